@@ -26,7 +26,7 @@ from device.registry import get_device
 from epd_serve.engine.device_features import DeviceFeatureStore
 from epd_serve.engine.device_regions import are_reached
 from epd_serve.engine.kv_memory import KVMemory
-from epd_serve.instance.decode import read_offered
+from epd_serve.instance.decode import read_kv
 from epd_serve.protocol import wire
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore
@@ -176,19 +176,14 @@ def _measure(device_name: str, layout: wire.KVLayout, num_tokens: int, repeats: 
     transport, memory = _memory(device_name, layout, num_blocks, way)
     memory.tensor.copy_(torch.randint_like(memory.tensor, 256))
     device.synchronize()
+    ours.send_bytes(wire.encode(wire.KVAnnouncement(memory.region, 0, 0, [])))
     target = wire.decode(ours.recv_bytes(), wire.ReserveReply)
-    asking = threading.Lock()
-
-    def offer(offered: wire.KVOffer) -> wire.KVTaken:
-        with asking:
-            ours.send_bytes(wire.encode(offered))
-            return wire.decode(ours.recv_bytes(), wire.KVTaken)
-
-    sender = KVSender(transport, memory, GroupSizer(num_layers=layout.num_layers), time.monotonic)
+    peer = _Peer(ours)
+    sender = KVSender(memory, GroupSizer(num_layers=layout.num_layers), time.monotonic)
     local = random.Random(1).sample(range(1, num_blocks + 1), num_blocks)
     transport.num_bytes, times = 0, list[float]()
     for number in range(1 + repeats):
-        transfer = OutgoingTransfer(f"t{number}", target, time.monotonic() + 600, offer=offer)
+        transfer = OutgoingTransfer(f"t{number}", peer, target)
         passed, start = threading.Event(), time.perf_counter()
         sender.push(range(layout.num_layers), [Part(transfer, local, target.block_ids)])
         sender.fence(transfer, passed.set)
@@ -214,6 +209,17 @@ def _measure(device_name: str, layout: wire.KVLayout, num_tokens: int, repeats: 
     memory.release(transport)
     transport.close()
     return row
+
+
+class _Peer:
+    """The process that reads, at the other end of a pipe."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def announce(self, announcement: wire.KVAnnouncement) -> wire.KVTaken:
+        self._connection.send_bytes(wire.encode(announcement))
+        return wire.decode(self._connection.recv_bytes(), wire.KVTaken)
 
 
 def _memory(
@@ -243,13 +249,14 @@ def _decode(connection: Connection, device_name: str, layout: bytes, num_blocks:
     get_device(device_name).activate()
     transport, memory = _memory(device_name, wire.decode(layout, wire.KVLayout), num_blocks, way)
     blocks = random.Random(2).sample(range(1, num_blocks + 1), num_blocks)
-    target = wire.ReserveReply(blocks, 0, memory.region, memory.num_blocks, memory.staged_cells)
+    source = wire.decode(connection.recv_bytes(), wire.KVAnnouncement).region
+    target = wire.ReserveReply(blocks, 0, memory.region.name, memory.staged_cells, memory.maps(source))
     connection.send_bytes(wire.encode(target))
     transport.num_bytes = 0
     while message := connection.recv_bytes():
-        offer = wire.decode(message, wire.KVOffer)
-        read_offered(offer, offer.parts, memory, transport)
-        connection.send_bytes(wire.encode(wire.KVTaken([part.transfer_id for part in offer.parts])))
+        announced = wire.decode(message, wire.KVAnnouncement)
+        read_kv(announced, announced.parts, memory, transport)
+        connection.send_bytes(wire.encode(wire.KVTaken([part.transfer_id for part in announced.parts])))
     num_bytes = transport.num_bytes
     connection.send((num_bytes, _checksum(memory, blocks)))
 

@@ -199,19 +199,19 @@ def measure_transfer(device: Device, *, tiny: bool) -> dict[str, float]:
     results = {name: count / call_ms(device, call) / 1e6 for name, call in copies.items()}
     paths: tuple[Literal["shm", "tcp"], ...] = ("shm", "tcp")
     for path in paths:
-        sender, receiver = EmbeddedTransport(path=path), EmbeddedTransport(path=path)
+        owner, reader = EmbeddedTransport(path=path), EmbeddedTransport(path=path)
         try:
-            slab = receiver.allocate("kv", count)
+            slab = owner.allocate("kv", count)
 
-            def send(sender: EmbeddedTransport = sender, region: Any = slab.region) -> None:
-                here.copy_(there, non_blocking=True)
+            def fetch(reader: EmbeddedTransport = reader, region: Any = slab.region) -> None:
+                reader.read(region, [(0, memoryview(here.numpy()))])
+                there.copy_(here, non_blocking=True)
                 device.synchronize()
-                sender.write(region, [(0, memoryview(here.numpy()))])
 
-            results[f"device to a peer's memory, {path}"] = count / call_ms(device, send) / 1e6
+            results[f"a peer's memory to the device, {path}"] = count / call_ms(device, fetch) / 1e6
         finally:
-            sender.close()
-            receiver.close()
+            owner.close()
+            reader.close()
     return results
 
 

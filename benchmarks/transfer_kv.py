@@ -127,7 +127,7 @@ async def measure(path: Path, tokens: int, mode: str, link: dict[str, Any] | Non
                     mode=mode,
                     prefill_s=grown["step_seconds_total:prefill"],
                     kv_bytes=grown["kv_request_bytes_total"],
-                    writes=grown["kv_transfers_total"],
+                    writes=grown["kv_announcements_total"],
                     kv_s=grown["kv_request_seconds_total"],
                     exposed_s=grown["kv_exposed_seconds_total"],
                     wait_s=grown["kv_wait_seconds_sum"] / CONCURRENCY,
@@ -205,7 +205,7 @@ async def handshakes(path: Path) -> dict[str, Any]:
                     "mode": mode,
                     "overlap": 1 - grown["kv_exposed_seconds_total"] / grown["kv_request_seconds_total"],
                     "wait_ms": 1000 * grown["kv_wait_seconds_sum"] / count,
-                    "layers_per_write": LAYERS * count / grown["kv_transfers_total"],
+                    "layers_per_write": LAYERS * count / grown["kv_announcements_total"],
                     "bytes_per_s": grown["kv_request_bytes_total"] / grown["kv_request_seconds_total"],
                 }
             )

@@ -130,7 +130,7 @@ def _hidden(of_p: Mapping[str, float]) -> dict[str, float]:
     return {
         "kv_overlap": 1 - of_p["kv_exposed_seconds_total"] / of_p["kv_request_seconds_total"],
         "feature_overlap": 1 - of_p["feature_exposed_seconds_total"] / of_p["feature_transmission_seconds_sum"],
-        "writes_per_request": of_p["kv_transfers_total"] / of_p["kv_requests_total"],
+        "writes_per_request": of_p["kv_announcements_total"] / of_p["kv_requests_total"],
     }
 
 

@@ -20,9 +20,9 @@ class SlowEngine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def batch_transfer_sync_write(self, peer: str, sources: Any, targets: Any, sizes: Any) -> Any:
+    def batch_transfer_sync_read(self, peer: str, targets: Any, sources: Any, sizes: Any) -> Any:
         start = time.monotonic()
-        result = self._engine.batch_transfer_sync_write(peer, sources, targets, sizes)
+        result = self._engine.batch_transfer_sync_read(peer, targets, sources, sizes)
         with self._lock:
             done = max(start + self._latency_s, self._free_at.get(peer, 0.0)) + sum(sizes) * self._s_per_byte
             self._free_at[peer] = done

@@ -10,12 +10,11 @@ from typing import Any, Protocol
 
 import msgspec
 
-from device.base import Event
-from epd_serve.protocol.wire import KVLayout, TokenLogprob
+from epd_serve.protocol.wire import KVLayout, Region, TokenLogprob
 from epd_serve.sched.block_tables import BlockMemory
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sched.sequence import Sequence
-from epd_serve.transfer.kv_sender import ReadableKV, ReadableSource
+from epd_serve.transfer.kv_sender import KVSource, ReadableKV
 
 #: Stands for a token where the logits are no numbers, and none can be chosen.
 NO_TOKEN = -1
@@ -77,7 +76,7 @@ class Runner(Protocol):
         ...
 
 
-class KVCacheMemory(BlockMemory, ReadableSource, Protocol):
+class KVCacheMemory(BlockMemory, KVSource, Protocol):
     """The KV of an instance: blocks, where the model computes, and a slab by which peers reach them.
 
     Attributes:
@@ -92,9 +91,14 @@ class KVCacheMemory(BlockMemory, ReadableSource, Protocol):
     @property
     def num_staged(self) -> int: ...
 
-    @property
-    def copied(self) -> Event | None:
-        """The latest copy of a block to another: blocks that it reads may be free before it is done."""
+    def maps(self, region: Region) -> bool:
+        """Return whether :meth:`read_mapped` reaches the device's memory of ``region``. Blocks."""
+        ...
+
+    def read_mapped(
+        self, region: Region, layers: range, source: AbstractSequence[int], blocks: AbstractSequence[int]
+    ) -> None:
+        """Copy blocks of some layers on the device of ``region`` to blocks here. Blocks; raises TransferError."""
         ...
 
     def land(self, layers: range, blocks: AbstractSequence[int]) -> AbstractContextManager[ReadableKV]:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from device.base import Device
 from epd_serve.engine.device_regions import registered
+from epd_serve.engine.mapped_memory import MappedMemory
 from epd_serve.protocol.wire import FeatureEvent, Region
 from epd_serve.transfer.feature_store import (
     FeatureBooks,
@@ -30,17 +31,9 @@ from epd_serve.transfer.feature_store import (
     observed_fetch,
     unobserved,
 )
-from epd_serve.transfer.shared_memory import (
-    MAPPED_SLOT,
-    UNMAP_S,
-    WriteLocks,
-    host_id,
-    is_there,
-    map_region,
-    release_mapped,
-)
+from epd_serve.transfer.shared_memory import map_region, release_mapped
 from epd_serve.transfer.staging import CellLender
-from epd_serve.transfer.transport import DeviceSlab, NotMapped, PeerGone, TransferError, Transport
+from epd_serve.transfer.transport import DeviceSlab, NotMapped, TransferError, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +149,7 @@ class DeviceFeatureStore:
     ) -> None:
         self._host, self._transport, self._observe = host, transport, observe
         self._copies = Copies(device, taking)
-        self._mapped = MappedAreas(device, self._copies)
+        self._mapped = MappedMemory(device)
         self._one_at_a_time = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="device-store")
         self._area: FeatureArea | None = None
@@ -240,7 +233,8 @@ class DeviceFeatureStore:
                 return self._area.features.copied(event, self._copies)
             if event.memory is not None and self._landed is not None:
                 return self._landed.copied(event, event.memory, event.region)
-            return self._mapped.copied(event, event.region)
+            with self._mapped.reading(event.region) as memory:
+                return GuardedMemory(memory, map_region(event.region)).copied(event, self._copies)
 
     def close(self) -> None:
         """End the copies, and wait until nobody maps the area any more."""
@@ -408,69 +402,3 @@ class FeatureArea(FeatureBooks):
         self.features.mark(feature.offset, 0)  # before it is another's
         super()._evict(mm_hash, feature)
         self._observe("embedded", "evict", feature.nbytes)
-
-
-class MappedAreas:
-    """The areas of encoders on this host, mapped at their first use, and until their owners have given them up.
-
-    The owner sees by a lock that its memory is mapped (:func:`~epd_serve.transfer.shared_memory.release_mapped`).
-    """
-
-    def __init__(self, device: Device, copies: Copies) -> None:
-        self._device, self._copies = device, copies
-        self._locks = WriteLocks()
-        self._lock = threading.Lock()  # also of the copies: none may be under way where a mapping ends
-        self._areas: dict[str, tuple[Region, GuardedMemory, ExitStack]] = {}
-        self._closing = threading.Event()
-        self._watch: threading.Thread | None = None
-
-    def copied(self, event: FeatureEvent, region: Region) -> Tensor:
-        """Raises TransferError: NotMapped where its memory is not reached from here."""
-        with self._lock:
-            copy = self._area(region).copied(event, self._copies)
-        if not is_there(region):  # what its memory is now, nobody knows
-            raise PeerGone(f"the encoder of feature {event.mm_hash[:12]} is gone")
-        return copy
-
-    def close(self) -> None:
-        self._closing.set()
-        if self._watch is not None:
-            self._watch.join()
-        with self._lock:
-            self._unmap(list(self._areas))
-        self._locks.close()
-
-    def _area(self, region: Region) -> GuardedMemory:
-        if (known := self._areas.get(region.name)) is not None:
-            return known[1]
-        if (region.device, region.host_id) != (self._device.type, host_id()):
-            raise NotMapped(f"region {region.name} is not on a device of this host")
-        with ExitStack() as mapping:
-            table = map_region(region)
-            # its owner sees by the lock that it must not give the memory to others yet
-            mapping.enter_context(self._locks.held(region, [MAPPED_SLOT]))
-            try:
-                memory = mapping.enter_context(self._device.map_memory(region.handle))
-            except ValueError as error:
-                raise NotMapped(f"region {region.name} cannot be mapped: {error}") from error
-            area = GuardedMemory(memory, table)
-            self._areas[region.name] = region, area, mapping.pop_all()
-        if self._watch is None:
-            self._watch = threading.Thread(target=self._run, name="mapped-features", daemon=True)
-            self._watch.start()
-        return area
-
-    def _run(self) -> None:
-        self._device.activate()
-        while not self._closing.wait(UNMAP_S / 2):
-            with self._lock:
-                self._unmap([name for name, (region, _, _) in self._areas.items() if not is_there(region)])
-
-    def _unmap(self, names: list[str]) -> None:
-        for name in names:
-            _, area, mapping = self._areas.pop(name)
-            del area
-            try:
-                mapping.close()
-            except Exception:  # its process is gone, and the device may have failed
-                logger.exception("memory of %s could not be unmapped", name)

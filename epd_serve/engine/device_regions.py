@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 
+import torch
 from torch import Tensor
 
 from device.base import Device
@@ -37,19 +38,19 @@ def are_reached(device: Device, transport: Transport) -> bool:
     if slab is None:
         logger.info("%s: KV and features go to other hosts through host memory", device.name)
         return False
-    sent, back = random.randbytes(_PROBE_BYTES), bytearray(_PROBE_BYTES)
+    content, back = random.randbytes(_PROBE_BYTES), bytearray(_PROBE_BYTES)
+    memory[:_PROBE_BYTES] = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(memory.device)
     try:
-        device.synchronize()  # the memory is zeroed
-        transport.write(slab.region, [(0, memoryview(sent))])
+        device.synchronize()
         transport.read(slab.region, [(0, slab.buffer[_PROBE_BYTES:])])
         device.settle_arrivals()
-        is_there = bytes(memory[_PROBE_BYTES:].cpu().numpy()) == sent
+        is_right = bytes(memory[_PROBE_BYTES:].cpu().numpy()) == content
         transport.read(slab.region, [(0, memoryview(back))])
     except (TransferError, ValueError) as error:
         logger.warning("%s: its memory is registered and not reached: %s", device.name, error)
         return False
     finally:
         transport.release(slab)
-    if not is_there or back != sent:
-        logger.warning("%s: its memory is registered, and other bytes arrive than were sent", device.name)
-    return is_there and back == sent
+    if not is_right or back != content:
+        logger.warning("%s: its memory is registered, and other bytes arrive than lie there", device.name)
+    return is_right and back == content

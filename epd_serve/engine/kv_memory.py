@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import mmap
 import threading
@@ -9,7 +10,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -22,14 +22,18 @@ from device.ops.linear import multiplies_halves
 from epd_serve.config import InstanceOptions
 from epd_serve.config.sizes import MIN_BLOCKS, blocks_in, in_binary_units
 from epd_serve.engine.device_regions import registered
+from epd_serve.engine.mapped_memory import MappedMemory
 from epd_serve.protocol.wire import KVLayout, Region
-from epd_serve.transfer.kv_sender import ReadableKV, RemoteWrite
+from epd_serve.transfer.kv_sender import ReadableKV
 from epd_serve.transfer.shared_memory import release_mapped
 from epd_serve.transfer.staging import StagingArea, rounds
-from epd_serve.transfer.transport import DeviceBytes, DeviceSlab, Piece, Span, Transport, paired, slab_spans
+from epd_serve.transfer.transport import DeviceBytes, DeviceSlab, Span, TransferError, Transport, slab_spans
 
 if TYPE_CHECKING:
     from epd_serve.engine.emulated.emulation import Emulation
+
+
+logger = logging.getLogger(__name__)
 
 
 def block_nbytes(layout: KVLayout) -> int:
@@ -121,35 +125,20 @@ class KVCache:
             done = self._device.record_event()
         done.synchronize()
 
-    @contextmanager
-    def mapped(self, handle: bytes) -> Iterator[RemoteWrite]:
-        """A context in which another cache of the layout can be written to.
-
-        Raises ValueError where it cannot be mapped.
-        """
-        with self._device.map_memory(handle) as memory:
-            cache = memory.view(self._dtype).view(*self._shape[:2], -1, *self._shape[3:])
-            del memory
-            targets = [cache]
-            del cache
-            try:
-                yield partial(self._write, targets)
-            finally:
-                targets.clear()
-
-    def _write(
-        self, targets: Sequence[Tensor], layers: range, blocks: Sequence[int], remote: Sequence[int]
-    ) -> None:
-        """Copy blocks of some layers, which no step writes now, to blocks of another cache; done on return."""
+    def copy_from(self, memory: Tensor, layers: range, source: Sequence[int], blocks: Sequence[int]) -> None:
+        """Copy blocks of another cache of the layout, all of its ``memory``, to blocks here; done on return."""
+        other = memory.view(self._dtype).view(*self._shape[:2], -1, *self._shape[3:])
         num_tokens = len(blocks) * self._layout.block_size * len(layers) / self._layout.num_layers
         taking = nullcontext() if self._emulation is None else self._emulation.copy(num_tokens)
         with self._copying, self._copies:
-            here, places = (
-                to_device(torch.tensor(one, dtype=torch.int64), self.tensor.device) for one in (blocks, remote)
+            there, here = (
+                to_device(torch.tensor(one, dtype=torch.int64), self.tensor.device) for one in (source, blocks)
             )
+            if self.copied is not None:
+                self._copies.wait_event(self.copied)  # it may still read blocks that are free since
             with taking:
                 for layer in layers:
-                    targets[0][layer].index_copy_(1, places, self.tensor[layer].index_select(1, here))
+                    self.tensor[layer].index_copy_(1, here, other[layer].index_select(1, there))
             done = self._device.record_event()
         done.synchronize()
 
@@ -157,15 +146,15 @@ class KVCache:
 class KVMemory:
     """The KV of an instance: the cache, and the slab by which the transport reaches it.
 
-    On a CPU the slab *is* the cache, and peers write right into it. On a device that the transport reaches the
-    cache is registered, and peers read there what they are offered. Else the slab is a bounded area of cells
-    through which KV comes and goes (:mod:`epd_serve.transfer.staging`), on the threads of those who move it and on
-    a stream of its own; peers on this host may map the cache on the device.
+    Peers read what is announced to them; only this instance writes. On a CPU the slab *is* the cache. On a device
+    that the transport reaches the cache is registered, and peers on this host may map it. Else the slab is a
+    bounded area of cells through which KV comes and goes (:mod:`epd_serve.transfer.staging`), on the threads of
+    those who move it and on a stream of its own.
 
     Args:
         staging_bytes: of that area, at most.
         lease_s: for which cells are kept that a peer may still copy to.
-        shares: other instances on this host may write to the KV on the device itself, and this one to theirs.
+        shares: other instances on this host may read the KV on the device itself, and this one theirs.
         registers: the transport reaches the device's memory.
         emulation: as of :class:`KVCache`.
     """
@@ -204,6 +193,7 @@ class KVMemory:
         self.region: Region = slab.region
         self.buffer: memoryview | DeviceBytes = slab.buffer
         self._device = device
+        self._mapped = MappedMemory(device) if shares else None
         self._registered: DeviceSlab | None = None
         try:
             self._cache = KVCache(layout, num_blocks, device, slab.buffer, emulation)
@@ -225,6 +215,8 @@ class KVMemory:
     def release(self, transport: Transport) -> None:
         """Offer it to nobody any more. Blocks until no other process maps it."""
         self.unpin()
+        if self._mapped is not None:
+            self._mapped.close()
         if self._registered is not None:
             transport.release(self._registered)
         release_mapped(transport, self.slab)
@@ -237,10 +229,6 @@ class KVMemory:
     @property
     def num_staged(self) -> int:
         return 0 if self._area is None else self._area.num_lent
-
-    @property
-    def copied(self) -> Event | None:
-        return self._cache.copied
 
     def check_integrity(self) -> None:
         if self._area is not None:
@@ -264,8 +252,8 @@ class KVMemory:
 
     @contextmanager
     def land(self, layers: range, blocks: Sequence[int]) -> Iterator[ReadableKV]:
-        if self._registered is not None and self.copied is not None:
-            self.copied.synchronize()  # it may still read blocks that are free since
+        if self._registered is not None and self._cache.copied is not None:
+            self._cache.copied.synchronize()  # it may still read blocks that are free since
         if self._area is None or self._registered is not None:
             yield _InSlab(self, layers, blocks, self.num_blocks)
             if self._registered is not None:
@@ -275,14 +263,20 @@ class KVMemory:
             yield self._in_cells(layers, len(blocks), first)
             self._cache.copy(layers, blocks, first, lands=True)
 
-    @contextmanager
-    def mapped(self, region: Region) -> Iterator[RemoteWrite | None]:
-        own = self.region
-        if not own.handle or not region.handle or (own.device, own.host_id) != (region.device, region.host_id):
-            yield None
-            return
-        with self._cache.mapped(region.handle) as write:
-            yield write
+    def maps(self, region: Region) -> bool:
+        if self._mapped is None:
+            return False
+        try:
+            with self._mapped.reading(region):
+                return True
+        except TransferError as error:
+            logger.info("the KV of %s is not mapped here: %s", region.name, error)
+            return False
+
+    def read_mapped(self, region: Region, layers: range, source: Sequence[int], blocks: Sequence[int]) -> None:
+        assert self._mapped is not None, "nothing is mapped here"
+        with self._mapped.reading(region) as memory:
+            self._cache.copy_from(memory, layers, source, blocks)
 
     def save(self, blocks: Sequence[int]) -> Tensor:
         """A copy of blocks in host memory: [layers, 2, len(blocks), block_size, kv_heads, head_dim]."""
@@ -336,13 +330,6 @@ class _InSlab:
             start=self.start,
             first_layer=self.first_layer,
         )
-
-    def pieces(self, first: int, remote: Sequence[int], remote_num_blocks: int) -> list[Piece]:
-        there = slab_spans(self.layers, remote, remote_num_blocks, self.memory.block_bytes)
-        return [
-            (to, self.memory.buffer[here : here + count])
-            for here, to, count in paired(self.spans(first, len(remote)), there)
-        ]
 
 
 _DEFAULT_KV_BYTES = 1 << 28

@@ -203,17 +203,17 @@ class LayerGroups:
                 if transfer.target is not None and sequence.states:
                     state = sequence.states[0]
                     part = Part(transfer, state, transfer.target.block_ids[-len(state) :])
-                    states[transfer.target.region.name].append(part)
+                    states[transfer.target.name].append(part)
             first, stop = transfer.next_block, -(-end // push.block_size)
             if transfer.target is not None and first < stop:
                 part = Part(transfer, sequence.blocks[first:stop], transfer.target.block_ids[first:stop])
-                parts[transfer.target.region.name].append(part)
+                parts[transfer.target.name].append(part)
                 # a block that the chunk fills in part is sent again with the next chunk
                 transfer.next_block = max(first, end // push.block_size)
         self._lanes: list[SendLane] = []
-        for region_name, of_lane in parts.items():
+        for name, of_lane in parts.items():
             nbytes = push.layer_bytes * sum(len(part.local) for part in of_lane)
-            group_size = push.sender.sizer.group_size(region_name, output.num_tokens, nbytes)
+            group_size = push.sender.sizer.group_size(name, output.num_tokens, nbytes)
             self._lanes.append(SendLane(of_lane, group_ends(push.num_layers, group_size)))
         # all of a state's blocks hold parts of the last layer's
         self._lanes += [SendLane(of_lane, frozenset({push.num_layers - 1})) for of_lane in states.values()]

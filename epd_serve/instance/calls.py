@@ -106,7 +106,7 @@ class ControlCalls:
             ("POST", "/kv/renew", self._kv_renew),
             ("POST", "/kv/complete", self._kv_complete),
             ("POST", "/kv/cancel", self._kv_cancel),
-            ("POST", "/kv/offer", self._kv_offer),
+            ("POST", "/kv/announce", self._kv_announce),
         ]
 
     async def _encode(self, body: bytes) -> Reply:
@@ -190,8 +190,9 @@ class ControlCalls:
         self._instance.serving(Stage.DECODE).decode.cancel(wire.decode(body, wire.TransferRef))
         return _DONE
 
-    async def _kv_offer(self, body: bytes) -> Reply:
-        taken = await self._instance.serving(Stage.DECODE).decode.take_offered(wire.decode(body, wire.KVOffer))
+    async def _kv_announce(self, body: bytes) -> Reply:
+        announcement = wire.decode(body, wire.KVAnnouncement)
+        taken = await self._instance.serving(Stage.DECODE).decode.read_kv(announcement)
         return Reply(body=wire.encode(taken))
 
     # ------------------------------------------------------------------ how it is

@@ -1,4 +1,4 @@
-"""The decode stage: reservations for KV that P will write, hand-over, generation."""
+"""The decode stage: reservations, reading KV that P announces, hand-over, generation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ from epd_serve.sched.sequence import Sequence
 from epd_serve.sched.turns import Asker
 from epd_serve.telemetry.span import DECODE_QUEUE, Timeline
 from epd_serve.transfer.reservation import Reservation, ReservationState, ReservationTable, Tombstones
-from epd_serve.transfer.shared_memory import is_being_written
 from epd_serve.transfer.transport import PeerGone, Piece, StillCopying, TransferError, Transport, paired
 from epd_serve.types import Grammar
 
@@ -92,11 +91,7 @@ class DecodeService:
         self._queue_timeout_s = queue_timeout_s
         self._orphan_s = orphan_s
         self._listen = listen
-        self._reservations = ReservationTable(
-            free=lambda blocks: engine.unreserve(blocks),
-            is_being_written=lambda block: is_being_written(memory.region, block),
-            gate=transport.gate,
-        )
+        self._reservations = ReservationTable(free=engine.unreserve)
         self.waiting: list[_Waiting] = []  # in the order in which they came
         self._has_refused = False  # one of them: the engine keeps its turn until none waits
         self.expected: dict[str, asyncio.Future[Generation]] = {}
@@ -164,32 +159,31 @@ class DecodeService:
         self._engine.check_fits(request.num_prompt_tokens, request.max_tokens, request.num_sequences)
         reservation = self._reservations.open(request, time.monotonic())
         if reservation is None or request.request_id in self._ended:
-            self._reservations.stop_writing(request.transfer_id)
+            self._reservations.release(request.transfer_id)
             raise _ended(request.request_id)
         if reservation.state is ReservationState.PENDING:
             try:
                 async with asyncio.timeout(self._queue_timeout_s):
                     await self._granted(reservation, request)
             except TimeoutError as error:
-                self._reservations.stop_writing(request.transfer_id)
+                self._reservations.release(request.transfer_id)
                 raise Unavailable(
                     f"no room for the request's KV within {self._queue_timeout_s:g} s; try again later",
                     code=NO_ROOM,
                 ) from error
             except BaseException:
-                self._reservations.stop_writing(request.transfer_id)
+                self._reservations.release(request.transfer_id)
                 raise
-        if self._memory.region.handle and (copied := self._memory.copied) is not None and not copied.query():
-            await asyncio.to_thread(copied.synchronize)  # P's device does not wait for this one
         if reservation.blocks is None or reservation.state is not ReservationState.GRANTED:
             raise _ended(request.request_id)
         num_blocks = num_blocks_for(request.num_prompt_tokens, self._layout.block_size)
+        maps = await asyncio.to_thread(self._memory.maps, request.region) if request.region.handle else False
         return wire.ReserveReply(
             block_ids=reservation.blocks.written(num_blocks),
             num_cached_blocks=reservation.blocks.num_cached,
-            region=self._memory.region,
-            num_blocks=self._memory.num_blocks,
+            name=self._memory.region.name,
             staged_cells=self._memory.staged_cells,
+            maps=maps,
         )
 
     async def _granted(self, reservation: Reservation, request: wire.ReserveRequest) -> None:
@@ -301,48 +295,45 @@ class DecodeService:
         elif not expected.done():
             expected.set_result(generation)
 
-    async def take_offered(self, offer: wire.KVOffer) -> wire.KVTaken:
-        """Read KV that P offers into the blocks of its transfers, but for those that have ended here.
+    async def read_kv(self, announcement: wire.KVAnnouncement) -> wire.KVTaken:
+        """Read KV that P announces into the blocks of its transfers, but for those that have ended here.
 
         Raises InstanceFailed where it cannot be read. Blocks are kept while they are read into, even where the
         call ends before.
         """
-        parts = [part for part in offer.parts if self._reservations.begin_read(part.transfer_id, part.block_ids)]
-        reading = asyncio.create_task(asyncio.to_thread(self._read, offer, parts))
-        reading.add_done_callback(lambda done: self._end_read(done, parts))
+        wanted = [p for p in announcement.parts if self._reservations.begin_read(p.transfer_id, p.block_ids)]
+        reading = asyncio.create_task(asyncio.to_thread(self._read, announcement, wanted))
+        reading.add_done_callback(lambda done: self._end_read(done, wanted))
         try:
             await asyncio.shield(reading)
         except TransferError as error:
             code = PEER_UNREACHABLE if isinstance(error, PeerGone) else None
             raise InstanceFailed(f"the KV cannot be read: {error}", code=code) from error
-        return wire.KVTaken([part.transfer_id for part in parts])
+        return wire.KVTaken([part.transfer_id for part in wanted])
 
-    def _end_read(self, reading: asyncio.Task[None], parts: list[wire.OfferedKV]) -> None:
-        # whoever offers it hears of the error, if it still listens
+    def _end_read(self, reading: asyncio.Task[None], parts: list[wire.SentKV]) -> None:
+        # P hears of the error, if it still listens
         error = None if reading.cancelled() else reading.exception()
         given_up_at = time.monotonic() if isinstance(error, StillCopying) else None
         for part in parts:
             self._reservations.end_read(part.transfer_id, given_up_at)
 
-    def _read(self, offer: wire.KVOffer, parts: list[wire.OfferedKV]) -> None:
+    def _read(self, announcement: wire.KVAnnouncement, parts: list[wire.SentKV]) -> None:
+        seconds = read_kv(announcement, parts, self._memory, self._transport)
         if num_blocks := sum(len(part.block_ids) for part in parts):
-            seconds = read_offered(offer, parts, self._memory, self._transport)
-            num_layers = offer.end_layer - offer.first_layer
+            num_layers = announcement.end_layer - announcement.first_layer
             self._on_read(self._memory.nbytes(num_layers, num_blocks), seconds)
 
     def cancel(self, ref: wire.TransferRef) -> None:
-        """P has stopped writing; with a reason, the request has failed. Idempotent."""
-        if ref.may_arrive:
-            self._reservations.quarantine(ref.transfer_id, time.monotonic())
-        else:
-            self._reservations.stop_writing(ref.transfer_id)
+        """P announces no more; with a reason, the request has failed. Idempotent."""
+        self._reservations.release(ref.transfer_id)
         if ref.reason:
             self._fail(ref.request_id, InstanceFailed(ref.reason))
 
     # ------------------------------------------------------------------ housekeeping
 
     def expire(self) -> None:
-        """End leases whose writer is gone, and hand-offs that nobody claims."""
+        """End leases whose prefill instance is gone, and hand-offs that nobody claims."""
         now = time.monotonic()
         for reservation in self._reservations.expire(now):
             self._fail(reservation.request_id, StageTimeout("the prefill instance did not finish its KV transfer"))
@@ -358,24 +349,35 @@ class DecodeService:
             expected.set_exception(error)
 
 
-def read_offered(
-    offer: wire.KVOffer, parts: AbstractSequence[wire.OfferedKV], memory: KVCacheMemory, transport: Transport
+def read_kv(
+    announcement: wire.KVAnnouncement,
+    parts: AbstractSequence[wire.SentKV],
+    memory: KVCacheMemory,
+    transport: Transport,
 ) -> float:
-    """Read some parts of what another instance offers into their blocks; the seconds that the transport took.
+    """Read some parts of an announcement into their blocks; return the seconds that it took.
 
-    All at once: what is offered fits into what is landed here at a time. Raises TransferError.
+    All at once: what is announced fits into what is landed here at a time. Raises TransferError.
     """
-    layers, buffer = range(offer.first_layer, offer.end_layer), memory.buffer
-    with memory.land(layers, [block for part in parts for block in part.block_ids]) as landing:
-        pieces: list[Piece] = []
-        first = 0
-        for part in parts:
-            pairs = paired(part.spans, landing.spans(first, len(part.block_ids)))
-            pieces += [(there, buffer[here : here + count]) for there, here, count in pairs]
-            first += len(part.block_ids)
-        start = time.monotonic()
-        transport.read(offer.region, pieces)
-        return time.monotonic() - start
+    layers = range(announcement.first_layer, announcement.end_layer)
+    blocks = [block for part in parts for block in part.block_ids]
+    start = time.monotonic()
+    if not blocks:
+        transport.read(announcement.region, [])  # the first contact
+    elif parts[0].source_ids:
+        memory.read_mapped(announcement.region, layers, [one for part in parts for one in part.source_ids], blocks)
+    else:
+        with memory.land(layers, blocks) as landing:
+            pieces: list[Piece] = []
+            first = 0
+            for part in parts:
+                pairs = paired(part.spans, landing.spans(first, len(part.block_ids)))
+                pieces += [(there, memory.buffer[here : here + count]) for there, here, count in pairs]
+                first += len(part.block_ids)
+            start = time.monotonic()
+            transport.read(announcement.region, pieces)
+            return time.monotonic() - start
+    return time.monotonic() - start
 
 
 def _replay(answer: Answer, token_ids: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""The ways by which the KV of a prompt gets to the decode instance: pushed or pulled."""
+"""How the KV of a prompt gets to the decode instance: reserve, announce groups of layers, hand over."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from functools import partial
 from typing import Protocol
 
 from epd_serve.cache.block_pool import num_blocks_for
+from epd_serve.engine.computing import KVCacheMemory
 from epd_serve.engine.engine import FailureEvent
 from epd_serve.errors import DECODE_DRAINING, DRAINING, PEER_UNREACHABLE, InstanceFailed, ServeError, Unavailable
 from epd_serve.instance.answer import Answer
@@ -23,18 +24,31 @@ from epd_serve.transfer.transport import PeerGone, TransferError
 _CANCEL_TIMEOUT_S = 5.0
 
 
-class PushDelivery:
+class _Announcer:
+    """The decode instance of one transfer: see :class:`~epd_serve.transfer.kv_sender.DecodePeer`."""
+
+    def __init__(self, peers: Peers, url: str, ref: wire.TransferRef, lease_s: float) -> None:
+        self._peers, self._url, self._ref, self._lease_s = peers, url, ref, lease_s
+        self._loop = asyncio.get_running_loop()
+
+    def announce(self, announcement: wire.KVAnnouncement) -> wire.KVTaken:
+        call = _while_it_answers(self._peers, self._url, "/kv/announce", announcement, self._ref, self._lease_s)
+        try:
+            return wire.decode(asyncio.run_coroutine_threadsafe(call, self._loop).result(), wire.KVTaken)
+        except ServeError as error:
+            raise (PeerGone if error.code == PEER_UNREACHABLE else TransferError)(error.message) from error
+
+
+class KVDelivery:
     """One request's KV: :meth:`open` before its prompt is computed, then :meth:`hand_over`, or :meth:`stop` and
-    :meth:`withdraw`. Blocks are reserved there; the sender writes or offers while the prompt is computed.
+    :meth:`withdraw`. The decode instance reserves blocks, and reads groups of layers while the prompt is computed.
 
     Args:
         num_generated: of the answer's tokens, the first of which KV is sent, too.
+        memory: where the KV is read from.
         abort: ends the request in the engine.
         spawn: runs a clean-up in the background, owned by the instance.
     """
-
-    #: Whether the decode instance reads even where it could be written to.
-    reads = False
 
     def __init__(
         self,
@@ -43,7 +57,7 @@ class PushDelivery:
         decode_url: str,
         sender: KVSender,
         peers: Peers,
-        layout: wire.KVLayout,
+        memory: KVCacheMemory,
         *,
         lease_s: float,
         abort: Callable[[str], None],
@@ -63,15 +77,16 @@ class PushDelivery:
             max_tokens=sequence.max_tokens - num_generated,
             num_sequences=sequence.num_sequences,
             block_hashes=sequence.block_hashes,
-            layout=layout,
+            layout=memory.layout,
             lease_s=lease_s,
+            region=memory.region,
             priority=sampling.priority,
             key=sampling.key,
             group=sampling.group,
         )
         self._ref = wire.TransferRef(self._reserve.transfer_id, self._reserve.request_id)
         self._renewal: asyncio.Task[None] | None = None
-        self.transfer = OutgoingTransfer(self._ref.transfer_id, target=None, deadline=0.0)
+        self.transfer = OutgoingTransfer(self._ref.transfer_id, _Announcer(peers, decode_url, self._ref, lease_s))
 
     def handoff(self, generated: list[int], first: list[wire.FirstToken], answer: Answer) -> wire.Handoff:
         """The request as the decode instance takes it over: ``first`` follow what has KV."""
@@ -91,26 +106,17 @@ class PushDelivery:
         )
 
     async def open(self, feed: Callable[[FailureEvent], None]) -> None:
-        """Prepare; ``feed`` is told if the decode instance gives up meanwhile. Raises ServeError."""
-        lease_s = self._reserve.lease_s
-        granted_after = time.monotonic()
+        """Reserve blocks; ``feed`` is told if the decode instance gives up meanwhile. Raises ServeError."""
         try:
             body = await _while_it_answers(
-                self._peers, self._url, "/kv/reserve", self._reserve, self._ref, lease_s
+                self._peers, self._url, "/kv/reserve", self._reserve, self._ref, self._reserve.lease_s
             )
-            if time.monotonic() - granted_after > lease_s / 6:
-                # it waited for blocks, or we did not look; when the lease began only a renewal tells
-                granted_after = time.monotonic()
-                await self._peers.call(self._url, "/kv/renew", self._ref, lease_s / 6)
         except BaseException:
             self._spawn(asyncio.create_task(self._cancel("")))  # D may have granted what we never heard of
             raise
         target, transfer = wire.decode(body, wire.ReserveReply), self.transfer
-        transfer.deadline, transfer.next_block = granted_after + lease_s / 2, target.num_cached_blocks
-        if self.reads or target.staged_cells is not None:
-            transfer.offer = partial(self._offer, asyncio.get_running_loop())
-        if transfer.offer is None or target.region.handle:
-            self._sender.connect(target.region)
+        transfer.next_block = target.num_cached_blocks
+        self._sender.connect(target.name, transfer.peer)
         transfer.target = target
         self._renewal = asyncio.create_task(self._renew(transfer, feed))
 
@@ -129,7 +135,7 @@ class PushDelivery:
         if self.transfer.error is not None:
             code = PEER_UNREACHABLE if isinstance(self.transfer.error, PeerGone) else None
             raise InstanceFailed(f"the KV transfer to {self._url} failed: {self.transfer.error}", code=code)
-        if self.transfer.cancelled:  # by the renewal; some of the KV was not written
+        if self.transfer.cancelled:  # some of the KV was not read
             raise InstanceFailed(f"{self._url} gave up the KV transfer")
         try:
             await self._peers.call(self._url, "/kv/complete", handoff, self._reserve.lease_s)
@@ -147,32 +153,22 @@ class PushDelivery:
     async def withdraw(self, reason: str) -> None:
         """After :meth:`stop`: tell the decode instance, with a reason that the request has failed."""
         await self._fenced()
-        await self._cancel(reason, may_arrive=self.transfer.error is not None)
-
-    def _offer(self, loop: asyncio.AbstractEventLoop, offer: wire.KVOffer) -> wire.KVTaken:
-        """Return when D has read it, on a thread of the sender. Raises TransferError."""
-        call = _while_it_answers(self._peers, self._url, "/kv/offer", offer, self._ref, self._reserve.lease_s)
-        try:
-            return wire.decode(asyncio.run_coroutine_threadsafe(call, loop).result(), wire.KVTaken)
-        except ServeError as error:
-            raise (PeerGone if error.code == PEER_UNREACHABLE else TransferError)(error.message) from error
+        await self._cancel(reason)
 
     async def _renew(self, transfer: OutgoingTransfer, feed: Callable[[FailureEvent], None]) -> None:
-        """Keep the lease alive; where D has given up, stop writing and fail the request."""
+        """Keep the lease alive; where D has given up, announce no more and fail the request."""
         lease_s = self._reserve.lease_s
         while True:
             await asyncio.sleep(lease_s / 6)
-            sent_at = time.monotonic()
             try:
                 await self._peers.call(self._url, "/kv/renew", self._ref, lease_s / 6)
             except InstanceFailed:
-                continue  # the deadline stops the writer if D stays away
+                continue  # the next announcement, or the hand-over, fails if D stays away
             except ServeError as error:
                 transfer.cancelled = True
                 self._abort(self._ref.request_id)
                 feed(FailureEvent(self._ref.request_id, InstanceFailed(f"{self._url} gave up: {error.message}")))
                 return
-            transfer.deadline = sent_at + lease_s / 2
 
     async def _fenced(self) -> None:
         """Wait until nothing of the transfer is under way."""
@@ -181,24 +177,10 @@ class PushDelivery:
         self._sender.fence(self.transfer, partial(loop.call_soon_threadsafe, passed.set))
         await passed.wait()
 
-    async def _cancel(self, reason: str, *, may_arrive: bool = False) -> None:
-        ref = wire.TransferRef(self._ref.transfer_id, self._ref.request_id, reason=reason, may_arrive=may_arrive)
+    async def _cancel(self, reason: str) -> None:
+        ref = wire.TransferRef(self._ref.transfer_id, self._ref.request_id, reason=reason)
         with suppress(ServeError):  # D is gone and its reservation with it, or its lease will end
             await self._peers.call(self._url, "/kv/cancel", ref, _CANCEL_TIMEOUT_S)
-
-
-class PullDelivery(PushDelivery):
-    """Compute first; then the decode instance takes blocks as it has them and reads (TriInfer section 4.3)."""
-
-    reads = True
-
-    async def open(self, feed: Callable[[FailureEvent], None]) -> None:
-        self._feed = feed
-
-    async def hand_over(self, handoff: wire.Handoff) -> None:
-        await super().open(self._feed)
-        self.send_all(handoff)
-        await super().hand_over(handoff)
 
 
 def _blamed(url: str, error: Unavailable) -> ServeError:
@@ -238,6 +220,6 @@ async def _while_it_answers(
 
 
 class Deliveries(Protocol):
-    """Makes the delivery of one request's KV to the decode instance at a URL; see :class:`PushDelivery`."""
+    """Makes the delivery of one request's KV to the decode instance at a URL; see :class:`KVDelivery`."""
 
-    def __call__(self, sequence: Sequence, num_generated: int, decode_url: str) -> PushDelivery: ...
+    def __call__(self, sequence: Sequence, num_generated: int, decode_url: str) -> KVDelivery: ...

@@ -18,7 +18,7 @@ from epd_serve.factories import factory
 from epd_serve.instance.calls import moved
 from epd_serve.instance.decode import DecodeService
 from epd_serve.instance.feature_receiver import FeatureReceiver
-from epd_serve.instance.kv_delivery import PullDelivery, PushDelivery
+from epd_serve.instance.kv_delivery import KVDelivery
 from epd_serve.instance.loading.model import Language
 from epd_serve.instance.prefill import PrefillService
 from epd_serve.protocol import instance_state
@@ -72,8 +72,7 @@ class LanguageEngine(EngineHooks):
         group_layers = options.kv_transfer.group_layers
         fixed = None if group_layers == "auto" else group_layers
         sizer = GroupSizer(num_layers=self._layout.num_layers, fixed=fixed)
-        written = partial(instance.metrics.kv_moved, "out")
-        self.sender = KVSender(instance.transport, memory, sizer, time.monotonic, written)
+        self.sender = KVSender(memory, sizer, time.monotonic)
         pool = BlockPool(memory.num_blocks, options.tokens_per_block, state_blocks=self._layout.state_blocks)
         self.engine = factory("engine", Engine)(
             pool,
@@ -129,7 +128,7 @@ class LanguageEngine(EngineHooks):
             queue_timeout_s=options.queue_timeout_s,
             orphan_s=_ORPHAN_S,
             listen=self.listeners.listen,
-            on_read=partial(instance.metrics.kv_moved, "in"),
+            on_read=instance.metrics.kv_read,
             timeline=instance.timeline,
             compile=partial(compile_, is_tried=True),
         )
@@ -191,19 +190,17 @@ class LanguageEngine(EngineHooks):
             "listeners": len(self.listeners),
         }
 
-    def _deliver(self, sequence: Sequence, num_generated: int, decode_url: str) -> PushDelivery:
-        instance, options = self._instance, self._instance.options
-        delivery = PullDelivery if options.kv_transfer.mode == "pull" else PushDelivery
-        return delivery(
+    def _deliver(self, sequence: Sequence, num_generated: int, decode_url: str) -> KVDelivery:
+        return KVDelivery(
             sequence,
             num_generated,
             decode_url,
             self.sender,
-            instance.peers,
-            self._layout,
-            lease_s=options.lease_s,
+            self._instance.peers,
+            self._memory,
+            lease_s=self._instance.options.lease_s,
             abort=self.engine.abort,
-            spawn=instance.spawn,
+            spawn=self._instance.spawn,
         )
 
     # ------------------------------------------------------------------ for the engine

@@ -20,7 +20,6 @@ from epd_serve.transfer.kv_sender import OutgoingTransfer
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 _RATIOS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99, 0.999, 1.0)
-_DIRECTIONS = ("in", "out")
 _STEPS = ("decode", "prefill", "mixed")
 _KINDS: tuple[str, ...] = get_args(Kind)
 _Metric = TypeVar("_Metric", Counter, Gauge, Histogram)
@@ -53,13 +52,9 @@ class InstanceMetrics:
             _SECONDS,
             kind=_KINDS,
         )
-        self._kv_bytes = self._counter(
-            "kv_bytes", "KV bytes moved to or from other instances", direction=_DIRECTIONS
-        )
-        self._kv_seconds = self._counter("kv_seconds", "Time of writes and reads of KV", direction=_DIRECTIONS)
-        self._kv_transfers = self._counter("kv_transfers", "Writes and reads of KV", direction=_DIRECTIONS)
-        self._kv_contacts = self._counter("kv_contacts", "First contacts with decode instances")
-        self._kv_contact_seconds = self._counter("kv_contact_seconds", "Time of first contacts")
+        self._kv_bytes = self._counter("kv_bytes", "KV bytes read from other instances")
+        self._kv_seconds = self._counter("kv_seconds", "Time of reads of KV")
+        self._kv_announcements = self._counter("kv_announcements", "Groups of layers that were announced and read")
         self._kv_requests = self._counter("kv_requests", "Requests whose KV was handed over")
         self._kv_request_bytes = self._counter("kv_request_bytes", "KV bytes of requests that were handed over")
         self._kv_request_seconds = self._counter("kv_request_seconds", "Time of their transfers")
@@ -170,22 +165,15 @@ class InstanceMetrics:
             self._tower_pixels.inc(float(about["pixels"]))
             self._tower_seconds.inc(seconds)
 
-    def kv_moved(self, direction: str, nbytes: int, seconds: float) -> None:
-        """KV was written, or read by a decode instance: who offered it counts what of that was hidden.
-
-        No bytes: the first contact with a decode instance.
-        """
-        if not nbytes:
-            self._kv_contacts.inc()
-            self._kv_contact_seconds.inc(seconds)
-            return
-        self._kv_bytes.labels(direction).inc(nbytes)
-        self._kv_seconds.labels(direction).inc(seconds)
-        self._kv_transfers.labels(direction).inc()
+    def kv_read(self, nbytes: int, seconds: float) -> None:
+        """A decode instance has read KV; the prefill instance counts what of that was hidden."""
+        self._kv_bytes.inc(nbytes)
+        self._kv_seconds.inc(seconds)
 
     def kv_delivered(self, transfer: OutgoingTransfer) -> None:
         self._kv_requests.inc()
-        if transfer.num_writes:
+        if transfer.num_announcements:
+            self._kv_announcements.inc(transfer.num_announcements)
             self._kv_request_bytes.inc(transfer.num_bytes)
             self._kv_request_seconds.inc(transfer.transfer_s)
             self._kv_exposed.inc(transfer.exposed_s)

@@ -16,7 +16,7 @@ from epd_serve.instance.answer import Answer, Generation, broken_structure
 from epd_serve.instance.calls import Refusals, moved
 from epd_serve.instance.feature_receiver import FeatureReceiver
 from epd_serve.instance.http import JSON, Reply
-from epd_serve.instance.kv_delivery import Deliveries, PushDelivery
+from epd_serve.instance.kv_delivery import Deliveries, KVDelivery
 from epd_serve.instance.reports import StageRates
 from epd_serve.instance.text.prompt import PromptProcessor
 from epd_serve.instance.text.request_processor import S_PER_CHARACTER, RequestProcessor
@@ -42,7 +42,7 @@ class _Handover:
     """A request that another instance decodes."""
 
     sequence: Sequence
-    delivery: PushDelivery
+    delivery: KVDelivery
     confirmed: bool = False
     given_up: bool = False
 

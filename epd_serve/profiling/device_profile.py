@@ -243,16 +243,16 @@ def step_timer(
 
 
 def _transfers(clock: Callable[[], float], progress: Callable[[str], None]) -> list[Sample]:
-    """Measure writes between two regions of shared memory, as features and KV take."""
+    """Measure reads between two regions of shared memory, as features and KV take."""
     ours, theirs = EmbeddedTransport(path="shm"), EmbeddedTransport(path="shm")
     try:
-        target, source = theirs.allocate("target", max(TRANSFERS)), ours.allocate("source", max(TRANSFERS))
+        source, target = theirs.allocate("source", max(TRANSFERS)), ours.allocate("target", max(TRANSFERS))
         samples: list[Sample] = []
         for nbytes in TRANSFERS:
             progress(f"transfer of {nbytes} bytes")
-            data = source.buffer[:nbytes]
+            data = target.buffer[:nbytes]
             try:
-                seconds = median_s(lambda data=data: ours.write(target.region, [(0, data)]), clock)  # type: ignore[misc]
+                seconds = median_s(lambda data=data: ours.read(source.region, [(0, data)]), clock)  # type: ignore[misc]
             finally:
                 data.release()
             samples.append(("transfer", [float(nbytes)], max(seconds, 1e-7)))

@@ -13,8 +13,8 @@ call                    from, to   body                  answer
 ``/kv/reserve``         P, D       ReserveRequest        ReserveReply, when blocks are free
 ``/kv/renew``           P, D       TransferRef           204, or 404 when the lease is gone
 ``/kv/complete``        P, D       Handoff               204; D owns the request from here
-``/kv/cancel``          P, D       TransferRef           204; P promises to write and offer no more
-``/kv/offer``           P, D       KVOffer               KVTaken once D has read KV from P's memory
+``/kv/cancel``          P, D       TransferRef           204; P announces no more
+``/kv/announce``        P, D       KVAnnouncement        KVTaken once D has read KV from P's memory
 ``/prompt/tokenize``    gateway,P  TokenizeRequest       TokenizeReply
 ``/prompt/detokenize``  gateway,P  DetokenizeRequest     DetokenizeReply
 ``/role``               gateway    RoleOrder             RoleChanged once the instance serves that role; 409 while
@@ -387,9 +387,9 @@ class KVLayout(Message, frozen=True):
 
 
 class ReserveRequest(Message, frozen=True):
-    """Ask D for the blocks of one request (reserve → write → complete; idempotent by ``transfer_id``).
+    """Ask D for the blocks of one request (reserve → announce → complete; idempotent by ``transfer_id``).
 
-    ``num_prompt_tokens`` counts the tokens whose KV will be written, ``max_tokens`` those that may come after;
+    ``num_prompt_tokens`` counts the tokens whose KV will be announced, ``max_tokens`` those that may come after;
     ``priority``, ``key`` and ``group`` are those of the request's SamplingParams.
     """
 
@@ -401,6 +401,7 @@ class ReserveRequest(Message, frozen=True):
     block_hashes: list[bytes]
     layout: KVLayout
     lease_s: float
+    region: Region
     priority: int = 0
     key: str = ""
     group: str = ""
@@ -409,37 +410,44 @@ class ReserveRequest(Message, frozen=True):
 class ReserveReply(Message, frozen=True):
     """``block_ids`` hold the prompt, in order, then its state; the first ``num_cached_blocks`` already do.
 
-    ``region`` is a slab of ``num_blocks`` that P writes to. Where D's KV lies on a device, P writes there if it
-    can map it, else D reads what P offers, at most ``staged_cells`` layers × blocks of a transfer at once.
+    Attributes:
+        name: of D's KV.
+        staged_cells: layers × blocks that D can read at once at most; None: no limit.
+        maps: D maps the device's memory of the request's ``region``, and reads there.
     """
 
     block_ids: list[int]
     num_cached_blocks: int
-    region: Region
-    num_blocks: int
+    name: str
     staged_cells: int | None = None
+    maps: bool = False
 
 
-class OfferedKV(Message, frozen=True):
-    """KV of one transfer that lies in P's memory now, until D has answered.
+class SentKV(Message, frozen=True):
+    """KV of one transfer that lies in P's memory until D has answered.
 
     Attributes:
         block_ids: of D, into which it belongs.
         spans: (offset, bytes) of it, in an order that is the same for all memory of this layout.
+        source_ids: blocks of P on its device, in place of spans where D maps the device's memory.
     """
 
     transfer_id: str
     block_ids: list[int]
     spans: list[tuple[int, int]]
+    source_ids: list[int] = []
 
 
-class KVOffer(Message, frozen=True):
-    """KV in ``region`` for D to read (TriInfer section 4.3), of layers ``first_layer`` ... ``end_layer - 1``."""
+class KVAnnouncement(Message, frozen=True):
+    """KV in ``region`` for D to read, of layers ``first_layer`` ... ``end_layer - 1``.
+
+    One without parts makes the first contact.
+    """
 
     region: Region
     first_layer: int
     end_layer: int
-    parts: list[OfferedKV]
+    parts: list[SentKV]
 
 
 class KVTaken(Message, frozen=True):
@@ -453,13 +461,11 @@ class TransferRef(Message, frozen=True):
 
     Attributes:
         reason: why P cancels, where the request was not simply given up by its client.
-        may_arrive: a write failed, so that parts of it may still come until the lease ends.
     """
 
     transfer_id: str
     request_id: str
     reason: str = ""
-    may_arrive: bool = False
 
 
 class TokenLogprob(Message, frozen=True):

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import threading
-import uuid
 from collections.abc import Sequence
 from typing import Literal, cast
 
 from epd_serve.protocol.wire import Region
 from epd_serve.transfer.shared_memory import SharedMemoryPeers, SharedSlab, host_id
-from epd_serve.transfer.tcp import JoinedMemory, TcpPeers, TcpServer
+from epd_serve.transfer.tcp import TcpPeers, TcpServer
 from epd_serve.transfer.transport import (
     DeviceBytes,
     DeviceSlab,
@@ -18,7 +16,6 @@ from epd_serve.transfer.transport import (
     Piece,
     Slab,
     TransferError,
-    WriteGate,
 )
 
 Path = Literal["auto", "shm", "tcp"]
@@ -31,8 +28,7 @@ class EmbeddedTransport:
         host: address on which regions are offered to other hosts; port: that of TCP, 0 chooses one.
         advertise: address under which other hosts reach it; None: ``host``.
         path: "shm" offers no TCP; "tcp" uses TCP even on one host; "auto" has both.
-        timeout_s: seconds for which a TCP peer may accept nothing, or pause in the middle of a message. A write
-            must not hang on beyond the lease of its target.
+        timeout_s: seconds for which a TCP peer may accept nothing, or pause in the middle of a message.
         key: the cluster's, which both ends of each TCP connection prove; None: neither does.
     """
 
@@ -49,13 +45,9 @@ class EmbeddedTransport:
         self._path = path
         self._lock = threading.Lock()
         self._slabs: dict[str, SharedSlab] = {}
-        self._offered: dict[str, JoinedMemory] = {}
-        self.gate = WriteGate()
         self._server = None
         if path != "shm":
-            self._server = TcpServer(
-                host, self._find, self.gate, timeout_s, port=port, advertise=advertise, key=key
-            )
+            self._server = TcpServer(host, self._find, timeout_s, port=port, advertise=advertise, key=key)
         self._shared = SharedMemoryPeers()
         self._tcp = TcpPeers(timeout_s, key)
 
@@ -69,37 +61,13 @@ class EmbeddedTransport:
         return slab
 
     def register(self, name: str, memory: DeviceBytes) -> None:
-        """A device's memory is neither mapped by the host nor written to a socket: all pieces lie on the host."""
+        """A device's memory is neither mapped by the host nor sent by a socket: all pieces lie on the host."""
 
     def release(self, slab: Slab | DeviceSlab) -> None:
         with self._lock:
             released = self._slabs.pop(slab.region.name, None)
         if released is not None:
             released.close()
-
-    def offer(self, name: str, buffers: Sequence[memoryview]) -> Region:
-        """Memory of this process that another library has made, for peers to read and write over TCP: its parts
-        as if they lay one after the other. A piece of a write or read must lie in one of them.
-
-        It must outlive this transport. Raises ValueError where the transport offers no TCP.
-        """
-        if self._server is None:
-            raise ValueError("memory of others is offered over TCP, which path='shm' leaves out")
-        unique, memory = f"{name}-{uuid.uuid4().hex}", JoinedMemory(buffers)
-        with self._lock:
-            self._offered[unique] = memory
-        return Region(
-            name=unique,
-            nbytes=memory.nbytes,
-            host_id="",
-            pid=os.getpid(),
-            fd=-1,
-            host=self._server.host,
-            port=self._server.port,
-        )
-
-    def write(self, region: Region, pieces: Sequence[Piece], transfer_ids: Sequence[str] = ()) -> None:
-        self._peers(region).write(region, cast(Sequence[HostPiece], pieces), transfer_ids)
 
     def read(self, region: Region, pieces: Sequence[Piece]) -> None:
         self._peers(region).read(region, cast(Sequence[HostPiece], pieces))
@@ -113,7 +81,6 @@ class EmbeddedTransport:
             for slab in self._slabs.values():
                 slab.close()
             self._slabs.clear()
-            self._offered.clear()
 
     def _peers(self, region: Region) -> SharedMemoryPeers | TcpPeers:
         same_host = region.host_id == host_id()
@@ -125,7 +92,7 @@ class EmbeddedTransport:
             return self._shared
         return self._tcp
 
-    def _find(self, name: str) -> memoryview | JoinedMemory | None:
+    def _find(self, name: str) -> memoryview | None:
         with self._lock:
             slab = self._slabs.get(name)
-            return self._offered.get(name) if slab is None else slab.buffer
+            return None if slab is None else slab.buffer

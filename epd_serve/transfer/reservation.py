@@ -1,11 +1,8 @@
-"""Reservations of KV blocks at the decode side: reserve → write → complete, each idempotent by transfer id.
+"""Reservations of KV blocks at the decode side: reserve → read → complete, each idempotent by transfer id.
 
-While a reservation is GRANTED its blocks may be written by the prefill side at any moment, so they are never
-given back on the decode side's word alone: they are QUARANTINED until the writer says that it has stopped, or its
-lease is over (a writer must not begin to write after its lease) and it is not in the middle of a write.
-
-Where KV lies on a device that no other process maps, nobody writes there from outside: this side reads what the
-other offers, and blocks are given back when its own reads into them have ended.
+Only the decode instance itself writes into its blocks: it reads what the prefill instance announces. So blocks go
+back as soon as the instance's own reads into them have ended. A lease that the prefill instance renews ends the
+reservation of one that is gone.
 """
 
 from __future__ import annotations
@@ -19,21 +16,22 @@ from typing import TypeVar
 
 from epd_serve.cache.block_pool import RequestBlocks
 from epd_serve.protocol.wire import ReserveRequest
-from epd_serve.transfer.transport import WriteGate
 
 
 class ReservationState(Enum):
     PENDING = auto()  # waits for blocks
-    GRANTED = auto()  # the writer may write
-    QUARANTINED = auto()  # given up here, but the writer may still write
+    GRANTED = auto()  # KV may be read into its blocks
+    ENDING = auto()  # given up; a read into its blocks has not ended
     COMPLETED = auto()  # the request owns the blocks
     RELEASED = auto()  # blocks given back, or never taken
 
 
 _ALLOWED: dict[ReservationState, frozenset[ReservationState]] = {
     ReservationState.PENDING: frozenset({ReservationState.GRANTED, ReservationState.RELEASED}),
-    ReservationState.GRANTED: frozenset({ReservationState.COMPLETED, ReservationState.QUARANTINED}),
-    ReservationState.QUARANTINED: frozenset({ReservationState.RELEASED}),
+    ReservationState.GRANTED: frozenset(
+        {ReservationState.COMPLETED, ReservationState.ENDING, ReservationState.RELEASED}
+    ),
+    ReservationState.ENDING: frozenset({ReservationState.RELEASED}),
     ReservationState.COMPLETED: frozenset(),
     ReservationState.RELEASED: frozenset(),
 }
@@ -59,20 +57,10 @@ class ReservationTable:
 
     Args:
         free: gives blocks back to the pool.
-        is_being_written: whether a writer is in the middle of writing, given the first block of a reservation that
-            is its own.
-        gate: is open for each reservation from its grant until the writer has to stop.
     """
 
-    def __init__(
-        self,
-        free: Callable[[RequestBlocks], None],
-        is_being_written: Callable[[int], bool] = lambda block: False,
-        gate: WriteGate | None = None,
-    ) -> None:
+    def __init__(self, free: Callable[[RequestBlocks], None]) -> None:
         self._free = free
-        self._is_being_written = is_being_written
-        self._gate = gate or WriteGate()
         self._live: dict[str, Reservation] = {}
         self._ended: Tombstones[ReservationState] = Tombstones()
         self._reading: Counter[str] = Counter()
@@ -101,10 +89,9 @@ class ReservationTable:
         reservation.move_to(ReservationState.GRANTED)
         reservation.blocks = blocks
         reservation.deadline = now + reservation.lease_s
-        self._gate.open(reservation.transfer_id)
 
     def renew(self, transfer_id: str, now: float) -> bool:
-        """Extend the lease; False tells the writer to stop: the reservation is gone or given up."""
+        """Extend the lease; False where the reservation is gone or given up."""
         reservation = self._live.get(transfer_id)
         if reservation is None or reservation.state is not ReservationState.GRANTED:
             return False
@@ -112,7 +99,7 @@ class ReservationTable:
         return True
 
     def begin_read(self, transfer_id: str, blocks: Sequence[int]) -> bool:
-        """Whether offered KV is wanted in these blocks; then they are kept until :meth:`end_read`."""
+        """Return whether announced KV is wanted in these blocks; then they are kept until :meth:`end_read`."""
         reservation = self._live.get(transfer_id)
         if reservation is None or reservation.state is not ReservationState.GRANTED:
             return False
@@ -131,20 +118,23 @@ class ReservationTable:
         self._reading[transfer_id] -= 1
         if not self._reading[transfer_id]:
             del self._reading[transfer_id]
-            reservation = self._live.get(transfer_id)
-            if reservation is not None and reservation.deadline == -math.inf:
-                self._release(reservation)
+            reservation = self._live[transfer_id]
+            if reservation.state is ReservationState.ENDING:
+                self.release(transfer_id)
 
     def complete(self, transfer_id: str) -> Reservation | None:
-        """End a reservation whose blocks are written; the blocks are the caller's now.
+        """End a reservation whose blocks are filled; the blocks are the caller's now.
 
-        None for a reservation that is not GRANTED, or is still being written or read.
+        None for a reservation that is not GRANTED, or into which KV is still being read.
         """
         reservation = self._live.get(transfer_id)
-        if reservation is None or reservation.state is not ReservationState.GRANTED or self._is_busy(reservation):
+        if (
+            reservation is None
+            or reservation.state is not ReservationState.GRANTED
+            or transfer_id in self._reading
+        ):
             return None
-        reservation.move_to(ReservationState.COMPLETED)
-        self._end(reservation)
+        self._end(reservation, ReservationState.COMPLETED)
         return reservation
 
     def is_completed(self, transfer_id: str) -> bool:
@@ -155,44 +145,34 @@ class ReservationTable:
         """Whether a reservation of the request is GRANTED."""
         return any(r.request_id == request_id and r.state is ReservationState.GRANTED for r in self._live.values())
 
-    def stop_writing(self, transfer_id: str) -> None:
-        """Give blocks back at once: the writer promises to write no more. Idempotent, also before :meth:`open`."""
+    def release(self, transfer_id: str) -> None:
+        """Give blocks back once no read into them is under way. Idempotent, also before :meth:`open`."""
         reservation = self._live.get(transfer_id)
         if reservation is None:
             self._ended.add(transfer_id, ReservationState.RELEASED)
+        elif transfer_id in self._reading:
+            if reservation.state is ReservationState.GRANTED:
+                reservation.move_to(ReservationState.ENDING)
+            reservation.deadline = math.inf
         else:
-            self._release(reservation)
+            self._end(reservation, ReservationState.RELEASED)
+            if reservation.blocks is not None:
+                self._free(reservation.blocks)
 
     def abandon(self, request_id: str) -> None:
-        """Give up the reservations of a request that was cancelled here; their writers do not know it yet."""
-        for reservation in [r for r in self._live.values() if r.request_id == request_id]:
-            if reservation.state is ReservationState.PENDING:
-                self._release(reservation)
-            elif reservation.state is ReservationState.GRANTED:
-                reservation.move_to(ReservationState.QUARANTINED)
-
-    def quarantine(self, transfer_id: str, now: float) -> None:
-        """Let no more be written.
-
-        As earlier writes may still arrive, the blocks go back when a lease has passed.
-        """
-        reservation = self._live.get(transfer_id)
-        if reservation is None or reservation.state is ReservationState.PENDING:
-            self.stop_writing(transfer_id)
-            return
-        self._quarantine(reservation)
-        reservation.deadline = now + reservation.lease_s
+        """Release the reservations of a request that was cancelled here."""
+        for transfer_id in [r.transfer_id for r in self._live.values() if r.request_id == request_id]:
+            self.release(transfer_id)
 
     def expire(self, now: float) -> list[Reservation]:
-        """Release what outlived its lease and is not being written; returns those that were still wanted."""
+        """Release what outlived its lease; return those that were still wanted."""
         over = [transfer_id for until, transfer_id in self._late if until <= now]
         self._late = [late for late in self._late if late[0] > now]
         for transfer_id in over:
             self.end_read(transfer_id)
-        overdue = [r for r in self._live.values() if r.deadline <= now and r.state is not ReservationState.PENDING]
-        wanted = [r for r in overdue if r.state is ReservationState.GRANTED]
-        for reservation in overdue:
-            self._release(reservation)
+        wanted = [r for r in self._live.values() if r.deadline <= now and r.state is ReservationState.GRANTED]
+        for reservation in wanted:
+            self.release(reservation.transfer_id)
         return wanted
 
     def check_integrity(self) -> None:
@@ -200,38 +180,14 @@ class ReservationTable:
             assert transfer_id not in self._ended, "a live reservation has a tombstone"
             holds = reservation.blocks is not None
             assert holds == (reservation.state is not ReservationState.PENDING), "blocks without a grant"
+            is_ending = reservation.state is ReservationState.ENDING
+            assert not is_ending or transfer_id in self._reading, "blocks are kept for no read"
         assert self._live.keys() >= self._reading.keys(), "blocks are read into that were given back"
 
-    def _is_busy(self, reservation: Reservation) -> bool:
-        blocks = reservation.blocks
-        assert blocks is not None, "no blocks yet"
-        first_own = blocks.root[blocks.num_cached]  # those before it held the prompt's beginning already
-        return (
-            reservation.transfer_id in self._reading
-            or self._gate.is_inside(reservation.transfer_id)
-            or self._is_being_written(first_own)
-        )
-
-    def _quarantine(self, reservation: Reservation) -> None:
-        self._gate.shut(reservation.transfer_id)
-        if reservation.state is ReservationState.GRANTED:
-            reservation.move_to(ReservationState.QUARANTINED)
-
-    def _release(self, reservation: Reservation) -> None:
-        if reservation.blocks is not None:
-            self._quarantine(reservation)  # first: nothing begins any more, so what is busy now comes to an end
-            if self._is_busy(reservation):
-                reservation.deadline = -math.inf  # released as soon as it is over
-                return
-        reservation.move_to(ReservationState.RELEASED)
-        self._end(reservation)
-        if reservation.blocks is not None:
-            self._free(reservation.blocks)
-
-    def _end(self, reservation: Reservation) -> None:
-        self._gate.shut(reservation.transfer_id)
+    def _end(self, reservation: Reservation, state: ReservationState) -> None:
+        reservation.move_to(state)
         del self._live[reservation.transfer_id]
-        self._ended.add(reservation.transfer_id, reservation.state)
+        self._ended.add(reservation.transfer_id, state)
 
 
 V = TypeVar("V")

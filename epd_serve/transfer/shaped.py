@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from device.emulated.timeline import Faults
 from epd_serve.cost.profile import Profile
 from epd_serve.protocol.wire import Region
-from epd_serve.transfer.transport import DeviceBytes, DeviceSlab, Piece, Slab, Transport, WriteGate
+from epd_serve.transfer.transport import DeviceBytes, DeviceSlab, Piece, Slab, Transport
 
 
 class ShapedTransport:
-    """Each process that this one reads from or writes to is reached over one link, on which transfers queue.
+    """Each process that this one reads from is reached over one link, on which transfers queue.
 
     A transfer takes the latency, in which the link serves others, and then the link for its bytes. The inner
     transport does it at once, and the call returns when the link would be through with it; what takes the inner
@@ -52,10 +52,6 @@ class ShapedTransport:
         self._lock = threading.Lock()
         self._free_at: dict[tuple[str, int], float] = {}
 
-    @property
-    def gate(self) -> WriteGate:
-        return self._inner.gate
-
     def allocate(self, name: str, nbytes: int) -> Slab:
         return self._inner.allocate(name, nbytes)
 
@@ -64,11 +60,6 @@ class ShapedTransport:
 
     def release(self, slab: Slab | DeviceSlab) -> None:
         self._inner.release(slab)
-
-    def write(self, region: Region, pieces: Sequence[Piece], transfer_ids: Sequence[str] = ()) -> None:
-        start = self._clock()
-        self._inner.write(region, pieces, transfer_ids)
-        self._wait(region, pieces, start)
 
     def read(self, region: Region, pieces: Sequence[Piece]) -> None:
         start = self._clock()

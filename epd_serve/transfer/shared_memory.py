@@ -1,4 +1,4 @@
-"""Shared memory on one host that no crash can leak, ranges of it, and locks of those that write into it.
+"""Shared memory on one host that no crash can leak, ranges of it, and locks of those that map a device's memory.
 
 A slab is an anonymous memfd; peers map it through ``/proc/<pid>/fd/<fd>``. The kernel frees it with the last
 process that maps it, so nothing stays behind in ``/dev/shm`` even after SIGKILL.
@@ -20,8 +20,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-
-import msgspec
 
 from epd_serve.protocol.wire import Region
 from epd_serve.transfer.transport import HostPiece, Slab, TransferError, Transport, check_bounds
@@ -97,19 +95,12 @@ def _map_aligned(fd: int, nbytes: int, alignment: int) -> memoryview:
 
 
 class SharedMemoryPeers:
-    """Reads and writes regions of other processes on this host through mappings that are made once and kept."""
+    """Reads regions of other processes on this host through mappings that are made once and kept."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # of those who map
         self._regions: dict[str, Region] = {}
         self._maps: dict[str, mmap.mmap] = {}
-
-    def write(self, region: Region, pieces: Sequence[HostPiece], transfer_ids: Sequence[str]) -> None:
-        """The transfers are guarded by :class:`~epd_serve.transfer.shared_memory.WriteLocks`."""
-        check_bounds(region, pieces)
-        target = memoryview(self._maps.get(region.name) or self._map(region))
-        for offset, data in pieces:
-            target[offset : offset + data.nbytes] = data
 
     def read(self, region: Region, pieces: Sequence[HostPiece]) -> None:
         check_bounds(region, pieces)
@@ -146,10 +137,10 @@ def is_there(region: Region) -> bool:
 
 
 def map_region(region: Region) -> mmap.mmap:
-    """A region of a process on this host as memory of this one. Raises TransferError where it is gone."""
+    """Map a region of a process on this host, to be read. Raises TransferError where it is gone."""
     fd = open_region(region)
     try:
-        return mmap.mmap(fd, region.nbytes)
+        return mmap.mmap(fd, region.nbytes, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
         raise TransferError(f"region {region.name} cannot be mapped: {error}") from error
     finally:
@@ -162,7 +153,7 @@ def open_region(region: Region) -> int:
     try:
         if not str(path.readlink()).startswith(f"/memfd:{region.name}"):
             raise TransferError(f"region {region.name} is gone: process {region.pid} has replaced it")
-        return os.open(path, os.O_RDWR)
+        return os.open(path, os.O_RDONLY)
     except OSError as error:
         raise TransferError(f"region {region.name} of process {region.pid} cannot be opened: {error}") from error
 
@@ -171,110 +162,39 @@ def open_region(region: Region) -> int:
 _FLOCK = struct.Struct("@hhqqi4x")
 
 
-class _LockFile:
-    """A region's memfd, open until its last user has let it go."""
-
-    def __init__(self, region: Region) -> None:
-        self.region = region
-        self.fd = open_region(region)
-        weakref.finalize(self, os.close, self.fd)
-
-
-class WriteLocks:
-    """Locks by which the owner of a region sees that a process on its host is in the middle of writing into it.
-
-    A writer looks at its lease and then copies. Stopped between the two or within the copy (SIGSTOP, a debugger, a
-    machine that swaps), it may go on after its lease has ended, when the blocks are somebody else's. So:
-
-    1. The writer takes the lock of its transfer, looks at its clock, copies, gives the lock back.
-    2. The writer's deadline lies before the owner's: it counts half a lease from when it asked, the owner a whole
-       lease from when it was asked, and both on the one monotonic clock of the host.
-    3. The owner takes blocks back after its own deadline, and then only if :func:`is_being_written` denies it.
-
-    If the owner finds the lock free, a writer that takes it later finds its deadline past and copies nothing. If
-    the lock is held, the blocks stay out of use until the copy is over or the kernel has taken the lock from a
-    dead process.
-
-    The locks are open-file-description locks (fcntl(2)) on the region's memfd, one byte for each transfer: at the
-    number of the first block that it writes, which is its own for as long as it may write. They do not reach
-    across hosts. Writers there come over TCP, where the owner's side knows what is under way
-    (:class:`~epd_serve.transfer.transport.WriteGate`), or over Mooncake: there one that is stopped between its
-    look at the clock and its copy, or within it, for more than half a lease, can still do harm.
-
-    This is the writer's side. Safe from any thread; no two threads may hold one slot of one region at once.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._files: dict[str, _LockFile] = {}
-
-    @contextmanager
-    def held(self, region: Region, slots: Sequence[int]) -> Iterator[None]:
-        """Hold the locks of transfers into ``region``. Raises TransferError where its process is gone.
-
-        There are none for a region on another host, or of a process that this one may not look into.
-        """
-        file = None
-        if region.host_id == host_id():
-            file = self._files.get(region.name) or self._open(region)
-        if file is None:
-            yield
-            return
-        taken: list[int] = []
-        try:
-            for slot in slots:
-                fcntl.fcntl(file.fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, slot, 1, 0))
-                taken.append(slot)
-            yield
-        finally:
-            for slot in taken:
-                fcntl.fcntl(file.fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, slot, 1, 0))
-
-    def close(self) -> None:
-        with self._lock:
-            self._files.clear()
-
-    def _open(self, region: Region) -> _LockFile | None:
-        with self._lock:
-            if region.name in self._files:
-                return self._files[region.name]
-            try:
-                file = _LockFile(region)
-            except TransferError as error:
-                if isinstance(error.__cause__, PermissionError):  # another user's: reached over TCP all the same
-                    return None
-                raise
-            for name, other in list(self._files.items()):
-                if not is_there(other.region):
-                    del self._files[name]
-            self._files[region.name] = file
-            return file
-
-
-def is_being_written(region: Region, slot: int) -> bool:
-    """The owner's side: whether a writer holds the lock of the transfer with this slot."""
-    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, slot, 1, 0)
-    found: int = _FLOCK.unpack(fcntl.fcntl(region.fd, fcntl.F_OFD_GETLK, asked))[0]
-    return found != fcntl.F_UNLCK
-
-
-#: A lock that whoever has mapped a device's memory holds on the region that it came with; no block has its number.
-MAPPED_SLOT = 1 << 40
 #: Mappings of memory that its owner has given up are ended within this time.
 UNMAP_S = 0.25
 _UNMAP_TIMEOUT_S = 5.0
 
 
+@contextmanager
+def mapping_lock(region: Region) -> Iterator[None]:
+    """Hold the lock by which the owner of ``region`` sees that a process of this host maps the device's memory.
+
+    It is an open-file-description lock (fcntl(2)) on the region's memfd: the kernel takes it from a process that
+    ends. Raises TransferError where the owner is gone.
+    """
+    fd = open_region(region)
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 1, 0))
+        yield
+    finally:
+        os.close(fd)
+
+
 def release_mapped(transport: Transport, slab: Slab) -> None:
     """Release a slab, and wait until no process maps the device's memory that was offered with it."""
-    region = msgspec.structs.replace(slab.region, fd=os.dup(slab.region.fd))
+    fd = os.dup(slab.region.fd)
+    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)
     try:
         transport.release(slab)
         deadline = time.monotonic() + _UNMAP_TIMEOUT_S
-        while is_being_written(region, MAPPED_SLOT) and time.monotonic() < deadline:  # a stopped process keeps it
+        while time.monotonic() < deadline:  # a stopped process keeps it
+            if _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))[0] == fcntl.F_UNLCK:
+                return
             time.sleep(UNMAP_S / 10)
     finally:
-        os.close(region.fd)
+        os.close(fd)
 
 
 class SlabAllocator:

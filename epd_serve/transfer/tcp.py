@@ -1,11 +1,9 @@
-"""One-sided reads and writes over TCP, for peers on different hosts.
+"""One-sided reads over TCP, for peers on different hosts.
 
 A call is one request and one answer on a pooled connection::
 
-    request: op (1: write, 2: read), lengths of the name and of the transfers, number of pieces,
-             name, transfers that a write is for, (offset, nbytes) of each piece, payload of a write
-    answer:  status (0: done, 1: refused), length of the reason,
-             the reason's text or the payload of a read
+    request: op (2: read), length of the region's name, number of pieces, name, (offset, nbytes) of each piece
+    answer:  status (0: done, 1: refused), length of the reason, the reason's text or the bytes
 
 With a cluster key a connection opens with its proof by both ends (:mod:`epd_serve.rpc.cluster`), for the address
 that the region's offer names. The caller names no region, and sends no byte of one, before the server has proved
@@ -26,27 +24,23 @@ import socket
 import struct
 import threading
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import NoReturn
 
 from epd_serve.protocol.wire import Region
 from epd_serve.rpc import sockets
 from epd_serve.rpc.cluster import NONCE_BYTES, PROOF_BYTES, Endpoint, Greeting, Link, NotProved
-from epd_serve.transfer.transport import HostPiece, PeerGone, TransferError, WriteGate, check_bounds
+from epd_serve.transfer.transport import HostPiece, PeerGone, TransferError, check_bounds
 
-HEADER = struct.Struct("!BHII")
+HEADER = struct.Struct("!BHI")
 PIECE = struct.Struct("!QQ")
 STATUS = struct.Struct("!BI")
-WRITE, READ, GREET = 1, 2, 3
-SEPARATOR = ","
+READ, GREET = 2, 3
 #: Of one call. A longer list of pieces goes in several calls.
 MAX_PIECES = 4096
 MAX_NAME_BYTES = 256
-MAX_TRANSFERS_BYTES = 1 << 20
 _MAX_REASON_BYTES = 4096
 _RECEIVE_BYTES = 1 << 16
 
@@ -77,7 +71,7 @@ def data_endpoint(host: str, port: int) -> Endpoint:
 
 
 class TcpPeers:
-    """Reads and writes regions of other processes over pooled connections.
+    """Reads regions of other processes over pooled connections.
 
     Args:
         key: the cluster's, which both ends of each connection prove; None: neither does.
@@ -89,11 +83,10 @@ class TcpPeers:
         self._lock = threading.Lock()
         self._idle: dict[tuple[str, int], list[socket.socket]] = {}
 
-    def write(self, region: Region, pieces: Sequence[HostPiece], transfer_ids: Sequence[str]) -> None:
-        self._call(region, WRITE, pieces, transfer_ids)
-
     def read(self, region: Region, pieces: Sequence[HostPiece]) -> None:
-        self._call(region, READ, pieces, ())
+        check_bounds(region, pieces)
+        for start in range(0, max(1, len(pieces)), MAX_PIECES):
+            self._read_once(region, pieces[start : start + MAX_PIECES])
 
     def close(self) -> None:
         with self._lock:
@@ -102,24 +95,17 @@ class TcpPeers:
                     connection.close()
             self._idle.clear()
 
-    def _call(self, region: Region, op: int, pieces: Sequence[HostPiece], transfer_ids: Sequence[str]) -> None:
-        check_bounds(region, pieces)
-        for start in range(0, max(1, len(pieces)), MAX_PIECES):
-            self._call_once(region, op, pieces[start : start + MAX_PIECES], transfer_ids)
-
-    def _call_once(
-        self, region: Region, op: int, pieces: Sequence[HostPiece], transfer_ids: Sequence[str]
-    ) -> None:
+    def _read_once(self, region: Region, pieces: Sequence[HostPiece]) -> None:
         with self._lock:
             pooled = self._idle.get((region.host, region.port), [])
             connection = pooled.pop() if pooled else None
         if connection is not None and not _has_ended(connection):
             try:
-                return self._exchange(connection, region, op, pieces, transfer_ids)
+                return self._exchange(connection, region, pieces)
             except ConnectionError:
-                pass  # a pooled connection may have gone stale; both operations can be repeated
+                pass  # a pooled connection may have gone stale; a read can be repeated
             except OSError as error:
-                connection.close()  # not so after a timeout: what was sent may arrive after the repetition
+                connection.close()
                 raise PeerGone(f"transfer with {region.host}:{region.port} broke off: {error}") from error
         if connection is not None:
             connection.close()
@@ -132,7 +118,7 @@ class TcpPeers:
         try:
             if self._key is not None:
                 _greet(connection, data_endpoint(region.host, region.port), self._key)
-            return self._exchange(connection, region, op, pieces, transfer_ids)
+            return self._exchange(connection, region, pieces)
         except OSError as error:
             connection.close()
             raise PeerGone(f"transfer with {region.host}:{region.port} broke off: {error}") from error
@@ -153,20 +139,10 @@ class TcpPeers:
                 if not connections:
                     del self._idle[address]
 
-    def _exchange(
-        self,
-        connection: socket.socket,
-        region: Region,
-        op: int,
-        pieces: Sequence[HostPiece],
-        transfer_ids: Sequence[str],
-    ) -> None:
-        name, transfers = region.name.encode(), SEPARATOR.join(transfer_ids).encode()
+    def _exchange(self, connection: socket.socket, region: Region, pieces: Sequence[HostPiece]) -> None:
+        name = region.name.encode()
         table = b"".join(PIECE.pack(offset, data.nbytes) for offset, data in pieces)
-        connection.sendall(HEADER.pack(op, len(name), len(transfers), len(pieces)) + name + transfers + table)
-        if op == WRITE:
-            for _, data in pieces:
-                connection.sendall(data)
+        connection.sendall(HEADER.pack(READ, len(name), len(pieces)) + name + table)
         status, reason_length = STATUS.unpack(receive_bytes(connection, STATUS.size))
         if status != 0:
             if reason_length > _MAX_REASON_BYTES:
@@ -174,9 +150,8 @@ class TcpPeers:
             reason = receive_bytes(connection, reason_length).decode("utf-8", "replace")
             connection.close()
             raise TransferError(reason)
-        if op == READ:
-            for _, data in pieces:
-                receive(connection, data)
+        for _, data in pieces:
+            receive(connection, data)
         with self._lock:
             self._idle.setdefault((region.host, region.port), []).append(connection)
 
@@ -198,30 +173,6 @@ def _has_ended(idle: socket.socket) -> bool:
     poll = select.poll()
     poll.register(idle, select.POLLIN)
     return bool(poll.poll(0))
-
-
-class JoinedMemory:
-    """Buffers one after the other, so that one write reaches several. What is cut out of it lies in one of them.
-
-    Raises ValueError for no buffers, and for an empty one.
-    """
-
-    def __init__(self, buffers: Sequence[memoryview]) -> None:
-        if not buffers or not all(buffer.nbytes for buffer in buffers):
-            raise ValueError("joined memory needs buffers that are not empty")
-        self._buffers = list(buffers)
-        self._starts = [0, *accumulate(buffer.nbytes for buffer in buffers)]
-
-    @property
-    def nbytes(self) -> int:
-        return self._starts[-1]
-
-    def __getitem__(self, span: slice) -> memoryview:
-        """The bytes from ``start`` up to ``stop``, or up to the end of the buffer that holds ``start``."""
-        start, stop = int(span.start), int(span.stop)
-        index = min(bisect_right(self._starts, start), len(self._buffers)) - 1
-        base = self._starts[index]
-        return self._buffers[index][start - base : stop - base]
 
 
 #: Connections at once that have named a region, and that have not; together the most that a server has.
@@ -306,7 +257,6 @@ class TcpServer:
     """Serves this process's slabs, found by ``lookup``; a thread for each connection that has named one.
 
     Args:
-        gate: lets the writes in.
         timeout_s: seconds for which a peer may pause in the middle of a message.
         port: 0 chooses one. advertise: address under which peers reach it; None: ``host``.
         key: the cluster's, which both ends of each connection prove; None: neither does.
@@ -315,8 +265,7 @@ class TcpServer:
     def __init__(
         self,
         host: str,
-        lookup: Callable[[str], memoryview | JoinedMemory | None],
-        gate: WriteGate,
+        lookup: Callable[[str], memoryview | None],
         timeout_s: float,
         *,
         port: int = 0,
@@ -325,7 +274,6 @@ class TcpServer:
     ) -> None:
         self._lookup = lookup
         self._key = key
-        self._gate = gate
         self._timeout_s = timeout_s
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family)
@@ -459,35 +407,26 @@ class TcpServer:
                 connection.settimeout(self._timeout_s)  # else blocks would be kept for ever for a host that left
                 self._serve_one(connection, header, receive_bytes(connection, _name_length(header)))
         except OSError:
-            pass  # the peer went away; what it was writing is covered by its reservation
+            pass  # the peer went away
         finally:
             self._end(known)
 
     def _serve_one(self, connection: socket.socket, header: bytes | bytearray, named: bytes | bytearray) -> None:
-        op, _, transfers_length, num_pieces = HEADER.unpack(header)
-        if op not in (WRITE, READ) or num_pieces > MAX_PIECES or transfers_length > MAX_TRANSFERS_BYTES:
+        op, _, num_pieces = HEADER.unpack(header)
+        if op != READ or num_pieces > MAX_PIECES:
             raise ConnectionResetError("not a transfer request")
         name = named.decode("utf-8", "replace")
         slab = self._lookup(name)
         if slab is None:
             _refuse(connection, f"region {name} is not here")
-        transfers = receive_bytes(connection, transfers_length).decode("utf-8", "replace")
         wanted = list(PIECE.iter_unpack(receive_bytes(connection, num_pieces * PIECE.size)))
         if any(slab[offset : offset + nbytes].nbytes != nbytes for offset, nbytes in wanted):
             _refuse(connection, f"a piece lies outside region {name}")
         if sum(nbytes for _, nbytes in wanted) > slab.nbytes:
             _refuse(connection, f"the pieces are more than region {name} has")
-        if op == WRITE:
-            with self._gate.passing(transfers.split(SEPARATOR) if transfers else []) as may_write:
-                if not may_write:
-                    _refuse(connection, "a transfer of the write has ended here")
-                for offset, nbytes in wanted:
-                    receive(connection, slab[offset : offset + nbytes])
-            connection.sendall(STATUS.pack(0, 0))
-        else:
-            connection.sendall(STATUS.pack(0, 0))
-            for offset, nbytes in wanted:
-                connection.sendall(slab[offset : offset + nbytes])
+        connection.sendall(STATUS.pack(0, 0))
+        for offset, nbytes in wanted:
+            connection.sendall(slab[offset : offset + nbytes])
 
 
 def _name_length(header: bytes | bytearray) -> int:
@@ -500,7 +439,7 @@ def _name_length(header: bytes | bytearray) -> int:
 
 def _refuse(connection: socket.socket, refusal: str) -> NoReturn:
     _send_refusal(connection, refusal)
-    raise ConnectionResetError(refusal)  # a refused write's payload is still under way: start afresh
+    raise ConnectionResetError(refusal)
 
 
 def _send_refusal(connection: socket.socket, refusal: str) -> None:

@@ -1,62 +1,13 @@
-"""The interface of all transports: one-sided reads and writes of registered memory."""
+"""The interface of all transports: one-sided reads of registered memory. Nobody writes into another's."""
 
 from __future__ import annotations
 
-import threading
-from collections import Counter, deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from epd_serve.protocol.wire import Region
-
-
-class WriteGate:
-    """Fences writes that reach this process over a connection. Safe from any thread.
-
-    A writer on another host may be stopped after its look at the lease, or its bytes may lie unread in a socket of
-    this process while that is stopped: they come when the lease is over and the blocks are somebody else's. So a
-    write names the transfers that it is for, and the thread that receives it lets no byte into memory before the
-    gate has let it in. Once a transfer is shut out nothing of it begins any more, and what is inside is known: its
-    blocks are kept until it has left, and who sends nothing for a while is cut off.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._open: set[str] = set()
-        self._inside: Counter[str] = Counter()
-
-    def open(self, transfer_id: str) -> None:
-        with self._lock:
-            self._open.add(transfer_id)
-
-    def shut(self, transfer_id: str) -> None:
-        """Let no more writes of the transfer in; a write that is inside goes on. Idempotent."""
-        with self._lock:
-            self._open.discard(transfer_id)
-
-    def is_inside(self, transfer_id: str) -> bool:
-        with self._lock:
-            return transfer_id in self._inside
-
-    @contextmanager
-    def passing(self, transfer_ids: Sequence[str]) -> Iterator[bool]:
-        """Yield whether a write for these transfers may go on.
-
-        They count as inside until the ``with`` block ends.
-        """
-        with self._lock:
-            may_pass = self._open.issuperset(transfer_ids)
-            if may_pass:
-                self._inside.update(transfer_ids)
-        try:
-            yield may_pass
-        finally:
-            if may_pass:
-                with self._lock:
-                    self._inside.subtract(transfer_ids)
-                    self._inside = +self._inside  # without those at zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +50,7 @@ class StillCopying(TransferError):
 
 
 class Slab(Protocol):
-    """Memory that peers may read and write."""
+    """Memory that peers may read."""
 
     @property
     def region(self) -> Region: ...
@@ -109,7 +60,7 @@ class Slab(Protocol):
 
 
 class DeviceSlab(Protocol):
-    """A device's memory that peers may read and write, and that is moved to and from other regions."""
+    """A device's memory that peers may read, and that other regions are read into."""
 
     @property
     def region(self) -> Region: ...
@@ -119,16 +70,7 @@ class DeviceSlab(Protocol):
 
 
 class Transport(Protocol):
-    """Moves bytes; knows nothing of requests. All calls block and are safe from any thread.
-
-    A write is visible to the peer when the call returns. The right to write to a region, and its end, are agreed
-    elsewhere (:mod:`epd_serve.transfer.reservation`).
-    """
-
-    @property
-    def gate(self) -> WriteGate:
-        """The gate that lets in peers' writes for open transfers; it fences writes over TCP alone."""
-        ...
+    """Moves bytes; knows nothing of requests. All calls block and are safe from any thread."""
 
     def allocate(self, name: str, nbytes: int) -> Slab:
         """Register ``nbytes`` of zeroed memory under a name that is new to this transport."""
@@ -143,14 +85,6 @@ class Transport(Protocol):
 
     def release(self, slab: Slab | DeviceSlab) -> None:
         """Offer a slab no longer; its memory goes with the last view of it. No transfer may be under way."""
-        ...
-
-    def write(self, region: Region, pieces: Sequence[Piece], transfer_ids: Sequence[str] = ()) -> None:
-        """Copy each piece to its offset in ``region``, for these transfers: see :class:`WriteGate`.
-
-        Raises TransferError; then any part may have arrived, or may still arrive where the peer stalls and goes
-        on: what a failed write was aimed at must not be used again before its lease has ended.
-        """
         ...
 
     def read(self, region: Region, pieces: Sequence[Piece]) -> None:

@@ -125,7 +125,7 @@ class Site:
 
     @asynccontextmanager
     async def draining(self, peers: Peers) -> AsyncIterator[None]:
-        """KV that somebody may still write keeps the instance from being empty, for as long as this lasts."""
+        """KV that somebody may still announce keeps the instance from being empty, for as long as this lasts."""
         config = json.loads((weights_dir() / "config.json").read_text())["text_config"]
         info = await self.until(ready=True)
         layout = wire.KVLayout(
@@ -136,7 +136,8 @@ class Site:
             dtype=info["dtype"],
             model=info["media_fingerprint"],
         )
-        reserve = wire.ReserveRequest("t", "r", 8, 8, 1, [], layout, lease_s=3600)
+        nowhere = wire.Region(name="kv", nbytes=1, host_id="h", pid=1, fd=1, host="", port=0)
+        reserve = wire.ReserveRequest("t", "r", 8, 8, 1, [], layout, 3600, nowhere)
         await peers.call(info["url"], "/kv/reserve", reserve)
         try:
             yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import subprocess
 import sys
 import threading
@@ -23,7 +24,7 @@ from epd_serve.engine import device_features
 from epd_serve.engine.device_features import SLOT_BYTES, DeviceFeatureStore
 from epd_serve.engine.device_regions import are_reached
 from epd_serve.engine.kv_memory import KVCache, KVMemory, block_nbytes
-from epd_serve.instance.decode import read_offered
+from epd_serve.instance.decode import read_kv
 from epd_serve.protocol import wire
 from epd_serve.protocol.wire import FeatureEvent
 from epd_serve.transfer.embedded import EmbeddedTransport
@@ -81,9 +82,9 @@ def test_it_is_tried_whether_memory_is_reached(
     with monkeypatch.context() as planted:  # a card that registers memory and does not get at it
         planted.setattr(MooncakeTransport, "read", lambda *_: None)
         assert not are_reached(DEVICE, transports[0])
-    assert caplog.messages.pop().endswith("other bytes arrive than were sent")
+    assert caplog.messages.pop().endswith("other bytes arrive than lie there")
     with monkeypatch.context() as planted:
-        planted.setattr(Engine, "write", lambda *_: False)
+        planted.setattr(Engine, "read", lambda *_: False)
         assert not are_reached(DEVICE, transports[0])
     assert "registered and not reached: transfer with" in caplog.messages.pop()
     with monkeypatch.context() as planted:
@@ -127,21 +128,22 @@ def test_kv_is_read_from_one_device_s_memory_into_another_s(
     monkeypatch.setattr(mooncake, "_MAX_PIECES", 4)
     monkeypatch.setattr(KVCache, "copy", None)
     here, there = memories(transports)
-    offers: list[wire.KVOffer] = []
+    announced: list[wire.KVAnnouncement] = []
 
-    def offer(offered: wire.KVOffer, there: KVMemory = there) -> wire.KVTaken:
-        offers.append(offered)
-        read_offered(offered, offered.parts, there, transports[1])
-        return wire.KVTaken([part.transfer_id for part in offered.parts])
+    class Decoder:
+        def announce(self, announcement: wire.KVAnnouncement, there: KVMemory = there) -> wire.KVTaken:
+            announced.append(announcement)
+            read_kv(announcement, announcement.parts, there, transports[1])
+            return wire.KVTaken([part.transfer_id for part in announcement.parts])
 
-    sender = KVSender(transports[0], here, GroupSizer(num_layers=3), time.monotonic)
-    target = wire.ReserveReply([5, 17, 1], 0, there.region, there.num_blocks, staged_cells=there.staged_cells)
-    transfer = OutgoingTransfer("t", target, time.monotonic() + 60, offer=offer)
+    sender = KVSender(here, GroupSizer(num_layers=3), time.monotonic)
+    target = wire.ReserveReply([5, 17, 1], 0, there.region.name, staged_cells=there.staged_cells)
+    transfer = OutgoingTransfer("t", Decoder(), target)
     passed = threading.Event()
     sender.push(range(1, 3), [Part(transfer, [3, 1, 7], [5, 17, 1])])
     sender.fence(transfer, passed.set)
     assert passed.wait(60) and transfer.error is None
-    assert len(offers) == 1 and offers[0].region.device == "emulated", "as one, however few cells the host has"
+    assert len(announced) == 1 and announced[0].region.device == "emulated", "as one"
     old, new = here.tensor.cpu(), there.tensor.cpu()
     torch.testing.assert_close(new[1:, :, [5, 17, 1]], old[1:, :, [3, 1, 7]], rtol=0, atol=0)
     others = [block for block in range(18) if block not in (5, 17, 1)]
@@ -151,7 +153,8 @@ def test_kv_is_read_from_one_device_s_memory_into_another_s(
         memory.release(transport)
     with pytest.raises(TransferError):
         transports[0].read(there.region, [(0, memoryview(bytearray(8)))])
-    del memory, here, there, sender, transfer, offer
+    del memory, here, there, sender, transfer, Decoder
+    gc.collect()  # a class is a cycle
     DEVICE.synchronize()
     assert DEVICE.memory()[1] == free
 

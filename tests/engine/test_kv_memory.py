@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +18,8 @@ from epd_serve.config import InstanceOptions
 from epd_serve.engine.kv_memory import KVMemory, block_nbytes, num_kv_blocks
 from epd_serve.protocol import wire
 from epd_serve.transfer.embedded import EmbeddedTransport
-from epd_serve.transfer.grouping import GroupSizer
-from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer, Part
-from epd_serve.transfer.shared_memory import MAPPED_SLOT, is_being_written
 from epd_serve.transfer.staging import rounds
-from epd_serve.transfer.transport import paired
+from epd_serve.transfer.transport import TransferError, paired
 from epd_serve.types import Role
 
 LAYOUT = wire.KVLayout(num_layers=3, num_kv_heads=4, head_dim=2, block_size=2, dtype="float32", model="m")
@@ -102,10 +98,8 @@ def pair() -> Iterator[Pair]:
 def test_kv_goes_from_one_device_s_memory_into_another_s(pair: Pair) -> None:
     """From any blocks to any others, in any layers, and nothing through the host."""
     here, there = pair.here, pair.there
-    with here.mapped(there.region) as write:
-        assert write is not None
-        write(range(1, 3), [3, 1, 7], [5, 17, 1])
-        del write
+    assert there.maps(here.region)
+    there.read_mapped(here.region, range(1, 3), [3, 1, 7], [5, 17, 1])
     old, new = here.tensor.cpu(), there.tensor.cpu()
     torch.testing.assert_close(new[1:, :, [5, 17, 1]], old[1:, :, [3, 1, 7]], rtol=0, atol=0)
     others = [block for block in range(2 * NUM_BLOCKS) if block not in (5, 17, 1)]
@@ -124,8 +118,7 @@ def test_memory_is_mapped_only_where_both_sides_share(pair: Pair) -> None:
         (on_cpu, there.region),
         (here, elsewhere),
     ]:
-        with memory.mapped(region) as write:
-            assert write is None
+        assert not memory.maps(region)
 
 
 def test_copies_wait_for_no_step_and_no_step_for_them(pair: Pair) -> None:
@@ -133,30 +126,14 @@ def test_copies_wait_for_no_step_and_no_step_for_them(pair: Pair) -> None:
     here, there, device = pair.here, pair.there, pair.device
     gate = threading.Event()
     device.current_stream().launch(gate.wait)  # type: ignore[attr-defined]
-    with here.mapped(there.region) as write, here.stage(range(1), [1]) as staged:  # the engine's stream stands
-        assert write is not None
-        write(range(1), [1], [2])
-        del write
+    there.read_mapped(here.region, range(1), [1], [2])
+    with here.stage(range(1), [1]) as staged:  # the engine's stream stands
         [(start, nbytes)] = staged.spans(0, 1)[:1]
         assert bytes(here.buffer[start : start + nbytes]) != bytes(nbytes)
     assert not device.record_event().query()
     gate.set()
     device.synchronize()
     assert torch.equal(there.tensor[0, :, 2].cpu(), here.tensor[0, :, 1].cpu())
-
-
-def test_a_copy_that_is_not_waited_for_is_found(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: the event of its end is missing, so the memory is unmapped while the device writes there."""
-    here, there, device = pair.here, pair.there, pair.device
-    gate = threading.Event()
-    here._cache._copies.launch(gate.wait)  # type: ignore[attr-defined]
-    monkeypatch.setattr(device, "record_event", CpuEvent)
-    with pytest.raises(RuntimeError, match=r"memory is unmapped that .* work or a tensor still uses"):  # noqa: SIM117
-        with here.mapped(there.region) as write:
-            assert write is not None
-            write(range(1), [1], [2])
-            del write
-    gate.set()
 
 
 def test_a_cell_has_no_numbers_before_the_copy_into_it_is_done(
@@ -176,24 +153,12 @@ def test_a_cell_has_no_numbers_before_the_copy_into_it_is_done(
 
 
 def test_memory_is_given_back_when_nobody_maps_it(pair: Pair) -> None:
-    """Its owner waits: others would get memory that a peer still writes to."""
+    """Its owner waits: others would get memory that a peer still reads."""
     here, there = pair.here, pair.there
-    sender = KVSender(pair.transport, here, GroupSizer(num_layers=3), time.monotonic)
-    target = wire.ReserveReply([5], 0, there.region, there.num_blocks, staged_cells=there.staged_cells)
-    transfer = OutgoingTransfer("t", target, time.monotonic() + 60)
-    arrived = threading.Event()
-    sender.push(range(3), [Part(transfer, [3], [5])])
-    sender.fence(transfer, arrived.set)
-    assert arrived.wait(60) and transfer.error is None
-    assert transfer.num_bytes == block_nbytes(LAYOUT)
-    torch.testing.assert_close(there.tensor[:, :, 5].cpu(), here.tensor[:, :, 3].cpu(), rtol=0, atol=0)
-    [lane] = sender._lanes.values()
-    assert lane.mapped is not None and is_being_written(there.region, MAPPED_SLOT)
-    there.release(pair.transport)
-    assert lane.mapped is None
-    lane.thread.join(60)
-    assert not sender._lanes
-    sender.close()
+    assert there.maps(here.region)
+    here.release(pair.transport)
+    with pytest.raises(TransferError):
+        there.read_mapped(here.region, range(1), [1], [2])
 
 
 def test_the_kv_of_an_accelerator_fits_beside_step_and_features() -> None:

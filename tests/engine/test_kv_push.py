@@ -15,7 +15,7 @@ from benchmarks.ablations.kv_push import LAYER_GROUPS
 from device.base import Event
 from device.cpu import CpuEvent
 from epd_serve.engine.step_loop import KVPush, LayerGroups
-from epd_serve.protocol.wire import Region, ReserveReply
+from epd_serve.protocol.wire import ReserveReply
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sched.sequence import Sequence as Prompt
 from epd_serve.transfer.grouping import GroupSizer
@@ -51,14 +51,14 @@ def prompt(name: str, num_tokens: int, first_block: int, state_blocks: int = 0) 
 
 
 def outgoing(sequence: Prompt, region_name: str, num_cached: int) -> OutgoingTransfer:
-    region = Region(name=region_name, nbytes=1, host_id="h", pid=1, fd=1, host="", port=0)
     blocks = sequence.blocks + sequence.state_blocks
-    target = ReserveReply([block + 1000 for block in blocks], num_cached, region, 4000)
-    return OutgoingTransfer(sequence.request_id, target, 1e9, next_block=num_cached)
+    target = ReserveReply([block + 1000 for block in blocks], num_cached, region_name)
+    peer: Any = None  # nothing is announced here
+    return OutgoingTransfer(sequence.request_id, peer, target, next_block=num_cached)
 
 
 @given(
-    mode=st.sampled_from(["grouped", "pull", *LAYER_GROUPS]),
+    mode=st.sampled_from(["grouped", *LAYER_GROUPS]),
     lengths=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 1), st.integers(0, 2)), min_size=1, max_size=3),
     chunk=st.integers(1, 20),
     num_layers=st.integers(1, 7),
@@ -74,8 +74,6 @@ def test_what_arrives(
     for sequence, (_, lane, cached) in zip(sequences, lengths, strict=True):
         num_cached = 0 if state_blocks else min(cached, len(sequence.blocks) - 1)
         transfers[sequence] = outgoing(sequence, f"d{lane}", num_cached)
-        if mode == "pull":
-            transfers[sequence].target = None
     written: dict[tuple[str, int], set[int]] = {}
     push = KVPush(
         sender=sender,
@@ -99,7 +97,7 @@ def test_what_arrives(
             done = not sequence.num_uncomputed
             assert (transfers[sequence].computed_at == 5.0) == done
         for layers, parts in sender.pushes:
-            assert len({part.transfer.target.region.name for part in parts}) == 1, "one write, one region"
+            assert len({part.transfer.target.name for part in parts}) == 1, "one write, one region"
             if any(part.local == one.state_blocks for part in parts for one in sequences):
                 assert layers == range(num_layers) and sequences[0].num_computed, "a state is whole at the end"
             else:

@@ -103,6 +103,7 @@ def reserve(name: str, num_prompt_tokens: int, hashes: Sequence[bytes] = ()) -> 
         block_hashes=list(hashes),
         layout=LAYOUT,
         lease_s=30,
+        region=Memory.region,
     )
 
 

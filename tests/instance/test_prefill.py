@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from epd_serve.engine.engine import EngineEvent, PromptEvent
 from epd_serve.errors import InstanceFailed, InvalidRequest, ServeError, Unavailable
 from epd_serve.instance.calls import Refusals
 from epd_serve.instance.feature_receiver import FeatureForm, FeatureReceiver
-from epd_serve.instance.kv_delivery import PushDelivery
+from epd_serve.instance.kv_delivery import KVDelivery
 from epd_serve.instance.prefill import PrefillService
 from epd_serve.instance.reports import StageRates
 from epd_serve.instance.text.prompt import Prompt
@@ -27,12 +28,12 @@ from epd_serve.sched.sequence import Sequence
 from epd_serve.telemetry.span import Timeline
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore
-from epd_serve.transfer.kv_sender import OutgoingTransfer
+from epd_serve.transfer.kv_sender import DecodePeer, OutgoingTransfer
 from epd_serve.types import SamplingParams
 
 LAYOUT = wire.KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=4, dtype="float32", model="m")
 REGION = wire.Region(name="kv", nbytes=1, host_id="h", pid=1, fd=1, host="", port=0)
-RESERVED = wire.encode(wire.ReserveReply(block_ids=[1], num_cached_blocks=0, region=REGION, num_blocks=2))
+RESERVED = wire.encode(wire.ReserveReply(block_ids=[1], num_cached_blocks=0, name="d0"))
 LEASE_S = 0.6
 
 
@@ -95,7 +96,7 @@ class Prompts:
 
 
 class Sender:
-    def connect(self, region: wire.Region) -> None: ...
+    def connect(self, name: str, peer: DecodePeer) -> None: ...
 
     def fence(self, transfer: OutgoingTransfer, passed: Callable[[], None]) -> None:
         passed()
@@ -130,9 +131,10 @@ class Bench:
         self.tasks: set[asyncio.Task[None]] = set()
         sender: list[Any] = [Sender(), peers]
 
-        def deliver(sequence: Sequence, num_generated: int, decode_url: str) -> PushDelivery:
-            arguments: list[Any] = [sequence, num_generated, decode_url, *sender, LAYOUT]
-            return PushDelivery(*arguments, lease_s=LEASE_S, abort=self.engine.abort, spawn=self.tasks.add)
+        def deliver(sequence: Sequence, num_generated: int, decode_url: str) -> KVDelivery:
+            memory = SimpleNamespace(layout=LAYOUT, region=REGION)
+            arguments: list[Any] = [sequence, num_generated, decode_url, *sender, memory]
+            return KVDelivery(*arguments, lease_s=LEASE_S, abort=self.engine.abort, spawn=self.tasks.add)
 
         nothing: Any = None
         parts: list[Any] = [self.engine, self.prompts, self.receiver, deliver]
@@ -235,29 +237,6 @@ async def test_a_transfer_that_was_stopped_is_not_completed() -> None:
     await bench.close()
     assert "/kv/complete" not in peers.calls
     assert "/kv/cancel" in peers.calls
-
-
-@pytest.mark.parametrize("renewed", [True, False])
-async def test_a_lease_counts_from_its_grant_however_late_we_hear_of_it(renewed: bool) -> None:
-    async def reserve() -> bytes:
-        await asyncio.sleep(LEASE_S / 3)
-        return RESERVED
-
-    asked_at = time.monotonic()
-    peers = Peers(reserve=reserve, renew=b"" if renewed else Unavailable("the transfer has ended"))
-    bench = Bench(peers)
-    working = asyncio.create_task(bench.service.prefill(request()))
-    if renewed:
-        await asyncio.wait_for(bench.engine.busy.wait(), 300)
-        assert peers.calls[:2] == ["/kv/reserve", "/kv/renew"]
-        assert asked_at + LEASE_S / 2 < bench.engine.submitted[0][1].deadline < time.monotonic() + LEASE_S
-        working.cancel()
-        await asyncio.gather(working, return_exceptions=True)
-    else:
-        with pytest.raises(Unavailable):
-            await working
-        assert not bench.engine.submitted
-    await bench.close()
 
 
 async def test_features_that_come_before_a_slow_tokenizer_is_done_are_kept() -> None:

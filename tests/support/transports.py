@@ -40,7 +40,7 @@ DEVICE_OPTIONS = replace(mooncake_options(), device="emulated")
 
 
 class DeviceMemory:
-    """Memory of an emulated device that a transport has registered; ``buffer`` shows it as the device has it."""
+    """Memory of an emulated device that a transport has registered."""
 
     def __init__(self, transport: MooncakeTransport, name: str, nbytes: int) -> None:
         # Imported here because most tests of transports need no torch.
@@ -53,10 +53,11 @@ class DeviceMemory:
         assert slab is not None
         self.region = slab.region
 
-    @property
-    def buffer(self) -> memoryview:
-        shown: memoryview = self._memory.cpu().numpy().data
-        return shown
+    def fill(self, offset: int, data: bytes) -> None:
+        import torch
+
+        content = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self._memory[offset : offset + len(data)] = content.to(self._memory.device)
 
 
 class DeviceTransport(MooncakeTransport):
@@ -67,6 +68,14 @@ class DeviceTransport(MooncakeTransport):
 
     def allocate(self, name: str, nbytes: int) -> Any:
         return DeviceMemory(self, name, nbytes)
+
+
+def fill(slab: Any, offset: int, data: bytes) -> None:
+    """Write into a slab as its owner does."""
+    if isinstance(slab, DeviceMemory):
+        slab.fill(offset, data)
+    else:
+        slab.buffer[offset : offset + len(data)] = data
 
 
 def make_transport(kind: str) -> Transport:

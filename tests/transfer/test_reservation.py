@@ -1,15 +1,18 @@
 """Reservations as a state machine with its own clock: blocks come back exactly once, in any order of events."""
 
+from collections import Counter
+
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from epd_serve.cache.block_pool import BlockPool, RequestBlocks
-from epd_serve.protocol.wire import KVLayout, ReserveRequest
-from epd_serve.transfer.reservation import ReservationState, ReservationTable
+from epd_serve.protocol.wire import KVLayout, Region, ReserveRequest
+from epd_serve.transfer.reservation import ReservationTable
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=4, dtype="float32", model="m")
 IDS = st.sampled_from([f"t{i}" for i in range(6)])
 LEASE_S = 5.0
+REGION = Region(name="kv", nbytes=8, host_id="h", pid=1, fd=1, host="", port=0)
 
 
 def request(transfer_id: str) -> ReserveRequest:
@@ -22,140 +25,121 @@ def request(transfer_id: str) -> ReserveRequest:
         block_hashes=[],
         layout=LAYOUT,
         lease_s=LEASE_S,
+        region=REGION,
     )
 
 
 class ReservationMachine(RuleBasedStateMachine):
+    """The model: the lease of each granted transfer, the reads under way, transfers that wait for their end."""
+
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
         self.pool = BlockPool(16, 4, state_blocks=1)
-        self.first_blocks: dict[str, int] = {}
-        self.in_a_write: set[str] = set()
-        self.in_a_read: set[str] = set()
-        self.late: dict[str, float] = {}
-        self.table = ReservationTable(
-            free=lambda blocks: self.pool.release(blocks.all()),
-            is_being_written=lambda block: block in {self.first_blocks[name] for name in self.in_a_write},
-        )
+        self.table = ReservationTable(free=lambda blocks: self.pool.release(blocks.all()))
+        self.pending: set[str] = set()
+        self.blocks: dict[str, RequestBlocks] = {}
+        self.leases: dict[str, float] = {}
+        self.reads: Counter[str] = Counter()
+        self.late: list[tuple[float, str]] = []
+        self.ending: set[str] = set()
         self.owned: list[RequestBlocks] = []
         self.ended: set[str] = set()
-        self.may_write: dict[str, float] = {}
 
     @rule(transfer_id=IDS)
     def reserve(self, transfer_id: str) -> None:
         reservation = self.table.open(request(transfer_id), self.now)
         assert (reservation is None) == (transfer_id in self.ended)
-        if reservation is None or reservation.state is not ReservationState.PENDING:
+        if reservation is None or transfer_id in self.blocks:
             return
+        self.pending.add(transfer_id)
         if self.pool.num_missing(6, 3) <= self.pool.num_free:
-            blocks = self.pool.allocate_request(6, 3)
-            self.table.grant(reservation, blocks, self.now)
-            self.first_blocks[transfer_id] = blocks.root[0]
-            self.may_write[transfer_id] = self.now + LEASE_S
-
-    @rule(transfer_id=IDS)
-    def begin_a_write(self, transfer_id: str) -> None:
-        if transfer_id in self.may_write:
-            self.in_a_write.add(transfer_id)
-
-    @rule(transfer_id=IDS)
-    def end_a_write(self, transfer_id: str) -> None:
-        self.in_a_write.discard(transfer_id)
-        self.pass_time(0.0)
+            self.blocks[transfer_id] = self.pool.allocate_request(6, 3)
+            self.table.grant(reservation, self.blocks[transfer_id], self.now)
+            self.leases[transfer_id] = self.now + LEASE_S
+            self.pending.discard(transfer_id)
 
     @rule(transfer_id=IDS, data=st.data())
     def begin_to_read(self, transfer_id: str, data: st.DataObject) -> None:
-        """This side reads itself, into the blocks of that transfer alone, a state's among them."""
-        reservation = self.table._live.get(transfer_id)
-        if reservation is None or reservation.blocks is None or transfer_id in self.in_a_read:
-            assert not self.table.begin_read("nobody's", [])
+        """Into the blocks of that transfer alone, a state's among them."""
+        if transfer_id not in self.blocks:
+            assert not self.table.begin_read(transfer_id, [])
             return
-        others = [block for block in range(1, 16) if block not in reservation.blocks.all()]
+        blocks = self.blocks[transfer_id]
+        others = [block for block in range(1, 16) if block not in blocks.all()]
         assert not self.table.begin_read(transfer_id, [data.draw(st.sampled_from(others))])
-        granted = reservation.state is ReservationState.GRANTED
-        own = [*reservation.blocks.root[1:], *reservation.blocks.states[0]]
-        assert self.table.begin_read(transfer_id, own) == granted
-        if granted:
-            self.in_a_read.add(transfer_id)
+        is_wanted = self.table.begin_read(transfer_id, [*blocks.root[1:], *blocks.states[0]])
+        assert is_wanted == (transfer_id in self.leases)
+        self.reads[transfer_id] += is_wanted
 
-    @rule(transfer_id=IDS)
-    def end_a_read(self, transfer_id: str) -> None:
-        if transfer_id in self.in_a_read and transfer_id not in self.late:
-            self.table.end_read(transfer_id)
-            self._has_been_read(transfer_id)
-            self.pass_time(0.0)
+    @precondition(lambda self: +self.reads)
+    @rule(data=st.data(), is_late=st.booleans())
+    def end_a_read(self, data: st.DataObject, is_late: bool) -> None:
+        """Bytes of one that was given up may still arrive, for a lease."""
+        transfer_id = data.draw(st.sampled_from(sorted(+self.reads)))
+        if self.reads[transfer_id] <= sum(name == transfer_id for _, name in self.late):
+            return
+        self.table.end_read(transfer_id, self.now if is_late else None)
+        if is_late:
+            self.late.append((self.now + LEASE_S, transfer_id))
+        else:
+            self._is_read(transfer_id)
 
-    @rule(transfer_id=IDS)
-    def give_up_a_read(self, transfer_id: str) -> None:
-        """Bytes of it may still arrive, for a lease."""
-        if transfer_id in self.in_a_read and transfer_id not in self.late:
-            self.table.end_read(transfer_id, self.now)
-            self.late[transfer_id] = self.now + LEASE_S
+    def _is_read(self, transfer_id: str) -> None:
+        self.reads[transfer_id] -= 1
+        if not self.reads[transfer_id] and transfer_id in self.ending:
+            self._has_ended(transfer_id)
 
-    def _has_been_read(self, transfer_id: str) -> None:
-        self.in_a_read.discard(transfer_id)
-        if transfer_id not in self.table._live:
-            self.ended.add(transfer_id)
-            self.may_write.pop(transfer_id, None)
+    def _has_ended(self, transfer_id: str) -> None:
+        self.ended.add(transfer_id)
+        for kept in (self.pending, self.ending):
+            kept.discard(transfer_id)
+        self.blocks.pop(transfer_id, None)
+        self.leases.pop(transfer_id, None)
+
+    def _is_given_up(self, transfer_id: str) -> None:
+        if self.reads[transfer_id]:
+            self.ending.add(transfer_id)
+            self.leases.pop(transfer_id, None)
+        else:
+            self._has_ended(transfer_id)
 
     @rule(transfer_id=IDS)
     def complete(self, transfer_id: str) -> None:
-        if transfer_id in self.in_a_write:
-            return  # a writer says so when it is through
-        if transfer_id in self.in_a_read:
-            assert self.table.complete(transfer_id) is None
-            return
         reservation = self.table.complete(transfer_id)
+        assert (reservation is not None) == (transfer_id in self.leases and not self.reads[transfer_id])
         if reservation is not None:
-            assert reservation.blocks is not None
-            self.owned.append(reservation.blocks)
-            self.ended.add(transfer_id)
-            del self.may_write[transfer_id]
+            self.owned.append(self.blocks[transfer_id])
+            self._has_ended(transfer_id)
 
     @rule(transfer_id=IDS)
-    def fail_to_write(self, transfer_id: str) -> None:
-        """Parts of it may still arrive: nobody else gets the blocks before a lease has passed."""
-        live = transfer_id in self.may_write
-        self.table.quarantine(transfer_id, self.now)
-        if live:
-            self.may_write[transfer_id] = self.now + LEASE_S
-        else:
-            self.ended.add(transfer_id)
-
-    @rule(transfer_id=IDS)
-    def stop_writing(self, transfer_id: str) -> None:
-        if transfer_id in self.in_a_write:
-            return
-        self.table.stop_writing(transfer_id)
-        if transfer_id not in self.in_a_read:
-            self.ended.add(transfer_id)
-            self.may_write.pop(transfer_id, None)
+    def release(self, transfer_id: str) -> None:
+        self.table.release(transfer_id)
+        self._is_given_up(transfer_id)
 
     @rule(transfer_id=IDS)
     def abandon(self, transfer_id: str) -> None:
-        pending = self.table.open(request(transfer_id), self.now) if transfer_id not in self.ended else None
         self.table.abandon(f"request of {transfer_id}")
-        if pending is not None and pending.state is ReservationState.RELEASED:
-            self.ended.add(transfer_id)
+        if transfer_id in self.pending or transfer_id in self.blocks:
+            self._is_given_up(transfer_id)
 
     @rule(transfer_id=IDS)
     def renew(self, transfer_id: str) -> None:
-        if self.table.renew(transfer_id, self.now):
-            self.may_write[transfer_id] = self.now + LEASE_S
+        assert self.table.renew(transfer_id, self.now) == (transfer_id in self.leases)
+        if transfer_id in self.leases:
+            self.leases[transfer_id] = self.now + LEASE_S
 
     @rule(seconds=st.floats(0, 4))
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
-        self.table.expire(self.now)
-        for transfer_id in [t for t, until in self.late.items() if until <= self.now]:
-            del self.late[transfer_id]
-            self._has_been_read(transfer_id)
-        for transfer_id in [t for t, deadline in self.may_write.items() if deadline <= self.now]:
-            if transfer_id in self.in_a_write | self.in_a_read:
-                continue
-            del self.may_write[transfer_id]
-            self.ended.add(transfer_id)
+        overdue = {name for name, deadline in self.leases.items() if deadline <= self.now}
+        over = [name for until, name in self.late if until <= self.now]
+        self.late = [one for one in self.late if one[0] > self.now]
+        assert {one.transfer_id for one in self.table.expire(self.now)} == overdue
+        for transfer_id in over:
+            self._is_read(transfer_id)
+        for transfer_id in overdue:
+            self._is_given_up(transfer_id)
 
     @rule()
     def finish_a_request(self) -> None:
@@ -167,23 +151,7 @@ class ReservationMachine(RuleBasedStateMachine):
         self.table.check_integrity()
         self.pool.check_integrity()
         num_held = self.pool.capacity - self.pool.num_free
-        assert num_held == 4 * (len(self.owned) + len(self.may_write))
+        assert num_held == 4 * (len(self.owned) + len(self.blocks))
 
 
 TestReservations = ReservationMachine.TestCase
-
-
-def test_blocks_of_an_abandoned_reservation_wait_for_the_writer() -> None:
-    pool = BlockPool(16, 4)
-    table = ReservationTable(free=lambda blocks: pool.release(blocks.all()))
-    reservation = table.open(request("t"), 0.0)
-    assert reservation is not None
-    table.grant(reservation, pool.allocate_request(6, 3), 0.0)
-    table.abandon("request of t")
-    assert pool.num_free == pool.capacity - 3
-    assert table.complete("t") is None
-    assert not table.renew("t", 1.0)
-    table.stop_writing("t")
-    assert pool.num_free == pool.capacity
-    table.stop_writing("t")
-    assert pool.num_free == pool.capacity

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from epd_serve.protocol.wire import Region
 from epd_serve.transfer import tcp
 from epd_serve.transfer.embedded import EmbeddedTransport
-from epd_serve.transfer.tcp import HEADER, MAX_PIECES, STATUS, WRITE, TcpPeers
+from epd_serve.transfer.tcp import HEADER, MAX_PIECES, READ, STATUS, TcpPeers
 from epd_serve.transfer.transport import Slab, TransferError
 
 SIZE = 64 * 1024
@@ -38,8 +38,10 @@ class Served:
         return connection
 
     def works(self) -> None:
-        self.here.write(self.region, [(0, memoryview(b"fine"))])
-        assert bytes(self.slab.buffer[:4]) == b"fine"
+        self.slab.buffer[:4] = b"fine"
+        data = bytearray(4)
+        self.here.read(self.region, [(0, memoryview(data))])
+        assert data == b"fine"
 
     def close(self) -> None:
         self.here.close()
@@ -70,10 +72,10 @@ def test_frames_of_strangers_cost_nothing_whatever_they_announce(served: Served)
     served.works()
     rss, num_threads = process.memory_info().rss, threading.active_count()
     frames = [
-        HEADER.pack(WRITE, 0, 0, 1 << 20),
-        HEADER.pack(WRITE, 0xFFFF, 0, 1 << 20) + b"x" * 300,
-        HEADER.pack(WRITE, 5, 1 << 20, 1 << 20) + b"slab-",
-        HEADER.pack(WRITE, 200, 1 << 20, 1 << 20) + b"y" * 100,
+        HEADER.pack(READ, 0, 1 << 20),
+        HEADER.pack(READ, 0xFFFF, 1 << 20) + b"x" * 300,
+        HEADER.pack(READ, 5, 1 << 20) + b"slab-",
+        HEADER.pack(READ, 200, 1 << 20) + b"y" * 100,
     ]
     strangers = [served.stranger(frame) for frame in frames for _ in range(15)]
     peak, deadline = 0, time.monotonic() + 1.0
@@ -111,10 +113,12 @@ def test_of_many_that_know_a_region_the_longest_idle_gives_way(
 ) -> None:
     monkeypatch.setattr(tcp, "MAX_KNOWN", 3)
     peers = [EmbeddedTransport(path="tcp") for _ in range(8)]
+    served.slab.buffer[:8] = bytes(range(8))
     for _ in range(2):  # those that gave way come again
         for number, peer in enumerate(peers):
-            peer.write(served.region, [(number, memoryview(bytes([number])))])
-    assert bytes(served.slab.buffer[:8]) == bytes(range(8))
+            data = bytearray(1)
+            peer.read(served.region, [(number, memoryview(data))])
+            assert data[0] == number
     wait_until(lambda: len(served.there._server._known) <= 3, "no more than three are kept")  # type: ignore[union-attr]
     for peer in peers:
         peer.close()
@@ -124,7 +128,7 @@ def test_of_many_that_know_a_region_the_longest_idle_gives_way(
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whatever_strangers_send_writes_nothing(served: Served, pieces: list[bytes], has_head: bool) -> None:
     before = bytes(served.slab.buffer)
-    head = HEADER.pack(WRITE, 37, 0, 1) if has_head else b""
+    head = HEADER.pack(READ, 37, 1) if has_head else b""
     with served.stranger(head) as stranger:
         try:
             for piece in pieces:
@@ -136,12 +140,12 @@ def test_whatever_strangers_send_writes_nothing(served: Served, pieces: list[byt
 
 
 def test_a_long_list_of_pieces_goes_in_several_calls(served: Served) -> None:
-    data = memoryview(bytes(range(251)) * 60)
-    pieces = [(4 * index, data[index : index + 1]) for index in range(3 * MAX_PIECES + 5)]
-    served.here.write(served.region, pieces)
-    back = bytearray(SIZE)
-    served.here.read(served.region, [(0, memoryview(back))])
-    assert all(back[offset] == one[0] for offset, one in pieces)
+    served.slab.buffer[:] = (bytes(range(251)) * SIZE)[:SIZE]
+    data = bytearray(3 * MAX_PIECES + 5)
+    served.here.read(
+        served.region, [(4 * index, memoryview(data)[index : index + 1]) for index in range(len(data))]
+    )
+    assert all(byte == 4 * index % 251 for index, byte in enumerate(data))
 
 
 def test_more_than_a_region_has_is_not_read_from_it(served: Served) -> None:
@@ -165,7 +169,7 @@ def test_a_refusal_without_end_is_not_waited_for() -> None:
     peers = TcpPeers(60.0)
     region = Region(name="kv", nbytes=8, host_id="", pid=1, fd=1, host="127.0.0.1", port=listener.getsockname()[1])
     with pytest.raises(TransferError, match="a refusal of 4294967295 bytes"):
-        peers.write(region, [], [])
+        peers.read(region, [])
     thread.join()
     peers.close()
     held[0].close()

@@ -12,7 +12,7 @@ import mmap
 import weakref
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ from epd_serve.sched.sequence import PLACEHOLDER
 from epd_serve.sched.sequence import Sequence as TokenSequence
 from epd_serve.sched.step_cost import StepWork, work_done
 from epd_serve.transfer.staging import StagingArea
-from epd_serve.transfer.transport import Piece, Span, TransferError, Transport
+from epd_serve.transfer.transport import Span, TransferError, Transport
 from epd_serve.types import MediaSpan, SamplingParams
 
 #: Bytes that stand for a token of a picture; for a block in one layer, a digest of all up to there; and those in
@@ -162,12 +162,11 @@ class DigestMemory:
     def num_staged(self) -> int:
         return self._area.num_lent
 
-    @property
-    def copied(self) -> None:
-        return None  # nobody writes in here
+    def maps(self, region: Region) -> bool:
+        return False
 
-    def mapped(self, region: Region) -> AbstractContextManager[None]:
-        return nullcontext()
+    def read_mapped(self, region: Region, layers: range, source: Sequence[int], blocks: Sequence[int]) -> None:
+        raise TransferError("a device without memory of its own maps none")
 
     def check_integrity(self) -> None:
         self._area.check_integrity()
@@ -217,9 +216,6 @@ class StagedDigests:
 
     def spans(self, first: int, count: int) -> list[Span]:
         return [(self.start + first * self.block_bytes, count * self.block_bytes)]
-
-    def pieces(self, first: int, remote: Sequence[int], remote_num_blocks: int) -> list[Piece]:
-        raise TransferError("a decode instance without weights reads what it is offered; nobody writes to it")
 
 
 @dataclass(slots=True)

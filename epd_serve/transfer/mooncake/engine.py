@@ -161,16 +161,11 @@ class Engine:
         self._engine.unregister_memory(address)
         self._num_regions -= 1
 
-    def write(self, peer: str, sources: Sequence[int], targets: Sequence[int], sizes: Sequence[int]) -> bool:
-        """Copy registered memory to ``peer``'s; return whether it was copied.
+    def read(self, peer: str, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> bool:
+        """Copy ``peer``'s registered memory here; return whether it was copied.
 
         Waits by polling, on a core of its own.
         """
-        result: int = self._open().batch_transfer_sync_write(peer, sources, targets, sizes)
-        return result == _OK
-
-    def read(self, peer: str, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> bool:
-        """Copy ``peer``'s registered memory here; return whether it was copied."""
         result: int = self._open().batch_transfer_sync_read(peer, targets, sources, sizes)
         return result == _OK
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -22,7 +22,6 @@ from epd_serve.transfer.transport import (
     Slab,
     StillCopying,
     TransferError,
-    WriteGate,
     check_bounds,
 )
 
@@ -32,8 +31,6 @@ _IDENTITY_BYTES = 64
 _MAX_PIECES = 512
 _MAX_BYTES = 64 * 1024**2
 _MAX_STAGED_BYTES = 8 * 1024**2
-
-_Transfer = Callable[[str, Sequence[int], Sequence[int], Sequence[int]], bool]
 
 
 class MooncakeSlab:
@@ -123,10 +120,7 @@ class MooncakeTransport:
         self._slabs: list[MooncakeSlab | MooncakeDeviceSlab] = []
         self._staging = StagingPool(options.staging_bytes, max(options.alignment_bytes, 64))
         self.engine.register(self._staging.address, self._staging.nbytes)
-        self.gate = WriteGate()
-        self._server = TcpServer(
-            options.host, self._find, self.gate, options.timeout_s, advertise=options.host, key=key
-        )
+        self._server = TcpServer(options.host, self._find, options.timeout_s, advertise=options.host, key=key)
         self._acquainted = TcpPeers(options.timeout_s, key)
         self._known: Tombstones[bool] = Tombstones()
         self._closed = False
@@ -152,15 +146,8 @@ class MooncakeTransport:
         for own in released:
             own.close()
 
-    def write(self, region: Region, pieces: Sequence[Piece], transfer_ids: Sequence[str] = ()) -> None:
-        self._copy(region, pieces, self.engine.write)
-
     def read(self, region: Region, pieces: Sequence[Piece]) -> None:
-        self._copy(region, pieces, self.engine.read)
-
-    def _copy(self, region: Region, pieces: Sequence[Piece], transfer: _Transfer) -> None:
-        is_read = transfer == self.engine.read
-        with self._batch(transfer, self._peer(region, pieces)) as batch:
+        with self._batch(self._peer(region, pieces)) as batch:
             for offset, data in pieces:
                 there = region.address + offset
                 if (here := self._registered_at(data)) is not None:
@@ -170,10 +157,7 @@ class MooncakeTransport:
                 assert isinstance(data, memoryview), "a device's memory that is not registered"
                 for start in range(0, data.nbytes, self._staged_part):
                     part = data[start : start + self._staged_part]
-                    if is_read:
-                        batch.stage(there + start, part.nbytes, fills=part)
-                    else:
-                        batch.stage(there + start, part.nbytes)[:] = part
+                    batch.stage(there + start, part)
             batch.run()
 
     def close(self) -> None:
@@ -245,41 +229,31 @@ class MooncakeTransport:
         self._meet(region)
         peer = f"{region.host}:{region.engine_port}"
         there = bytearray(_IDENTITY_BYTES)
-        with self._batch(self.engine.read, peer) as check:
-            check.stage(region.identity_address, _IDENTITY_BYTES, fills=memoryview(there))
+        with self._batch(peer) as check:
+            check.stage(region.identity_address, memoryview(there))
             check.run()
         if there != _identity(region):
             raise TransferError(f"region {region.name} is gone: {peer} is another process now")
         return peer
 
     @contextmanager
-    def _batch(self, transfer: _Transfer, peer: str) -> Iterator[_Batch]:
-        """Copies with a peer; what is not run by the end of the context is dropped."""
+    def _batch(self, peer: str) -> Iterator[_Batch]:
+        """Reads from a peer; what is not run by the end of the context is dropped."""
         with ExitStack() as held:
-            yield _Batch(transfer, peer, self.engine.call_limit_s, self._staging, self._options.timeout_s, held)
+            yield _Batch(self.engine, peer, self._staging, self._options.timeout_s, held)
 
 
 class _Batch:
-    """Copies for calls of the engine, and the staged memory that they need. A full one runs by itself.
+    """Reads for calls of the engine, and the staged memory that they need. A full one runs by itself.
 
     Args:
-        limit_s: seconds that the engine waits for one call.
         patience_s: seconds to wait for room in the pool.
         held: what is taken of it.
     """
 
-    def __init__(
-        self,
-        transfer: _Transfer,
-        peer: str,
-        limit_s: float,
-        pool: StagingPool,
-        patience_s: float,
-        held: ExitStack,
-    ) -> None:
-        self._transfer = transfer
+    def __init__(self, engine: Engine, peer: str, pool: StagingPool, patience_s: float, held: ExitStack) -> None:
+        self._engine = engine
         self._peer = peer
-        self._limit_s = limit_s
         self._pool = pool
         self._patience_s = patience_s
         self._copies: list[_Copy] = []
@@ -289,21 +263,19 @@ class _Batch:
         self._has_staged = False
 
     def add(self, here: int, there: int, nbytes: int) -> None:
-        """Copy registered memory from or to ``here``."""
+        """Read to registered memory."""
         self._run_if_full(nbytes)
         self._copies.append(_Copy(here, there, nbytes))
         self._nbytes += nbytes
 
-    def stage(self, there: int, nbytes: int, *, fills: memoryview | None = None) -> memoryview:
-        """Copy a part of the pool, which is returned; what it gets goes on to ``fills`` when the batch has run."""
-        self._run_if_full(nbytes)
-        staged = self._take(nbytes)
+    def stage(self, there: int, fills: memoryview) -> None:
+        """Read to a part of the pool, and from there to ``fills`` when the batch has run."""
+        self._run_if_full(fills.nbytes)
+        staged = self._take(fills.nbytes)
         self._has_staged = True
-        if fills is not None:
-            self._fills.append((fills, staged.memory))
-        self._copies.append(_Copy(staged.address, there, nbytes))
-        self._nbytes += nbytes
-        return staged.memory
+        self._fills.append((fills, staged.memory))
+        self._copies.append(_Copy(staged.address, there, fills.nbytes))
+        self._nbytes += fills.nbytes
 
     def run(self) -> None:
         """Copy all, and give back what was staged. Raises TransferError."""
@@ -314,12 +286,13 @@ class _Batch:
             if not copies:
                 return
             started = time.monotonic()
-            done = self._transfer(
+            done = self._engine.read(
                 self._peer, [c.here for c in copies], [c.there for c in copies], [c.nbytes for c in copies]
             )
             if not done:
-                if time.monotonic() - started >= self._limit_s:  # the engine gave up waiting, not copying
-                    raise StillCopying(f"transfer with {self._peer} did not finish in {self._limit_s:g} s")
+                limit_s = self._engine.call_limit_s
+                if time.monotonic() - started >= limit_s:  # the engine gave up waiting, not copying
+                    raise StillCopying(f"transfer with {self._peer} did not finish in {limit_s:g} s")
                 raise TransferError(f"transfer with {self._peer} failed: it is gone or refuses")
             for data, memory in fills:
                 data[:] = memory

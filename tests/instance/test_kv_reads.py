@@ -17,12 +17,12 @@ from epd_serve.cache.block_pool import BlockPool, RequestBlocks
 from epd_serve.errors import DECODE_DRAINING, PEER_UNREACHABLE, InstanceFailed, ServeError, Unavailable
 from epd_serve.instance.calls import left
 from epd_serve.instance.decode import DecodeService
-from epd_serve.instance.kv_delivery import PullDelivery
+from epd_serve.instance.kv_delivery import KVDelivery
 from epd_serve.protocol import wire
 from epd_serve.sched.sequence import Sequence as Prompt
 from epd_serve.telemetry.span import Timeline
-from epd_serve.transfer.kv_sender import OutgoingTransfer, Part
-from epd_serve.transfer.transport import PeerGone, Piece, StillCopying, TransferError, WriteGate
+from epd_serve.transfer.kv_sender import DecodePeer, OutgoingTransfer
+from epd_serve.transfer.transport import PeerGone, Piece, StillCopying, TransferError
 from epd_serve.types import SamplingParams
 
 LAYOUT = wire.KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=4, dtype="float32", model="m")
@@ -53,12 +53,13 @@ def reserve(name: str = "t") -> wire.ReserveRequest:
         block_hashes=[b"0", b"1"],
         layout=LAYOUT,
         lease_s=LEASE_S,
+        region=REGION,
     )
 
 
-def offer(blocks: list[int], name: str = "t") -> wire.KVOffer:
+def announcement(blocks: list[int], name: str = "t") -> wire.KVAnnouncement:
     spans = [(50 + block, 1) for block in blocks]
-    return wire.KVOffer(REGION, 0, 1, [wire.OfferedKV(name, blocks, spans)])
+    return wire.KVAnnouncement(REGION, 0, 1, [wire.SentKV(name, blocks, spans)])
 
 
 class Engine:
@@ -103,6 +104,7 @@ class Landing:
 
 
 class Memory:
+    layout = LAYOUT
     region = REGION
     num_blocks = 11
     staged_cells = None
@@ -136,8 +138,6 @@ class Vocabulary:
 
 class Transport:
     """Reads when it is let to."""
-
-    gate = WriteGate()
 
     def __init__(self) -> None:
         self.begun = threading.Event()
@@ -196,7 +196,7 @@ class Bench:
     async def begin(self) -> asyncio.Task[wire.KVTaken]:
         """D is in the middle of reading the blocks that it lacks."""
         reply = await self.decode.reserve(reserve())
-        task = asyncio.create_task(self.decode.take_offered(offer(reply.block_ids[reply.num_cached_blocks :])))
+        task = asyncio.create_task(self.decode.read_kv(announcement(reply.block_ids[reply.num_cached_blocks :])))
         assert await asyncio.to_thread(self.transport.begun.wait, 300)
         return task
 
@@ -227,15 +227,16 @@ async def test_what_was_read_is_decoded(bench: Bench) -> None:
     assert bench.memory.landed == blocks.root[1:3], "block 0 was cached here"
     assert bench.transport.read_from == [50 + block for block in blocks.root[1:3]]
     assert bench.decode.num_reservations == 0
-    assert not (await bench.decode.take_offered(offer(blocks.root[1:3]))).transfer_ids, "too late"
+    assert not (await bench.decode.read_kv(announcement(blocks.root[1:3]))).transfer_ids, "too late"
 
 
-async def test_all_of_an_offer_is_one_read(bench: Bench) -> None:
+async def test_all_of_an_announcement_is_one_read(bench: Bench) -> None:
     bench.transport.go_on.set()
     replies = [await bench.decode.reserve(reserve(name)) for name in ("t", "u")]
-    (one,), (two,) = (offer(reply.block_ids, name).parts for reply, name in zip(replies, ("t", "u"), strict=True))
-    given_up = offer([9], "v").parts
-    taken = await bench.decode.take_offered(wire.KVOffer(REGION, 0, 1, [one, *given_up, two]))
+    (one,) = announcement(replies[0].block_ids, "t").parts
+    (two,) = announcement(replies[1].block_ids, "u").parts
+    given_up = announcement([9], "v").parts
+    taken = await bench.decode.read_kv(wire.KVAnnouncement(REGION, 0, 1, [one, *given_up, two]))
     assert taken.transfer_ids == ["t", "u"]
     assert bench.transport.num_reads == 1
     assert all(bench.memory.buffer[block] == 50 + block for block in (*one.block_ids, *two.block_ids))
@@ -244,8 +245,8 @@ async def test_all_of_an_offer_is_one_read(bench: Bench) -> None:
 async def test_nothing_is_read_into_blocks_of_others(bench: Bench) -> None:
     bench.transport.go_on.set()
     reply = await bench.decode.reserve(reserve())
-    assert not (await bench.decode.take_offered(offer([*reply.block_ids, 9]))).transfer_ids
-    assert not (await bench.decode.take_offered(offer(reply.block_ids, "another"))).transfer_ids
+    assert not (await bench.decode.read_kv(announcement([*reply.block_ids, 9]))).transfer_ids
+    assert not (await bench.decode.read_kv(announcement(reply.block_ids, "another"))).transfer_ids
     assert not bench.memory.landed
 
 
@@ -269,21 +270,24 @@ async def test_blocks_are_kept_while_they_are_read_into(bench: Bench, end: str) 
     assert not bench.engine.resumed
 
 
-async def test_a_read_that_failed_may_still_arrive_until_the_lease_ends(bench: Bench) -> None:
+async def test_blocks_of_a_read_that_failed_go_back_when_p_gives_up(bench: Bench) -> None:
     task = await bench.begin()
     bench.transport.error = TransferError("timed out")
     bench.transport.go_on.set()
     with pytest.raises(InstanceFailed, match="timed out"):
         await task
-    assert not bench.memory.landed
-    bench.decode.cancel(wire.TransferRef("t", "r", may_arrive=True))
-    bench.decode.expire()
-    assert bench.num_free == 7
-    bench.decode._reservations.expire(time.monotonic() + LEASE_S)
+    assert not bench.memory.landed and bench.num_free == 7
+    bench.decode.cancel(wire.TransferRef("t", "r"))
     assert bench.num_free == 10
 
 
-async def test_a_read_that_was_given_up_may_still_arrive_whatever_p_says(bench: Bench) -> None:
+async def test_a_first_contact_reads_nothing(bench: Bench) -> None:
+    bench.transport.go_on.set()
+    taken = await bench.decode.read_kv(wire.KVAnnouncement(REGION, 0, 0, []))
+    assert not taken.transfer_ids and bench.transport.num_reads == 1 and not bench.memory.landed
+
+
+async def test_bytes_of_a_read_that_was_given_up_may_still_arrive(bench: Bench) -> None:
     """It is this side's own: the engine copies on."""
     task = await bench.begin()
     bench.transport.error = StillCopying("not done in time")
@@ -301,19 +305,15 @@ async def test_a_read_that_was_given_up_may_still_arrive_whatever_p_says(bench: 
 
 
 class Sender:
-    """Moves what it is given at once."""
+    """Has nothing under way."""
 
-    def __init__(self) -> None:
-        self.pushed: list[Part] = []
-
-    def push(self, layers: range, parts: list[Part]) -> None:
-        self.pushed += parts
+    def connect(self, name: str, peer: DecodePeer) -> None: ...
 
     def fence(self, transfer: OutgoingTransfer, passed: Callable[[], None]) -> None:
         passed()
 
 
-def delivery(peers: Any, sender: Any) -> PullDelivery:
+def delivery(peers: Any) -> KVDelivery:
     sequence = Prompt(
         request_id="r",
         prompt_ids=[1] * 9,
@@ -322,20 +322,22 @@ def delivery(peers: Any, sender: Any) -> PullDelivery:
         positions=None,
         blocks=[5, 6, 7],
     )
-    return PullDelivery(
+    sender: Any = Sender()
+    memory: Any = Memory()
+    return KVDelivery(
         sequence,
         0,
         "http://d",
         sender,
         peers,
-        LAYOUT,
+        memory,
         lease_s=LEASE_S,
         abort=lambda name: None,
         spawn=lambda task: None,
     )
 
 
-async def handed_over(working: PullDelivery) -> None:
+async def handed_over(working: KVDelivery) -> None:
     try:
         await working.open(lambda event: None)
         await working.hand_over(handoff())
@@ -344,51 +346,37 @@ async def handed_over(working: PullDelivery) -> None:
 
 
 async def granted() -> bytes:
-    return wire.encode(wire.ReserveReply(block_ids=[1, 2, 3], num_cached_blocks=1, region=REGION, num_blocks=9))
-
-
-async def test_blocks_are_taken_there_when_the_prompt_is_computed_and_offered_not_written() -> None:
-    peers, sender = Peers(), Sender()
-    peers.answers["/kv/reserve"] = granted
-    working = delivery(peers, sender)
-    await working.open(lambda event: None)
-    assert not peers.calls and working.transfer.target is None
-    await working.hand_over(handoff())
-    assert peers.calls == ["/kv/reserve", "/kv/complete"]
-    ((local, remote),) = [(part.local, part.remote) for part in sender.pushed]
-    assert (local, remote) == ([6, 7], [2, 3]), "block 1 was cached there"
-    assert working.transfer.offer is not None
+    return wire.encode(wire.ReserveReply(block_ids=[1, 2, 3], num_cached_blocks=1, name="d0"))
 
 
 async def test_what_was_given_up_before_it_was_read_is_not_handed_over() -> None:
     peers = Peers()
     peers.answers["/kv/reserve"] = granted
-    working = delivery(peers, Sender())
+    working = delivery(peers)
     working.transfer.cancelled = True  # its blocks here may be another's
     with pytest.raises(InstanceFailed, match="gave up"):
         await handed_over(working)
     assert "/kv/complete" not in peers.calls
 
 
-async def test_an_offer_that_fails_says_whether_the_other_can_be_reached() -> None:
+async def test_an_announcement_that_fails_says_whether_the_other_can_be_reached() -> None:
     peers = Peers()
     peers.answers["/kv/reserve"] = granted
-    working = delivery(peers, Sender())
+    working = delivery(peers)
     await working.open(lambda event: None)
-    await working.hand_over(handoff())
-    assert working.transfer.offer is not None
     for code, kind in ((PEER_UNREACHABLE, PeerGone), (None, TransferError)):
-        peers.answers["/kv/offer"] = InstanceFailed("no", code=code)
+        peers.answers["/kv/announce"] = InstanceFailed("no", code=code)
         with pytest.raises(TransferError) as failed:
-            await asyncio.to_thread(working.transfer.offer, offer([2]))
+            await asyncio.to_thread(working.transfer.peer.announce, announcement([2]))
         assert type(failed.value) is kind
+    working.stop()
 
 
 async def test_a_reader_that_leaves_its_role_is_told_from_the_prefill_instance() -> None:
     peers = Peers()
     peers.answers["/kv/reserve"] = left("d0")
     with pytest.raises(InstanceFailed, match="d0 is leaving its role") as refused:
-        await handed_over(delivery(peers, Sender()))
+        await handed_over(delivery(peers))
     assert refused.value.code == DECODE_DRAINING
 
 
@@ -399,7 +387,7 @@ async def test_a_reader_that_waits_for_blocks_is_waited_for_and_one_that_is_gone
 
     peers = Peers()
     peers.answers |= {"/kv/reserve": for_ever, "/kv/renew": Unavailable("nothing to renew, but it answers")}
-    working = asyncio.create_task(handed_over(delivery(peers, Sender())))
+    working = asyncio.create_task(handed_over(delivery(peers)))
     await asyncio.sleep(3 * LEASE_S)
     assert not working.done()
     peers.answers["/kv/renew"] = InstanceFailed("no answer")

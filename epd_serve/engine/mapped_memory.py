@@ -1,0 +1,83 @@
+"""Device memory of other processes of this host, mapped to be read: KV and features."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from torch import Tensor
+
+from device.base import Device
+from epd_serve.protocol.wire import Region
+from epd_serve.transfer.shared_memory import UNMAP_S, host_id, is_there, mapping_lock
+from epd_serve.transfer.transport import NotMapped, PeerGone
+
+logger = logging.getLogger(__name__)
+
+
+class MappedMemory:
+    """Memory of one device's kind, each mapped at its first use, and until its owner has given it up.
+
+    The owner sees by a lock that its memory is mapped (:func:`~epd_serve.transfer.shared_memory.release_mapped`).
+    Safe from any thread.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._lock = threading.Lock()  # also of the copies: none may be under way where a mapping ends
+        self._mapped: dict[str, tuple[Region, Tensor, ExitStack]] = {}
+        self._closing = threading.Event()
+        self._watch: threading.Thread | None = None
+
+    @contextmanager
+    def reading(self, region: Region) -> Iterator[Tensor]:
+        """A context in which the memory, [nbytes] uint8, can be read.
+
+        Raises NotMapped where it is not reached from here, and PeerGone at the end where the owner has given it up
+        meanwhile: then what was read may be anything.
+        """
+        with self._lock:
+            yield self._memory(region)
+        if not is_there(region):
+            raise PeerGone(f"the owner of region {region.name} is gone")
+
+    def close(self) -> None:
+        self._closing.set()
+        if self._watch is not None:
+            self._watch.join()
+        with self._lock:
+            self._unmap(list(self._mapped))
+
+    def _memory(self, region: Region) -> Tensor:
+        if (known := self._mapped.get(region.name)) is not None:
+            return known[1]
+        if not region.handle or (region.device, region.host_id) != (self._device.type, host_id()):
+            raise NotMapped(f"region {region.name} is not on a device of this host")
+        with ExitStack() as mapping:
+            mapping.enter_context(mapping_lock(region))
+            try:
+                memory = mapping.enter_context(self._device.map_memory(region.handle))
+            except ValueError as error:
+                raise NotMapped(f"region {region.name} cannot be mapped: {error}") from error
+            self._mapped[region.name] = region, memory, mapping.pop_all()
+        if self._watch is None:
+            self._watch = threading.Thread(target=self._run, name="mapped-memory", daemon=True)
+            self._watch.start()
+        return memory
+
+    def _run(self) -> None:
+        self._device.activate()
+        while not self._closing.wait(UNMAP_S / 2):
+            with self._lock:
+                self._unmap([name for name, (region, _, _) in self._mapped.items() if not is_there(region)])
+
+    def _unmap(self, names: list[str]) -> None:
+        for name in names:
+            _, memory, mapping = self._mapped.pop(name)
+            del memory
+            try:
+                mapping.close()
+            except Exception:  # its process is gone, and the device may have failed
+                logger.exception("memory of %s could not be unmapped", name)
