@@ -76,12 +76,11 @@ async def each_choice_goes_on(instances: Instances) -> None:
             assert [token for _, tokens, _ in rest for token in tokens] == ids[count:], (choice, count, apart)
 
 
-@pytest.mark.parametrize("kv_mode", ["grouped", pytest.param("pull", marks=pytest.mark.slow)])
-async def test_an_answer_goes_on_from_any_token(tmp_path: Path, kv_mode: str) -> None:
+async def test_an_answer_goes_on_from_any_token(tmp_path: Path) -> None:
     path = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
     async with (
         serving(path, "EPD") as fused,
-        serving(path, "EP", kv_transfer={"mode": kv_mode}) as prefill,
+        serving(path, "EP") as prefill,
         serving(path, "D") as decode,
     ):
         instances = Instances(fused, prefill, decode)
