@@ -43,9 +43,9 @@ async def deployment() -> AsyncIterator[LocalDeployment]:
 
 
 def endless(num_scans: int) -> bytes:
-    """A progressive JPEG of 32 megapixels in a few hundred kilobytes, whose last scan is repeated."""
+    """A small progressive JPEG of 12 megapixels, whose last scan is repeated."""
     file = io.BytesIO()
-    Image.new("RGB", (8000, 4000), "teal").save(file, "JPEG", progressive=True)
+    Image.new("RGB", (4000, 3000), "teal").save(file, "JPEG", progressive=True)
     data = file.getvalue()
     last, end = data.rindex(b"\xff\xda"), data.rindex(b"\xff\xd9")
     return data[:end] + data[last:end] * (num_scans - data.count(b"\xff\xda")) + data[end:]
