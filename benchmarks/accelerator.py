@@ -73,15 +73,7 @@ _LAUNCHES = ("LaunchKernel", "GraphLaunch", "MemcpyAsync", "MemsetAsync")
 
 
 def num_launches(device: Device, call: Callable[[], object]) -> int | None:
-    """Operators, copies and graphs that a call gives to a GPU or an emulated device; None on others."""
-    if device.type == "emulated":
-        from device.emulated.accelerator import EmulatedDevice
-
-        assert isinstance(device, EmulatedDevice)
-        before = device.num_launches
-        call()
-        device.synchronize()
-        return device.num_launches - before
+    """Operators, copies and graphs that a call gives to a GPU; None on others."""
     if device.type != "cuda":
         return None
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]

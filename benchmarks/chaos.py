@@ -47,8 +47,6 @@ from epd_serve.verify.traffic import BAD, Outcome, Request, Traffic
 LEASE_S = 3.0
 DEADLINE_S = 60.0
 HANG_TIMEOUT_S = 9.0
-#: With --streams: an instance of the built-in model is there again after a few seconds, however busy the machine.
-WAIT_S = 30.0
 #: However slow the machine, a stream is not to be hit again and again.
 ANSWERS_BETWEEN = 4
 #: With --stop: longer than a replacement takes.
@@ -244,8 +242,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     streams = arguments.streams
     requests = mixed_requests(arguments.requests, arguments.seed, patient=streams)
     log_dir = Path(tempfile.mkdtemp(prefix="epd-serve-chaos-"))
-    failover = {"failover": {"wait_s": WAIT_S}} if streams else {}
-    async with started(arguments, deployment_config(arguments, **failover), log_dir) as chaos:
+    async with started(arguments, deployment_config(arguments), log_dir) as chaos:
         if streams:
             chaos.num_spared, chaos.answers_between = 1, ANSWERS_BETWEEN
         await chaos.learn(requests, arguments.concurrency)

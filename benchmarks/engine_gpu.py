@@ -9,8 +9,7 @@ The part ``engine`` of ``python -m benchmarks.gpu``.
 * ``mixed``: 64 decodes and a chunk of a prompt in one step, with and without graphs;
 * ``dual_stream``: encoding and decoding at once on two streams against one after the other (TriInfer, Figure 12).
 
-``launches`` counts operators, copies and graphs that the host gives to the device; an emulated device is asked for
-these alone, with narrow layers as many as Qwen2.5-VL-7B has.
+``launches`` counts operators, copies and graphs that the host gives to the device.
 
 ``mfu`` is (2 x parameters of the layers x tokens) a second over the rate of a large bf16 product on this GPU, and
 ``bandwidth`` is (weights and KV read) a second over the rate of a large copy; both are measured in the same run.
@@ -41,11 +40,6 @@ from epd_serve.models.tower import Tower
 from epd_serve.models.tower_graphs import GRAPH_SIZES
 
 ENGINE_SHAPES = ("Qwen2.5-VL-7B", "Qwen3-VL-8B")
-
-
-def small_shape(device: Device) -> str:
-    """The shape that checks that this runs; on an emulated device with as many layers as Qwen2.5-VL-7B has."""
-    return "narrow" if device.type == "emulated" else "tiny"
 
 
 def measure_shape(
@@ -108,21 +102,19 @@ class _Model:
         )
 
     def measure(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        if self._device.type != "emulated":
-            yield "parameters", {"tower": self._tower.num_parameters, "language": self._model.num_parameters}
-            for batch in self.batches:
-                yield f"decode, batch {batch}", self._decode(batch)
-            for length in self.prompts:
-                yield f"prefill, {length} tokens", self._prefill(length)
-            for batch in (1, 4):
-                yield f"encode, {batch} x {self.side**2} patches", self._encode(batch)
+        yield "parameters", {"tower": self._tower.num_parameters, "language": self._model.num_parameters}
+        for batch in self.batches:
+            yield f"decode, batch {batch}", self._decode(batch)
+        for length in self.prompts:
+            yield f"prefill, {length} tokens", self._prefill(length)
+        for batch in (1, 4):
+            yield f"encode, {batch} x {self.side**2} patches", self._encode(batch)
         for count in self.chunks:
             yield f"mixed, {self.batches[-1]} + {count} tokens", self._mixed(count)
         for side in self.sides:
             yield f"tower, 4 x {side**2} patches", self._pictures(side)
-        if self._device.type != "emulated":
-            for batch in self.batches:
-                yield f"dual stream, batch {batch}", self._dual_stream(batch)
+        for batch in self.batches:
+            yield f"dual stream, batch {batch}", self._dual_stream(batch)
 
     def _seconds(self, call: Callable[[], object], repeats: int) -> float:
         """The median of some calls, each until the device is done."""
@@ -152,8 +144,6 @@ class _Model:
         for name, call in (("eager", eager), ("graph", graph)):
             seconds = self._seconds(call, self._repeats)
             result[name] = {"ms": seconds * 1e3, "launches": num_launches(self._device, call)}
-        if self._device.type == "emulated":
-            return {name: one["launches"] for name, one in result.items()}
         return result | {"graph_gain": result["eager"]["ms"] / result["graph"]["ms"]}
 
     def _encode_call(self, batch: int) -> Callable[[], object]:

@@ -77,8 +77,7 @@ class Run:
         """The directory of a shape's random weights, made once for all parts."""
         from benchmarks.models import make_shape
 
-        where = "cpu" if self.device.startswith("emulated") else self.device
-        return make_shape(shape, self.weights / shape, where)
+        return make_shape(shape, self.weights / shape, self.device)
 
     def open(self) -> Any:
         from device.registry import get_device
@@ -193,13 +192,13 @@ def _bench(url: str, load: Load, folder: Path) -> dict[str, Any]:
 
 
 def engine(run: Run) -> None:
-    from benchmarks.engine_gpu import ENGINE_SHAPES, measure_shape, small_shape
+    from benchmarks.engine_gpu import ENGINE_SHAPES, measure_shape
     from benchmarks.gpu_timing import ceilings
 
     device = run.open()
     limits = ceilings(device, tiny=run.tiny)
     run.keep("ceilings", limits)
-    for shape in (small_shape(device),) if run.tiny else ENGINE_SHAPES:
+    for shape in ("tiny",) if run.tiny else ENGINE_SHAPES:
         for name, row in measure_shape(run.model(shape), device, limits, tiny=run.tiny):
             run.keep(f"{shape}: {name}", row)
 
@@ -219,12 +218,11 @@ def handoff(run: Run) -> None:
 
 def colocation(run: Run) -> None:
     from benchmarks import colocation as measured
-    from benchmarks.engine_gpu import small_shape
     from benchmarks.gpu_timing import ceilings
 
     device = run.open()
     limits = ceilings(device, tiny=run.tiny)
-    path = run.model(small_shape(device) if run.tiny else "Qwen2.5-VL-7B")
+    path = run.model("tiny" if run.tiny else "Qwen2.5-VL-7B")
     for name, row in measured.measure(device, path, limits, tiny=run.tiny):
         run.keep(name, row)
 
@@ -332,7 +330,7 @@ PARTS = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="the JSON file, written after each part")
-    parser.add_argument("--device", default="cuda:0", help="the device; cpu and emulated ones check that it runs")
+    parser.add_argument("--device", default="cuda:0", help="the device; cpu checks that it runs")
     parser.add_argument("--tiny", action="store_true", help="small sizes")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to run; all by default")
     parser.add_argument("--limit", type=float, default=1.0, help="time limits are multiplied by this")

@@ -1,6 +1,6 @@
 """The hand-over of a prompt's KV, and of a picture's feature, from a process to another on one device.
 
-Its time, and what the host copies. All is computed when it begins, so that nothing is hidden; blocks are in no
+All is computed when it begins, so that nothing is hidden; blocks are in no
 order on either side. The ways are those of ``kv_transfer.transport``: from device to device on one host
 (``auto``), through the host's memory, shared (``shm``) or over TCP as between hosts (``tcp``), and from device to
 device over ``mooncake``, where it reaches the device's memory.
@@ -34,7 +34,6 @@ from epd_serve.transfer.grouping import GroupSizer
 from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer, Part
 from epd_serve.transfer.mooncake.engine import MooncakeOptions
 from epd_serve.transfer.mooncake.transport import MooncakeTransport
-from epd_serve.transfer.transport import DeviceBytes, Piece
 
 WAYS = ("auto", "shm", "tcp", "mooncake")
 #: Of Qwen3-VL-8B.
@@ -47,52 +46,11 @@ FEATURE = (1024, 4 * 4096)
 _STAGING_BYTES = 256 << 20
 
 
-class Counted:
-    """The bytes that the host copies: to and from an emulated device, and between processes."""
-
-    num_bytes = 0
-
-    def count(self, device_name: str) -> None:
-        """Begin."""
-        if device_name.startswith("emulated"):
-            from device.emulated.chip import Chip
-
-            copy = Chip.copy
-
-            def count(chip: Chip, work: Any, held: object, num_bytes: int) -> None:
-                self.num_bytes += num_bytes
-                copy(chip, work, held, num_bytes)
-
-            Chip.copy = count  # type: ignore[method-assign]
-
-    def moved(self, pieces: Sequence[Piece]) -> None:
-        self.num_bytes += sum(data.nbytes for _, data in pieces if not isinstance(data, DeviceBytes))
-
-    def stored(self, store: str, operation: str, nbytes: int = 0, seconds: float = 0.0) -> None:
-        """The observer of a store on the host, whose features are copied to its slab."""
-        self.num_bytes += nbytes if operation == "put" else 0
-
-
-class CountingEmbedded(Counted, EmbeddedTransport):
-    def read(self, region: wire.Region, pieces: Sequence[Piece]) -> None:
-        self.moved(pieces)
-        super().read(region, pieces)
-
-
-class CountingMooncake(Counted, MooncakeTransport):
-    """Bytes that Mooncake itself copies are not counted."""
-
-    def read(self, region: wire.Region, pieces: Sequence[Piece]) -> None:
-        self.moved(pieces)
-        super().read(region, pieces)
-
-
-def _transport(device_name: str, way: str) -> CountingEmbedded | CountingMooncake:
-    transport: CountingEmbedded | CountingMooncake
+def _transport(device_name: str, way: str) -> EmbeddedTransport | MooncakeTransport:
     if way == "mooncake":
         device = get_device(device_name)
         capability = device.transport
-        transport = CountingMooncake(
+        return MooncakeTransport(
             MooncakeOptions(
                 host="127.0.0.1",
                 protocol=(capability.device_protocols or ("tcp",))[0],
@@ -102,10 +60,7 @@ def _transport(device_name: str, way: str) -> CountingEmbedded | CountingMooncak
                 activate=device.activate,
             )
         )
-    else:
-        transport = CountingEmbedded(path="tcp" if way == "tcp" else "shm")
-    transport.count(device_name)
-    return transport
+    return EmbeddedTransport(path="tcp" if way == "tcp" else "shm")
 
 
 def _lacks(device_name: str, way: str) -> str:
@@ -145,24 +100,6 @@ def measure_feature(
     return _each_way(device_name, partial(_measure_feature, device_name, shape, repeats))
 
 
-async def counted(repeats: int) -> dict[str, Any]:
-    """Count what the host copies on an emulated H200; its times say nothing, as CPU cores do the copies."""
-    rows = dict(measure_kv("emulated:h200", repeats=repeats))
-    features = dict(measure_feature("emulated:h200", repeats=repeats))
-    names = ("nbytes", "host_bytes")
-    return {
-        "num_tokens": NUM_TOKENS,
-        "shape": "qwen3-vl-8b",
-        "feature": list(FEATURE),
-        "rows": [
-            {"what": what, "transport": way} | {name: row[name] for name in names}
-            for what, ways in (("KV", rows), ("feature", features))
-            for way, row in ways.items()
-            if "lacks" not in row
-        ],
-    }
-
-
 def _measure(device_name: str, layout: wire.KVLayout, num_tokens: int, repeats: int, way: str) -> dict[str, Any]:
     num_blocks = -(-num_tokens // layout.block_size)
     context = multiprocessing.get_context("spawn")
@@ -181,7 +118,7 @@ def _measure(device_name: str, layout: wire.KVLayout, num_tokens: int, repeats: 
     peer = _Peer(ours)
     sender = KVSender(memory, GroupSizer(num_layers=layout.num_layers), time.monotonic)
     local = random.Random(1).sample(range(1, num_blocks + 1), num_blocks)
-    transport.num_bytes, times = 0, list[float]()
+    times = list[float]()
     for number in range(1 + repeats):
         transfer = OutgoingTransfer(f"t{number}", peer, target)
         passed, start = threading.Event(), time.perf_counter()
@@ -191,24 +128,15 @@ def _measure(device_name: str, layout: wire.KVLayout, num_tokens: int, repeats: 
         times.append(1e3 * (time.perf_counter() - start))
         if transfer.error is not None:
             raise transfer.error
-    num_bytes = transport.num_bytes
     sender.close()
     ours.send_bytes(b"")
-    num_bytes_there, there = ours.recv()
+    there = ours.recv()
     process.join()
     nbytes = memory.nbytes(layout.num_layers, num_blocks)
-    row = {
-        "nbytes": nbytes,
-        "first_ms": times[0],
-        "median_ms": statistics.median(times[1:]),
-        "gb_s": nbytes / statistics.median(times[1:]) / 1e6,
-        "is_right": there == _checksum(memory, local),
-    }
-    if device.type == "emulated":
-        row["host_bytes"] = (num_bytes + num_bytes_there) / (1 + repeats)
+    is_right = there == _checksum(memory, local)
     memory.release(transport)
     transport.close()
-    return row
+    return _row(nbytes, times, is_right=is_right)
 
 
 class _Peer:
@@ -224,7 +152,7 @@ class _Peer:
 
 def _memory(
     device_name: str, layout: wire.KVLayout, num_blocks: int, way: str
-) -> tuple[CountingEmbedded | CountingMooncake, KVMemory]:
+) -> tuple[EmbeddedTransport | MooncakeTransport, KVMemory]:
     transport = _transport(device_name, way)
     memory = KVMemory(
         layout,
@@ -252,13 +180,11 @@ def _decode(connection: Connection, device_name: str, layout: bytes, num_blocks:
     source = wire.decode(connection.recv_bytes(), wire.KVAnnouncement).region
     target = wire.ReserveReply(blocks, 0, memory.region.name, memory.staged_cells, memory.maps(source))
     connection.send_bytes(wire.encode(target))
-    transport.num_bytes = 0
     while message := connection.recv_bytes():
         announced = wire.decode(message, wire.KVAnnouncement)
         read_kv(announced, announced.parts, memory, transport)
         connection.send_bytes(wire.encode(wire.KVTaken([part.transfer_id for part in announced.parts])))
-    num_bytes = transport.num_bytes
-    connection.send((num_bytes, _checksum(memory, blocks)))
+    connection.send(_checksum(memory, blocks))
 
 
 def _measure_feature(device_name: str, shape: tuple[int, int], repeats: int, way: str) -> dict[str, Any]:
@@ -270,37 +196,36 @@ def _measure_feature(device_name: str, shape: tuple[int, int], repeats: int, way
     device.activate()
     transport, store = _feature_store(device_name, 0, way)
     assert ours.recv_bytes() == b"ready"
-    transport.num_bytes, times, found = 0, list[float](), set[int]()
+    times, found = list[float](), set[int]()
     for _ in range(1 + repeats):
         start = time.perf_counter()
         ours.send_bytes(b"next")
         feature = store.fetch(wire.decode(ours.recv_bytes(), wire.FeatureEvent))
         times.append(1e3 * (time.perf_counter() - start))
-        counted = transport.num_bytes
         found.add(zlib.crc32(feature.cpu().numpy()))
-        transport.num_bytes = counted  # without this look at it
-    num_bytes = transport.num_bytes
     ours.send_bytes(b"")
-    num_bytes_there, there = ours.recv()
+    there = ours.recv()
     process.join()
     store.close()
     transport.close()
     nbytes = 2 * shape[0] * shape[1]
-    row = {
+    return _row(nbytes, times, is_right=found == {there})
+
+
+def _row(nbytes: int, times: Sequence[float], *, is_right: bool) -> dict[str, Any]:
+    median_ms = statistics.median(times[1:])
+    return {
         "nbytes": nbytes,
         "first_ms": times[0],
-        "median_ms": statistics.median(times[1:]),
-        "gb_s": nbytes / statistics.median(times[1:]) / 1e6,
-        "is_right": found == {there},
+        "median_ms": median_ms,
+        "gb_s": nbytes / median_ms / 1e6,
+        "is_right": is_right,
     }
-    if device.type == "emulated":
-        row["host_bytes"] = (num_bytes + num_bytes_there) / (1 + repeats)
-    return row
 
 
 def _feature_store(
     device_name: str, capacity_bytes: int, way: str
-) -> tuple[CountingEmbedded | CountingMooncake, DeviceFeatureStore]:
+) -> tuple[EmbeddedTransport | MooncakeTransport, DeviceFeatureStore]:
     transport = _transport(device_name, way)
     host = EmbeddedFeatureStore(transport, _STAGING_BYTES, transport.stored)
     shares, registers = way == "auto", way == "mooncake"
@@ -315,10 +240,9 @@ def _encode(connection: Connection, device_name: str, shape: tuple[int, int], re
     """The other process: keeps a feature each time that it is asked, and says what it was in the end."""
     device = get_device(device_name)
     device.activate()
-    transport, store = _feature_store(device_name, _STAGING_BYTES, way)
+    _, store = _feature_store(device_name, _STAGING_BYTES, way)
     feature = torch.randint(0, 256, (2 * shape[0] * shape[1],), dtype=torch.uint8).to(device.torch_device)
     device.synchronize()
-    transport.num_bytes = 0
     connection.send_bytes(b"ready")
 
     async def serve() -> None:
@@ -331,6 +255,5 @@ def _encode(connection: Connection, device_name: str, shape: tuple[int, int], re
 
     asyncio.run(serve())
     connection.recv_bytes()
-    connection.send((transport.num_bytes, zlib.crc32(feature.cpu().numpy())))
-    transport.num_bytes = 0
+    connection.send(zlib.crc32(feature.cpu().numpy()))
     store.close()

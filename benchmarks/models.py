@@ -89,12 +89,6 @@ SHAPES = {
     ),
     "Llama-3-8B": Shape(family="llama", text=_sizes(4096, 32, 32, 8, 14_336, 128_256), vision=None),
     "tiny-llama": Shape(family="llama", text=_sizes(128, 2, 4, 2, 256, 1024), vision=None, tied=True),
-    "narrow": Shape(
-        family="qwen2_5_vl",
-        text=_sizes(128, 28, 4, 2, 256, 1024),
-        vision={"depth": 32, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, **_WINDOWED},
-        tied=True,
-    ),
     "tiny": Shape(
         family="qwen2_5_vl",
         text=_sizes(128, 3, 4, 2, 256, 1024),

@@ -84,11 +84,11 @@ def measure(device: Device, chosen: Sequence[str], *, tiny: bool) -> tuple[dict[
 
 def measure_engine(device: Device, limits: dict[str, float], *, tiny: bool) -> dict[str, Any]:
     """The figures of each shape; its weights are drawn on the device."""
-    from benchmarks.engine_gpu import ENGINE_SHAPES, measure_shape, small_shape
+    from benchmarks.engine_gpu import ENGINE_SHAPES, measure_shape
     from benchmarks.models import make_shape
 
     results: dict[str, Any] = {}
-    for name in (small_shape(device),) if tiny else ENGINE_SHAPES:
+    for name in ("tiny",) if tiny else ENGINE_SHAPES:
         with tempfile.TemporaryDirectory() as folder:
             path = make_shape(name, Path(folder, name), device.name)
             results[name] = dict(measure_shape(path, device, limits, tiny=tiny))

@@ -11,7 +11,7 @@ from typing import Any
 
 import transformers
 
-from benchmarks import handoff, transfer_features, transfer_kv, transfer_reports, transfer_ttft
+from benchmarks import transfer_features, transfer_kv, transfer_reports, transfer_ttft
 from benchmarks.common import RESULTS, argument_parser, machine, write
 
 EXPERIMENTS: dict[str, Callable[[Path, int], Awaitable[dict[str, Any]]]] = {
@@ -19,7 +19,6 @@ EXPERIMENTS: dict[str, Callable[[Path, int], Awaitable[dict[str, Any]]]] = {
     "table3": lambda directory, _: transfer_features.table3(transfer_features.model(directory)),
     "table4": lambda directory, repeats: transfer_kv.table4(transfer_kv.model(directory), repeats),
     "handshakes": lambda directory, _: transfer_kv.handshakes(transfer_kv.model(directory)),
-    "handoff": lambda _, repeats: handoff.counted(repeats),
     "reuse": lambda directory, _: transfer_ttft.reuse(transfer_ttft.model(directory)),
 }
 

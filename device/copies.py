@@ -11,32 +11,34 @@ from device import base
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A host tensor on the device, or one that is there already; itself on a CPU."""
+    """Return a host tensor on the device, or one that is there already; itself on a CPU."""
     if device.type == "cpu" or tensor.device == device:
         return tensor
-    if device.type == "emulated":
-        from device.emulated.tensors import pinned
+    return pin(tensor, device).to(device, non_blocking=True)
 
-        return pinned(tensor).to(device, non_blocking=True)
+
+def pin(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a copy of a host tensor that the device reads without the host."""
     # torch pins no view in which several numbers share an address, as those of expand().
-    return tensor.contiguous().pin_memory().to(device, non_blocking=True)
+    return tensor.contiguous().pin_memory()
+
+
+def start_readback(tensor: Tensor) -> tuple[Tensor, base.Event]:
+    """Return a host copy of a device's tensor, and the event after which it is complete."""
+    copy = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+    event = torch.Event(tensor.device)
+    event.record()
+    return copy, cast(base.Event, event)
 
 
 class Readback:
     """A copy of a tensor on its way to the host."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._event: base.Event | None = None
         self._copy = tensor
-        if tensor.device.type == "emulated":
-            from device.emulated.tensors import record_event
-
-            self._copy = tensor.to("cpu", non_blocking=True)
-            self._event = record_event(tensor.device)
-        elif tensor.device.type != "cpu":
-            self._copy = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
-            self._event = cast(base.Event, torch.Event(tensor.device))
-            self._event.record()
+        self._event: base.Event | None = None
+        if tensor.device.type != "cpu":
+            self._copy, self._event = start_readback(tensor)
 
     def wait(self) -> Tensor:
         if self._event is not None:

@@ -10,11 +10,12 @@ from typing import Protocol, cast
 
 from device.base import Device, DeviceReport, DeviceUnavailable
 
-_MODULES = {"cpu": "device.cpu", "cuda": "device.cuda", "npu": "device.ascend"}
-KINDS = tuple(_MODULES)
+#: The module of each kind of device.
+BACKENDS = {"cpu": "device.cpu", "cuda": "device.cuda", "npu": "device.ascend"}
+KINDS = tuple(BACKENDS)
 #: Network cards with RDMA, as the kernel lists them.
 _RDMA_DEVICES = Path("/sys/class/infiniband")
-_NAME = re.compile(r"(?P<kind>cpu|cuda|npu|emulated:([a-z0-9-]{1,40}|[^:]+\.json))(:(?P<index>[0-9]{1,4}))?")
+_NAME = re.compile(r"(?P<kind>[a-z]+)(:(?P<index>[0-9]{1,4}))?")
 
 
 class _Backend(Protocol):
@@ -28,24 +29,18 @@ class _Backend(Protocol):
 
 
 def get_device(name: str) -> Device:
-    """Open ``cpu``, ``cuda``, ``cuda:1``, ``npu:0``, ``emulated:h200:0``; without an index it is the first.
+    """Open ``cpu``, ``cuda``, ``cuda:1`` or ``npu:0``; without an index it is the first.
 
     Raises:
         DeviceUnavailable: there is no such device here; the message says what is missing.
         ValueError: the name is none of these.
     """
     match = _NAME.fullmatch(name)
-    if match is None:
-        raise ValueError(f"unknown device {name!r}: use cpu, cuda, cuda:N, npu, npu:N or emulated:h200:N")
+    if match is None or match["kind"] not in BACKENDS:
+        raise ValueError(f"unknown device {name!r}: use cpu, cuda, cuda:N, npu or npu:N")
     if (reason := _torch_missing()) is not None:
         raise DeviceUnavailable(f"{name}: {reason}")
-    kind, _, chip = match["kind"].partition(":")
-    index = int(match["index"] or 0)
-    if kind == "emulated":
-        from device.emulated import accelerator as emulated
-
-        return emulated.open_device(chip, index)
-    return _backend(kind).open_device(index)
+    return _backend(match["kind"]).open_device(int(match["index"] or 0))
 
 
 def list_devices() -> list[DeviceReport]:
@@ -71,7 +66,7 @@ def _torch_missing() -> str | None:
 
 def _backend(kind: str) -> _Backend:
     # Imported here because each one imports torch, which the base install leaves out.
-    return cast(_Backend, importlib.import_module(_MODULES[kind]))
+    return cast(_Backend, importlib.import_module(BACKENDS[kind]))
 
 
 def _report(backend: _Backend, kind: str, index: int) -> DeviceReport:

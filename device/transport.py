@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,20 +26,18 @@ class TransportCapability:
     """Regions that one engine can register; None where there is no fixed limit."""
 
 
-TRANSPORTS: Mapping[str, TransportCapability] = MappingProxyType(
-    {
-        "cpu": TransportCapability(mooncake_protocols=("tcp", "rdma"), device_protocols=()),
-        "cuda": TransportCapability(mooncake_protocols=("tcp", "rdma"), device_protocols=("rdma",)),
-        # Over HCCS, its default within a server, Mooncake registers device memory by pages of 2 MiB
-        # (ascend_direct_transport.md); the driver takes 256 regions of a process.
-        "npu": TransportCapability(
-            mooncake_protocols=("ascend",),
-            device_protocols=("ascend",),
-            alignment_bytes=2 * 1024 * 1024,
-            max_regions=256,
-        ),
-        # Its memory is the host's.
-        "emulated": TransportCapability(mooncake_protocols=("tcp", "rdma"), device_protocols=("tcp", "rdma")),
-    }
-)
+TRANSPORTS: dict[str, TransportCapability] = {
+    "cpu": TransportCapability(mooncake_protocols=("tcp", "rdma"), device_protocols=()),
+    "cuda": TransportCapability(mooncake_protocols=("tcp", "rdma"), device_protocols=("rdma",)),
+    # Over HCCS, its default within a server, Mooncake registers device memory by pages of 2 MiB
+    # (ascend_direct_transport.md); the driver takes 256 regions of a process.
+    "npu": TransportCapability(
+        mooncake_protocols=("ascend",),
+        device_protocols=("ascend",),
+        alignment_bytes=2 * 1024 * 1024,
+        max_regions=256,
+    ),
+    # Its memory is the host's.
+    "emulated": TransportCapability(mooncake_protocols=("tcp", "rdma"), device_protocols=("tcp", "rdma")),
+}
 """By torch device type."""

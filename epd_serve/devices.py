@@ -16,9 +16,8 @@ if TYPE_CHECKING:
 
 _TRANSPORT_BYTES = 4 << 20
 _EMULATED = (
-    "no hardware: emulated:h200:0 is this machine's CPU with the memory, the asynchrony and, where the CPU is not "
-    f"slower, the times of a device by its data sheet\nkinds: {', '.join(DEVICE_SPECS)}, "
-    "or FILE.json that 'epd-serve profile' wrote"
+    "no hardware: emulated:h200:0 computes nothing and takes the times of a device by its data sheet, for a model "
+    f"{{shape_of: NAME}}\nkinds: {', '.join(DEVICE_SPECS)}, or FILE.json that 'epd-serve profile' wrote"
 )
 
 

@@ -41,10 +41,9 @@ from proxy.api.translations import ResponsesTranslation, TranscriptTranslation, 
 from proxy.api.views import health_router, home_router, models_router
 from proxy.dispatch.dispatcher import Dispatcher
 from proxy.dispatch.job import Instances
-from proxy.fleet.health import Health, Pairs
 from proxy.fleet.leases import Leases, leases_router
 from proxy.fleet.members import Members, connector, vllm_targets
-from proxy.fleet.poller import Poller
+from proxy.fleet.monitor import Monitor
 from proxy.http.asgi import install_cors, install_error_handlers
 from proxy.http.local_guard import LocalGuard
 from proxy.media.fetch import MediaFetcher
@@ -86,22 +85,18 @@ def create_app(
     served_requests = ServedRequests()
     if config.elastic.enabled:
         observer.subscribe(served_requests.put)
-    poller = Poller(table, calls, settings.poll_interval_s, settings.startup_wait_s)
-    health = Health(table, calls, current)
-    poller.on_process, poller.on_silent, poller.on_gone = health.met, health.probe_now, health.losses.report
+    monitor = Monitor(table, calls, current)
     dispatcher = Dispatcher(
         Instances(
             table=table,
             calls=calls,
             router=router or router_of(gateway.routing),
-            poller=poller,
+            monitor=monitor,
             metrics=metrics,
-            health=health,
-            pairs=Pairs(),
             settings=current,
         )
     )
-    switches, hold = Switches(table, calls, health), Hold()
+    switches, hold = Switches(table, calls), Hold()
     probe = MediaProbe(current)
     loader = MediaLoader(current, fetcher, probe)
 
@@ -111,7 +106,7 @@ def create_app(
             await stack.enter_async_context(connections)
             await stack.enter_async_context(fetcher)
             stack.callback(probe.close)
-            routers = [operations_router(table, health, switches), scaling_router(table, served_requests)]
+            routers = [operations_router(table, switches), scaling_router(table, served_requests)]
             orders = [switches_router(switches, hold), rollout_router(table, switches, hold)]
             joining = leases_router(leases, needs_tls=settings.tls is not None)
             if gateway.admin.port is not None:
@@ -132,7 +127,7 @@ def create_app(
                 admin = create_admin_app(table, admission, None, [*routers, *orders], engine=engine)
                 await stack.enter_async_context(running_on_path(admin, app.state.admin_path))
             reloading = [app.state.reloader.run()] if app.state.reloader is not None else []
-            loops = [poller.run(), health.run(), leases.run()]
+            loops = [monitor.run(), leases.run()]
             polling = asyncio.gather(*reloading, *loops)
             polling.add_done_callback(partial(_end_after, app))
             try:
@@ -145,12 +140,12 @@ def create_app(
 
     app = FastAPI(title="epd-serve gateway", lifespan=lifespan, openapi_url=None)
     app.state.table = table
-    app.state.health = health
+    app.state.monitor = monitor
     app.state.switches = switches
     app.state.admission = admission
     shared: dict[str, Any] = {
         "table": table,
-        "poller": poller,
+        "monitor": monitor,
         "loader": loader,
         "observer": observer,
         "episodes": Episodes(),
@@ -159,15 +154,15 @@ def create_app(
     }
     for path, endpoint in endpoints(dispatcher, calls, shared, for_vllm=engine == "vllm"):
         app.router.routes.append(Route(path, endpoint=endpoint, methods=["POST"]))
-    members = Members(table, calls, poller, health, connect)
+    members = Members(table, calls, monitor, connect)
     leases = Leases(members)
     app.state.control = ConfigReload(current, members, admission)
     app.state.reloader = None
     app.state.files = None
     app.state.admin_path = None
     app.state.give_up = lambda: None
-    app.include_router(models_router(table, poller, admission.authenticator))
-    app.include_router(health_router(table, metrics, health))
+    app.include_router(models_router(table, monitor, admission.authenticator))
+    app.include_router(health_router(table, metrics, monitor))
     app.include_router(openapi_router())
     app.include_router(home_router(table, admission.authenticator, dashboard=gateway.dashboard))
     if gateway.dashboard:

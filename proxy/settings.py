@@ -110,14 +110,14 @@ class GatewaySettings:
         return self.config.settings_for("P").feature_timeout_s / 2
 
     def replacement_wait_s(self, start_s: float) -> float:
-        """The time for which a request waits for an instance where none is left for a stage.
+        """Return the seconds for which a request waits for an instance where none is left for a stage.
 
-        ``start_s``: of an instance. It is as long as it takes to replace one that hangs: a supervisor notices that
-        within 4/3 of ``hang_timeout_s``, pauses for a second or more, and a start beside load takes longer than
-        the first one.
+        They are those that it takes to replace an instance that hangs: a supervisor notices that within 4/3 of
+        ``hang_timeout_s``, pauses for a second or more, and a start beside load takes longer than the first one,
+        which took ``start_s``. With ``restart: never`` none comes.
         """
-        if (chosen := self.gateway.failover.wait_s) is not None:
-            return chosen
+        if self.config.restart == "never":
+            return 0.0
         replaced_s = _START_MARGIN * ((self.config.hang_timeout_s or 0.0) + start_s) + _PAUSE_S
         return min(self.gateway.request_timeout_s, replaced_s)
 

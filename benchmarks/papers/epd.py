@@ -108,15 +108,15 @@ def _deployment(name: str, topology: str, profile: Profile, loads: Sequence[Load
     )
 
 
-def _load(name: str, media: str) -> Load:
+def _load(name: str, media: str, workload: str = "synthetic") -> Load:
     tokens = f"text_tokens={NUM_TEXT_TOKENS},output_tokens={NUM_OUTPUT_TOKENS}"
-    return Load(name=name, workload=f"synthetic,image_share=1,{media},{tokens}", num_requests=NUM_REQUESTS)
+    return Load(name=name, workload=f"{workload},image_share=1,{media},{tokens}", num_requests=NUM_REQUESTS)
 
 
 def _video(num_frames: int) -> Load:
     width, height = FRAME_SIZE
     seconds = f"video_s={num_frames // FPS},video_fps={FPS}"
-    return _load(f"{num_frames} frames", f"video_share=1,video_size={width}x{height},{seconds}")
+    return _load(f"{num_frames} frames", f"video_size={width}x{height},{seconds}", "videos")
 
 
 def deployments() -> list[Deployment]:

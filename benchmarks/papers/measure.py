@@ -38,9 +38,6 @@ from epd_serve.cost.shape import shape_of
 
 Row = dict[str, Any]
 Rows = dict[tuple[str, str], Row]
-#: Tower and language model beside each other take twice as long as alone: vLLM has them take turns, with half of
-#: the time for each (TriInfer, section 5.6).
-TURNS = {"E/P": 1.0, "P/E": 1.0, "E/D": 1.0, "D/E": 1.0}
 #: Of the time between tokens of a request this share must keep the limit (TriInfer, section 2.2).
 GAPS_SHARE = 90
 
@@ -131,7 +128,8 @@ class Deployment:
 def sheet(shape: str, kind: str, width: int = 1, *, turns: bool = False) -> Profile:
     """The times of ``width`` chips together by their data sheet; the host's part of a step is real."""
     profile = analytic_profile(shape_of(shape), replace(spec_of(kind), launch_s=0.0), width)
-    return msgspec.structs.replace(profile, interference=TURNS if turns else {})
+    # what was measured wants the whole device: two stages have half of the time each (TriInfer, section 5.6)
+    return msgspec.structs.replace(profile, kind="measured") if turns else profile
 
 
 def picture(size: Size, rng: Random) -> Media:

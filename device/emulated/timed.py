@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from device import base
 from device.base import DeviceUnavailable, Partition, PartitionStrength
@@ -130,10 +130,6 @@ class TimedDevice:
     def copy(self, num_bytes: int) -> Operation:
         """A copy to the host or back. Returns at once."""
         return self._link.launch(num_bytes / self.spec.host_bytes_per_s)
-
-    def interfere(self, increase: Mapping[tuple[str, str], float]) -> None:
-        """Let stages slow each other as was measured: see :func:`device.emulated.timeline.rates`."""
-        self._timeline.interference = dict(increase)
 
     def take(self, num_bytes: int) -> None:
         """Take memory; a negative number gives some back. Raises TimedMemoryError where it is full."""

@@ -2,8 +2,7 @@
 
 Operations of several streams and processes on one device slow each other down as on a chip: see :func:`rates`. A
 timeline has no thread: whoever waits for an operation sleeps until its end, and drives all streams of its process
-meanwhile. Late wake-ups do not add up, since an
-operation begins where the one before it on its stream has ended, and not when a thread has noticed that::
+meanwhile. Late wake-ups do not add up, since an operation begins where the one before it on its stream has ended::
 
     timeline = Timeline("emulated:h200:0", directory)  # the same directory in all processes on the device
     stream = timeline.stream()
@@ -15,22 +14,23 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import json
 import logging
 import math
 import mmap
 import os
-import struct
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from copy import copy
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from device.base import DeviceLost
 from device.shares import check_share
@@ -41,9 +41,6 @@ EMULATED_FAULTS = "EPD_SERVE_EMULATED_FAULTS"
 LOOK_AGAIN_S = 0.05
 #: The part of the arithmetic that streams of lower priority get at least: work that runs is not taken off a chip.
 _LEAST = 0.05
-_HEAD = struct.Struct("<qd")  # the number of rows, the time of their state
-_ROW = struct.Struct("<qqqqdddddq8s")
-_MAX_ROWS = 1024
 _SERIALS = count()
 _PR_SET_TIMERSLACK = 29
 _LIBC = ctypes.CDLL(None)
@@ -51,57 +48,34 @@ _LOCAL = threading.local()
 _LOG = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Demand:
-    """The part of its device that an operation uses while it is alone there.
-
-    Attributes:
-        compute, bandwidth: part of the peak.
-        stage: its kind for measured interference, such as "E", "P", "D"; 8 letters at most, "" for none.
-    """
+class Demand(msgspec.Struct, frozen=True, array_like=True):
+    """The part of its device's peak that an operation uses while it is alone there."""
 
     compute: float = 1.0
     bandwidth: float = 1.0
-    stage: str = ""
 
 
 WHOLE = Demand()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fault:
-    """An injected fault of one device or link.
+class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An injected fault of one device or link."""
 
-    Attributes:
-        slowness: operations that begin take so many times as long.
-        hangs: no operation is done until this is taken back.
-        lost: all work fails with :class:`~device.base.DeviceLost`, for the rest of a process's life.
-    """
-
-    slowness: float = 1.0
-    hangs: bool = False
-    lost: bool = False
-
-    def __post_init__(self) -> None:
-        if not 0 < self.slowness < math.inf:
-            raise ValueError(
-                f"slowness {self.slowness}: write a number above 0, such as 3.0 for three times as long"
-            )
+    slowness: Annotated[float, msgspec.Meta(gt=0)] = 1.0  # operations that begin take so many times as long
+    hangs: bool = False  # no operation is done until this is taken back
+    lost: bool = False  # all work fails with DeviceLost, for the rest of a process's life
 
 
 class Faults:
     """Injected faults of all devices, from a JSON file that is read again when it changes.
 
     It maps names to :class:`Fault`'s attributes: ``{"emulated:h200:0": {"slowness": 3.0}}``; "*" is any device.
-    An empty file has no faults, as one that is being written.
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        self._path = path
-        self._read_ns = -1
+        self._path, self._read_ns = path, -1
         self._faults: dict[str, Fault] = {}
-        if path is not None:
-            self._refresh()
+        self._refresh()
 
     @classmethod
     def of_environment(cls) -> Faults:
@@ -110,82 +84,58 @@ class Faults:
         return cls(Path(path) if path else None)
 
     def of(self, name: str) -> Fault:
-        if self._path is not None:
-            try:
-                self._refresh()
-            except ValueError as error:
-                _LOG.warning("%s; the faults before go on", error)
+        try:
+            self._refresh()
+        except ValueError as error:
+            _LOG.warning("%s; the faults before go on", error)
         return self._faults.get(name) or self._faults.get("*") or _NO_FAULT
 
     def _refresh(self) -> None:
-        assert self._path is not None
         try:
-            changed_ns = self._path.stat().st_mtime_ns
-            if changed_ns == self._read_ns:
+            if self._path is None or self._path.stat().st_mtime_ns == self._read_ns:
                 return
-            self._read_ns = changed_ns
-            text = self._path.read_text(encoding="utf-8")
+            self._read_ns = self._path.stat().st_mtime_ns
+            self._faults = msgspec.json.decode(self._path.read_bytes() or b"{}", type=dict[str, Fault])
         except FileNotFoundError:
             self._faults = {}
-            return
-        try:
-            self._faults = {name: Fault(**fault) for name, fault in json.loads(text or "{}").items()}
-        except (ValueError, TypeError, AttributeError) as error:
-            known = ", ".join(one.name for one in fields(Fault))
+        except msgspec.MsgspecError as error:
             raise ValueError(
-                f"{EMULATED_FAULTS}={self._path}: {error}; write the names of devices with {known}, as in "
-                '{"emulated:h200:0": {"slowness": 3.0}}'
+                f"{EMULATED_FAULTS}={self._path}: {error}; write names of devices with slowness, hangs or lost, "
+                'as in {"emulated:h200:0": {"slowness": 3.0}}'
             ) from error
 
 
 _NO_FAULT = Fault()
 
 
-@dataclass(kw_only=True, slots=True)
-class Running:
-    """An operation on the device, as all its processes see it.
+class Running(msgspec.Struct, kw_only=True, array_like=True):
+    """An operation on the device, as all its processes see it."""
 
-    Attributes:
-        process: pid, start, and the timeline's number in it. stream: its number in the timeline.
-        left_s: seconds to its end, were it alone from now on.
-        end_s: the time of its end; 0 while it runs.
-        share: part of the device's arithmetic that its process may have.
-    """
-
-    process: tuple[int, int, int]
-    left_s: float
+    process: tuple[int, int, int]  # pid, start, and the timeline's number in it
+    stream: int = 0  # its number in the timeline
+    left_s: float  # to its end, were it alone from now on
+    end_s: float = 0.0  # the time of its end; 0 while it runs
     demand: Demand = WHOLE
-    end_s: float = 0.0
-    share: float = 1.0
+    share: float = 1.0  # part of the device's arithmetic that its process may have
     priority: int = 0
-    stream: int = 0
 
 
-def rates(running: Sequence[Running], interference: Mapping[tuple[str, str], float]) -> list[float]:
-    """The speed of each operation; 1: as if it were alone on a device that is all its own.
+def rates(running: Sequence[Running]) -> list[float]:
+    """Return the speed of each operation; 1: as if it were alone on a device that is all its own.
 
     A process gets its share of the arithmetic. Streams of a lower priority number get arithmetic before others;
     the memory's bandwidth is divided equally. Nothing slows down while the demands for each fit the device.
-    Stages that were measured side by side slow each other by ``interference`` instead: ("E", "P") is the share by
-    which E takes longer beside P; increases of several neighbours add up.
     """
     within = []
     for one in running:
         own = [other for other in running if other.process == one.process]
         within.append(1.0 / _scarcity(one, own, [other.demand.compute for other in own], one.share))
-    speeds = []
-    for place, one in enumerate(running):
-        longer, beside, compute, bandwidth = 1.0, list[Running](), list[float](), 0.0
-        for other_place, other in enumerate(running):
-            increase = interference.get((one.demand.stage, other.demand.stage))
-            if place != other_place and increase is not None:
-                longer += increase
-            else:
-                beside.append(other)
-                compute.append(other.demand.compute * within[other_place])
-                bandwidth += other.demand.bandwidth * within[other_place]
-        speeds.append(within[place] / (max(_scarcity(one, beside, compute, 1.0), bandwidth) * longer))
-    return speeds
+    compute = [one.demand.compute * part for one, part in zip(running, within, strict=True)]
+    bandwidth = sum(one.demand.bandwidth * part for one, part in zip(running, within, strict=True))
+    return [
+        part / max(_scarcity(one, running, compute, 1.0), bandwidth)
+        for one, part in zip(running, within, strict=True)
+    ]
 
 
 def _scarcity(one: Running, beside: Sequence[Running], compute: Sequence[float], share: float) -> float:
@@ -195,14 +145,12 @@ def _scarcity(one: Running, beside: Sequence[Running], compute: Sequence[float],
     return max(1.0, equal / max(share - before, _LEAST * share))
 
 
-def advance(
-    running: Sequence[Running], from_s: float, to_s: float, interference: Mapping[tuple[str, str], float]
-) -> None:
+def advance(running: Sequence[Running], from_s: float, to_s: float) -> None:
     """Bring operations from their state at ``from_s`` to that at ``to_s``; those that end until then say when."""
     active = [one for one in running if not one.end_s]
     has_ended = True
     while active and has_ended:
-        speeds = rates(active, interference)
+        speeds = rates(active)
         ends_s = [from_s + one.left_s / speed for one, speed in zip(active, speeds, strict=True)]
         now_s = min(*ends_s, to_s)
         for one, speed, end_s in zip(active, speeds, ends_s, strict=True):
@@ -226,13 +174,11 @@ class Timeline:
 
     Args:
         directory: holds the file that all processes on the device share; None: this process is alone on it.
-        interference: see :func:`rates`; the same in all processes.
         faults: None: those of the environment.
         clock: seconds, the same in all processes.
 
     Attributes:
         share: part of the device's arithmetic that this process may have.
-        interference, faults: as above; they may be set later.
         lock: of all its streams, since one may wait for another.
     """
 
@@ -241,7 +187,6 @@ class Timeline:
         name: str,
         directory: str | Path | None = None,
         *,
-        interference: Mapping[tuple[str, str], float] | None = None,
         faults: Faults | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = sleep_exactly,
@@ -249,7 +194,6 @@ class Timeline:
         self.name, self.share = name, 1.0
         self.clock, self.sleep = clock, sleep
         self.lock = threading.RLock()
-        self.interference = dict(interference or {})
         self.faults = faults or Faults.of_environment()
         self._is_lost = False
         self._process = os.getpid(), _born(os.getpid()) or 0, next(_SERIALS)
@@ -285,8 +229,6 @@ class Timeline:
         with self.lock:
             return min([stream.drive() for stream in list(self._streams) if stream.has_next], default=math.inf)
 
-    # ------------------------------------------------------------------ called by streams, which hold the lock
-
     def begin(self, operation: Operation, stream: TimelineStream) -> None:
         """Put an operation on the device; ``operation.begin_s`` is now or a little earlier."""
         row = Running(
@@ -298,8 +240,8 @@ class Timeline:
             priority=stream.priority,
         )
         with self._now() as (now_s, rows):
-            beside = [replace(one) for one in rows if not one.end_s]
-            advance([*beside, row], operation.begin_s, now_s, self.interference)
+            beside = [copy(one) for one in rows if not one.end_s]
+            advance([*beside, row], operation.begin_s, now_s)
             rows.append(row)
 
     def poll(self, stream: TimelineStream) -> tuple[bool, float]:
@@ -309,9 +251,9 @@ class Timeline:
             if own.end_s:
                 rows.remove(own)
                 return True, own.end_s
-            own = replace(own)
-            beside = [replace(one) for one in rows if one.stream != own.stream or one.process != own.process]
-            advance([own, *beside], now_s, math.inf, self.interference)
+            own = copy(own)
+            beside = [copy(one) for one in rows if one.stream != own.stream or one.process != own.process]
+            advance([own, *beside], now_s, math.inf)
             return False, own.end_s
 
     @contextmanager
@@ -319,7 +261,7 @@ class Timeline:
         """The operations of all processes that live, as they are now; at the end they are written back."""
         with self._board.opened() as (at_s, rows):
             now_s = max(self.clock(), at_s)
-            advance(rows, at_s, now_s, self.interference)
+            advance(rows, at_s, now_s)
             while self._ended:
                 number = self._ended.popleft()
                 rows[:] = [one for one in rows if (one.process, one.stream) != (self._process, number)]
@@ -387,14 +329,12 @@ class TimelineStream:
         then: Callable[[], object] | None = None,
         *,
         demand: Demand = WHOLE,
-        launched_s: float | None = None,
     ) -> Operation:
         """Give it work that takes ``cost_s`` seconds where it is alone on the device. Returns at once.
 
         Args:
             then: called when the work is done, under the timeline's lock, on whichever thread waits for work of
                 the timeline or asks about this stream.
-            launched_s: None: now; else a time before, at which the host has launched it.
 
         Raises DeviceLost, and ValueError for a cost that is no number of seconds.
         """
@@ -402,12 +342,11 @@ class TimelineStream:
             raise ValueError(f"an operation of {cost_s} s on {self.timeline.name}: it takes 0 s or more")
         with self.timeline.lock:
             self.timeline.check()
-            at_s = self.timeline.clock() if launched_s is None else launched_s
             if self.share is not None:
                 slower = max(1.0, demand.compute / (self.share * self.timeline.share))
                 cost_s *= slower
-                demand = replace(demand, compute=demand.compute / slower, bandwidth=demand.bandwidth / slower)
-            operation = Operation(self, cost_s, demand, at_s, then)
+                demand = Demand(demand.compute / slower, demand.bandwidth / slower)
+            operation = Operation(self, cost_s, demand, self.timeline.clock(), then)
             self._queue.append(operation)
             if self._queue[0] is operation:
                 self._begin(operation)
@@ -417,11 +356,6 @@ class TimelineStream:
         """Let work that is launched from now on begin after ``operation``, of any stream of the timeline."""
         with self.timeline.lock:
             self._queue.append(_Barrier(operation))
-
-    def delay(self, until_s: float) -> None:
-        """Let what is launched next begin no earlier than ``until_s``: the host was slower than the device."""
-        with self.timeline.lock:
-            self._free_s = max(self._free_s, until_s)
 
     def synchronize(self) -> None:
         """Sleep until all that was launched is done. Raises DeviceLost."""
@@ -479,12 +413,20 @@ class _Barrier:
     other: Operation
 
 
+_Rows = tuple[float, list[Running]]
+
+
 class _Board:
-    """The operations of a device in memory that its processes share."""
+    """The operations of a device in memory that its processes share, written to either half in turn.
+
+    The first byte names the half that is whole: a process that is killed while it writes leaves the other one.
+    """
+
+    _HALF_BYTES = 1 << 17
 
     def __init__(self, path: Path | None) -> None:
-        size = _HEAD.size + _MAX_ROWS * _ROW.size
         self._file: int | None = None
+        size = 1 + 2 * self._HALF_BYTES
         self._memory: Any = bytearray(size)
         if path is not None:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -493,52 +435,27 @@ class _Board:
             self._memory = mmap.mmap(self._file, size)
 
     @contextmanager
-    def opened(self) -> Iterator[tuple[float, list[Running]]]:
+    def opened(self) -> Iterator[_Rows]:
         """The time of the state, and the operations; no other process sees or changes them meanwhile."""
         if self._file is not None:
             fcntl.flock(self._file, fcntl.LOCK_EX)  # the kernel takes it from a process that dies
         try:
-            number, at_s = _HEAD.unpack_from(self._memory)
-            rows = []
-            for place in range(number):
-                pid, born, serial, stream, left_s, end_s, compute, bandwidth, share, priority, stage = (
-                    _ROW.unpack_from(self._memory, _HEAD.size + place * _ROW.size)
-                )
-                rows.append(
-                    Running(
-                        process=(pid, born, serial),
-                        stream=stream,
-                        left_s=left_s,
-                        end_s=end_s,
-                        demand=Demand(
-                            compute=compute, bandwidth=bandwidth, stage=stage.rstrip(b"\0").decode("ascii")
-                        ),
-                        share=share,
-                        priority=priority,
-                    )
-                )
-            yield at_s, rows
+            at = 1 + self._memory[0] * self._HALF_BYTES
+            length = int.from_bytes(self._memory[at : at + 4])
+            yield (
+                msgspec.msgpack.decode(self._memory[at + 4 : at + 4 + length], type=_Rows) if length else (0.0, [])
+            )
         finally:
             if self._file is not None:
                 fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def write(self, at_s: float, rows: Sequence[Running]) -> None:
-        """Inside :meth:`opened`. The number comes last: whoever is killed here leaves rows that can be read."""
-        for place, one in enumerate(rows):
-            _ROW.pack_into(
-                self._memory,
-                _HEAD.size + place * _ROW.size,
-                *one.process,
-                one.stream,
-                one.left_s,
-                one.end_s,
-                one.demand.compute,
-                one.demand.bandwidth,
-                one.share,
-                one.priority,
-                one.demand.stage.encode("ascii"),
-            )
-        _HEAD.pack_into(self._memory, 0, len(rows), at_s)
+        """Write the state, inside :meth:`opened`."""
+        data = msgspec.msgpack.encode((at_s, rows))
+        half = 1 - self._memory[0]
+        at = 1 + half * self._HALF_BYTES
+        self._memory[at : at + 4 + len(data)] = len(data).to_bytes(4) + data
+        self._memory[0] = half
 
 
 def _born(pid: int) -> int | None:

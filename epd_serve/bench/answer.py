@@ -51,11 +51,16 @@ class Answer:
     """Reads server-sent events as their bytes come; ``at_s`` is when they came, before any parsing.
 
     Attributes:
+        sent_s: when sending began, by ``perf_counter``; connecting comes after it.
+        finish_s: when the last byte came, or the failure was known.
+        status: of HTTP; 0 before the answer's head.
         text: pieces of the first choice's content.
         failure, detail: the first thing that was wrong; then the rest is not read.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sent_s: float = 0.0) -> None:
+        self.sent_s = self.finish_s = sent_s
+        self.status = 0
         self.first_chunk_s: float | None = None
         self.last_event_s: float | None = None
         self.token_times_s: list[float] = []
@@ -72,6 +77,11 @@ class Answer:
         self._open: set[int] = set()
         self._finished: set[int] = set()
         self._done = False
+
+    def fail(self, failure: Failure, detail: str) -> None:
+        """Record a failure, unless there is an earlier one."""
+        if self.failure is None:
+            self.failure, self.detail = failure, detail
 
     def feed(self, data: bytes, at_s: float) -> None:
         """Take the next bytes of the body."""
@@ -99,17 +109,17 @@ class Answer:
         if self.failure is not None:
             return
         if not complete and not self._done:
-            self._fail(Failure.CUT_STREAM, reason or "the connection was closed in mid-stream")
+            self.fail(Failure.CUT_STREAM, reason or "the connection was closed in mid-stream")
         elif not self._finished or self._finished != self._open:
             if self._done:
-                self._fail(Failure.NO_FINISH_REASON, "[DONE] came, but no finish_reason")
+                self.fail(Failure.NO_FINISH_REASON, "[DONE] came, but no finish_reason")
             elif self._buffer.startswith(b"data:") or self.first_chunk_s is not None:
-                self._fail(Failure.CUT_STREAM, "the answer ended with neither a finish_reason nor [DONE]")
+                self.fail(Failure.CUT_STREAM, "the answer ended with neither a finish_reason nor [DONE]")
             else:
-                self._fail(Failure.MALFORMED, "no event came")
+                self.fail(Failure.MALFORMED, "no event came")
         elif not self.token_times_s:
             if not self.completion_tokens or not self._empty_times_s:
-                self._fail(Failure.NO_TOKENS, "the answer has no token")
+                self.fail(Failure.NO_TOKENS, "the answer has no token")
                 return
             # all are special tokens: the last events stand for them, as many as the server's usage says
             self.token_times_s = self._empty_times_s[-self.completion_tokens :]
@@ -125,10 +135,10 @@ class Answer:
         try:
             chunk = _decoder.decode(data)
         except msgspec.MsgspecError as error:
-            self._fail(Failure.MALFORMED, f"{error}: {_quote(data)}")
+            self.fail(Failure.MALFORMED, f"{error}: {_quote(data)}")
             return
         if chunk.error is not None or chunk.object == "error" or self._event_name == b"error":
-            self._fail(Failure.IN_STREAM_ERROR, _message(chunk, data))
+            self.fail(Failure.IN_STREAM_ERROR, _message(chunk, data))
             return
         if chunk.usage is not None:
             self._count(chunk.usage)
@@ -166,9 +176,6 @@ class Answer:
             self.completion_tokens = usage.completion_tokens
         if usage.prompt_tokens_details is not None:
             self.cached_tokens = usage.prompt_tokens_details.cached_tokens
-
-    def _fail(self, failure: Failure, detail: str) -> None:
-        self.failure, self.detail = failure, detail
 
 
 def error_message(body: bytes) -> str:

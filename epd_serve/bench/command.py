@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
 
-from epd_serve.bench.compare import compare
-from epd_serve.bench.deployed import read_candidates
+from epd_serve.bench.deployed import Candidate, deployed, read_candidates
 from epd_serve.bench.plan import ClosedLoop, Trace, load_of
 from epd_serve.bench.report import write_report
-from epd_serve.bench.result_files import write_result_files
+from epd_serve.bench.result_files import file_name, write_result_files
 from epd_serve.bench.run import Run, new_directory, read_runs
 from epd_serve.bench.session import Session
-from epd_serve.bench.sweep import GoodputSearch, SearchRange, Sweep, parse_rates
+from epd_serve.bench.sweep import GoodputSearch, Sweep, parse_rates
 from epd_serve.bench.terminal import show_run, show_runs
 from epd_serve.bench.types import SLO, RunSettings
 from epd_serve.bench.workloads import load_workload
@@ -35,10 +34,10 @@ _FILE_WIDTH = 120
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """What is made of finished runs.
+    """Where the figures of finished runs go.
 
     Attributes:
-        report: whether to write report.html; without plotly it is left out with a word.
+        report: whether to write report.html; without plotly it is left out with a remark.
         as_json: whether to print the summaries as JSON, and all else to stderr.
         fail_on_slo: whether a run below ``attainment`` gives an exit code of its own.
         attainment: the share of good requests from which a load counts as served.
@@ -51,19 +50,18 @@ class Output:
 
     def console(self) -> Console:
         console = Console(stderr=self.as_json)
-        return (
-            console if console.is_terminal else Console(stderr=self.as_json, width=max(_FILE_WIDTH, console.width))
-        )
+        width = console.width if console.is_terminal else max(_FILE_WIDTH, console.width)
+        return Console(stderr=self.as_json, width=width)
 
     def write(self, console: Console, path: Path, runs: Sequence[Run], *, title: str = "") -> None:
         """Write report.html into ``path``, and print JSON where it is wanted."""
         if self.report:
             try:
                 write_report(path / "report.html", runs, self.attainment, title=title)
-            except ValueError as error:
-                console.print(f"no report: {error}", highlight=False, markup=False)
+            except ImportError:
+                _say(console, "no report: it needs plotly: pip install '.[bench]' in epd-serve's clone")
             else:
-                console.print(f"report: {path / 'report.html'}", highlight=False, markup=False, soft_wrap=True)
+                _say(console, f"report: {path / 'report.html'}")
         if self.as_json:
             found = [
                 {
@@ -78,28 +76,18 @@ class Output:
 
     def exit_code(self, console: Console, runs: Sequence[Run]) -> int:
         """Return 1 where requests failed, :data:`SLO_MISSED` where a run missed and ``fail_on_slo`` is set."""
-        sentences = (
-            [sentence for run in runs if (sentence := missed(run, self.attainment))] if self.fail_on_slo else []
-        )
-        code = SLO_MISSED if sentences else 0
-        if failed := sum(run.total.num_failed for run in runs):
-            sentences.append(f"{failed} of {sum(run.total.num_requests for run in runs)} requests failed")
-            code = code or 1
-        for sentence in sentences:
-            console.print(sentence, style="red", highlight=False, markup=False, soft_wrap=True)
-        return code
-
-
-def missed(run: Run, attainment: float) -> str:
-    """Return a sentence where fewer requests than ``attainment`` were good, else nothing."""
-    share = run.total.attainment
-    if share.value >= attainment:
-        return ""
-    slo = run.settings.slo
-    return (
-        f"SLO missed: {run.label}, {run.workload_name}, {run.load_text}: {share.part} of {share.whole} requests "
-        f"({share.value:.1%}) had TTFT ≤ {slo.ttft_ms:g} ms and TPOT ≤ {slo.tpot_ms:g} ms, not {attainment:.0%}"
-    )
+        missed = [run for run in runs if self.fail_on_slo and run.total.attainment.value < self.attainment]
+        for run in missed:
+            slo, share = run.settings.slo, run.total.attainment
+            name = f"{run.label}, {run.workload_name}, {run.load_text}"
+            limits = f"TTFT ≤ {slo.ttft_ms:g} ms and TPOT ≤ {slo.tpot_ms:g} ms, not {self.attainment:.0%}"
+            text = f"SLO missed: {name}: {share.part} of {share.whole} requests had {limits}"
+            _say(console, text, style="red")
+        failed = sum(run.total.num_failed for run in runs)
+        if failed:
+            text = f"{failed} of {sum(run.total.num_requests for run in runs)} requests failed"
+            _say(console, text, style="red")
+        return SLO_MISSED if missed else int(failed > 0)
 
 
 def run_bench(
@@ -136,23 +124,24 @@ def run_bench(
         settings.rate = chosen[0]
     _check_load(settings, duration_s)
     candidates = read_candidates(compared)
+    search = None
+    if goodput is not None:
+        start = settings.rate or 1.0
+        search = GoodputSearch(
+            start=start, lowest=start * _LOWEST, highest=max(start, goodput[1]), precision=goodput[0]
+        )
     console = output.console()
-    session = Session(console=console, api_key=api_key)
     path = new_directory(work_dir)
     measured: Sequence[float | None] = chosen or [settings.rate]
+    sweep = Sweep(
+        session=Session(console=console, api_key=api_key), path=path, settings=settings, duration_s=duration_s
+    )
     failed: list[str] = []
-    search: GoodputSearch | None = None
-    sweep = Sweep(session=session, path=path, settings=settings, duration_s=duration_s)
     try:
         if candidates:
-            runs, failed = compare(session, path, candidates, settings, rates=measured, duration_s=duration_s)
-        elif goodput is not None:
-            assert settings.rate is not None
-            lowest, highest = settings.rate * _LOWEST, max(settings.rate, goodput[1])
-            searched = SearchRange(start=settings.rate, lowest=lowest, highest=highest, precision=goodput[0])
-            runs, search = sweep.find(searched, output.attainment)
+            runs, failed = _compare(sweep, candidates, measured)
         else:
-            runs = sweep.over(measured)
+            runs = sweep.over(measured) if search is None else sweep.find(search, output.attainment)
     finally:
         with suppress(OSError):  # it is empty where no run could begin
             path.rmdir()
@@ -161,13 +150,13 @@ def run_bench(
             show_run(console, runs[0])
         show_runs(console, runs, output.attainment)
         output.write(console, path, runs)
-    console.print(f"in {path}", highlight=False, markup=False, soft_wrap=True)
+    _say(console, f"in {path}")
     if failed:
-        console.print(f"not measured: {', '.join(failed)}", style="red", highlight=False, markup=False)
+        _say(console, f"not measured: {', '.join(failed)}", style="red")
         return 1
     wanted = 1 if search else len(measured) * max(1, len(candidates))
     if len(runs) < wanted or not runs[-1].is_complete:
-        console.print("interrupted", style="red")
+        _say(console, "interrupted", style="red")
         return _INTERRUPTED
     if search is not None:
         _report_goodput(console, path, settings, search, output.attainment)
@@ -200,6 +189,39 @@ def slo_of(slo: SLO, ttft_ms: float | None, tpot_ms: float | None) -> SLO:
     )
 
 
+def _compare(
+    sweep: Sweep, candidates: Sequence[Candidate], rates: Iterable[float | None]
+) -> tuple[list[Run], list[str]]:
+    """Bring deployments up in turn on the same devices, and send each the same requests at each rate.
+
+    Returns the runs, and the labels of the deployments that could not be measured. An interrupted run is the last.
+    """
+    runs: list[Run] = []
+    failed: list[str] = []
+    for candidate in candidates:
+        _say(sweep.session.console, f"{candidate.label}: {candidate.file}", style="bold")
+        folder = sweep.path / file_name(candidate.label)
+        folder.mkdir()
+        try:
+            with deployed(candidate, folder / "up.log") as url:
+                settings = msgspec.structs.replace(
+                    sweep.settings,
+                    base_url=url,
+                    label=candidate.label,
+                    model=candidate.config.model_name,
+                    num_devices=candidate.num_devices,
+                )
+                session = replace(sweep.session, api_key=candidate.api_key or sweep.session.api_key)
+                runs += replace(sweep, session=session, path=folder, settings=settings).over(rates)
+        except ValueError as error:
+            _say(sweep.session.console, str(error), style="red")
+            failed.append(candidate.label)
+            continue
+        if not runs or not runs[-1].is_complete:
+            break
+    return runs, failed
+
+
 def _check_load(settings: RunSettings, duration_s: float | None) -> None:
     """Set the number of requests from a duration.
 
@@ -220,18 +242,20 @@ def _report_goodput(
     console: Console, path: Path, settings: RunSettings, search: GoodputSearch, attainment: float
 ) -> None:
     """Print the result of a search and write it into goodput.json."""
+    per_device = None if search.attained is None else search.attained / settings.num_devices
     found = {
         "attainment": attainment,
         "goodput": search.attained,
-        "goodput_per_device": None if search.attained is None else search.attained / settings.num_devices,
+        "goodput_per_device": per_device,
         "lowest_rate_missed": search.missed,
     }
     (path / "goodput.json").write_bytes(msgspec.json.encode(found) + b"\n")
-    if search.attained is None:
-        text = f"no rate that was tried reaches {attainment:.0%} attainment"
-    else:
+    text = f"no rate that was tried reaches {attainment:.0%} attainment"
+    if per_device is not None:
         bound = "" if search.missed is not None else " or more: no rate was found that misses it"
-        per_device = search.attained / settings.num_devices
-        text = f"goodput {search.attained:.3g} req/s, {per_device:.3g} per device, at {attainment:.0%} attainment"
-        text += bound
-    console.print(text, style="bold", highlight=False)
+        text = f"goodput {search.attained:.3g} req/s, {per_device:.3g} per device, at {attainment:.0%}{bound}"
+    _say(console, text, style="bold")
+
+
+def _say(console: Console, text: str, *, style: str | None = None) -> None:
+    console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -83,28 +82,18 @@ def deployed(candidate: Candidate, log: Path) -> Iterator[str]:
         try:
             yield _wait_ready(process, candidate, log)
         finally:
-            _stop(process)
+            process.terminate()
+            process.wait(_STOP_TIMEOUT_S)
 
 
 def _wait_ready(process: subprocess.Popen[bytes], candidate: Candidate, log: Path) -> str:
     give_up = time.monotonic() + _READY_TIMEOUT_S
     while True:
-        ended = process.poll()
+        ended = process.poll() is not None
         text = log.read_text(encoding="utf-8", errors="replace")
         if found := _READY.search(text):
             return found[1]
-        if ended is not None or time.monotonic() > give_up:
-            what = f"was not ready after {_READY_TIMEOUT_S:g} s" if ended is None else f"ended with code {ended}"
+        if ended or time.monotonic() > give_up:
             tail = "\n".join(text.splitlines()[-_TAIL_LINES:])
-            raise ValueError(f"{candidate.file} {what}; its last words, all of them in {log}:\n{tail}")
+            raise ValueError(f"{candidate.file} is not ready; its last output, all of it in {log}:\n{tail}")
         time.sleep(_POLL_S)
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(_STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()  # what it started is tied to it
-        process.wait()

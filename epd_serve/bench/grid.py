@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from epd_serve.bench.run import Run
-from epd_serve.bench.summary import MS
 from epd_serve.bench.types import SLO
 
 HEADER = (
@@ -109,7 +108,7 @@ def make_grids(runs: Sequence[Run], share: float) -> list[Grid]:
 
 
 def _load(run: Run, *, per_device: bool) -> float:
-    """The load of a run, rounded: rates of traces differ a little from run to run."""
+    """Return the load of a run, rounded: rates of traces differ a little from run to run."""
     if run.rate is None:
         return float(run.settings.arrivals.rpartition(":")[2])
     return round(run.rate / (run.settings.num_devices if per_device else 1), 3)
@@ -123,9 +122,9 @@ def _good(run: Run) -> str:
 def _cells(run: Run) -> tuple[str, ...]:
     total = run.total
     latencies = [
-        "none" if one is None else _three_digits(MS * value)
-        for one in (total.figures.get("ttft_scheduled"), total.figures.get("tpot"))
-        for value in ((one.mean, one.p99) if one is not None else (0.0, 0.0))
+        "none" if (value := total.ms(name, statistic)) is None else _three_digits(value)
+        for name in ("ttft_scheduled", "tpot")
+        for statistic in ("mean", "p99")
     ]
     good = total.attainment
     return (

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 
 from epd_serve.bench.types import Item, RunSettings, Workload
-
-_EXAMPLES = "'poisson', 'constant', 'gamma:0.5', 'trace' or 'closed:16'"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gamma:
-    """Independent gaps with a gamma distribution, ``rate`` requests a second on average.
-
-    An open loop, as the next two: requests come whether or not those before were answered.
+    """An open loop: independent gaps with a gamma distribution, ``rate`` requests a second on average.
 
     Attributes:
         shape: 1 is a Poisson process; below 1 requests come in bursts, above 1 more evenly.
@@ -26,24 +22,20 @@ class Gamma:
     rate: float
     shape: float = 1.0
 
-    def times(self, count: int, seed: int) -> Iterator[float]:
-        """``count`` ascending seconds from the plan's begin; the same seed gives the same ones."""
+    def times(self, count: int, seed: int) -> list[float]:
+        """Return ascending seconds from the plan's begin."""
         gaps = random.Random(seed)
-        scale = 1 / (self.rate * self.shape)
-        at_s = 0.0
-        for _ in range(count):
-            at_s += gaps.gammavariate(self.shape, scale)
-            yield at_s
+        return list(accumulate(gaps.gammavariate(self.shape, 1 / (self.rate * self.shape)) for _ in range(count)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Constant:
-    """Equal gaps; the first request comes at 0."""
+    """An open loop of equal gaps; the first request comes at 0."""
 
     rate: float
 
-    def times(self, count: int, seed: int) -> Iterator[float]:
-        return (index / self.rate for index in range(count))
+    def times(self, count: int, seed: int) -> list[float]:
+        return [index / self.rate for index in range(count)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,55 +55,43 @@ class ClosedLoop:
 Load = Gamma | Constant | Trace | ClosedLoop
 
 
-def parse_load(text: str, *, rate: float | None = None, time_scale: float = 1.0) -> Load:
-    """Parse the text of ``--arrivals``.
-
-    Args:
-        text: poisson, constant, gamma:SHAPE, trace or closed:CONCURRENCY.
-        rate: requests a second; needed by the first three.
+def load_of(settings: RunSettings) -> Load:
+    """Return the arrivals of a run: poisson, constant, gamma:SHAPE, trace or closed:CONCURRENCY, as typed.
 
     Raises ValueError that says what would be right.
     """
-    kind, *values = text.split(":")
+    kind, _, value = settings.arrivals.partition(":")
+    rate = settings.rate
     if kind in ("poisson", "constant", "gamma"):
         if rate is None:
-            raise ValueError(f"arrivals {text!r} need a rate; add --rate, as in --rate 4")
-        _positive(rate, "--rate")
+            raise ValueError(f"arrivals {settings.arrivals!r} need a rate; add --rate, as in --rate 4")
+        if not 0 < rate < math.inf:
+            raise ValueError(f"--rate must be a positive number, not {rate:g}")
+        if kind == "gamma" and (shape := _positive(value)):
+            return Gamma(rate=rate, shape=shape)
+        if not value and kind != "gamma":
+            return Gamma(rate=rate) if kind == "poisson" else Constant(rate=rate)
     elif rate is not None:
-        raise ValueError(f"arrivals {text!r} have no single rate; leave --rate out")
-    match kind, values:
-        case "poisson", []:
-            assert rate is not None
-            return Gamma(rate=rate)
-        case "constant", []:
-            assert rate is not None
-            return Constant(rate=rate)
-        case "gamma", [shape]:
-            assert rate is not None
-            return Gamma(rate=rate, shape=_number(shape, text))
-        case "trace", []:
-            return Trace(time_scale=_positive(time_scale, "--time-scale"))
-        case "closed", [concurrency] if concurrency.isdecimal() and int(concurrency) > 0:
-            return ClosedLoop(concurrency=int(concurrency))
-    raise ValueError(f"arrivals {text!r} are not known; write {_EXAMPLES}")
+        raise ValueError(f"arrivals {settings.arrivals!r} have no single rate; leave --rate out")
+    elif kind == "closed" and value.isdecimal() and int(value):
+        return ClosedLoop(concurrency=int(value))
+    elif settings.arrivals == "trace":
+        if not 0 < settings.time_scale < math.inf:
+            raise ValueError(f"--time-scale must be a positive number, not {settings.time_scale:g}")
+        return Trace(time_scale=settings.time_scale)
+    raise ValueError(
+        f"arrivals {settings.arrivals!r} are not known; write 'poisson', 'constant', 'gamma:0.5', 'trace' or "
+        "'closed:16'"
+    )
 
 
-def load_of(settings: RunSettings) -> Load:
-    """The arrivals of a run. Raises ValueError as :func:`parse_load`."""
-    return parse_load(settings.arrivals, rate=settings.rate, time_scale=settings.time_scale)
-
-
-def _number(text: str, whole: str) -> float:
+def _positive(text: str) -> float:
+    """Return a positive number; 0 where the text is none."""
     try:
-        return _positive(float(text), f"arrivals {whole!r}: {text}")
+        value = float(text)
     except ValueError:
-        raise ValueError(f"arrivals {whole!r}: {text!r} is no positive number; write {_EXAMPLES}") from None
-
-
-def _positive(value: float, name: str) -> float:
-    if not (0 < value < math.inf):
-        raise ValueError(f"{name} must be a positive number, not {value:g}")
-    return value
+        return 0.0
+    return value if 0 < value < math.inf else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,10 +117,6 @@ class Plan:
     chains: Sequence[Chain]
     concurrency: int | None = None
     time_scale: float = 1.0
-
-    @property
-    def num_items(self) -> int:
-        return sum(len(chain.items) for chain in self.chains)
 
 
 def take_items(workload: Workload, count: int | None, seed: int) -> list[Item]:

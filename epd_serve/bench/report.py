@@ -13,14 +13,12 @@ from typing import Any
 import msgspec
 
 from epd_serve.bench.grid import HEADER, Grid, make_grids
-from epd_serve.bench.result_files import public_settings
 from epd_serve.bench.run import Run
 from epd_serve.bench.summary import MS, attains
 
 #: Told apart with any kind of colour vision (after Okabe and Ito).
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#A6761D", "#7B68C8", "#555555")
-_SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star", "triangle-down", "cross", "hexagon")
-_LIMIT = "#C0392B"
+_GOOD, _MISSED, _LIMIT = "#009E73", "#D55E00", {"color": "#C0392B", "dash": "dash", "width": 1.5}
 #: Requests of one run that a plot shows; of more, evenly spread ones.
 _MOST_POINTS = 400
 #: The plot of missed limits shows so many times the limit; what lies further out is drawn at its rim.
@@ -29,20 +27,15 @@ _PAGE = Template("""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>$title</title>
 <style>
-body { margin: 0 auto; max-width: 1240px; padding: 16px 20px 40px; background: #f3f4f6; color: #1f2328;
+body { margin: 0 auto; max-width: 1240px; padding: 16px 20px 40px; color: #1f2328;
        font: 15px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; }
-h1 { font-size: 26px; margin: 0 0 4px; } h2 { font-size: 19px; margin: 30px 0 10px; }
-.soft, ul { color: #59636e; } .verdict { font-size: 17px; font-weight: 600; margin: 8px 0; }
-.card { background: #fff; border: 1px solid #d9dde2; border-radius: 12px; padding: 12px 14px; margin: 0 0 16px;
-        overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: 6px 9px; border-bottom: 1px solid #d9dde2; vertical-align: bottom; }
-th { color: #59636e; font-weight: 600; } .name { text-align: left; font-weight: 600; }
-summary { cursor: pointer; color: #59636e; } pre { white-space: pre-wrap; word-break: break-all; font-size: 13px; }
+.name { text-align: left; font-weight: 600; } pre { white-space: pre-wrap; word-break: break-all; }
 </style></head>
-<body><h1>$title</h1><div class="soft">$subtitle</div>
+<body><h1>$title</h1><p>$subtitle</p>
 $sections
-<details><summary>How it was measured</summary><div class="card">$settings</div></details>
+<details><summary>How it was measured</summary>$settings</details>
 </body></html>
 """)
 
@@ -53,14 +46,10 @@ def write_report(path: Path, runs: Sequence[Run], share: float, *, title: str = 
     Args:
         share: of good requests, from which a load counts as served.
 
-    Raises ValueError where plotly is not installed, and where there is no run.
+    Raises ImportError where plotly is not installed.
     """
-    if not runs:
-        raise ValueError("there is no finished run to report on")
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError:
-        raise ValueError("the report needs plotly: pip install '.[bench]' in epd-serve's clone") from None
+    from plotly.offline import get_plotlyjs
+
     found = make_grids(runs, share)
     labels = list(dict.fromkeys(run.label for run in runs))
     models = ", ".join(dict.fromkeys(run.settings.model for run in runs))
@@ -77,24 +66,20 @@ def write_report(path: Path, runs: Sequence[Run], share: float, *, title: str = 
 
 
 def _section(grid: Grid) -> str:
-    verdicts = "".join(f'<p class="verdict">{escape(grid.verdict(label))}</p>' for label in grid.labels)
+    verdicts = "".join(f"<p><b>{escape(grid.verdict(label))}</b></p>" for label in grid.labels)
+    config = {"displayModeBar": False, "responsive": True}
     plots = "".join(
-        f'<div class="card">{figure.to_html(full_html=False, include_plotlyjs=False, config=_CONFIG)}</div>'
-        for figure in figures(grid)
+        figure.to_html(full_html=False, include_plotlyjs=False, config=config) for figure in figures(grid)
     )
     warnings = "".join(
         f"<li>{escape(f'{run.label}, {run.load_text}: {warning}')}</li>"
         for run in grid.runs.values()
         for warning in run.summary.warnings
     )
-    remarks = f"<details><summary>Remarks on these figures</summary><ul>{warnings}</ul></details>"
     return (
-        f"<h2>{escape(grid.workload)}: a good answer has {escape(grid.slo_text)}</h2>{verdicts}"
-        f"{plots}{html_table(grid)}{remarks if warnings else ''}"
+        f"<h2>{escape(grid.workload)}: a good answer has {escape(grid.slo_text)}</h2>{verdicts}{plots}"
+        f"{html_table(grid)}<details><summary>Remarks on these figures</summary><ul>{warnings}</ul></details>"
     )
-
-
-_CONFIG = {"displayModeBar": False, "responsive": True}
 
 
 def html_table(grid: Grid) -> str:
@@ -107,83 +92,80 @@ def html_table(grid: Grid) -> str:
         for load in grid.loads
         for label, *cells in grid.rows(load)
     )
-    return f'<div class="card"><table><tr><th class="name">{HEADER[0]}</th>{head}</tr>{body}</table></div>'
+    return f'<table><tr><th class="name">{HEADER[0]}</th>{head}</tr>{body}</table>'
 
 
 def figures(grid: Grid) -> list[Any]:
     """Return the plots of one workload as plotly's figures."""
-    plots = [_attainment(grid), _latency(grid), _misses(grid)]
     emulated = ", ".join(dict.fromkeys(run.settings.emulated for run in grid.runs.values()))
-    for plot in plots:
-        name, subtitle = plot.layout.title.text.split("|")
+    found = []
+    for name, subtitle, plot in (_attainment(grid), _latency(grid), _misses(grid)):
         devices = f" · {emulated}" if emulated else ""
         plot.update_layout(
             title={
-                "text": f"<b>{name}</b>{devices}<br><span style='font-size:12px'>{subtitle}</span>",
+                "text": f"<b>{name}</b>{devices}<br><sub>{subtitle}</sub>",
                 "x": 0.01,
                 "y": 0.98,
                 "yanchor": "top",
-                "font": {"size": 16},
             },
             template="plotly_white",
             hovermode="closest",
             # below the plot: beside it, long names would leave no room on a narrow page
             legend={"orientation": "h", "yref": "container", "y": 0.01, "yanchor": "bottom"},
-            margin={"l": 70, "r": 25, "t": 110, "b": 120 if plot.layout.showlegend is not False else 70},
+            margin={"l": 70, "r": 25, "t": 110, "b": 120},
         )
-    return plots
+        found.append(plot)
+    return found
 
 
-def _attainment(grid: Grid) -> Any:
-    """The paper's figures 8 and 12, with Wilson's interval."""
+def _attainment(grid: Grid) -> tuple[str, str, Any]:
+    """Draw the paper's figures 8 and 12, with Wilson's interval."""
     from plotly.graph_objects import Figure, Scatter
 
-    lines = []
+    plot = Figure()
     for number, label in enumerate(grid.labels):
         shares = [run.total.attainment for _, run in grid.of(label)]
         errors = {
-            "type": "data",
             "symmetric": False,
             "array": [100 * (one.high - one.value) for one in shares],
             "arrayminus": [100 * (one.value - one.low) for one in shares],
-            "thickness": 1,
         }
         x, y = [load for load, _ in grid.of(label)], [100 * one.value for one in shares]
         text = [f"{one.part} of {one.whole}" for one in shares]
-        lines.append(Scatter(**_line(number, label), x=x, y=y, error_y=errors, text=text))
-    plot = Figure(lines)
-    plot.add_hline(100 * grid.share, line={"color": _LIMIT, "dash": "dash", "width": 1.5})
-    plot.update_xaxes(title=_load_title(grid), tickvals=grid.loads, rangemode="tozero")
+        plot.add_trace(Scatter(**_line(number, label), x=x, y=y, error_y=errors, text=text))
+    plot.add_hline(100 * grid.share, line=_LIMIT)
+    plot.update_xaxes(title=grid.unit, tickvals=grid.loads, rangemode="tozero")
     plot.update_yaxes(title="good requests, %", range=[-3, 106])
+    plot.update_layout(height=480, showlegend=True)
     subtitle = f"Share of requests within the SLO, with its 95 % interval; dashed: {grid.share:.0%}"
-    return plot.update_layout(title=f"SLO attainment by load|{subtitle}", height=480, showlegend=True)
+    return "SLO attainment by load", subtitle, plot
 
 
-def _latency(grid: Grid) -> Any:
-    """The paper's figures 10, 11, 14 and 15."""
+def _latency(grid: Grid) -> tuple[str, str, Any]:
+    """Draw the paper's figures 10, 11, 14 and 15."""
     from plotly.graph_objects import Scatter
     from plotly.subplots import make_subplots
 
     plot = make_subplots(cols=2, rows=1, horizontal_spacing=0.12)
     columns = (("ttft_scheduled", "TTFT, ms", grid.slo.ttft_ms), ("tpot", "TPOT, ms", grid.slo.tpot_ms))
     for column, (name, title, limit) in enumerate(columns, start=1):
+        place = {"row": 1, "col": column}
         for number, label in enumerate(grid.labels):
             x = [load for load, _ in grid.of(label)]
             median, p99 = ([run.total.ms(name, one) for _, run in grid.of(label)] for one in ("median", "p99"))
             look = _line(number, label)
-            plot.add_trace(Scatter(**look, x=x, y=median, showlegend=column == 1), row=1, col=column)
-            look["line"] = {"color": COLORS[number % len(COLORS)], "width": 1, "dash": "dot"}
-            look["marker"] = {**look["marker"], "size": 4}
-            plot.add_trace(Scatter(**look, x=x, y=p99, showlegend=False), row=1, col=column)
-        plot.add_hline(limit, line={"color": _LIMIT, "dash": "dash", "width": 1.5}, row=1, col=column)
-        plot.update_xaxes(title=_load_title(grid), tickvals=grid.loads, rangemode="tozero", row=1, col=column)
-        plot.update_yaxes(title=title, type="log", dtick=1, row=1, col=column)
-    subtitle = "Thick: median; thin dots: 99th percentile; dashed: the limit"
-    return plot.update_layout(title=f"Latency by load|{subtitle}", height=480)
+            plot.add_trace(Scatter(**look, x=x, y=median, showlegend=column == 1), **place)
+            look["line"] = {**look["line"], "width": 1, "dash": "dot"}
+            plot.add_trace(Scatter(**look, x=x, y=p99, showlegend=False), **place)
+        plot.add_hline(limit, line=_LIMIT, **place)
+        plot.update_xaxes(title=grid.unit, tickvals=grid.loads, rangemode="tozero", **place)
+        plot.update_yaxes(title=title, type="log", dtick=1, **place)
+    plot.update_layout(height=480)
+    return "Latency by load", "Thick: median; dotted: 99th percentile; dashed: the limit", plot
 
 
-def _misses(grid: Grid) -> Any:
-    """TTFT against TPOT of each request, at the load that tells deployments apart; of one deployment, at each."""
+def _misses(grid: Grid) -> tuple[str, str, Any]:
+    """Draw TTFT against TPOT of each request: of deployments where they differ most, of one at each load."""
     from plotly.graph_objects import Scatter
     from plotly.subplots import make_subplots
 
@@ -193,75 +175,45 @@ def _misses(grid: Grid) -> Any:
         runs, where = {f"{load:.4g} {grid.unit}": run for load, run in grid.of(grid.labels[0])}, ""
     num_columns = min(3, len(runs))
     num_rows = ceil(len(runs) / num_columns)
-    titles = [f"{escape(name)}<br>{run.total.attainment.value:.0%} good" for name, run in runs.items()]
     plot = make_subplots(
         rows=num_rows,
         cols=num_columns,
-        subplot_titles=titles,
+        subplot_titles=[f"{escape(name)}<br>{run.total.attainment.value:.0%} good" for name, run in runs.items()],
         vertical_spacing=0.3 / num_rows,
         x_title="TTFT from the scheduled time, ms",
         y_title="TPOT, ms",
     )
-    plot.update_annotations(font={"size": 13})
-    slo = grid.slo
+    ttft_ms, tpot_ms = grid.slo.ttft_ms, grid.slo.tpot_ms
     for number, run in enumerate(runs.values()):
         place = {"row": number // num_columns + 1, "col": number % num_columns + 1}
         shown = [one for one in run.records[:: ceil(len(run.records) / _MOST_POINTS)] if one.succeeded]
-        for is_good, color in ((True, "#009E73"), (False, "#D55E00")):
-            some = [one for one in shown if all(attains(one, run.settings)) == is_good]
-            ttft_ms = [MS * (one.ttft_scheduled_s or 0.0) for one in some]
-            tpot_ms = [MS * (one.tpot_s or 0.0) for one in some]
-            dots = Scatter(
-                x=[round(min(one, _RIM * slo.ttft_ms), 1) for one in ttft_ms],
-                y=[round(min(one, _RIM * slo.tpot_ms), 2) for one in tpot_ms],
-                text=[
-                    f"request {one.index}: TTFT {ttft:.0f} ms, TPOT {tpot:.1f} ms"
-                    for one, ttft, tpot in zip(some, ttft_ms, tpot_ms, strict=True)
-                ],
-                hoverinfo="text",
-                mode="markers",
-                marker={"color": color, "size": 5, "opacity": 0.6},
-                name="good" if is_good else "missed",
-            )
-            plot.add_trace(dots, **place)
-        plot.add_shape(
-            type="rect",
-            x0=0,
-            y0=0,
-            x1=slo.ttft_ms,
-            y1=slo.tpot_ms,
-            layer="below",
-            line_width=0,
-            fillcolor="#009E73",
-            opacity=0.14,
-            **place,
-        )
-    plot.update_xaxes(range=[0, 1.03 * _RIM * slo.ttft_ms], nticks=4)
-    plot.update_yaxes(range=[0, 1.03 * _RIM * slo.tpot_ms], nticks=4)
+        x = [round(min(MS * (one.ttft_scheduled_s or 0.0), _RIM * ttft_ms), 1) for one in shown]
+        y = [round(min(MS * (one.tpot_s or 0.0), _RIM * tpot_ms), 2) for one in shown]
+        colors = [_GOOD if all(attains(one, run.settings)) else _MISSED for one in shown]
+        text = [f"request {one.index}" for one in shown]
+        marker = {"color": colors, "size": 5, "opacity": 0.6}
+        plot.add_trace(Scatter(x=x, y=y, text=text, mode="markers", marker=marker), **place)
+        limits = {"x0": 0, "y0": 0, "x1": ttft_ms, "y1": tpot_ms}
+        plot.add_shape(type="rect", **limits, layer="below", line_width=0, fillcolor=_GOOD, opacity=0.14, **place)
+    plot.update_xaxes(range=[0, 1.03 * _RIM * ttft_ms], nticks=4)
+    plot.update_yaxes(range=[0, 1.03 * _RIM * tpot_ms], nticks=4)
+    plot.update_layout(height=280 + 250 * num_rows, showlegend=False)
     subtitle = "Dots are requests; green: within both limits; at the rim: further out; failures are not shown"
-    title = f"Where requests miss the SLO{where}|{subtitle}"
-    return plot.update_layout(title=title, height=230 + 250 * num_rows, showlegend=False)
+    return f"Where requests miss the SLO{where}", subtitle, plot
 
 
 def _line(number: int, label: str) -> dict[str, Any]:
-    """The look of a deployment, the same in all plots."""
+    """Return the look of a deployment, the same in all plots."""
     color, name = COLORS[number % len(COLORS)], escape(label)
     return {
         "mode": "lines+markers",
         "name": name,
         "legendgroup": name,
         "line": {"color": color, "width": 2.5},
-        "marker": {"color": color, "symbol": _SYMBOLS[number % len(_SYMBOLS)], "size": 8},
+        "marker": {"color": color, "symbol": number},
     }
-
-
-def _load_title(grid: Grid) -> str:
-    return "requests at once" if grid.unit == "at once" else grid.unit.replace("req/s", "requests a second")
 
 
 def _settings(run: Run) -> str:
-    settings = {
-        key: value for key, value in public_settings(run.settings).items() if value not in ("", None, {}, [])
-    }
     name = f"{run.label}, {run.workload_name}, {run.load_text}"
-    return f"<b>{escape(name)}</b><pre>{escape(msgspec.json.encode(settings).decode())}</pre>"
+    return f"<b>{escape(name)}</b><pre>{escape(msgspec.json.encode(run.settings).decode())}</pre>"

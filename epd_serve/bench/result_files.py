@@ -26,34 +26,13 @@ import msgspec
 from epd_serve.bench.plan import Gamma, load_of
 from epd_serve.bench.run import Run
 from epd_serve.bench.summary import MS
-from epd_serve.bench.types import Distribution, Record, RunSettings, Share, WindowSummary
-
-_SECRET = re.compile(r"key|secret|password|credential|authorization|(access|auth|bearer)_?token", re.IGNORECASE)
-_HIDDEN = "(hidden)"
+from epd_serve.bench.types import Distribution, Record, Share, Totals
 
 
 def write_result_files(run: Run) -> None:
     """Write AISBench's files and vLLM's result.json into the run's directory."""
     write_aisbench(run.path, run)
     (run.path / "result.json").write_bytes(msgspec.json.encode(vllm_result(run)) + b"\n")
-
-
-def public_settings(settings: RunSettings) -> dict[str, Any]:
-    """Return the settings without secrets among the request's fields, for results that are passed on."""
-    public: dict[str, Any] = msgspec.to_builtins(settings)
-    public["fields"] = _without_secrets(public["fields"])
-    if public["fields"] != settings.fields:  # they were typed as well
-        public["argv"] = [
-            _HIDDEN if before == "--extra-body" or one.startswith("--extra-body=") else one
-            for before, one in zip(["", *settings.argv], settings.argv, strict=False)
-        ]
-    return public
-
-
-def _without_secrets(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _HIDDEN if _SECRET.search(key) else _without_secrets(one) for key, one in value.items()}
-    return [_without_secrets(one) for one in value] if isinstance(value, list) else value
 
 
 def file_name(text: str) -> str:
@@ -66,7 +45,7 @@ _PERCENTILES = ("p75", "p90", "p95", "p99")
 
 
 def vllm_result(run: Run) -> dict[str, Any]:
-    """A run's figures under the names that vLLM's own benchmark uses, for ``result.json``."""
+    """Return a run's figures under the names that vLLM's own benchmark uses."""
     settings, total, records = run.settings, run.total, run.records
     load = load_of(settings)
     result: dict[str, Any] = {
@@ -97,7 +76,7 @@ def vllm_result(run: Run) -> dict[str, Any]:
         "start_times": [record.sent_s or 0.0 for record in records],
         "queue_times": [record.slot_wait_s for record in records],
         "generated_texts": [record.text for record in records],
-        "errors": [_error(record) for record in records],
+        "errors": [f"{record.failure}: {record.detail}" if record.failure else "" for record in records],
         "max_output_tokens_per_s": _most_tokens_in_a_second(run),
         "max_concurrent_requests": total.max_concurrency,
         "rtfx": 0.0,
@@ -105,14 +84,14 @@ def vllm_result(run: Run) -> dict[str, Any]:
     for name in _LATENCIES:
         result |= _latency(name, total.figures.get(name))
     result["epd_serve"] = {
-        "settings": public_settings(settings),
+        "settings": msgspec.to_builtins(settings),
         "summary": msgspec.to_builtins(run.summary),
     }
     return result
 
 
 def _latency(name: str, of: Distribution | None) -> dict[str, float]:
-    """0 where nothing was measured, as vLLM has it."""
+    """Return a latency's statistics in ms; 0 where nothing was measured, as vLLM has it."""
     values = {"mean": 0.0, "median": 0.0, "std": 0.0, **dict.fromkeys(_PERCENTILES, 0.0)}
     if of is not None:
         values = {statistic: MS * getattr(of, statistic) for statistic in values}
@@ -123,52 +102,34 @@ def _of_success(record: Record, value: float | None) -> float:
     return value if record.succeeded and value is not None else 0.0
 
 
-def _error(record: Record) -> str:
-    return "" if record.failure is None else f"{record.failure}: {record.detail}".rstrip(": ")
-
-
 def _most_tokens_in_a_second(run: Run) -> float:
-    sent = [record.sent_s for record in run.records if record.succeeded and record.sent_s is not None]
-    if not sent:
-        return 0.0
-    begin = min(sent)
-    counts = Counter(int(at - begin) for record in run.records if record.succeeded for at in record.token_times_s)
-    return float(max(counts.values(), default=0))
+    begin_s = min((record.sent_s for record in run.records if record.sent_s is not None), default=0.0)
+    times = (at_s for record in run.records if record.succeeded for at_s in record.token_times_s)
+    return float(max(Counter(int(at_s - begin_s) for at_s in times).values(), default=0))
 
 
-STATISTICS = {
-    "Average": "mean",
-    "Min": "min",
-    "Max": "max",
-    "Median": "median",
-    "P75": "p75",
-    "P90": "p90",
-    "P99": "p99",
-}
-#: AISBench's names of our figures, in its order.
+_STATISTICS = ("mean", "min", "max", "median", "p75", "p90", "p99")
+_HEADER = ("Performance Parameters", "Stage", "Average", "Min", "Max", "Median", "P75", "P90", "P99", "N")
+#: AISBench's names of our figures, in its order, with their units; behind the empty line those that it lacks.
 _FIGURES = {
-    "E2EL": "e2el",
-    "TTFT": "ttft",
-    "TPOT": "tpot",
-    "ITL": "itl",
-    "InputTokens": "input_tokens",
-    "OutputTokens": "output_tokens",
-    "OutputTokenThroughput": "output_token_throughput",
-    "PrefillTokenThroughput": "prefill_token_throughput",
+    "E2EL": ("e2el", "ms"),
+    "TTFT": ("ttft", "ms"),
+    "TPOT": ("tpot", "ms"),
+    "ITL": ("itl", "ms"),
+    "InputTokens": ("input_tokens", ""),
+    "OutputTokens": ("output_tokens", ""),
+    "OutputTokenThroughput": ("output_token_throughput", "token/s"),
+    "PrefillTokenThroughput": ("prefill_token_throughput", "token/s"),
+    #
+    "FirstChunkTTFT": ("first_chunk", "ms"),  # AISBench's own TTFT
+    "ScheduledTTFT": ("ttft_scheduled", "ms"),
+    "ScheduledE2EL": ("e2el_scheduled", "ms"),
+    "SendLag": ("send_lag", "ms"),
 }
-#: What it does not have. Its own TTFT is FirstChunkTTFT.
-_MORE_FIGURES = {
-    "FirstChunkTTFT": "first_chunk",
-    "ScheduledTTFT": "ttft_scheduled",
-    "ScheduledE2EL": "e2el_scheduled",
-    "SendLag": "send_lag",
-}
-_COUNTS = ("InputTokens", "OutputTokens")
-_THROUGHPUTS = ("OutputTokenThroughput", "PrefillTokenThroughput")
 
 
 def write_aisbench(directory: Path, run: Run) -> None:
-    """The three files, below ``directory``/performances."""
+    """Write the three files, below ``directory``/performances."""
     folder = directory / "performances" / file_name(run.settings.model)
     folder.mkdir(parents=True, exist_ok=True)
     name = file_name(run.workload_name)
@@ -182,68 +143,55 @@ def write_aisbench(directory: Path, run: Run) -> None:
 
 
 def performance_rows(run: Run) -> list[list[str]]:
-    """The table of figures, its header first."""
-    rows = [["Performance Parameters", "Stage", *STATISTICS, "N"]]
-    for name, figure in {**_FIGURES, **_MORE_FIGURES}.items():
-        for stage, window in _stages(run).items():
-            if (of := window.figures.get(figure)) is not None:
-                rows.append([name, stage, *_row(name, of)])
+    """Return the table of figures, its header first."""
+    rows = [list(_HEADER)]
+    for name, (figure, unit) in _FIGURES.items():
+        scale = MS if unit == "ms" else 1.0
+        for stage, totals in _stages(run).items():
+            if (of := totals.figures.get(figure)) is not None:
+                cells = [f"{_number(scale * getattr(of, one))} {unit}".rstrip() for one in _STATISTICS]
+                rows.append([name, stage, *cells, str(of.n)])
     return rows
 
 
 def common_metrics(run: Run) -> dict[str, dict[str, str | int]]:
-    """Totals by stage. Those of SLO and devices, and latencies since the plan's time, are ours."""
+    """Return the totals by name and stage; AISBench lacks those of SLO and devices."""
     found: dict[str, dict[str, str | int]] = {}
-    for stage, window in _stages(run).items():
-        for name, value in _totals(run, window).items():
+    for stage, totals in _stages(run).items():
+        for name, value in _totals(run, totals).items():
             found.setdefault(name, {})[stage] = value
     return found
 
 
-def _stages(run: Run) -> Mapping[str, WindowSummary]:
-    """The summaries by AISBench's stage names; those of each modality too, where there are several."""
-    summary = run.summary
-    stages = {"total": summary.total}
-    if summary.stable is not None:
-        stages["stable"] = summary.stable
-    stages |= {f"total/{modality}": window for modality, window in summary.by_modality.items()}
-    return stages | {f"stable/{modality}": window for modality, window in summary.stable_by_modality.items()}
+def _stages(run: Run) -> Mapping[str, Totals]:
+    """Return the figures by AISBench's stage name; those of each modality too, where there are several."""
+    by_modality = {f"total/{modality}": totals for modality, totals in run.summary.by_modality.items()}
+    return {"total": run.total, **by_modality}
 
 
-def _row(name: str, of: Distribution) -> list[str]:
-    values = [getattr(of, attribute) for attribute in STATISTICS.values()]
-    if name in _COUNTS:
-        texts = [_number(value) for value in values]
-    elif name in _THROUGHPUTS:
-        texts = [f"{_number(value)} token/s" for value in values]
-    else:
-        texts = [f"{_number(MS * value)} ms" for value in values]
-    return [*texts, str(of.n)]
-
-
-def _totals(run: Run, window: WindowSummary) -> dict[str, str | int]:
+def _totals(run: Run, totals: Totals) -> dict[str, str | int]:
     return {
-        "Benchmark Duration": f"{_number(MS * window.duration_s)} ms",
-        "Total Requests": window.num_requests,
-        "Failed Requests": window.num_failed,
-        "Success Requests": window.num_succeeded,
-        "Concurrency": _number(window.mean_concurrency),
-        "Max Concurrency": run.settings.max_concurrency or window.max_concurrency,
-        "Request Throughput": f"{_number(window.request_throughput)} req/s",
-        "Total Input Tokens": window.total_input_tokens,
-        "Prefill Token Throughput": f"{_number(window.prefill_token_throughput)} token/s",
-        "Total Generated Tokens": window.total_output_tokens,
-        "Input Token Throughput": f"{_number(window.input_token_throughput)} token/s",
-        "Output Token Throughput": f"{_number(window.output_token_throughput)} token/s",
-        "Total Token Throughput": f"{_number(window.total_token_throughput)} token/s",
-        "SLO Attainment": _share(window.attainment),
-        "TTFT Attainment": _share(window.ttft_attainment),
-        "TPOT Attainment": _share(window.tpot_attainment),
-        "Goodput": f"{_number(window.goodput)} req/s",
-        "Goodput Per Device": f"{_number(window.goodput_per_device)} req/s",
-        "Effective Throughput": f"{_number(window.effective_throughput)} token/s",
-        "Effective Throughput Per Device": f"{_number(window.effective_throughput_per_device)} token/s",
-        "Achieved Rate": f"{_number(window.achieved_rate)} req/s",
+        "Benchmark Duration": f"{_number(MS * totals.duration_s)} ms",
+        "Total Requests": totals.num_requests,
+        "Failed Requests": totals.num_failed,
+        "Success Requests": totals.num_succeeded,
+        "Concurrency": _number(totals.mean_concurrency),
+        "Max Concurrency": run.settings.max_concurrency or totals.max_concurrency,
+        "Request Throughput": f"{_number(totals.request_throughput)} req/s",
+        "Total Input Tokens": totals.total_input_tokens,
+        "Prefill Token Throughput": f"{_number(totals.prefill_token_throughput)} token/s",
+        "Total Generated Tokens": totals.total_output_tokens,
+        "Input Token Throughput": f"{_number(totals.input_token_throughput)} token/s",
+        "Output Token Throughput": f"{_number(totals.output_token_throughput)} token/s",
+        "Total Token Throughput": f"{_number(totals.total_token_throughput)} token/s",
+        "SLO Attainment": _share(totals.attainment),
+        "TTFT Attainment": _share(totals.ttft_attainment),
+        "TPOT Attainment": _share(totals.tpot_attainment),
+        "Goodput": f"{_number(totals.goodput)} req/s",
+        "Goodput Per Device": f"{_number(totals.goodput_per_device)} req/s",
+        "Effective Throughput": f"{_number(totals.effective_throughput)} token/s",
+        "Effective Throughput Per Device": f"{_number(totals.effective_throughput_per_device)} token/s",
+        "Achieved Rate": f"{_number(totals.achieved_rate)} req/s",
     }
 
 

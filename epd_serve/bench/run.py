@@ -13,13 +13,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count
 from pathlib import Path
 
 import msgspec
 
-from epd_serve.bench.plan import ClosedLoop, Trace, load_of
 from epd_serve.bench.summary import summarise
-from epd_serve.bench.types import ClientLoad, Record, RunSettings, Summary, WindowSummary
+from epd_serve.bench.types import ClientLoad, Record, RunSettings, Summary, Totals
 
 
 class _RunFile(msgspec.Struct, kw_only=True):
@@ -58,13 +58,10 @@ class Run:
         """Write run.json and records.jsonl. Raises ValueError where the directory holds a run already."""
         if (self.path / "run.json").exists():
             raise ValueError(f"{self.path} holds a run already; name another directory")
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            (self.path / "records.jsonl").write_bytes(msgspec.json.Encoder().encode_lines(self.records))
-            file = _RunFile(settings=self.settings, tester=self.tester)
-            (self.path / "run.json").write_bytes(msgspec.json.format(msgspec.json.encode(file), indent=2))
-        except OSError as error:
-            raise ValueError(f"{self.path}: {error.strerror}; choose another --work-dir") from error
+        self.path.mkdir(parents=True, exist_ok=True)
+        (self.path / "records.jsonl").write_bytes(msgspec.json.Encoder().encode_lines(self.records))
+        file = _RunFile(settings=self.settings, tester=self.tester)
+        (self.path / "run.json").write_bytes(msgspec.json.format(msgspec.json.encode(file), indent=2))
 
     @property
     def is_complete(self) -> bool:
@@ -76,7 +73,7 @@ class Run:
         return summarise(self.settings, self.records, self.tester)
 
     @property
-    def total(self) -> WindowSummary:
+    def total(self) -> Totals:
         """The figures of the whole run; plots use these, as failures and the queue at the end count."""
         return self.summary.total
 
@@ -95,12 +92,9 @@ class Run:
     @property
     def rate(self) -> float | None:
         """Requests a second as planned, of a trace on average; None in a closed loop."""
-        load = load_of(self.settings)
-        if isinstance(load, ClosedLoop):
-            return None
-        if isinstance(load, Trace):
-            return self.total.achieved_rate if self.total.planned_rate is None else self.total.planned_rate
-        return load.rate
+        if self.settings.arrivals != "trace":
+            return self.settings.rate
+        return self.total.achieved_rate if self.total.planned_rate is None else self.total.planned_rate
 
     @property
     def load_text(self) -> str:
@@ -121,16 +115,13 @@ def read_runs(path: Path) -> list[Run]:
 def new_directory(work_dir: Path) -> Path:
     """Make ``<work_dir>/<YYYYmmdd_HHMMSS>``, with a number behind it where that exists. Raises ValueError."""
     stamp = time.strftime("%Y%m%d_%H%M%S")
-    number = 1
-    while True:
+    for number in count(1):
         path = work_dir / (stamp if number == 1 else f"{stamp}_{number}")
         try:
             path.mkdir(parents=True)
         except FileExistsError:
-            if not path.is_dir():
-                raise ValueError(f"{path} is a file; choose another --work-dir") from None
-            number += 1
+            continue
         except OSError as error:
             raise ValueError(f"{path}: {error.strerror}; choose another --work-dir") from error
-        else:
-            return path
+        return path
+    raise AssertionError

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
+import aiohttp
 import msgspec
 import pybase64
 
-from epd_serve.bench.answer import Answer
-from epd_serve.bench.client import Exchange, HttpClient
+from epd_serve.bench.client import send
 from epd_serve.bench.plan import Chain, Plan
 from epd_serve.bench.types import Failure, Item, Media, Message, Record, RunSettings
 
-CHAT_PATH = "/v1/chat/completions"
 _LAG_INTERVAL_S = 0.05
-_encoder = msgspec.json.Encoder()
-#: Part by what a media type begins with.
+#: Part of a message by the first half of its media type.
 _PARTS = {"image": "image_url", "audio": "audio_url", "video": "video_url"}
 
 
@@ -28,26 +27,30 @@ class Runner:
     Attributes:
         records: of the requests that have ended.
         num_sent: requests sent so far.
-        active: requests that are under way.
         lags_s: lateness of the event loop's timers, taken twenty times a second.
     """
 
-    def __init__(
-        self, plan: Plan, client: HttpClient, settings: RunSettings, headers: Callable[[int], dict[str, str]]
-    ) -> None:
-        """``headers``: those of the request with an index."""
+    def __init__(self, plan: Plan, http: aiohttp.ClientSession, settings: RunSettings) -> None:
         self._plan = plan
-        self._client = client
+        self._http = http
         self._settings = settings
-        self._headers = headers
+        self._name = os.urandom(6).hex()
         self._slots = asyncio.Semaphore(settings.max_concurrency or 1 << 30)
         self._stopping = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._zero_s = 0.0
         self.records: list[Record] = []
         self.num_sent = 0
-        self.active: set[Exchange] = set()
         self.lags_s: list[float] = [0.0]
+
+    @property
+    def num_active(self) -> int:
+        """Requests under way."""
+        return self.num_sent - sum(record.sent_s is not None for record in self.records)
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._stopping.is_set()
 
     async def run(self) -> None:
         """Send all requests, until all are answered or :meth:`stop` was called."""
@@ -65,16 +68,15 @@ class Runner:
             lag.cancel()
 
     def stop(self) -> None:
-        """Send nothing more, and wait for what is under way."""
+        """Send no further request, and wait for those under way."""
         self._stopping.set()
 
     def abandon(self) -> None:
-        """Leave what is under way, without a record."""
-        self.stop()
+        """Cancel the requests under way; they get no record."""
         for task in self._tasks:
             task.cancel()
 
-    def _start(self, group: asyncio.TaskGroup, work: Any) -> None:
+    def _start(self, group: asyncio.TaskGroup, work: Coroutine[Any, Any, None]) -> None:
         task = group.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -92,81 +94,69 @@ class Runner:
     async def _send_in_turn(self, chains: Iterator[Chain]) -> None:
         """Closed loop: one user, who begins a conversation when the one before has ended."""
         for chain in chains:
-            if self._stopping.is_set():
+            if self.is_stopping:
                 return
-            await self._converse(chain, self._now(), None)
+            await self._converse(chain, self._now(), self._body(chain.items[0], []))
 
-    async def _converse(self, chain: Chain, scheduled_s: float, body: bytes | None) -> None:
+    async def _converse(self, chain: Chain, scheduled_s: float, body: bytes) -> None:
         history: list[dict[str, Any]] = []
         for turn, item in enumerate(chain.items):
             if turn:
                 planned_s = 0.0 if item.arrival_s is None else item.arrival_s * self._plan.time_scale
                 scheduled_s = max(self._now() + item.think_s, planned_s if chain.at_s is not None else 0.0)
-                body = None
+                body = self._body(item, history)
                 if not await self._sleep_until(scheduled_s):
                     return
-            record = await self._request(item, body or self._body(item, history), scheduled_s)
+            record = await self._request(item, body, scheduled_s)
             if record is None:
                 return
             self.records.append(record)
             if record.failure is not None:
-                for later in chain.items[turn + 1 :]:  # never sent, and failures all the same
-                    never = Record(
+                self.records += [  # never sent, and failures all the same
+                    Record(
                         **_names(later),
                         scheduled_s=record.finish_s,
                         finish_s=record.finish_s,
                         failure=Failure.NOT_SENT,
                         detail=f"turn {turn} failed",
                     )
-                    self.records.append(never)
+                    for later in chain.items[turn + 1 :]
+                ]
                 return
             history += [*map(wire_message, item.messages), {"role": "assistant", "content": record.text}]
 
     async def _request(self, item: Item, body: bytes, scheduled_s: float) -> Record | None:
         """Send one request; None where the run was stopped before a slot was free."""
         since_s = self._now()
+        name = f"bench-{self._name}-{item.index}"
+        headers = {"Content-Type": "application/json", "Accept": "text/event-stream", "x-request-id": name}
+        url = f"{self._settings.base_url}/v1/chat/completions"
         async with self._slots:
-            if self._stopping.is_set():
+            if self.is_stopping:
                 return None
             slot_wait_s = self._now() - since_s
-            exchange = Exchange(Answer())
-            self.active.add(exchange)
             self.num_sent += 1
-            try:
-                await self._client.send(
-                    exchange,
-                    *("POST", CHAT_PATH, body, self._headers(item.index)),
-                    timeout_s=self._settings.timeout_s,
-                )
-            finally:
-                self.active.remove(exchange)
-        return self._record(item, exchange, len(body), scheduled_s, slot_wait_s)
-
-    def _record(
-        self, item: Item, exchange: Exchange, num_bytes: int, scheduled_s: float, slot_wait_s: float
-    ) -> Record:
-        answer = exchange.answer
-        assert answer is not None and exchange.finish_s is not None
+            answer = await send(self._http, url, body, headers, self._settings.timeout_s)
         times = [self._since_zero(at_s) for at_s in answer.token_times_s]
         return Record(
             **_names(item),
             scheduled_s=round(scheduled_s, 6),
-            sent_s=self._since_zero(exchange.sent_s),
+            sent_s=self._since_zero(answer.sent_s),
             first_chunk_s=None if answer.first_chunk_s is None else self._since_zero(answer.first_chunk_s),
             first_token_s=times[0] if times else None,
             token_times_s=times,
             last_event_s=None if answer.last_event_s is None else self._since_zero(answer.last_event_s),
-            finish_s=self._since_zero(exchange.finish_s),
+            finish_s=self._since_zero(answer.finish_s),
             num_prompt_tokens=answer.prompt_tokens,
             num_output_tokens=len(times) if answer.completion_tokens is None else answer.completion_tokens,
             has_usage=answer.completion_tokens is not None,
             num_cached_tokens=answer.cached_tokens,
             finish_reason=answer.finish_reason,
-            status=exchange.status or None,
-            failure=exchange.failure,
-            detail=exchange.detail,
-            num_body_bytes=num_bytes,
-            request_id=self._headers(item.index)["x-request-id"],
+            status=answer.status or None,
+            failure=answer.failure,
+            detail=answer.detail,
+            num_body_bytes=len(body),
+            request_id=name,
             text="".join(answer.text),
             slot_wait_s=round(slot_wait_s, 6),
         )
@@ -188,7 +178,7 @@ class Runner:
                     await self._stopping.wait()
             except TimeoutError:
                 pass
-        return not self._stopping.is_set()
+        return not self.is_stopping
 
     async def _watch_lag(self) -> None:
         while True:
@@ -225,15 +215,13 @@ def chat_body(item: Item, history: Sequence[dict[str, Any]], model: str, fields:
         **fields,
         **item.fields,
     }
-    return _encoder.encode(body)
+    return msgspec.json.encode(body)
 
 
 def _part(part: str | Media) -> dict[str, Any]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
-    kind = _PARTS.get(part.mime.partition("/")[0])
-    if kind is None:
-        raise ValueError(f"media type {part.mime!r} is none of image/..., audio/... and video/...")
+    kind = _PARTS[part.mime.partition("/")[0]]
     return {"type": kind, kind: {"url": part.url or _data_url(part)}}
 
 

@@ -1,32 +1,25 @@
-"""The server under test: its model, and the stages of its requests where it is an epd-serve gateway."""
+"""The server under test: its model, and its topology where it is an epd-serve gateway."""
 
 from __future__ import annotations
 
-import os
+from dataclasses import dataclass
 
+import aiohttp
 import msgspec
 
 from device.datasheets import emulated_kind
-from epd_serve.bench.client import HttpClient
-from epd_serve.bench.types import StageSpan
+from epd_serve.bench.answer import error_message
 
 #: A gateway may hold its first answer back until its instances have loaded their model.
-MEET_TIMEOUT_S = 60.0
-_DASHBOARD_TIMEOUT_S = 10.0
+_MEET_TIMEOUT = aiohttp.ClientTimeout(total=60)
 
 
-class _Stage(msgspec.Struct):
-    stage: str
-    start_ms: float
-    ms: float
-    instance: str = ""
-    feature: str = ""
-    failed: bool = False
-
-
-class _Request(msgspec.Struct):
+class _Model(msgspec.Struct):
     id: str
-    stages: list[_Stage]
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
 
 
 class _Instance(msgspec.Struct):
@@ -37,102 +30,54 @@ class _Dashboard(msgspec.Struct):
     """The fields of our gateway's /dashboard/data that the load tester reads."""
 
     version: str
-    requests: list[_Request]
     topology: str | None = None
     instances: list[_Instance] = []
 
 
+@dataclass(frozen=True, kw_only=True)
 class Server:
-    """One server.
+    """A server as it describes itself; other servers than our gateway tell their model alone."""
 
-    Attributes:
-        model: the model to ask for.
-        is_ours: whether it is an epd-serve gateway, which tells the stages of its requests.
-        topology, version: of such a gateway.
-        emulated: the emulated devices of its instances, as "emulated h200"; "" where there is none.
-        stages: stages of the requests seen so far, by index.
+    model: str
+    topology: str = ""
+    version: str = ""
+    emulated: str = ""  # the emulated devices of its instances, as "emulated h200"
+
+
+async def meet(http: aiohttp.ClientSession, url: str, model: str) -> Server:
+    """Ask the server for its models and its topology; ``model``: "" takes its only one.
+
+    Raises ValueError where it does not answer, lacks the model, or has several models and none is named.
     """
+    try:
+        async with http.get(f"{url}/v1/models", timeout=_MEET_TIMEOUT) as answer:
+            body = await answer.read()
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        raise ValueError(f"no answer from {url}/v1/models: {error}; is --base-url right?") from error
+    if answer.status == 401:
+        raise ValueError(f"{url} refuses the API key (HTTP 401: {error_message(body)}); export OPENAI_API_KEY=KEY")
+    try:
+        names = [one.id for one in msgspec.json.decode(body, type=_Models).data]
+    except msgspec.MsgspecError:
+        raise ValueError(
+            f"{url}/v1/models: status {answer.status}: {error_message(body)}; is --base-url right?"
+        ) from None
+    if (model and model not in names) or (not model and len(names) != 1):
+        raise ValueError(f"{url} has the models {', '.join(names) or '(none)'}; name one of them with --model")
+    return await _describe(http, url, model or names[0])
 
-    def __init__(self, client: HttpClient) -> None:
-        self._client = client
-        self._prefix = int.from_bytes(os.urandom(4))
-        self._rest = os.urandom(12).hex()
-        self.model = ""
-        self.is_ours = False
-        self.topology = self.version = self.emulated = ""
-        self.stages: dict[int, list[StageSpan]] = {}
 
-    async def meet(self, model: str) -> None:
-        """Ask the server for its models and what it is; ``model``: "" takes its only one.
-
-        Raises ValueError where it does not answer, lacks the model, or has several models and none is named.
-        """
-        answer = await self._client.get("/v1/models", timeout_s=MEET_TIMEOUT_S)
-        url = self._client.base_url
-        if answer.status == 401:
-            raise ValueError(f"{url} refuses the API key (HTTP 401: {answer.detail}); export OPENAI_API_KEY=KEY")
-        if answer.failure is not None:
-            raise ValueError(f"{url}/v1/models: {answer.failure}: {answer.detail}; is --base-url right?")
-        try:
-            names = [str(one["id"]) for one in msgspec.json.decode(bytes(answer.body))["data"]]
-        except (msgspec.MsgspecError, KeyError, TypeError):
-            names = []
-        if not model and len(names) != 1:
-            raise ValueError(f"{url} has the models {', '.join(names) or '(none)'}; name one with --model")
-        if model and names and model not in names:
-            raise ValueError(f"{url} has no model {model}; it has {', '.join(names)}")
-        self.model = model or names[0]
-        dashboard = await self._dashboard()
-        if dashboard is not None:
-            self.is_ours = True
-            self.topology, self.version = dashboard.topology or "", dashboard.version
-            kinds = {
-                emulated_kind(one.device)
-                for one in dashboard.instances
-                if one.device and one.device.startswith("emulated:")
-            }
-            self.emulated = f"emulated {', '.join(sorted(kinds))}" if kinds else ""
-
-    def headers(self, index: int) -> dict[str, str]:
-        """Return the headers that name a request in the server's logs; a warm-up has a negative index."""
-        trace = f"{(self._prefix + index) & 0xFFFFFFFF:08x}{self._rest}"
-        return {
-            "Content-Type": "application/json",
-            "Accept": "text/event-stream",
-            "x-request-id": f"bench-{self._rest[:12]}-{index}",
-            "traceparent": f"00-{trace}-{index + (1 << 40):016x}-00",
-        }
-
-    async def read_stages(self) -> bool:
-        """Add to ``stages`` what the gateway's dashboard shows of its last requests.
-
-        Returns whether some requests may have been missed, as all that it shows are new.
-        """
-        dashboard = await self._dashboard()
-        if dashboard is None:
-            return False
-        num_known = 0
-        for request in dashboard.requests:
-            index = (int(request.id, 16) - self._prefix) & 0xFFFFFFFF
-            num_known += index in self.stages
-            self.stages[index] = [
-                StageSpan(
-                    stage=one.stage,
-                    start_s=round(one.start_ms / 1e3, 6),
-                    duration_s=round(one.ms / 1e3, 6),
-                    instance=one.instance,
-                    feature=one.feature,
-                    failed=one.failed,
-                )
-                for one in request.stages
-            ]
-        return bool(dashboard.requests) and not num_known
-
-    async def _dashboard(self) -> _Dashboard | None:
-        answer = await self._client.get("/dashboard/data", timeout_s=_DASHBOARD_TIMEOUT_S)
-        if answer.failure is not None:
-            return None
-        try:
-            return msgspec.json.decode(bytes(answer.body), type=_Dashboard)
-        except msgspec.MsgspecError:  # another program's dashboard
-            return None
+async def _describe(http: aiohttp.ClientSession, url: str, model: str) -> Server:
+    try:
+        async with http.get(f"{url}/dashboard/data", timeout=_MEET_TIMEOUT) as answer:
+            dashboard = msgspec.json.decode(await answer.read(), type=_Dashboard)
+    except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError):  # another program
+        return Server(model=model)
+    devices = {one.device for one in dashboard.instances if one.device and one.device.startswith("emulated:")}
+    kinds = ", ".join(sorted({emulated_kind(one) for one in devices}))
+    return Server(
+        model=model,
+        topology=dashboard.topology or "",
+        version=dashboard.version,
+        emulated=f"emulated {kinds}" if kinds else "",
+    )

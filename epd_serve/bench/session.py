@@ -16,21 +16,20 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 
+import aiohttp
 import uvloop
 from rich.console import Console
 
 from epd_serve import __version__
-from epd_serve.bench.client import HttpClient
+from epd_serve.bench.client import open_session
 from epd_serve.bench.plan import ClosedLoop, Plan, load_of, make_plan, take_items
 from epd_serve.bench.run import Run
 from epd_serve.bench.runner import Runner
-from epd_serve.bench.server import Server
+from epd_serve.bench.server import meet
 from epd_serve.bench.statistics import percentile
 from epd_serve.bench.types import ClientLoad, Item, RunSettings, Workload
 from epd_serve.rpc.descriptors import raise_limit
 
-#: Our gateway shows its last 30 requests. Where more end in the shorter of these, some remain without stages.
-_STAGES_INTERVAL_S = (0.25, 1.0)
 #: Added to the seed for warm-ups: other pictures and texts, so that no cache has those that are measured.
 _WARM_UP_SEED = 7_919
 _PROGRESS_S = 5.0
@@ -66,27 +65,21 @@ class Session:
         return run
 
     async def _run(self, path: Path, settings: RunSettings, plan: Plan, warm_ups: Sequence[Item]) -> Run:
-        async with HttpClient(settings.base_url, api_key=self.api_key) as client:
-            server = Server(client)
-            await server.meet(settings.model)
-            settings.model = server.model
-            settings.topology, settings.emulated = server.topology, server.emulated
+        async with open_session(settings.base_url, self.api_key) as http:
+            server = await meet(http, settings.base_url, settings.model)
+            settings.model, settings.topology, settings.emulated = server.model, server.topology, server.emulated
             settings.versions = {"epd-serve": __version__, "python": platform.python_version()}
             if server.version:
                 settings.versions["server"] = f"epd-serve {server.version}"
-            await self._warm_up(client, server, settings, warm_ups)
+            await self._warm_up(http, settings, warm_ups)
             settings.created_unix_s = time.time()
-            runner = Runner(plan, client, settings, server.headers)
-            tester = await self._measure(runner, server, settings)
+            runner = Runner(plan, http, settings)
+            tester = await self._measure(runner, settings)
         records = sorted(runner.records, key=lambda record: record.index)
-        for record in records:
-            record.stages = server.stages.get(record.index, [])
         return Run(path=path, settings=settings, records=records, tester=tester)
 
-    async def _measure(self, runner: Runner, server: Server, settings: RunSettings) -> ClientLoad:
-        watchers = [asyncio.create_task(self._show_progress(runner, settings))]
-        if server.is_ours:
-            watchers.append(asyncio.create_task(_watch_stages(server)))
+    async def _measure(self, runner: Runner, settings: RunSettings) -> ClientLoad:
+        progress = asyncio.create_task(self._show_progress(runner, settings))
         gc.collect()
         gc.freeze()  # the workload is not looked through again
         began_s, cpu_s = perf_counter(), time.process_time()
@@ -96,20 +89,14 @@ class Session:
         finally:
             wall_s, cpu_s = perf_counter() - began_s, time.process_time() - cpu_s
             gc.unfreeze()
-            for watcher in watchers:
-                watcher.cancel()
-        if server.is_ours:
-            await asyncio.sleep(0.1)  # the gateway records a request after its last byte
-            await server.read_stages()
+            progress.cancel()
         lags = sorted(runner.lags_s)
         return ClientLoad(wall_s=wall_s, cpu_s=cpu_s, loop_lag_p99_s=percentile(lags, 99), loop_lag_max_s=lags[-1])
 
-    async def _warm_up(
-        self, client: HttpClient, server: Server, settings: RunSettings, items: Sequence[Item]
-    ) -> None:
+    async def _warm_up(self, http: aiohttp.ClientSession, settings: RunSettings, items: Sequence[Item]) -> None:
         """Send the warm-up requests one after the other, uncounted. Raises ValueError where all of them fail."""
         alone = [replace(item, index=-1 - item.index, conversation=None, turn=0) for item in items]
-        runner = Runner(make_plan(alone, ClosedLoop(concurrency=1), 0), client, settings, server.headers)
+        runner = Runner(make_plan(alone, ClosedLoop(concurrency=1), 0), http, settings)
         await runner.run()
         failed = [record for record in runner.records if record.failure is not None]
         if failed:
@@ -120,21 +107,18 @@ class Session:
 
     @contextmanager
     def _interruptible(self, runner: Runner) -> Iterator[None]:
-        """Stop the run at Ctrl-C: the first waits for requests under way, the second leaves them."""
+        """Stop the run at Ctrl-C: the first waits for requests under way, the second cancels them."""
         if threading.current_thread() is not threading.main_thread():  # only that thread receives signals
             yield
             return
         loop = asyncio.get_running_loop()
-        presses = 0
 
         def press() -> None:
-            nonlocal presses
-            presses += 1
-            if presses == 1:
-                self._say(f"stopping: {len(runner.active)} requests are under way; Ctrl-C again leaves them")
-                runner.stop()
-            else:
+            if runner.is_stopping:
                 runner.abandon()
+            else:
+                self._say(f"stopping: {runner.num_active} requests are under way; Ctrl-C again leaves them")
+                runner.stop()
 
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, press)
@@ -145,35 +129,20 @@ class Session:
                 loop.remove_signal_handler(number)
 
     async def _show_progress(self, runner: Runner, settings: RunSettings) -> None:
-        began_s, sent = perf_counter(), 0
+        sent = 0
         while True:
             await asyncio.sleep(_PROGRESS_S)
             recent = runner.records[-_NUM_RECENT:]
             failed = sum(record.failure is not None for record in runner.records)
-            line = "  ".join(
-                (
-                    settings.label or settings.workload,
-                    f"{len(runner.records)}/{settings.num_requests}",
-                    f"{(runner.num_sent - sent) / _PROGRESS_S:.1f} req/s",
-                    f"POST={runner.num_sent} FAIL={failed} FINISH={len(runner.records)}",
-                    f"TTFT={_median_ms([one.ttft_s for one in recent])}",
-                    f"TPOT={_median_ms([one.tpot_s for one in recent])}",
-                    f"{perf_counter() - began_s:.0f} s",
-                )
-            )
+            name, done = settings.label or settings.workload, f"{len(runner.records)}/{settings.num_requests}"
+            rate = f"{(runner.num_sent - sent) / _PROGRESS_S:.1f} req/s"
+            ttft, tpot = _median_ms([one.ttft_s for one in recent]), _median_ms([one.tpot_s for one in recent])
+            state = f"{runner.num_active} under way, {failed} failed"
+            self._say(f"{name}  {done}  {rate}  {state}  TTFT={ttft}  TPOT={tpot}")
             sent = runner.num_sent
-            self._say(line)
 
     def _say(self, text: str) -> None:
         self.console.print(text, soft_wrap=True, highlight=False, markup=False)
-
-
-async def _watch_stages(server: Server) -> None:
-    least_s, interval_s = _STAGES_INTERVAL_S
-    while True:
-        await asyncio.sleep(interval_s)
-        if await server.read_stages():
-            interval_s = max(least_s, interval_s / 2)
 
 
 def _median_ms(seconds: Sequence[float | None]) -> str:

@@ -1,5 +1,4 @@
-"""Percentiles, distributions, the interval of a share, and the stable part of a run: neither filling up nor
-draining."""
+"""Percentiles, distributions, the interval of a share, and the number of requests under way."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ def percentile(ascending: Sequence[float], q: float) -> float:
 
 
 def distribution(values: Iterable[float]) -> Distribution | None:
-    """The distribution of the values; None where there are none."""
+    """Return the distribution of the values; None where there are none."""
     ascending = sorted(values)
     if not ascending:
         return None
@@ -46,7 +45,7 @@ def distribution(values: Iterable[float]) -> Distribution | None:
 
 
 def least_number(q: float) -> int:
-    """The least number of values from which a percentile may be taken."""
+    """Return the least number of values from which a percentile may be taken."""
     return math.ceil(_LEAST_BEYOND / (1 - q / 100) - 1e-9)
 
 
@@ -67,27 +66,20 @@ def wilson(part: int, whole: int) -> Share:
     )
 
 
-#: Requests below which a window says nothing.
-LEAST_REQUESTS = 10
-#: The filling takes at most this part of the time in which requests are sent.
-_LONGEST_FILL = 0.25
-
-
 def load_curve(records: Sequence[Record]) -> list[tuple[float, int]]:
-    """(time, requests on their way from then on), ascending in time."""
-    spans = _spans(records)
-    events = sorted(event for sent_s, finish_s in spans for event in ((sent_s, 1), (finish_s, -1)))
+    """Return (time, requests under way from then on), ascending in time."""
+    events = sorted(
+        event
+        for record in records
+        if record.sent_s is not None
+        for event in ((record.sent_s, 1), (record.finish_s, -1))
+    )
     numbers = accumulate(change for _, change in events)
     return [(at_s, number) for (at_s, _), number in zip(events, numbers, strict=True)]
 
 
-def _spans(records: Sequence[Record]) -> list[tuple[float, float]]:
-    """(time of the sending, time of the end) of the requests that were sent, in the order of their sending."""
-    return sorted((record.sent_s, record.finish_s) for record in records if record.sent_s is not None)
-
-
 def mean_concurrency(curve: Sequence[tuple[float, int]], begin_s: float, end_s: float) -> float:
-    """Requests on their way, on average over ``[begin_s, end_s)``."""
+    """Return the mean number of requests under way over ``[begin_s, end_s)``."""
     if end_s <= begin_s:
         return 0.0
     area, number, since_s = 0.0, 0, begin_s
@@ -101,32 +93,8 @@ def mean_concurrency(curve: Sequence[tuple[float, int]], begin_s: float, end_s: 
     return (area + number * (end_s - since_s)) / (end_s - begin_s)
 
 
-def stable_window(records: Sequence[Record], concurrency: int | None) -> tuple[float, float] | None:
-    """``[begin_s, end_s)`` by the time of the sending; None where too few requests lie in it.
-
-    Closed loop: from when all users were at work and one request of each had been answered, to when a user found
-    nothing more to send. Open loop: from one median latency after the first request (by Little's law a server that
-    keeps up has then as many requests as it will have), to the last request that was sent.
-    """
-    spans = _spans(records)
-    if len(spans) < LEAST_REQUESTS:
-        return None
-    times = [sent_s for sent_s, _ in spans]
-    if concurrency is not None:
-        if len(spans) < 2 * concurrency:
-            return None
-        begin_s = max(times[concurrency - 1], max(finish_s for _, finish_s in spans[:concurrency]))
-        end_s = times[-1]
-    else:
-        latencies = sorted(finish_s - sent_s for sent_s, finish_s in spans)
-        fill_s = min(latencies[len(latencies) // 2], _LONGEST_FILL * (times[-1] - times[0]))
-        begin_s, end_s = times[0] + fill_s, times[-1]
-    within = sum(begin_s <= at_s < end_s for at_s in times)
-    return (begin_s, end_s) if within >= LEAST_REQUESTS else None
-
-
 def is_growing(curve: Sequence[tuple[float, int]], begin_s: float, end_s: float) -> bool:
-    """Whether the requests on their way became more throughout: then the server does not keep up."""
+    """Whether the requests under way became more throughout: then the server does not keep up."""
     third_s = (end_s - begin_s) / 3
     parts = [
         mean_concurrency(curve, begin_s + part * third_s, begin_s + (part + 1) * third_s) for part in range(3)

@@ -14,10 +14,9 @@ from epd_serve.bench.statistics import (
     load_curve,
     mean_concurrency,
     percentile,
-    stable_window,
     wilson,
 )
-from epd_serve.bench.types import ClientLoad, Distribution, Record, RunSettings, Summary, WindowSummary
+from epd_serve.bench.types import ClientLoad, Distribution, Record, RunSettings, Summary, Totals
 
 #: Milliseconds in a second.
 MS = 1e3
@@ -43,25 +42,17 @@ def summarise(settings: RunSettings, records: Sequence[Record], tester: ClientLo
     """Return the figures of a run. Raises ValueError where there is no record."""
     if not records:
         raise ValueError("the run has no finished request")
-    load = load_of(settings)
-    window = stable_window(records, load.concurrency if isinstance(load, ClosedLoop) else None)
+    total = _totals(settings, records)
     modalities = sorted({record.modality for record in records})
-    of = {name: [one for one in records if one.modality == name] for name in modalities if len(modalities) > 1}
-    summary = Summary(
-        total=_of_window(settings, records, "all", None),
-        stable=window and _of_window(settings, records, "all", window),
-        by_modality={name: _of_window(settings, some, name, None) for name, some in of.items()},
-        stable_by_modality={name: _of_window(settings, some, name, window) for name, some in of.items()}
-        if window
-        else {},
-        warnings=[],
+    return Summary(
+        total=total,
+        by_modality={
+            name: _totals(settings, [one for one in records if one.modality == name])
+            for name in modalities
+            if len(modalities) > 1
+        },
+        warnings=[*_warn_of_tester(settings, records, tester, total), *_warn_of_server(settings, records, total)],
     )
-    summary.warnings = [
-        *_warn_of_tester(settings, records, tester, summary),
-        *_warn_of_server(settings, records, summary),
-        *_warn_of_numbers(summary),
-    ]
-    return summary
 
 
 def attains(record: Record, settings: RunSettings) -> tuple[bool, bool]:
@@ -70,54 +61,28 @@ def attains(record: Record, settings: RunSettings) -> tuple[bool, bool]:
         return False, False
     ttft_s, tpot_s = record.ttft_scheduled_s, record.tpot_s
     return (
-        ttft_s is not None and ttft_s * 1e3 <= settings.slo.ttft_ms,
-        tpot_s is None or tpot_s * 1e3 <= settings.slo.tpot_ms,
+        ttft_s is not None and ttft_s * MS <= settings.slo.ttft_ms,
+        tpot_s is None or tpot_s * MS <= settings.slo.tpot_ms,
     )
 
 
-def _of_window(
-    settings: RunSettings, records: Sequence[Record], name: str, window: tuple[float, float] | None
-) -> WindowSummary:
-    """The figures of a window: latencies of the requests sent in it, and the throughput that ended in it; None
-    stands for the whole run.
-
-    A turn that was never sent, because the turn before it failed, counts at its scheduled time.
-    """
-    finished = [record for record in records if record.succeeded]
+def _totals(settings: RunSettings, records: Sequence[Record]) -> Totals:
     curve = load_curve(records)
-    if window is None:
-        begin_s = min(record.scheduled_s for record in records)
-        end_s = max(record.finish_s for record in records)
-        num_finished, output_tokens = len(finished), float(sum(record.num_output_tokens for record in finished))
-    else:
-        begin_s, end_s = window
-        records = [
-            record
-            for record in records
-            if begin_s <= (record.scheduled_s if record.sent_s is None else record.sent_s) < end_s
-        ]
-        num_finished = sum(begin_s <= record.finish_s < end_s for record in finished)
-        output_tokens = 0.0
-        for record in finished:
-            in_time = sum(begin_s <= at_s < end_s for at_s in record.token_times_s)
-            output_tokens += in_time * record.num_output_tokens / len(record.token_times_s)
+    begin_s = min(record.scheduled_s for record in records)
+    end_s = max(record.finish_s for record in records)
     duration_s = max(end_s - begin_s, 1e-9)
     succeeded = [record for record in records if record.succeeded]
     kept = [attains(record, settings) for record in records]
     good = [record for record, both in zip(records, kept, strict=True) if all(both)]
     input_tokens = sum(record.num_prompt_tokens or 0 for record in succeeded)
-    input_rate = num_finished / len(succeeded) * input_tokens / duration_s if succeeded else 0.0
+    output_tokens = sum(record.num_output_tokens for record in succeeded)
     ttft_s = sum(record.ttft_s or 0.0 for record in succeeded)
     goodput = len(good) / duration_s
     effective = sum(record.num_output_tokens for record in good) / duration_s
-    # of a later turn, and in a closed loop, answers decide the time
+    # answers decide the time of a later turn, and of a closed loop's requests
     is_planned = len(records) > 1 and not any(record.turn for record in records)
     is_planned = is_planned and not isinstance(load_of(settings), ClosedLoop)
-    devices = settings.num_devices
-    return WindowSummary(
-        modality=name,
-        begin_s=begin_s,
-        end_s=end_s,
+    return Totals(
         duration_s=duration_s,
         num_requests=len(records),
         num_succeeded=len(succeeded),
@@ -127,45 +92,31 @@ def _of_window(
         attainment=wilson(len(good), len(records)),
         ttft_attainment=wilson(sum(ttft for ttft, _ in kept), len(records)),
         tpot_attainment=wilson(sum(tpot for _, tpot in kept), len(records)),
-        request_throughput=num_finished / duration_s,
-        input_token_throughput=input_rate,
+        request_throughput=len(succeeded) / duration_s,
+        input_token_throughput=input_tokens / duration_s,
         output_token_throughput=output_tokens / duration_s,
-        total_token_throughput=input_rate + output_tokens / duration_s,
+        total_token_throughput=(input_tokens + output_tokens) / duration_s,
         prefill_token_throughput=input_tokens / ttft_s if ttft_s else 0.0,
         goodput=goodput,
-        goodput_per_device=goodput / devices,
+        goodput_per_device=goodput / settings.num_devices,
         effective_throughput=effective,
-        effective_throughput_per_device=effective / devices,
+        effective_throughput_per_device=effective / settings.num_devices,
         achieved_rate=_rate([record.sent_s for record in records if record.sent_s is not None]),
         planned_rate=_rate([record.scheduled_s for record in records]) if is_planned else None,
         mean_concurrency=mean_concurrency(curve, begin_s, end_s),
-        max_concurrency=max((number for at_s, number in curve if begin_s <= at_s < end_s), default=0),
+        max_concurrency=max((number for _, number in curve), default=0),
         total_input_tokens=input_tokens,
-        total_output_tokens=sum(record.num_output_tokens for record in succeeded),
-        stages=_stages(succeeded),
+        total_output_tokens=output_tokens,
     )
 
 
 def _figures(records: Sequence[Record]) -> dict[str, Distribution]:
-    found = {}
-    for name, figure in FIGURES.items():
-        one = distribution(value for record in records if (value := figure(record)) is not None)
-        if one is not None:
-            found[name] = one
-    gaps = distribution(chain.from_iterable(record.itl_s for record in records))
-    return found if gaps is None else {**found, "itl": gaps}
-
-
-def _stages(records: Sequence[Record]) -> dict[str, Distribution]:
-    """Seconds of each stage; several encodes of a request run side by side, so the longest counts."""
-    longest: dict[str, list[float]] = {}
-    for record in records:
-        of_request: dict[str, float] = {}
-        for span in record.stages:
-            of_request[span.stage] = max(of_request.get(span.stage, 0.0), span.duration_s)
-        for name, seconds in of_request.items():
-            longest.setdefault(name, []).append(seconds)
-    return {name: one for name, values in longest.items() if (one := distribution(values)) is not None}
+    found = {
+        name: distribution(value for record in records if (value := figure(record)) is not None)
+        for name, figure in FIGURES.items()
+    }
+    found["itl"] = distribution(chain.from_iterable(record.itl_s for record in records))
+    return {name: one for name, one in found.items() if one is not None}
 
 
 def _rate(times: Sequence[float]) -> float:
@@ -180,10 +131,9 @@ _MOST_CPU = 0.9
 
 
 def _warn_of_tester(
-    settings: RunSettings, records: Sequence[Record], tester: ClientLoad | None, summary: Summary
+    settings: RunSettings, records: Sequence[Record], tester: ClientLoad | None, total: Totals
 ) -> list[str]:
     found = []
-    total = summary.total
     if settings.emulated:
         found.append(
             f"The devices are {settings.emulated}: queues and the host's work are real, the times of steps and "
@@ -196,16 +146,9 @@ def _warn_of_tester(
     lags = sorted(
         one.send_lag_s - one.slot_wait_s for one in records if one.send_lag_s is not None and not one.turn
     )
-    if lags and (late_s := percentile(lags, 99)) > _MOST_LAG_S:
-        found.append(
-            f"The tester cannot keep up: 1 % of the requests were sent {late_s * 1e3:.0f} ms late or more, "
-            "without having waited for a client slot. Latencies from the scheduled time contain it."
-        )
-    if tester is not None and tester.loop_lag_p99_s > _MOST_LAG_S:
-        found.append(
-            f"The tester's event loop was late by {tester.loop_lag_p99_s * 1e3:.0f} ms (p99): all times "
-            "may be as wrong."
-        )
+    late_s = max(percentile(lags, 99) if lags else 0.0, tester.loop_lag_p99_s if tester else 0.0)
+    if late_s > _MOST_LAG_S:
+        found.append(f"The tester was late by {late_s * MS:.0f} ms (p99): all times may be as wrong.")
     if tester is not None and tester.cpu_s > _MOST_CPU * tester.wall_s:
         share = tester.cpu_s / tester.wall_s
         found.append(f"The tester used {share:.0%} of a core: it, and not the server, may be the limit.")
@@ -214,39 +157,24 @@ def _warn_of_tester(
     return found
 
 
-def _warn_of_server(settings: RunSettings, records: Sequence[Record], summary: Summary) -> list[str]:
+def _warn_of_server(settings: RunSettings, records: Sequence[Record], total: Totals) -> list[str]:
     found = []
-    total = summary.total
     if total.num_failed:
         kinds = ", ".join(f"{number} {name}" for name, number in sorted(total.failures.items()))
         found.append(f"{total.num_failed} of {total.num_requests} requests failed ({kinds}).")
-    waited = sum(record.slot_wait_s > 0.001 for record in records)
-    if waited:
+    if waited := sum(record.slot_wait_s > 0.001 for record in records):
         found.append(
-            f"{waited} requests waited for one of {settings.max_concurrency} client slots: that time is in the "
-            "latencies from the scheduled time, not in those from the send."
+            f"{waited} requests waited for one of {settings.max_concurrency} client slots: latencies from the "
+            "scheduled time contain it."
         )
-    if not isinstance(load_of(settings), ClosedLoop) and total.num_requests >= 30:
-        times = [record.sent_s for record in records if record.sent_s is not None]
-        if times and is_growing(load_curve(records), min(times), max(times)):
-            found.append(
-                "The requests on their way became more and more: the server does not keep up with this rate, and "
-                "latencies depend on how long the run was."
-            )
+    times = [record.sent_s for record in records if record.sent_s is not None]
+    is_open = not isinstance(load_of(settings), ClosedLoop) and len(times) >= 30
+    if is_open and is_growing(load_curve(records), min(times), max(times)):
+        found.append("More and more requests were under way: the server does not keep up with this rate.")
     if any(record.succeeded and not record.has_usage for record in records):
-        found.append(
-            "The server gave no usage for some answers: their output tokens are counted events, their input "
-            "tokens are missing."
-        )
-    return found
-
-
-def _warn_of_numbers(summary: Summary) -> list[str]:
-    found = []
-    number = summary.total.num_succeeded
+        found.append("Some answers came without usage: their output tokens are counted events.")
+    number = total.num_succeeded
     if shaky := [q for q in (90, 95, 99) if number < least_number(q)]:
         names = ", ".join(f"p{q} (needs {least_number(q)})" for q in shaky)
         found.append(f"{number} answers are too few for {names}.")
-    if summary.stable is None:
-        found.append("No window of the run is stable with ten requests or more; the figures are of the whole run.")
     return found

@@ -11,11 +11,10 @@ from rich.table import Column, Table
 from epd_serve.bench.grid import HEADER, make_grids
 from epd_serve.bench.result_files import common_metrics, performance_rows
 from epd_serve.bench.run import Run
-from epd_serve.bench.summary import MS
 
 
 def show_run(console: Console, run: Run) -> None:
-    """Print the figures of one run under AISBench's names, times by stage, and the warnings."""
+    """Print the figures of one run under AISBench's names, and the warnings."""
     header, *rows = performance_rows(run)
     table = _figures_table(*header[:1], *header[2:], title=f"{run.label}: {run.workload_name}, {run.load_text}")
     for name, stage, *cells, number in rows:
@@ -23,14 +22,10 @@ def show_run(console: Console, run: Run) -> None:
             table.add_row(name, *map(_rounded, cells), number)
     console.print(table)
     metrics = common_metrics(run)
-    stages = [stage for stage in ("total", "stable") if stage in metrics["Total Requests"]]
-    table = _figures_table("", *stages)
+    table = _figures_table("", "total")
     for name, by_stage in metrics.items():
-        table.add_row(name, *(str(by_stage[stage]) for stage in stages))
+        table.add_row(name, str(by_stage["total"]))
     console.print(table)
-    for name, one in run.total.stages.items():
-        text = f"  stage {name}: median {MS * one.median:.1f} ms, p90 {MS * one.p90:.1f} ms ({one.n} requests)"
-        console.print(text, highlight=False)
     for warning in run.summary.warnings:
         console.print(f"! {warning}", style="yellow", highlight=False, markup=False)
 

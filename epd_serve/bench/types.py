@@ -16,16 +16,10 @@ import msgspec
 
 @dataclass(frozen=True, kw_only=True)
 class Media:
-    """An image, a sound or a video of a message.
+    """An image, a sound or a video of a message: bytes, or a URL that is sent unchanged."""
 
-    Attributes:
-        mime: as in image/jpeg; its first half names the part's kind.
-        data: the bytes; sent as a base64 data URL.
-        url: sent unchanged, in place of data.
-    """
-
-    mime: str
-    data: bytes = field(default=b"", repr=False)
+    mime: str  # as in image/jpeg; its first half names the part's kind
+    data: bytes = field(default=b"", repr=False)  # sent as a base64 data URL
     url: str = ""
 
 
@@ -43,29 +37,18 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """One request of a workload.
+    """One request of a workload."""
 
-    Attributes:
-        index: number in the workload's order, from 0, without gaps; it names the request in all files of a run.
-        messages: those that this turn adds; the runner puts the conversation so far before them.
-        modality: "text", "image", "audio", "video", or several with "+" in alphabetical order.
-        conversation: shared by the turns of one conversation; None for a request of its own.
-        turn: number in the conversation, from 0; sent after the turn before it is answered.
-        think_s: pause of the user before this turn.
-        arrival_s: when to send, in seconds since the first request; traces alone have it.
-        fields: fields of the request's JSON body, over the run's own.
-    """
-
-    index: int
-    messages: tuple[Message, ...]
+    index: int  # number in the workload's order, from 0, without gaps; it names the request in all files
+    messages: tuple[Message, ...]  # those that this turn adds; the runner puts the conversation before them
     max_tokens: int
     workload: str
-    modality: str = "text"
-    conversation: str | None = None
-    turn: int = 0
-    think_s: float = 0.0
-    arrival_s: float | None = None
-    fields: Mapping[str, Any] = field(default_factory=dict)
+    modality: str = "text"  # or "image", "audio", "video", or several with "+" in alphabetical order
+    conversation: str | None = None  # shared by the turns of one conversation; None for a request of its own
+    turn: int = 0  # from 0; sent after the turn before it is answered
+    think_s: float = 0.0  # pause of the user before this turn
+    arrival_s: float | None = None  # when to send, since the first request; traces alone have it
+    fields: Mapping[str, Any] = field(default_factory=dict)  # of the JSON body, over the run's own
 
 
 class Workload(Protocol):
@@ -97,53 +80,28 @@ class Failure(StrEnum):
     NOT_SENT = "not_sent"  # a turn behind one that failed
 
 
-class StageSpan(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A stage of one request as our gateway saw it: queue, encode (one per item), prefill, kv_transfer, decode.
-
-    Attributes:
-        start_s: seconds from the request's arrival at the gateway.
-        feature: source of an encode's feature: encoded, store, prefill, recomputed.
-    """
-
-    stage: str
-    start_s: float
-    duration_s: float
-    instance: str = ""
-    feature: str = ""
-    failed: bool = False
-
-
 class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One request as measured; a line of records.jsonl. None: the event never came.
 
-    Attributes:
-        scheduled_s: when the request was due. In a closed loop: when its user was free. Of a later turn: the
-            answer before it plus think_s, or the trace's time if that is later.
-        slot_wait_s: the part of sent_s - scheduled_s spent waiting for one of max_concurrency slots. The rest is
-            the tester's own delay.
-        sent_s: when the tester began to send it. The time to connect comes after sent_s.
-        first_chunk_s: the first event of any kind, which AISBench calls the first token.
-        first_token_s: the first event with a token: content, reasoning or a tool call that is not empty.
-        token_times_s: of each event with a token; behind the first one, an event with empty content counts too (a
-            special token, half a character).
-        last_event_s: the last token or the finish_reason, whichever came later.
-        finish_s: the answer's last byte; of a failure, when it was known.
-        num_output_tokens: by the server's usage; without it (has_usage false), the number of events.
-        stages: where the server is an epd-serve gateway.
+    ``scheduled_s`` of a closed loop is when its user was free; of a later turn, think_s after the answer before
+    it, or the trace's time if that is later. Between it and ``sent_s`` lie ``slot_wait_s`` and the tester's own
+    delay. Behind the first token, an event with empty content counts as a token too: a special token, or half a
+    character.
     """
 
     index: int
     workload: str
     modality: str
     scheduled_s: float
-    sent_s: float | None = None
-    first_chunk_s: float | None = None
-    first_token_s: float | None = None
-    token_times_s: list[float] = []
-    last_event_s: float | None = None
-    finish_s: float
+    slot_wait_s: float = 0.0  # for one of max_concurrency slots
+    sent_s: float | None = None  # when the tester began to send; the time to connect comes after it
+    first_chunk_s: float | None = None  # the first event of any kind: AISBench's first token
+    first_token_s: float | None = None  # the first event with content, reasoning or a tool call
+    token_times_s: list[float] = []  # of each event with a token
+    last_event_s: float | None = None  # the last token or the finish_reason, whichever came later
+    finish_s: float  # the answer's last byte; of a failure, when it was known
     num_prompt_tokens: int | None = None
-    num_output_tokens: int = 0
+    num_output_tokens: int = 0  # by the server's usage, else the number of events
     has_usage: bool = False
     num_cached_tokens: int | None = None
     finish_reason: str | None = None
@@ -155,8 +113,6 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
     num_body_bytes: int = 0
     request_id: str = ""
     text: str = ""
-    slot_wait_s: float = 0.0
-    stages: list[StageSpan] = []
 
     @property
     def succeeded(self) -> bool:
@@ -212,62 +168,44 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class SLO(msgspec.Struct, kw_only=True, frozen=True):
-    """The limits of a good answer, by default the EPD-Serve paper's (section 4.1). Both must be kept."""
+    """The limits of a good answer; both must be kept. By default the EPD-Serve paper's (section 4.1)."""
 
     ttft_ms: float = 2000.0
     tpot_ms: float = 50.0
 
 
 class ClientLoad(msgspec.Struct, kw_only=True):
-    """How busy the tester's own process was during a run.
-
-    Attributes:
-        wall_s, cpu_s: cpu_s / wall_s near 1 means that the tester is the limit.
-        loop_lag_p99_s, loop_lag_max_s: lateness of the event loop's timers.
-    """
+    """How busy the tester's own process was during a run: cpu_s / wall_s near 1 means that it is the limit."""
 
     wall_s: float
     cpu_s: float
-    loop_lag_p99_s: float
+    loop_lag_p99_s: float  # lateness of the event loop's timers
     loop_lag_max_s: float
 
 
 class RunSettings(msgspec.Struct, kw_only=True):
-    """Everything that is needed to repeat a run.
-
-    Attributes:
-        arrivals: as typed: poisson, constant, gamma:0.5, closed:16, trace.
-        rate: requests a second, of poisson, constant and gamma.
-        time_scale: factor on a trace's times.
-        max_concurrency: of the client; waiting for a slot counts as latency from the scheduled time.
-        num_devices: rates and throughput per device are divided by it.
-        fields: added to every request's JSON body.
-        label: name of the measured deployment in tables.
-        versions: of this program, Python, and the server where it states one.
-        topology: as our gateway states it, "" elsewhere.
-        emulated: the emulated devices, as "emulated h200"; "" where there is none.
-    """
+    """All that is needed to repeat a run."""
 
     base_url: str
     model: str
     workload: str
     num_requests: int
     seed: int
-    arrivals: str
-    rate: float | None = None
-    time_scale: float = 1.0
-    max_concurrency: int | None = None
+    arrivals: str  # as typed: poisson, constant, gamma:0.5, closed:16, trace
+    rate: float | None = None  # requests a second, of poisson, constant and gamma
+    time_scale: float = 1.0  # factor on a trace's times
+    max_concurrency: int | None = None  # client slots; the wait for one counts from the scheduled time
     slo: SLO = SLO()
-    num_devices: int = 1
+    num_devices: int = 1  # divides the figures per device
     num_warmups: int = 0
     timeout_s: float = 600.0
-    fields: dict[str, Any] = {}
-    label: str = ""
+    fields: dict[str, Any] = {}  # added to every request's JSON body
+    label: str = ""  # name of the measured deployment in tables
     versions: dict[str, str] = {}
     argv: list[str] = []
     created_unix_s: float = 0.0
-    topology: str = ""
-    emulated: str = ""
+    topology: str = ""  # as our gateway states it
+    emulated: str = ""  # the emulated devices, as "emulated h200"
 
 
 class Distribution(msgspec.Struct, kw_only=True):
@@ -295,69 +233,48 @@ class Share(msgspec.Struct, kw_only=True):
     high: float
 
 
-class WindowSummary(msgspec.Struct, kw_only=True):
-    """The figures of the requests sent in ``[begin_s, end_s)``; those never sent count by their scheduled time.
+class Totals(msgspec.Struct, kw_only=True):
+    """The figures of a run, or of its requests of one modality. Rates are per second of ``duration_s``.
 
-    Attributes:
-        modality: "all" or one of the items'.
-        figures: of successes, by name; a name is absent where nothing was measured. In seconds: ttft,
-            ttft_scheduled, first_chunk, tpot, itl, e2el, e2el_scheduled, send_lag. In tokens: input_tokens,
-            output_tokens. In tokens/s of one request: output_token_throughput, prefill_token_throughput (input
-            tokens over TTFT).
-        attainment: share of requests that kept both limits, by TTFT from the scheduled time; failures kept none.
-        duration_s: from the first request to the last answer; of a stable window its length.
-        goodput: requests a second that kept the SLO; effective_throughput: their output tokens a second.
-        prefill_token_throughput: input tokens over the sum of all TTFTs, as AISBench has it.
-        achieved_rate, planned_rate: requests a second that were sent, and that were to be.
-        mean_concurrency, max_concurrency: requests under way.
-        stages: seconds of each stage, where the server tells them.
+    ``figures`` are of successes, by name; a name is absent where nothing was measured. In seconds: ttft,
+    ttft_scheduled, first_chunk, tpot, itl, e2el, e2el_scheduled, send_lag. In tokens: input_tokens, output_tokens.
+    In tokens/s of one request: output_token_throughput, prefill_token_throughput (input tokens over TTFT).
     """
 
-    modality: str
-    begin_s: float
-    end_s: float
-    duration_s: float
+    duration_s: float  # from the first request to the last answer
     num_requests: int
     num_succeeded: int
     num_failed: int
     failures: dict[str, int]
     figures: dict[str, Distribution]
-    attainment: Share
+    attainment: Share  # of requests that kept both limits, by TTFT from the scheduled time; failures kept none
     ttft_attainment: Share
     tpot_attainment: Share
     request_throughput: float
     input_token_throughput: float
     output_token_throughput: float
     total_token_throughput: float
-    prefill_token_throughput: float
-    goodput: float
+    prefill_token_throughput: float  # input tokens over the sum of all TTFTs, as AISBench has it
+    goodput: float  # requests that kept the SLO
     goodput_per_device: float
-    effective_throughput: float
+    effective_throughput: float  # output tokens of the requests that kept the SLO
     effective_throughput_per_device: float
-    achieved_rate: float
-    planned_rate: float | None
-    mean_concurrency: float
+    achieved_rate: float  # requests sent
+    planned_rate: float | None  # requests scheduled
+    mean_concurrency: float  # requests under way
     max_concurrency: int
     total_input_tokens: int
     total_output_tokens: int
-    stages: dict[str, Distribution] = {}
 
     def ms(self, name: str, statistic: str) -> float | None:
-        """A statistic of a latency in milliseconds; None where nothing was measured."""
+        """Return a statistic of a latency in milliseconds; None where nothing was measured."""
         found = self.figures.get(name)
         return None if found is None else 1e3 * float(getattr(found, statistic))
 
 
 class Summary(msgspec.Struct, kw_only=True):
-    """The figures of a run: a pure function of its settings and records.
+    """The figures of a run; ``by_modality`` is empty where there is only one."""
 
-    Attributes:
-        total, stable: figures of all modalities; stable is None where no window is stable.
-        by_modality: as total, for each modality, where there are several.
-    """
-
-    total: WindowSummary
-    stable: WindowSummary | None
-    by_modality: dict[str, WindowSummary]
-    stable_by_modality: dict[str, WindowSummary]
+    total: Totals
+    by_modality: dict[str, Totals]
     warnings: list[str]

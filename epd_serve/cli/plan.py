@@ -31,10 +31,6 @@ def plan(
         StrategyName, typer.Option(help="enumerate: from the highest bound down; tpe: by Optuna.")
     ] = "enumerate",
     order: Annotated[list[str] | None, typer.Option(help="fcfs, sjf, slack: once for each to try.")] = None,
-    policy: Annotated[
-        list[str] | None,
-        typer.Option(help="stage-level (limits size steps), unlimited: once for each to try; else both."),
-    ] = None,
     max_num_seqs: Annotated[
         list[int] | None, typer.Option(min=1, help="In a step, once for each to try; else 256.")
     ] = None,
@@ -49,15 +45,12 @@ def plan(
     seed: int = 0,
     image_tokens: Annotated[int, typer.Option(min=0, help="Of an image in an access log.")] = 0,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the deployment file there.")] = None,
-    report: Annotated[
-        Path | None, typer.Option(help="Directory for the plan's simulation, as 'epd-serve bench' writes a run.")
-    ] = None,
-    explain: Annotated[bool, typer.Option("--explain", help="Show the ranking, and attainment by rate.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Show the ranking of plans.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Say what serves a workload within limits, on which devices, and what disaggregating gains; by simulation."""
     from epd_serve.plan.command import Wanted, run_plan
-    from epd_serve.plan.space import MOST_SEQS, POLICIES
+    from epd_serve.plan.space import MOST_SEQS
 
     run_plan(
         Wanted(
@@ -69,7 +62,6 @@ def plan(
             slo=slo,
             strategy=strategy,
             orders=tuple(order or ("fcfs",)),
-            policies=tuple(policy or POLICIES),
             seqs=tuple(max_num_seqs or (MOST_SEQS,)),
             tokens=tuple(max_num_batched_tokens or (None,)),
             widths=tuple(tensor_parallel or (1,)),
@@ -81,7 +73,6 @@ def plan(
             image_tokens=image_tokens,
         ),
         output=output,
-        report=report,
         explain=explain,
         as_json=as_json,
     )

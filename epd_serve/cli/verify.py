@@ -26,7 +26,7 @@ def verify(
         list[str] | None,
         typer.Option(help="A fault's command, as kill-E='COMMAND'; up:PID; pids:E=12,P=13."),
     ] = None,
-    work_dir: Annotated[Path, typer.Option(help="For verify.json and junit.xml.")] = Path("verify"),
+    work_dir: Annotated[Path, typer.Option(help="For verify.json.")] = Path("verify"),
     slowness: Annotated[
         float, typer.Option(help="Factor of all time limits, for a server on a slow machine.", min=0.01)
     ] = 1.0,

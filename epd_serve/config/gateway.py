@@ -1,4 +1,4 @@
-"""The gateway's section of the deployment file: server, keys, limits, media, failover, health."""
+"""The gateway's section of the deployment file: server, keys, limits, media."""
 
 from __future__ import annotations
 
@@ -42,49 +42,6 @@ def _check_url(url: str) -> str:
 
 InstanceName = Annotated[str, AfterValidator(_check_name)]
 InstanceUrl = Annotated[str, AfterValidator(_check_url)]
-
-
-class FailoverConfig(Section):
-    """The tries of a request that lost an instance."""
-
-    max_attempts: Hot[int] = Field(
-        default=5,
-        ge=1,
-        le=100,
-        description="Of one request (of each choice, where it has several that go on apart), the first and all "
-        "continuations included.",
-    )
-    wait_s: Hot[NotNegative | None] = Field(
-        default=None,
-        description="How long a request waits for an instance to come where none is left for a stage: from when "
-        "it lost its own, or from when there was the last one. null: as long as it takes to replace one that "
-        "hangs, 1.5 * (hang_timeout_s + the longest first start of an instance) + 10 s, at most "
-        "request_timeout_s.",
-    )
-
-
-class HealthConfig(Section):
-    """The gateway's watch over its instances."""
-
-    probe_interval_s: Hot[Seconds | None] = Field(
-        default=3.0,
-        description="How often each instance is asked whether it answers (GET /health). "
-        "null: only those that have failed.",
-    )
-    probe_timeout_s: Hot[Seconds] = Field(
-        default=6.0,
-        description="An instance whose process answers nothing for so long loses its requests to others. A step "
-        "may take as long as it takes.",
-    )
-    max_failures: Hot[int] = Field(
-        default=5, ge=1, description="So many failed requests in a row take an instance out until a probe passes."
-    )
-    max_failure_rate: Hot[float] = Field(
-        default=0.5, gt=0, le=1, description="So does this share of the last 30 s, where there were 20 requests."
-    )
-    slow_start_s: Hot[NotNegative] = Field(
-        default=10.0, description="Over so long an instance that comes back gets its share of work bit by bit."
-    )
 
 
 _SHA256 = re.compile(r"sha256:[0-9a-f]{64}")
@@ -347,8 +304,11 @@ class GatewayConfig(Section):
     shutdown_grace_s: Anew[Seconds] = Field(
         default=30.0, description="How long requests in progress may go on after SIGTERM."
     )
-    failover: FailoverConfig = FailoverConfig()
-    health: HealthConfig = HealthConfig()
+    probe_timeout_s: Hot[Seconds] = Field(
+        default=6.0,
+        description="An instance whose process answers nothing for so long is down: its requests go to others. A "
+        "step may take as long as it takes.",
+    )
     media: MediaConfig = MediaConfig()
     api_key: Hot[Secret | None] = Field(
         default=None,

@@ -21,7 +21,6 @@ from epd_serve.config.model_files import HubModel, beside
 from epd_serve.config.schema import DEMO_MODEL, DeploymentConfig, devices_beside
 from epd_serve.config.sections import ShapeConfig, overlay
 from epd_serve.config.vllm import VllmConfig
-from epd_serve.cost.shape import KNOWN_SHAPES
 
 Location = tuple[int | str, ...]
 #: Keys whose values no error may show.
@@ -89,8 +88,6 @@ def load_config(path: Path) -> DeploymentConfig:
             changes["devices"] = measured
         if config.generation_config not in ("auto", "off"):
             changes["generation_config"] = str(here / Path(config.generation_config).expanduser())
-        if config.shape_of is not None and config.shape_of not in KNOWN_SHAPES:
-            changes["shape_of"] = str(here / Path(config.shape_of).expanduser())
         if config.trace is not None:
             changes["trace"] = str(here / config.trace.expanduser())
         if isinstance(config.cluster_key, SecretSource) and config.cluster_key.file is not None:

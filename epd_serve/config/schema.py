@@ -161,9 +161,9 @@ class DeploymentConfig(SharedConfig):
         json_schema_extra={"default": "auto"},
         description="auto: all GPUs or NPUs of this machine, else the CPU; the CPU for the built-in model and on "
         "clusters. Else a list: cpu, cuda:0, npu:1 ... in the order of the topology; [cpu] serves all instances. "
-        "'cuda x 8' is cuda:0 to cuda:7. emulated:h200:0 is this machine with the memory, the asynchrony "
-        "and the speed of an accelerator, where its cores are not slower; emulated:FILE.json takes those of a "
-        "device that 'epd-serve profile' measured, with a path relative to this file.",
+        "'cuda x 8' is cuda:0 to cuda:7. emulated:h200:0 has the memory and the speed of an accelerator and "
+        "computes nothing, for a model {shape_of: NAME}; emulated:FILE.json takes those of a device that "
+        "'epd-serve profile' measured, with a path relative to this file.",
     )
     restart: Anew[Literal["on-failure", "never"]] = Field(
         default="on-failure",
@@ -226,8 +226,6 @@ class DeploymentConfig(SharedConfig):
             raise ValueError(
                 "devices: vLLM runs on no emulated device; write engine: native, or a device of yours"
             )
-        if self.shape_of is not None and not emulated:
-            raise ValueError("shape_of is for emulated devices; write devices: [emulated:h200:0], or leave it out")
         wide = next((one for one in placement if one.tensor_parallel > 1), None)
         if wide is not None and (self.engine == "native" or emulated):
             raise ValueError(
@@ -249,9 +247,14 @@ class DeploymentConfig(SharedConfig):
 
     @model_validator(mode="after")
     def _shapes_compute_nothing(self) -> DeploymentConfig:
+        names = [name for one in self.placement() for name in one.devices]
+        real = [name for name in names if not name.startswith("emulated:")]
         if isinstance(self.model, str):
+            if len(real) < len(names):
+                raise ValueError(
+                    "devices: emulated devices compute nothing; write model: {shape_of: NAME}, as in qwen2.5-vl-7b"
+                )
             return self
-        real = [name for one in self.placement() for name in one.devices if not name.startswith("emulated:")]
         if real:
             raise ValueError(
                 f"model: shape_of has no weights, so {real[0]} has nothing to compute; write devices such as "
@@ -384,15 +387,11 @@ class DeploymentConfig(SharedConfig):
 
     def _check_emulated(self, instance: InstancePlacement) -> None:
         """Raise ValueError where an emulated device has no times for a stage of its instance."""
-        kind = emulated_kind(instance.devices[0])
-        if self.shape_of is None and not is_measured(kind):
-            return  # the model's own
-        shape = self.model.shape_of if isinstance(self.model, ShapeConfig) else ""
-        time = DeviceTime.of(self.shape_of or shape, kind)
-        has_tower = not shape or shape_of(shape).vision is not None
-        if instance.role.encodes and has_tower and not time.profile.encode:
-            whose = kind if is_measured(kind) else f"shape_of: {self.shape_of}"
-            raise ValueError(f"{whose} has no vision tower, and {instance.name} encodes")
+        assert isinstance(self.model, ShapeConfig)
+        kind, shape = emulated_kind(instance.devices[0]), self.model.shape_of
+        time = DeviceTime.of(shape, kind)
+        if instance.role.encodes and shape_of(shape).vision is not None and not time.profile.encode:
+            raise ValueError(f"{kind} has no vision tower, and {instance.name} encodes")
 
     def options_for(
         self,

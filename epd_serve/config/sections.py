@@ -202,13 +202,6 @@ class SharedConfig(Section):
         description="Whence the sampling comes that a request leaves open. auto: the model's "
         "generation_config.json. off: from nowhere. Else the directory of such a file, relative to this file.",
     )
-    shape_of: Anew[str | None] = Field(
-        default=None,
-        min_length=1,
-        description="On emulated devices, the model whose times they take: one that is known by name, as "
-        "qwen2.5-vl-7b, or a directory or config.json, relative to this file. null: those of 'model', or of the "
-        "profile that the device is.",
-    )
     feature_store: Anew[FeatureStoreKind] = Field(
         default="embedded",
         description="embedded: each encoder keeps its own. mooncake: one for all instances.",
@@ -244,7 +237,7 @@ class InstanceSettings(Section):
     tower_share: Pinned[Annotated[float, Field(gt=0, le=1)] | None] = Field(
         default=None,
         description="Part of its multiprocessors to which the encoder keeps in an instance that holds a language "
-        "model as well, which may use all of them: a green context of a GPU; emulated devices have it too. "
+        "model as well, which may use all of them: a green context of a GPU. "
         "null: no limit.",
     )
     resident: Pinned[Literal["role", "all"] | None] = Field(

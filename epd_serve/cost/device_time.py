@@ -18,15 +18,10 @@ class DeviceTime:
 
     Args:
         profile: from a data sheet or measured.
-
-    Attributes:
-        interference: the share by which a stage ("E", "P", "D") takes longer beside another, where measured.
     """
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
-        pairs = ((pair.partition("/"), value) for pair, value in profile.interference.items())
-        self.interference = {(one, beside): value for (one, _, beside), value in pairs}
 
     @classmethod
     def of(cls, model: str, kind: str) -> DeviceTime:
@@ -55,21 +50,20 @@ class DeviceTime:
         profile = self.profile
         lines = profile.step if pairs else profile.decode_lines(num_sequences)
         seconds = [line.seconds(num_tokens, num_sequences, context, pairs) for line in lines]
-        return max(seconds), self._demand("P" if pairs else "D", seconds)
+        return max(seconds), self._demand(seconds)
 
     def encode(self, pixels: Sequence[int]) -> tuple[float, Demand]:
         """A batch of images, by the pixels that they have. Raises ValueError for a model without a tower."""
         seconds = self.profile.encode_s(pixels)
         seen = self.profile.seen(pixels)
-        return seconds, self._demand("E", [line.seconds(seen) for line in self.profile.encode])
+        return seconds, self._demand([line.seconds(seen) for line in self.profile.encode])
 
-    def _demand(self, stage: str, seconds: Sequence[float]) -> Demand:
+    def _demand(self, seconds: Sequence[float]) -> Demand:
         """By the lines (compute, memory) of a data sheet; what was measured is taken to want the whole device."""
         if self.profile.kind != "analytic" or len(seconds) != 2:
-            return Demand(stage=stage)
+            return Demand()
         compute, memory = (one / max(seconds) for one in seconds)
         return Demand(
             compute=self.profile.compute_share * compute,
             bandwidth=self.profile.bandwidth_share * memory,
-            stage=stage,
         )

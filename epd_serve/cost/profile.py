@@ -84,7 +84,6 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
         min_pixels, max_pixels: bounds to which the model's processor resizes every image.
         link_bytes_per_s: bandwidth to other devices of the machine; handshake_s: time before each transfer.
         request_s: time of a request on its way to the engine and back: gateway, HTTP, tokenising.
-        interference: share by which another stage on the device lengthens a stage: "P/D" is P beside D.
         residuals: errors of the fits, by stage.
         samples: the measurements: stage, its work, seconds.
     """
@@ -117,7 +116,6 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     link_bytes_per_s: float = 4e9
     handshake_s: float = 3e-4
     request_s: float = 0.0
-    interference: dict[str, float] = {}
     residuals: dict[str, Residual] = {}
     samples: list[tuple[str, list[float], float]] = []
 

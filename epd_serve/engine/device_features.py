@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -42,8 +42,6 @@ SLOT_BYTES = 1 << 16
 #: Features that come by another way than within a device pass one of so many places, in parts of so many bytes.
 _NUM_PARTS = 4
 _PART_BYTES = 8 << 20
-#: Bytes → the context of their copy.
-Taking = Callable[[int], AbstractContextManager[object]]
 _GENERATION = struct.Struct("<Q")
 
 
@@ -51,13 +49,10 @@ class Copies:
     """Copies of features to and from a device's memory, on a stream of its own: done when a method returns.
 
     Those to and from the host go part by part through a few places of pinned memory.
-
-    Args:
-        taking: the time of a copy of so many bytes between emulated devices; None: as long as it takes.
     """
 
-    def __init__(self, device: Device, taking: Taking | None) -> None:
-        self._device, self._taking = device, taking or nullcontext
+    def __init__(self, device: Device) -> None:
+        self._device = device
         self._stream = device.stream()
         self._places = CellLender(0, _NUM_PARTS, 0.0)
         self._copying = threading.Lock()  # torch before 2.13 forgets which stream a second thread came from
@@ -66,8 +61,7 @@ class Copies:
         """Copy memory that devices reach to ``target``, by default to new memory."""
         self._device.activate()
         with self._copying, self._stream:
-            with self._taking(source.nbytes):
-                target = source.clone() if target is None else target.copy_(source)
+            target = source.clone() if target is None else target.copy_(source)
             done = self._device.record_event()
         done.synchronize()
         return target
@@ -126,7 +120,6 @@ class DeviceFeatureStore:
     Args:
         host: the store on the host.
         capacity_bytes: of the area; 0: there is none.
-        taking: as of :class:`Copies`.
         shares: other instances on this host may map the area.
         registers: the transport reaches the device's memory.
         lease_s: as of :class:`LandedFeatures`.
@@ -141,14 +134,13 @@ class DeviceFeatureStore:
         host: FeatureStore,
         capacity_bytes: int,
         observe: StoreObserver = unobserved,
-        taking: Taking | None = None,
         *,
         shares: bool = True,
         registers: bool = False,
         lease_s: float = 0.0,
     ) -> None:
         self._host, self._transport, self._observe = host, transport, observe
-        self._copies = Copies(device, taking)
+        self._copies = Copies(device)
         self._mapped = MappedMemory(device)
         self._one_at_a_time = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="device-store")
@@ -304,7 +296,7 @@ class LandedFeatures:
 
     def __init__(self, device: Device, transport: Transport, lease_s: float) -> None:
         self._device, self._transport = device, transport
-        self._copies = Copies(device, None)
+        self._copies = Copies(device)
         self._registering = threading.Lock()
         self._slab: DeviceSlab | None = None
         self._places = CellLender(0, _NUM_PARTS, lease_s)

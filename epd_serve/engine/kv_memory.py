@@ -8,9 +8,9 @@ import mmap
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -29,10 +29,6 @@ from epd_serve.transfer.shared_memory import release_mapped
 from epd_serve.transfer.staging import StagingArea, rounds
 from epd_serve.transfer.transport import DeviceBytes, DeviceSlab, Span, TransferError, Transport, slab_spans
 
-if TYPE_CHECKING:
-    from epd_serve.engine.emulated.emulation import Emulation
-
-
 logger = logging.getLogger(__name__)
 
 
@@ -50,7 +46,6 @@ class KVCache:
     Args:
         slab: on a CPU the memory of the cache itself; else cells (:mod:`epd_serve.transfer.staging`), from which
             and to which :meth:`copy` moves blocks.
-        emulation: the time of copies between emulated devices.
 
     Attributes:
         memory: on a device, all of it: [bytes] uint8.
@@ -64,9 +59,8 @@ class KVCache:
         num_blocks: int,
         device: Device,
         slab: memoryview | mmap.mmap,
-        emulation: Emulation | None = None,
     ) -> None:
-        self._layout, self._device, self._slab, self._emulation = layout, device, slab, emulation
+        self._layout, self._device, self._slab = layout, device, slab
         self._dtype: torch.dtype = getattr(torch, layout.dtype)
         self.steps, self._copies = device.current_stream(), device.stream()
         self.copied: Event | None = None
@@ -128,17 +122,14 @@ class KVCache:
     def copy_from(self, memory: Tensor, layers: range, source: Sequence[int], blocks: Sequence[int]) -> None:
         """Copy blocks of another cache of the layout, all of its ``memory``, to blocks here; done on return."""
         other = memory.view(self._dtype).view(*self._shape[:2], -1, *self._shape[3:])
-        num_tokens = len(blocks) * self._layout.block_size * len(layers) / self._layout.num_layers
-        taking = nullcontext() if self._emulation is None else self._emulation.copy(num_tokens)
         with self._copying, self._copies:
             there, here = (
                 to_device(torch.tensor(one, dtype=torch.int64), self.tensor.device) for one in (source, blocks)
             )
             if self.copied is not None:
                 self._copies.wait_event(self.copied)  # it may still read blocks that are free since
-            with taking:
-                for layer in layers:
-                    self.tensor[layer].index_copy_(1, here, other[layer].index_select(1, there))
+            for layer in layers:
+                self.tensor[layer].index_copy_(1, here, other[layer].index_select(1, there))
             done = self._device.record_event()
         done.synchronize()
 
@@ -156,7 +147,6 @@ class KVMemory:
         lease_s: for which cells are kept that a peer may still copy to.
         shares: other instances on this host may read the KV on the device itself, and this one theirs.
         registers: the transport reaches the device's memory.
-        emulation: as of :class:`KVCache`.
     """
 
     def __init__(
@@ -170,7 +160,6 @@ class KVMemory:
         lease_s: float = 0.0,
         shares: bool = False,
         registers: bool = False,
-        emulation: Emulation | None = None,
     ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
@@ -196,7 +185,7 @@ class KVMemory:
         self._mapped = MappedMemory(device) if shares else None
         self._registered: DeviceSlab | None = None
         try:
-            self._cache = KVCache(layout, num_blocks, device, slab.buffer, emulation)
+            self._cache = KVCache(layout, num_blocks, device, slab.buffer)
         except BaseException:  # the device has no room for it, say
             transport.release(slab)
             raise
@@ -364,7 +353,7 @@ def num_kv_blocks(
             block_size=layout.block_size,
             state_blocks=layout.state_blocks,
         )
-    if device_type in ("cpu", "emulated"):  # in the memory of the host
+    if device_type == "cpu":
         return max(_DEFAULT_KV_BYTES // block_bytes, MIN_BLOCKS) + _DEFAULT_STATES * layout.state_blocks
     kv_bytes = int(free_bytes * _FREE_MEMORY_TO_USE) - measure() - options.sizes.feature_cache_bytes
     return max(kv_bytes // block_bytes, MIN_BLOCKS)

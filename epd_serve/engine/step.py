@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -25,9 +24,6 @@ from epd_serve.models.decoder import StepContext
 from epd_serve.models.language import LanguageModel
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sched.sequence import Sequence as TokenSequence
-
-if TYPE_CHECKING:
-    from epd_serve.engine.emulated.emulation import Emulation
 
 
 class LanguageRunner:
@@ -178,7 +174,6 @@ class StepExecutor:
         max_num_seqs: decodes of a step at most.
         prefill_graph_sizes: the same for numbers of tokens of steps with prompts.
         max_model_len: longest context of a sequence that decodes, and of a captured step.
-        emulation: the time of steps on an emulated device; None: as long as they take.
 
     Attributes:
         num_seats: rows of the block tables of decodes.
@@ -195,9 +190,7 @@ class StepExecutor:
         max_num_seqs: int,
         max_model_len: int,
         prefill_graph_sizes: Sequence[int] = (),
-        emulation: Emulation | None = None,
     ) -> None:
-        self._emulation = emulation
         device.activate()  # of the thread that captures
         self._model = model
         self._device = device
@@ -248,30 +241,6 @@ class StepExecutor:
             logprobs: takes those of the inputs' ``scored_rows``.
         """
         self._tables.update(inputs.decodes, inputs.decode_context_lens)
-        if self._emulation is None:
-            return self._compute(inputs, on_layer, fed, logprobs)
-        slots = on_device(inputs.slots, self.device)
-        if count := len(inputs.decode_context_lens):
-            slots = torch.cat([self._tables.next_slots(count), slots])
-        if on_layer is None:
-            with self._emulation.step(inputs, self._kv, slots, 1):
-                return self._compute(inputs, None, fed, logprobs)
-        tell = on_layer
-        with self._emulation.step(inputs, self._kv, slots, self._model.num_layers + 1) as next_part:
-
-            def after_layer(layer: int) -> None:
-                next_part()
-                tell(layer)
-
-            return self._compute(inputs, after_layer, fed, logprobs)
-
-    def _compute(
-        self,
-        inputs: StepInputs,
-        on_layer: Callable[[int], None] | None,
-        fed: Tensor | None,
-        logprobs: PromptLogprobs | None,
-    ) -> Tensor:
         if self._graphs is not None and self._graphs.fits(inputs):
             return self._graphs.run(inputs, fed)
         target = self.device

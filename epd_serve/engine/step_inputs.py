@@ -174,10 +174,6 @@ class DeviceTables:
             batch[1, :count] -= 1
             self._batch.copy_(to_device(torch.from_numpy(batch), self._device))
 
-    def next_slots(self, size: int) -> Tensor:
-        """The slots [size] of the step that :meth:`advance` will begin."""
-        return self._slots(self._batch[1, :size] + self._batch[3, :size] - 1)
-
     def advance(self, size: int, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Let each decode go a token further. Nothing of this waits for the host: a graph may begin with it.
 

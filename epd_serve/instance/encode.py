@@ -350,7 +350,6 @@ class EncodeService:
         with (
             self.watch.step(sum(pixels).bit_length()),
             self._stream.encoding(sum(item.num_pixels for item in batch)),
-            self._model.encoding(pixels),
         ):
             inputs = [item.inputs for item in batch]
             features = tower.encode(inputs, on_device=True) if self._store.on_device else tower.encode(inputs)

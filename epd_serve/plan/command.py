@@ -11,15 +11,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from epd_serve.bench.command import Output
-from epd_serve.bench.types import SLO, RunSettings
-from epd_serve.config.sections import BatchingOrder, BatchingPolicy
+from epd_serve.config.sections import BatchingOrder
 from epd_serve.plan.evaluate import Evaluator, Goal
-from epd_serve.plan.explain import Recommendation, attainment_curve, recommend
+from epd_serve.plan.explain import Recommendation, recommend
 from epd_serve.plan.pools import Fleet, read_fleet
-from epd_serve.plan.space import MOST_SEQS, POLICIES, Candidate, candidates, with_batching
+from epd_serve.plan.space import MOST_SEQS, Candidate, candidates, with_batching
 from epd_serve.plan.strategies import Found, cheapest, enumerate_plans, tpe
-from epd_serve.sim.records import write_run
 from epd_serve.sim.workloads import read_load
 
 #: Up to so many plans are all searched; of more, the topologies with the highest bounds: a search takes seconds.
@@ -38,7 +35,6 @@ class Wanted:
     slo: str = "ttft=2000,tpot=50"
     strategy: str = "enumerate"
     orders: tuple[str, ...] = ("fcfs",)
-    policies: tuple[str, ...] = POLICIES
     seqs: tuple[int, ...] = (MOST_SEQS,)
     tokens: tuple[int | None, ...] = (None,)
     widths: tuple[int, ...] = (1,)
@@ -50,16 +46,13 @@ class Wanted:
     image_tokens: int = 0
 
 
-def run_plan(wanted: Wanted, *, output: Path | None, report: Path | None, explain: bool, as_json: bool) -> None:
+def run_plan(wanted: Wanted, *, output: Path | None, explain: bool, as_json: bool) -> None:
     """Print the recommendation. Raises ValueError for what cannot be planned."""
     fleet = read_fleet(wanted.devices, wanted.model)
     goal = read_goal(wanted.slo, wanted.beta)
-    for flag, given, known in (
-        ("--order", wanted.orders, get_args(BatchingOrder)),
-        ("--policy", wanted.policies, POLICIES),
-    ):
-        if unknown := [one for one in given if one not in known]:
-            raise ValueError(f"{flag} {unknown[0]}: there are {', '.join(known)}")
+    known = get_args(BatchingOrder)
+    if unknown := [one for one in wanted.orders if one not in known]:
+        raise ValueError(f"--order {unknown[0]}: there are {', '.join(known)}")
     if output is not None and not output.parent.is_dir():
         raise ValueError(f"-o {output}: there is no directory {output.parent}")
     load = read_load(
@@ -84,8 +77,6 @@ def run_plan(wanted: Wanted, *, output: Path | None, report: Path | None, explai
         result = recommend(evaluator, found, rate=load.rate, enough=enough)
     if output is not None:
         output.write_text(result.deployment, encoding="utf-8")
-    if report is not None:
-        write_simulation(report, evaluator, result, wanted)
     if as_json:
         typer.echo(json.dumps(as_dict(result, evaluator, found), indent=2))
         return
@@ -99,7 +90,7 @@ def run_plan(wanted: Wanted, *, output: Path | None, report: Path | None, explai
 
 
 def read_goal(text: str, beta: float = 0.0) -> Goal:
-    """``ttft=2000,tpot=50``. Raises ValueError for anything else."""
+    """Read ``ttft=2000,tpot=50``. Raises ValueError for anything else."""
     limits: dict[str, float] = {}
     for part in text.split(","):
         name, _, value = part.strip().partition("=")
@@ -128,45 +119,17 @@ def search(evaluator: Evaluator, wanted: Wanted) -> Found:
 
 
 def plans(fleet: Fleet, wanted: Wanted, *, fewer: bool) -> list[Candidate]:
-    """All plans with all options of steps that are wanted."""
+    """Return all plans with all options of steps that are wanted."""
     return with_batching(
         candidates(fleet, widths=wanted.widths, fewer=fewer),
         cast(tuple[BatchingOrder, ...], wanted.orders),
-        cast(tuple[BatchingPolicy, ...], wanted.policies),
         wanted.seqs,
         wanted.tokens,
     )
 
 
-def write_simulation(path: Path, evaluator: Evaluator, result: Recommendation, wanted: Wanted) -> None:
-    """The plan at its goodput, simulated once more with each token's time, as ``epd-serve bench`` writes a run:
-    its files and, with plotly, its report. Raises ValueError where there is a run already."""
-    plan, goal = result.chosen, evaluator.goal
-    count = evaluator.count(plan.goodput)
-    outcome = evaluator.simulate(plan.candidate, plan.goodput, count, gaps=True)
-    deployment = evaluator.deployment(plan.candidate)
-    settings = RunSettings(
-        base_url="simulated://",
-        model=evaluator.fleet.model,
-        workload=wanted.workload,
-        num_requests=count,
-        seed=wanted.seed,
-        arrivals="poisson",
-        rate=plan.goodput,
-        slo=SLO(
-            ttft_ms=1e9 if goal.ttft_s is None else 1e3 * goal.ttft_s,
-            tpot_ms=1e9 if goal.tpot_s is None else 1e3 * goal.tpot_s,
-        ),
-        num_devices=deployment.num_devices,
-        label=deployment.label,
-        topology=deployment.label,
-    )
-    run = write_run(path, outcome, settings)
-    Output().write(Console(stderr=True), path, [run], title=f"Simulated: {plan.candidate}")
-
-
 def as_dict(result: Recommendation, evaluator: Evaluator, found: Found) -> dict[str, Any]:
-    """The recommendation as a JSON object, for ``--json``."""
+    """Return the recommendation as a JSON object, for ``--json``."""
     return {
         "recommended": str(result.chosen.candidate),
         "rate": result.rate,
@@ -190,10 +153,6 @@ def as_dict(result: Recommendation, evaluator: Evaluator, found: Found) -> dict[
                 "reason": one.reason,
             }
             for one in result.ranking
-        ],
-        "attainment": [
-            {"rate": rate, "value": value, "low": low, "high": high}
-            for rate, value, low, high in attainment_curve(evaluator, result.chosen)
         ],
         "deployment": result.deployment,
     }
@@ -220,8 +179,3 @@ def _show(result: Recommendation, evaluator: Evaluator, found: Found, console: C
         told = plan.candidate.told(evaluator.fleet)
         table.add_row(told, goodput, f"{plan.bound.rate:.2f}", plan.bound.bottleneck.value, f"{plan.cost:,.0f}")
     console.print(table)
-    told = result.chosen.candidate.told(evaluator.fleet)
-    curve = Table("requests/s", "within the limits", "95 %", title=f"predicted attainment of {told}")
-    for rate, value, low, high in attainment_curve(evaluator, result.chosen):
-        curve.add_row(f"{rate:.2f}", f"{value:.1%}", f"{low:.1%} to {high:.1%}")
-    console.print(curve)

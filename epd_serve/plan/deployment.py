@@ -17,7 +17,6 @@ def deployment_yaml(evaluator: Evaluator, plan: Evaluation) -> str:
     placed = candidate.devices(evaluator.fleet)
     devices = [name for _, name in placed]
     threads = next(({"threads": pool.threads} for pool, _ in placed if pool.threads), {})
-    batching: dict[str, Any] = {"order": candidate.order, "policy": candidate.policy}
     slo: dict[str, float] = {}
     if goal.ttft_s is not None:
         slo["ttft_ms"] = 1e3 * goal.ttft_s
@@ -33,7 +32,7 @@ def deployment_yaml(evaluator: Evaluator, plan: Evaluation) -> str:
             "max_num_batched_tokens": candidate.step_tokens(evaluator.fleet),
             "max_num_seqs": candidate.max_num_seqs,
             **threads,
-            "batching": batching,
+            "batching": {"order": candidate.order},
         },
     }
     stream = StringIO()

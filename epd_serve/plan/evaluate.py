@@ -360,7 +360,6 @@ def deploy(candidate: Candidate, fleet: Fleet, goal: Goal) -> SimDeployment:
             ttft_s=goal.ttft_s,
             tpot_s=goal.tpot_s,
             order=candidate.order,
-            policy=candidate.policy,
             max_num_seqs=candidate.max_num_seqs,
             max_num_tokens=candidate.step_tokens(fleet),
         ),

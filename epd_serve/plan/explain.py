@@ -12,12 +12,11 @@ from epd_serve.plan.evaluate import Evaluation, Evaluator
 from epd_serve.plan.pools import Fleet
 from epd_serve.plan.space import Candidate, monolithic
 from epd_serve.plan.strategies import Found
-from epd_serve.sim.records import attainment
 from epd_serve.topology.notation import members_of
 from epd_serve.types import Stage
 
-#: A disaggregated plan must be so much better than monolithic instances, and steps of any length than steps within
-#: the limits: smaller gains are within what a simulation is off by.
+#: A disaggregated plan must be so much better than monolithic instances: a simulation is off by
+#: smaller gains.
 WORTH = 0.03
 
 
@@ -59,10 +58,6 @@ def recommend(
     best = found.best
     whole = _best_monolithic(evaluator, found)
     highest = best if whole is None or _is_worth(best, whole) else whole
-    sized = replace(highest.candidate, policy="stage-level")
-    twin = next((one for one in found.ranking if one.candidate == sized and one.goodput), highest)
-    if not _is_worth(highest, twin):
-        highest = twin
     chosen = highest if enough is None or enough.cost >= highest.cost else enough
     ranking = [highest, *(one for one in found.ranking if one is not highest)]
     return Recommendation(
@@ -166,14 +161,3 @@ def _latencies(evaluator: Evaluator, plan: Evaluation, rate: float) -> str:
 def _both(seconds: list[float]) -> str:
     ordered = sorted(seconds)
     return f"{1e3 * percentile(ordered, 50):.3g} and {1e3 * percentile(ordered, 90):.3g} ms"
-
-
-def attainment_curve(evaluator: Evaluator, plan: Evaluation) -> list[tuple[float, float, float, float]]:
-    """Return (rate, attainment, its 95 % interval) of simulations around a plan's goodput."""
-    curve = []
-    for factor in (0.5, 0.75, 0.9, 1.0, 1.1, 1.25):
-        rate = plan.goodput * factor
-        outcome = evaluator.simulate(plan.candidate, rate, min(evaluator.count_to_confirm(rate), evaluator.most))
-        share = attainment(outcome, evaluator.goal.ttft_s, evaluator.goal.tpot_s)
-        curve.append((rate, share.value, share.low, share.high))
-    return curve

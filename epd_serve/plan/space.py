@@ -6,16 +6,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from typing import get_args
 
-from epd_serve.config.sections import BatchingOrder, BatchingPolicy
+from epd_serve.config.sections import BatchingOrder
 from epd_serve.plan.pools import Fleet, Pool
 from epd_serve.topology import Topology, parse_topology
 from epd_serve.topology.notation import Unit, width_of
 
 #: Sequences in a step of a plan, unless it says otherwise.
 MOST_SEQS = 256
-POLICIES: tuple[BatchingPolicy, ...] = get_args(BatchingPolicy)
 #: Of several kinds of devices: up to so many in all, any number of them may be left unused.
 _FEW_DEVICES = 16
 
@@ -26,14 +24,12 @@ class Candidate:
 
     Attributes:
         pools: (index of a pool, devices of it), in the order in which the topology takes devices.
-        policy: whether steps are sized by the limits. Short steps keep tokens even and make prompts cost more.
-        max_num_seqs, max_num_tokens: most of a step, whatever the policy; None: what suits the devices.
+        max_num_seqs, max_num_tokens: most of a step; None: what suits the devices.
     """
 
     line: str
     pools: tuple[tuple[int, int], ...]
     order: BatchingOrder = "fcfs"
-    policy: BatchingPolicy = "stage-level"
     max_num_seqs: int = MOST_SEQS
     max_num_tokens: int | None = None
 
@@ -47,9 +43,9 @@ class Candidate:
         return self.line, self.pools
 
     @property
-    def batching(self) -> tuple[BatchingOrder, BatchingPolicy, int, int | None]:
-        """The options that shape a step: order, policy, and the most sequences and tokens."""
-        return self.order, self.policy, self.max_num_seqs, self.max_num_tokens
+    def batching(self) -> tuple[BatchingOrder, int, int | None]:
+        """The options that shape a step: order, and the most sequences and tokens."""
+        return self.order, self.max_num_seqs, self.max_num_tokens
 
     @property
     def is_monolithic(self) -> bool:
@@ -57,10 +53,9 @@ class Candidate:
 
     def __str__(self) -> str:
         order = "" if self.order == "fcfs" else f" {self.order}"
-        policy = "" if self.policy == "stage-level" else f" {self.policy}"
         seqs = "" if self.max_num_seqs == MOST_SEQS else f" {self.max_num_seqs} seqs"
         tokens = "" if self.max_num_tokens is None else f" {self.max_num_tokens} tokens"
-        return f"{self.line}{order}{policy}{seqs}{tokens}"
+        return f"{self.line}{order}{seqs}{tokens}"
 
     def cost(self, fleet: Fleet) -> float:
         return sum(fleet.pools[index].price * count for index, count in self.pools)
@@ -205,13 +200,12 @@ def _some(most: int) -> list[int]:
 def with_batching(
     found: Iterable[Candidate],
     orders: Sequence[BatchingOrder] = ("fcfs",),
-    policies: Sequence[BatchingPolicy] = POLICIES,
     seqs: Sequence[int] = (MOST_SEQS,),
     tokens: Sequence[int | None] = (None,),
 ) -> list[Candidate]:
     """Each plan with every combination of options of its steps, one plan after the other."""
     return [
-        replace(one, order=order, policy=policy, max_num_seqs=most, max_num_tokens=num_tokens)
+        replace(one, order=order, max_num_seqs=most, max_num_tokens=num_tokens)
         for one in found
-        for order, policy, most, num_tokens in product(orders, policies, seqs, tokens)
+        for order, most, num_tokens in product(orders, seqs, tokens)
     ]

@@ -390,7 +390,7 @@ class ReserveRequest(Message, frozen=True):
     """Ask D for the blocks of one request (reserve → announce → complete; idempotent by ``transfer_id``).
 
     ``num_prompt_tokens`` counts the tokens whose KV will be announced, ``max_tokens`` those that may come after;
-    ``priority``, ``key`` and ``group`` are those of the request's SamplingParams.
+    ``priority`` is that of the request's SamplingParams.
     """
 
     transfer_id: str
@@ -403,8 +403,6 @@ class ReserveRequest(Message, frozen=True):
     lease_s: float
     region: Region
     priority: int = 0
-    key: str = ""
-    group: str = ""
 
 
 class ReserveReply(Message, frozen=True):

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
-from typing import Protocol
 
 
 class Clock:
@@ -48,12 +47,10 @@ class Activity:
     """A step or a batch that computes.
 
     Attributes:
-        stage: what it does, for measured interference: "E", "P" or "D".
         compute, bandwidth: of the device's peak, the part that it uses when it is alone.
         work_s: what it takes alone; done_s of that is done.
     """
 
-    stage: str
     compute: float
     bandwidth: float
     work_s: float
@@ -65,44 +62,15 @@ class Activity:
     version: int = 0
 
 
-class Sharing(Protocol):
-    """The shares of a device that activities get, in order: 1 is what they would have alone."""
+class SimDevice:
+    """One device, or one machine's CPU.
 
-    def rates(self, activities: Sequence[Activity]) -> list[float]: ...
-
-
-class FluidSharing:
-    """Resources are divided like fluids: nothing slows down while demands for compute and for bandwidth each fit.
-
-    So a stage that waits for memory runs beside one that computes at little cost (EPD-Serve, section 3.5).
+    Its resources are divided like fluids: nothing slows down while demands for compute and for bandwidth each fit,
+    so that a stage that waits for memory runs beside one that computes at little cost (EPD-Serve, section 3.5).
     """
 
-    def rates(self, activities: Sequence[Activity]) -> list[float]:
-        compute = sum(one.compute for one in activities)
-        bandwidth = sum(one.bandwidth for one in activities)
-        return [1 / max(1.0, compute, bandwidth)] * len(activities)
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredSharing:
-    """Each neighbour lengthens a stage by the share in ``increase``, as in :attr:`Profile.interference`."""
-
-    increase: Mapping[str, float]
-
-    def rates(self, activities: Sequence[Activity]) -> list[float]:
-        def slowdown(one: Activity) -> float:
-            others = (other for other in activities if other is not one)
-            return 1 + sum(self.increase.get(f"{one.stage}/{other.stage}", 0.0) for other in others)
-
-        return [1 / slowdown(one) for one in activities]
-
-
-class SimDevice:
-    """One device, or one machine's CPU."""
-
-    def __init__(self, clock: Clock, sharing: Sharing) -> None:
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._sharing = sharing
         self._active: list[Activity] = []
         self.busy_s = 0.0
         self._busy_since = 0.0
@@ -140,13 +108,12 @@ class SimDevice:
             self.busy_s += self._clock.now - self._busy_since
 
     def _share(self) -> None:
-        active = self._active
-        if len(active) == 1:
-            one = active[0]
-            if one.rate != 1.0 or not one.version:
-                self._rerate(one, 1.0)
-            return
-        for one, rate in zip(active, self._sharing.rates(active), strict=True):
+        compute = bandwidth = 0.0
+        if len(self._active) > 1:  # what is alone has all
+            compute = sum(one.compute for one in self._active)
+            bandwidth = sum(one.bandwidth for one in self._active)
+        rate = 1 / max(1.0, compute, bandwidth)
+        for one in self._active:
             if rate != one.rate or not one.version:
                 self._rerate(one, rate)
 

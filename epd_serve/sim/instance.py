@@ -314,7 +314,7 @@ class TowerSide:
         if profile.kind == "analytic" and len(profile.encode) == 2:
             busy = [(line.seconds(pixels) - profile.encode[0].base_s) / seconds for line in profile.encode]
             compute, bandwidth = profile.compute_share * busy[0], profile.bandwidth_share * busy[1]
-        self._activity = Activity("E", compute, bandwidth, seconds, lambda: self._encoded(batch))
+        self._activity = Activity(compute, bandwidth, seconds, lambda: self._encoded(batch))
         self._device.start(self._activity)
 
     def drop_all(self) -> None:

@@ -1,12 +1,9 @@
-"""A simulation in the load tester's own records: the same summary and the same report."""
+"""A simulation in the load tester's own records, and its SLO attainment."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from epd_serve.bench.run import Run
 from epd_serve.bench.statistics import wilson
-from epd_serve.bench.types import Failure, Record, RunSettings, Share
+from epd_serve.bench.types import Failure, Record, Share
 from epd_serve.sim.gateway import Job
 from epd_serve.sim.simulator import Outcome
 
@@ -39,13 +36,6 @@ def records_of(outcome: Outcome) -> list[Record]:
             )
         )
     return records
-
-
-def write_run(path: Path, outcome: Outcome, settings: RunSettings) -> Run:
-    """Write a run as ``epd-serve bench`` does. Raises ValueError where one is there already."""
-    run = Run(path=path, settings=settings, records=records_of(outcome))
-    run.write()
-    return run
 
 
 def attains(job: Job, ttft_s: float | None, tpot_s: float | None) -> bool:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from epd_serve.cost.profile import Profile
 from epd_serve.cost.stages import NETWORK, SAME_DEVICE, Link
 from epd_serve.routing.routes import Router, router_of
 from epd_serve.sched.sequence import Sequence as SequenceOfTokens
-from epd_serve.sim.device import Clock, FluidSharing, MeasuredSharing, Sharing, SimDevice
+from epd_serve.sim.device import Clock, SimDevice
 from epd_serve.sim.gateway import Job, SimGateway
 from epd_serve.sim.instance import SimInstance
 from epd_serve.sim.language import LanguageSide
@@ -38,15 +38,10 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimDeployment:
-    """Instances behind one gateway.
-
-    Attributes:
-        sharing: of a device, by its name; fluid where none is named.
-    """
+    """Instances behind one gateway."""
 
     instances: tuple[SimInstanceSpec, ...]
     routing: Routing = "least_loaded"
-    sharing: dict[str, Sharing] = field(default_factory=dict)
     label: str = ""
 
     @property
@@ -146,7 +141,7 @@ def simulate(
             raise NoWay(f"{spec.name}: the model's weights leave no room for KV on {spec.device}")
         place = f"{spec.host}/{spec.device}"
         if place not in devices:
-            devices[place] = SimDevice(clock, deployment.sharing.get(spec.device, FluidSharing()))
+            devices[place] = SimDevice(clock)
         instances[spec.name] = one = SimInstance(
             clock,
             devices[place],
@@ -298,7 +293,4 @@ def build(
             towers = any(other.role.encodes for other in neighbours)
             spec = with_memory(spec, share=1 / num_models, beside_tower=towers)
         specs.append(spec)
-    sharing: dict[str, Sharing] = {
-        spec.device: MeasuredSharing(spec.profile.interference) for spec in specs if spec.profile.interference
-    }
-    return SimDeployment(instances=tuple(specs), routing=routing, sharing=sharing, label=str(topology))
+    return SimDeployment(instances=tuple(specs), routing=routing, label=str(topology))

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import islice
 from random import Random
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 from PIL import Image
 
 from epd_serve.bench.types import Media
 from epd_serve.bench.workloads import load_workload
 from epd_serve.bench.workloads.lengths import Size
-from epd_serve.bench.workloads.options import (
-    LineError,
-    json_lines,
-    optional,
-    parse_count,
-    parse_factor,
-    parse_switch,
-    split_spec,
-    whole_number,
-)
+from epd_serve.bench.workloads.options import parse_count, parse_factor, parse_switch, read_lines, split_spec
 from epd_serve.bench.workloads.synthetic import PRESETS
 from epd_serve.bench.workloads.trace import BLOCK_TOKENS, parse_line
 from epd_serve.protocol.wire import USUAL_FPS, MediaRef
@@ -135,41 +127,73 @@ def _read_trace(spec: str, count: int, tokens_of_image: int) -> list[SimRequest]
     if path is None:
         raise ValueError("workload trace needs a file; write trace:FILE.jsonl")
     scale = options.take("length_scale", parse_factor, "1")
-    most = options.take("requests", optional(parse_count), "")
+    most = options.take("requests", parse_count, "")
     options.take("ignore_eos", parse_switch, "true")  # answers have their lengths in any case
     options.check(f"trace:{path}")
-    requests: list[SimRequest] = []
-    for number, line in json_lines(path):
-        try:
-            requests += _request(line, tokens_of_image, scale)
-        except (LineError, ValueError) as error:
-            raise ValueError(f"{path}:{number}: {error}") from None
+    lines = read_lines(path, lambda _, line: _request(line, tokens_of_image, scale))
+    requests = sorted((one for one in lines if one is not None), key=lambda one: one.at_s)
     if not requests:
         raise ValueError(f"{path}: holds no request that was served")
-    requests = sorted(requests, key=lambda one: one.at_s)[: min(count, most or count)]
     begin_s = requests[0].at_s
-    return [replace(one, at_s=one.at_s - begin_s) for one in requests]
+    return [replace(one, at_s=one.at_s - begin_s) for one in requests[: min(count, most or count)]]
 
 
-def _request(line: Mapping[str, Any], tokens_of_image: int, scale: float) -> Iterator[SimRequest]:
+_Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class _Stage(msgspec.Struct):
+    item: str | None = None
+
+
+class _Logged(msgspec.Struct):
+    """A line of the gateway's access log."""
+
+    time: str
+    prompt_tokens: _Count
+    completion_tokens: _Count
+    request_id: str = ""
+    images: int = 0
+    pixels: list[_Count] = []
+    stages: list[_Stage] = []
+
+
+class _Sizes(msgspec.Struct):
+    """A line of sizes: images as [name, pixels], videos as [name, pixels of a frame, frames]."""
+
+    at_s: Annotated[float, msgspec.Meta(ge=0)]
+    text_tokens: _Count
+    output_tokens: _Count
+    images: list[tuple[str, _Count]] = []
+    videos: list[tuple[str, _Count, _Count]] = []
+
+
+def _request(line: Mapping[str, Any], tokens_of_image: int, scale: float) -> SimRequest | None:
+    """Return the request of a line; None for one of an access log that was never computed."""
     if "input_length" in line:
-        yield _mooncake(line, scale)
-    elif "prompt_tokens" in line and "modality" in line:
-        if line["prompt_tokens"] and line.get("completion_tokens"):  # else it was never computed
-            yield _logged(line, tokens_of_image)
-    elif "text_tokens" in line:
-        yield _sizes(line)
-    else:
-        raise LineError(
-            "neither a Mooncake trace (timestamp, input_length, output_length), nor an access log (prompt_tokens, "
-            "completion_tokens), nor text_tokens, output_tokens, at_s and images"
+        return _mooncake(line, scale)
+    if "prompt_tokens" in line and "modality" in line:
+        if not line["prompt_tokens"] or not line.get("completion_tokens"):
+            return None
+        return _logged(msgspec.convert(line, _Logged), tokens_of_image)
+    if "text_tokens" in line:
+        one = msgspec.convert(line, _Sizes)
+        return SimRequest(
+            at_s=one.at_s,
+            images=tuple(one.images),
+            videos=tuple(one.videos),
+            num_text_tokens=one.text_tokens,
+            num_output_tokens=one.output_tokens,
         )
+    raise ValueError(
+        "neither a Mooncake trace (timestamp, input_length, output_length), nor an access log (prompt_tokens, "
+        "completion_tokens), nor text_tokens, output_tokens, at_s and images"
+    )
 
 
 def _mooncake(line: Mapping[str, Any], scale: float) -> SimRequest:
     one = parse_line(line)
     return SimRequest(
-        at_s=one.timestamp_ms / 1e3,
+        at_s=one.timestamp / 1e3,
         num_text_tokens=max(round(scale * one.input_length), 1),
         num_output_tokens=max(round(scale * one.output_length), 1),
         prefix=one.hash_ids[: one.input_length // BLOCK_TOKENS],
@@ -177,48 +201,16 @@ def _mooncake(line: Mapping[str, Any], scale: float) -> SimRequest:
     )
 
 
-def _logged(line: Mapping[str, Any], tokens_of_image: int) -> SimRequest:
-    """Images are told apart by the names of their encodes; of those without one, none is like another. Logs of
-    before there were pixels in them have images of a mean size."""
-    at_s = datetime.fromisoformat(str(line.get("time"))).timestamp()
-    num_images = whole_number(line, "images", 0, at_least=0)
-    num_tokens = whole_number(line, "prompt_tokens")
-    named = [
-        str(stage["item"]) for stage in line.get("stages", ()) if isinstance(stage, dict) and stage.get("item")
-    ]
-    names = [*dict.fromkeys(named), *(f"{line.get('request_id')}/{i}" for i in range(num_images))][:num_images]
-    pixels = line.get("pixels", [])
-    if not isinstance(pixels, list) or not all(type(one) is int and one > 0 for one in pixels):
-        raise LineError("pixels: expected a list of whole numbers, one for each image")
-    sizes = [*pixels, *[IMAGE_PIXELS] * num_images]
+def _logged(line: _Logged, tokens_of_image: int) -> SimRequest:
+    """Images are told apart by the names of their encodes; images without a name are all different."""
+    named = [stage.item for stage in line.stages if stage.item]
+    names = [*dict.fromkeys(named), *(f"{line.request_id}/{i}" for i in range(line.images))][: line.images]
+    sizes = [*line.pixels, *[IMAGE_PIXELS] * line.images]
     return SimRequest(
-        at_s=at_s,
+        at_s=datetime.fromisoformat(line.time).timestamp(),
         images=tuple(zip(names, sizes, strict=False)),
-        num_text_tokens=max(num_tokens - num_images * tokens_of_image, 1),
-        num_output_tokens=whole_number(line, "completion_tokens"),
-    )
-
-
-def _sizes(line: Mapping[str, Any]) -> SimRequest:
-    at_s, images = line.get("at_s"), line.get("images", [])
-    if isinstance(at_s, bool) or not isinstance(at_s, (int, float)) or not 0 <= at_s < float("inf"):
-        raise LineError(f"at_s: {at_s!r} is no time in seconds")
-    if not isinstance(images, list) or not all(
-        isinstance(one, list) and len(one) == 2 and type(one[1]) is int and one[1] > 0 for one in images
-    ):
-        raise LineError('images: expected a list of [name, pixels], as in [["cat", 500000]]')
-    videos = line.get("videos", [])
-    if not isinstance(videos, list) or not all(
-        isinstance(one, list) and len(one) == 3 and all(type(count) is int and count > 0 for count in one[1:])
-        for one in videos
-    ):
-        raise LineError('videos: expected a list of [name, pixels of a frame, frames], as in [["cat", 90000, 64]]')
-    return SimRequest(
-        at_s=float(at_s),
-        images=tuple((str(name), pixels) for name, pixels in images),
-        videos=tuple((str(name), pixels, num_frames) for name, pixels, num_frames in videos),
-        num_text_tokens=whole_number(line, "text_tokens"),
-        num_output_tokens=whole_number(line, "output_tokens"),
+        num_text_tokens=max(line.prompt_tokens - line.images * tokens_of_image, 1),
+        num_output_tokens=line.completion_tokens,
     )
 
 

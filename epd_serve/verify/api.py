@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from epd_serve.bench.client import Exchange
 from epd_serve.verify.check import Skipped, check, require
-from epd_serve.verify.client import Client
+from epd_serve.verify.client import Client, Reply
 from epd_serve.verify.items import asked, picture
 
 _OPENAI = "OpenAI's API reference"
@@ -140,9 +139,9 @@ async def cancellation(client: Client) -> None:
     """A server answers as before after a client went away in mid-stream."""
     before = await client.chat()
     body = client.body(stream=True, max_tokens=200, **await client.endless())
-    exchange = Exchange()
-    sending = asyncio.create_task(client.send(exchange, body, timeout_s=20))
-    while not exchange.body and not sending.done():  # noqa: ASYNC110 - an exchange has no event of it
+    reply = Reply()
+    sending = asyncio.create_task(client.send(reply, body, timeout_s=20))
+    while not reply.body and not sending.done():  # noqa: ASYNC110 - a reply has no event of it
         await asyncio.sleep(0.01)
     sending.cancel()
     await asyncio.sleep(0.2)  # by then the server knows

@@ -8,15 +8,17 @@ import json
 import re
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from epd_serve.bench.client import Exchange, HttpClient
-from epd_serve.bench.types import Failure
+import aiohttp
+
 from epd_serve.verify.check import Failed, Skipped, Unjudged, require
 
 CHAT = "/v1/chat/completions"
+_CONNECT_TIMEOUT_S = 10.0
 #: Seconds that a rate limit is waited for, in all, for one request.
 PATIENCE_S = 20.0
 #: Nats between the two likeliest tokens below which another order of sums may choose the other one.
@@ -44,35 +46,44 @@ _SAMPLE = re.compile(r'^([a-zA-Z_:][\w:]*(?:\{(?:[^"{}]|"(?:[^"\\]|\\.)*")*\})?)
 
 
 class Reply:
-    """One answer, whole or cut.
+    """One answer, as far as it has come.
 
     Attributes:
-        complete: whether the body ended by HTTP's rules.
+        status: of HTTP; 0 before the answer's head.
+        failure: why there is no whole answer; "" where there is one.
         timed_out: whether the end did not come in the time that the request had.
-        events: payloads of a stream's events, in their order, without ``[DONE]``.
+        is_over: whether nothing more comes.
     """
 
-    def __init__(self, exchange: Exchange) -> None:
-        self.status = exchange.status
-        self.failure = exchange.detail if exchange.failure else ""
-        self.complete = exchange.status != 0 and exchange.failure is not Failure.CUT_STREAM
-        self.timed_out = exchange.failure is Failure.TIMEOUT
-        self.headers = exchange.headers
-        self.body = bytes(exchange.body)
-        self.is_stream = self.headers.get("content-type", "").startswith("text/event-stream")
-        self.done = False
-        self.events: list[dict[str, Any]] = []
-        if self.is_stream:
-            self._read()
+    def __init__(self) -> None:
+        self.status = 0
+        self.headers: Mapping[str, str] = {}
+        self.body = b""
+        self.failure = ""
+        self.timed_out = self.is_over = False
 
-    def _read(self) -> None:
-        for part in self.body.split(b"\n\n")[:-1]:
+    @property
+    def complete(self) -> bool:
+        """Whether the body ended by HTTP's rules."""
+        return self.status != 0 and not self.failure
+
+    @property
+    def is_stream(self) -> bool:
+        return self.headers.get("content-type", "").startswith("text/event-stream")
+
+    @property
+    def done(self) -> bool:
+        """Whether a stream ended with [DONE]."""
+        return self.is_stream and self.body.endswith(b"data: [DONE]\n\n")
+
+    @cached_property
+    def events(self) -> list[dict[str, Any]]:
+        """Payloads of a stream's events, in their order, without ``[DONE]``; to be read when it is over."""
+        parts = self.body.split(b"\n\n")[:-1] if self.is_stream else []
+        for part in parts:
             require(part.startswith(b"data: ") and b"\n" not in part, f"no event 'data: ...': {part[:80]!r}")
-            require(not self.done, f"an event after [DONE]: {part[:80]!r}")
-            if part == b"data: [DONE]":
-                self.done = True
-                continue
-            self.events.append(_object(part[6:]))
+        require(b"data: [DONE]" not in parts[:-1], "an event after [DONE]")
+        return [_object(part[6:]) for part in parts if part != b"data: [DONE]"]
 
     @property
     def is_busy(self) -> bool:
@@ -156,9 +167,14 @@ class Client:
         admin: dict[str, str] | None = None,
         slowness: float = 1.0,
     ) -> None:
-        # some servers close a connection after an error without saying so
-        self._http = HttpClient(url, api_key=api_key, keep_alive=False)
-        self.url = self._http.base_url
+        self._http = aiohttp.ClientSession(
+            # some servers close a connection after an error without saying so
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+        self.url = url.rstrip("/")
         self.model, self.reference, self.admin = model, reference, admin or {}
         self.slowness = slowness
         self._has_key, self._record = api_key is not None, record
@@ -172,16 +188,16 @@ class Client:
 
     async def meet(self) -> None:
         """Learn the model's name. Raises ValueError where no server answers, and where it lists no model."""
-        exchange = await self._http.get("/v1/models", timeout_s=10.0)
-        if exchange.failure is Failure.CONNECT:
-            raise ValueError(f"nothing answers at {self.url} ({exchange.detail}); name a server that runs")
-        if exchange.failure:
-            status = f" answered {exchange.status}" if exchange.failure is Failure.HTTP_STATUS else ""
-            raise ValueError(f"{self.url}/v1/models{status}: {' '.join(exchange.detail.split())[:200]}")
+        reply = await self.get("/v1/models")
+        if not reply.status:
+            raise ValueError(f"nothing answers at {self.url} ({reply.failure}); name a server that runs")
+        if reply.status != 200:
+            said = " ".join(reply.body.decode("utf-8", "replace").split())[:200]
+            raise ValueError(f"{self.url}/v1/models answered {reply.status}: {said}")
         if not self.model:
             try:
-                self.model = str(json.loads(bytes(exchange.body))["data"][0]["id"])
-            except (ValueError, LookupError, TypeError):
+                self.model = str(reply.json()["data"][0]["id"])
+            except (Failed, LookupError, TypeError):
                 raise ValueError(
                     f"{self.url}/v1/models lists no model; name one with --model, or another server"
                 ) from None
@@ -194,26 +210,45 @@ class Client:
             await self.reference.close()
 
     async def get(self, path: str) -> Reply:
-        self.last = (path, b"")
-        return Reply(await self._http.get(path, timeout_s=self.within(20.0)))
+        self.last, reply = (path, b""), Reply()
+        await self._ask(reply, "GET", path, None, 20.0)
+        return reply
 
     async def post(self, body: bytes, path: str = CHAT, *, timeout_s: float = 60.0) -> Reply:
         """Send a body as it is; wait for a rate limit as long as PATIENCE_S."""
         self.last, waited_s = (path, body), 0.0
         while True:
-            exchange = Exchange()
-            await self.send(exchange, body, path, timeout_s)
-            reply = Reply(exchange)
+            reply = Reply()
+            await self.send(reply, body, path, timeout_s)
             if not reply.is_busy or waited_s >= PATIENCE_S:
                 return reply
             pause_s = min(_seconds(reply.headers.get("retry-after", "")), PATIENCE_S - waited_s)
             await asyncio.sleep(pause_s)
             waited_s += pause_s
 
-    async def send(self, exchange: Exchange, body: bytes, path: str = CHAT, timeout_s: float = 60.0) -> None:
-        """Send a request once, and wait for its end, whatever that is; cancelling it is a client that leaves."""
-        headers = {"Content-Type": "application/json"}
-        await self._http.send(exchange, "POST", path, body, headers, timeout_s=self.within(timeout_s))
+    async def send(self, reply: Reply, body: bytes, path: str = CHAT, timeout_s: float = 60.0) -> None:
+        """Send a request once and fill ``reply`` as the answer comes; cancelling it is a client that leaves."""
+        await self._ask(reply, "POST", path, body, timeout_s)
+
+    async def _ask(self, reply: Reply, method: str, path: str, body: bytes | None, timeout_s: float) -> None:
+        limit_s = self.within(timeout_s)
+        headers = {"Content-Type": "application/json"} if body is not None else {}
+        try:
+            async with (
+                asyncio.timeout(limit_s),
+                self._http.request(
+                    method, self.url + path, data=body, headers=headers, allow_redirects=False
+                ) as response,
+            ):
+                reply.status, reply.headers = response.status, response.headers
+                async for piece in response.content.iter_any():
+                    reply.body += piece
+        except TimeoutError:
+            reply.failure, reply.timed_out = f"not finished within {limit_s:g} s", True
+        except (aiohttp.ClientError, OSError) as error:
+            reply.failure = str(error) or type(error).__name__
+        finally:
+            reply.is_over = True
 
     def body(self, content: Any = "What colours are there?", **fields: Any) -> bytes:
         """Write a chat of one user's message, greedy and short unless ``fields`` say otherwise."""
@@ -274,18 +309,15 @@ class Client:
             await asyncio.sleep(0.2)
 
     def curl(self, directory: Path, name: str) -> str:
-        """The command that repeats the last request; a long body lies in a file of ``directory``."""
+        """Return the command that repeats the last request; its body lies in a file of ``directory``."""
         path, body = self.last
         line = f"curl -sN {shlex.quote(self.url + path)}"
         if not body:
             return line
-        data = body.decode("utf-8", "replace")
-        if len(body) > 2000:
-            file = directory / f"{name}.body"
-            file.write_bytes(body)
-            data = f"@{file}"
+        file = directory / f"{name}.body"
+        file.write_bytes(body)
         key = ' -H "Authorization: Bearer $OPENAI_API_KEY"' if self._has_key else ""
-        return f"{line}{key} -H 'Content-Type: application/json' --data-binary {shlex.quote(data)}"
+        return f"{line}{key} -H 'Content-Type: application/json' --data-binary @{shlex.quote(str(file))}"
 
 
 def _join(calls: list[Any], delta: Any) -> None:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, TypeVar
 
-from epd_serve.bench.client import Exchange
 from epd_serve.verify.check import Failed
 from epd_serve.verify.client import Client, Reply
 
@@ -111,28 +110,26 @@ class Traffic:
         self.client, self.deadline_s, self.pause_s, self.may_cut = client, deadline_s, pause_s, False
         self.expected: dict[str, str] = {}
         self.results: list[tuple[Request, Result]] = []
-        self._streaming: set[Exchange] = set()
+        self._streaming: set[Reply] = set()
 
     @property
     def num_streaming(self) -> int:
         """Streams of which a first event has come and the last has not."""
-        return sum(bool(one.body) and one.finish_s is None for one in self._streaming)
+        return sum(bool(one.body) and not one.is_over for one in self._streaming)
 
     async def ask(self, request: Request) -> Result:
-        started_s, exchange = time.monotonic(), Exchange()
+        started_s, reply = time.monotonic(), Reply()
         body = self.client.body(request.content, **request.fields)
         if request.fields.get("stream"):
-            self._streaming.add(exchange)
+            self._streaming.add(reply)
         try:
             async with asyncio.timeout(request.patience_s):
-                await self.client.send(exchange, body, timeout_s=self.deadline_s)
-            result = judge(Reply(exchange), self.expected.get(request.key), may_cut=self.may_cut)
+                await self.client.send(reply, body, timeout_s=self.deadline_s)
+            result = judge(reply, self.expected.get(request.key), may_cut=self.may_cut)
         except TimeoutError:
             result = Result(outcome=Outcome.CANCELLED)
-        except Failed as failure:
-            result = Result(outcome=Outcome.WRONG, detail=str(failure))
         finally:
-            self._streaming.discard(exchange)
+            self._streaming.discard(reply)
         return replace(result, seconds=time.monotonic() - started_s)
 
     async def learn(self, requests: Sequence[Request], concurrency: int) -> None:

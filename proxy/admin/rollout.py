@@ -69,7 +69,7 @@ def rollout_router(table: InstanceTable, switches: Switches, hold: Hold) -> APIR
     @router.get("/ready")
     async def ready() -> JSONResponse:
         """The instances to which the gateway gives work."""
-        return JSONResponse({"ready": sorted(one.name for one in table if one.ready and one.accepting)})
+        return JSONResponse({"ready": sorted(one.name for one in table if one.state == "up")})
 
     @router.post("/instances/{name}/leave")
     async def leave(name: str, request: Request) -> JSONResponse:

@@ -198,7 +198,7 @@ def _instance(record: InstanceRecord) -> dict[str, Any]:
     return {
         "name": record.name,
         "role": None if record.role is None else str(record.role),
-        "state": _state(record),
+        "state": record.state,
         "model": None if info is None else info.model,
         "device": None if info is None else info.device,
         "running": load.num_running,
@@ -213,13 +213,6 @@ def _instance(record: InstanceRecord) -> dict[str, Any]:
         "device_bytes": None if usage is None else usage.device_bytes,
         "device_total_bytes": None if usage is None else usage.device_total_bytes,
     }
-
-
-def _state(record: InstanceRecord) -> str:
-    """ "held": it answers and gets no work: it is drained, or its breaker is open."""
-    if not record.ready:
-        return "lost"
-    return "held" if not record.accepting else "stale" if record.is_stale else "ready"
 
 
 def _request(record: RequestRecord, now_s: float) -> dict[str, Any]:

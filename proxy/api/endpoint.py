@@ -31,7 +31,7 @@ from proxy.dispatch.forwarding import EventSink
 from proxy.dispatch.interruption import Interruption
 from proxy.dispatch.job import Job
 from proxy.dispatch.strands import stream_several, whole_several
-from proxy.fleet.poller import Poller
+from proxy.fleet.monitor import Monitor
 from proxy.http.client import (
     JSON,
     Client,
@@ -70,7 +70,7 @@ class Endpoint:
 
     kind: str
     table: InstanceTable
-    poller: Poller
+    monitor: Monitor
     loader: MediaLoader
     admission: AdmissionControl
     observer: Observer
@@ -212,8 +212,8 @@ class GenerationEndpoint(Endpoint):
     async def _generate(self, exchange: Exchange, body: bytearray, sink: EventSink) -> None:
         request = await parse_body(self.parse, body)
         sources = request.media()
-        if not self.poller.started.is_set():
-            await self.poller.started.wait()
+        if not self.monitor.started.is_set():
+            await self.monitor.started.wait()
         model = exchange.record.model = self._model(request.model)
         num_choices = (request.n or 1) * max(1, len(request.prompts()))
         exchange.visit.check(priority=request.priority or 0, num_choices=num_choices)
@@ -261,11 +261,7 @@ class GenerationEndpoint(Endpoint):
                 record=exchange.record,
                 model=model,
                 output=output if index == 0 else replace(output, first_index=index * (request.n or 1)),
-                sampling=replace(
-                    request.sampling(int.from_bytes(random_block()[:8]) >> 1),
-                    key=exchange.visit.client.id,
-                    group=answer_id if len(prompts) > 1 else "",
-                ),
+                sampling=request.sampling(int.from_bytes(random_block()[:8]) >> 1),
                 prompting=request.prompting(),
                 loop=exchange.client.loop,
                 messages=chat,

@@ -27,7 +27,7 @@ class TokenizingEndpoint(Endpoint):
 
     async def _generate(self, exchange: Exchange, body: bytearray, sink: EventSink) -> None:
         request = await parse_body(self.parse, body)
-        await self.poller.started.wait()
+        await self.monitor.started.wait()
         model = exchange.record.model = self._model(request.model)
         sources = request.media()
         exchange.visit.check()
@@ -46,7 +46,7 @@ class TokenizingEndpoint(Endpoint):
             try:
                 return await self._ask_one(record, request, refs, trace_id)
             except InstanceLost as error:
-                self.poller.report_lost(record.name)
+                self.monitor.report_lost(record.name)
                 lost = error
             except Unavailable as error:
                 if not is_planned(error):

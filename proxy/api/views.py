@@ -15,8 +15,7 @@ from epd_serve.protocol.instance_state import InstanceInfo
 from epd_serve.routing.table import InstanceTable
 from epd_serve.types import Role, Stage
 from proxy.admission.keys import Authenticator
-from proxy.fleet.health import Health
-from proxy.fleet.poller import Poller
+from proxy.fleet.monitor import Monitor
 from proxy.observe.metrics import CONTENT_TYPE, GatewayMetrics
 
 _READ = ["GET", "HEAD"]
@@ -31,7 +30,7 @@ def key_required(authenticator: Authenticator) -> Callable[[Request], Awaitable[
     return check
 
 
-def models_router(table: InstanceTable, poller: Poller, authenticator: Authenticator) -> APIRouter:
+def models_router(table: InstanceTable, monitor: Monitor, authenticator: Authenticator) -> APIRouter:
     """``GET /v1/models`` and ``/v1/models/{name}``."""
 
     router = APIRouter(dependencies=[Depends(key_required(authenticator))])
@@ -51,7 +50,7 @@ def models_router(table: InstanceTable, poller: Poller, authenticator: Authentic
     @router.get("/v1/models")
     @router.get("/v1/models/")
     async def models() -> JSONResponse:
-        await poller.started.wait()
+        await monitor.started.wait()
         found = table.models()
         if not found:
             raise Unavailable("no instance has started yet; try again shortly")
@@ -59,7 +58,7 @@ def models_router(table: InstanceTable, poller: Poller, authenticator: Authentic
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> JSONResponse:
-        await poller.started.wait()
+        await monitor.started.wait()
         found = table.models()
         if name not in found:
             known = ", ".join(map(repr, found)) or "none yet"
@@ -90,7 +89,7 @@ def home_router(table: InstanceTable, authenticator: Authenticator, *, dashboard
     return router
 
 
-def health_router(table: InstanceTable, metrics: GatewayMetrics, health: Health) -> APIRouter:
+def health_router(table: InstanceTable, metrics: GatewayMetrics, monitor: Monitor) -> APIRouter:
     """``GET /health``, ``/health/ready``, ``/health/live`` and ``/metrics``, open to all.
 
     ``/health?role=EPD`` asks for a ready encoder, too. ``/health/ready`` is for load balancers: its status is 200
@@ -104,7 +103,7 @@ def health_router(table: InstanceTable, metrics: GatewayMetrics, health: Health)
 
     @router.api_route("/health/ready", methods=_READ)
     async def ready(role: str = "PD") -> JSONResponse:
-        return answer(role, takes_requests=role == "PD" and health.is_awaited)
+        return answer(role, takes_requests=role == "PD" and monitor.is_awaited)
 
     def answer(role: str, *, takes_requests: bool) -> JSONResponse:
         """``takes_requests``: whether it does although stages are missing."""
@@ -116,7 +115,7 @@ def health_router(table: InstanceTable, metrics: GatewayMetrics, health: Health)
         instances = {
             record.name: {
                 "role": str(record.role) if record.role else None,
-                "ready": record.ready and record.accepting,  # as for the status: those that get work
+                "ready": record.state == "up",  # as for the status: those that get work
             }
             for record in table
         }

@@ -16,8 +16,7 @@ from epd_serve.config import DeploymentConfig
 from epd_serve.config.vllm import connectors, pulls
 from epd_serve.errors import Conflict, InvalidRequest
 from epd_serve.routing.table import InstanceTable
-from proxy.fleet.health import Health
-from proxy.fleet.poller import Poller
+from proxy.fleet.monitor import Monitor
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +38,7 @@ class Members:
 
     _table: InstanceTable
     _calls: MutableMapping[str, StageCalls]
-    _poller: Poller
-    _health: Health
+    _monitor: Monitor
     _connect: Connect
     _joined: dict[str, str] = field(default_factory=dict)  # those that joined by themselves: URLs by name
 
@@ -80,23 +78,26 @@ class Members:
         return self._table[name].ready
 
     def leave(self, name: str, *, said_so: bool = True) -> None:
-        """One that has joined is gone; ``said_so``: by its own word, so that what it still has is well there."""
+        """Remove an instance that has joined.
+
+        Args:
+            said_so: it left by its own word, and ends the requests that it has; else these go elsewhere.
+        """
         del self._joined[name]
-        if not said_so:
-            self._health.probe_last(name, self._calls[name])
         self._remove(name)
+        if not said_so:
+            self._monitor.report_down(name)
 
     def _add(self, name: str, url: str, role: str | None = None) -> None:
         self._calls[name] = self._connect(name, url, role)
         logger.info("instance %s at %s is part of the deployment now", name, url)
         self._table.add(name, url)
-        self._poller.add(name)
+        self._monitor.add(name)
 
     def _remove(self, name: str) -> None:
         logger.info("instance %s at %s is no longer part of the deployment", name, self._table[name].url)
-        self._poller.remove(name)
+        self._monitor.remove(name)
         self._table.remove(name)
-        self._health.forget(name)
         del self._calls[name]
 
 

@@ -14,10 +14,10 @@ from aiohttp.test_utils import TestServer
 from load_tester import Scripted, Scripts, session, settings
 from scripted_server import FIRST_S, NUM_TOKENS, STALL_S
 
-from epd_serve.bench.client import HttpClient
+from epd_serve.bench.client import open_session
 from epd_serve.bench.command import Output, run_bench
 from epd_serve.bench.run import Run
-from epd_serve.bench.server import Server
+from epd_serve.bench.server import meet
 from epd_serve.bench.statistics import load_curve, percentile
 from epd_serve.bench.types import Failure
 from epd_serve.bench.workloads import load_workload
@@ -122,7 +122,7 @@ def test_a_server_that_is_not_there(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(ValueError, match=r"connect.*is --base-url right"):
+        with pytest.raises(ValueError, match="is --base-url right"):
             session().run(tmp_path / "run", settings(url), Scripts(("steady",)))
     assert not (tmp_path / "run").exists()
 
@@ -211,11 +211,11 @@ async def test_a_key_that_is_missing_or_wrong_is_named(key: str | None, status: 
 
     app = web.Application()
     app.router.add_get("/v1/models", refuse)
-    async with TestServer(app) as served, HttpClient(str(served.make_url("/")), api_key=key) as client:
+    async with TestServer(app) as served, open_session(str(served.make_url("/")), key) as http:
         with pytest.raises(ValueError, match=r"HTTP 401: no such key.*export OPENAI_API_KEY=KEY"):
-            await Server(client).meet("")
+            await meet(http, str(served.make_url("")).rstrip("/"), "")
 
 
 def test_a_password_in_the_url_is_refused() -> None:
     with pytest.raises(ValueError, match="put a key into OPENAI_API_KEY"):
-        HttpClient("http://somebody:secret@127.0.0.1:8000")
+        open_session("http://somebody:secret@127.0.0.1:8000", None)

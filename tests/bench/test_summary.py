@@ -18,11 +18,10 @@ from epd_serve.bench.statistics import (
     load_curve,
     mean_concurrency,
     percentile,
-    stable_window,
     wilson,
 )
 from epd_serve.bench.summary import summarise
-from epd_serve.bench.types import ClientLoad, Failure, Record
+from epd_serve.bench.types import ClientLoad, Record
 
 URL = "http://127.0.0.1:1"
 
@@ -99,51 +98,6 @@ def test_modalities_are_apart() -> None:
     assert found.total.goodput_per_device == pytest.approx(found.total.goodput / 2)
 
 
-def test_the_stable_window_of_an_open_loop() -> None:
-    """Ten a second with answers of one second: the first second fills, behind the last request it drains."""
-    records = [record(index, index / 10, ttft_s=0.96) for index in range(100)]
-    found = summarise(settings(URL, rate=10.0, num_requests=100), records)
-    assert found.stable is not None
-    assert (found.stable.begin_s, found.stable.end_s) == (pytest.approx(1.0), pytest.approx(9.9))
-    assert found.stable.output_token_throughput == pytest.approx(50.0, rel=0.02)
-    assert found.stable.request_throughput == pytest.approx(10.0, rel=0.02)
-    assert found.stable.mean_concurrency == pytest.approx(10.0, abs=0.3)
-    assert found.total.output_token_throughput < 46.0
-
-
-def test_turns_that_were_never_sent_are_missed_in_the_stable_window_too() -> None:
-    records = [record(index, index / 10) for index in range(100)]
-    late = [
-        Record(
-            index=100 + number,
-            workload="w",
-            modality="text",
-            scheduled_s=at_s,
-            finish_s=at_s,
-            failure=Failure.NOT_SENT,
-        )
-        for number, at_s in enumerate((5.0, 6.0, 9.95))
-    ]
-    found = summarise(settings(URL, rate=10.0, num_requests=103), [*records, *late]).stable
-    assert found is not None
-    assert (found.begin_s, found.end_s) == (pytest.approx(0.14), pytest.approx(9.9))
-    assert (found.num_failed, found.failures) == (2, {"not_sent": 2})
-    assert found.attainment.part == found.num_requests - 2
-    assert found.achieved_rate == pytest.approx(10.0)
-
-
-def test_the_stable_window_of_a_closed_loop() -> None:
-    records, busy_s = [], [0.0, 0.05, 0.1, 0.15]
-    for index in range(60):
-        user = busy_s.index(min(busy_s))
-        records.append(record(index, busy_s[user], ttft_s=0.16))
-        busy_s[user] = records[-1].finish_s
-    window = stable_window(records, 4)
-    assert window is not None
-    assert mean_concurrency(load_curve(records), *window) == pytest.approx(4.0, abs=0.01)
-    assert stable_window(records[:6], 4) is None
-
-
 def test_a_backlog_that_grows_is_said() -> None:
     """A server of five a second, asked ten times a second."""
     records = [record(index, index / 10, ttft_s=0.1 + index / 10) for index in range(100)]
@@ -160,8 +114,7 @@ def test_what_the_tester_says_of_itself() -> None:
     tester = ClientLoad(wall_s=2.0, cpu_s=1.9, loop_lag_p99_s=0.03, loop_lag_max_s=0.03)
     warnings = " ".join(summarise(settings(URL, rate=100.0, num_requests=100), records, tester).warnings)
     assert "The rate fell short: 50.00 of 100.00 requests/s" in warnings
-    assert "The tester cannot keep up" in warnings
-    assert "event loop was late by 30 ms" in warnings
+    assert "The tester was late by" in warnings
     assert "95% of a core" in warnings
     assert "100 answers are too few for p99 (needs 500)" in warnings
 

@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from load_tester import Scripted, item, session, settings
 
-from epd_serve.bench.sweep import GoodputSearch, SearchRange, Sweep, parse_rates
+from epd_serve.bench.sweep import GoodputSearch, Sweep, parse_rates
 from epd_serve.bench.types import SLO, Item
 
 LOWEST, HIGHEST = 0.1, 1000.0
 
 
-def searched(of: SearchRange, limit: float) -> tuple[GoodputSearch, list[float]]:
+def searched(search: GoodputSearch, limit: float) -> tuple[GoodputSearch, list[float]]:
     """The search at its end, and the rates that it tried."""
-    search, rates = GoodputSearch(of), []
+    rates: list[float] = []
     while (rate := search.next_rate()) is not None:
         assert len(rates) < 60
         rates.append(rate)
@@ -30,7 +30,9 @@ def searched(of: SearchRange, limit: float) -> tuple[GoodputSearch, list[float]]
 
 @given(st.floats(LOWEST, HIGHEST), st.floats(LOWEST, HIGHEST), st.floats(0.005, 0.5))
 def test_a_threshold_is_found_to_the_precision(start: float, limit: float, precision: float) -> None:
-    search, rates = searched(SearchRange(start=start, lowest=LOWEST, highest=HIGHEST, precision=precision), limit)
+    search, rates = searched(
+        GoodputSearch(start=start, lowest=LOWEST, highest=HIGHEST, precision=precision), limit
+    )
     assert search.attained is not None
     assert search.attained <= limit <= (HIGHEST if search.missed is None else search.missed)
     if search.missed is not None:
@@ -40,18 +42,18 @@ def test_a_threshold_is_found_to_the_precision(start: float, limit: float, preci
 
 
 def test_doubling_then_bisection() -> None:
-    assert searched(SearchRange(start=1, lowest=0.5, highest=100, precision=0.1), 11.0)[1] == [
+    assert searched(GoodputSearch(start=1, lowest=0.5, highest=100, precision=0.1), 11.0)[1] == [
         *(1, 2, 4, 8, 16, 12, 10, 11),
     ]
-    never, rates = searched(SearchRange(start=4, lowest=1, highest=64), 0.5)
+    never, rates = searched(GoodputSearch(start=4, lowest=1, highest=64), 0.5)
     assert (never.attained, never.missed, rates) == (None, 1, [4, 2, 1])
-    always, rates = searched(SearchRange(start=4, lowest=1, highest=50), 1e9)
+    always, rates = searched(GoodputSearch(start=4, lowest=1, highest=50), 1e9)
     assert (always.attained, always.missed, rates) == (50, None, [4, 8, 16, 32, 50])
 
 
 @given(st.lists(st.booleans(), min_size=40, max_size=40))
 def test_noise_ends_the_search_too(answers: list[bool]) -> None:
-    search = GoodputSearch(SearchRange(start=1, lowest=0.01, highest=1000, precision=0.05))
+    search = GoodputSearch(start=1, lowest=0.01, highest=1000, precision=0.05)
     for attained in answers:
         rate = search.next_rate()
         if rate is None:
@@ -65,7 +67,7 @@ def test_noise_ends_the_search_too(answers: list[bool]) -> None:
 @pytest.mark.parametrize("start", [0.0, -1.0, 2000.0])
 def test_a_range_that_is_none(start: float) -> None:
     with pytest.raises(ValueError, match="0 < lowest <= start <= highest"):
-        SearchRange(start=start, lowest=LOWEST, highest=HIGHEST)
+        GoodputSearch(start=start, lowest=LOWEST, highest=HIGHEST)
 
 
 def test_rates_as_typed() -> None:
@@ -106,8 +108,12 @@ def test_given_rates_have_fresh_requests_each(scripted: Scripted, tmp_path: Path
 
 
 def test_a_search_measures_until_it_knows(scripted: Scripted, tmp_path: Path) -> None:
-    wanted = SearchRange(start=20.0, lowest=10.0, highest=40.0, precision=0.5)
-    runs, search = sweep(scripted, tmp_path / "good", slo=SLO(ttft_ms=60_000, tpot_ms=60_000)).find(wanted, 0.9)
+    def new() -> GoodputSearch:
+        return GoodputSearch(start=20.0, lowest=10.0, highest=40.0, precision=0.5)
+
+    search = new()
+    runs = sweep(scripted, tmp_path / "good", slo=SLO(ttft_ms=60_000, tpot_ms=60_000)).find(search, 0.9)
     assert ([run.settings.rate for run in runs], search.attained, search.missed) == ([20.0, 40.0], 40.0, None)
-    runs, search = sweep(scripted, tmp_path / "bad", slo=SLO(ttft_ms=1, tpot_ms=60_000)).find(wanted, 0.9)
+    search = new()
+    runs = sweep(scripted, tmp_path / "bad", slo=SLO(ttft_ms=1, tpot_ms=60_000)).find(search, 0.9)
     assert ([run.settings.rate for run in runs], search.attained, search.missed) == ([20.0, 10.0], None, 10.0)

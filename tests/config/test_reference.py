@@ -44,7 +44,7 @@ def test_changes_are_named_by_their_paths() -> None:
         f"""
         topology: PD
         slo: {{ttft_ms: 5}}
-        gateway: {{failover: {{max_attempts: 2}}, api_keys: [{{name: a, hash: 'sha256:{"0" * 64}'}}]}}
+        gateway: {{probe_timeout_s: 2, api_keys: [{{name: a, hash: 'sha256:{"0" * 64}'}}]}}
         elastic: {{cooldown_s: 5}}
         instances: {{kv_transfer: {{mode: pull}}}}
         """
@@ -52,7 +52,7 @@ def test_changes_are_named_by_their_paths() -> None:
     assert {path: how.how for path, how in changes(old, new)} == {
         "topology": "hot",
         "slo.ttft_ms": "restart",
-        "gateway.failover.max_attempts": "hot",
+        "gateway.probe_timeout_s": "hot",
         "gateway.api_keys": "hot",
         "elastic.cooldown_s": "anew",
         "instances.kv_transfer.mode": "rebuild",

@@ -84,7 +84,7 @@ def test_the_deployments_in_deploy_are_valid_and_their_paths_are_theirs(file: Pa
         ("hang_timeout_s: 2", 4.0, 19.0),
         ("hang_timeout_s: null", 4.0, 16.0),
         ("gateway: {request_timeout_s: 20}", 4.0, 20.0),
-        ("gateway: {failover: {wait_s: 90}}", 4.0, 90.0),
+        ("restart: never", 4.0, 0.0),
     ],
 )
 def test_a_request_waits_as_long_as_the_replacement_takes(text: str, start_s: float, waits_s: float) -> None:

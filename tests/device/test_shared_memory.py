@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from chip.accelerator import ChipDevice
+from chips import ENVIRONMENT
 
 from device import cuda_ipc
-from device.emulated.accelerator import EmulatedDevice
 from device.registry import get_device
 
-DEVICE = "emulated:h200"
+DEVICE = "chip:0"
 OWNER = """
-import sys
+import sys, chip
 from device.registry import get_device
 device = get_device(sys.argv[1])
 memory, handle = device.share_memory(8)
@@ -32,9 +33,9 @@ print(memory.tolist(), flush=True)
 
 
 @pytest.fixture
-def device() -> EmulatedDevice:
+def device() -> ChipDevice:
     device = get_device(DEVICE)
-    assert isinstance(device, EmulatedDevice)
+    assert isinstance(device, ChipDevice)
     device.synchronize()
     return device
 
@@ -44,7 +45,9 @@ def device() -> EmulatedDevice:
 )
 def test_two_processes_use_the_same_memory(name: str) -> None:
     command = [sys.executable, "-c", OWNER, name]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT
+    ) as owner:
         assert owner.stdin is not None and owner.stdout is not None
         device = get_device(name)
         device.activate()
@@ -60,7 +63,7 @@ def test_two_processes_use_the_same_memory(name: str) -> None:
         pass
 
 
-def test_a_handle_goes_with_its_memory(device: EmulatedDevice) -> None:
+def test_a_handle_goes_with_its_memory(device: ChipDevice) -> None:
     _, free = device.memory()
     memory, handle = device.share_memory(1 << 20)
     assert memory.tolist()[:2] == [0, 0]
@@ -75,7 +78,7 @@ def test_a_handle_goes_with_its_memory(device: EmulatedDevice) -> None:
         pass
 
 
-def test_memory_that_launched_work_uses_is_not_unmapped(device: EmulatedDevice) -> None:
+def test_memory_that_launched_work_uses_is_not_unmapped(device: ChipDevice) -> None:
     own, handle = device.share_memory(8)
     gate = threading.Event()
     with pytest.raises(RuntimeError, match=r"memory is unmapped that .* work or a tensor still uses"):  # noqa: SIM117
@@ -88,7 +91,7 @@ def test_memory_that_launched_work_uses_is_not_unmapped(device: EmulatedDevice) 
     assert own.tolist() == [1] * 8
 
 
-def test_the_device_reads_memory_that_is_pinned_in_place_when_it_comes_to_it(device: EmulatedDevice) -> None:
+def test_the_device_reads_memory_that_is_pinned_in_place_when_it_comes_to_it(device: ChipDevice) -> None:
     memory, gate = torch.zeros(8), threading.Event()
     copies = []
     for unpin in (device.pin_in_place(memory), None):

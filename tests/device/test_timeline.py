@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from device.base import DeviceLost
 from device.emulated.timeline import EMULATED_FAULTS, Demand, Faults, Timeline
 
-DECODE = Demand(compute=0.1, bandwidth=0.8, stage="D")
-PREFILL = Demand(compute=0.85, bandwidth=0.1, stage="P")
+DECODE = Demand(compute=0.1, bandwidth=0.8)
+PREFILL = Demand(compute=0.85, bandwidth=0.1)
 
 
 class VirtualClock:
@@ -39,12 +39,9 @@ def timeline(
     clock: VirtualClock,
     directory: Path | None = None,
     *,
-    interference: dict[tuple[str, str], float] | None = None,
     faults: Faults | None = None,
 ) -> Timeline:
-    return Timeline(
-        "emulated:h200:0", directory, interference=interference, faults=faults, clock=clock, sleep=clock.sleep
-    )
+    return Timeline("emulated:h200:0", directory, faults=faults, clock=clock, sleep=clock.sleep)
 
 
 def test_operations_of_a_stream_follow_each_other_and_late_wake_ups_do_not_add_up() -> None:
@@ -92,7 +89,7 @@ def test_what_begins_later_slows_what_runs(tmp_path: Path) -> None:
     assert second.end_s == pytest.approx(1000.007) and first.end_s == pytest.approx(1000.011)
 
 
-def test_shares_and_priorities_and_measured_interference(tmp_path: Path) -> None:
+def test_shares_and_priorities(tmp_path: Path) -> None:
     clock = VirtualClock()
     half = timeline(clock, tmp_path)
     half.share = 0.5
@@ -114,11 +111,6 @@ def test_shares_and_priorities_and_measured_interference(tmp_path: Path) -> None
     assert [_seconds(one) for one in operations] == pytest.approx([0.040, 0.010]), "what it leaves is another's"
     with pytest.raises(ValueError, match=r"share 1\.5 from 0"):
         whole.stream(share=1.5)
-
-    measured = timeline(clock, None, interference={("P", "D"): 0.25, ("D", "P"): 0.5})
-    prefill = measured.stream().launch(0.005, demand=PREFILL)
-    decode = measured.stream().launch(0.010, demand=DECODE)
-    assert [_seconds(prefill), _seconds(decode)] == pytest.approx([0.00625, 0.010 + 0.00625 - 0.00625 / 1.5])
 
 
 def _seconds(operation: object) -> float:
@@ -148,8 +140,6 @@ def test_a_stream_waits_for_an_operation_of_another() -> None:
     step = language.launch(0.002, demand=DECODE)
     language.synchronize()
     assert step.begin_s == encode.end_s and step.end_s == pytest.approx(1000.012)
-    language.delay(clock.now_s + 0.005)
-    assert _seconds(language.launch(0.001)) == pytest.approx(0.001) and clock.now_s == pytest.approx(1000.018)
 
 
 def test_a_stream_that_nobody_holds_leaves_the_device_to_the_others() -> None:
@@ -190,7 +180,7 @@ def test_injected_faults_come_and_go_with_their_file(tmp_path: Path, monkeypatch
     assert step.end_s == lifted_s and after.end_s == pytest.approx(lifted_s + 0.010), "what hung ends late"
     inject('{"emulated:h200:0": {"slow": 3.0}}')
     assert _seconds(stream.launch(0.010)) == pytest.approx(0.010), "what is no fault changes nothing"
-    with pytest.raises(ValueError, match=r"faults\.json: .*'slow'.*slowness, hangs, lost, as in"):
+    with pytest.raises(ValueError, match=r"faults\.json: .*`slow`.*slowness, hangs or lost, as in"):
         Faults(path)
     pending = stream.launch(0.010)
     inject('{"emulated:h200:0": {"lost": true}}')

@@ -25,7 +25,7 @@ async def deployment() -> AsyncIterator[LocalDeployment]:
     config = DeploymentConfig(
         topology="E-P-D",
         restart="never",
-        gateway={"port": 0, "failover": {"wait_s": 0.5}},
+        gateway={"port": 0},
         instances={
             "base_port": 0,
             "threads": 1,

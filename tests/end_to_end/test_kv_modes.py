@@ -41,7 +41,7 @@ async def deployed(model: str, instances: dict[str, Any], **baselines: Any) -> A
         model=model,
         served_model_name="demo",
         dtype="float32",
-        gateway={"port": 0, "failover": {"wait_s": 0.5}},
+        gateway={"port": 0},
         restart="never",
         instances={"base_port": 0, "threads": 1, **instances},
     )

@@ -58,7 +58,6 @@ async def test_secrets_are_shown_nowhere(tmp_path: Path, monkeypatch: pytest.Mon
         topology="E-P-D",
         gateway={
             "port": 0,
-            "failover": {"wait_s": 0.5},
             "api_key": {"env": "EPD_SERVE_API_KEY"},
             "api_keys": [{"name": "alice", "hash": hash_key(SECRETS["alice"])}],
             "admin": {"port": admin, "key": {"file": str(tmp_path / "admin")}},

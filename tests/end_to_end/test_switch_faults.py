@@ -157,7 +157,7 @@ async def site() -> AsyncIterator[Site]:
     config = DeploymentConfig.model_validate(
         {
             "topology": "E-P-2D",
-            "gateway": {"port": 0, "admin": {"port": port}, "failover": {"wait_s": 60}},
+            "gateway": {"port": 0, "admin": {"port": port}},
             "instances": {"base_port": 0, "threads": 1, "resident": "role"},  # making stages takes a while
         }
     )

@@ -93,7 +93,7 @@ def expected() -> list[list[str]]:
 
 @pytest.fixture
 async def parts() -> AsyncIterator[Deployment]:
-    async with deployment(SHAPE, "E", "P", "D", options=OPTIONS, failover={"wait_s": 0}) as one:
+    async with deployment(SHAPE, "E", "P", "D", options=OPTIONS, restart="never") as one:
         yield one
 
 

@@ -1,7 +1,7 @@
 """Triton compiles a kernel for each combination of dtypes, divisibilities and ones among its arguments: all that
 requests ask for must have been asked for by the steps before an instance is ready.
 
-A process of its own asks Triton for these keys, on an emulated device and without compiling: in this one the
+A process of its own asks Triton for these keys, on a chip of tests and without compiling: in this one the
 kernels may be the interpreter's.
 """
 
@@ -57,6 +57,8 @@ def test_requests_ask_for_no_kernel_that_the_warm_up_has_not_compiled(graphs: st
 
 def _main(path: Path, graphs: str) -> None:
     import triton
+    from chip.accelerator import ChipDevice, ChipOps
+    from chip.tensors import ChipTensor
     from engine_bench import BLOCK_SIZE, EngineBench
     from pictures import noise
     from triton.backends.compiler import GPUTarget
@@ -64,8 +66,6 @@ def _main(path: Path, graphs: str) -> None:
     from triton.runtime.jit import JITFunction, create_function_from_signature
 
     from device.base import EagerRunner
-    from device.emulated.accelerator import EmulatedDevice, EmulatedOps
-    from device.emulated.tensors import EmulatedTensor
     from device.ops import triton_decode, triton_layers
     from device.ops.triton_ops import TritonOps
     from device.registry import get_device
@@ -78,11 +78,11 @@ def _main(path: Path, graphs: str) -> None:
 
     def note(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         binder = create_function_from_signature(kernel.signature, kernel.params, backend)
-        raw = [one.raw if isinstance(one, EmulatedTensor) else one for one in args]
+        raw = [one.raw if isinstance(one, ChipTensor) else one for one in args]
         _, specialization, chosen = binder(*raw, **options)
         keys.add((kernel.__name__, repr((specialization, sorted(chosen.items())))))
 
-    class NotingOps(EmulatedOps):
+    class NotingOps(ChipOps):
         """Asks for Triton's kernels, and computes by others."""
 
         compiled_by = TritonOps.compiled_by
@@ -132,8 +132,8 @@ def _main(path: Path, graphs: str) -> None:
             return nullcontext()
 
     JITFunction.run = note
-    device = get_device("emulated:h200")
-    assert isinstance(device, EmulatedDevice)
+    device = get_device("chip:0")
+    assert isinstance(device, ChipDevice)
     device.ops = NotingOps(device.chip)
     if graphs == "no graphs":
         vars(device)["graph_runner"] = EagerRunner

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from chip import tensors
 from engine_bench import EngineBench
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from device.base import Device
-from device.emulated import tensors
 from device.registry import get_device
 from epd_serve.engine.step_inputs import DecodeTables, DeviceTables
 from epd_serve.sched.schedule import Budget, ScheduleOutput
@@ -38,7 +38,7 @@ def device(name: str) -> Device:
     return get_device(name)
 
 
-@pytest.mark.parametrize("name", ["cpu", "emulated:h200:0"])
+@pytest.mark.parametrize("name", ["cpu", "chip:0"])
 @settings(max_examples=40)
 @given(events=st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 9)), max_size=40))
 def test_inputs_are_those_of_the_sequences(name: str, events: list[tuple[str, int]]) -> None:
@@ -71,7 +71,6 @@ def test_inputs_are_those_of_the_sequences(name: str, events: list[tuple[str, in
         if not batch:
             continue
         expected = [SIZE * one.blocks[(one.length - 1) // SIZE] + (one.length - 1) % SIZE for one in batch]
-        assert of_device.next_slots(len(batch)).tolist() == expected
         size = SEATS if which % 2 else len(batch)  # with rows of padding, and without
         slots, positions, table, contexts = of_device.advance(size, MAX_BLOCKS)
         spare = [row % SIZE for row in range(len(batch), size)]
@@ -106,7 +105,7 @@ class UploadBench(EngineBench):
 def test_an_ordinary_step_uploads_new_blocks_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
     budget = Budget(max_num_tokens=512, max_num_seqs=4)
-    bench = UploadBench(model, budget, device=device("emulated:h200:0"), runs_ahead=True)
+    bench = UploadBench(model, budget, device=device("chip:0"), runs_ahead=True)
     pinned = tensors.pinned
 
     def counted(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from emulated import EMULATED
+from chips import CHIP, ENVIRONMENT
 
 from device.registry import get_device
 from epd_serve.engine.device_features import SLOT_BYTES, Copies, DeviceFeatureStore
@@ -23,15 +23,15 @@ from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore
 from epd_serve.transfer.transport import NotMapped, PeerGone, TransferError
 
-DEVICE = get_device(EMULATED)
+DEVICE = get_device(CHIP)
 ENCODER = f"""
-import asyncio, sys, torch
+import asyncio, chip, sys, torch
 from device.registry import get_device
 from epd_serve.engine.device_features import SLOT_BYTES, DeviceFeatureStore
 from epd_serve.protocol import wire
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore
-device, transport = get_device("{EMULATED}"), EmbeddedTransport(path="shm")
+device, transport = get_device("{CHIP}"), EmbeddedTransport(path="shm")
 store = DeviceFeatureStore(device, transport, EmbeddedFeatureStore(transport, 4096), SLOT_BYTES)
 data = torch.full((1000,), 7, dtype=torch.uint8).to(device.torch_device)
 feature = asyncio.run(store.put("a", data, [1000], "uint8", "r"))
@@ -157,7 +157,7 @@ def test_an_encoder_gives_up_its_memory_when_nobody_maps_it() -> None:
 
 def test_a_feature_of_a_killed_encoder_is_a_miss(pair: Pair) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", ENCODER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", ENCODER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT
     ) as encoder:
         assert encoder.stdout is not None
         event = wire.decode(bytes.fromhex(encoder.stdout.readline()), FeatureEvent)

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from emulated import EMULATED
+from chips import CHIP, ENVIRONMENT
 from transports import DEVICE_OPTIONS, TIMEOUT_S, mooncake_options, needs_mooncake
 
 from device.registry import get_device
@@ -38,18 +38,18 @@ from epd_serve.transfer.transport import StillCopying, TransferError
 
 pytestmark = needs_mooncake
 
-DEVICE = get_device(EMULATED)
+DEVICE = get_device(CHIP)
 LAYOUT = wire.KVLayout(num_layers=3, num_kv_heads=4, head_dim=2, block_size=2, dtype="float32", model="m")
 ENCODER = f"""
-import asyncio, sys, torch
+import asyncio, chip, sys, torch
 from device.registry import get_device
 from epd_serve.engine.device_features import SLOT_BYTES, DeviceFeatureStore
 from epd_serve.protocol import wire
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore
 from epd_serve.transfer.mooncake.engine import MooncakeOptions
 from epd_serve.transfer.mooncake.transport import MooncakeTransport
-device = get_device("{EMULATED}")
-options = MooncakeOptions(host="127.0.0.1", protocol="tcp", timeout_s={TIMEOUT_S}, device="emulated")
+device = get_device("{CHIP}")
+options = MooncakeOptions(host="127.0.0.1", protocol="tcp", timeout_s={TIMEOUT_S}, device="chip")
 transport = MooncakeTransport(options)
 host = EmbeddedFeatureStore(transport, 4096)
 store = DeviceFeatureStore(device, transport, host, SLOT_BYTES, shares=False, registers=True)
@@ -143,7 +143,7 @@ def test_kv_is_read_from_one_device_s_memory_into_another_s(
     sender.push(range(1, 3), [Part(transfer, [3, 1, 7], [5, 17, 1])])
     sender.fence(transfer, passed.set)
     assert passed.wait(60) and transfer.error is None
-    assert len(announced) == 1 and announced[0].region.device == "emulated", "as one"
+    assert len(announced) == 1 and announced[0].region.device == "chip", "as one"
     old, new = here.tensor.cpu(), there.tensor.cpu()
     torch.testing.assert_close(new[1:, :, [5, 17, 1]], old[1:, :, [3, 1, 7]], rtol=0, atol=0)
     others = [block for block in range(18) if block not in (5, 17, 1)]
@@ -280,7 +280,7 @@ def test_a_place_that_may_still_be_written_to_is_out_of_use(pair: Pair, monkeypa
 @pytest.mark.slow
 def test_a_feature_of_a_killed_encoder_is_a_miss(pair: Pair) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", ENCODER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", ENCODER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT
     ) as encoder:
         assert encoder.stdout is not None
         event = wire.decode(bytes.fromhex(encoder.stdout.readline()), FeatureEvent)

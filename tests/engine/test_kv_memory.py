@@ -10,9 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from chip.accelerator import ChipDevice
 
 from device.cpu import CpuEvent
-from device.emulated.accelerator import EmulatedDevice
 from device.registry import get_device
 from epd_serve.config import InstanceOptions
 from epd_serve.engine.kv_memory import KVMemory, block_nbytes, num_kv_blocks
@@ -44,7 +44,7 @@ def test_saved_blocks_come_back_elsewhere() -> None:
 
 def test_the_host_keeps_no_second_copy_of_a_device_s_kv() -> None:
     """Blocks are handed out first in, first out: all of the host's side would be touched in time."""
-    device, transport = get_device("emulated:h200:2"), EmbeddedTransport(path="shm")
+    device, transport = get_device("chip:2"), EmbeddedTransport(path="shm")
     memory = KVMemory(LAYOUT, 1 << 12, device, transport, staging_bytes=1 << 16)
     assert memory.tensor.nbytes == (1 << 12) * block_nbytes(LAYOUT)
     assert memory.slab.buffer.nbytes <= 1 << 16 < memory.tensor.nbytes
@@ -53,7 +53,7 @@ def test_the_host_keeps_no_second_copy_of_a_device_s_kv() -> None:
 
 def test_kv_goes_from_device_to_device_through_few_cells() -> None:
     """In rounds, from any blocks to any others, in any layers."""
-    device, transport = get_device("emulated:h200:2"), EmbeddedTransport(path="shm")
+    device, transport = get_device("chip:2"), EmbeddedTransport(path="shm")
     there, here = (KVMemory(LAYOUT, NUM_BLOCKS, device, transport) for _ in range(2))
     there.tensor.copy_(torch.randn(there.tensor.shape))
     theirs, ours = [3, 1, 7, 8, 2], [5, 8, 1, 2, 3]
@@ -80,14 +80,14 @@ class Pair:
 
     here: KVMemory
     there: KVMemory
-    device: EmulatedDevice
+    device: ChipDevice
     transport: EmbeddedTransport
 
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    device, transport = get_device("emulated:h200:2"), EmbeddedTransport(path="shm")
-    assert isinstance(device, EmulatedDevice)
+    device, transport = get_device("chip:2"), EmbeddedTransport(path="shm")
+    assert isinstance(device, ChipDevice)
     here, there = (KVMemory(LAYOUT, size, device, transport, shares=True) for size in (NUM_BLOCKS, 2 * NUM_BLOCKS))
     here.tensor.copy_(torch.randn(here.tensor.shape))
     device.synchronize()
@@ -185,7 +185,7 @@ def test_states_have_room_beside_the_usual_kv() -> None:
 
 def test_memory_that_another_process_took_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the measurement of what is free and the allocation."""
-    device = EmulatedDevice("h200", 9)
+    device = ChipDevice(9)
 
     def share_memory(nbytes: int) -> tuple[torch.Tensor, bytes]:
         raise torch.OutOfMemoryError(f"Tried to allocate {nbytes} bytes")

@@ -6,17 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from emulated import DEVICES, EMULATED, little_memory
+from chips import CHIP, DEVICES, little_memory
 from engine_bench import BLOCK_SIZE, EngineBench
 from pictures import noise
 from PIL import Image
 from reference import reference_of
 
-from device.emulated.accelerator import EmulatedDevice
 from device.registry import get_device
 from epd_serve.cache.block_pool import num_blocks_for
-from epd_serve.cost.device_time import DeviceTime
-from epd_serve.engine.emulated.emulation import Emulation
 from epd_serve.engine.engine import EngineEvent, PromptEvent, TokenEvent
 from epd_serve.sched.schedule import Budget
 from epd_serve.sched.sequence import Sequence
@@ -58,10 +55,8 @@ def expected(tiny_model: Path) -> list[list[int]]:
 @pytest.fixture(params=DEVICES)
 def bench(tiny_model: Path, request: pytest.FixtureRequest) -> Iterator[EngineBench]:
     device = get_device(request.param)
-    is_emulated = isinstance(device, EmulatedDevice)
-    emulation = Emulation(device, DeviceTime.of(str(tiny_model), "h200")) if is_emulated else None
     budget = Budget(max_num_tokens=64, max_num_seqs=8)
-    bench = EngineBench(tiny_model, budget, device=device, runs_ahead=is_emulated, emulation=emulation)
+    bench = EngineBench(tiny_model, budget, device=device, runs_ahead=device.type == "chip")
     with little_memory(request.param, 2.0):
         yield bench
         bench.close()
@@ -75,8 +70,8 @@ def longest(sequences: list[Sequence]) -> int:
 @pytest.mark.parametrize(
     ("tiny_model", "bench"),
     [
-        *(("qwen3_vl", "cpu"), ("gemma3", "cpu"), ("qwen3_5", "cpu"), ("llava", EMULATED)),
-        pytest.param("qwen3_5", EMULATED, marks=pytest.mark.slow),
+        *(("qwen3_vl", "cpu"), ("gemma3", "cpu"), ("qwen3_5", "cpu"), ("llava", CHIP)),
+        pytest.param("qwen3_5", CHIP, marks=pytest.mark.slow),
     ],
     indirect=True,
 )

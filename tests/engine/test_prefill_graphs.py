@@ -1,4 +1,4 @@
-"""Steps with prompts as graphs in pieces, on an emulated device where what is not computed is no number."""
+"""Steps with prompts as graphs in pieces, on a chip of tests, where what is not computed is no number."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from pathlib import Path
 
 import tiny_models
 import torch
+from chip.accelerator import ChipDevice
 from torch import Tensor
 
-from device.emulated.accelerator import EmulatedDevice
 from device.registry import get_device
 from epd_serve.engine.step import StepExecutor
 from epd_serve.engine.step_inputs import StepInputs, TableChange
@@ -38,8 +38,8 @@ def inputs_of(start: int, count: int, features: Tensor | None = None) -> StepInp
 
 def test_logits_and_kv_equal_those_without_graphs(tmp_path: Path) -> None:
     """Chunks behind others, and with features, whose numbers lie in the same buffers; in few launches."""
-    device = get_device("emulated:h200")
-    assert isinstance(device, EmulatedDevice)
+    device = get_device("chip:0")
+    assert isinstance(device, ChipDevice)
     device.activate()
     model = LanguageModel(tiny_models.make_tiny_model("qwen3_vl", tmp_path / "model"), torch.float32, device)
     shape = (model.num_layers, 2, 20, BLOCK_SIZE, model.num_kv_heads, model.head_dim)

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from chip.chip import never_waiting
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from device.emulated.chip import never_waiting
 from device.registry import get_device
 from epd_serve.engine.computing import ALL_FORBIDDEN, NO_TOKEN, SampledToken
 from epd_serve.engine.sampling.sampler import DrawNumbers, Row, RowDrawer, Sampler, draw_from_largest, largest
@@ -78,7 +78,7 @@ def test_the_host_waits_for_no_device_before_it_reads(logits: torch.Tensor) -> N
     }
     rows = [Row(one, 0) for one in greedy.values()]
     expected = sample(logits.expand(len(rows), -1), rows, frozenset({2}))
-    device = get_device("emulated:h200:0")
+    device = get_device("chip:0")
     device.activate()
     many = logits.expand(len(rows), -1).contiguous().to(device.torch_device)
     with never_waiting():

@@ -1,24 +1,23 @@
-"""Faults of a device, injected into an emulated one: a clear error in time, and nothing leaks."""
+"""Faults of a device: a clear error in time, and nothing leaks."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import time
 from pathlib import Path
 
 import httpx
 import pytest
 import tiny_models
+from chip.accelerator import ChipDevice
 from fleet import Books, wait_until
 from http_client import http_client
 from services import serving
 
-from device.emulated.timeline import EMULATED_FAULTS
+from device.registry import get_device
 from epd_serve.engine.pace import step_watch
 from epd_serve.protocol import wire
 
-DEVICE = "emulated:a100:11"
+DEVICE = "chip:11"
 
 
 def prompt(name: str) -> bytes:
@@ -36,13 +35,9 @@ def prompt(name: str) -> bytes:
 async def test_a_device_that_hangs_and_one_that_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    faults = tmp_path / "faults.json"
-    monkeypatch.setenv(EMULATED_FAULTS, str(faults))
+    device = get_device(DEVICE)
+    assert isinstance(device, ChipDevice)
     model = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
-
-    def inject(text: str) -> None:
-        faults.write_text(text)
-        os.utime(faults, ns=(0, time.monotonic_ns()))
 
     async with (
         serving(model, "EPD", device=DEVICE) as instance,
@@ -59,17 +54,17 @@ async def test_a_device_that_hangs_and_one_that_is_lost(
         healthy = await ask("healthy")
         await ask("healthy again")  # steps of each kind are known
 
-        inject(f'{{"{DEVICE}": {{"hangs": true}}}}')
+        device.chip.goes_on.clear()
         stuck = asyncio.create_task(ask("stuck"))
         await asyncio.to_thread(wait_until, lambda: bool(ended), "the step is taken for hung")
         assert not stuck.done() and "the language model hangs" in caplog.text
         assert (await client.get("/health")).status_code == 200, "the event loop is well"
-        inject("")
+        device.chip.goes_on.set()
         assert (await stuck).content.replace(b"stuck", b"healthy") == healthy.content, "it goes on where it was"
         await Books({"epd": instance.url}).check()
 
         ended.clear()
-        inject(f'{{"{DEVICE}": {{"lost": true}}}}')
+        device.chip.is_lost = True
         lost = await ask("lost")
         assert lost.status_code == 500 and f"{DEVICE} is lost" in lost.text
         assert ended and any("is lost" in text and "this process ends" in text for text in caplog.messages)

@@ -1,4 +1,4 @@
-"""Device memory of an instance that changes its role, on an emulated accelerator whose memory is counted."""
+"""Device memory of an instance that changes its role, on an accelerator whose memory is counted."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import chip  # noqa: F401 - makes its device known
 import pytest
 import tiny_models
 
@@ -20,7 +21,7 @@ from epd_serve.engine.emulated.digests import LAYER_BYTES
 from epd_serve.instance.instance import Instance
 from epd_serve.types import Role
 
-DEVICE = "emulated:a100:9"  # other tests of this process have other kinds at lower ones
+DEVICE = "chip:9"  # other tests of this process have other kinds at lower ones
 
 
 @contextmanager

@@ -1,7 +1,8 @@
-"""An emulated device leaves no numbers where an event is not waited for: an error says so, no answer comes."""
+"""A chip leaves no numbers where an event is not waited for: an error says so, no answer comes."""
 
 from __future__ import annotations
 
+import math
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -9,17 +10,32 @@ from typing import Any
 
 import pytest
 import tiny_models
+import torch
 from chat import chat
+from chip.accelerator import ChipDevice
 from in_process import deployment
 from services import language_of
 
-from device.copies import Readback
+from device.copies import Readback, to_device
 from device.cpu import CpuEvent
-from device.emulated.accelerator import EmulatedDevice
 from device.registry import get_device
+from epd_serve.engine.step import StepExecutor
+from epd_serve.engine.step_inputs import StepInputs
 
-DEVICE = "emulated:h200:15"
+DEVICE = "chip:15"
 LAUNCH_S = 4e-4  # nothing is ready by chance
+
+
+def compute_over_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the KV that a step writes be no number until it has."""
+    compute = StepExecutor.compute
+
+    def marked(executor: Any, inputs: StepInputs, *arguments: Any) -> Any:
+        slots = to_device(torch.tensor(inputs.slots, dtype=torch.int64), executor.device)
+        executor._kv.flatten(2, 3).index_fill_(2, slots, math.nan)
+        return compute(executor, inputs, *arguments)
+
+    monkeypatch.setattr(StepExecutor, "compute", marked)
 
 
 class Careless:
@@ -33,12 +49,12 @@ async def test_no_answer_comes_of_what_was_read_early(
     transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
+    compute_over_unknown(monkeypatch)
     device = get_device(DEVICE)
-    assert isinstance(device, EmulatedDevice)
+    assert isinstance(device, ChipDevice)
     transfer = {"group_layers": 1, "transport": transport}
     options: dict[str, Any] = {"device": DEVICE, "max_num_seqs": 2, "kv_transfer": transfer}
-    health = {"probe_interval_s": None}
-    async with deployment(model, "P", "D", options=options, health=health, failover={"wait_s": 0}) as here:
+    async with deployment(model, "P", "D", options=options, probe_timeout_s=300, restart="never") as here:
         body = chat("What is this?", model="demo", max_tokens=4, temperature=0, ignore_eos=True)
 
         async def refusal() -> str:

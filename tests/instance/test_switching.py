@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 import tiny_models
-from emulated import EMULATED, little_memory
+from chips import CHIP, little_memory
 from fleet import Books
 from frame_bodies import whole_frames
 from pictures import png
@@ -85,8 +85,8 @@ ROLES = ("P", "D", "E", "PD", "E", "EPD", "D", "EP", "ED", "P")
     ("device", "roles"),
     [
         ("cpu", ROLES),
-        pytest.param(EMULATED, ("P", "D", "E", "P"), id="emulated, some"),
-        pytest.param(EMULATED, ROLES, id="emulated", marks=pytest.mark.slow),
+        pytest.param(CHIP, ("P", "D", "E", "P"), id="chip, some"),
+        pytest.param(CHIP, ROLES, id="chip", marks=pytest.mark.slow),
     ],
 )
 async def test_every_role_is_reached_from_every_other(device: str, roles: Sequence[str], tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ async def switched(instance: Instance, roles: Sequence[str]) -> None:
         await instance.lifecycle.switch(order("X"))
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param(EMULATED, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param(CHIP, marks=pytest.mark.slow)])
 async def test_running_answers_go_on_elsewhere_token_by_token(device: str, tmp_path: Path) -> None:
     model = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
     async with (
@@ -271,10 +271,10 @@ async def test_weights_of_other_roles_stay_or_go(tmp_path: Path) -> None:
 
 
 async def test_a_store_takes_a_part_of_what_others_leave_of_its_device(tmp_path: Path) -> None:
-    model, device = tiny_models.make_tiny_model("qwen3_vl", tmp_path / "model"), get_device(EMULATED)
+    model, device = tiny_models.make_tiny_model("qwen3_vl", tmp_path / "model"), get_device(CHIP)
     device.set_memory_fraction((1 << 30) / device.memory()[0])  # its graphs take a part
     try:
-        async with serving(model, "E", device=EMULATED) as instance:
+        async with serving(model, "E", device=CHIP) as instance:
             assert isinstance(instance.store, DeviceFeatureStore) and instance.store._area is not None
             assert 1 << 20 < instance.store._area.nbytes <= 256 << 20
     finally:

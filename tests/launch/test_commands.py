@@ -1,4 +1,3 @@
-import json
 import os
 from itertools import pairwise
 from pathlib import Path
@@ -159,33 +158,12 @@ def test_the_cluster_key_is_in_the_environment_of_instances_and_nowhere_else() -
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("shape_of: qwen2.5-vl-7b", "shape_of is for emulated devices; write devices"),
-        (
-            "devices: [emulated:h200 x 3]\nshape_of: qwen9",
-            "model 'qwen9': no such directory or config.json; known by",
-        ),
-        (
-            "topology: ED-P\ndevices: [emulated:h200 x 2]\nshape_of: text.json",
-            "shape_of: .*text.json has no vision tow",
-        ),
-    ],
-)
-def test_shapes_that_no_emulated_device_can_take_are_refused(text: str, message: str, tmp_path: Path) -> None:
-    sizes = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}
-    (tmp_path / "text.json").write_text(json.dumps(sizes | {"vocab_size": 100}))
-    with pytest.raises(ValueError, match=message):
-        specs(text.replace("text.json", str(tmp_path / "text.json")))
-
-
-@pytest.mark.parametrize(
     ("text", "shares"),
     [
-        ("topology: E-(P-D)\ndevices: [emulated:h200:0, emulated:h200:1]", [None, 0.45, 0.45]),
-        ("topology: (E-P)-D\ndevices: [emulated:h200:0, emulated:h200:1]", [None, None, None]),
-        ("topology: (P-D)\ndevices: [emulated:h200:0]\nroles: {P: {memory_share: 0.7}}", [0.7, 0.45]),
-        ("topology: (P-D)\ndevices: [emulated:h200:0]\nroles: {P: {share: 0.5}}", [None, None]),
+        ("topology: E-(P-D)\ndevices: [cuda:0, cuda:1]", [None, 0.45, 0.45]),
+        ("topology: (E-P)-D\ndevices: [cuda:0, cuda:1]", [None, None, None]),
+        ("topology: (P-D)\ndevices: [cuda:0]\nroles: {P: {memory_share: 0.7}}", [0.7, 0.45]),
+        ("topology: (P-D)\ndevices: [cuda:0]\nroles: {P: {share: 0.5}}", [None, None]),
         ("topology: (P-D)", [None, None]),
     ],
 )

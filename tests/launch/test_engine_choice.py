@@ -61,7 +61,6 @@ def test_gpus_get_the_vllm_that_knows_the_model(model: Path) -> None:
     [
         ("devices: [cpu]\ntopology: EP-D", "the devices are cpu"),
         ("devices: [cuda:0, cpu]\ntopology: EP-D", "the devices are cpu"),
-        ("devices: ['emulated:h200:0']\ntopology: EPD", "the devices are emulated"),
         ("devices: [cuda:0, cuda:1]\ntopology: ED-P", "ED: a vLLM instance"),
         (
             "devices: [cuda:0]\ntopology: EPD\ninstances: {lease_s: 5}",

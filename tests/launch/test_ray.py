@@ -42,8 +42,10 @@ def test_groups_take_what_they_share_once() -> None:
     )
     found = [(one.name, one.resource, one.amount, one.base_port) for one in on_ray.groups(config)]
     assert found == [("e0-p0", "GPU", 1, 9000), ("e1-p1", "GPU", 1, 9032), ("d0", "GPU", 2, 9064)]
-    emulated = parse_config("{topology: E-D-P, devices: ['emulated:h200:0', 'emulated:ascend-910b3 x 2']}")
-    assert [one.resource for one in on_ray.groups(emulated)] == ["GPU", "NPU", "NPU"]
+    emulated = parse_config(
+        "{topology: E-D-P, model: {shape_of: qwen2-vl-7b}, devices: ['emulated:h200:0', 'emulated:a100 x 2']}"
+    )
+    assert [one.resource for one in on_ray.groups(emulated)] == ["GPU", "GPU", "GPU"]
     cpus = parse_config("{topology: EP-D, roles: {D: {threads: 4}}}")
     assert [(one.resource, one.amount, one.base_port) for one in on_ray.groups(cpus)] == [
         ("CPU", 1, 8100),
@@ -52,7 +54,9 @@ def test_groups_take_what_they_share_once() -> None:
 
 
 def test_agents_have_the_ports_and_names_of_the_whole_deployment(tmp_path: Path) -> None:
-    config = parse_config("{topology: 2(E-P)-D, devices: ['emulated:ascend-910b3 x 3']}")
+    config = parse_config(
+        "{topology: 2(E-P)-D, model: {shape_of: qwen2-vl-7b}, devices: ['emulated:ascend-910b3 x 3']}"
+    )
     urls = {}
     for group in on_ray.groups(config):
         file = parse_config(on_ray._file(config, group.base_port, "10.0.0.1", 8001))
@@ -192,7 +196,7 @@ def test_a_pair_and_a_decoder_live_through_a_kill_and_a_lost_node(cluster: Any, 
         "topology: (E-P)-D\n"
         "devices: ['emulated:ascend-910b3 x 2']\n"
         "model: {shape_of: qwen2.5-vl-7b}\n"
-        f"gateway: {{port: {port}, admin: {{port: {admin_port}}}, failover: {{wait_s: 120}}}}\n"
+        f"gateway: {{port: {port}, admin: {{port: {admin_port}}}}}\n"
         f"instances: {{base_port: {base_port}}}\n"
     )
     environment = {**os.environ, ADMIN_KEY: "admin-key-of-the-tests"}

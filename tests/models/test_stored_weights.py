@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from emulated import EMULATED
+from chips import CHIP
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -52,7 +52,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 def test_loading_reads_each_weight_once_and_the_host_holds_a_piece(
     path: Path, dtype: torch.dtype, reads: list[int]
 ) -> None:
-    device = get_device(EMULATED)
+    device = get_device(CHIP)
     LanguageModel(path, dtype, device)  # all that is imported and kept for good
     with safe_open(path / "model.safetensors", framework="pt") as weights:
         names = [name for name in weights.keys() if not name.startswith("visual.")]  # noqa: SIM118
@@ -93,7 +93,7 @@ def test_a_large_weight_is_read_in_pieces(
     values = torch.arange(60.0).view(10, 6)
     save_file({"a": values}, tmp_path / "model.safetensors")
     weight = listed_weights(tmp_path, CPU)["a"].to(CPU, torch.float32)
-    assert torch.equal(weight[1:, 1:].to(get_device(EMULATED).torch_device).cpu(), values[1:, 1:])
+    assert torch.equal(weight[1:, 1:].to(get_device(CHIP).torch_device).cpu(), values[1:, 1:])
     assert reads == [100, 80]
 
 

@@ -1,4 +1,4 @@
-"""Towers captured as graphs on an emulated device, where what is not computed is no number: the eager features."""
+"""Towers captured as graphs on a chip of tests, where what is not computed is no number: the eager features."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
+from chip.accelerator import ChipDevice
 from pictures import noise
 
-from device.emulated.accelerator import EmulatedDevice
 from device.registry import get_device
 from epd_serve.models.family import TowerInputs
 from epd_serve.models.loader import load_family
@@ -22,9 +22,9 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
 
 @pytest.fixture
-def device() -> Iterator[EmulatedDevice]:
-    device = get_device("emulated:h200")
-    assert isinstance(device, EmulatedDevice)
+def device() -> Iterator[ChipDevice]:
+    device = get_device("chip:0")
+    assert isinstance(device, ChipDevice)
     device.activate()
     yield device
     device.synchronize()
@@ -40,7 +40,7 @@ def num_patches(batch: list[TowerInputs]) -> int:
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", pytest.param("qwen3_5", marks=pytest.mark.slow)])
-def test_features_equal_those_without_graphs(kind: str, tmp_path: Path, device: EmulatedDevice) -> None:
+def test_features_equal_those_without_graphs(kind: str, tmp_path: Path, device: ChipDevice) -> None:
     """Batches that fill a graph in part, one after the other in the same buffers, and one that fits none."""
     path = tiny_models.make_tiny_model(kind, tmp_path / "model")
     plain, captured = (Tower(path, torch.float32, device, graph_sizes=graph_sizes) for graph_sizes in ((), SIZES))
@@ -53,13 +53,13 @@ def test_features_equal_those_without_graphs(kind: str, tmp_path: Path, device: 
     assert counts[1] < 15 < 60 < counts[0], "copies of the inputs, the graph, copies of the features"
 
 
-def num_launches(tower: Tower, batch: list[TowerInputs], device: EmulatedDevice) -> int:
+def num_launches(tower: Tower, batch: list[TowerInputs], device: ChipDevice) -> int:
     before = device.chip.num_launches
     tower.encode(batch)
     return device.chip.num_launches - before
 
 
-def test_padding_says_nothing(tmp_path: Path, device: EmulatedDevice) -> None:
+def test_padding_says_nothing(tmp_path: Path, device: ChipDevice) -> None:
     """Whatever an earlier batch has left in the buffers."""
     path = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
     tower = Tower(path, torch.float32, device, graph_sizes=SIZES)
@@ -72,7 +72,7 @@ def test_padding_says_nothing(tmp_path: Path, device: EmulatedDevice) -> None:
 
 
 def test_more_pictures_than_a_graph_has_borders_for_are_encoded_without(
-    tmp_path: Path, device: EmulatedDevice
+    tmp_path: Path, device: ChipDevice
 ) -> None:
     path = tiny_models.make_tiny_model("qwen3_vl", tmp_path / "model")
     plain, captured = (Tower(path, torch.float32, device, graph_sizes=sizes) for sizes in ((), (128,)))
@@ -82,7 +82,7 @@ def test_more_pictures_than_a_graph_has_borders_for_are_encoded_without(
         torch.testing.assert_close(feature, expected, **CLOSE)
 
 
-def test_layers_are_told_in_each_replay(tmp_path: Path, device: EmulatedDevice) -> None:
+def test_layers_are_told_in_each_replay(tmp_path: Path, device: ChipDevice) -> None:
     """So that an encode can pause between them for decodes."""
     path = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
     launches: list[int] = []
@@ -98,7 +98,7 @@ def test_layers_are_told_in_each_replay(tmp_path: Path, device: EmulatedDevice) 
     assert tower.pixel_bytes > 0
 
 
-def test_a_tower_that_looks_at_sizes_itself_is_not_captured(tmp_path: Path, device: EmulatedDevice) -> None:
+def test_a_tower_that_looks_at_sizes_itself_is_not_captured(tmp_path: Path, device: ChipDevice) -> None:
     path = tiny_models.make_tiny_model("glm4v", tmp_path / "model")
     plain, other = (Tower(path, torch.float32, device, graph_sizes=sizes) for sizes in ((), SIZES))
     batch = pictures(path, (56, 56))

@@ -115,7 +115,7 @@ def test_a_failure_of_many_requests_is_told_once_for_as_long_as_it_lasts():
 
 
 async def test_an_outage_is_logged_once(start, kit, caplog):
-    gateway = await start("p0:P", failover={"wait_s": 0})
+    gateway = await start("p0:P", restart="never")
     for _ in range(5):
         assert (await gateway.error(kit.chat()))[0] == 503
     assert sum("no instance for decode" in line for line in caplog.messages) == 1

@@ -216,16 +216,11 @@ async def test_with_a_cluster_key_joining_proves_it_and_strangers_get_no_prompt(
         assert not list(other.table)
 
 
-async def test_what_computes_nothing_when_its_lease_ends_loses_its_stream(start: Any, kit: Any) -> None:
-    """It is in no table then, and nobody would look after it."""
-    quiet = {"probe_interval_s": None, "probe_timeout_s": 0.5}
-    gateway = await start("a0:EPD", "late:EPD", admin=admin_plane(key="secret"), health=quiet)
+async def test_an_instance_whose_lease_ends_loses_its_stream(start: Any, kit: Any) -> None:
+    gateway = await start("a0:EPD", "late:EPD", admin=admin_plane(key="secret"))
     control, late = gateway.app.state.control, gateway["late"]
     control.apply(control.settings.now, [])
-    late.scripts |= {
-        "/stage/prefill": lambda _: [kit.FRAMES, kit.frame(1), kit.FOREVER],
-        "/health": lambda _: [kit.FOREVER],
-    }
+    late.scripts["/stage/prefill"] = lambda _: [kit.FRAMES, kit.frame(1), kit.FOREVER]
     gateway["a0"].scripts["/stage/prefill"] = lambda message: [kit.FRAMES, kit.frame(2), kit.frame(0, end=True)]
     lease = {"name": "late", "url": late.url, "lease_s": 3}
     url, key = f"{gateway.app.state.admin_url}/instances", {"authorization": "Bearer secret"}

@@ -14,7 +14,7 @@ from proxy.admin.reload import Reloader
 
 
 async def test_a_drained_instance_finishes_what_it_has(start, kit):
-    gateway = await start("a0:EPD", "a1:EPD", admin=admin_plane(), failover={"wait_s": 0.5})
+    gateway = await start("a0:EPD", "a1:EPD", admin=admin_plane(), restart="never")
     go_on = asyncio.Event()
     for name in ("a0", "a1"):
         gateway[name].scripts["/stage/prefill"] = lambda _: [go_on.wait, kit.NONE, kit.WHOLE]

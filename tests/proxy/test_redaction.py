@@ -39,9 +39,7 @@ async def test_a_session_shows_no_secret(start, kit, log):
     right, wrong = "plain-and-short", new_key()[0]
     picture = kit.data_url(kit.picture())
     payload = picture.partition(",")[2]
-    gateway = await start(
-        "e0:E", "p0:P", "d0:D", api_key=right, admin=admin_plane(key=ADMIN), failover={"wait_s": 0.5}
-    )
+    gateway = await start("e0:E", "p0:P", "d0:D", api_key=right, admin=admin_plane(key=ADMIN), restart="never")
     secrets = [right, wrong, payload, payload[:60], PROMPT, ADMIN, "s3cret-password"]
     answers: list[bytes] = []
 

@@ -78,7 +78,7 @@ async def test_an_instance_leaves_unless_it_is_the_last_of_its_stage(launched: L
     assert ready(gateway) == ["p0"]
     with pytest.raises(Conflict, match="the only one that is ready for stage D"):
         await launched.gateway.app.state.switches.leave("d0", instance_state.LeaveOrder())
-    assert gateway.table["d0"].accepting
+    assert not gateway.table["d0"].drains
     with pytest.raises(OrderRefused, match="there are: p0, p1, d0"):
         await orders.give("POST", "/instances/x9/leave", {}, Deadline(10))
 
@@ -96,7 +96,7 @@ async def test_one_that_does_not_get_empty_gets_work_again(launched: Launched, k
     launched.gateway["p1"].scripts["/leave"] = lambda _: kit.fail(504, "3 calls are left")
     with pytest.raises(OrderRefused, match="3 calls are left"):
         await launched.orders.give("POST", "/instances/p1/leave", {}, Deadline(10))
-    assert launched.gateway.table["p1"].accepting
+    assert not launched.gateway.table["p1"].drains
 
 
 async def test_one_whose_caller_is_gone_gets_work_again(launched: Launched, kit: Any) -> None:
@@ -105,9 +105,9 @@ async def test_one_whose_caller_is_gone_gets_work_again(launched: Launched, kit:
     p1.scripts["/leave"] = lambda _: [kit.FOREVER]
     asking = asyncio.create_task(launched.orders.give("POST", path, {"deadline_s": 600}, Deadline(600)))
     await gateway.until(lambda: bool(p1.got("/leave")))
-    assert not record.accepting
+    assert record.drains
     asking.cancel()
-    await gateway.until(lambda: record.accepting and bool(p1.cancelled))
+    await gateway.until(lambda: not record.drains and bool(p1.cancelled))
     assert len(p1.got("/leave")) == 1
     p1.scripts["/leave"] = lambda _: [(200, {}), wire.encode(Left(0.25))]
     assert (await launched.orders.give("POST", path, {}, Deadline(10)))["seconds"] == 0.25
@@ -130,7 +130,7 @@ async def test_what_an_instance_is_told_ends_before_nobody_waits_for_it(launched
         told = [order.deadline_s for order in p1.got("/leave")]
         if len(told) > 1:
             break
-        await launched.gateway.until(lambda: launched.gateway.table["p1"].accepting)
+        await launched.gateway.until(lambda: not launched.gateway.table["p1"].drains)
     assert str(refused.value) == f"it is on its way to another role; {patience_s:g} s are over"
     assert 0 < told[1] < told[0] < patience_s, "each has what is left"
 
@@ -147,10 +147,10 @@ async def test_an_instance_has_one_order_at_a_time(launched: Launched, kit: Any)
     await gateway.until(lambda: bool(p1.got("/role")))
     with pytest.raises(Conflict, match="on its way from P to D"):
         await switches.leave("p1", instance_state.LeaveOrder())
-    assert not record.accepting, "the switch goes on"
+    assert record.drains, "the switch goes on"
     go_on.set()
     await switching
-    assert record.accepting and not p1.got("/leave")
+    assert not record.drains and not p1.got("/leave")
 
     go_on.clear()
     leaves(p1, go_on)
@@ -160,7 +160,7 @@ async def test_an_instance_has_one_order_at_a_time(launched: Launched, kit: Any)
         await switches.order("p1", instance_state.RoleOrder(role="D"))
     with pytest.raises(Conflict, match="is leaving"):
         await switches.leave("p1", instance_state.LeaveOrder())
-    assert not record.accepting, "it leaves on"
+    assert record.drains, "it leaves on"
     go_on.set()
     assert await leaving == 0.25 and not record.ready
     assert len(p1.got("/role")) == len(p1.got("/leave")) == 1

@@ -7,7 +7,6 @@ import pytest
 
 from benchmarks.shapes import SHAREGPT_4O
 from epd_serve.cost.profile import DecodeLine, Profile
-from epd_serve.sim.device import Activity, MeasuredSharing
 from epd_serve.sim.simulator import Fault, Outcome, SimDeployment, build, check_books, simulate
 from epd_serve.sim.workloads import SimRequest
 from epd_serve.topology import parse_topology
@@ -51,22 +50,6 @@ def test_instances_that_die_leave_nothing_open(slow: Profile) -> None:
         outcome = simulate(deployed("2E-2P-2D", slow), requests, faults=faults)
         check_books(outcome)
         assert not any(job.failure for job in outcome.jobs)
-
-
-def activity(stage: str) -> Activity:
-    return Activity(stage, 1, 1, 1, lambda: None)
-
-
-def test_stages_slow_each_other_down_as_measured() -> None:
-    sharing = MeasuredSharing({"E/D": 0.5, "D/E": 0.25, "P/D": 0.1})
-
-    def rates(*stages: str) -> list[float]:
-        return sharing.rates([activity(stage) for stage in stages])
-
-    assert rates("E") == [1.0]
-    assert rates("E", "D") == pytest.approx([1 / 1.5, 1 / 1.25])
-    assert rates("P", "D") == pytest.approx([1 / 1.1, 1])
-    assert rates("E", "D", "D") == pytest.approx([1 / 2, 1 / 1.25, 1 / 1.25])
 
 
 def on_cpu(line: str, profile: Profile, requests: list[SimRequest]) -> Outcome:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from benchmarks.shapes import SHAREGPT_4O, TEXT, VISUAL_WEB_INSTRUCT, WorkloadShape
 from epd_serve.cost.profile import Profile
 from epd_serve.cost.stages import Link
-from epd_serve.sim.device import Clock, FluidSharing, SimDevice
+from epd_serve.sim.device import Clock, SimDevice
 from epd_serve.sim.instance import SimInstance
 from epd_serve.sim.language import LanguageSide
 from epd_serve.sim.simulator import Fault, NoWay, Outcome, SimDeployment, build, check_books, simulate
@@ -111,9 +111,7 @@ def test_prompts_of_a_step_are_in_the_same_writes_and_late_layers_in_one(
     clock = Clock()
     clock.now = 1.0
     spec = deployed("EP-2D").instances[0]
-    prefill = SimInstance(
-        clock, SimDevice(clock, FluidSharing()), spec, on_prompt=lambda *_: None, on_end=lambda _: None
-    )
+    prefill = SimInstance(clock, SimDevice(clock), spec, on_prompt=lambda *_: None, on_end=lambda _: None)
     link, token_s = Link(handshake_s=0.02, bytes_per_s=1e9), ascend.kv_token_bytes / 1e9
     first_s = prefill.send_s("d0", link, 1000, 0.1)
     assert prefill.send_s("d0", link, 500, 0.1) == pytest.approx(first_s + 500 * token_s)

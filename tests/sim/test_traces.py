@@ -80,7 +80,7 @@ def test_the_gateways_history(tmp_path: Path) -> None:
     (request,) = read_requests(str(log))
     assert {pixels for _, pixels in request.images} == {IMAGE_PIXELS}
     log.write_bytes(msgspec.json.encode({**before, "pixels": [0]}))
-    with pytest.raises(ValueError, match="one for each image"):
+    with pytest.raises(ValueError, match=r"pixels"):
         read_requests(str(log))
 
 
@@ -140,15 +140,15 @@ def test_a_file_of_requests_is_read_for_its_sizes(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ({"x": 1}, "neither a Mooncake trace"),
-        ({"timestamp": "soon", "input_length": 1, "output_length": 1}, "no time in milliseconds"),
-        ({"timestamp": 1, "input_length": 0, "output_length": 1}, "input_length: 0 is no whole number"),
-        ({"at_s": 1, "images": ["cat"], "text_tokens": 3, "output_tokens": 2}, "list of .name, pixels."),
-        ({"at_s": 1, "videos": [["a", 9]], "text_tokens": 3, "output_tokens": 2}, "pixels of a frame, frames."),
-        ({"at_s": -1, "text_tokens": 3, "output_tokens": 2}, "no time in seconds"),
+        ({"timestamp": "soon", "input_length": 1, "output_length": 1}, "timestamp"),
+        ({"timestamp": 1, "input_length": 0, "output_length": 1}, "input_length"),
+        ({"at_s": 1, "images": ["cat"], "text_tokens": 3, "output_tokens": 2}, "images"),
+        ({"at_s": 1, "videos": [["a", 9]], "text_tokens": 3, "output_tokens": 2}, "videos"),
+        ({"at_s": -1, "text_tokens": 3, "output_tokens": 2}, "at_s"),
     ],
 )
 def test_what_is_wrong_is_said_with_its_line(tmp_path: Path, line: object, message: str) -> None:
-    with pytest.raises(ValueError, match=rf"trace.jsonl:1: .*{message}"):
+    with pytest.raises(ValueError, match=rf"(?s)trace.jsonl:1: .*{message}"):
         read_requests(written(tmp_path / "trace.jsonl", line))
 
 
@@ -157,9 +157,8 @@ def test_what_is_wrong_is_said_with_its_line(tmp_path: Path, line: object, messa
     [
         ("trace:nothing.jsonl", "nothing.jsonl: No such file"),
         ("trace", "write trace:FILE.jsonl"),
-        ("sharegpt-4o", "did you mean sharegpt4o-like"),
+        ("sharegpt-4o", "known: sharegpt4o-like"),
         ("synthetic,turns=2", "leave out turns"),
-        (str(Path(__file__)), "write trace:.*test_traces.py or custom:"),
     ],
 )
 def test_a_workload_that_cannot_be_planned_for(spec: str, message: str) -> None:

@@ -1,4 +1,4 @@
-"""NPU graphs on the host: torch_npu's own capture bookkeeping over an emulated device.
+"""NPU graphs on the host: torch_npu's own capture bookkeeping over a stand-in.
 
 What is torch_npu's stays: ``npu.graph``, the dispatch mode that makes a task group and an event of each attention
 call, the handlers of both attention versions, ``NPUGraph.update``. Emulated is what lies in CANN: streams, events,
@@ -187,7 +187,7 @@ def _copied(value: Any) -> Any:
 
 
 def emulate_graphs(patch: pytest.MonkeyPatch) -> None:
-    """Put the emulated device under torch_npu until the patch is undone."""
+    """Put the stand-in under torch_npu until the patch is undone."""
     _register()
 
     def context(*args: Any) -> AbstractContextManager[None]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from epd_serve.bench.run import Run
-from epd_serve.bench.types import SLO, Failure, Record, RunSettings, StageSpan
+from epd_serve.bench.types import SLO, Failure, Record, RunSettings
 
 #: Of answers: tokens, and seconds between them.
 NUM_TOKENS, GAP_S = 5, 0.01
@@ -34,12 +34,6 @@ def good(index: int, scheduled_s: float, *, ttft_s: float = 0.1, modality: str =
         status=200,
         request_id=f"bench-{index}",
         text="abcde",
-        stages=[
-            StageSpan(stage="queue", start_s=0.0, duration_s=ttft_s / 4),
-            StageSpan(stage="encode", start_s=ttft_s / 4, duration_s=ttft_s / 4),
-            StageSpan(stage="prefill", start_s=ttft_s / 2, duration_s=ttft_s / 2),
-            StageSpan(stage="decode", start_s=ttft_s, duration_s=GAP_S * (NUM_TOKENS - 1)),
-        ],
     )
 
 

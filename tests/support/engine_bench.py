@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from chip.chip import never_waiting
 from clips import LIMITS as CLIP_LIMITS
 from clips import Clip
 from msgspec.structs import replace
@@ -19,11 +20,9 @@ from sounds import LIMITS as SOUND_LIMITS
 from sounds import Sound
 
 from device.base import Device
-from device.emulated.chip import never_waiting
 from device.registry import get_device
 from epd_serve.cache.block_pool import BlockPool
 from epd_serve.config import decode_graph_sizes
-from epd_serve.engine.emulated.emulation import Emulation
 from epd_serve.engine.engine import Engine, EngineEvent, EngineHooks, TokenEvent
 from epd_serve.engine.kv_memory import KVMemory
 from epd_serve.engine.step import LanguageRunner, LaunchedStep, StepExecutor
@@ -48,7 +47,7 @@ Medium = Image.Image | Clip | Sound
 
 
 class UnwaitingRunner(LanguageRunner):
-    """Refuses what lets the engine's thread wait for an emulated device, but for a step's end."""
+    """Refuses what lets the engine's thread wait for a chip, but for a step's end."""
 
     def launch(self, *args: Any, **kwargs: Any) -> LaunchedStep:
         with never_waiting():
@@ -72,7 +71,6 @@ class EngineBench(EngineHooks):
     num_blocks: int = 200
     device: Device = field(default_factory=lambda: get_device("cpu"))
     runs_ahead: bool = False
-    emulation: Emulation | None = None
     events: queue.Queue[EngineEvent] = field(default_factory=queue.Queue)
     features: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -106,7 +104,6 @@ class EngineBench(EngineHooks):
             max_num_seqs=self.budget.max_num_seqs,
             max_model_len=language.max_model_len,
             prefill_graph_sizes=(8, 64),
-            emulation=self.emulation,
         )
         runner = UnwaitingRunner(
             self.executor,

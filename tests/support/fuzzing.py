@@ -7,8 +7,7 @@ import json
 import random
 from typing import Any
 
-from epd_serve.bench.client import Exchange
-from epd_serve.verify.client import CHAT, Client
+from epd_serve.verify.client import CHAT, Client, Reply
 from epd_serve.verify.items import asked, picture
 
 _SCHEMA = {
@@ -156,15 +155,15 @@ def answer_problem(status: int, content_type: str, answer: bytes) -> str:
 
 async def find_problem(client: Client, path: str, body: bytes) -> str:
     """Send a request; return what is wrong with its answer, or nothing."""
-    exchange = Exchange()
-    await client.send(exchange, body, path, HANG_S)
-    if not exchange.status:
-        return exchange.detail
-    return answer_problem(exchange.status, exchange.headers.get("content-type", ""), bytes(exchange.body))
+    reply = Reply()
+    await client.send(reply, body, path, HANG_S)
+    if reply.failure:
+        return reply.failure
+    return answer_problem(reply.status, reply.headers.get("content-type", ""), reply.body)
 
 
 async def is_answered(client: Client, path: str, body: dict[str, Any]) -> bool:
     """Whether a request gets a 200."""
-    exchange = Exchange()
-    await client.send(exchange, json.dumps(body).encode(), path, HANG_S)
-    return exchange.status == 200
+    reply = Reply()
+    await client.send(reply, json.dumps(body).encode(), path, HANG_S)
+    return reply.status == 200

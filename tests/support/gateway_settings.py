@@ -10,7 +10,7 @@ from epd_serve.config.gateway import AdminConfig
 from proxy.settings import GatewaySettings
 
 #: Beside the keys of the section ``gateway``.
-_OF_THE_FILE = ("cluster_key", "elastic", "instances", "slo", "topology", "trace")
+_OF_THE_FILE = ("cluster_key", "elastic", "instances", "restart", "slo", "topology", "trace")
 
 
 def gateway_settings(
@@ -24,7 +24,11 @@ def gateway_settings(
     whole = {key: options.pop(key) for key in _OF_THE_FILE if key in options}
     options["media"] = {"allow_private": True, **options.get("media", {})}
     settings = GatewaySettings.of(DeploymentConfig.model_validate({**whole, "gateway": options}), host)
-    return replace(settings, poll_interval_s=poll_interval_s, startup_wait_s=startup_wait_s)
+    return replace(
+        settings,
+        poll_interval_s=poll_interval_s,
+        startup_wait_s=startup_wait_s,
+    )
 
 
 def changed(settings: GatewaySettings, **options: Any) -> GatewaySettings:

@@ -128,7 +128,7 @@ class Fleet:
         self.num_checks += 1
         urls = {name: self.urls[name] for name in names}
         # a step of many ranks may take long where there are few cores
-        config = {"gateway": {"health": {"probe_timeout_s": 60}}}
+        config = {"gateway": {"probe_timeout_s": 60}}
         async with gateway(urls, config=config) as url, http_client(url) as client:
             asked = []
             for number, question in enumerate(self.expected):

@@ -28,7 +28,7 @@ async def serving(
         served_model_name="tested",
         dtype="float32",
         restart="never",
-        gateway={"port": 0, "failover": {"wait_s": 0.5}, "media": media or {}},
+        gateway={"port": 0, "media": media or {}},
         instances={"base_port": 0, "threads": 1, "block_size": 8, "feature_timeout_s": 20, **instances},
     )
     async with LocalDeployment(config, ready_timeout_s=300) as deployment:

@@ -35,20 +35,20 @@ def mooncake_options(staging_bytes: int = STAGING_BYTES) -> MooncakeOptions:
     return MooncakeOptions(host="127.0.0.1", protocol="tcp", staging_bytes=staging_bytes, timeout_s=TIMEOUT_S)
 
 
-#: As of an instance on an emulated device.
-DEVICE_OPTIONS = replace(mooncake_options(), device="emulated")
+#: As of an instance on a chip of tests.
+DEVICE_OPTIONS = replace(mooncake_options(), device="chip")
 
 
 class DeviceMemory:
-    """Memory of an emulated device that a transport has registered."""
+    """Memory of a chip that a transport has registered."""
 
     def __init__(self, transport: MooncakeTransport, name: str, nbytes: int) -> None:
         # Imported here because most tests of transports need no torch.
-        from emulated import EMULATED
+        from chips import CHIP
 
         from device.registry import get_device
 
-        self._memory, _ = get_device(EMULATED).share_memory(nbytes)
+        self._memory, _ = get_device(CHIP).share_memory(nbytes)
         slab = transport.register(name, DeviceBytes(self._memory.data_ptr(), nbytes))
         assert slab is not None
         self.region = slab.region

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from emulated import EMULATED
+from chips import CHIP
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
@@ -56,7 +56,7 @@ class StoreContract(RuleBasedStateMachine):
         name = self.name(key)
         given: Any = memoryview(data)
         if self.store.on_device:
-            given = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(get_device(EMULATED).torch_device)
+            given = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(get_device(CHIP).torch_device)
         stored = self.runner.run(self.store.put(name, given, [len(data)], "uint8", owner))
         if stored is None:
             assert self.held, "there was room"
@@ -148,7 +148,7 @@ def test_contract(kind: str, request: pytest.FixtureRequest) -> None:
             store = make_embedded()
             return store, store
         if "device" in kind:
-            device = get_device(EMULATED)
+            device = get_device(CHIP)
             store, reader = (
                 DeviceFeatureStore(device, transport, make_embedded(), nbytes) for nbytes in (3 * SLOT_BYTES, 0)
             )

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 from aiohttp.test_utils import TestServer
@@ -53,7 +52,6 @@ async def test_a_right_server_gives_no_alarm_and_a_whole_report(tmp_path: Path) 
         report = await run_checks(client, chosen((), PASSED), tmp_path)
     assert [one for one in report.results if one.outcome != "pass"] == []
     assert json.loads((tmp_path / "verify.json").read_bytes())["model"] == "tiny"
-    assert len(list(ElementTree.parse(tmp_path / "junit.xml").getroot())) == len(PASSED)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -20,7 +19,7 @@ _OF_FILES: dict[str, Callable[[Path, Options], Workload]] = {"custom": Custom, "
 
 
 def load_workload(spec: str, draw_picture: Callable[[Size, Random], Media] | None = None) -> Workload:
-    """The workload that is written as ``NAME[:FILE][,KEY=VALUE...]``, as in ``synthetic,images=2,turns=1..4``.
+    """Return the workload written as ``NAME[:FILE][,KEY=VALUE...]``, as in ``synthetic,images=2,turns=1..4``.
 
     Args:
         draw_picture: makes the pictures of drawn sizes, in place of noise that takes long to make.
@@ -32,13 +31,8 @@ def load_workload(spec: str, draw_picture: Callable[[Size, Random], Media] | Non
         if file is not None:
             raise ValueError(f"workload {name} reads no file; write {name},KEY=VALUE for its settings")
         return Synthetic(name, options, draw_picture)
-    if name in _OF_FILES:
-        if file is None:
-            raise ValueError(f"workload {name} needs a file; write {name}:FILE.jsonl")
-        return _OF_FILES[name](file, options)
-    known = (*PRESETS, *_OF_FILES)
-    alike = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {alike[0]}?" if alike else f"known: {', '.join(known)}"
-    if Path(name).is_file():
-        hint = f"of a file write trace:{name} or custom:{name}"
-    raise ValueError(f"there is no workload {name!r}; {hint}")
+    if name not in _OF_FILES:
+        raise ValueError(f"there is no workload {name!r}; known: {', '.join((*PRESETS, *_OF_FILES))}")
+    if file is None:
+        raise ValueError(f"workload {name} needs a file; write {name}:FILE.jsonl")
+    return _OF_FILES[name](file, options)

@@ -15,7 +15,6 @@ kind trace), ``system`` (a text) and ``fields`` (more of the request's body). An
 from __future__ import annotations
 
 import base64
-import binascii
 import mimetypes
 from collections.abc import Iterator
 from functools import cache
@@ -27,10 +26,9 @@ import msgspec
 
 from epd_serve.bench.types import Item, Media, Message, Part
 from epd_serve.bench.workloads.lengths import parse_lengths
-from epd_serve.bench.workloads.options import LineError, Options, check_keys, json_lines, parse_switch
+from epd_serve.bench.workloads.options import Options, check_keys, parse_switch, read_lines
 
 _Count = Annotated[int, msgspec.Meta(ge=1)]
-_Time = Annotated[float, msgspec.Meta(ge=0)]
 _KINDS = ("messages", "prompt", "question", "turns")
 
 
@@ -70,7 +68,7 @@ class _Line(msgspec.Struct):
     images: list[str] = []
     max_tokens: _Count | None = None
     output_tokens: _Count | None = None
-    timestamp: _Time | None = None
+    timestamp: Annotated[float, msgspec.Meta(ge=0)] | None = None
     system: str | None = None
     fields: dict[str, Any] = {}
 
@@ -87,18 +85,10 @@ class Custom:
         self.name = file.stem
         self._folder = file.resolve().parent
         self._output = options.take("output_tokens", parse_lengths, "64")
-        ignore_eos = options.take("ignore_eos", parse_switch, "false")
-        self._fields: dict[str, Any] = {"ignore_eos": True} if ignore_eos else {}
+        self._fields = {"ignore_eos": True} if options.take("ignore_eos", parse_switch, "false") else {}
         options.check(f"custom:{file}")
         self._media = cache(self._read_media)
-        self._lines: list[tuple[int, _Line, list[tuple[Message, ...]]]] = []
-        for line_number, found in json_lines(file):
-            try:
-                check_keys(found, _Line.__struct_fields__)
-                line = msgspec.convert(found, _Line)
-                self._lines.append((line_number, line, self._turns(line)))
-            except (LineError, msgspec.ValidationError) as error:
-                raise ValueError(f"{file}:{line_number}: {error}") from None
+        self._lines = read_lines(file, self._parse)
         self.num_items: int | None = sum(len(turns) for _, _, turns in self._lines)
 
     def items(self, seed: int) -> Iterator[Item]:
@@ -122,20 +112,20 @@ class Custom:
                 )
                 index += 1
 
-    def _turns(self, line: _Line) -> list[tuple[Message, ...]]:
+    def _parse(self, number: int, found: dict[str, Any]) -> tuple[int, _Line, list[tuple[Message, ...]]]:
+        check_keys(found, _Line.__struct_fields__)
+        line = msgspec.convert(found, _Line)
         given = [kind for kind in _KINDS if getattr(line, kind) is not None]
         if len(given) != 1:
-            found = " and ".join(given) or f"none of {', '.join(_KINDS)}"
-            raise LineError(f"has {found}; write one of prompt, turns, messages")
+            raise ValueError(f"has {' and '.join(given) or 'no request'}; write one of prompt, turns, messages")
         if line.messages is not None:
             turns = [tuple(self._message(one) for one in line.messages)]
-        elif line.turns is not None:
-            turns = [(self._turn(one),) for one in line.turns]
         else:
-            turns = [(self._turn(_Turn(line.prompt or line.question or "", line.images)),)]
+            prompt = line.prompt or line.question or ""
+            turns = [(self._turn(one),) for one in line.turns or [_Turn(prompt, line.images)]]
         if line.system is not None:
             turns[0] = (Message(role="system", parts=(line.system,)), *turns[0])
-        return turns
+        return number, line, turns
 
     def _turn(self, turn: str | _Turn) -> Message:
         if isinstance(turn, str):
@@ -154,35 +144,30 @@ class Custom:
         if part.type == "text":
             return part.text
         if part.type == "input_audio" and part.input_audio is not None:
-            return Media(mime=f"audio/{part.input_audio.format}", data=_base64(part.input_audio.data))
+            return Media(mime=f"audio/{part.input_audio.format}", data=_decode(part.input_audio.data))
         if suffix == "url" and kind in ("image", "audio", "video"):
             url = getattr(part, part.type)
             return self._media(kind, url.url if isinstance(url, _Url) else url)
         known = "text, input_audio, image_url, audio_url, video_url"
-        raise LineError(f"there are no parts of type {part.type!r}; known: {known}")
+        raise ValueError(f"there are no parts of type {part.type!r}; known: {known}")
 
     def _read_media(self, kind: str, url: str) -> Media:
         if url.startswith(("http://", "https://")):
             return Media(mime=f"{kind}/*", url=url)
         if url.startswith("data:"):
-            head, comma, data = url.removeprefix("data:").partition(",")
-            if not comma or not head.endswith(";base64"):
-                raise LineError("a data URL looks like data:image/jpeg;base64,...")
-            if not head.startswith(f"{kind}/"):
-                raise LineError(f"{url[:40]!r}... is no {kind}: its type should begin with {kind}/")
-            return Media(mime=head.removesuffix(";base64"), data=_base64(data))
+            head, _, data = url.removeprefix("data:").partition(",")
+            if not (head.startswith(f"{kind}/") and head.endswith(";base64")):
+                raise ValueError(f"{url[:40]!r}: the data URL of an {kind} looks like data:{kind}/...;base64,...")
+            return Media(mime=head.removesuffix(";base64"), data=_decode(data))
         path = self._folder / Path(url.removeprefix("file://")).expanduser()
         mime, _ = mimetypes.guess_type(path.name)
         if mime is None or not mime.startswith(f"{kind}/"):
-            raise LineError(f"{url[:80]!r} is no {kind}: neither a URL nor a file with the suffix of one")
+            raise ValueError(f"{url[:80]!r} is no {kind}: neither a URL nor a file with the suffix of one")
         try:
             return Media(mime=mime, data=path.read_bytes())
         except OSError as error:
-            raise LineError(f"{path}: {error.strerror}") from error
+            raise ValueError(f"{path}: {error.strerror}") from error
 
 
-def _base64(text: str) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except binascii.Error as error:
-        raise LineError(f"data that is no base64: {error}") from error
+def _decode(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)  # its error is a ValueError

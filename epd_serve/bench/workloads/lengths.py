@@ -20,7 +20,7 @@ from collections.abc import Callable
 from random import Random
 from typing import TypeAlias, TypeVar
 
-from epd_serve.bench.workloads.options import parse_number
+from epd_serve.bench.workloads.options import parse_factor, parse_number
 
 Size = tuple[int, int]
 Value = TypeVar("Value")
@@ -31,26 +31,19 @@ Draw: TypeAlias = Callable[[Random], Value]
 
 
 def parse_lengths(text: str, *, at_least: int = 1) -> Draw[int]:
-    """Whole numbers. Raises ValueError that says what can be written."""
-    numbers = _mixture(text, lambda part: _numbers(part, whole=True), _LENGTHS)
-
-    def draw(rng: Random) -> int:
-        value = numbers(rng)
-        return max(at_least, round(value))
-
-    if (fixed := _fixed(text)) is not None and fixed < at_least:
-        raise ValueError(f"{text!r} is too small; {at_least} is the least that is possible here")
-    return draw
+    """Read a distribution of whole numbers. Raises ValueError that says what can be written."""
+    numbers = _mixture(text, _lengths, _LENGTHS)
+    return lambda rng: max(at_least, round(numbers(rng)))
 
 
 def parse_seconds(text: str) -> Draw[float]:
-    """Times, not below 0."""
-    numbers = _mixture(text, lambda part: _numbers(part, whole=False), _LENGTHS)
+    """Read a distribution of times; none is below 0."""
+    numbers = _mixture(text, _numbers, _LENGTHS)
     return lambda rng: max(0.0, numbers(rng))
 
 
 def parse_sizes(text: str) -> Draw[Size]:
-    """Image sizes as (width, height) in pixels."""
+    """Read a distribution of image sizes, (width, height) in pixels."""
     return _mixture(text, _sizes, _SIZES)
 
 
@@ -64,7 +57,7 @@ def _mixture(text: str, parse: Callable[[str], Draw[Value]], hint: str) -> Draw[
         value, at, weight = part.partition("@")
         try:
             draws.append(parse(value.strip()))
-            weights.append(_positive(weight) if at else 1.0)
+            weights.append(parse_factor(weight) if at else 1.0)
         except ValueError as error:
             raise ValueError(f"{text!r}: {error or 'not understood'}; {hint}") from None
     if len(draws) == 1:
@@ -72,13 +65,16 @@ def _mixture(text: str, parse: Callable[[str], Draw[Value]], hint: str) -> Draw[
     return lambda rng: rng.choices(draws, weights)[0](rng)
 
 
-def _numbers(text: str, *, whole: bool) -> Draw[float]:
+def _lengths(text: str) -> Draw[float]:
     if ".." in text:
-        low, high = (_number(end) for end in text.split("..", 1))
-        if low > high:
-            raise ValueError("the lower end comes first")
-        if whole:
-            return lambda rng: rng.randint(math.ceil(low), math.floor(high))
+        low, high = _ends(text)
+        return lambda rng: rng.randint(math.ceil(low), math.floor(high))
+    return _numbers(text)
+
+
+def _numbers(text: str) -> Draw[float]:
+    if ".." in text:
+        low, high = _ends(text)
         return lambda rng: rng.uniform(low, high)
     name, *values = text.split(":")
     match name, [_number(value) for value in values]:
@@ -90,10 +86,15 @@ def _numbers(text: str, *, whole: bool) -> Draw[float]:
             return lambda rng: rng.expovariate(1 / mean)
         case _, []:
             value = _number(name)
-            if whole and value != int(value):
-                raise ValueError("not a whole number")
             return lambda rng: value
     raise ValueError
+
+
+def _ends(text: str) -> tuple[float, float]:
+    low, high = (_number(end) for end in text.split("..", 1))
+    if low > high:
+        raise ValueError("the lower end comes first")
+    return low, high
 
 
 def _lognormal(mean: float, std: float) -> Draw[float]:
@@ -106,7 +107,7 @@ def _lognormal(mean: float, std: float) -> Draw[float]:
 def _sizes(text: str) -> Draw[Size]:
     name, *values = text.split(":")
     if name == "lognormal" and len(values) == 2:
-        (width, height), spread = _size(values[0]), _positive(values[1])
+        (width, height), spread = _size(values[0]), parse_factor(values[1])
         wide, high = _lognormal(width, spread * width), _lognormal(height, spread * height)
         return lambda rng: (_side(wide(rng)), _side(high(rng)))
     if values:
@@ -117,12 +118,11 @@ def _sizes(text: str) -> Draw[Size]:
 
 def _size(text: str) -> Size:
     sides = text.lower().split("x")
-    if len(sides) != 2 or not all(side.isascii() and side.isdigit() for side in sides):
-        raise ValueError("no image size")
-    width, height = map(int, sides)
-    if not all(1 <= side <= SIDES[1] for side in (width, height)):
-        raise ValueError(f"sides are from 1 to {SIDES[1]} pixels")
-    return width, height
+    if len(sides) != 2 or not all(
+        side.isascii() and side.isdigit() and 1 <= int(side) <= SIDES[1] for side in sides
+    ):
+        raise ValueError(f"no image size of 1 to {SIDES[1]} pixels a side")
+    return int(sides[0]), int(sides[1])
 
 
 def _side(value: float) -> int:
@@ -130,21 +130,6 @@ def _side(value: float) -> int:
 
 
 def _number(text: str) -> float:
-    value = parse_number(text)
-    if value < 0:
+    if (value := parse_number(text)) < 0:
         raise ValueError("a number is negative")
     return value
-
-
-def _positive(text: str) -> float:
-    value = parse_number(text)
-    if value <= 0:
-        raise ValueError("a number that must be above 0 is not")
-    return value
-
-
-def _fixed(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,55 +32,21 @@ class Options:
             raise ValueError(f"{key}: {error}") from None
 
     def check(self, workload: str) -> None:
-        """Raises ValueError for keys that nobody took."""
-        for key in self.values:
-            if key not in self._known:
-                alike = difflib.get_close_matches(key, self._known, n=1)
-                hint = f"did you mean {alike[0]!r}?" if alike else f"known: {', '.join(self._known)}"
-                raise ValueError(f"workload {workload} has no setting {key!r}; {hint}")
+        """Raises ValueError for keys that were not taken."""
+        if unknown := [key for key in self.values if key not in self._known]:
+            raise ValueError(f"workload {workload} has no setting {unknown[0]!r}; known: {', '.join(self._known)}")
 
 
 def split_spec(spec: str) -> tuple[str, Path | None, Options]:
-    """(name, file, settings). A comma belongs to the file's name unless KEY= follows."""
+    """Return (name, file, settings). A comma belongs to the file's name unless KEY= follows."""
     start, *rest = _KEY.split(spec)
-    pairs = list(zip(rest[::2], rest[1::2], strict=True))
     name, colon, file = start.partition(":")
     if colon and not file:
         raise ValueError(f"workload {spec!r} names no file; write {name}:FILE.jsonl")
-    if twice := {key for key, _ in pairs if [k for k, _ in pairs].count(key) > 1}:
-        raise ValueError(f"workload setting {', '.join(sorted(twice))} is given twice")
-    return name.strip(), Path(file).expanduser() if file else None, Options(dict(pairs))
-
-
-def parse_share(text: str) -> float:
-    value = parse_number(text)
-    if not 0 <= value <= 1:
-        raise ValueError(f"{text!r} is no share; write a number from 0 to 1")
-    return value
-
-
-def parse_factor(text: str) -> float:
-    value = parse_number(text)
-    if value <= 0:
-        raise ValueError(f"{text!r} is no factor; write a number above 0")
-    return value
-
-
-def parse_switch(text: str) -> bool:
-    if text.lower() not in ("true", "false"):
-        raise ValueError(f"{text!r}; write true or false")
-    return text.lower() == "true"
-
-
-def parse_count(text: str) -> int:
-    if not (text.isascii() and text.isdigit()) or not int(text):
-        raise ValueError(f"{text!r} is no count; write a whole number from 1 on")
-    return int(text)
-
-
-def optional(parse: Callable[[str], Value]) -> Callable[[str], Value | None]:
-    """Return a parser that gives None for an empty text."""
-    return lambda text: parse(text) if text else None
+    if twice := sorted({key for key in rest[::2] if rest[::2].count(key) > 1}):
+        raise ValueError(f"workload setting {', '.join(twice)} is given twice")
+    values = dict(zip(rest[::2], rest[1::2], strict=True))
+    return name.strip(), Path(file).expanduser() if file else None, Options(values)
 
 
 def parse_number(text: str) -> float:
@@ -93,46 +59,56 @@ def parse_number(text: str) -> float:
     return value
 
 
-class LineError(ValueError):
-    """A fault in one line of a workload's file; the message says what would be right."""
+def parse_share(text: str) -> float:
+    if not 0 <= (value := parse_number(text)) <= 1:
+        raise ValueError(f"{text!r} is no share; write a number from 0 to 1")
+    return value
 
 
-def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(number of the line, its object); empty lines are passed over.
+def parse_factor(text: str) -> float:
+    if (value := parse_number(text)) <= 0:
+        raise ValueError(f"{text!r} is no factor; write a number above 0")
+    return value
 
-    Raises ValueError where the file cannot be read, or a line is no JSON object.
+
+def parse_switch(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise ValueError(f"{text!r}; write true or false")
+    return text.lower() == "true"
+
+
+def parse_count(text: str) -> int | None:
+    """Read a number of requests; None for "", all."""
+    if not text:
+        return None
+    if not (text.isascii() and text.isdigit()) or not int(text):
+        raise ValueError(f"{text!r} is no count; write a whole number from 1 on")
+    return int(text)
+
+
+def read_lines(path: Path, parse: Callable[[int, dict[str, Any]], Value]) -> list[Value]:
+    """Return what ``parse`` makes of (number of the line, its object); empty lines are passed over.
+
+    Raises ValueError with the file and the line of a fault.
     """
     try:
-        data = path.read_bytes()
+        lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from error
-    found = False
-    for number, line in enumerate(data.split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            value = msgspec.json.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path}:{number}: no JSON: {error}") from error
-        if not isinstance(value, dict):
-            raise ValueError(f"{path}:{number}: expected an object such as {{...}}, one a line")
-        found = True
-        yield number, value
+    found = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                found.append(parse(number, msgspec.json.decode(line, type=dict[str, Any])))
+            except (ValueError, msgspec.MsgspecError) as error:
+                raise ValueError(f"{path}:{number}: {error}") from None
     if not found:
         raise ValueError(f"{path}: holds no requests; write one JSON object a line")
+    return found
 
 
 def check_keys(line: Mapping[str, Any], known: Collection[str]) -> None:
-    """Keys that nobody reads are let be, as datasets have many; but not one that looks like a misspelling."""
+    """Raises ValueError for a key that looks misspelt; datasets have other keys, which are ignored."""
     for key in line:
         if key not in known and (alike := difflib.get_close_matches(key, known, n=1, cutoff=0.8)):
-            raise LineError(f"unknown key {key!r}; did you mean {alike[0]!r}?")
-
-
-def whole_number(line: Mapping[str, Any], key: str, default: int | None = None, *, at_least: int = 1) -> int:
-    value = line.get(key, default)
-    if value is None:
-        raise LineError(f"{key} is missing; write a whole number")
-    if type(value) is not int or value < at_least:
-        raise LineError(f"{key}: {value!r} is no whole number from {at_least} on")
-    return value
+            raise ValueError(f"unknown key {key!r}; did you mean {alike[0]!r}?")

@@ -22,13 +22,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 from random import Random
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from PIL import Image, ImageChops
 
 from epd_serve.bench.types import Item, Media, Message, Part
 from epd_serve.bench.workloads.lengths import Draw, Size, parse_lengths, parse_seconds, parse_sizes
-from epd_serve.bench.workloads.options import Options, optional, parse_count, parse_share, parse_switch
+from epd_serve.bench.workloads.options import Options, parse_count, parse_share, parse_switch
 
 #: Each is one token of the built-in model, and of the byte-level vocabularies of Qwen, Llama and GPT, when a blank
 #: stands before it.
@@ -43,32 +43,19 @@ def text_of(num_tokens: int, rng: Random) -> str:
     return " ".join(rng.choices(WORDS, k=max(num_tokens, 1)))
 
 
+_DRAWN = {"text_tokens": "64", "image_size": "lognormal:802x652:0.35", "image_share": "1", "media": "image"}
 PRESETS: Mapping[str, Mapping[str, str]] = {
-    "sharegpt4o-like": {
-        "text_tokens": "lognormal:9.6:4",
-        "image_size": "lognormal:802x652:0.35",
-        "image_share": "1",
-        "requests": "512",
-    },
+    "sharegpt4o-like": {**_DRAWN, "text_tokens": "lognormal:9.6:4", "requests": "512"},
     "visualwebinstruct-like": {
+        **_DRAWN,
         "text_tokens": "lognormal:63.1:35",
         "image_size": "1280x720",
         "image_share": "0.5",
         "requests": "512",
     },
-    "synthetic": {"text_tokens": "64", "image_size": "lognormal:802x652:0.35", "image_share": "0.5"},
-    "videos": {
-        "text_tokens": "64",
-        "image_size": "lognormal:802x652:0.35",
-        "image_share": "1",
-        "video_share": "1",
-    },
-    "audio": {
-        "text_tokens": "64",
-        "image_size": "lognormal:802x652:0.35",
-        "image_share": "1",
-        "audio_share": "1",
-    },
+    "synthetic": {**_DRAWN, "image_share": "0.5"},
+    "videos": {**_DRAWN, "media": "video"},
+    "audio": {**_DRAWN, "media": "audio"},
 }
 
 #: Requests with and without images are mixed within blocks of so many conversations, so that short runs have both.
@@ -79,14 +66,11 @@ _REUSE_POOL = 64
 _SIDE_BY_SIDE = 8
 
 
-Kind: TypeAlias = Literal["text", "image", "video", "audio"]
-
-
 @dataclass(kw_only=True, slots=True)
 class _Conversation:
     number: int
     num_turns: int
-    media: Kind
+    has_media: bool
     turn: int = 0
 
 
@@ -95,9 +79,8 @@ class Synthetic:
 
     Settings: text_tokens, output_tokens, system_tokens (the same text before every conversation), image_size,
     images (of the first turn), image_share (of conversations), image_reuse (share of images that were shown
-    before, byte by byte), video_share (of conversations with images, those that have videos in their place),
-    video_size, video_s, video_fps, audio_share (of the others of these, those that have sounds), audio_s, turns,
-    think_s, ignore_eos, requests.
+    before, byte by byte), video_size, video_s, video_fps, audio_s, turns, think_s, ignore_eos,
+    requests. The workloads ``videos`` and ``audio`` have one of these in the place of each image.
     """
 
     def __init__(
@@ -111,6 +94,9 @@ class Synthetic:
         preset = PRESETS[name]
         self._draw_picture = draw_picture or synthesise
         self.name = name
+        self._kind = preset["media"]
+        if self._kind == "video":
+            load_pyav()
         self._text: Draw[int] = options.take("text_tokens", parse_lengths, preset["text_tokens"])
         self._output: Draw[int] = options.take("output_tokens", parse_lengths, "64")
         self._system = options.take("system_tokens", lambda text: parse_lengths(text, at_least=0), "0")
@@ -118,28 +104,23 @@ class Synthetic:
         self._images: Draw[int] = options.take("images", parse_lengths, "1")
         self._share = options.take("image_share", parse_share, preset["image_share"])
         self._reuse = options.take("image_reuse", parse_share, "0")
-        self._video_share = options.take("video_share", parse_share, preset.get("video_share", "0"))
         self._video_size: Draw[Size] = options.take("video_size", parse_sizes, "640x360")
         self._video_s: Draw[int] = options.take("video_s", parse_lengths, "8")
         self._video_fps: Draw[int] = options.take("video_fps", parse_lengths, "24")
-        if self._video_share:
-            load_pyav()
-        self._audio_share = options.take("audio_share", parse_share, preset.get("audio_share", "0"))
         self._audio_s: Draw[int] = options.take("audio_s", parse_lengths, "8")
         self._turns: Draw[int] = options.take("turns", parse_lengths, "1")
         self._think: Draw[float] = options.take("think_s", parse_seconds, "0")
         # asked for explicitly: servers that know no such field refuse it
-        ignore_eos = options.take("ignore_eos", parse_switch, "true")
-        self._fields: dict[str, Any] = {"ignore_eos": True} if ignore_eos else {}
-        self.num_items: int | None = options.take("requests", optional(parse_count), preset.get("requests", ""))
+        self._fields = {"ignore_eos": True} if options.take("ignore_eos", parse_switch, "true") else {}
+        self.num_items: int | None = options.take("requests", parse_count, preset.get("requests", ""))
         options.check(name)
         self._is_chat = options.values.get("turns", "1") != "1"
-        self._num_with_media = self._num_without_video = 0
 
     def items(self, seed: int) -> Iterator[Item]:
-        self._num_with_media = self._num_without_video = 0
         shown: deque[Media] = deque(maxlen=_REUSE_POOL)
-        system = self._system_prompt(seed)
+        rng = Random(f"{seed}/{self.name}/system")
+        num_system = self._system(rng)
+        system = (Message(role="system", parts=(text_of(num_system, rng),)),) if num_system else ()
         order = Random(f"{seed}/{self.name}/order")
         waiting = self._conversations(seed)
         active: list[_Conversation] = []
@@ -165,18 +146,15 @@ class Synthetic:
         num_tokens = self._text(rng)
         num_output = self._output(rng)
         think_s = 0.0 if is_first else self._think(rng)
-        text = text_of(num_tokens, rng)
-        parts: tuple[Part, ...] = (text,)
-        media = conversation.media
-        if is_first and media != "text":
-            parts = (*(self._media(media, shown, rng) for _ in range(self._images(rng))), text)
-        messages = (*(system if is_first else ()), Message(role="user", parts=parts))
+        parts: tuple[Part, ...] = (text_of(num_tokens, rng),)
+        if is_first and conversation.has_media:
+            parts = (*(self._media(shown, rng) for _ in range(self._images(rng))), *parts)
         return Item(
             index=index,
-            messages=messages,
+            messages=(*(system if is_first else ()), Message(role="user", parts=parts)),
             max_tokens=num_output,
             workload=self.name,
-            modality=media,
+            modality=self._kind if conversation.has_media else "text",
             conversation=f"c{conversation.number}" if self._is_chat else None,
             turn=conversation.turn,
             think_s=think_s,
@@ -184,50 +162,26 @@ class Synthetic:
         )
 
     def _conversations(self, seed: int) -> Iterator[_Conversation]:
-        """Yield the conversations.
-
-        The shares with images, videos and sounds are exact over each block whose length times them is whole.
-        """
+        """Yield the conversations; the share with images is exact over blocks whose length times it is whole."""
         for block in count():
             rng = Random(f"{seed}/{self.name}/block{block}")
             numbers = range(block * _BLOCK, (block + 1) * _BLOCK)
-            with_media = [_is_one_of(self._share, n) for n in numbers]
+            with_media = [int((n + 1) * self._share) > int(n * self._share) for n in numbers]
             rng.shuffle(with_media)
             for number, has_media in zip(numbers, with_media, strict=True):
-                media = self._kind() if has_media else "text"
-                yield _Conversation(number=number, num_turns=self._turns(rng), media=media)
+                yield _Conversation(number=number, num_turns=self._turns(rng), has_media=has_media)
 
-    def _kind(self) -> Kind:
-        """The kind of the next conversation's media."""
-        self._num_with_media += 1
-        if _is_one_of(self._video_share, self._num_with_media - 1):
-            return "video"
-        self._num_without_video += 1
-        return "audio" if _is_one_of(self._audio_share, self._num_without_video - 1) else "image"
-
-    def _system_prompt(self, seed: int) -> tuple[Message, ...]:
-        rng = Random(f"{seed}/{self.name}/system")
-        num_tokens = self._system(rng)
-        return (Message(role="system", parts=(text_of(num_tokens, rng),)),) if num_tokens else ()
-
-    def _media(self, kind: str, shown: deque[Media], rng: Random) -> Media:
-        again = [one for one in shown if one.mime.startswith(f"{kind}/")]
-        if again and rng.random() < self._reuse:
-            return again[rng.randrange(len(again))]
-        if kind == "video":
-            size, seconds, fps = self._video_size(rng), self._video_s(rng), self._video_fps(rng)
-            one = synthesise_clip(size, seconds, fps, rng)
-        elif kind == "audio":
+    def _media(self, shown: deque[Media], rng: Random) -> Media:
+        if shown and rng.random() < self._reuse:
+            return shown[rng.randrange(len(shown))]
+        if self._kind == "video":
+            one = synthesise_clip(self._video_size(rng), self._video_s(rng), self._video_fps(rng), rng)
+        elif self._kind == "audio":
             one = synthesise_sound(self._audio_s(rng), rng)
         else:
             one = self._draw_picture(self._size(rng), rng)
         shown.append(one)
         return one
-
-
-def _is_one_of(share: float, number: int) -> bool:
-    """Whether the item of that number is of a share, which is spread evenly."""
-    return int((number + 1) * share) > int(number * share)
 
 
 _QUALITY = 85

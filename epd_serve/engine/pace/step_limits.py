@@ -16,6 +16,7 @@ from epd_serve import __version__
 from epd_serve.cache.block_pool import BlockPool
 from epd_serve.config import InstanceOptions
 from epd_serve.engine.pace.measurements import IMAGE_SIDE, Measurements, cache_dir
+from epd_serve.sched.orders import Order, order_of
 from epd_serve.sched.schedule import Budget, ScheduleOutput
 from epd_serve.sched.step_cost import (
     ChunkPace,
@@ -27,7 +28,6 @@ from epd_serve.sched.step_cost import (
     work_done,
 )
 from epd_serve.sched.step_sizes import Limits, StepShape, size_steps
-from epd_serve.sched.turns import Order, order_of
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ class StepLimits:
     # ------------------------------------------------------------------ while it serves
 
     def order(self, pool: BlockPool) -> Order:
-        """The order of the waiting queue (:func:`~epd_serve.sched.turns.order_of`)."""
+        """The order of the waiting queue (:func:`~epd_serve.sched.orders.order_of`)."""
         return order_of(self._options.batching.order, pool, self.budget, self._cost, self._ttft_s)
 
     def stepped(self, output: ScheduleOutput, seconds: float) -> None:

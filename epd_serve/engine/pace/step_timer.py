@@ -6,7 +6,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as AbstractSequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -99,15 +98,13 @@ def encode_seconds(
     num_images: int,
     *,
     side: int = IMAGE_SIDE,
-    encoding: Callable[[AbstractSequence[int]], AbstractContextManager[None]] = lambda pixels: nullcontext(),
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """The median time to encode a batch of square images, each within ``encoding`` of their pixels."""
+    """Return the median time to encode a batch of square images."""
     inputs = family.blank_inputs((side, side))
 
     def run() -> None:
-        with encoding([side * side] * num_images):
-            tower.encode([inputs] * num_images)
+        tower.encode([inputs] * num_images)
 
     return median_s(run, clock)
 

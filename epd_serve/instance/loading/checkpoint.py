@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, aclosing
+from collections.abc import Callable
+from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from epd_serve.engine.pace.measurements import Measurements
 from epd_serve.engine.pace.step_limits import measurements
 from epd_serve.engine.pace.step_timer import encode_seconds
 from epd_serve.instance.loading.language_weights import LanguageWeights
-from epd_serve.instance.loading.model import no_time, tensor_data
+from epd_serve.instance.loading.model import tensor_data
 from epd_serve.instance.text.request_processor import Place, num_media_threads
 from epd_serve.media.decoder_pool import DecoderPool
 from epd_serve.media.picture import MediaLimits
@@ -36,7 +36,6 @@ from epd_serve.transfer.feature_store import FeatureStore, StoreObserver
 from epd_serve.transfer.transport import Transport
 
 if TYPE_CHECKING:
-    from epd_serve.engine.emulated.emulation import Emulation
     from epd_serve.instance.instance import Instance
 
 #: The gateway applies the operator's limits; an instance only guards itself.
@@ -48,7 +47,6 @@ class CheckpointModel:
 
     Attributes:
         torch_dtype: of weights and features.
-        emulation: the times of an emulated device; None on others.
     """
 
     data_of: Callable[[Tensor], Any] = staticmethod(tensor_data)
@@ -67,7 +65,6 @@ class CheckpointModel:
         text = self.family.config.get_text_config()
         self.max_positions: int = text.max_position_embeddings
         self.feature_token_bytes = self.torch_dtype.itemsize * text.hidden_size
-        self.emulation = _emulation(options, device)
         self._are_reached: bool | None = None
         self.decoders = DecoderPool(
             num_media_threads(options.threads), cpu_s=options.media_cpu_s, limits=_MEDIA_LIMITS
@@ -83,20 +80,10 @@ class CheckpointModel:
     def tower(self, before_layer: Callable[[], None]) -> Tower:
         # one that is loaded for want of an encoder has no time for graphs
         sizes = GRAPH_SIZES if self._options.role.encodes or self._options.resident == "all" else ()
-        if self.emulation is None:
-            return Tower(self.path, self.torch_dtype, self.device, before_layer, self.family, sizes)
-        paced = self.emulation.between_layers(before_layer)
-        tower = Tower(self.path, self.torch_dtype, self.device, paced, self.family, sizes)
-        self.emulation.num_tower_layers = tower.num_layers
-        return tower
-
-    def encoding(self, pixels: Sequence[int]) -> AbstractContextManager[None]:
-        return no_time(pixels) if self.emulation is None else self.emulation.encode(pixels)
+        return Tower(self.path, self.torch_dtype, self.device, before_layer, self.family, sizes)
 
     def linked(self, transport: Transport) -> Transport:
-        if self.emulation is None:
-            return transport
-        return self.emulation.linked(transport, self.path, self.torch_dtype.itemsize)
+        return transport
 
     def feature_store(
         self, options: InstanceOptions, host: FeatureStore, transport: Transport, observe: StoreObserver
@@ -106,9 +93,6 @@ class CheckpointModel:
         in_area = options.feature_store == "embedded"
         shares = in_area and options.kv_transfer.transport == "auto"
         registers = in_area and self.are_regions_reached(transport)
-        taking = None
-        if self.emulation is not None:
-            taking = self.emulation.copying_features(self.path, self.torch_dtype.itemsize)
         capacity_bytes = options.sizes.feature_store_bytes if (shares or registers) and options.role.encodes else 0
         if options.feature_store_bytes is None:  # the size by the device's memory, of which others may have most
             capacity_bytes = min(capacity_bytes, self.device.headroom() // 4)
@@ -118,7 +102,6 @@ class CheckpointModel:
             host,
             capacity_bytes,
             observe,
-            taking,
             shares=shares,
             registers=registers,
             lease_s=options.lease_s,
@@ -134,7 +117,7 @@ class CheckpointModel:
         return measurements(self._options, self.device, self.fingerprint, torch=str(torch.__version__))
 
     def encode_seconds(self, tower: Tower, num_images: int) -> float:
-        return encode_seconds(tower, self.family, num_images, encoding=self.encoding)
+        return encode_seconds(tower, self.family, num_images)
 
     def language(self, instance: Instance) -> LanguageWeights:
         with instance.streams.language.loading():
@@ -181,12 +164,3 @@ def set_up(threads: int | None) -> None:
     if threads is not None:
         get_device("cpu").set_threads(threads)
         torch.set_num_interop_threads(1)
-
-
-def _emulation(options: InstanceOptions, device: Device) -> Emulation | None:
-    if device.type != "emulated":
-        return None
-    # Imported here because other devices have no part of it.
-    from epd_serve.engine.emulated.emulation import Emulation
-
-    return Emulation.of(options, device)

@@ -133,7 +133,6 @@ class LanguageWeights:
                 prefill_graph_sizes=prefill_graph_sizes(most) if options.role.prefills else [],
                 max_num_seqs=options.sizes.max_num_seqs,
                 max_model_len=self.max_model_len,
-                emulation=self._model.emulation,
             ),
             self._model.device.ops,
             block_size=options.tokens_per_block,
@@ -236,7 +235,6 @@ class LanguageWeights:
             lease_s=options.lease_s,
             shares=options.kv_transfer.transport == "auto",
             registers=self._model.are_regions_reached(instance.transport),
-            emulation=self._model.emulation,
         )
 
 

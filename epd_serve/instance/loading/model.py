@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 from device.base import BareDevice
@@ -57,11 +56,6 @@ def tensor_data(feature: Any) -> Any:
 
     data = feature.view(torch.uint8).reshape(-1)
     return data.numpy().data if data.device.type == "cpu" else data
-
-
-def no_time(pixels: Sequence[int]) -> AbstractContextManager[None]:
-    """The context of a batch that takes as long as its computation."""
-    return nullcontext()
 
 
 #: A grammar → what sequences follow; ``is_tried``: another instance has compiled it.
@@ -149,10 +143,6 @@ class InstanceModel(Protocol):
 
     def tower(self, before_layer: Callable[[], None]) -> Any:
         """Load the tower; ``before_layer`` is called before each of its layers. Blocks."""
-        ...
-
-    def encoding(self, pixels: Sequence[int]) -> AbstractContextManager[None]:
-        """The context of a batch of images of so many pixels, as sent: it takes as long as on the device."""
         ...
 
     def linked(self, transport: Transport) -> Transport:

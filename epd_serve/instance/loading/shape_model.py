@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
@@ -27,7 +26,6 @@ from epd_serve.engine.emulated.digests import (
 from epd_serve.engine.pace.measurements import IMAGE_SIDE, Measurements
 from epd_serve.errors import InvalidRequest
 from epd_serve.instance.feature_receiver import FeatureForm
-from epd_serve.instance.loading.model import no_time
 from epd_serve.instance.text.prompt import PromptProcessor
 from epd_serve.instance.text.request_processor import Place
 from epd_serve.instance.text.syllables import END, IMAGE, NUM_TOKENS, SYLLABLES, VIDEO, NoLogits, syllable_texts
@@ -106,8 +104,7 @@ class ShapeModel:
                 f"answers without weights are made of {NUM_TOKENS}"
             )
         self.device, self.options = device, options
-        self.time = DeviceTime.of(options.shape_of or options.model.shape_of, emulated_kind(options.device))
-        device.interfere(self.time.interference)
+        self.time = DeviceTime.of(options.model.shape_of, emulated_kind(options.device))
         self.family = ShapeFamily(self.shape)
         self.location = f"the shape of {self.shape.name}, without weights"
         self.fingerprint = blake3(f"epd-serve shape 1 {self.shape}".encode()).hexdigest()
@@ -124,9 +121,6 @@ class ShapeModel:
             num_parameters=self.shape.vision.parameters,
             before_layer=before_layer,
         )
-
-    def encoding(self, pixels: Sequence[int]) -> AbstractContextManager[None]:
-        return no_time(pixels)  # the tower takes it
 
     def linked(self, transport: Transport) -> Transport:
         block_bytes = LAYER_BYTES * self.shape.language.num_layers

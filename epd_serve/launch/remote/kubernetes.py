@@ -17,7 +17,6 @@ from epd_serve import __version__
 from epd_serve.config import DEMO_MODEL, DeploymentConfig, load_config
 from epd_serve.config.keys import ADMIN_KEY, JOIN_KEY
 from epd_serve.config.model_files import HubModel
-from epd_serve.cost.shape import KNOWN_SHAPES
 from epd_serve.launch.processes.ports import ports_each
 from epd_serve.launch.remote.unit import BASE_PORT
 from epd_serve.launch.vllm.process import FEATURE_DIR, connectors_of
@@ -34,8 +33,6 @@ _API_KEY = "EPD_SERVE_API_KEY"
 _DELAY_S = 5
 #: Beyond what a process needs by itself until its container is killed.
 _GRACE_S = 15
-#: Until another pod is ready in the place of one that was lost, where a process would be back in seconds.
-_REPLACED_S = 300.0
 #: Arguments of vLLM for one engine on several hosts.
 _OVER_HOSTS = {"nnodes", "node_rank", "master_addr"}
 #: The values of llm-d's label, by the stages of a pod; it has none for E with D.
@@ -167,7 +164,6 @@ def _check(config: DeploymentConfig) -> None:
     files = {
         "trace": config.trace,
         "generation_config": None if config.generation_config in ("auto", "off") else config.generation_config,
-        "shape_of": None if config.shape_of in (None, *KNOWN_SHAPES) else config.shape_of,
         "gateway.access_log": None if config.gateway.access_log in (None, "-") else config.gateway.access_log,
         "gateway.media.allowed_file_dirs": config.gateway.media.allowed_file_dirs or None,
         "devices": next((one for one in config.devices if is_measured(emulated_kind(one))), None),
@@ -223,8 +219,6 @@ class _Cluster:
         config = self._config
         gateway: Manifest = {**(own.get("gateway") or {})}
         gateway |= {"host": "0.0.0.0", "port": _HTTP, "instances": {}}
-        if config.engine != "vllm":  # whose pods take minutes
-            gateway["failover"] = {"wait_s": _REPLACED_S, **(gateway.get("failover") or {})}
         gateway["admin"] = {"host": "0.0.0.0", "port": _ADMIN, "key": {"env": ADMIN_KEY}}
         if config.engine == "vllm":
             gateway["admin"]["join_key"] = {"env": JOIN_KEY}

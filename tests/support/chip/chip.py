@@ -1,71 +1,57 @@
 """An accelerator's memory, streams and events without the chip.
 
-A launch returns at once: a thread for each stream does one after another. Work inside a :class:`Section` takes the
-time that the device would need for it, where the CPU is not slower (:mod:`device.emulated.timeline`).
+A launch returns at once: a thread for each stream does one after another.
 """
 
 from __future__ import annotations
 
-import fcntl
-import os
 import queue
-import struct
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
 from device import base
-from device.emulated.timeline import Demand, Operation, Timeline
-from device.present import EMULATED_MEMORY
+from device.base import DeviceLost
 
-TYPE = "emulated"
-_ROW = struct.Struct("qq")  # a process, its bytes
+TYPE = "chip"
 _LOCAL = threading.local()
-#: Copies that take less of the host link are not worth the emulation's own time.
-_LEAST_COPY_S = 5e-5
-#: A copy engine computes nothing, and writes at a fraction of the memory's bandwidth.
-COPYING = Demand(compute=0.0, bandwidth=0.02)
 
 
-class EmulatedMemoryError(torch.OutOfMemoryError):
-    """The emulated device's memory is full; torch's own error of an accelerator."""
+class ChipMemoryError(torch.OutOfMemoryError):
+    """The chip's memory is full; torch's own error of an accelerator."""
 
 
 class Memory:
-    """The memory of one device, in bytes: of this process, and of all that share ``directory``. Thread-safe."""
+    """The memory of one chip, in bytes. Thread-safe."""
 
-    def __init__(self, name: str, total: int, directory: str | None) -> None:
+    def __init__(self, name: str, total: int) -> None:
         self.name, self.total, self.fraction = name, total, 1.0
         self.peak = self._used = 0
         self._ended: deque[int] = deque()  # bytes of what has ended; that may happen at any place of a thread
         self._lock = threading.Lock()
-        self._file = None if directory is None else Path(directory, name).open("a+b", buffering=0)  # noqa: SIM115
 
     @property
     def used(self) -> int:
-        """The bytes of this process."""
         with self._lock:
             return self._settled()
 
     @property
     def free(self) -> int:
-        with self._lock, self._of_others() as others:
-            return self.total - self._settled() - others
+        return self.total - self.used
 
     def take(self, num_bytes: int) -> Block:
-        with self._lock, self._of_others() as others:
+        with self._lock:
             used = self._settled()
-            free = min(int(self.total * self.fraction) - used, self.total - used - others)
+            free = int(self.total * self.fraction) - used
             if num_bytes > free:
-                raise EmulatedMemoryError(
-                    f"emulated out of memory. Tried to allocate {num_bytes / 2**20:.2f} MiB on {self.name}, of "
-                    f"whose {self.total / 2**20:.0f} MiB {free / 2**20:.2f} are free for this process"
+                raise ChipMemoryError(
+                    f"chip out of memory. Tried to allocate {num_bytes / 2**20:.2f} MiB on {self.name}, of "
+                    f"whose {self.total / 2**20:.0f} MiB {free / 2**20:.2f} are free"
                 )
             self._used = used + num_bytes
             self.peak = max(self.peak, self._used)
@@ -78,25 +64,6 @@ class Memory:
             self._used -= self._ended.popleft()
         return self._used
 
-    @contextmanager
-    def _of_others(self) -> Iterator[int]:
-        """The bytes of other processes that live; at its end the file says what this one has."""
-        if self._file is None:
-            yield 0
-            return
-        fcntl.flock(self._file, fcntl.LOCK_EX)
-        self._file.seek(0)
-        rows: dict[int, int] = dict(_ROW.iter_unpack(self._file.read()))
-        others = ((pid, size) for pid, size in rows.items() if pid != os.getpid())
-        rows = {pid: size for pid, size in others if Path(f"/proc/{pid}").exists()}
-        try:
-            yield sum(rows.values())
-        finally:
-            rows[os.getpid()] = self._settled()
-            self._file.truncate(0)
-            self._file.write(b"".join(_ROW.pack(*row) for row in rows.items()))
-            fcntl.flock(self._file, fcntl.LOCK_UN)
-
 
 class Block:
     """A piece of a device's memory; it is free when no tensor and no launched work refers to it."""
@@ -105,23 +72,29 @@ class Block:
 
 
 class Chip:
-    """One emulated device of this process: its memory, its default stream and its time.
+    """One chip of this process: its memory and its default stream.
 
     Attributes:
-        launch_s: seconds by which the device lengthens each launch.
+        launch_s: seconds by which the chip lengthens each launch.
         num_launches: operators, copies and graphs that were launched so far.
+        goes_on: cleared, no work is done until it is set again.
+        is_lost: whether all work fails from now on.
     """
 
-    def __init__(self, index: int, name: str, memory_bytes: int, host_bytes_per_s: float) -> None:
+    def __init__(self, index: int, memory_bytes: int) -> None:
         self.index = index
-        self.host_bytes_per_s = host_bytes_per_s
-        directory = os.environ.get(EMULATED_MEMORY)
-        self.memory = Memory(name, memory_bytes, directory)
-        self.timeline = Timeline(name, directory)
-        self.launch_s, self.num_launches = 0.0, 0
+        self.memory = Memory(f"{TYPE}:{index}", memory_bytes)
+        self.launch_s, self.num_launches, self.is_lost = 0.0, 0, False
+        self.goes_on = threading.Event()
+        self.goes_on.set()
         self.streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         self.making = threading.Lock()
         self.default = Stream(self)
+
+    def check(self) -> None:
+        """Raises DeviceLost."""
+        if self.is_lost:
+            raise DeviceLost(f"{self.memory.name} is lost: nothing that was launched there will be done")
 
     def current(self) -> Stream:
         stack: list[Stream] = getattr(_LOCAL, "streams", [])
@@ -145,57 +118,26 @@ class Chip:
         """Give work to the current stream; ``held`` is not freed before it is done."""
 
         def run(_held: object = held) -> None:
+            self.goes_on.wait()
             if self.launch_s:
                 time.sleep(self.launch_s)
             work()
 
+        self.check()
         if _recording() is None:
             self.num_launches += 1
         self.current().launch(run)
 
-    def copy(self, work: Callable[[], object], held: object, num_bytes: int) -> None:
-        """Launch a copy over the host link."""
-        seconds = num_bytes / self.host_bytes_per_s
-        if seconds < _LEAST_COPY_S:
-            self.launch(work, held)
-            return
-        section = Section(self.current(), seconds, COPYING)
+    def copy(self, work: Callable[[], object], held: object) -> None:
+        """Launch a copy between the host and the chip."""
         self.launch(work, held)
-        section.end()
-
-
-class Section:
-    """Work of a stream from here to :meth:`end` takes ``cost_s`` of the device, or longer where the CPU does."""
-
-    def __init__(self, stream: Stream, cost_s: float, demand: Demand) -> None:
-        self._stream = stream
-        self._operation: Operation | None = None
-        lane, launched_s = stream.lane, stream.chip.timeline.clock()
-
-        def begin() -> None:
-            self._operation = lane.launch(cost_s, demand=demand, launched_s=launched_s)
-
-        stream.launch(begin)
-
-    def end(self) -> None:
-        self._stream.launch(self._wait)
-
-    def _wait(self) -> None:
-        if self._operation is None:  # its beginning has failed
-            return
-        lane = self._operation.stream
-        if self._operation.query():
-            lane.delay(lane.timeline.clock())  # the CPU took longer: the device has been waiting since
-        else:
-            self._operation.wait()
 
 
 class Stream:
     """Launched work, done in order by a thread of its own. Fills the Stream protocol."""
 
     def __init__(self, chip: Chip, priority: int = 0, share: float | None = None) -> None:
-        self.chip = chip
-        self.lane = chip.timeline.stream(priority, share)
+        self.chip, self.priority, self.share = chip, priority, share
         self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._error: Exception | None = None
         thread = threading.Thread(target=_work, args=(self._work, weakref.ref(self)), name=TYPE, daemon=True)
@@ -220,6 +162,7 @@ class Stream:
 
     def check(self) -> None:
         """Raise what failed in the work: as on an accelerator, the host hears of it later."""
+        self.chip.check()
         if (error := self._error) is not None:
             raise RuntimeError(f"work on {self.chip.memory.name} failed: {error}") from error
 

@@ -1,7 +1,7 @@
-"""Tensors of an emulated accelerator, as a backend of torch.
+"""Tensors of a test's accelerator, as a backend of torch.
 
-A tensor on the device ``emulated`` keeps its numbers in the host's memory, where no operator of the CPU reaches
-them. Operators are launched on the device's current stream (:mod:`device.emulated.chip`). What is not computed yet
+A tensor on the device ``chip`` keeps its numbers in the host's memory, where no operator of the CPU reaches
+them. Operators are launched on the device's current stream (:mod:`chip.chip`). What is not computed yet
 is NaN in floats and the least number in integers, so that whoever reads too early, or lets one stream go on
 without the event of another, gets answers that a test tells from right ones.
 """
@@ -24,15 +24,15 @@ from torch import Tensor
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from device import base
-from device.emulated.chip import TYPE, Block, Chip, check_may_wait
+from chip.chip import TYPE, Block, Chip, check_may_wait
+from device import base, copies
 
 _CPU = torch.device("cpu")
 _MAX_SHAPES = 4096
 _SHAPES: dict[Any, Any] = {}
 
 
-class EmulatedTensor(Tensor):
+class ChipTensor(Tensor):
     """A tensor of an emulated device.
 
     Attributes:
@@ -44,9 +44,9 @@ class EmulatedTensor(Tensor):
     block: Block
 
     @staticmethod
-    def __new__(cls, raw: Tensor, block: Block, index: int) -> EmulatedTensor:
+    def __new__(cls, raw: Tensor, block: Block, index: int) -> ChipTensor:
         with torch.inference_mode(False):  # so that both kinds of code may take views of it
-            made: EmulatedTensor = Tensor._make_wrapper_subclass(
+            made: ChipTensor = Tensor._make_wrapper_subclass(
                 cls,
                 raw.size(),
                 strides=raw.stride(),
@@ -73,21 +73,21 @@ class EmulatedTensor(Tensor):
         return self.raw.data_ptr()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"EmulatedTensor({tuple(self.shape)}, {self.dtype}, {self.device})"
+        return f"ChipTensor({tuple(self.shape)}, {self.dtype}, {self.device})"
 
 
-def share_memory(chip: Chip, num_bytes: int) -> tuple[EmulatedTensor, bytes]:
+def share_memory(chip: Chip, num_bytes: int) -> tuple[ChipTensor, bytes]:
     """Zeroed memory that other processes can map, and a handle of it; it goes with its last view."""
-    block, name = chip.memory.take(num_bytes), f"emulated-{uuid.uuid4().hex}"
+    block, name = chip.memory.take(num_bytes), f"chip-{uuid.uuid4().hex}"
     fd = os.memfd_create(name, os.MFD_CLOEXEC)
     weakref.finalize(block, os.close, fd).atexit = False
     os.ftruncate(fd, num_bytes)
     handle = json.dumps([os.getpid(), fd, name, num_bytes]).encode()
-    return EmulatedTensor(_mapping(fd, num_bytes), block, chip.index), handle
+    return ChipTensor(_mapping(fd, num_bytes), block, chip.index), handle
 
 
 @contextmanager
-def mapped_memory(chip: Chip, handle: bytes) -> Iterator[EmulatedTensor]:
+def mapped_memory(chip: Chip, handle: bytes) -> Iterator[ChipTensor]:
     """The memory behind another process's handle: it takes none of this one's.
 
     Raises ValueError where it is gone, and RuntimeError at the end where something would still reach it.
@@ -100,8 +100,8 @@ def mapped_memory(chip: Chip, handle: bytes) -> Iterator[EmulatedTensor]:
         with path.open("r+b") as file:
             raw = _mapping(file.fileno(), num_bytes)
     except (OSError, TypeError) as error:
-        raise ValueError(f"memory of an emulated device cannot be mapped: {error}") from error
-    memory = EmulatedTensor(raw, Block(), chip.index)
+        raise ValueError(f"memory of a chip cannot be mapped: {error}") from error
+    memory = ChipTensor(raw, Block(), chip.index)
     used = weakref.ref(memory.block)
     del raw
     try:
@@ -122,7 +122,7 @@ _LIBRARIES: list[torch.library.Library] = []
 
 
 def install() -> None:
-    """Make ``emulated`` a device of torch in this process. Raises RuntimeError where another took its place."""
+    """Make ``chip`` a device of torch in this process. Raises RuntimeError where another took its place."""
     if _LIBRARIES:
         return
     backend_registration._setup_privateuseone_for_python_backend(TYPE)
@@ -134,21 +134,26 @@ def install() -> None:
         aten.impl(op, partial(_operate, op), "PrivateUse1")
     aten.impl("copy_", _copy, "PrivateUse1")  # torch.tensor() comes by here
     _LIBRARIES.extend((everything, aten))
+    pin_for, start_readback = copies.pin, copies.start_readback
+
+    def pin_copy(tensor: Tensor, device: torch.device) -> Tensor:
+        return pinned(tensor) if device.type == TYPE else pin_for(tensor, device)
+
+    def read_back(tensor: Tensor) -> tuple[Tensor, base.Event]:
+        if tensor.device.type != TYPE:
+            return start_readback(tensor)
+        copy = tensor.to("cpu", non_blocking=True)
+        return copy, _CHIPS[tensor.device.index or 0].current().record_event()
+
+    copies.pin, copies.start_readback = pin_copy, read_back
 
 
-def add_chip(index: int, name: str, memory_bytes: int, host_bytes_per_s: float) -> Chip:
-    """The device with this index in this process. Raises ValueError where it is another one already."""
+def add_chip(index: int, memory_bytes: int) -> Chip:
+    """The chip with this index in this process."""
     install()
-    if (chip := _CHIPS.get(index)) is None:
-        chip = _CHIPS[index] = Chip(index, name, memory_bytes, host_bytes_per_s)
-    if chip.memory.name != name:
-        raise ValueError(f"{TYPE}:{index} is {chip.memory.name} in this process")
-    return chip
-
-
-def record_event(device: torch.device) -> base.Event:
-    """A new event, recorded on the current stream of a device."""
-    return _CHIPS[device.index or 0].current().record_event()
+    if index not in _CHIPS:
+        _CHIPS[index] = Chip(index, memory_bytes)
+    return _CHIPS[index]
 
 
 def launch(work: Callable[..., object], *tensors: Tensor) -> None:
@@ -165,10 +170,10 @@ def _operate(op: Any, *args: Any, **kwargs: Any) -> Any:
         return parts
     flat, _ = tree_flatten((args, kwargs))
     tensors = [one for one in flat if isinstance(one, Tensor)]
-    ours = [one for one in tensors if isinstance(one, EmulatedTensor)]
+    ours = [one for one in tensors if isinstance(one, ChipTensor)]
     if len(ours) < len(tensors) and not op._schema.name.startswith("aten::index"):
         for one in tensors:
-            if not isinstance(one, EmulatedTensor) and one.dim():
+            if not isinstance(one, ChipTensor) and one.dim():
                 raise RuntimeError(
                     f"{op}: expected all tensors on {TYPE}, found {tuple(one.shape)} on {one.device}"
                 )
@@ -182,7 +187,7 @@ def _operate(op: Any, *args: Any, **kwargs: Any) -> Any:
     if aliases and not written:
         with torch.inference_mode():
             views = op(*_raw(args), **_raw(kwargs))
-        return tree_map_only(Tensor, lambda view: EmulatedTensor(view, ours[0].block, chip.index), views)
+        return tree_map_only(Tensor, lambda view: ChipTensor(view, ours[0].block, chip.index), views)
     raw_args, raw_kwargs = _raw(args), _raw(_on(kwargs, _CPU))
     if written:
         chip.launch(lambda: op(*raw_args, **raw_kwargs), ours)
@@ -195,7 +200,7 @@ def _operate(op: Any, *args: Any, **kwargs: Any) -> Any:
             chip.current().synchronize()
             return _wrapped(op(*raw_args, **raw_kwargs), chip)
     outputs = tree_map_only(Tensor, lambda like: _allocate(like, chip), shapes)
-    targets = [one.raw for one in tree_flatten(outputs)[0] if isinstance(one, EmulatedTensor)]
+    targets = [one.raw for one in tree_flatten(outputs)[0] if isinstance(one, ChipTensor)]
 
     def compute() -> None:
         results = tree_flatten(op(*raw_args, **raw_kwargs))[0]
@@ -207,12 +212,12 @@ def _operate(op: Any, *args: Any, **kwargs: Any) -> Any:
     return outputs
 
 
-def _allocate(like: Tensor, chip: Chip) -> EmulatedTensor:
+def _allocate(like: Tensor, chip: Chip) -> ChipTensor:
     """Memory of a shape, full of what no result is."""
     block = chip.memory.take(like.untyped_storage().nbytes())
     with torch.inference_mode():
         raw = unknown(torch.empty_strided(like.size(), like.stride(), dtype=like.dtype))
-    return EmulatedTensor(raw, block, chip.index)
+    return ChipTensor(raw, block, chip.index)
 
 
 def unknown(tensor: Tensor) -> Tensor:
@@ -224,18 +229,18 @@ def unknown(tensor: Tensor) -> Tensor:
 
 def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     """Between the device and the host, in either direction, or within the device."""
-    if not isinstance(target, EmulatedTensor):
-        assert isinstance(source, EmulatedTensor)
+    if not isinstance(target, ChipTensor):
+        assert isinstance(source, ChipTensor)
         chip, raw = _CHIPS[source.device.index or 0], source.raw
         if non_blocking:
             with torch.inference_mode():
                 unknown(target)
-        chip.copy(lambda: target.copy_(raw), (source, target), raw.nbytes)
+        chip.copy(lambda: target.copy_(raw), (source, target))
         if not non_blocking:
             chip.current().synchronize()
         return target
     chip, goal = _CHIPS[target.device.index or 0], target.raw
-    if isinstance(source, EmulatedTensor):
+    if isinstance(source, ChipTensor):
         raw = source.raw
         chip.launch(lambda: goal.copy_(raw), (target, source))
     else:
@@ -245,7 +250,7 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         else:
             check_may_wait()
             raw = source.detach().clone()
-        chip.copy(lambda: goal.copy_(raw), (target, source), goal.nbytes)
+        chip.copy(lambda: goal.copy_(raw), (target, source))
         if not non_blocking:
             chip.current().synchronize()
     return target
@@ -318,7 +323,7 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 
 def _raw(values: Any) -> Any:
-    return _mapped(values, lambda one: one.raw if isinstance(one, EmulatedTensor) else one)
+    return _mapped(values, lambda one: one.raw if isinstance(one, ChipTensor) else one)
 
 
 def _mapped(values: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -341,8 +346,8 @@ def _on(kwargs: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def _wrapped(values: Any, chip: Chip) -> Any:
-    def wrap(raw: Tensor) -> EmulatedTensor:
-        return EmulatedTensor(raw, chip.memory.take(raw.untyped_storage().nbytes()), chip.index)
+    def wrap(raw: Tensor) -> ChipTensor:
+        return ChipTensor(raw, chip.memory.take(raw.untyped_storage().nbytes()), chip.index)
 
     return tree_map_only(Tensor, wrap, values)
 

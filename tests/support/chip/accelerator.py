@@ -1,56 +1,55 @@
-"""An accelerator without the chip: everything asynchronous as on one, computed on this machine's cores.
+"""An accelerator for tests: everything asynchronous as on one, computed on this machine's cores.
 
-Its memory is that of the data sheet, its streams and copies are asynchronous, and a graph replays what was
-captured and nothing else. Numbers are NaN until they are computed: code that is right here waits where it must.
-Work is as fast as the CPU computes it, but no faster than :meth:`EmulatedDevice.timed` says that the device is.
+Its memory ends, its streams and copies are asynchronous, and a graph replays what was captured and nothing else.
+Numbers are NaN until they are computed: code that is right here waits where it must.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from chip.chip import TYPE, Chip, Event, Stream, record_apart, recorded
+from chip.tensors import ChipTensor, add_chip, mapped_memory, pin, pinned, share_memory, unknown
 from device import base, host
 from device.base import (
     AttentionPlan,
     AttnMeta,
-    DeviceUnavailable,
     EncodeCaptured,
     Partition,
     PartitionStrength,
     check_update,
 )
-from device.datasheets import emulated_sheet
-from device.emulated.chip import TYPE, Chip, Event, Section, Stream, record_apart, recorded
-from device.emulated.tensors import EmulatedTensor, add_chip, mapped_memory, pin, pinned, share_memory, unknown
-from device.emulated.timeline import Demand
 from device.ops.plain import PlainOps
 from device.shares import check_share
-from device.transport import TRANSPORTS
+from device.transport import TransportCapability
+
+#: Of each chip.
+MEMORY_BYTES = 24_000_000_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EmulatedPlan(AttentionPlan):
+class ChipPlan(AttentionPlan):
     """Filled when the device comes to it: in a graph the lengths of decodes are those of the replay."""
 
     computed: list[AttentionPlan] = field(default_factory=list)
 
 
-class EmulatedOps(PlainOps):
+class ChipOps(PlainOps):
     """torch's own operators; attention is one launch, which reads the lengths of decodes on the device."""
 
-    name = "plain torch, emulated"
+    name = "plain torch, on a chip of tests"
 
     def __init__(self, chip: Chip) -> None:
         self.chip = chip
 
-    def prepare(self, meta: AttnMeta, dtype: torch.dtype) -> EmulatedPlan:  # type: ignore[override]
+    def prepare(self, meta: AttnMeta, dtype: torch.dtype) -> ChipPlan:  # type: ignore[override]
         self.chip.check_active()
-        plan = EmulatedPlan(meta=meta)
+        plan = ChipPlan(meta=meta)
         tensors = [meta.slot_mapping, meta.decode_block_table, meta.decode_context_lens, meta.prefill_block_table]
         slots, decode_table, decode_lens, prefill_table = (_raw(one) for one in tensors)
 
@@ -63,7 +62,7 @@ class EmulatedOps(PlainOps):
                 decode_context_lens_host=decode_lens.tolist(),
                 prefill_block_table=prefill_table,
             )
-            plan.computed[:] = [super(EmulatedOps, self).prepare(now, dtype)]
+            plan.computed[:] = [super(ChipOps, self).prepare(now, dtype)]
 
         self.chip.launch(compute, (meta,))
         return plan
@@ -104,13 +103,13 @@ class EmulatedOps(PlainOps):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, kv_layer: Tensor, plan: AttentionPlan, scale: float
     ) -> Tensor:
-        assert isinstance(plan, EmulatedPlan), "a plan serves the operators that prepared it"
+        assert isinstance(plan, ChipPlan), "a plan serves the operators that prepared it"
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
         states = [_raw(one) for one in (output, query, key, value, kv_layer)]
 
         def compute() -> None:
             target, *inputs = states
-            target.copy_(super(EmulatedOps, self).attend(*inputs, plan.computed[0], scale))  # type: ignore[call-arg,arg-type]
+            target.copy_(super(ChipOps, self).attend(*inputs, plan.computed[0], scale))  # type: ignore[call-arg,arg-type]
 
         self.chip.launch(compute, (output, query, key, value, kv_layer, plan))
         return output
@@ -128,10 +127,10 @@ class _Piece:
             one()
 
 
-class EmulatedGraphRunner:
+class ChipGraphRunner:
     """Fills the GraphRunner protocol: keeps what a step launches and launches it again."""
 
-    name = "emulated graph"
+    name = "chip graph"
     captures = cuts = True
 
     def __init__(self, chip: Chip) -> None:
@@ -171,56 +170,32 @@ class EmulatedGraphRunner:
         return output
 
 
-class EmulatedDevice:
-    """Fills the Device protocol; ``kind``: see :func:`device.datasheets.emulated_sheet`.
+class ChipDevice:
+    """Fills the Device protocol.
 
     Attributes:
-        chip: the device in this process, which all that open it share. timeline: its time.
+        chip: the device in this process, which all that open it share.
     """
 
     type = TYPE
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
     cores: int | None = None
-    transport = TRANSPORTS[TYPE]
+    transport = TransportCapability(mooncake_protocols=("tcp", "rdma"), device_protocols=("tcp", "rdma"))
     has_streams = True
-    partition = Partition(strength=PartitionStrength.COOPERATIVE, mechanisms=("memory fraction", "arithmetic"))
+    partition = Partition(strength=PartitionStrength.COOPERATIVE, mechanisms=("memory fraction",))
+    description = "a chip of tests"
 
-    def __init__(self, kind: str, index: int) -> None:
-        sheet = emulated_sheet(kind)
+    def __init__(self, index: int) -> None:
         self.index = index
-        self.name = f"{TYPE}:{sheet.name}:{index}"
-        self.description = f"emulated {sheet.name}"
-        self.chip = add_chip(index, self.name, int(sheet.memory_bytes), sheet.host_bytes_per_s)
-        self.timeline = self.chip.timeline
+        self.name = f"{TYPE}:{index}"
+        self.chip = add_chip(index, MEMORY_BYTES)
         self.torch_device = torch.device(TYPE, index)  # a type of torch's since the first chip
-        self.ops: base.AttentionOps = EmulatedOps(self.chip)
-
-    @contextmanager
-    def timed(self, cost_s: float, demand: Demand, num_parts: int = 1) -> Iterator[Callable[[], None]]:
-        """Work that takes ``cost_s`` on an idle device of this kind is launched inside, on the current stream.
-
-        It is done no earlier than so many seconds after its launch, or after the end of the work before it; later
-        where others are on the device, or where the CPU takes longer. Of ``num_parts`` equal parts, each but the
-        last ends where the function that is yielded is called.
-        """
-        stream, part_s = self.chip.current(), cost_s / num_parts
-        sections = [Section(stream, part_s, demand)]
-
-        def next_part() -> None:
-            sections.pop().end()
-            sections.append(Section(stream, part_s, demand))
-
-        try:
-            yield next_part
-        finally:
-            sections.pop().end()
+        self.ops: base.AttentionOps = ChipOps(self.chip)
 
     def apply_share(self, share: float, start: float = 0.0) -> Partition:
         check_share(share, start)
         self.set_memory_fraction(share)
-        self.chip.timeline.share = share
-        mechanisms = (f"memory fraction {share:g}", f"{share:.0%} of the arithmetic")
-        return Partition(strength=self.partition.strength, mechanisms=mechanisms)
+        return Partition(strength=self.partition.strength, mechanisms=(f"memory fraction {share:g}",))
 
     def memory(self) -> tuple[int, int]:
         return self.chip.memory.total, self.chip.memory.free
@@ -252,7 +227,7 @@ class EmulatedDevice:
         self.chip.synchronize()
 
     def check(self) -> None:
-        self.chip.timeline.check()
+        self.chip.check()
 
     def stream(self, priority: int = 0, share: float | None = None) -> base.Stream:
         return Stream(self.chip, min(priority, 0), share)
@@ -267,7 +242,7 @@ class EmulatedDevice:
         return self.chip.current().record_event()
 
     def graph_runner(self) -> base.GraphRunner:
-        return EmulatedGraphRunner(self.chip)
+        return ChipGraphRunner(self.chip)
 
     def pin_memory(self, tensor: Tensor) -> Tensor:
         return pinned(tensor)
@@ -286,13 +261,9 @@ class EmulatedDevice:
 
 
 def _raw(tensor: Tensor) -> Tensor:
-    assert isinstance(tensor, EmulatedTensor), f"expected a tensor on {TYPE}, found one on {tensor.device}"
+    assert isinstance(tensor, ChipTensor), f"expected a tensor on {TYPE}, found one on {tensor.device}"
     return tensor.raw
 
 
-def open_device(kind: str, index: int) -> EmulatedDevice:
-    """Raises DeviceUnavailable for a kind without a data sheet."""
-    try:
-        return EmulatedDevice(kind, index)
-    except ValueError as error:
-        raise DeviceUnavailable(f"{TYPE}:{kind}: {error}") from error
+def open_device(index: int) -> ChipDevice:
+    return ChipDevice(index)
