@@ -17,7 +17,6 @@ from proxy.admin.reload import Reloader
 from proxy.admin.rollout import GatewayFiles
 from proxy.app import create_app
 from proxy.http.server import new_server
-from proxy.observe.log_filters import redact_logs
 from proxy.settings import GatewaySettings
 
 logger = logging.getLogger(__name__)
@@ -57,19 +56,15 @@ def run_gateway(
             "this process may have %d files open (ulimit -n): connections beyond that are refused", most
         )
     settings = GatewaySettings.of(config, host)
-    redaction = redact_logs(_secrets(settings))
     switch_dir = None if reread is None else directory_of(reread.file)
     app = create_app(settings, instances, switch_dir=switch_dir)
     app.state.admin_path = admin_path
     if reread is not None:
 
         def apply() -> None:
-            nonlocal redaction
             config = reread.read()
             changed = GatewaySettings.of(config, host)
             instances = reread.instances(config)
-            redaction()
-            redaction = redact_logs(_secrets(changed) | _secrets(app.state.control.settings.now))
             app.state.control.apply(changed, instances)
 
         def left_by(config: DeploymentConfig) -> list[str]:
@@ -84,10 +79,6 @@ def run_gateway(
         signal.signal(number, _stop_quietly)
     server.run([_shared_socket(host, port)] if reuse_port else None)
     return 1 if server.has_failed else 0
-
-
-def _secrets(settings: GatewaySettings) -> set[str | None]:
-    return {settings.api_key, settings.cluster_key, settings.admin_key, settings.join_key}
 
 
 def _shared_socket(host: str, port: int) -> socket.socket:

@@ -242,9 +242,7 @@ class Evaluator:
         outcome = self.simulate(candidate, rate, count, early=True)
         return attainment(outcome, self.goal.ttft_s, self.goal.tpot_s)
 
-    def simulate(
-        self, candidate: Candidate, rate: float, count: int, *, early: bool = False, gaps: bool = False
-    ) -> Outcome:
+    def simulate(self, candidate: Candidate, rate: float, count: int, *, early: bool = False) -> Outcome:
         goal = self.goal
         requests = at_rate(_repeated(self.requests, count), rate)
         allowed = (1 - goal.target) * count
@@ -258,7 +256,7 @@ class Evaluator:
 
         self.num_simulations += 1
         self.num_requests += count
-        outcome = simulate(self.deployment(candidate), requests, gaps=gaps, give_up=hopeless if early else None)
+        outcome = simulate(self.deployment(candidate), requests, give_up=hopeless if early else None)
         self._rated()
         return outcome
 

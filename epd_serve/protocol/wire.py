@@ -218,7 +218,6 @@ class PromptOptions(Message, frozen=True):
 
     Attributes:
         add_special_tokens: None leaves it to the tokenizer for a prompt, and adds none to a rendered chat.
-        truncate: number of the last tokens to keep; None: all.
         tools, template_kwargs: JSON for the chat template, or "".
         cache_salt: requests with another one share no cached prefix with this one; "": all that have none.
     """
@@ -226,7 +225,6 @@ class PromptOptions(Message, frozen=True):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool | None = None
-    truncate: int | None = None
     tools: str = ""
     template_kwargs: str = ""
     cache_salt: str = ""

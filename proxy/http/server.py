@@ -16,9 +16,9 @@ from epd_serve.rpc.bounded import BoundedHttp
 from proxy.http.client import ResponseAborted
 from proxy.observe.log_filters import Sparing
 
-#: Longer than any client's own, so that no client sends into a connection that is just being closed.
+#: Longer than clients' own, so that none sends into a connection that is just being closed.
 KEEP_ALIVE_S = 75
-#: Connections may use this share of the files that the process may open; the rest is for calls to instances.
+#: Share of the process's open files for connections; the rest is for calls to instances.
 _CONNECTION_SHARE = 0.75
 
 
@@ -38,7 +38,7 @@ class GatewayServer(uvicorn.Server):
             print(f"Ready: {url_of(self.config.host, port)}/v1; Ctrl-C stops.", flush=True)
 
     def give_up(self) -> None:
-        """Finish the requests in progress and end, as after a signal, because a part of the gateway failed."""
+        """Finish the requests in progress and end, because a part of the gateway failed."""
         self.has_failed = True
         self.should_exit = True
 
@@ -70,10 +70,11 @@ def new_server(app: FastAPI, host: str, port: int, *, grace_s: float = 30.0) -> 
     if _is_news not in logger.filters:
         logger.addFilter(_is_news)
         logger.addFilter(Sparing())
-        logging.getLogger("proxy.media.fetch").addFilter(Sparing())
+        for name in ("proxy.media.fetch", "proxy.api.endpoint"):
+            logging.getLogger(name).addFilter(Sparing())
     return server
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Drop uvicorn's traceback of a stream that was aborted; the endpoint has logged its cause."""
+    """Return False for uvicorn's traceback of an aborted stream, whose cause the endpoint has logged."""
     return not (record.exc_info and isinstance(record.exc_info[1], ResponseAborted))

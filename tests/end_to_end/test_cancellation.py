@@ -78,6 +78,6 @@ async def test_no_block_and_no_feature_leaks() -> None:
                 if not any(float(samples[f"epd_serve_requests_{state}"]) for state in ("running", "waiting")):
                     break
                 await asyncio.sleep(0.05)
-        assert float(samples["epd_serve_queue_wait_seconds_count"]) > NUM_REQUESTS // 10
+        assert float(samples["epd_serve_request_queue_time_seconds_count"]) > NUM_REQUESTS // 10
         last = await client.post("/v1/chat/completions", json=chat("Say apple"))
         assert last.status_code == 200
