@@ -17,13 +17,14 @@ if not torch.cuda.is_available():
 import tiny_models
 from own_ports import own_ports
 
-# How long an example takes is the machine's affair, not the code's. Every run of a commit tries the same examples;
-# others are searched for with --hypothesis-profile=search.
-for name, derandomize in (("suite", True), ("search", False)):
+# How long an example takes is the machine's affair, not the code's. Every run of a commit tries the same examples:
+# few are enough, and others are searched for with --hypothesis-profile=search.
+for name, derandomize, max_examples in (("suite", True, 50), ("search", False, 500)):
     hypothesis.settings.register_profile(
         name,
         deadline=None,
         derandomize=derandomize,
+        max_examples=max_examples,
         suppress_health_check=[hypothesis.HealthCheck.too_slow],
     )
 hypothesis.settings.load_profile("suite")

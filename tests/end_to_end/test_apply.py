@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from http_client import http_client
 
 from benchmarks import apply_ring, chaos
 from epd_serve.config import DeploymentConfig, change_config, parse_config
@@ -39,7 +40,7 @@ async def deployment() -> AsyncIterator[LocalDeployment]:
 
 async def serves(deployment: LocalDeployment) -> bool:
     try:
-        async with httpx.AsyncClient(timeout=120) as client:
+        async with http_client() as client:
             answer = await client.post(f"{deployment.gateway_url}/v1/completions", json=BODY)
     except httpx.TransportError:  # the gateway was killed
         return False
@@ -199,7 +200,7 @@ async def test_processes_that_die_meanwhile(deployment: LocalDeployment) -> None
         [process] = [one for one in deployment.processes if one.spec.name == switched]
         while process.num_restarts == 0 or not process.ready.is_set():  # noqa: ASYNC110
             await asyncio.sleep(0.02)
-    async with httpx.AsyncClient(timeout=60) as client:
+    async with http_client() as client:
         info = (await client.get(f"{process.spec.url}/info")).json()
     assert info["role"] == "D", "what is started again has the role that it was switched to"
 

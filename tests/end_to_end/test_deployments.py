@@ -21,6 +21,7 @@ import psutil
 import pytest
 from chat import chat, data_url
 from fleet import Books, is_up, wait_until
+from http_client import http_client
 from program import read_until
 from told import told
 from transports import needs_mooncake
@@ -80,12 +81,14 @@ async def test_each_deployment_answers_the_questions_of_the_readme(
     async with LocalDeployment(config, ready_timeout_s=300) as deployment:
         ready_s = time.monotonic() - started
         pids = [process.pid for process in deployment.processes]
-        async with httpx.AsyncClient(timeout=150) as control:
+        async with http_client() as control:
             for handle in deployment.instances.values():
                 held = (await control.get(f"{handle.url}/info")).json()["parameters"]
                 assert bool(held["tower"]) == handle.role.encodes
                 assert bool(held["language_model"]) == handle.role.has_language_model
-        async with openai.AsyncOpenAI(base_url=f"{deployment.gateway_url}/v1", api_key="-") as client:
+        async with openai.AsyncOpenAI(
+            base_url=f"{deployment.gateway_url}/v1", api_key="-", http_client=http_client()
+        ) as client:
             for question, answer in (
                 ("What color is the circle?", "red"),
                 ("Where is the blue square?", "right"),
@@ -164,7 +167,7 @@ def answers(url: str) -> bool:
     """Whether a deployment answers a question about a picture; what it then says is right."""
     question = chat("Where is the blue square?", PICTURE)
     try:
-        reply = httpx.post(f"{url}/v1/chat/completions", json=question, timeout=150)
+        reply = httpx.post(f"{url}/v1/chat/completions", json=question, timeout=150, verify=False)
     except httpx.TransportError:
         return False
     if reply.status_code != 200:
@@ -246,9 +249,14 @@ def test_instances_and_gateway_can_be_started_by_hand(tmp_path: Path) -> None:
         subprocess.Popen([*program, "proxy", "--config", str(file)]) as gateway,
     ):
         try:
-            wait_until(lambda: is_up(f"http://127.0.0.1:{port}/health"), "the gateway is ready", 120)
+            wait_until(lambda: is_up(f"http://127.0.0.1:{port}/health"), "the gateway is ready")
             body = {"model": "demo", "prompt": "Say apple", "max_tokens": 2}
-            assert httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=150).status_code == 200
+            assert (
+                httpx.post(
+                    f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=150, verify=False
+                ).status_code
+                == 200
+            )
         finally:
             gateway.terminate()
             instance.terminate()

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 from chat import chat
 from fleet import Books
+from http_client import http_client
 from pictures import noise
 
 from epd_serve.config import DeploymentConfig
@@ -90,7 +91,7 @@ async def site() -> AsyncIterator[Site]:
     )
     async with (
         LocalDeployment(config, ready_timeout_s=300) as deployment,
-        httpx.AsyncClient(timeout=120, trust_env=False) as client,
+        http_client() as client,
     ):
         yield Site(deployment, f"http://127.0.0.1:{port}", client)
 

@@ -15,6 +15,7 @@ import pytest
 import pytest_asyncio
 from chat import chat
 from fleet import Books, gateway, is_up, wait_until
+from http_client import http_client
 
 from epd_serve.config import DeploymentConfig
 from epd_serve.launch.deployment import LocalDeployment
@@ -65,7 +66,7 @@ class Stream:
 
     async def _read(self, url: str) -> str:
         async with (
-            httpx.AsyncClient(timeout=150) as client,
+            http_client() as client,
             client.stream("POST", f"{url}/v1/chat/completions", json=BODY) as answer,
         ):
             async for piece in answer.aiter_text():

@@ -16,6 +16,7 @@ import pytest
 import pytest_asyncio
 from chat import chat
 from fleet import Books
+from http_client import http_client
 from pictures import noise
 
 from benchmarks.ablations.processes import ablated
@@ -114,7 +115,7 @@ async def running() -> AsyncIterator[Fleet]:
         made = LocalDeployment(config, ready_timeout_s=300, backoff=lambda: Backoff(first_s=0.1, limit_s=0.1))
     async with (
         made as deployment,
-        httpx.AsyncClient(base_url=deployment.gateway_url, timeout=150) as client,
+        http_client(deployment.gateway_url) as client,
     ):
         yield Fleet(deployment, client)
 

@@ -99,10 +99,10 @@ async def test_an_answer_goes_on_from_any_token(tmp_path: Path) -> None:
             ids = [token for _, tokens, _ in whole for token in tokens]
             assert len(ids) == 21 or one.sampling.stop
             held = [i for i, (_, _, event) in enumerate(whole[:-1], start=1) if not text_of([(0, [], event)])]
-            for count in (0, 1, 2, 9, len(ids) - 1, len(ids), *held[:3]):
-                for apart in (False, True):
-                    rest = await instances.ask(one, ids[:count], apart=apart)
-                    assert without_logprobs(rest) == without_logprobs(whole[count:]), (one, count, apart)
+            for place, count in enumerate((0, 1, 2, 9, len(ids) - 1, len(ids), *held[:2])):
+                apart = place % 2 == 0
+                rest = await instances.ask(one, ids[:count], apart=apart)
+                assert without_logprobs(rest) == without_logprobs(whole[count:]), (one, count, apart)
         await each_choice_goes_on(instances)
         await Books({"epd": fused.url, "ep": prefill.url, "d": decode.url}).check()
         with pytest.raises(InvalidRequest, match="several choices"):
