@@ -85,5 +85,7 @@ def test_a_broken_form_is_refused(body: bytes) -> None:
 
 
 def test_numbers_and_truth_values_of_a_form_are_text() -> None:
-    call = TranscriptionCall.parse(form({"file": b"RIFF", "temperature": b"0.5", "stream": b"true"}))
-    assert (call.temperature, call.stream, call.asked.file) == (0.5, True, b"RIFF")
+    fields = {"file": b"RIFF\xff", "temperature": b"0.5", "stream": b"true", "response_format": b"text"}
+    call = TranscriptionCall.parse(form(fields))
+    assert (call.temperature, call.stream, call.asked.file) == (0.5, True, b"RIFF\xff")
+    assert call.translation().content_type.startswith(b"text/plain")

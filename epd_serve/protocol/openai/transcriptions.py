@@ -41,7 +41,9 @@ class TranscriptionCall(ChatCompletionRequest):
     def parse(cls, body: bytes | bytearray) -> Self:
         """Raises InvalidRequest with ``param`` set."""
         try:
-            asked = TranscriptionRequest.model_validate(read_form(body))
+            form = read_form(body).items()
+            fields = {name: value if name == "file" else value.decode("utf-8", "replace") for name, value in form}
+            asked = TranscriptionRequest.model_validate(fields)
         except ValidationError as error:
             raise explain(error, TranscriptionRequest) from error
         words = ["Transcribe what is said. Answer with the transcript alone."]
