@@ -40,10 +40,11 @@ class TranscriptionCall(ChatCompletionRequest):
     @classmethod
     def parse(cls, body: bytes | bytearray) -> Self:
         """Raises InvalidRequest with ``param`` set."""
+        form = read_form(body)
         try:
-            form = read_form(body).items()
-            fields = {name: value if name == "file" else value.decode("utf-8", "replace") for name, value in form}
-            asked = TranscriptionRequest.model_validate(fields)
+            asked = TranscriptionRequest.model_validate(
+                {name: one if name == "file" else one.decode("utf-8", "replace") for name, one in form.items()}
+            )
         except ValidationError as error:
             raise explain(error, TranscriptionRequest) from error
         words = ["Transcribe what is said. Answer with the transcript alone."]
