@@ -42,7 +42,7 @@ from epd_serve.cost.profile import DecodeLine, EncodeLine, Line, Profile
 from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.launch.processes.ports import free_port
 from epd_serve.routing.encoders import BoundedHash
-from epd_serve.routing.routes import EncoderChoice, Router
+from epd_serve.routing.routes import Router
 from epd_serve.sim.simulator import build, check_books, simulate
 from epd_serve.sim.spec import Batching
 from epd_serve.sim.workloads import SimRequest
@@ -194,10 +194,10 @@ def compare(pictures: list[Picture], num_encoders: int, num_gateways: int, use: 
         at_s += rng.expovariate(rate)
         images = ((str(picture.seed), picture.side**2),)
         requests.append(SimRequest(at_s=at_s, images=images, num_text_tokens=100, num_output_tokens=2))
-    policies: dict[str, EncoderChoice] = {
+    policies: dict[str, BoundedHash] = {
         "bounded hashing": BoundedHash(),
         "hashing alone": BoundedHash(bound=float("inf"), even=float("inf")),
-        "random of two": RandomOfTwoEncoders(random.Random(1).random),
+        "random of two": RandomOfTwoEncoders(draw=random.Random(1).random),
         "round robin": RoundRobinEncoders(),
     }
     topology = parse_topology(f"{num_encoders}E-P-D")

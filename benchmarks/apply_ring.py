@@ -48,7 +48,7 @@ async def by_command(deployment: LocalDeployment, file: Path) -> list[str]:
     """Run ``epd-serve apply``; return its output."""
     port = deployment.gateway_url.rpartition(":")[2]
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "epd_serve.cli", "apply", str(file), "--gateway", port),
+        *(sys.executable, "-m", "epd_serve.cli", "apply", str(file), "--deployment", port),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )
@@ -61,7 +61,7 @@ async def by_command(deployment: LocalDeployment, file: Path) -> list[str]:
 async def by_call(deployment: LocalDeployment, file: Path) -> list[str]:
     """The same in this process."""
     said: list[str] = []
-    await deployment.apply(load_config(file), tell=said.append)
+    await deployment.apply(load_config(file), said.append)
     return said
 
 
@@ -104,9 +104,9 @@ def ended_too_early(log_dir: Path) -> list[str]:
 
 async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     requests = make_load(arguments.requests, arguments.seed)
-    log_dir = Path(tempfile.mkdtemp(prefix="epd-serve-ring-"))
-    files = files_of(arguments.ring, log_dir)
-    async with LocalDeployment(load_config(files[0]), log_dir=log_dir, ready_timeout_s=180) as deployment:
+    files = files_of(arguments.ring, Path(tempfile.mkdtemp(prefix="epd-serve-ring-")))
+    async with LocalDeployment(load_config(files[0]), keep_logs=True, ready_timeout_s=180) as deployment:
+        log_dir = deployment.log_dir
         client = Client(deployment.gateway_url)
         await client.meet()
         chaos = Chaos(deployment, client, seed=arguments.seed)

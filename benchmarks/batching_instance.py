@@ -18,7 +18,7 @@ import uvicorn
 
 from benchmarks.common import argument_parser, noise
 from epd_serve.config import InstanceOptions
-from epd_serve.config.sections import BatchingConfig, SLOConfig
+from epd_serve.config.sections import SLOConfig
 from epd_serve.instance.http import ControlApp
 from epd_serve.instance.instance import Instance
 from epd_serve.launch.processes.ports import free_port
@@ -46,8 +46,7 @@ async def run(model: Path, role: str, policy: str, tpot_ms: float | None) -> Non
         threads=1,
         max_num_seqs=32,
         num_blocks=4096,
-        slo=SLOConfig(tpot_ms=tpot_ms),
-        batching=BatchingConfig(policy=policy),  # type: ignore[arg-type]
+        slo=SLOConfig(tpot_ms=tpot_ms if policy == "stage-level" else None),
     )
     instance = Instance(options)
     steps: list[dict[str, float]] = []

@@ -22,13 +22,12 @@ import random
 import re
 import signal
 import sys
-import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from rich.console import Console
 
@@ -39,7 +38,6 @@ from epd_serve.config import DEMO_MODEL, DeploymentConfig
 from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.launch.processes.process import ProcessState
 from epd_serve.launch.processes.supervisor import Backoff
-from epd_serve.types import KVMode
 from epd_serve.verify.check import Failed
 from epd_serve.verify.client import Client
 from epd_serve.verify.traffic import BAD, Outcome, Request, Traffic
@@ -47,8 +45,6 @@ from epd_serve.verify.traffic import BAD, Outcome, Request, Traffic
 LEASE_S = 3.0
 DEADLINE_S = 60.0
 HANG_TIMEOUT_S = 9.0
-#: With --streams: an instance of the built-in model is there again after a few seconds, however busy the machine.
-WAIT_S = 30.0
 #: However slow the machine, a stream is not to be hit again and again.
 ANSWERS_BETWEEN = 4
 #: With --stop: longer than a replacement takes.
@@ -163,13 +159,11 @@ async def stop_once(arguments: argparse.Namespace) -> dict[str, Any]:
     requests = mixed_requests(arguments.requests, arguments.seed, patient=True)
     config = DeploymentConfig(
         topology=arguments.topology,
-        hang_timeout_s=arguments.hang_timeout,
         gateway={"port": 0},
         feature_store=arguments.store,
-        instances={"threads": 1, "kv_transfer": {"transport": arguments.transport, "mode": arguments.mode}},
+        instances={"threads": 1, "kv_transfer": {"transport": arguments.transport}},
     )
-    log_dir = Path(tempfile.mkdtemp(prefix="epd-serve-chaos-"))
-    async with started(arguments, config, log_dir) as chaos:
+    async with started(arguments, config, arguments.hang_timeout) as chaos:
         chaos.deadline_s = STOP_DEADLINE_S
         await chaos.learn(requests, arguments.concurrency)
         began = time.monotonic()
@@ -187,13 +181,13 @@ async def stop_once(arguments: argparse.Namespace) -> dict[str, Any]:
         await chaos.settle()
         report = chaos.report()
         return {
-            **heading("chaos", arguments, seconds, "topology", "store", "transport", "mode"),
+            **heading("chaos", arguments, seconds, "topology", "store", "transport"),
             "stopped_s": arguments.stop or "until it was replaced",
-            "hang_timeout_s": config.hang_timeout_s,
+            "hang_timeout_s": arguments.hang_timeout,
             "passed": report["complete"] == 1.0 and not report["leaks"],
             **report,
             **await counters(chaos.client),
-            "logs": str(log_dir),
+            "logs": str(chaos.deployment.log_dir),
         }
 
 
@@ -206,7 +200,6 @@ def deployment_config(arguments: argparse.Namespace, **gateway: Any) -> Deployme
     return DeploymentConfig(
         topology=arguments.topology,
         model=getattr(arguments, "model", DEMO_MODEL),
-        hang_timeout_s=HANG_TIMEOUT_S,
         gateway={"port": 0, "request_timeout_s": DEADLINE_S * 0.75, **gateway},
         feature_store=arguments.store,
         instances={
@@ -217,19 +210,21 @@ def deployment_config(arguments: argparse.Namespace, **gateway: Any) -> Deployme
             # few blocks and small caches, so that requests wait for each other at every stage
             "num_blocks": 120,
             "max_num_batched_tokens": 64,
-            "feature_store_bytes": 1 << (20 if arguments.store == "embedded" else 24),  # its least
-            "feature_cache_bytes": 1 << 19,
-            "kv_transfer": {"transport": arguments.transport, "mode": arguments.mode},
+            "feature_cache_bytes": 1 << (19 if arguments.store == "embedded" else 24),  # its least
+            "kv_transfer": {"transport": arguments.transport},
         },
     )
 
 
 @asynccontextmanager
-async def started(arguments: argparse.Namespace, config: DeploymentConfig, log_dir: Path) -> AsyncIterator[Chaos]:
+async def started(
+    arguments: argparse.Namespace, config: DeploymentConfig, hang_timeout_s: float = HANG_TIMEOUT_S
+) -> AsyncIterator[Chaos]:
     """The deployment, whose processes are started again at once, and its clients."""
     async with LocalDeployment(
         config,
-        log_dir=log_dir,
+        keep_logs=True,
+        hang_timeout_s=hang_timeout_s,
         ready_timeout_s=180,
         backoff=lambda: Backoff(first_s=0.2, limit_s=0.2),  # many deaths are wanted here
     ) as deployment:
@@ -243,9 +238,7 @@ async def started(arguments: argparse.Namespace, config: DeploymentConfig, log_d
 async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     streams = arguments.streams
     requests = mixed_requests(arguments.requests, arguments.seed, patient=streams)
-    log_dir = Path(tempfile.mkdtemp(prefix="epd-serve-chaos-"))
-    failover = {"failover": {"wait_s": WAIT_S}} if streams else {}
-    async with started(arguments, deployment_config(arguments, **failover), log_dir) as chaos:
+    async with started(arguments, deployment_config(arguments)) as chaos:
         if streams:
             chaos.num_spared, chaos.answers_between = 1, ANSWERS_BETWEEN
         await chaos.learn(requests, arguments.concurrency)
@@ -256,12 +249,12 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
         report = chaos.report()
         bad = any(report["outcomes"][outcome.value] for outcome in BAD)
         return {
-            **heading("chaos", arguments, seconds, "topology", "store", "transport", "mode"),
+            **heading("chaos", arguments, seconds, "topology", "store", "transport"),
             "interval_s": arguments.interval,
             "passed": not (bad or report["leaks"] or (streams and report["complete"] < LEAST_COMPLETE)),
             **report,
             **await counters(chaos.client),
-            "logs": str(log_dir),
+            "logs": str(chaos.deployment.log_dir),
         }
 
 
@@ -300,7 +293,6 @@ def new_parser(description: str, *, num_requests: int) -> argparse.ArgumentParse
     parser.add_argument("--topology", default="2E-2P-2D")
     parser.add_argument("--store", choices=("embedded", "mooncake"), default="embedded")
     parser.add_argument("--transport", choices=("auto", "tcp", "mooncake"), default="auto")
-    parser.add_argument("--mode", choices=get_args(KVMode), default="grouped")
     return parser
 
 

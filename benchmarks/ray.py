@@ -54,8 +54,6 @@ HEAD_AWAY_S = 15.0
 #: Ray gives up a GCS after 60 s.
 WATCH_S = 110.0
 LIMIT_S = 240.0
-#: For so long a request waits for a stage that is lost.
-FAILOVER_WAIT_S = 120.0
 #: With the settings of the guide and the GCS in Redis, or with neither.
 ROWS = {"tuned-redis": True, "plain": False}
 
@@ -84,7 +82,7 @@ class Cluster:
             "topology: (E-P)-D\n"
             "devices: ['emulated:ascend-910b3 x 2']\n"
             f"model: {{shape_of: {MODEL}}}\n"
-            f"gateway: {{host: {lab['gw'].ip}, failover: {{wait_s: {FAILOVER_WAIT_S:g}}}}}\n"
+            f"gateway: {{host: {lab['gw'].ip}}}\n"
         )
         self.on = f"--on=ray={lab['head'].ip}:{GCS_PORT}"
         self.seed = 0
@@ -251,7 +249,6 @@ def measure(cluster: Cluster) -> dict[str, Any]:
     """The row of one cluster."""
     cluster.start()
     row: dict[str, Any] = {"up_s": round(cluster.run("up", str(cluster.file), cluster.on, "--spread=host"), 1)}
-    row["failover_wait_s"] = FAILOVER_WAIT_S
     assert all(cluster.ask() for _ in range(3))
     row["pss_mib"] = cluster.pss_mib()
     say("up", row)

@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import statistics
 import sys
-import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -110,10 +109,9 @@ async def time_pairs(switcher: Switcher, runs: int) -> dict[str, dict[str, float
 
 async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     streams = mixed_requests(arguments.requests, arguments.seed, patient=True)
-    log_dir = Path(tempfile.mkdtemp(prefix="epd-serve-switches-"))
     port = free_port("127.0.0.1")
     config = deployment_config(arguments, admin={"port": port})
-    async with started(arguments, config, log_dir) as chaos:
+    async with started(arguments, config) as chaos:
         chaos.answers_between = max(1, arguments.requests // (arguments.switches + 2))
         roles = {name: str(handle.role) for name, handle in chaos.deployment.instances.items()}
         switcher = Switcher(f"http://127.0.0.1:{port}", roles, arguments.patience)
@@ -140,7 +138,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
             "idle_switches": pairs,
             **await counters(chaos.client),
             **{key: report[key] for key in ("requests", "distinct", "outcomes", "clear_errors", "leaks", "wrong")},
-            "logs": str(log_dir),
+            "logs": str(chaos.deployment.log_dir),
         }
 
 

@@ -159,7 +159,6 @@ async def table3(path: Path) -> dict[str, Any]:
         "max_num_batched_tokens": 256,  # small images must queue too, not all go in one step
         "num_blocks": 6144,
         "max_model_len": 20480,
-        "feature_store_bytes": "3GiB",
         "feature_cache_bytes": "3GiB",
         "lease_s": 120,
         "feature_timeout_s": 300,

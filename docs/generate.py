@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from epd_serve.cli.app import app
 from epd_serve.config import DeploymentConfig, deployment_schema
-from epd_serve.config.applied import Section, applied
+from epd_serve.config.sections import Section
 from epd_serve.models.families import FAMILIES
 from epd_serve.models.not_run import NOT_RUN
 from epd_serve.types import PLURALS
@@ -24,15 +24,6 @@ OPTIONS = """# Options of a deployment file
 
 Made from the fields of `epd_serve/config` by `python docs/generate.py`. An editor completes and checks them with
 [deploy/schema.json](../../deploy/schema.json). [How an option is added](../design/options.md).
-
-The column *change* says how an option that is changed reaches a deployment that runs:
-
-| change | |
-|---|---|
-| hot | at once: the gateway takes it over when its file changes, `epd-serve apply` and SIGHUP do it too |
-| rebuild | when instances make their stages anew: `epd-serve apply` has them do it, the processes stay |
-| restart | by other processes: `epd-serve apply` starts them in place of the old ones |
-| anew | stop the deployment and start it from the new file; `epd-serve apply` refuses the file and says why |
 """
 
 CLI = """# The command line
@@ -129,7 +120,6 @@ def cell(text: str) -> str:
 
 def options_page() -> str:
     parts: dict[str, list[str]] = {}
-    change = ""
     for path, section, name, field in options_of(DeploymentConfig):
         schema = section.model_json_schema(mode="validation")["properties"][name]
         default = (
@@ -137,14 +127,12 @@ def options_page() -> str:
             if field.is_required()
             else f"`{json.dumps(field.get_default(call_default_factory=True), default=str)}`"
         )
-        if "[]." not in path:
-            change = applied(field).how
-        row = (f"`{path}`", kind(schema), default, change, field.description or "")
+        row = (f"`{path}`", kind(schema), default, field.description or "")
         part = path.partition(".")[0] if "." in path else "The file itself"
         parts.setdefault(part, []).append(f"| {' | '.join(map(cell, row))} |")
     lines = [OPTIONS]
     for part, rows in parts.items():
-        lines += [f"## {part}", "", "| option | value | default | change | |", "|---|---|---|---|---|", *rows, ""]
+        lines += [f"## {part}", "", "| option | value | default | |", "|---|---|---|---|", *rows, ""]
     return "\n".join(lines)
 
 

@@ -11,10 +11,6 @@ from typing import Annotated, Literal, get_args
 
 import msgspec
 
-#: How the KV cache of a prompt moves to the decode instance. ``grouped``: groups of layers of all prompts of a
-#: step, one write for each group. ``pull``: the decode instance reads all of a prompt once it is computed.
-KVMode = Literal["grouped", "pull"]
-
 #: How P and D are chosen: the pair that costs the fewest seconds; in turn; the cheaper of two at random; the
 #: cheapest where the beginning of a prompt that P knows costs nothing.
 Routing = Literal["least_loaded", "round_robin", "prefix_affinity"]
@@ -136,10 +132,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ``temperature == 0`` is greedy. ``max_tokens`` is None until the instance that knows the prompt length fills it
     with the room that the context leaves. ``seed`` is always set: the sender of the request draws one.
     ``include_stop``: a stop string stays in the text. ``bad_word_ids`` are ``bad_words`` as the instance that has
-    the tokenizer spells them. ``priority``: lower is computed earlier. ``key``: stands for the API key, which
-    takes turns with others; opaque, "" where there are none. ``group``: the client's request, where it is several
-    here. ``first_choice``: number of the first of these choices within the client's request; random numbers depend
-    on it. ``neutral``: those of
+    the tokenizer spells them. ``priority``: lower is computed earlier.
+    ``first_choice``: number of the first of these choices within the client's request; random numbers depend on
+    it. ``neutral``: those of
     :data:`SAMPLING_DEFAULTS` that the request itself sets to that value; others that have it are open, and the
     model's generation_config.json decides.
     """
@@ -167,8 +162,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     grammar: Grammar | None = None
     priority: int = 0
-    key: str = ""
-    group: str = ""
     first_choice: int = 0
     neutral: tuple[str, ...] = ()
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
-from starlette.routing import Route
 
+from epd_serve import __version__
 from epd_serve.backends.base import StageCalls
 from epd_serve.backends.native import NativeConnections
 from epd_serve.protocol.openai.generation import (
@@ -22,37 +22,32 @@ from epd_serve.protocol.openai.generation import (
     VllmChatRequest,
     VllmCompletionRequest,
 )
-from epd_serve.protocol.openai.responses import InputTokensCall, ResponsesRequest
+from epd_serve.protocol.openai.responses import ResponsesCall
 from epd_serve.protocol.openai.tokenizing import DetokenizeBody, TokenizeBody
-from epd_serve.protocol.openai.transcriptions import TranscriptionRequest
+from epd_serve.protocol.openai.transcriptions import TranscriptionCall
 from epd_serve.routing.routes import Router, router_of
 from epd_serve.routing.table import InstanceTable
+from proxy.admin.apply import apply_router, instances_router
 from proxy.admin.plane import create_admin_app, running_admin, running_on_path
-from proxy.admin.reload import ConfigReload
-from proxy.admin.rollout import files_router, rollout_router
 from proxy.admin.scaling import ServedRequests, scaling_router
-from proxy.admin.switches import Hold, Switches, operations_router, switches_router
+from proxy.admin.switches import Switches, operations_router, switches_router
 from proxy.admission.control import new_admission
 from proxy.api.dashboard import dashboard_router
 from proxy.api.endpoint import Endpoint, GenerationEndpoint
-from proxy.api.openapi import openapi_router
+from proxy.api.routes import add_body_route
 from proxy.api.tokenizing import TokenizingEndpoint
-from proxy.api.translations import ResponsesTranslation, TranscriptTranslation, Translation
 from proxy.api.views import health_router, home_router, models_router
 from proxy.dispatch.dispatcher import Dispatcher
 from proxy.dispatch.job import Instances
-from proxy.fleet.health import Health, Pairs
 from proxy.fleet.leases import Leases, leases_router
 from proxy.fleet.members import Members, connector, vllm_targets
-from proxy.fleet.poller import Poller
-from proxy.http.asgi import install_cors, install_error_handlers
-from proxy.http.local_guard import LocalGuard
+from proxy.fleet.monitor import Monitor
+from proxy.http.asgi import LocalGuard, install_cors, install_error_handlers
 from proxy.media.fetch import MediaFetcher
 from proxy.media.loader import MediaLoader
 from proxy.media.probe import MediaProbe
-from proxy.observe.log_filters import Episodes
 from proxy.observe.metrics import GatewayMetrics
-from proxy.observe.observer import new_observer
+from proxy.observe.observer import Observer
 from proxy.settings import Current, GatewaySettings
 
 logger = logging.getLogger(__name__)
@@ -82,26 +77,22 @@ def create_app(
     connect = connector(connections, vllm_targets(config) if engine == "vllm" else None, switch_dir)
     calls: dict[str, StageCalls] = {name: connect(name, url) for name, url in instances}
     fetcher = MediaFetcher(current)
-    observer = new_observer(config, metrics)
+    observer = Observer(config, metrics)
     served_requests = ServedRequests()
     if config.elastic.enabled:
         observer.subscribe(served_requests.put)
-    poller = Poller(table, calls, settings.poll_interval_s, settings.startup_wait_s)
-    health = Health(table, calls, current)
-    poller.on_process, poller.on_silent, poller.on_gone = health.met, health.probe_now, health.losses.report
+    monitor = Monitor(table, calls, current)
     dispatcher = Dispatcher(
         Instances(
             table=table,
             calls=calls,
             router=router or router_of(gateway.routing),
-            poller=poller,
+            monitor=monitor,
             metrics=metrics,
-            health=health,
-            pairs=Pairs(),
             settings=current,
         )
     )
-    switches, hold = Switches(table, calls, health), Hold()
+    switches = Switches(table, calls)
     probe = MediaProbe(current)
     loader = MediaLoader(current, fetcher, probe)
 
@@ -111,8 +102,8 @@ def create_app(
             await stack.enter_async_context(connections)
             await stack.enter_async_context(fetcher)
             stack.callback(probe.close)
-            routers = [operations_router(table, health, switches), scaling_router(table, served_requests)]
-            orders = [switches_router(switches, hold), rollout_router(table, switches, hold)]
+            routers = [operations_router(table, switches), scaling_router(table, served_requests)]
+            orders = [switches_router(switches), apply_router(table, switches)]
             joining = leases_router(leases, needs_tls=settings.tls is not None)
             if gateway.admin.port is not None:
                 admin = create_admin_app(
@@ -123,67 +114,56 @@ def create_app(
                     joining,
                     orders=orders,
                     engine=engine,
-                    join_key=settings.join_key,
                 )
                 running = running_admin(admin, gateway.admin, settings.cluster_key, settings.tls)
                 app.state.admin_url = await stack.enter_async_context(running)
             if app.state.admin_path is not None:
-                routers += [joining] if app.state.files is None else [joining, files_router(app.state.files)]
+                routers += [joining, instances_router(members), health_router(table, metrics, monitor)]
                 admin = create_admin_app(table, admission, None, [*routers, *orders], engine=engine)
                 await stack.enter_async_context(running_on_path(admin, app.state.admin_path))
-            reloading = [app.state.reloader.run()] if app.state.reloader is not None else []
-            loops = [poller.run(), health.run(), leases.run()]
-            polling = asyncio.gather(*reloading, *loops)
+            polling = asyncio.gather(monitor.run(), leases.run())
             polling.add_done_callback(partial(_end_after, app))
             try:
                 yield
             finally:
                 polling.cancel()
                 await asyncio.gather(polling, return_exceptions=True)
-                observer.take_account()
                 await asyncio.to_thread(observer.close)
 
-    app = FastAPI(title="epd-serve gateway", lifespan=lifespan, openapi_url=None)
+    app = FastAPI(
+        title="epd-serve gateway",
+        description="The OpenAI API before separate Encode, Prefill and Decode instances.",
+        version=__version__,
+        lifespan=lifespan,
+        redoc_url=None,
+    )
     app.state.table = table
-    app.state.health = health
+    app.state.monitor = monitor
     app.state.switches = switches
     app.state.admission = admission
     shared: dict[str, Any] = {
         "table": table,
-        "poller": poller,
+        "monitor": monitor,
         "loader": loader,
         "observer": observer,
-        "episodes": Episodes(),
         "admission": admission,
         "settings": current,
     }
     for path, endpoint in endpoints(dispatcher, calls, shared, for_vllm=engine == "vllm"):
-        app.router.routes.append(Route(path, endpoint=endpoint, methods=["POST"]))
-    members = Members(table, calls, poller, health, connect)
+        add_body_route(app, path, endpoint)
+    members = Members(table, calls, monitor, connect, config.topology)
+    app.state.members = members
     leases = Leases(members)
-    app.state.control = ConfigReload(current, members, admission)
-    app.state.reloader = None
-    app.state.files = None
     app.state.admin_path = None
     app.state.give_up = lambda: None
-    app.include_router(models_router(table, poller, admission.authenticator))
-    app.include_router(health_router(table, metrics, health))
-    app.include_router(openapi_router())
+    app.include_router(models_router(table, monitor, admission.authenticator))
+    app.include_router(health_router(table, metrics, monitor))
     app.include_router(home_router(table, admission.authenticator, dashboard=gateway.dashboard))
     if gateway.dashboard:
-        app.include_router(
-            dashboard_router(
-                table,
-                observer,
-                admission,
-                lambda: current.now.config.topology,
-                slo=config.slo,
-                is_local=settings.is_local,
-                engine=engine,
-            )
-        )
+        app.include_router(dashboard_router(table, observer, admission, current, members))
     install_cors(app, gateway.cors)
-    app.add_middleware(LocalGuard, settings=current)
+    if settings.is_local and not gateway.needs_key:
+        app.add_middleware(LocalGuard)
     install_error_handlers(app)
     return app
 
@@ -205,20 +185,17 @@ def endpoints(
     chat, completion = (
         (VllmChatRequest, VllmCompletionRequest) if for_vllm else (ChatCompletionRequest, CompletionRequest)
     )
-    types: dict[str, tuple[str, Callable[[bytes | bytearray], GenerationRequest], type[Translation] | None]] = {
-        "/v1/chat/completions": ("chat", chat.parse, None),
-        "/v1/completions": ("completion", completion.parse, None),
-        "/v1/responses": ("responses", ResponsesRequest.parse, ResponsesTranslation),
-        "/v1/audio/transcriptions": ("transcription", TranscriptionRequest.parse, TranscriptTranslation),
+    types: dict[str, tuple[str, Callable[[bytes | bytearray], GenerationRequest]]] = {
+        "/v1/chat/completions": ("chat", chat.parse),
+        "/v1/completions": ("completion", completion.parse),
+        "/v1/responses": ("responses", ResponsesCall.parse),
+        "/v1/audio/transcriptions": ("transcription", TranscriptionCall.parse),
     }
-    for path, (kind, parse, translation) in types.items():
-        yield (
-            path,
-            GenerationEndpoint(kind=kind, parse=parse, dispatcher=dispatcher, translation=translation, **shared),
-        )
+    for path, (kind, parse) in types.items():
+        yield path, GenerationEndpoint(kind=kind, parse=parse, dispatcher=dispatcher, **shared)
     yield (
         "/v1/responses/input_tokens",
-        TokenizingEndpoint(kind="input_tokens", parse=InputTokensCall.parse, calls=calls, **shared),
+        TokenizingEndpoint(kind="input_tokens", parse=ResponsesCall.parse, calls=calls, **shared),
     )
     yield "/tokenize", TokenizingEndpoint(kind="tokenize", parse=TokenizeBody.parse, calls=calls, **shared)
     yield "/detokenize", TokenizingEndpoint(kind="detokenize", parse=DetokenizeBody.parse, calls=calls, **shared)

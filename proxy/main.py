@@ -5,32 +5,17 @@ from __future__ import annotations
 import logging
 import signal
 import socket
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 from epd_serve.config import DeploymentConfig
 from epd_serve.config.role_files import directory_of
 from epd_serve.rpc.descriptors import FEW, raise_limit
-from proxy.admin.reload import Reloader
-from proxy.admin.rollout import GatewayFiles
 from proxy.app import create_app
 from proxy.http.server import new_server
-from proxy.observe.log_filters import redact_logs
 from proxy.settings import GatewaySettings
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Reread:
-    """The source of a configuration: ``read`` gives what ``file`` says now, ``instances`` those that it has;
-    both may raise ValueError."""
-
-    read: Callable[[], DeploymentConfig]
-    file: Path
-    instances: Callable[[DeploymentConfig], list[tuple[str, str]]]
 
 
 def run_gateway(
@@ -38,17 +23,23 @@ def run_gateway(
     instances: list[tuple[str, str]],
     host: str,
     port: int,
-    reread: Reread | None = None,
+    file: Path | None = None,
     *,
     reuse_port: bool = False,
+    listener: int | None = None,
     admin_path: Path | None = None,
 ) -> int:
-    """Serve until SIGTERM or SIGINT, then finish what is in progress (``gateway.shutdown_grace_s``) and return the
-    exit code: 0, or 1 where a part of it has failed.
+    """Serve until SIGTERM or SIGINT, finish what is in progress (``instances.drain_s``) and return the exit
+    code: 0, or 1 where a part of the gateway has failed. After SIGQUIT requests take as long as they may at all.
 
-    Blocks; must run in the main thread, for the signals. ``instances`` are (name, control URL). With ``reread``,
-    SIGHUP or a change of the file makes the gateway take it over. ``reuse_port``: other gateways that say so, too,
-    may listen on the port beside it. ``admin_path``: of the Unix socket of its admin API.
+    Blocks; must run in the main thread, for the signals.
+
+    Args:
+        instances: (name, control URL).
+        file: the deployment file, which tells a gateway of a local deployment where roles are kept.
+        reuse_port: other gateways that say so, too, may listen on the port beside it.
+        listener: descriptor of a socket that listens on the port already; None: there is none.
+        admin_path: of the Unix socket of its admin API.
     """
     logging.basicConfig(format="%(asctime)s gateway %(levelname)s %(message)s")
     most = raise_limit()
@@ -57,37 +48,21 @@ def run_gateway(
             "this process may have %d files open (ulimit -n): connections beyond that are refused", most
         )
     settings = GatewaySettings.of(config, host)
-    redaction = redact_logs(_secrets(settings))
-    switch_dir = None if reread is None else directory_of(reread.file)
-    app = create_app(settings, instances, switch_dir=switch_dir)
+    app = create_app(settings, instances, switch_dir=None if file is None else directory_of(file))
     app.state.admin_path = admin_path
-    if reread is not None:
-
-        def apply() -> None:
-            nonlocal redaction
-            config = reread.read()
-            changed = GatewaySettings.of(config, host)
-            instances = reread.instances(config)
-            redaction()
-            redaction = redact_logs(_secrets(changed) | _secrets(app.state.control.settings.now))
-            app.state.control.apply(changed, instances)
-
-        def left_by(config: DeploymentConfig) -> list[str]:
-            changed = GatewaySettings.of(config, host)
-            return app.state.control.left_by(changed)  # type: ignore[no-any-return]
-
-        app.state.reloader = Reloader(reread.file, apply)
-        app.state.files = GatewayFiles(reread.file, app.state.reloader.take, left_by)
-    server = new_server(app, host, port, grace_s=config.gateway.shutdown_grace_s)
+    server = new_server(
+        app, host, port, grace_s=config.instances.drain_s, retire_s=config.gateway.request_timeout_s
+    )
     # uvicorn raises the signal that stopped it again when it is done; for us that is the regular end.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop_quietly)
-    server.run([_shared_socket(host, port)] if reuse_port else None)
+    sockets = None
+    if listener is not None:
+        sockets = [socket.socket(fileno=listener)]
+    elif reuse_port:
+        sockets = [_shared_socket(host, port)]
+    server.run(sockets)
     return 1 if server.has_failed else 0
-
-
-def _secrets(settings: GatewaySettings) -> set[str | None]:
-    return {settings.api_key, settings.cluster_key, settings.admin_key, settings.join_key}
 
 
 def _shared_socket(host: str, port: int) -> socket.socket:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from epd_serve.config import DeploymentConfig, GatewayConfig
 from epd_serve.config.gateway import check_admin_key, read_secret
+from epd_serve.config.sections import HANG_TIMEOUT_S
 from epd_serve.media.audio import AudioLimits
 from epd_serve.media.picture import MediaLimits
 from epd_serve.media.video import VideoLimits
@@ -16,6 +17,8 @@ from epd_serve.rpc.tls import TlsFiles
 
 #: Of the time until an instance that hangs is replaced: a part, and seconds.
 _START_MARGIN, _PAUSE_S = 1.5, 10.0
+#: More than an hour of a video at 30 frames a second.
+_MAX_FRAMES = 1 << 17
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +27,7 @@ class GatewaySettings:
 
     Attributes:
         host: on which the gateway listens.
-        api_key, admin_key, join_key, cluster_key: the secrets themselves.
+        api_key, admin_key, cluster_key: the secrets themselves.
         tls: the files with which it calls instances and serves the admin plane; None: it does so in plain.
         poll_interval_s: how often each instance is asked for its state.
         startup_wait_s: how long after the gateway's start requests wait for instances that are still loading.
@@ -34,7 +37,6 @@ class GatewaySettings:
     host: str = "127.0.0.1"
     api_key: str | None = field(default=None, repr=False)
     admin_key: str | None = field(default=None, repr=False)
-    join_key: str | None = field(default=None, repr=False)
     cluster_key: str | None = field(default=None, repr=False)
     tls: TlsFiles | None = None
     poll_interval_s: float = 0.5
@@ -53,7 +55,6 @@ class GatewaySettings:
             host=host,
             api_key=read_secret(config.gateway.api_key, "gateway.api_key"),
             admin_key=read_secret(config.gateway.admin.key, "gateway.admin.key"),
-            join_key=read_secret(config.gateway.admin.join_key, "gateway.admin.join_key"),
             cluster_key=cluster_key,
             tls=tls,
         )
@@ -75,19 +76,18 @@ class GatewaySettings:
     @cached_property
     def video_limits(self) -> VideoLimits:
         """The limits of one video."""
-        video = self.gateway.media.video
+        media = self.gateway.media
         return VideoLimits(
-            max_pixels=video.max_pixels,
-            max_bytes=video.max_bytes,
-            max_frames=video.max_frames,
-            max_seconds=video.max_seconds,
+            max_pixels=media.max_pixels,
+            max_bytes=media.max_bytes,
+            max_frames=_MAX_FRAMES,
+            max_seconds=media.max_seconds,
         )
 
     @cached_property
     def audio_limits(self) -> AudioLimits:
         """The limits of one sound."""
-        audio = self.gateway.media.audio
-        return AudioLimits(max_bytes=audio.max_bytes, max_seconds=audio.max_seconds)
+        return AudioLimits(max_bytes=self.gateway.media.max_bytes, max_seconds=self.gateway.media.max_seconds)
 
     @cached_property
     def allow_private(self) -> bool:
@@ -110,15 +110,15 @@ class GatewaySettings:
         return self.config.settings_for("P").feature_timeout_s / 2
 
     def replacement_wait_s(self, start_s: float) -> float:
-        """The time for which a request waits for an instance where none is left for a stage.
+        """Return the seconds for which a request waits for an instance where none is left for a stage.
 
-        ``start_s``: of an instance. It is as long as it takes to replace one that hangs: a supervisor notices that
-        within 4/3 of ``hang_timeout_s``, pauses for a second or more, and a start beside load takes longer than
-        the first one.
+        They are those that it takes to replace an instance that hangs: a supervisor notices that within 4/3 of
+        ``HANG_TIMEOUT_S``, pauses for a second or more, and a start beside load takes longer than the first one,
+        which took ``start_s``. With ``restart: never`` none comes.
         """
-        if (chosen := self.gateway.failover.wait_s) is not None:
-            return chosen
-        replaced_s = _START_MARGIN * ((self.config.hang_timeout_s or 0.0) + start_s) + _PAUSE_S
+        if self.config.restart == "never":
+            return 0.0
+        replaced_s = _START_MARGIN * (HANG_TIMEOUT_S + start_s) + _PAUSE_S
         return min(self.gateway.request_timeout_s, replaced_s)
 
 

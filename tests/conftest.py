@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,15 +16,15 @@ if not torch.cuda.is_available():
 
 import tiny_models
 from own_ports import own_ports
-from zygote import zygote
 
-# How long an example takes is the machine's affair, not the code's. Every run of a commit tries the same examples;
-# others are searched for with --hypothesis-profile=search.
-for name, derandomize in (("suite", True), ("search", False)):
+# How long an example takes is the machine's affair, not the code's. Every run of a commit tries the same examples:
+# few are enough, and others are searched for with --hypothesis-profile=search.
+for name, derandomize, max_examples in (("suite", True, 50), ("search", False, 500)):
     hypothesis.settings.register_profile(
         name,
         deadline=None,
         derandomize=derandomize,
+        max_examples=max_examples,
         suppress_health_check=[hypothesis.HealthCheck.too_slow],
     )
 hypothesis.settings.load_profile("suite")
@@ -41,9 +40,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 @pytest.fixture(scope="session", autouse=True)
 def _own_directories(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Deployments of tests neither meet those of whoever runs them nor leave logs there."""
-    # Short, as the path of a socket must be.
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        patch.setenv("EPD_SERVE_RUNTIME_DIR", f"{folder}/r")
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EPD_SERVE_LOG_DIR", str(tmp_path_factory.mktemp("logs")))
         yield
 
@@ -57,16 +54,6 @@ def _one_thread() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _own_ports() -> Iterator[None]:
     with own_ports():
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _instances_start_at_once(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Where deployments are tested, the engine is loaded for all of them once."""
-    if any({"end_to_end", "hosts"} & {*item.path.parts} for item in request.session.items):
-        with zygote():
-            yield
-    else:
         yield
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from epd_serve.protocol.wire import MediaRef
-from epd_serve.routing.encoders import encoders
-from epd_serve.routing.routes import ANY, Demand, Route, pairs_of, route_parts
+from epd_serve.routing.encoders import BoundedHash, encoders
+from epd_serve.routing.routes import ANY, Demand, Route, RoutePolicy, candidates
 from epd_serve.routing.table import InstanceRecord, InstanceTable
 from epd_serve.types import Stage
 
 
 @dataclass(frozen=True)
-class RandomOfTwo:
+class RandomOfTwo(RoutePolicy):
     """The cheaper one of two pairs drawn at random (Mitzenmacher 2001): gateways that know the same do not all run
     to the same instance.
 
@@ -21,21 +22,19 @@ class RandomOfTwo:
         draw: a number in [0, 1) each time it is called.
     """
 
-    draw: Callable[[], float]
-
-    uses_prefix = False
+    draw: Callable[[], float] = random.random
 
     def choose_route(
         self, table: InstanceTable, model: str, *, exclude: Collection[str] = (), demand: Demand = ANY
     ) -> Route:
-        parts = route_parts(table, model, exclude, demand)
-        pairs = pairs_of(parts, demand)
+        found = candidates(table, model, exclude, demand)
+        pairs = found.pairs()
         drawn = [pairs.pop(int(self.draw() * len(pairs))) for _ in range(min(2, len(pairs)))]
         *_, prefill, decode = min(drawn, key=lambda pair: pair[0] + pair[1])
-        return parts.route(prefill, decode)
+        return found.route(prefill, decode)
 
 
-class RoundRobinEncoders:
+class RoundRobinEncoders(BoundedHash):
     """The encoder that was chosen least often."""
 
     def choose_encoders(
@@ -56,10 +55,10 @@ class RoundRobinEncoders:
 
 
 @dataclass(frozen=True)
-class RandomOfTwoEncoders:
+class RandomOfTwoEncoders(BoundedHash):
     """The one with less to do of two drawn at random; ``draw`` gives numbers in [0, 1)."""
 
-    draw: Callable[[], float]
+    draw: Callable[[], float] = random.random
 
     def choose_encoders(
         self,

@@ -91,7 +91,7 @@ class Switching:
 
     def _drain(self, order: Order) -> None:
         self._draining = order
-        self._gateway.table[order.instance].accepting = False
+        self._gateway.table[order.instance].drains.add("switch")
         self._enter(order.instance, self._instances[order.instance].spec.role, "DRAINING")
 
     def _is_drained(self, name: str) -> bool:
@@ -117,7 +117,7 @@ class Switching:
         self._start(spec, old.pid + 1)
         record = self._gateway.table[order.instance]
         self._gateway.table.update(order.instance, self._instances[order.instance].info(), contains=0)
-        record.accepting = True
+        record.drains.clear()
         self._enter(order.instance, order.role, "SERVING")
 
     def _enter(self, name: str, role: Role, state: str) -> None:

@@ -109,13 +109,13 @@ class Deployment:
             file = directory / f"{profile.device}-tp{profile.tensor_parallel}-{index}.json"
             file.write_bytes(slowed(profile, self.slowness).to_json())
             names.append(f"emulated:{file}:{index}")
-        instances = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "queue_timeout_s": 600}
+        instances = {"max_num_seqs": 256, "max_num_batched_tokens": 8192}
         tree: dict[str, Any] = {
             "topology": self.topology,
             "devices": names,
             "model": {"shape_of": self.shape},
             "gateway": {"queue_timeout_s": 600},
-            "instances": {**instances, "batching": {"policy": "stage-level" if self.slo else "unlimited"}},
+            "instances": instances,
         }
         if self.slo is not None:
             limits = {"ttft_ms": self.slo.ttft_ms, "tpot_ms": self.slo.tpot_ms}

@@ -133,7 +133,7 @@ def _load_of(record: InstanceRecord, *, held_up: float, own: float, has_images: 
     return InstanceLoad(
         name=record.name,
         role=role,
-        is_serving=record.ready and record.accepting,
+        is_serving=record.state == "up",
         queue_s=queue_s,
         num_decoding=num_decoding,
         step=StageRate(base_s, costs.step_s(1) - base_s),

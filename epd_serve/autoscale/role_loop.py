@@ -66,7 +66,7 @@ class RoleLoop:
 
     async def give(self, order: Order) -> None:
         """Carry out an order. Raises AdminError or TimeoutError where it cannot be."""
-        body = {"role": str(order.role), "deadline_s": DEADLINE_S, "automatic": True}
+        body = {"role": str(order.role), "deadline_s": DEADLINE_S}
         await self._admin.ask("POST", f"/instances/{order.instance}/role", body, DEADLINE_S + _ORDER_MARGIN_S)
 
     async def report(self, decision: dict[str, Any]) -> None:

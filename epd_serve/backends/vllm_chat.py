@@ -160,8 +160,6 @@ def _prompting(options: PromptOptions, *, is_chat: bool) -> Body:
     body: Body = {}
     if options.add_special_tokens is not None:
         body["add_special_tokens"] = options.add_special_tokens
-    if options.truncate is not None:
-        body["truncate_prompt_tokens"] = options.truncate
     if options.cache_salt:
         body["cache_salt"] = options.cache_salt
     if not is_chat:

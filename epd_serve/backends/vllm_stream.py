@@ -37,7 +37,7 @@ def can_go_on(request: PrefillRequest) -> bool:
         return False
     if sampling.stop or sampling.bad_words or sampling.presence_penalty or sampling.frequency_penalty:
         return False
-    if sampling.grammar is not None or prompting.tools or prompting.truncate is not None:
+    if sampling.grammar is not None or prompting.tools:
         return False
     return request.messages is not None or sampling.logprobs is None  # whose offsets count from the answer's start
 

@@ -28,11 +28,11 @@ def choose_gateway(deployment: str | None, url: str | None) -> tuple[str, AdminC
 
     Raises ValueError where there is none, or several.
     """
-    from epd_serve.launch.processes.runtime import find_deployment
+    from epd_serve.launch.processes.runs import find_run
 
     if url is None:
-        address, directory = find_deployment(deployment)
-        return address, AdminClient(directory.admin)
+        _, run = find_run(deployment)
+        return run.address, AdminClient(run.admin)
     if deployment is not None:
         raise ValueError("--deployment is for this machine and --admin for another one; give one of them")
     if not url.startswith(("http://", "https://")):

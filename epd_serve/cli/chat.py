@@ -48,16 +48,21 @@ def chat(
 
 def _running() -> str:
     """The URL of the deployment that runs on this machine, or the one that it would have."""
-    from epd_serve.launch.processes.runtime import find_deployment, running_deployments
-    from epd_serve.protocol.addresses import url_of
+    from epd_serve.launch.processes.runs import find_run, running
 
-    running = running_deployments()
-    if not running:
+    urls = {name: _url_of(run.address) for name, run in running().items()}
+    if not urls:
         return "http://127.0.0.1:8000"
-    urls = {name: url_of(name.rpartition(":")[0], int(name.rpartition(":")[2])) for name in running}
     try:
-        return urls[find_deployment(None, 8000)[0]]
+        return urls[find_run(None, 8000)[0]]
     except ValueError:
         raise ValueError(
             f"several deployments are running; choose one with --base-url: {', '.join(urls.values())}"
         ) from None
+
+
+def _url_of(address: str) -> str:
+    from epd_serve.protocol.addresses import url_of
+
+    host, _, port = address.rpartition(":")
+    return url_of(host, int(port))

@@ -43,12 +43,12 @@ def down(
 
 def _end_here(wanted: str | None) -> None:
     """Have the launcher of a deployment end it, and return when it has ended."""
-    from epd_serve.launch.processes.runtime import find_deployment
+    from epd_serve.launch.processes.runs import find_run
 
-    _, directory = find_deployment(wanted)
-    run, began_s = directory.run, time.monotonic()
-    launcher = os.pidfd_open(directory.launcher_pid())
+    directory, run = find_run(wanted)
+    began_s = time.monotonic()
+    launcher = os.pidfd_open(run.pid)
     typer.echo(f"Stopping the deployment at {run}: it finishes its requests first. Ctrl-C waits no longer for it.")
     signal.pidfd_send_signal(launcher, signal.SIGTERM)
     select.select([launcher], [], [])
-    typer.echo(f"Stopped after {time.monotonic() - began_s:.1f} s. Its logs: {run.log_dir}")
+    typer.echo(f"Stopped after {time.monotonic() - began_s:.1f} s. Its logs: {directory}")

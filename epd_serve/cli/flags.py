@@ -27,7 +27,7 @@ Join = Annotated[
     typer.Option(
         metavar="URL",
         help="Admin plane of a gateway to join, once for each; a host name with several addresses is all of them. "
-        "Key: EPD_SERVE_CLUSTER_KEY, EPD_SERVE_JOIN_KEY or EPD_SERVE_ADMIN_KEY.",
+        "Key: EPD_SERVE_CLUSTER_KEY or EPD_SERVE_ADMIN_KEY.",
     ),
 ]
 

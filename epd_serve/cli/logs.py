@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 from epd_serve.cli.admin import Deployment
-from epd_serve.launch.processes.logs import log_files, log_root, log_runs, read_log
-from epd_serve.launch.processes.runtime import find_deployment, read_run, running_deployments
+from epd_serve.launch.processes.runs import all_runs, find_run, log_files, log_root, read_log, running
 
 _POLL_S = 0.3
 
@@ -31,7 +30,7 @@ def logs(
     found = _runs_of(deployment)
     if list_runs:
         for number, directory in enumerate(found, start=1):
-            typer.echo(f"{number:>3}  {read_run(directory) or '?'}  {directory}  {' '.join(log_files(directory))}")
+            typer.echo(f"{number:>3}  {all_runs()[directory]}  {directory}  {' '.join(log_files(directory))}")
         return
     if len(found) < run:
         whose = "" if deployment is None else f" of {deployment}"
@@ -49,16 +48,10 @@ def logs(
 
 
 def _runs_of(deployment: str | None) -> list[Path]:
-    """The log directories of the runs that are meant, the latest first."""
-    running = running_deployments()
-    if deployment is None and running:
-        deployment = find_deployment(None)[0]
-    kept = log_runs()
-    if deployment is None:
-        return kept
-    now = [Path(one.run.log_dir) for one in running.values() if one.run.is_called(deployment)]
-    before = [one for one in kept if (known := read_run(one)) is not None and known.is_called(deployment)]
-    return [*now, *(one for one in before if one not in now)]
+    """Return the log directories of the runs that are meant, the latest first."""
+    if deployment is None and running():
+        deployment = find_run(None)[1].address
+    return [directory for directory, run in all_runs().items() if deployment is None or run.is_called(deployment)]
 
 
 def _show(file: Path, *, whole: bool) -> int:

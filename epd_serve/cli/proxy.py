@@ -22,6 +22,9 @@ def proxy(
     reuse_port: Annotated[
         bool, typer.Option("--reuse-port", help="Share the port with other gateways that share it, too.")
     ] = False,
+    listener: Annotated[
+        int | None, typer.Option(help="Descriptor of a socket that listens on the port.", hidden=True)
+    ] = None,
     admin_path: Annotated[
         Path | None, typer.Option(help="Path of the admin API's Unix socket.", hidden=True)
     ] = None,
@@ -35,17 +38,21 @@ def proxy(
     tie_to(parent_pid)
     deployment = load_config(config) if config else DeploymentConfig()
 
-    def instances_of(deployment: DeploymentConfig) -> list[tuple[str, str]]:
-        return [name_and_url(text) for text in instance or ()] or instance_urls(deployment)
-
-    instances = instances_of(deployment)
+    instances = [name_and_url(text) for text in instance or ()] or instance_urls(deployment)
     names = [name for name, _ in instances]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"instance {', '.join(sorted(twice))} is named twice; names must differ")
     address = (host or deployment.gateway.host, deployment.gateway.port if port is None else port)
-    from proxy.main import Reread, run_gateway
+    from proxy.main import run_gateway
 
-    reread = Reread(lambda: load_config(config), config, instances_of) if config else None
-    code = run_gateway(deployment, instances, *address, reread, reuse_port=reuse_port, admin_path=admin_path)
+    code = run_gateway(
+        deployment,
+        instances,
+        *address,
+        config,
+        reuse_port=reuse_port,
+        listener=listener,
+        admin_path=admin_path,
+    )
     if code:
         raise typer.Exit(code)

@@ -50,7 +50,6 @@ def _sizes(role: str, budgets: dict[str, Any]) -> str:
     if set(role) & set("PD"):
         sizes = (("max_num_seqs", "sequences"), ("max_num_batched_tokens", "tokens"))
         parts += [f"{budgets[key]:g} {unit}" for key, unit in sizes if key in budgets]
-    features = "feature_store_bytes" if "E" in role else "feature_cache_bytes" if "P" in role else ""
-    if features in budgets:
-        parts.append(f"{in_binary_units(int(budgets[features]))} of features")
+    if set(role) & set("EP") and "feature_cache_bytes" in budgets:
+        parts.append(f"{in_binary_units(int(budgets['feature_cache_bytes']))} of features")
     return ", ".join(parts)

@@ -48,7 +48,12 @@ def up(
         changes["model"] = model_of(model)
     config = change_config(load_config(file) if file else DeploymentConfig(), changes)
     if on is not None:
-        _up_on_ray(config, file.stem if file else "epd-serve", ray_address(on), spread, dry)
+        if dry:
+            raise ValueError("--dry-run shows the processes of this machine; leave it out with --on")
+        with ended_by_ctrl_c():
+            from epd_serve.launch.remote import ray
+
+        typer.echo(ray.up(config, file.stem if file else "epd-serve", ray_address(on), spread))
         return
     if not dry:
         from epd_serve.launch.download import download
@@ -74,15 +79,3 @@ def up(
     with ended_by_ctrl_c():
         from epd_serve.launch.up import Terminal, run_up
     raise typer.Exit(asyncio.run(run_up(config, Terminal(), reason, layout, file)))
-
-
-def _up_on_ray(
-    config: DeploymentConfig, name: str, address: str, spread: Literal["pack", "host"], dry: bool
-) -> None:
-    with ended_by_ctrl_c():
-        from epd_serve.launch.remote import ray
-    if dry:
-        for line in ray.dry_run(config, name, spread):
-            typer.echo(line)
-        return
-    typer.echo(ray.up(config, name, address, spread))

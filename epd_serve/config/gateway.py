@@ -1,4 +1,4 @@
-"""The gateway's section of the deployment file: server, keys, limits, media, failover, health."""
+"""The gateway's section of the deployment file: server, keys, limits, media."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pydantic import (
     PlainSerializer,
     PlainValidator,
     ValidationError,
+    ValidationInfo,
     WithJsonSchema,
     model_validator,
 )
 
-from epd_serve.config.applied import Anew, Hot, Section
-from epd_serve.config.sections import Port, Seconds
+from epd_serve.config.sections import FilePath, Port, Seconds, Section, resolved_path
 from epd_serve.config.sizes import Bytes
 from epd_serve.protocol.addresses import is_loopback
 from epd_serve.types import Routing
@@ -44,49 +44,6 @@ InstanceName = Annotated[str, AfterValidator(_check_name)]
 InstanceUrl = Annotated[str, AfterValidator(_check_url)]
 
 
-class FailoverConfig(Section):
-    """The tries of a request that lost an instance."""
-
-    max_attempts: Hot[int] = Field(
-        default=5,
-        ge=1,
-        le=100,
-        description="Of one request (of each choice, where it has several that go on apart), the first and all "
-        "continuations included.",
-    )
-    wait_s: Hot[NotNegative | None] = Field(
-        default=None,
-        description="How long a request waits for an instance to come where none is left for a stage: from when "
-        "it lost its own, or from when there was the last one. null: as long as it takes to replace one that "
-        "hangs, 1.5 * (hang_timeout_s + the longest first start of an instance) + 10 s, at most "
-        "request_timeout_s.",
-    )
-
-
-class HealthConfig(Section):
-    """The gateway's watch over its instances."""
-
-    probe_interval_s: Hot[Seconds | None] = Field(
-        default=3.0,
-        description="How often each instance is asked whether it answers (GET /health). "
-        "null: only those that have failed.",
-    )
-    probe_timeout_s: Hot[Seconds] = Field(
-        default=6.0,
-        description="An instance whose process answers nothing for so long loses its requests to others. A step "
-        "may take as long as it takes.",
-    )
-    max_failures: Hot[int] = Field(
-        default=5, ge=1, description="So many failed requests in a row take an instance out until a probe passes."
-    )
-    max_failure_rate: Hot[float] = Field(
-        default=0.5, gt=0, le=1, description="So does this share of the last 30 s, where there were 20 requests."
-    )
-    slow_start_s: Hot[NotNegative] = Field(
-        default=10.0, description="Over so long an instance that comes back gets its share of work bit by bit."
-    )
-
-
 _SHA256 = re.compile(r"sha256:[0-9a-f]{64}")
 _ORIGIN = re.compile(r"https?://([a-z0-9.-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 _DOMAIN = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
@@ -102,7 +59,7 @@ class SecretSource(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     env: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
-    file: Path | None = None
+    file: FilePath | None = None
 
     @model_validator(mode="after")
     def _one_source(self) -> SecretSource:
@@ -111,13 +68,13 @@ class SecretSource(BaseModel):
         return self
 
 
-def _parse_secret(value: object) -> object:
+def _parse_secret(value: object, info: ValidationInfo) -> object:
     """Text or a source; the error never shows what was given."""
     if isinstance(value, SecretSource) or (isinstance(value, str) and value):
         return value
     try:
         if isinstance(value, dict):
-            return SecretSource.model_validate(value)
+            return SecretSource.model_validate(value, context=info.context)
     except ValidationError:
         pass
     raise ValueError("write text in quotes, {env: VARIABLE} or {file: PATH}") from None
@@ -200,19 +157,13 @@ class ApiKeyConfig(KeyLimits):
 class AdminConfig(Section):
     """The admin plane: a server of its own, apart from what clients reach."""
 
-    host: Anew[str] = Field(default="127.0.0.1", min_length=1, description="Address to listen on.")
-    port: Anew[int | None] = Field(default=None, ge=1, le=65535, description="null: there is none.")
-    key: Anew[Secret | None] = Field(
+    host: str = Field(default="127.0.0.1", min_length=1, description="Address to listen on.")
+    port: int | None = Field(default=None, ge=1, le=65535, description="null: there is none.")
+    key: Secret | None = Field(
         default=None,
         repr=False,
         description="Bearer token of the admin plane alone: text, {env: VARIABLE} or {file: PATH}. Needed where "
         "host is not the loopback interface.",
-    )
-    join_key: Anew[Secret | None] = Field(
-        default=None,
-        repr=False,
-        description="Bearer token with which instances join and leave, and nothing else is allowed: text, "
-        "{env: VARIABLE} or {file: PATH}. Those that join read EPD_SERVE_JOIN_KEY.",
     )
 
     @model_validator(mode="after")
@@ -252,124 +203,95 @@ def _check_origins(origins: tuple[str, ...]) -> tuple[str, ...]:
     return origins
 
 
-class VideoConfig(Section):
-    """The videos that the gateway accepts: their facts are read in processes of their own."""
-
-    max_bytes: Hot[Bytes] = Field(
-        default=64 * 1024**2, description="Largest video file, or frame list with its frames together."
-    )
-    max_pixels: Hot[int] = Field(default=4096 * 4096, gt=0, description="Largest frame, in pixels.")
-    max_frames: Hot[int] = Field(default=1 << 17, ge=1, description="Most frames of a file.")
-    max_seconds: Hot[Seconds] = Field(default=3600.0, description="Longest video.")
-    max_sampled_frames: Hot[int] = Field(
-        default=768,
-        ge=2,
-        le=4096,
-        description="Most frames of a video that a request may ask for; else the model's own limit holds.",
-    )
-    probe_cpu_s: Anew[Seconds] = Field(
-        default=2.0, description="CPU time that reading a file's facts may take; one that takes more is refused."
-    )
-
-
-class AudioConfig(Section):
-    """The sounds that the gateway accepts: they are decoded for their facts in processes of their own."""
-
-    max_bytes: Hot[Bytes] = Field(default=64 * 1024**2, description="Largest audio file.")
-    max_seconds: Hot[Seconds] = Field(default=1800.0, description="Longest audio; a model may take less.")
-    probe_cpu_s: Anew[Seconds] = Field(
-        default=5.0, description="CPU time that reading a file's facts may take; one that takes more is refused."
-    )
-
-
 class MediaConfig(Section):
     """The media that the gateway accepts and the places from which it may fetch them."""
 
-    max_pixels: Hot[int] = Field(
+    max_bytes: Bytes = Field(
+        default=64 * 1024**2,
+        description="Largest file of an image, a video or a sound.",
+    )
+    max_pixels: int = Field(
         default=32 * 1024**2,
         gt=0,
-        description="Largest image, in pixels; those of a request have at most four times as many together.",
+        description="Largest image or video frame, in pixels; the images of a request have at most four times as "
+        "many together.",
     )
-    max_bytes: Hot[Bytes] = Field(default=32 * 1024**2, description="Largest image file.")
-    max_items: Hot[int] = Field(default=64, ge=1, description="Most images, videos and sounds of a request.")
-    fetch_timeout_s: Hot[Seconds] = Field(default=10.0, description="Longest download of a media URL.")
-    max_redirects: Hot[int] = Field(default=3, ge=0, le=20, description="Most redirects of a media URL.")
-    allow_private: Hot[bool | None] = Field(
+    max_seconds: Seconds = Field(default=1800.0, description="Longest video or sound; a model may take less.")
+    max_items: int = Field(default=64, ge=1, description="Most images, videos and sounds of a request.")
+    allow_private: bool | None = Field(
         default=None,
         description="Whether media URLs may lead into private networks. "
         "null: only while the gateway listens on the loopback interface and has no API keys.",
     )
-    allowed_domains: Hot[Annotated[tuple[str, ...], AfterValidator(_check_domains)] | None] = Field(
+    allowed_domains: Annotated[tuple[str, ...], AfterValidator(_check_domains)] | None = Field(
         default=None,
         description="Hosts that media URLs, redirects included, may name; '*.example.com' for all below one. "
         "null: any.",
     )
-    allowed_ports: Hot[tuple[Annotated[int, Field(ge=1, le=65535)], ...] | None] = Field(
-        default=None, description="Ports that media URLs may name, as in [80, 443]; null: any."
-    )
-    video: VideoConfig = VideoConfig()
-    audio: AudioConfig = AudioConfig()
-    allowed_file_dirs: Hot[tuple[Path, ...]] = Field(
+    allowed_file_dirs: tuple[FilePath, ...] = Field(
         default=(), description="Directories whose files file:// URLs may name."
     )
+
+
+def _resolve_log(log: str, info: ValidationInfo) -> str:
+    return log if log == "-" else str(resolved_path(Path(log), info))
 
 
 class GatewayConfig(Section):
     """The OpenAI-compatible server that clients talk to."""
 
-    host: Anew[str] = Field(
+    host: str = Field(
         default="127.0.0.1", min_length=1, description="Address to listen on; 0.0.0.0 is every interface."
     )
-    port: Anew[Port] = Field(default=8000, description="0 chooses a free port.")
-    max_body_bytes: Hot[Bytes] = Field(default=64 * 1024**2, description="Largest request body.")
-    request_timeout_s: Hot[Seconds] = Field(default=600.0, description="Longest time for one request.")
-    max_in_flight: Hot[int] = Field(
+    port: Port = Field(default=8000, description="0 chooses a free port.")
+    max_body_bytes: Bytes = Field(default=64 * 1024**2, description="Largest request body.")
+    request_timeout_s: Seconds = Field(default=600.0, description="Longest time for one request.")
+    max_in_flight: int = Field(
         default=1024,
         ge=1,
         description="Choices of requests that run on the instances at once; other requests wait in a queue.",
     )
-    max_queue: Hot[int] = Field(default=4096, ge=0, description="Requests that may wait; others get a 429.")
-    queue_timeout_s: Hot[Seconds] = Field(
+    max_queue: int = Field(default=4096, ge=0, description="Requests that may wait; others get a 429.")
+    queue_timeout_s: Seconds = Field(
         default=60.0, description="Longest wait in the queue; then the client gets a 429."
     )
-    routing: Anew[Routing] = Field(
+    routing: Routing = Field(
         default="least_loaded",
         description="How P and D of a request are chosen. least_loaded: the pair that costs it the fewest seconds "
         "of waiting, computing and transfer. "
         "prefix_affinity: the cheapest, where a beginning of the prompt that P has computed before costs nothing. "
         "round_robin: in turn. Images always go where equal ones went, unless that encoder has too much to do.",
     )
-    instances: Hot[dict[InstanceName, InstanceUrl] | None] = Field(
+    instances: dict[InstanceName, InstanceUrl] | None = Field(
         default=None,
-        description="Control URLs of instances that were started elsewhere, by name; null: those of the topology. "
-        "When the file changes, a running gateway takes its instances and limits from it.",
+        description="Control URLs of instances that were started elsewhere, by name; null: those of the topology.",
     )
-    shutdown_grace_s: Anew[Seconds] = Field(
-        default=30.0, description="How long requests in progress may go on after SIGTERM."
+    probe_timeout_s: Seconds = Field(
+        default=6.0,
+        description="An instance whose process answers nothing for so long is down: its requests go to others. A "
+        "step may take as long as it takes.",
     )
-    failover: FailoverConfig = FailoverConfig()
-    health: HealthConfig = HealthConfig()
     media: MediaConfig = MediaConfig()
-    api_key: Hot[Secret | None] = Field(
+    api_key: Secret | None = Field(
         default=None,
         repr=False,
         description="Clients must send it as a bearer token: text, {env: VARIABLE} or {file: PATH}.",
     )
-    api_keys: Hot[tuple[ApiKeyConfig, ...]] = Field(
+    api_keys: tuple[ApiKeyConfig, ...] = Field(
         default=(), description="Keys by their hash, each with limits of its own."
     )
     admin: AdminConfig = AdminConfig()
-    access_log: Anew[Annotated[str, Field(min_length=1)] | None] = Field(
+    access_log: Annotated[str, Field(min_length=1), AfterValidator(_resolve_log)] | None = Field(
         default=None,
         description="File, relative to this one, that gets a line of JSON for each request; '-' is the standard "
         "output. It may be moved away at any time. null: there is none.",
     )
-    cors: Anew[Annotated[tuple[str, ...], AfterValidator(_check_origins)]] = Field(
+    cors: Annotated[tuple[str, ...], AfterValidator(_check_origins)] = Field(
         default=(),
         description='Origins whose web pages may call the API from a browser, as in ["https://chat.example.com"]; '
         '["*"] for all. []: none.',
     )
-    dashboard: Anew[bool] = Field(
+    dashboard: bool = Field(
         default=True, description="Whether /dashboard shows the deployment live; its data ask for an API key, too."
     )
 

@@ -15,8 +15,6 @@ KEY_PREFIX = "epd-"
 HASH_PREFIX = "sha256:"
 #: The variable that holds the key of an admin plane for those who call it: it shall stand in no list of processes.
 ADMIN_KEY = "EPD_SERVE_ADMIN_KEY"
-#: The same of its key for instances that join (``gateway.admin.join_key``).
-JOIN_KEY = "EPD_SERVE_JOIN_KEY"
 
 
 def new_key() -> tuple[str, str]:
@@ -28,12 +26,6 @@ def new_key() -> tuple[str, str]:
 def hash_key(key: str) -> str:
     """``sha256:`` and 64 hex digits."""
     return HASH_PREFIX + sha256(key.encode()).hexdigest()
-
-
-def join_headers() -> dict[str, str]:
-    """Return the headers of a call by which an instance joins: the join key, else the admin plane's."""
-    key = os.environ.get(JOIN_KEY, "").strip()
-    return {"authorization": f"Bearer {key}"} if key else admin_headers()
 
 
 def admin_headers() -> dict[str, str]:

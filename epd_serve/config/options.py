@@ -37,6 +37,9 @@ class InstanceOptions(SharedConfig, InstanceSettings):
             (:mod:`epd_serve.config.role_files`); None: it is not kept.
         device_memory_bytes: of the device, once it is open: the share of it that the instance may use.
         join: admin planes of gateways that it joins once it is ready; none: whoever started it tells the gateway.
+        queue_timeout_s: how long a request waits for room in D's KV cache; then the client gets a 429.
+        staging_bytes: host memory through which KV of an accelerator goes that cannot go from device to device,
+            and registered memory of Mooncake; larger pieces go in rounds.
     """
 
     name: str
@@ -54,6 +57,8 @@ class InstanceOptions(SharedConfig, InstanceSettings):
     switch_dir: Path | None = None
     device_memory_bytes: int = 0
     join: tuple[str, ...] = ()
+    queue_timeout_s: float = 60.0
+    staging_bytes: int = 256 << 20
 
     @property
     def tokens_per_block(self) -> int:
@@ -74,7 +79,7 @@ class InstanceOptions(SharedConfig, InstanceSettings):
     @property
     def kv_memory_sizes(self) -> tuple[int | None, ...]:
         """The options of which any makes the KV memory another."""
-        return self.num_blocks, self.kv_cache_bytes, self.tokens_per_block, self.kv_transfer.staging_bytes
+        return self.num_blocks, self.kv_cache_bytes, self.tokens_per_block
 
     def to_json(self) -> str:
         """For ``epd-serve instance --options``."""

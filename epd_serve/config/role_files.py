@@ -1,4 +1,4 @@
-"""The directory of a local deployment in which instances find settings by role and the role wanted."""
+"""Files of a local deployment: the settings of each role, and the role that each instance had last."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import get_args
 
-from epd_serve.config.applied import applied, taken_over
 from epd_serve.config.elastic import RoleName
 from epd_serve.config.options import InstanceOptions
 from epd_serve.config.schema import DeploymentConfig
@@ -15,38 +14,25 @@ from epd_serve.topology.remembered import remember_role, remembered_role
 from epd_serve.types import Role
 
 _SETTINGS = "roles.json"
+#: Options of a process, which it keeps in every role.
+OF_PROCESS = frozenset({"threads", "share", "memory_share", "tower_share", "resident"})
 
 
 def write_role_settings(directory: Path, config: DeploymentConfig) -> None:
-    """For :func:`in_role`: in a directory in which nothing runs yet."""
-    for old in directory.glob("*.role"):  # of a deployment before, in the same directory
-        old.unlink()
-    replace_role_settings(directory, config)
-
-
-def replace_role_settings(directory: Path, config: DeploymentConfig) -> None:
-    """The same while instances run: those that come to another role from now on have its settings by this."""
-    new = directory / f"{_SETTINGS}.new"
-    names = set(InstanceSettings.model_fields)
+    """Write the settings of each role; instances that change their role from now on take these."""
     settings = {
-        role: config.settings_for(role).model_dump(mode="json", include=names) for role in get_args(RoleName)
+        role: config.settings_for(role).model_dump(mode="json", include=set(InstanceSettings.model_fields))
+        for role in get_args(RoleName)
     }
+    new = directory / f"{_SETTINGS}.new"
     new.write_text(json.dumps(settings), encoding="utf-8")
     new.replace(directory / _SETTINGS)
 
 
 def with_settings(options: InstanceOptions, role: Role, settings: InstanceSettings) -> InstanceOptions:
-    """The options of the same instance, started again in a role with these settings."""
-    fields = InstanceSettings.model_fields.items()
-    changes = {
-        name: getattr(settings, name) for name, field in fields if not (how := applied(field)) or not how.pinned
-    }
-    return options.model_copy(update={"role": role, **changes})
-
-
-def rebuilt(options: InstanceOptions, role: Role, settings: InstanceSettings) -> InstanceOptions:
-    """Return the options after a rebuild, which applies some changes; the process keeps the rest."""
-    return options.model_copy(update={"role": role, **taken_over(options, settings, "rebuild", InstanceSettings)})
+    """Return the options of the same process in a role with these settings."""
+    names = InstanceSettings.model_fields.keys() - OF_PROCESS
+    return options.model_copy(update={"role": role, **{name: getattr(settings, name) for name in names}})
 
 
 def in_role(options: InstanceOptions, role: Role) -> InstanceOptions:
@@ -58,17 +44,17 @@ def in_role(options: InstanceOptions, role: Role) -> InstanceOptions:
 
 
 def remember(options: InstanceOptions) -> None:
-    """The instance has this role when it is started again."""
+    """Keep the role of an instance for when it is started again."""
     if options.switch_dir is not None:
         remember_role(options.switch_dir, options.name, options.role)
 
 
-def directory_of(file: Path) -> Path | None:
-    """The directory of the local deployment whose gateway has this file; None for a file of somebody's own."""
-    return file.parent if (file.parent / _SETTINGS).exists() else None
-
-
 def remembered(options: InstanceOptions) -> InstanceOptions:
-    """The options of an instance that is started, or started again."""
+    """Return the options of an instance that is started, or started again, with the role that it had last."""
     role = None if options.switch_dir is None else remembered_role(options.switch_dir, options.name)
     return options if role is None or role == options.role else in_role(options, role)
+
+
+def directory_of(file: Path) -> Path | None:
+    """Return the directory of the local deployment whose gateway has this file; None for a user's own file."""
+    return file.parent if (file.parent / _SETTINGS).exists() else None

@@ -20,18 +20,19 @@ from pydantic import (
 )
 
 from device.datasheets import emulated_kind, is_measured, spec_of
-from epd_serve.config.applied import Anew, Hot, Rebuild, Section
 from epd_serve.config.elastic import ElasticConfig, RoleName
 from epd_serve.config.gateway import GatewayConfig, Secret, check_admin_key, read_secret
-from epd_serve.config.model_files import HubModel
+from epd_serve.config.model_files import HubModel, beside
 from epd_serve.config.options import InstanceOptions
 from epd_serve.config.sections import (
     MIN_SEGMENT_BYTES,
+    FilePath,
     InstancesConfig,
     InstanceSettings,
-    Seconds,
+    Section,
     ShapeConfig,
     SharedConfig,
+    resolved_path,
 )
 from epd_serve.config.shares import DeviceShare, device_shares
 from epd_serve.config.vllm import VllmConfig, check_vllm
@@ -75,14 +76,20 @@ def _check_device(name: str) -> str:
     raise ValueError(f"{name!r} is no device; write cpu, cuda:0, npu:0 or emulated:h200:0")
 
 
-def devices_beside(devices: tuple[str, ...], here: Path) -> tuple[str, ...]:
-    """Devices as a file in ``here`` names them; those that are profiles with their absolute paths."""
-    return tuple(
-        f"emulated:{here / Path(kind).expanduser()}:{name.rpartition(':')[2]}"
-        if is_measured(kind := emulated_kind(name))
-        else name
-        for name in devices
-    )
+def _resolve_device(name: str, info: ValidationInfo) -> str:
+    """Return a device that is a profile's file with the file's absolute path."""
+    kind = emulated_kind(name)
+    if not is_measured(kind):
+        return name
+    return f"emulated:{resolved_path(Path(kind), info)}:{name.rpartition(':')[2]}"
+
+
+def _resolve_model(model: object, info: ValidationInfo) -> object:
+    """Return a model's directory relative to the deployment file as an absolute path."""
+    directory: Path | None = (info.context or {}).get("directory")
+    if directory is None or not isinstance(model, str) or model == DEMO_MODEL:
+        return model
+    return beside(model, directory)
 
 
 def _read_devices(value: object) -> object:
@@ -102,12 +109,12 @@ class TlsConfig(Section):
     certificate of this CA. Who is started elsewhere reads EPD_SERVE_TLS_CA, EPD_SERVE_TLS_CERT, EPD_SERVE_TLS_KEY.
     """
 
-    ca: Anew[Path] = Field(description="PEM file of the CA, relative to this one.")
-    cert: Anew[Path] = Field(
+    ca: FilePath = Field(description="PEM file of the CA, relative to this one.")
+    cert: FilePath = Field(
         description="PEM file with the certificate of this machine's processes, for server and client, which "
         "names the address under which they are reached. On each host it has this path."
     )
-    key: Anew[Path] = Field(description="PEM file with its private key, without a password.")
+    key: FilePath = Field(description="PEM file with its private key, without a password.")
 
 
 class DeploymentConfig(SharedConfig):
@@ -116,45 +123,41 @@ class DeploymentConfig(SharedConfig):
     The defaults are a complete deployment: E-P-D with the built-in demo model on the CPU.
     """
 
-    topology: Hot[
-        Annotated[
-            Topology,
-            PlainValidator(_read_topology),
-            PlainSerializer(str, return_type=str),
-            WithJsonSchema({"type": "string", "examples": ["EPD", "E-P-D", "(E-P)-D", "4E-8P-20D"]}),
-        ]
+    topology: Annotated[
+        Topology,
+        PlainValidator(_read_topology),
+        PlainSerializer(str, return_type=str),
+        WithJsonSchema({"type": "string", "examples": ["EPD", "E-P-D", "(E-P)-D", "4E-8P-20D"]}),
     ] = Field(
         default=parse_topology("E-P-D"),
         description="Stages written together are one instance, '-' separates devices, "
         "() puts isolated instances on one device.",
         json_schema_extra={"default": "E-P-D"},
     )
-    model: Anew[Annotated[str, Field(min_length=1)] | ShapeConfig] = Field(
+    model: Annotated[Annotated[str, Field(min_length=1)] | ShapeConfig, AfterValidator(_resolve_model)] = Field(
         default=DEMO_MODEL,
         description="'demo' is the built-in model; else the directory of a transformers model, relative to this "
         "file, or its name on the Hugging Face hub, as in Qwen/Qwen2.5-VL-3B-Instruct, or with @REVISION. "
         "{shape_of: qwen2.5-vl-7b} needs no weights: emulated devices take the model's time and compute nothing.",
     )
-    served_model_name: Anew[str | None] = Field(
+    served_model_name: str | None = Field(
         default=None,
         min_length=1,
         description="What clients call the model; null: 'demo', the directory's name, or the hub's.",
     )
-    engine: Anew[Literal["auto", "native", "vllm"]] = Field(
+    engine: Literal["auto", "native", "vllm"] = Field(
         default="auto",
         description="What computes. native: epd-serve's own engine. vllm: vLLM, and vllm-ascend on NPUs. "
         "auto: vLLM where all devices are GPUs or NPUs and the Python that runs epd-serve has a vLLM that "
         "fits and knows the model; else native. 'epd-serve up' says which, and why.",
     )
     vllm: VllmConfig = VllmConfig()
-    devices: Hot[
-        Annotated[
-            tuple[Annotated[str, AfterValidator(_check_device)], ...],
-            BeforeValidator(_read_devices),
-            WithJsonSchema(
-                {"anyOf": [{"const": "auto", "type": "string"}, {"items": {"type": "string"}, "type": "array"}]}
-            ),
-        ]
+    devices: Annotated[
+        tuple[Annotated[str, AfterValidator(_check_device), AfterValidator(_resolve_device)], ...],
+        BeforeValidator(_read_devices),
+        WithJsonSchema(
+            {"anyOf": [{"const": "auto", "type": "string"}, {"items": {"type": "string"}, "type": "array"}]}
+        ),
     ] = Field(
         default=("cpu",),
         validate_default=True,
@@ -165,20 +168,15 @@ class DeploymentConfig(SharedConfig):
         "computes nothing, for a model {shape_of: NAME}; emulated:FILE.json takes those of a device that "
         "'epd-serve profile' measured, with a path relative to this file.",
     )
-    restart: Anew[Literal["on-failure", "never"]] = Field(
+    restart: Literal["on-failure", "never"] = Field(
         default="on-failure",
         description="on-failure: an instance or gateway that was ready and ends is started again after 1, 2, "
-        "4 ... 30 s, while the others go on. never: its end ends the deployment.",
-    )
-    hang_timeout_s: Anew[Seconds | None] = Field(
-        default=30.0,
-        description="A process that was ready and answers no GET /health for so long is killed, and counts as "
-        "ended; three probes in a row must fail. null: it is left alone.",
+        "4 ... 30 s, while the others serve. never: its end ends the deployment.",
     )
     gateway: GatewayConfig = GatewayConfig()
     elastic: ElasticConfig = ElasticConfig()
     instances: InstancesConfig = InstancesConfig()
-    cluster_key: Anew[Secret | None] = Field(
+    cluster_key: Secret | None = Field(
         default=None,
         repr=False,
         description="Instances and gateways prove to each other that they have it, and answer nobody else: text, "
@@ -186,7 +184,7 @@ class DeploymentConfig(SharedConfig):
         "whoever reaches them, and nobody can join without the admin plane's key.",
     )
     tls: TlsConfig | None = None
-    roles: Rebuild[dict[RoleName, InstanceSettings]] = Field(
+    roles: dict[RoleName, InstanceSettings] = Field(
         default_factory=dict,
         description="Keys of 'instances' with other values for the instances of one role. "
         "Roles that the topology does not have are no error, so that a file can serve several topologies.",
@@ -312,10 +310,10 @@ class DeploymentConfig(SharedConfig):
     def _segments_are_large_enough(self) -> DeploymentConfig:
         if self.feature_store == "mooncake":
             for role in (str(instance.role) for instance in self.placement() if instance.role.encodes):
-                nbytes = self.settings_for(role).feature_store_bytes
+                nbytes = self.settings_for(role).feature_cache_bytes
                 if nbytes is not None and nbytes < MIN_SEGMENT_BYTES:
                     raise ValueError(
-                        f"feature_store_bytes of {role} is {nbytes}, which an instance lends to Mooncake Store, "
+                        f"feature_cache_bytes of {role} is {nbytes}, which an instance lends to Mooncake Store, "
                         f"and that takes no less than {MIN_SEGMENT_BYTES}; write 16MiB or more"
                     )
         return self
@@ -412,11 +410,12 @@ class DeploymentConfig(SharedConfig):
         ``master`` is the address of the mooncake_master where the deployment itself starts one; ``device_board``
         the instance's slot of the file that instances on its device share; ``switch_dir`` keeps its role.
 
-        Raises ValueError where the model's directory is not one, and for a ``shape_of`` that cannot be read.
+        Raises ValueError where the model's directory is not one.
         """
         settings = self.settings_for(str(instance.role))
         own = {name: getattr(settings, name) for name in InstanceSettings.model_fields}
         own |= {"threads": threads, "resident": self.resident(instance)}
+        own["queue_timeout_s"] = self.gateway.queue_timeout_s
         others = self.placement() if placement is None else placement
         rivals = [one for one in others if one.role.has_language_model and {*one.devices} & {*instance.devices}]
         if instance.devices[0] != "cpu" and instance in rivals and len(rivals) > 1 and share is None:

@@ -1,4 +1,4 @@
-"""The sections of the deployment file: every key, its default and its check."""
+"""The sections of a deployment file that gateway and instances share, and those of instances."""
 
 from __future__ import annotations
 
@@ -7,12 +7,29 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 
-from epd_serve.config.applied import Anew, LanguageRebuild, Pinned, Rebuild, Restart, Section
 from epd_serve.config.sizes import Bytes
 from epd_serve.cost.shape import shape_of
-from epd_serve.types import KVMode
+
+
+class Section(BaseModel):
+    """Some keys of the deployment file; one field is one option."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def resolved_path(path: Path, info: ValidationInfo) -> Path:
+    """Return a path relative to the deployment file as an absolute one. Raises ValueError for a bad ``~user``."""
+    directory: Path | None = (info.context or {}).get("directory")
+    try:
+        return path if directory is None else directory / path.expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+#: A path relative to the deployment file.
+FilePath = Annotated[Path, AfterValidator(resolved_path)]
 
 ArgumentValue = bool | int | float | str
 
@@ -23,7 +40,6 @@ _DECIDED = {
     "port": "instances.base_port",
     "served_model_name": "served_model_name",
     "dtype": "dtype",
-    "generation_config": "generation_config",
     "tensor_parallel_size": "the topology's @tp",
     "max_model_len": "instances.max_model_len",
     "max_num_seqs": "instances.max_num_seqs",
@@ -60,10 +76,12 @@ EngineArgs = Annotated[dict[str, ArgumentValue], AfterValidator(check_engine_arg
 
 
 BatchingOrder = Literal["fcfs", "sjf", "slack"]
-BatchingPolicy = Literal["stage-level", "unlimited"]
 FeatureStoreKind = Literal["embedded", "mooncake"]
 
 MEBIBYTE = 1024**2
+#: A process that was ready and answers no ``GET /health`` for this long is killed and started again. A step of
+#: minutes does not delay an answer: the event loop is another thread.
+HANG_TIMEOUT_S = 30.0
 #: What a process must lend to Mooncake Store at least.
 MIN_SEGMENT_BYTES = 16 * MEBIBYTE
 
@@ -80,30 +98,14 @@ def _check_group_layers(value: object) -> object:
 class KVTransferConfig(Section):
     """The KV cache's move from prefill to decode."""
 
-    transport: Restart[Literal["auto", "shm", "tcp", "mooncake"]] = Field(
+    transport: Literal["auto", "shm", "tcp", "mooncake"] = Field(
         default="auto",
         description="auto: from device to device or in shared memory on one host, else TCP. mooncake: its "
         "Transfer Engine.",
     )
-    mode: LanguageRebuild[KVMode] = Field(
-        default="grouped",
-        description="grouped sends groups of layers while the next ones are computed; with pull the decode "
-        "instance gets a prompt's KV at its end, when it has room.",
+    group_layers: Annotated[Literal["auto"] | int, BeforeValidator(_check_group_layers)] = Field(
+        default="auto", description="Layers sent together; auto chooses from measured times."
     )
-    group_layers: LanguageRebuild[Annotated[Literal["auto"] | int, BeforeValidator(_check_group_layers)]] = Field(
-        default="auto", description="Layers sent together in mode grouped; auto chooses from measured times."
-    )
-    staging_bytes: LanguageRebuild[Bytes] = Field(
-        default=256 * MEBIBYTE,
-        description="Host memory through which the KV of an accelerator comes and goes where it cannot go from "
-        "device to device; what is larger goes in rounds.",
-    )
-
-    @model_validator(mode="after")
-    def _groups_are_of_one_mode(self) -> KVTransferConfig:
-        if self.mode != "grouped" and self.group_layers != "auto":
-            raise ValueError(f"mode {self.mode} sends no groups; leave out group_layers, or write mode: grouped")
-        return self
 
 
 Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -112,32 +114,19 @@ Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 class SLOConfig(Section):
     """The latencies that the deployment is to keep; instances bound their batches so that they do."""
 
-    ttft_ms: Restart[Milliseconds | None] = Field(
-        default=None, description="Longest time to first token; null: no limit."
-    )
-    tpot_ms: Restart[Milliseconds | None] = Field(
+    ttft_ms: Milliseconds | None = Field(default=None, description="Longest time to first token; null: no limit.")
+    tpot_ms: Milliseconds | None = Field(
         default=None, description="Longest time between two tokens of an answer; null: no limit."
     )
 
 
 class BatchingConfig(Section):
-    """The work that is put together into steps."""
+    """The order in which work is put into steps."""
 
-    policy: Rebuild[BatchingPolicy] = Field(
-        default="stage-level",
-        description="stage-level: a step ends within slo.tpot_ms on instances that decode and within alpha * "
-        "slo.ttft_ms on others, as measured at their start. unlimited: the SLO is ignored.",
-    )
-    alpha: Rebuild[float] = Field(
-        default=0.5,
-        gt=0,
-        le=1,
-        description="Share of slo.ttft_ms that an encode or a prefill step may take.",
-    )
-    order: Rebuild[BatchingOrder] = Field(
+    order: BatchingOrder = Field(
         default="fcfs",
-        description="Of waiting prompts. fcfs: first come, first served. sjf: shortest first; long ones may "
-        "starve. slack: least time left until slo.ttft_ms first, and what is late already last.",
+        description="Order of waiting prompts. fcfs: first come, first served. sjf: shortest first; long ones may "
+        "starve. slack: least time left until slo.ttft_ms first, late ones last.",
     )
 
 
@@ -156,20 +145,16 @@ def _check_protocol(value: object) -> object:
 class MooncakeConfig(Section):
     """Mooncake, where kv_transfer.transport or feature_store names it."""
 
-    master: Anew[Annotated[str | None, AfterValidator(_check_master)]] = Field(
+    master: Annotated[str | None, AfterValidator(_check_master)] = Field(
         default=None,
         description="host:port of a mooncake_master that runs already; null: 'epd-serve up' starts one.",
     )
-    protocol: Anew[Annotated[Literal["auto", "tcp", "rdma", "ascend"], BeforeValidator(_check_protocol)]] = Field(
+    protocol: Annotated[Literal["auto", "tcp", "rdma", "ascend"], BeforeValidator(_check_protocol)] = Field(
         default="auto",
         description="Of its transfer engine; auto: tcp, and ascend on an NPU.",
     )
-    devices: Anew[str | None] = Field(
+    devices: str | None = Field(
         default=None, min_length=1, description="RDMA devices, with commas between them; null: all."
-    )
-    staging_bytes: Anew[Bytes] = Field(
-        default=256 * MEBIBYTE,
-        description="Registered memory through which bytes pass that lie elsewhere; a feature must fit.",
     )
 
 
@@ -181,7 +166,7 @@ def _check_shape(name: str) -> str:
 class ShapeConfig(Section):
     """A model of which only the sizes are there: nothing is computed, on emulated devices."""
 
-    shape_of: Anew[Annotated[str, AfterValidator(_check_shape)]] = Field(
+    shape_of: Annotated[str, AfterValidator(_check_shape)] = Field(
         min_length=1,
         description="A model that is known by name, as qwen2.5-vl-7b, or an absolute path of a directory with a "
         "config.json. Answers are syllables, by hashes of what came before them.",
@@ -191,24 +176,18 @@ class ShapeConfig(Section):
 class SharedConfig(Section):
     """Settings that all processes of a deployment have in common."""
 
-    dtype: Anew[Literal["auto", "float32", "bfloat16", "float16"]] = Field(
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
         description="Of weights and computation. auto: the checkpoint's own, or bfloat16 where the device does "
         "not compute in that, or has no products in float16.",
     )
-    generation_config: Anew[str] = Field(
-        default="auto",
-        min_length=1,
-        description="Whence the sampling comes that a request leaves open. auto: the model's "
-        "generation_config.json. off: from nowhere. Else the directory of such a file, relative to this file.",
-    )
-    feature_store: Anew[FeatureStoreKind] = Field(
+    feature_store: FeatureStoreKind = Field(
         default="embedded",
         description="embedded: each encoder keeps its own. mooncake: one for all instances.",
     )
     mooncake: MooncakeConfig = MooncakeConfig()
     slo: SLOConfig = SLOConfig()
-    trace: Anew[Path | None] = Field(
+    trace: FilePath | None = Field(
         default=None,
         description="Directory, relative to this file, in which every process writes what it did when; "
         "'epd-serve trace DIR' joins that for a viewer. null: nothing is written.",
@@ -218,99 +197,73 @@ class SharedConfig(Section):
 class InstanceSettings(Section):
     """Settings of all instances, or of those of one role."""
 
-    threads: Pinned[int | None] = Field(
+    threads: int | None = Field(
         default=None,
         ge=1,
         description="CPU threads of each, within the cores of its share; null divides the cores among them.",
     )
-    share: Pinned[Annotated[float, Field(gt=0, le=1)] | None] = Field(
+    share: Annotated[float, Field(gt=0, le=1)] | None = Field(
         default=None,
         description="Part of its device that an instance keeps to, in (0, 1]: cores on a CPU, memory and, by MPS, "
         "multiprocessors of a GPU, memory and AI cores of an NPU. null: no limit, or, where another instance "
         "on the device has a share, an equal part of the rest.",
     )
-    memory_share: Pinned[Annotated[float, Field(gt=0, le=1)] | None] = Field(
+    memory_share: Annotated[float, Field(gt=0, le=1)] | None = Field(
         default=None,
         description="Part of an accelerator's memory; null: as share, and where several language models are on it "
         "without shares, 0.9 in equal parts.",
     )
-    tower_share: Pinned[Annotated[float, Field(gt=0, le=1)] | None] = Field(
+    tower_share: Annotated[float, Field(gt=0, le=1)] | None = Field(
         default=None,
         description="Part of its multiprocessors to which the encoder keeps in an instance that holds a language "
-        "model as well, which may use all of them: a green context of a GPU. "
+        "model as well, which may use all of them: a green context of a GPU; emulated devices have it too. "
         "null: no limit.",
     )
-    resident: Pinned[Literal["role", "all"] | None] = Field(
+    resident: Literal["role", "all"] | None = Field(
         default=None,
         description="Weights that an instance keeps loaded. role: those of its stages. all: those of all stages, "
         "so that it takes another role in milliseconds. null: all on a CPU where roles may be switched, by "
         "gateway.admin or elastic; else role.",
     )
-    block_size: LanguageRebuild[int | None] = Field(
+    block_size: int | None = Field(
         default=None, ge=1, description="Tokens per KV block; null: 128 on an NPU, 16 elsewhere."
     )
-    num_blocks: LanguageRebuild[int | None] = Field(
-        default=None, ge=1, description="KV blocks; null: chosen from the memory."
-    )
-    kv_cache_bytes: LanguageRebuild[Bytes | None] = Field(
-        default=None, description="KV cache size, instead of num_blocks."
-    )
-    max_num_batched_tokens: LanguageRebuild[int | None] = Field(
+    num_blocks: int | None = Field(default=None, ge=1, description="KV blocks; null: chosen from the memory.")
+    kv_cache_bytes: Bytes | None = Field(default=None, description="KV cache size, instead of num_blocks.")
+    max_num_batched_tokens: int | None = Field(
         default=None, ge=1, description="Token budget of a step; null: by a GPU's memory, 2048 on a CPU or an NPU."
     )
-    max_num_seqs: LanguageRebuild[int | None] = Field(
+    max_num_seqs: int | None = Field(
         default=None,
         ge=1,
         description="Most sequences in a step; null: by a GPU's memory, 256 for 80 GB, 64 on a CPU or an NPU.",
     )
-    max_model_len: LanguageRebuild[int | None] = Field(
+    max_model_len: int | None = Field(
         default=None,
         ge=1,
         description="Longest prompt and answer together, in tokens; null: what the model allows.",
     )
-    image_budget_pixels: Rebuild[int] = Field(
+    image_budget_pixels: int = Field(
         default=8 * MEBIBYTE,
         ge=1,
         description="Most pixels encoded in a step, as resized.",
     )
-    feature_store_bytes: Rebuild[Bytes | None] = Field(
+    feature_cache_bytes: Bytes | None = Field(
         default=None,
-        description="Encoder output that E keeps for P to fetch, on its device where P maps that; null: by a "
-        "GPU's memory, 256MiB on a CPU or an NPU.",
+        description="Encoder output that E keeps for P to fetch and that P keeps once fetched, on their devices; "
+        "null: by a GPU's memory, 256MiB on a CPU or an NPU.",
     )
-    feature_cache_bytes: LanguageRebuild[Bytes | None] = Field(
-        default=None,
-        description="Fetched encoder output that P keeps on its device; null: by a GPU's memory, 256MiB on a CPU "
-        "or an NPU.",
-    )
-    media_cpu_s: Restart[Seconds] = Field(
-        default=2.0,
-        description="CPU time that decoding one picture may take; one that takes more is refused.",
-    )
-    video_cpu_s: Restart[Seconds] = Field(
-        default=10.0,
-        description="CPU time that decoding one video may take; one that takes more is refused.",
-    )
-    audio_cpu_s: Restart[Seconds] = Field(
-        default=10.0,
-        description="CPU time that decoding one audio file may take; one that takes more is refused.",
-    )
-    feature_timeout_s: Restart[Seconds] = Field(
+    feature_timeout_s: Seconds = Field(
         default=30.0,
         description="How long P waits for a feature before computing it itself.",
     )
-    queue_timeout_s: Restart[Seconds] = Field(
-        default=60.0,
-        description="How long a request waits for room in D's KV cache; then the client is told to come back.",
-    )
-    lease_s: Rebuild[Seconds] = Field(
-        default=30.0, description="How long memory is kept for a peer that does not confirm."
-    )
-    drain_s: Rebuild[Seconds] = Field(
+    lease_s: Seconds = Field(default=30.0, description="How long memory is kept for a peer that does not confirm.")
+    drain_s: Seconds = Field(
         default=30.0,
-        description="How long requests in progress may go on after SIGTERM; new ones are refused.",
+        description="How long requests in progress may go on after SIGTERM, here and at the gateway; "
+        "new ones are refused.",
     )
-    engine_args: Restart[EngineArgs] = Field(
+    engine_args: EngineArgs = Field(
         default_factory=dict,
         description="Flags of vllm serve for engine: vllm, as in {enforce_eager: true, seed: 1}.",
     )
@@ -335,10 +288,8 @@ class InstanceSettings(Section):
 class InstancesConfig(InstanceSettings):
     """The instances of the deployment."""
 
-    host: Anew[str] = Field(default="127.0.0.1", min_length=1, description="Address of their control servers.")
-    base_port: Restart[Port] = Field(
-        default=0, description="Port of the first; the others follow. 0 chooses free ports."
-    )
+    host: str = Field(default="127.0.0.1", min_length=1, description="Address of their control servers.")
+    base_port: Port = Field(default=0, description="Port of the first; the others follow. 0 chooses free ports.")
 
 
 def overlay(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

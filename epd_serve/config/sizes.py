@@ -67,12 +67,11 @@ class StepSizes:
 
     Attributes:
         max_num_seqs, max_num_batched_tokens: of a step.
-        feature_store_bytes: that E keeps. feature_cache_bytes: that P keeps.
+        feature_cache_bytes: of encoder output, that E keeps and that P keeps.
     """
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
-    feature_store_bytes: int = 256 * _MIB
     feature_cache_bytes: int = 256 * _MIB
 
     @classmethod
@@ -89,7 +88,6 @@ class StepSizes:
         return cls(
             max_num_seqs=num_seqs,
             max_num_batched_tokens=max(32 * num_seqs, 2048),
-            feature_store_bytes=8 * _MIB * num_seqs,
             feature_cache_bytes=8 * _MIB * num_seqs,
         )
 

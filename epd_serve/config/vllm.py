@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
-from epd_serve.config.applied import Anew, Section
 from epd_serve.config.elastic import RoleName
-from epd_serve.config.sections import InstanceSettings
+from epd_serve.config.sections import FilePath, InstanceSettings, Section
 from epd_serve.topology import InstancePlacement
 
 #: How encoder output reaches P. ``store``: epd-serve's own connector; ``file``: vLLM's, through a directory.
@@ -27,9 +25,7 @@ _MAX_TENSOR_PARALLEL = PORTS_PER_INSTANCE - 2
 _NATIVE_KEYS = {
     "tower_share": "vLLM has no such thing",
     "image_budget_pixels": "vLLM's encoder budget follows max_num_batched_tokens",
-    "queue_timeout_s": "gateway.queue_timeout_s bounds the wait at the gateway",
     "lease_s": "vLLM's connectors have times of their own",
-    "drain_s": "write engine_args: {shutdown_timeout: 30}",
     "batching": "vLLM schedules by max_num_batched_tokens",
     "resident": "each vLLM process holds the weights of its roles",
 }
@@ -41,17 +37,18 @@ _NATIVE_SECTIONS = {
 class VllmConfig(Section):
     """vLLM and vllm-ascend, where ``engine`` is vllm."""
 
-    python: Anew[Path | dict[RoleName, Path] | None] = Field(
+    python: FilePath | dict[RoleName, FilePath] | None = Field(
         default=None,
         description="Python of the environment that vLLM is installed in, relative to this file; null: the one "
         "that runs epd-serve. By role, as in {E: /opt/vllm-ascend/bin/python, PD: /opt/vllm/bin/python}, where "
         "devices of several kinds need a vLLM each; roles that are not named have the one that runs epd-serve.",
     )
-    kv: Anew[KVConnector | None] = Field(
+    kv: KVConnector | None = Field(
         default=None,
         description="vLLM's connector that moves KV from P to D. null: nixl on GPUs, mooncake on CPUs and NPUs.",
     )
-    environment: Anew[dict[str, str]] = Field(
+
+    environment: dict[str, str] = Field(
         default_factory=dict, description="Variables for all vLLM processes, as in VLLM_LOGGING_LEVEL: DEBUG."
     )
 

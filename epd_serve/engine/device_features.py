@@ -176,7 +176,7 @@ class DeviceFeatureStore:
         if data.nbytes > area.nbytes:
             raise ValueError(
                 f"a feature of {data.nbytes} bytes does not fit a store of {area.nbytes}; "
-                "raise feature_store_bytes"
+                "raise feature_cache_bytes"
             )
         async with self._one_at_a_time:
             if (found := area.hold(mm_hash, owner)) is not None:

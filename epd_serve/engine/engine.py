@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import msgspec
 
@@ -20,13 +20,11 @@ from epd_serve.errors import InvalidRequest, ServeError
 from epd_serve.protocol.instance_state import Load
 from epd_serve.protocol.wire import TokenLogprob
 from epd_serve.sched.block_tables import BlockMemory
+from epd_serve.sched.orders import Order
 from epd_serve.sched.queues import Queues
 from epd_serve.sched.schedule import Budget, ScheduleOutput
 from epd_serve.sched.sequence import PLACEHOLDER, FinishReason, Sequence, SequenceState
-from epd_serve.sched.turns import ANYBODY, Asker, Order
 from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer
-
-T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -272,27 +270,17 @@ class Engine:
         num_sequences: int,
         hashes: list[bytes],
         arrival_s: float,
-        asker: Asker = ANYBODY,
+        priority: int = 0,
     ) -> RequestBlocks | None:
         """Blocks for a prompt whose KV a peer will write: see :meth:`~epd_serve.sched.queues.Queues.reserve`."""
         with self._changed:
-            return self.queues.reserve(num_prompt_tokens, num_sequences, hashes, arrival_s, asker)
-
-    @property
-    def lacks_blocks(self) -> bool:
-        """Whether the last reservation was refused for want of blocks, not of a place."""
-        return self.queues.num_lacking > 0
-
-    def in_turn(self, reservations: Iterable[tuple[Asker, T]]) -> list[T]:
-        """Reservations that wait, given in the order in which they came, in that of their turns."""
-        with self._changed:
-            return self.queues.in_turn(reservations)
+            return self.queues.reserve(num_prompt_tokens, num_sequences, hashes, arrival_s, priority)
 
     def stop_reserving(self) -> None:
         """Note that no reservation waits any more: new prompts may take blocks again."""
         with self._changed:
-            self.queues.stop_reserving()
-            self._changed.notify_all()
+            if self.queues.stop_reserving():
+                self._changed.notify_all()
 
     def unreserve(self, blocks: RequestBlocks) -> None:
         with self._changed:

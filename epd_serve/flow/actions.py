@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Literal
 
 from msgspec import Struct
@@ -99,19 +98,7 @@ class CancelEncode(Struct, frozen=True, gc=False):
 
 
 class EndTry(Struct, frozen=True, gc=False):
-    """Close all calls. Those whose answers are not at their ends are cancelled by it.
-
-    The request leaves the instances ``names``; ``failed`` are those among them that failed it.
-    """
-
-    names: Collection[str]
-    failed: Collection[str] = ()
-
-
-class Judge(Struct, frozen=True, gc=False):
-    """An encoder has failed an item."""
-
-    name: str
+    """Close all calls; the instances cancel those whose answers are not at their ends."""
 
 
 class ReportLost(Struct, frozen=True, gc=False):
@@ -126,20 +113,8 @@ class ReportLeaving(Struct, frozen=True, gc=False):
     name: str
 
 
-class KeepApart(Struct, frozen=True, gc=False):
-    """``caller`` and ``peer`` do not reach each other."""
-
-    caller: InstanceRecord
-    peer: InstanceRecord
-
-
 class Done(Struct, frozen=True, gc=False):
-    """The client has the whole answer, and all calls are closed.
-
-    ``route`` gave it; None where an instance failed behind its end.
-    """
-
-    route: Route | None
+    """The client has the whole answer; close all calls."""
 
 
 class Fail(Struct, frozen=True, gc=False):
@@ -158,7 +133,7 @@ class SplitUp(Struct, frozen=True, gc=False):
 #: The last of a request's actions.
 End = Done | Fail | SplitUp
 #: What is to be told of instances.
-Note = Judge | ReportLost | ReportLeaving | KeepApart
+Note = ReportLost | ReportLeaving
 Action = (
     Wait
     | Name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Literal, Protocol
 
 from msgspec import Struct
@@ -34,13 +33,11 @@ class Look(Struct, frozen=True, gc=False):
         wait_s: how long a request waits for an instance where none is left for a stage: from when it lost its own,
             or from when there was the last one.
         complete_at_s: when there was an instance for each stage last; None: never.
-        avoid: instances that a first try should rather leave alone.
     """
 
     now_s: float
     wait_s: float = 0.0
     complete_at_s: float | None = None
-    avoid: Collection[str] = ()
 
 
 class Named(Struct, frozen=True, gc=False):

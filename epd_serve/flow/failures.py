@@ -12,6 +12,7 @@ from epd_serve.errors import (
     NO_ROOM,
     PREPARATION_FULL,
     REQUEST_ENDED,
+    Conflict,
     InstanceFailed,
     InvalidRequest,
     Overloaded,
@@ -31,7 +32,7 @@ def is_planned(failure: ServeError) -> bool:
 
 def may_help(failure: ServeError) -> bool:
     """Whether another instance may do better."""
-    return failure.status >= 500 or isinstance(failure, Overloaded)
+    return failure.status >= 500 or isinstance(failure, Overloaded | Conflict)
 
 
 def leaver(route: Route, stage: Stage, failure: ServeError) -> str:
@@ -48,42 +49,42 @@ def blamed(route: Route, stage: Stage, failure: ServeError) -> str:
     return (route.prefill if isinstance(failure, StageTimeout) else route.decode).name
 
 
-#: A record, its process, its role and its returns until then.
-_Life = tuple[InstanceRecord, int, int, int]
-
-
 class TryHistory(Struct, eq=False):
     """The tries of a request so far; each of its choices that goes on by itself goes on from there.
 
-    It avoids instances that failed it, until they are other processes, have another role, or come back after an
-    absence.
+    It avoids instances that failed it, until they are other processes, have another role, or return after they
+    were down.
 
     Attributes:
         num_attempts: those that count.
         failure: of the last attempt, where other instances may do better.
-        lives: of the instances that failed it, at that time.
+        lives: the instances that failed it, each with its ``num_lives`` at that time.
+        lost: instances to which a connection failed, the gateway's or that of P; others are preferred.
     """
 
     table: InstanceTable
     num_attempts: int = 0
     failure: ServeError | None = None
-    lives: dict[str, _Life | None] = {}
+    lives: dict[str, tuple[InstanceRecord, int]] = {}
+    lost: set[str] = set()
 
     def avoid(self, names: Collection[str]) -> None:
-        self.lives.update((name, self._life(name)) for name in names)
+        """Send the request to these instances no more."""
+        for name in names:
+            if (record := self.table.get(name)) is not None:
+                self.lives[name] = record, record.num_lives
 
-    def suspects(self) -> set[str]:
-        return {name for name, life in self.lives.items() if self._life(name) == life}
+    def avoided(self) -> set[str]:
+        """Return the names of the instances that the request is not sent to."""
+        return {
+            name
+            for name, (record, num_lives) in self.lives.items()
+            if self.table.get(name) is record and record.num_lives == num_lives
+        }
 
     def split(self) -> TryHistory:
         """For one choice: attempts of its own from now on; what fails one choice all of them avoid."""
-        return TryHistory(self.table, self.num_attempts, self.failure, self.lives)
-
-    def _life(self, name: str) -> _Life | None:
-        record = self.table.get(name)
-        if record is None or record.info is None:
-            return None
-        return record, record.info.pid, record.info.epoch, record.num_returns
+        return TryHistory(self.table, self.num_attempts, self.failure, self.lives, self.lost)
 
 
 #: Encoders that may leave one item without an answer before P encodes it itself.

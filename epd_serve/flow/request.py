@@ -15,8 +15,6 @@ from epd_serve.errors import (
     REQUEST_ENDED,
     InstanceFailed,
     InstanceLost,
-    InstanceUnreachable,
-    InvalidRequest,
     ServeError,
     StageTimeout,
     Unavailable,
@@ -105,7 +103,6 @@ class _Attempt(Struct, eq=False):
 
     Attributes:
         suspects: instances to which the request should not be sent again.
-        is_cut: none of them has failed, but P cannot reach D.
         follows: the rest of P's answer comes from D.
         decode: whether D's answer has begun, or why it will not.
         explained: the failure of P that D may explain.
@@ -115,7 +112,6 @@ class _Attempt(Struct, eq=False):
 
     request_id: str
     suspects: set[str] = struct_field(default_factory=set)
-    is_cut: bool = False
     follows: bool = False
     decode: ServeError | bool = False
     explained: on.Refused | on.Broke | None = None
@@ -212,23 +208,18 @@ class RequestFlow:
             self._is_awaited = expected_s > 0
             if history.failure is None:
                 try:
-                    if event.avoid:
-                        with suppress(Unavailable):
-                            return choose(table, model, exclude=event.avoid, demand=demand)
                     return choose(table, model, demand=demand)
                 except Unavailable as failure:
                     self._waits_for, self._until_s = failure, event.now_s + expected_s
             else:
                 self._waits_for, self._until_s = history.failure, event.now_s + event.wait_s
-        exclude = history.suspects()
-        try:
-            route = choose(table, model, exclude=exclude, demand=demand)
-            if not route.is_cut:
+        avoided = history.avoided()
+        for exclude in (avoided | history.lost, avoided):
+            with suppress(Unavailable):
+                route = choose(table, model, exclude=exclude, demand=demand)
                 self._waits_for = None
                 return route
-            is_worth_waiting = True
-        except Unavailable:
-            is_worth_waiting = self._is_awaited or _may_come(table, model, exclude)
+        is_worth_waiting = _may_come(table, model, avoided, is_awaited=self._is_awaited)
         if is_worth_waiting and event.now_s < self._until_s:
             self._actions.append(do.Wait(self._until_s))
         else:
@@ -303,7 +294,7 @@ class RequestFlow:
         attempt, route = self._attempt, self.route
         if self.state is State.REST or (self.state is State.FIRST and not attempt.follows):
             if self.progress.complete:
-                self._end_request(do.Done(route))
+                self._end_request(do.Done())
             else:
                 name = (route.decode if self.state is State.REST else route.prefill).name
                 attempt.suspects.add(name)
@@ -385,12 +376,8 @@ class RequestFlow:
         self._attempt.suspects.add(name)
 
     def _fail_at(self, name: str, failure: ServeError) -> None:
-        """A try has failed at an instance, unless the failure is of P and D together."""
-        if failure.code == PEER_UNREACHABLE:
-            self._attempt.is_cut = True
-            self._actions.append(do.KeepApart(self.route.prefill, self.route.decode))
-        else:
-            self._attempt.suspects.add(name)
+        """A try has failed at an instance; where P and D do not reach each other, the next one takes another D."""
+        self._attempt.suspects.add(self.route.decode.name if failure.code == PEER_UNREACHABLE else name)
         self._fail_try(failure)
 
     def _on_lost(self, event: on.Lost) -> None:
@@ -433,10 +420,6 @@ class RequestFlow:
         encoder, prefill = encode.encoder, self.route.prefill
         if isinstance(failure, InstanceLost):
             self._report_lost(encoder.name)
-        if failure.code == PEER_UNREACHABLE:
-            self._actions.append(do.KeepApart(encoder, prefill))
-        elif not isinstance(failure, Unavailable | InvalidRequest):
-            self._actions.append(do.Judge(encoder.name))
         try:
             encode.next_encoder(self.fleet.router, self.fleet.table, prefill, failure)
         except ServeError as nobody:
@@ -452,14 +435,12 @@ class RequestFlow:
     def _fail_try(self, failure: ServeError) -> None:
         """The try has failed: the next one, or the end."""
         attempt, history, progress = self._attempt, self._history, self.progress
-        names = {self.route.prefill.name, self.route.decode.name}
         planned = is_planned(failure)
-        is_innocent = planned or isinstance(failure, Unavailable | InvalidRequest)
-        self._end_try(names, () if is_innocent else attempt.suspects)
+        self._end_try()
         if progress.complete:
-            self._end_request(do.Done(None))
+            self._end_request(do.Done())
             return
-        if not may_help(failure) or not (attempt.suspects & names or attempt.is_cut):
+        if not may_help(failure) or attempt.suspects.isdisjoint({self.route.prefill.name, self.route.decode.name}):
             self._end_request(do.Fail(failure))
             return
         self._num_planned += planned
@@ -467,7 +448,9 @@ class RequestFlow:
         history.failure = failure
         if planned:  # for as long as it says so itself
             self._actions += [do.ReportLeaving(name) for name in attempt.suspects]
-        elif not isinstance(failure, InstanceUnreachable):  # which may be here again the next moment
+        elif failure.code == PEER_UNREACHABLE or isinstance(failure, InstanceLost):
+            history.lost |= attempt.suspects
+        else:
             history.avoid(attempt.suspects)
         tokens, begun, is_one = progress.tokens_of_each(), progress.begun, self.asked.num_choices == 1
         if history.num_attempts >= self.fleet.max_attempts:
@@ -486,9 +469,9 @@ class RequestFlow:
         self._enter(State.OVER)
         self._actions.append(last)
 
-    def _end_try(self, names: Collection[str] = (), failed: Collection[str] = ()) -> None:
+    def _end_try(self) -> None:
         self._attempt.encodes.clear()
-        self._actions.append(do.EndTry(names, failed))
+        self._actions.append(do.EndTry())
 
 
 _NO_MEDIA = on.Named([], [])
@@ -510,11 +493,11 @@ _EVENTS: dict[type, Callable[[RequestFlow, Any], None]] = {
 }
 
 
-def _may_come(table: InstanceTable, model: str, exclude: Collection[str]) -> bool:
-    """Whether each stage has an instance, or one that is being started."""
+def _may_come(table: InstanceTable, model: str, avoided: Collection[str], *, is_awaited: bool) -> bool:
+    """Return whether each stage has an instance, or may get one: it is not up, or left a while ago."""
     for stage in (_P, _D):
-        here = [record for record in table if stage in record.stages]
-        ready = {record.name for record in table.ready(stage, model)}
-        if not ready - set(exclude) and not any(record.name not in ready for record in here):
+        known = [record for record in table if stage in record.stages]
+        up = {record.name for record in table.ready(stage, model)}
+        if not (up - set(avoided) or any(record.name not in up for record in known) or (is_awaited and not known)):
             return False
     return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from bisect import insort
 from collections.abc import Awaitable, Callable
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
@@ -27,7 +28,6 @@ from epd_serve.instance.http import Reply
 from epd_serve.instance.text.tokenizer import Vocabulary
 from epd_serve.protocol import wire
 from epd_serve.sched.sequence import Sequence
-from epd_serve.sched.turns import Asker
 from epd_serve.telemetry.span import DECODE_QUEUE, Timeline
 from epd_serve.transfer.reservation import Reservation, ReservationState, ReservationTable, Tombstones
 from epd_serve.transfer.transport import PeerGone, Piece, StillCopying, TransferError, Transport, paired
@@ -43,7 +43,6 @@ class _Waiting:
 
     reservation: Reservation
     request: wire.ReserveRequest
-    asker: Asker
     arrival_s: float
     turn: asyncio.Future[None]
 
@@ -62,7 +61,7 @@ class DecodeService:
     Attributes:
         generations: of the answers that are decoded here, by request.
         expected: what the gateway has announced; done when it is handed over.
-        waiting: reservations for a place among those that decode, or for blocks, in the order in which they came.
+        waiting: reservations that wait for room: the most urgent first, and of these the oldest.
     """
 
     def __init__(
@@ -92,8 +91,7 @@ class DecodeService:
         self._orphan_s = orphan_s
         self._listen = listen
         self._reservations = ReservationTable(free=engine.unreserve)
-        self.waiting: list[_Waiting] = []  # in the order in which they came
-        self._has_refused = False  # one of them: the engine keeps its turn until none waits
+        self.waiting: list[_Waiting] = []
         self.expected: dict[str, asyncio.Future[Generation]] = {}
         self._unclaimed: dict[str, tuple[Generation, float]] = {}
         self.generations: dict[str, Generation] = {}
@@ -146,7 +144,7 @@ class DecodeService:
     # ------------------------------------------------------------------ from the prefill instance
 
     async def reserve(self, request: wire.ReserveRequest) -> wire.ReserveReply:
-        """Blocks for a request, as soon as there are enough. Requests are served in turn.
+        """Blocks for a request, as soon as there are enough. First come, first served within a priority.
 
         Raises InvalidRequest for KV of another shape or a request that can never fit, Unavailable for one that was
         cancelled here or waited for ``queue_timeout_s``.
@@ -189,9 +187,8 @@ class DecodeService:
     async def _granted(self, reservation: Reservation, request: wire.ReserveRequest) -> None:
         """Return when it is no longer PENDING."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        asker = Asker(request.key, request.group or request.request_id, request.priority)
-        waiting = _Waiting(reservation, request, asker, time.monotonic(), turn)
-        self.waiting.append(waiting)
+        waiting = _Waiting(reservation, request, time.monotonic(), turn)
+        insort(self.waiting, waiting, key=lambda one: (one.request.priority, one.arrival_s))
         self.grant()
         try:
             await turn
@@ -201,22 +198,10 @@ class DecodeService:
                 self.grant()  # it may have stood before others
 
     def grant(self) -> None:
-        """Give blocks to what waits for them, in turn, as long as there are some. On the event loop."""
-        while self.waiting and self._grant_next():
-            pass
-        if self._has_refused and not self.waiting:
-            self._has_refused = False
-            self._engine.stop_reserving()
-
-    def _grant_next(self) -> bool:
-        """Whether one waits less."""
-        passed_over = False
-        is_alone = len(self.waiting) == 1
-        turns = self.waiting if is_alone else self._engine.in_turn([(one.asker, one) for one in self.waiting])
-        for waiting in turns:
+        """Give blocks to reservations that wait, in their order, as long as there are some. On the event loop."""
+        while self.waiting:
+            waiting = self.waiting[0]
             request, reservation, turn = waiting.request, waiting.reservation, waiting.turn
-            if passed_over and request.num_sequences > 1:
-                continue
             try:
                 if reservation.state is ReservationState.PENDING:
                     blocks = self._engine.reserve(
@@ -224,14 +209,10 @@ class DecodeService:
                         request.num_sequences,
                         request.block_hashes,
                         waiting.arrival_s,
-                        waiting.asker,
+                        request.priority,
                     )
-                    self._has_refused |= blocks is None
-                    if blocks is None and (self._engine.lacks_blocks or request.num_sequences == 1):
-                        return False
                     if blocks is None:
-                        passed_over = True  # several choices need more places than others behind them
-                        continue
+                        return
                     self._reservations.grant(reservation, blocks, time.monotonic())
             except Exception as error:  # noqa: BLE001 - the fault of one is not to hold up the others
                 if not turn.done():
@@ -239,8 +220,7 @@ class DecodeService:
             if not turn.done():
                 turn.set_result(None)
             self.waiting.remove(waiting)
-            return True
-        return False
+        self._engine.stop_reserving()
 
     def renew(self, ref: wire.TransferRef) -> None:
         if not self._reservations.renew(ref.transfer_id, time.monotonic()):

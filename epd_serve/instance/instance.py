@@ -359,7 +359,7 @@ class Instance:
                 self._weights = None
         if options.resident == "role" and not role.encodes:
             self.encode.unload()
-        if lends or old.sizes.feature_store_bytes != options.sizes.feature_store_bytes:
+        if lends or old.sizes.feature_cache_bytes != options.sizes.feature_cache_bytes:
             await asyncio.to_thread(self.store.close)
             self.store = await self._new_store()
         if self.device.type != "cpu":
@@ -446,9 +446,9 @@ def start_feature_store(
 ) -> FeatureStore:
     """Blocks until the store is there. Raises ValueError as above, or where its master does not answer.
 
-    An instance that is meant to encode lends ``feature_store_bytes`` to a store that all share.
+    An instance that is meant to encode lends ``feature_cache_bytes`` to a store that all share.
     """
-    capacity_bytes = options.sizes.feature_store_bytes
+    capacity_bytes = options.sizes.feature_cache_bytes
     local = EmbeddedFeatureStore(transport, capacity_bytes, observe)
     if options.feature_store == "embedded" or not (options.role.encodes or options.role.prefills):
         return local
@@ -456,7 +456,7 @@ def start_feature_store(
         raise ValueError("feature_store mooncake needs the address of its master")
     segment_bytes = capacity_bytes if options.role.encodes else 0
     if 0 < segment_bytes < MIN_SEGMENT_BYTES:
-        raise ValueError(f"Mooncake Store takes no less than {MIN_SEGMENT_BYTES}; raise feature_store_bytes")
+        raise ValueError(f"Mooncake Store takes no less than {MIN_SEGMENT_BYTES}; raise feature_cache_bytes")
     mooncake = _mooncake_options(options, device)
     client = StoreClient(
         mooncake,
@@ -481,7 +481,7 @@ def _mooncake_options(options: InstanceOptions, device: BareDevice) -> MooncakeO
         host=options.advertise or options.host,
         protocol=protocol,
         devices=options.mooncake.devices or "",
-        staging_bytes=options.mooncake.staging_bytes,
+        staging_bytes=options.staging_bytes,
         timeout_s=_timeout_s(options),
         alignment_bytes=capability.alignment_bytes,
         max_regions=capability.max_regions,

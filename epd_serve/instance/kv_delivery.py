@@ -81,8 +81,6 @@ class KVDelivery:
             lease_s=lease_s,
             region=memory.region,
             priority=sampling.priority,
-            key=sampling.key,
-            group=sampling.group,
         )
         self._ref = wire.TransferRef(self._reserve.transfer_id, self._reserve.request_id)
         self._renewal: asyncio.Task[None] | None = None

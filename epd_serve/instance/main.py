@@ -18,7 +18,7 @@ import uvicorn
 import uvloop
 
 from epd_serve.config import InstanceOptions
-from epd_serve.config.keys import join_headers
+from epd_serve.config.keys import admin_headers
 from epd_serve.config.role_files import remembered
 from epd_serve.instance.http import ControlHttp, control_server_app
 from epd_serve.instance.instance import Instance
@@ -158,7 +158,7 @@ async def _start(instance: Instance, joined: list[asyncio.Task[None]]) -> None:
     await instance.start()
     if gateways := instance.options.join:
         joining = join_all(
-            gateways, instance.options.name, instance.url, join_headers(), key=cluster_key(), tls=tls_files()
+            gateways, instance.options.name, instance.url, admin_headers(), key=cluster_key(), tls=tls_files()
         )
         joined.append(asyncio.create_task(joining))
     logger.info("ready: role %s on %s, pid %d", instance.options.role, instance.options.device, os.getpid())

@@ -13,7 +13,7 @@ from epd_serve.instance.feature_receiver import FetchTiming
 from epd_serve.instance.text.request_processor import Kind
 from epd_serve.protocol.instance_state import Load
 from epd_serve.sched.token_time import Slack
-from epd_serve.telemetry.metrics import VllmNames
+from epd_serve.telemetry.metrics import VllmGauges
 from epd_serve.telemetry.span import FEATURE_WAIT, STAGES, Span
 from epd_serve.transfer.kv_sender import OutgoingTransfer
 
@@ -26,7 +26,7 @@ _Metric = TypeVar("_Metric", Counter, Gauge, Histogram)
 
 
 class InstanceMetrics:
-    """Names start with ``epd_serve_instance_``, but for :class:`VllmNames`. It subscribes to the instance's spans.
+    """Names start with ``epd_serve_instance_``, but for :class:`VllmGauges`. Subscribes to the instance's spans.
 
     The overlap ratio of a transfer is the share of its time in which the request did not wait for it: for KV, the
     part before its prompt was computed; for a feature, the part before the engine could have computed with it.
@@ -132,7 +132,7 @@ class InstanceMetrics:
             "alone, beside: mean time per token without and beside an encode, 0 while there was none",
             part=(),
         )
-        self._as_vllm = VllmNames(self.registry)
+        self._as_vllm = VllmGauges(self.registry)
         self._load = {
             name: self._gauge(name, text)
             for name, text in (

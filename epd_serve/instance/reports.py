@@ -18,7 +18,7 @@ from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sched.sequence import SequenceState
 from epd_serve.types import Stage, StageRate
 
-#: Gateways expect five reports a second and take an instance without any for stalled (proxy/fleet/poller.py).
+#: Gateways expect five reports a second and take an instance without any for stalled (proxy/fleet/monitor.py).
 INTERVAL_S = 0.18
 #: Between two reports to one caller, however much changes.
 _LEAST_INTERVAL_S = 0.02

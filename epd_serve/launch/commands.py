@@ -13,9 +13,9 @@ from device import mps
 from device.ascend_limits import InstanceUse, check_colocation, hccl_environment
 from device.present import EMULATED_MEMORY, num_cores, visibility
 from epd_serve.config import DeploymentConfig, InstanceOptions, InstanceSettings, ShapeConfig, decode_graph_sizes
-from epd_serve.config.applied import changes, leaves
 from epd_serve.config.model_files import read_model_config
-from epd_serve.config.role_files import rebuilt, with_settings
+from epd_serve.config.role_files import OF_PROCESS, with_settings
+from epd_serve.config.sections import SharedConfig
 from epd_serve.config.shares import DeviceShare
 from epd_serve.launch.processes.ports import Ports
 from epd_serve.launch.processes.process import ProcessSpec
@@ -34,8 +34,6 @@ HEAP_TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1" + "".join(
 #: The directory of the MPS daemon, below that of the deployment's files, and what it takes to quit.
 _MPS, _MPS_GRACE_S = "mps", 3.0
 
-#: What two processes of the same kind may differ in besides what a rebuild applies.
-_OWN = frozenset({"name", "role", "port", "threads", "device_board", "switch_dir", "memory_share"})
 #: How this program is started again. -P: a user's directory is no place to import "device" or "proxy" from.
 PROGRAM = (sys.executable, "-P", "-m", "epd_serve.cli")
 
@@ -46,6 +44,8 @@ class PreparedInstance:
 
     Attributes:
         variables: variables that its devices need.
+        group: roles of the instances in its parentheses; () outside parentheses.
+        deployment: what it has in common with the other instances.
         chose_threads: whether the number of its threads merely follows from that of all instances.
         chose_memory: whether its part of the device's memory merely follows from who else is there.
     """
@@ -53,6 +53,8 @@ class PreparedInstance:
     placement: InstancePlacement
     options: InstanceOptions
     variables: Mapping[str, str]
+    group: tuple[str, ...]
+    deployment: str
     chose_threads: bool
     chose_memory: bool
 
@@ -60,38 +62,21 @@ class PreparedInstance:
     roles: ClassVar[None] = None
 
     @property
-    def slot(self) -> str | None:
-        """Its slot of the file that the instances in its parentheses share; None outside parentheses."""
-        return self.options.device_board
+    def kind(self) -> Hashable:
+        """All that the process keeps for as long as it lives."""
+        chosen = {"threads"} if self.chose_threads else set()
+        chosen |= {"memory_share"} if self.chose_memory else set()
+        own = self.options.model_dump_json(include={*OF_PROCESS, "device_share"} - chosen)
+        return self.placement.devices, self.group, own, self.deployment, tuple(sorted(self.variables.items()))
 
-    def kind(self, board: str | None) -> Hashable:
-        """All that another process would have to be started for; ``board`` stands for the one that it has."""
-        options = tuple(
-            str(value) for path, how, value in leaves(self.options) if path not in _OWN and how.how != "rebuild"
-        )
-        threads = None if self.chose_threads else self.options.threads
-        memory = None if self.chose_memory else self.options.memory_share
-        return self.placement.devices, board, threads, memory, options, tuple(sorted(self.variables.items()))
-
-    def is_current(self, settings: InstanceSettings) -> bool:
-        """Whether it has these settings of its role, as far as a rebuild applies them."""
-        return not any(
-            how.how == "rebuild" and (how.encoders or self.options.role.has_language_model)
-            for _, how in changes(self.options, settings, InstanceSettings)
-        )
-
-    def placed(self, placement: InstancePlacement, port: int, slot: str | None) -> PreparedInstance:
-        """The same with another name, port and slot."""
-        own = {"name": placement.name, "port": port, "device_board": slot}
-        return replace(self, placement=placement, options=self.options.model_copy(update=own))
+    @property
+    def settings(self) -> str:
+        """The settings of its role."""
+        return self.options.model_dump_json(include=InstanceSettings.model_fields.keys() - OF_PROCESS)
 
     def switched(self, role: Role, settings: InstanceSettings) -> PreparedInstance:
-        """The same process in another role, with those of the role's settings that need no other process."""
-        return replace(self, options=rebuilt(self.options, role, settings))
-
-    def started_again(self, settings: InstanceSettings) -> PreparedInstance:
-        """Another process in its role, with all settings of that."""
-        return replace(self, options=with_settings(self.options, self.options.role, settings))
+        """Return the same process in another role."""
+        return replace(self, options=with_settings(self.options, role, settings))
 
     def spec(self, config: DeploymentConfig, environment: Mapping[str, str]) -> ProcessSpec:
         """Its process; ``environment`` as of :func:`with_trust`."""
@@ -129,6 +114,8 @@ def prepare_instances(
     master = f"{config.instances.host}:{ports.master[0]}" if ports.master else None
     shares = config.device_shares(placement)
     boards = _device_boards(placement, directory) if directory else {}
+    common = config.model_dump_json(include={"model", *SharedConfig.model_fields})
+    roles = {one.name: str(one.role) for one in placement}
     prepared = []
     for instance, port in zip(placement, ports.instances, strict=True):
         share, settings = shares.get(instance.name), config.settings_for(str(instance.role))
@@ -153,6 +140,10 @@ def prepare_instances(
                 placement=instance,
                 options=options,
                 variables=variables,
+                group=tuple(sorted(roles[name] for name in (instance.name, *instance.shares_device_with)))
+                if instance.shares_device_with
+                else (),
+                deployment=common,
                 chose_threads=settings.threads is None and share is None,
                 chose_memory=settings.memory_share is None,
             )
@@ -272,30 +263,34 @@ def master_spec(config: DeploymentConfig, ports: Ports, environment: Mapping[str
 
 def gateway_spec(
     config: DeploymentConfig,
-    ports: Ports,
+    port: int,
+    listener: int,
     config_file: Path,
     environment: Mapping[str, str],
-    admin: Path | None = None,
+    admin: Path,
 ) -> ProcessSpec:
-    """The gateway's process; ``environment`` as of :func:`with_trust`.
+    """Return the gateway's process; ``environment`` as of :func:`with_trust`.
 
-    ``config_file`` holds ``config``, command-line changes included, with the instances by name; ``admin`` is the
-    socket of the gateway's admin API.
+    Args:
+        port: its port.
+        listener: descriptor of the socket that listens there, which the next gateway will have, too.
+        config_file: holds ``config``, command-line changes included, with the instances by name.
+        admin: the Unix socket of its admin API.
     """
-    command = [*PROGRAM, "proxy", "--config", str(config_file)]
-    if admin is not None:
-        command += ["--admin-path", str(admin)]
-    command += ["--host", config.gateway.host, "--port", str(ports.gateway), "--parent-pid", str(os.getpid())]
+    command = [*PROGRAM, "proxy", "--config", str(config_file), "--admin-path", str(admin)]
+    command += ["--host", config.gateway.host, "--port", str(port), "--listener", str(listener)]
     return ProcessSpec(
         name="gateway",
         label="OpenAI API",
-        command=tuple(command),
+        command=(*command, "--parent-pid", str(os.getpid())),
         environment=_common(environment),
-        url=url_of(config.gateway.host, ports.gateway),
+        url=url_of(config.gateway.host, port),
+        socket=admin,
+        pass_fds=(listener,),
         # P encodes where no encoder is ready, and would load the tower for it: the first image finds an encoder.
         first_health="/health?role=EPD" if any(one.role.encodes for one in config.placement()) else "/health",
         stops="first",
-        grace_s=config.gateway.shutdown_grace_s + 1.5,
+        grace_s=config.instances.drain_s + 1.5,
     )
 
 

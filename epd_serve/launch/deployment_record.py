@@ -1,22 +1,15 @@
-"""The launcher's record of the deployment that it runs."""
+"""The launcher's record of the instances that it runs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from epd_serve.config import DeploymentConfig, change_config
-from epd_serve.config.role_files import replace_role_settings, write_role_settings
-from epd_serve.config.sections import InstanceSettings
-from epd_serve.launch.commands import (
-    PreparedInstance,
-    check_mps,
-    mps_spec,
-    prepare_instances,
-    with_mps,
-)
+from epd_serve.config.role_files import write_role_settings
+from epd_serve.launch.commands import PreparedInstance, mps_spec, prepare_instances, with_mps
 from epd_serve.launch.engine_choice import choose_engine
 from epd_serve.launch.layout_choice import choose_layout
 from epd_serve.launch.processes.ports import Ports
@@ -25,10 +18,9 @@ from epd_serve.launch.vllm.installed import VllmFound
 from epd_serve.launch.vllm.process import VllmProcess, prepare_vllm
 from epd_serve.topology import InstancePlacement
 from epd_serve.topology.remembered import remember_role, remembered_role, role_file
-from epd_serve.types import Role
 
 Prepared = PreparedInstance | VllmProcess
-#: Of the launcher's directory.
+#: In the launcher's directory.
 GATEWAY_FILE = "deployment.yaml"
 
 
@@ -38,113 +30,68 @@ class DeploymentRecord:
 
     Attributes:
         config: the deployment that was started, or applied last.
-        role_config: the deployment whose settings instances take when they change their role.
         directory: of the launcher, with the files that the processes share.
-        live: all instances, with the settings that their processes have.
+        live: all instances by name.
         engines: what is known of the vLLM of each interpreter.
-        admin: the socket of the gateway's admin API; None: it has none.
     """
 
     config: DeploymentConfig
     ports: Ports
     environment: Mapping[str, str]
     directory: Path
-    role_config: DeploymentConfig = field(init=False)
     live: dict[str, Prepared] = field(default_factory=dict)
     engines: dict[str, VllmFound] = field(default_factory=dict)
-    admin: Path | None = None
-    _of_roles: dict[str, InstanceSettings] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.role_config = self.config
 
     def begin(self) -> list[ProcessSpec]:
-        """The processes of all instances that are to be started in the directory, in which nothing runs yet.
+        """Return the processes of all instances; an MPS daemon, where they need one, comes first.
 
-        An MPS daemon, where they need one, comes first. Raises ValueError where the model or a package is not
-        there.
+        Raises ValueError where the model or a package is not there.
         """
-        placement = self.placement(self.config)
+        placement = self.placement()
         write_role_settings(self.directory, self.config)
         self.environment = with_mps(self.config, self.environment, self.directory, placement)
-        for instance in self._prepared(self.config, placement, self.ports):
-            self.joined(instance)
+        for instance in self.prepare(self.config, placement, self.ports):
+            self.add(instance)
         daemon = mps_spec(self.environment, self.directory)
         return [*([] if daemon is None else [daemon]), *(self.spec(name) for name in self.live)]
 
-    def prepare(self, config: DeploymentConfig) -> Sequence[Prepared]:
-        """The instances of another deployment, were they started here, with ports that they would not get.
-
-        Raises ValueError where they cannot be.
-        """
-        placement = self.placement(config)
-        check_mps(config, self.environment, placement)
-        return self._prepared(config, placement, replace(self.ports, instances=(1,) * len(placement)))
-
-    def _prepared(
+    def prepare(
         self, config: DeploymentConfig, placement: Sequence[InstancePlacement], ports: Ports
     ) -> Sequence[Prepared]:
+        """Prepare the instances of a deployment. Raises ValueError where they cannot be started here."""
         if config.engine == "vllm":
             return prepare_vllm(config, placement, ports.instances, self.environment, self.directory, self.engines)
         return prepare_instances(config, placement, ports, self.environment, self.directory)
 
-    def placement(self, config: DeploymentConfig) -> Sequence[InstancePlacement]:
-        """The instances of a deployment that belong here."""
-        return config.placement()
+    def placement(self) -> Sequence[InstancePlacement]:
+        """The instances of the deployment that belong here."""
+        return self.config.placement()
 
     def spec(self, name: str) -> ProcessSpec:
-        """The process of an instance if it is started again, with the role that it has now."""
-        return self.spec_of(self._started_again(name))
+        """Return the process of an instance, with the role that it has now."""
+        return self.live[name].spec(self.config, self.environment)
 
-    def spec_of(self, instance: Prepared) -> ProcessSpec:
-        return instance.spec(self.config, self.environment)
+    def add(self, instance: Prepared) -> None:
+        """Add an instance that is about to be started, perhaps with a name that another had before."""
+        name = instance.options.name
+        role_file(self.directory, name).unlink(missing_ok=True)
+        if isinstance(instance, VllmProcess):  # vLLM does not know its role
+            remember_role(self.directory, name, instance.options.role)
+        self.live[name] = instance
 
-    def starts(self, instance: Prepared) -> None:
-        """An instance is about to be started, perhaps with a name that another had before."""
-        role_file(self.directory, instance.options.name).unlink(missing_ok=True)
-        if isinstance(instance, VllmProcess):  # which does not know its role
-            remember_role(self.directory, instance.options.name, instance.options.role)
+    def remove(self, name: str) -> None:
+        role_file(self.directory, name).unlink(missing_ok=True)
+        self.live.pop(name, None)
 
-    def joined(self, instance: Prepared) -> None:
-        """Add an instance to the deployment."""
-        self._of_roles.pop(instance.options.name, None)
-        self.live[instance.options.name] = instance
-
-    def left(self, name: str) -> None:
-        del self.live[name]
-
-    def replace_role_settings(self, config: DeploymentConfig) -> None:
-        """Replace the settings that instances take when they change their role from now on."""
-        replace_role_settings(self.directory, config)
-        self.role_config = config
-
-    def restarts(self, name: str) -> None:
-        """Note that an instance's process has died and is started again."""
-        if name in self.live:
-            self.look()
-            self.live[name] = self._started_again(name)
-
-    def _started_again(self, name: str) -> Prepared:
-        settings = self._of_roles.get(name)
-        return self.live[name] if settings is None else self.live[name].started_again(settings)
-
-    def switched(self, name: str, role: Role) -> None:
-        """Note that an instance has this role, with those of the role's settings that need no other process."""
-        self._of_roles[name] = settings = self.role_config.settings_for(str(role))
-        self.live[name] = self.live[name].switched(role, settings)
-
-    def look(self) -> bool:
-        """Take over the roles that others ordered for instances; return whether there were any."""
-        found = False
+    def look(self) -> None:
+        """Take over the roles to which instances were switched."""
         for name, instance in self.live.items():
             role = remembered_role(self.directory, name)
             if role is not None and role != instance.options.role:
-                self.switched(name, role)
-                found = True
-        return found
+                self.live[name] = instance.switched(role, self.config.settings_for(str(role)))
 
     def gateway_config(self, config: DeploymentConfig) -> str:
-        """The gateway's configuration as JSON: ``config`` with the present instances.
+        """Return the gateway's configuration as JSON: ``config`` with the present instances.
 
         The cluster key stays in the gateway's environment.
         """
@@ -155,17 +102,13 @@ class DeploymentRecord:
         whole = change_config(whole, {"gateway": {"instances": urls}})
         return whole.model_dump_json(exclude_unset=True)
 
-    def write_gateway_file(self, config: DeploymentConfig) -> Path:
+    def write_gateway_file(self) -> Path:
         """Write the gateway's file, replacing it in one step."""
         file = self.directory / GATEWAY_FILE
         new = file.with_suffix(".part")
-        new.unlink(missing_ok=True)
-        try:
-            new.touch(mode=0o600)  # it may hold the API key
-            new.write_text(self.gateway_config(config), encoding="utf-8")  # JSON is YAML
-            new.replace(file)
-        finally:
-            new.unlink(missing_ok=True)
+        new.touch(mode=0o600)  # it may hold the API key
+        new.write_text(self.gateway_config(self.config), encoding="utf-8")  # JSON is YAML
+        new.replace(file)
         return file
 
 

@@ -57,7 +57,6 @@ def _check_secrets(config: DeploymentConfig) -> None:
     config.read_cluster_key()
     read_secret(gateway.api_key, "gateway.api_key")
     read_secret(gateway.admin.key, "gateway.admin.key")
-    read_secret(gateway.admin.join_key, "gateway.admin.join_key")
 
 
 def _check_tls(config: DeploymentConfig) -> None:

@@ -26,7 +26,6 @@ from epd_serve.config.model_files import chat_template, read_model_config
 from epd_serve.cost.shape import shape_of
 from epd_serve.launch.commands import mps_note
 from epd_serve.launch.deployment import LocalDeployment
-from epd_serve.launch.processes.logs import new_log_run
 from epd_serve.launch.processes.process import ManagedProcess, ProcessDied, ProcessState
 from epd_serve.models.families import TEXT
 
@@ -52,22 +51,19 @@ async def run_up(
     for note in _notes(config):
         _say(console, f"note: {note}")
     stop = asyncio.Event()
-    with Progress(console) as progress, new_log_run() as log_dir:
+    with Progress(console) as progress:
         deployment = LocalDeployment(
             config,
             file=file,
-            log_dir=log_dir,
+            keep_logs=True,
             on_change=progress.update,
             on_death=lambda death, delay_s: _say(console, _restart_text(death, delay_s)),
-            on_apply=lambda text: _say(console, f"apply: {text}"),
         )
         with _handled(_SIGNALS, lambda: deployment.kill() if stop.is_set() else stop.set()):
             try:
                 await _until(stop, _ready(deployment))
                 progress.close()
                 if not stop.is_set():
-                    if why := deployment.no_control:
-                        _say(console, f"note: epd-serve apply cannot change this deployment: {why}")
                     _say(console, _ready_text(deployment))
                     await _until(stop, _raise_failure(deployment))
                 _say(console, "Stopping.")
@@ -123,7 +119,7 @@ def _restart_text(death: ProcessDied, delay_s: float) -> str:
 def _ready_text(deployment: LocalDeployment) -> str:
     config, url = deployment.config, deployment.gateway_url
     images = not _is_text_model(config)
-    picture = deployment.log_dir / "picture.png"
+    picture = deployment.admin_socket.with_name("picture.png")
     questions = Questions(picture=drawn(picture) if images else None)
     if config.model == DEMO_MODEL:  # what it can answer
         questions = replace(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, fields
 from functools import lru_cache
@@ -273,24 +274,30 @@ def names_read(model: nn.Module, part: Any, whole: Any) -> frozenset[str]:
     for cls in classes:
         for base in cls.__mro__:
             if base.__module__.startswith("transformers.models."):
-                names |= _reads(base) | _module_reads(base.__module__)
+                reads = _reads(base.__module__)
+                names |= reads[base.__name__] | reads[_FUNCTIONS]
     if part is whole.get_text_config():
         for module in _SHARED_MODULES:
-            names |= _reads(module)
+            names.update(*_reads(module.__name__).values())
     return frozenset(names)
 
 
-@lru_cache(maxsize=256)
-def _reads(code: Any) -> frozenset[str]:
-    return _names_read(ast.walk(ast.parse(inspect.cleandoc("\n" + inspect.getsource(code)))))
+#: Keys of what stands beside the classes of a module.
+_FUNCTIONS, _REST = "functions", "rest"
 
 
-@lru_cache(maxsize=32)
-def _module_reads(name: str) -> frozenset[str]:
-    """Names that the functions of a module read from a configuration."""
-    tree = ast.parse(inspect.getsource(sys.modules[name]))
-    functions = (node for node in tree.body if isinstance(node, ast.FunctionDef))
-    return frozenset[str]().union(*(_names_read(ast.walk(function)) for function in functions))
+@lru_cache(maxsize=64)
+def _reads(module: str) -> dict[str, frozenset[str]]:
+    """Return the names that a module reads from configurations: by class, and in its functions.
+
+    A module is parsed once, as its source may have thousands of lines.
+    """
+    found = defaultdict[str, set[str]](set, {_FUNCTIONS: set()})
+    for node in ast.parse(inspect.getsource(sys.modules[module])).body:
+        is_function = isinstance(node, ast.FunctionDef)
+        key = node.name if isinstance(node, ast.ClassDef) else _FUNCTIONS if is_function else _REST
+        found[key] |= _names_read(ast.walk(node))
+    return {key: frozenset(names) for key, names in found.items()}
 
 
 def _names_read(nodes: Iterable[ast.AST]) -> frozenset[str]:

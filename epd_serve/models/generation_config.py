@@ -51,19 +51,9 @@ class GenerationConfig:
         return msgspec.structs.replace(sampling, **changes) if changes else sampling
 
 
-def read_generation_config(path: Path, config: Any, source: str = "auto") -> GenerationConfig:
-    """Read the generation settings of the model in ``path``.
-
-    Args:
-        source: "auto" reads the model's file, "off" only its end tokens, a directory the file in there.
-
-    Raises ValueError for invalid values, and for a directory without the file.
-    """
-    file = (path if source in ("auto", "off") else Path(source)) / "generation_config.json"
-    if source not in ("auto", "off") and not file.is_file():
-        raise ValueError(
-            f"generation_config: there is no {file}; write auto, off or a directory with a generation_config.json"
-        )
+def read_generation_config(path: Path, config: Any) -> GenerationConfig:
+    """Read the generation settings of the model in ``path``. Raises ValueError for invalid values."""
+    file = path / "generation_config.json"
     values = _read(file) if file.is_file() else {}
     eos = values.get("eos_token_id")
     if eos is None:
@@ -71,8 +61,6 @@ def read_generation_config(path: Path, config: Any, source: str = "auto") -> Gen
     ends = [] if eos is None else eos if isinstance(eos, list) else [eos]
     if not all(type(token) is int for token in ends):
         raise ValueError(f"{file}: eos_token_id is {eos!r}; it must be the number of a token, or a list of such")
-    if source == "off":
-        return GenerationConfig(eos_token_ids=frozenset(ends))
     given = {name: _checked(file, name, values[name]) for name in _RANGES if values.get(name) is not None}
     max_tokens = given.pop("max_new_tokens", None)
     if "top_k" in given:

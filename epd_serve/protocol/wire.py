@@ -218,7 +218,6 @@ class PromptOptions(Message, frozen=True):
 
     Attributes:
         add_special_tokens: None leaves it to the tokenizer for a prompt, and adds none to a rendered chat.
-        truncate: number of the last tokens to keep; None: all.
         tools, template_kwargs: JSON for the chat template, or "".
         cache_salt: requests with another one share no cached prefix with this one; "": all that have none.
     """
@@ -226,7 +225,6 @@ class PromptOptions(Message, frozen=True):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool | None = None
-    truncate: int | None = None
     tools: str = ""
     template_kwargs: str = ""
     cache_salt: str = ""
@@ -390,7 +388,7 @@ class ReserveRequest(Message, frozen=True):
     """Ask D for the blocks of one request (reserve → announce → complete; idempotent by ``transfer_id``).
 
     ``num_prompt_tokens`` counts the tokens whose KV will be announced, ``max_tokens`` those that may come after;
-    ``priority``, ``key`` and ``group`` are those of the request's SamplingParams.
+    ``priority`` is that of the request's SamplingParams.
     """
 
     transfer_id: str
@@ -403,8 +401,6 @@ class ReserveRequest(Message, frozen=True):
     lease_s: float
     region: Region
     priority: int = 0
-    key: str = ""
-    group: str = ""
 
 
 class ReserveReply(Message, frozen=True):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from statistics import median, median_low
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -28,8 +27,10 @@ from epd_serve.protocol.instance_state import InstanceInfo, Load, Report
 from epd_serve.protocol.wire import MediaRef
 from epd_serve.types import Role, Stage, StageRate
 
-#: What an encode weighs in ``recent_pixels`` after the next one: about the last 200 count.
+#: Weight of an encode in ``recent_pixels`` after the next one: about the last 200 count.
 _RECENT_MEMORY = 0.995
+#: Weight of a report in the mean length of answers.
+_GAIN = 0.1
 
 
 class InstanceTable:
@@ -49,8 +50,10 @@ class InstanceTable:
         self.first_start_s = 0.0
         self._models: dict[str, InstanceInfo] | None = None  # None: to be looked up
         self._last_models: dict[str, InstanceInfo] = {}
-        self._peers: dict[frozenset[Stage], list[InstanceRecord]] = {}  # by their stages
         self._covering: dict[tuple[Stage, str | None], list[InstanceRecord]] = {}  # by stage and model
+        #: The last rates that were measured anywhere, and by which instance.
+        self._rates = {"E": ("", PRIOR_ENCODE), "P": ("", PRIOR_PREFILL), "D": ("", PRIOR_DECODE)}
+        self._mean_output_tokens = 0.0
 
     def __iter__(self) -> Iterator[InstanceRecord]:
         return iter(self._records.values())
@@ -63,19 +66,18 @@ class InstanceTable:
 
     def add(self, name: str, url: str) -> None:
         assert name not in self._records
-        self._forget()
+        self._drop_caches()
         self._records[name] = InstanceRecord(name=name, url=url)
 
     def remove(self, name: str) -> None:
-        """Forget the instance: it gets nothing new, but a caller that holds its record may go on to use it."""
+        """Remove an instance: it gets no new request; a caller that holds its record may still use it."""
         self.models()  # are remembered beyond the last instance that has one
-        self._forget()
+        self._drop_caches()
         del self._records[name]
 
-    def _forget(self) -> None:
-        """Drop the caches over all instances: an instance has come, left or changed."""
+    def _drop_caches(self) -> None:
+        """Drop what was looked up over all instances: one has come, left or changed."""
         self._models = None
-        self._peers.clear()
         self._covering.clear()
 
     # ------------------------------------------------------------------ what instances say
@@ -90,13 +92,13 @@ class InstanceTable:
         record = self._records[name]
         record.role = Role.parse(info.role)
         record.stages = record.role.stages
-        self._forget()
+        self._drop_caches()
         before = record.info or info
         record.before = record.info if info.pid == before.pid else None
         record.num_restarts += info.pid != before.pid
         if (info.pid, info.epoch) != (before.pid, before.epoch):
-            record.kept.clear()
-            record.features.clear()  # another process, or its caches were made anew
+            record.num_lives += 1  # another process, or its caches were made anew
+            record.features.clear()
             record.prefixes.clear()
         record.info = info
         record._pending = None
@@ -129,13 +131,8 @@ class InstanceTable:
             record._own = NONE  # floating point leaves crumbs
         for mm_hash in report.encoded:
             record.features.add(mm_hash)
-        peers = self._peers.get(record.stages)
-        if peers is None:
-            peers = [one for one in self._records.values() if one.stages == record.stages]
-            self._peers[record.stages] = peers
-        record.costs = resolve_costs(load, record.info.budgets, [one.load for one in peers if one is not record])
+        record.costs = self._resolve_costs(record)
         record._pending = None
-        record.is_stale = False
         if report.ready != record.ready:
             self._set_ready(record, report.ready)
 
@@ -144,42 +141,52 @@ class InstanceTable:
             for stage in Stage:  # else it would get all work until it has caught up with its peers
                 peers = [one.num_chosen[stage] for one in self if one.ready and stage in one.stages]
                 record.num_chosen[stage] = max([record.num_chosen[stage], *peers])
-            self.mark_returned(record.name)
+            record.num_lives += record.is_down
+            record.is_down = False
         record.ready = ready
+
+    def _resolve_costs(self, record: InstanceRecord) -> StageCosts:
+        """Return an instance's costs: as it measured them lately, else as any instance did, else as it once did.
+
+        An instance whose rates are old gets those of another, so that it is tried again: one that was slow in an
+        unlucky moment is not avoided for ever. The mean length of answers is taken over all instances: one that
+        has seen few answers end would be avoided, or get all requests, for these alone.
+        """
+        assert record.info is not None
+        load, budgets = record.load, record.info.budgets
+        if load.mean_output_tokens:
+            mean = self._mean_output_tokens or load.mean_output_tokens
+            self._mean_output_tokens = mean + _GAIN * (load.mean_output_tokens - mean)
+        rates: dict[str, StageRate] = {}
+        for stage, (source, latest) in self._rates.items():
+            own = load.rates.get(stage)
+            if own is not None and (own.is_fresh or source == record.name):
+                self._rates[stage] = record.name, own
+            rates[stage] = own if own is not None and (own.is_fresh or not latest.is_fresh) else latest
+        return StageCosts(
+            encode=rates["E"],
+            prefill=rates["P"],
+            decode=rates["D"],
+            max_batch_pixels=budgets.get("image_budget_pixels") or MAX_BATCH_PIXELS,
+            max_batch_tokens=budgets.get("max_num_batched_tokens") or MAX_BATCH_TOKENS,
+            mean_output_tokens=self._mean_output_tokens or PRIOR_OUTPUT_TOKENS,
+        )
 
     def mark_lost(self, name: str) -> None:
         """Give an instance no work until it answers ``/info`` again."""
         if name in self._records:
             self._records[name].ready = False
 
-    def mark_gone(self, name: str) -> None:
-        """Note that an instance cannot be reached; after its return, earlier failures say nothing about it."""
-        self.mark_lost(name)
-        self._records[name].is_gone = True
-
-    def mark_silent(self, name: str) -> None:
-        """Note that an instance computes nothing; after its return, earlier failures say nothing about it."""
+    def mark_down(self, name: str) -> None:
+        """Note that an instance does not answer; when it returns, earlier failures say nothing about it."""
         if name in self._records:
-            self._records[name].is_gone = True
-
-    def mark_returned(self, name: str) -> None:
-        """Note that an instance that was gone or silent answers again."""
-        if name in self._records:
-            record = self._records[name]
-            record.num_returns += record.is_gone
-            record.is_gone = False
-
-    def mark_stale(self, name: str) -> None:
-        """Give an instance no work, where another can take it, until its next report."""
-        self._records[name].is_stale = True
+            self._records[name].ready = False
+            self._records[name].is_down = True
 
     # ------------------------------------------------------------------ what policies and pages ask
 
     def ready(self, stage: Stage, model: str | None = None) -> list[InstanceRecord]:
-        """Ready instances that cover a stage (of one model, where given), in the order of the deployment.
-
-        Stale ones are among them only where there are no others.
-        """
+        """Return the instances that are up and cover a stage (of one model, where given), in deployment order."""
         covering = self._covering.get((stage, model))
         if covering is None:
             covering = [
@@ -189,12 +196,13 @@ class InstanceTable:
             ]
             if covering:  # names of models that there are not could be any number
                 self._covering[stage, model] = covering
-        up = [one for one in covering if one.ready and one.accepting]
-        return [one for one in up if not one.is_stale] or up
+        return [one for one in covering if one.ready and not one.drains]
 
     def models(self) -> dict[str, InstanceInfo]:
-        """Model name → info of an instance that prefills it, ready or not, in the order of the deployment. Where
-        all of these have left, that of the last ones, which others may replace."""
+        """Return for each model the info of an instance that prefills it, in the order of the deployment.
+
+        Up or not; where all such instances have left, the info of the last ones, which others may replace.
+        """
         if self._models is None:
             found: dict[str, InstanceInfo] = {}
             for record in self:
@@ -204,7 +212,7 @@ class InstanceTable:
         return self._models
 
     def missing_stages(self, stages: Iterable[Stage] = (Stage.PREFILL, Stage.DECODE)) -> list[Stage]:
-        """Return those of the stages that no ready instance covers. E is not needed: P can encode in its place."""
+        """Return the stages that no instance covers which is up. E is not needed: P can encode in its place."""
         return [stage for stage in stages if not self.ready(stage)]
 
     def lacks_roles(self) -> bool:
@@ -250,7 +258,7 @@ class InstanceTable:
     def encoding(self, record: InstanceRecord, ref: MediaRef, request_id: str = "") -> Iterator[OpenCall]:
         """Count one open encode call; an item that is being encoded there, or has been, adds no work.
 
-        Who makes the call sets its ``was_cached``. One that fails leaves no feature in the record.
+        A call that fails leaves no feature in the record.
         """
         mm_hash, work = ref.mm_hash, NONE
         if mm_hash not in record.features and mm_hash not in record.encoding:
@@ -258,19 +266,13 @@ class InstanceTable:
             for one in self._records.values():
                 one.recent_pixels *= _RECENT_MEMORY
             record.recent_pixels += work.num_pixels
-        was_known = mm_hash in record.kept
         call = self.in_flight(record, Stage.ENCODE, request_id=request_id, work=work)
         record.encoding[mm_hash] += 1
         try:
             yield call
-            if was_known and not call.was_cached:  # it keeps fewer than we thought
-                record.features.forget_half()
-                record.kept.forget_half()
             record.features.add(mm_hash)
-            record.kept.add(mm_hash)
         except Exception:
             record.features.pop(mm_hash, None)
-            record.kept.pop(mm_hash, None)
             raise
         finally:
             call.close()
@@ -281,7 +283,7 @@ class InstanceTable:
 
 @dataclass(slots=True, eq=False)
 class InstanceRecord:
-    """One instance as last seen.
+    """One instance as last seen: up (ready and not draining), draining or down.
 
     Attributes:
         name: its name in the deployment.
@@ -290,21 +292,19 @@ class InstanceRecord:
         place: its host and device, from that answer.
         role: its role, from that answer; None until the first. stages: those of it; none until the first.
         ready: whether it answers and is ready to work.
-        accepting: whether this gateway gives it any.
-        cut_off: names of instances that it cannot reach, as far as is known, though this gateway can.
-        is_gone: it cannot be reached, or computes nothing. num_returns: number of times that it was back since.
+        drains: who has ordered that it gets no new request: the operator, a role switch.
+        is_down: whether it was found not to answer; False again once it is ready.
+        num_lives: number of times that it became another process or role, or returned after it was down.
         before: its answer to ``/info`` before the last one, if the same process gave it.
         num_restarts: number of times that another process has taken its place.
-        is_stale: it has been silent for longer than it should; it gets work only where no other can take it.
         load: its last report's.
         costs: times of its stages, by its own measurements where there are any.
         in_flight: this gateway's open calls, by stage.
         encoding: number of open encode calls by the mm_hash that is encoded.
         recent_pixels: pixels that this gateway has sent there to be encoded, older ones counting less.
         features: mm_hashes of items that were encoded there lately, as far as is known.
-        kept: those of them that were complete when this gateway last asked; others may still be in the making.
         prefixes: beginnings of the prompts that went there.
-        num_chosen: number of calls that this gateway has opened, by stage; breaks ties, so that equals take turns.
+        num_chosen: number of calls that this gateway has opened, by stage; equals take turns by it.
         sent_encode_s, sent_sequences: work that this gateway has sent there so far: seconds of encoding, and
             sequences to decode, each at its first try.
     """
@@ -316,20 +316,17 @@ class InstanceRecord:
     role: Role | None = None
     stages: frozenset[Stage] = frozenset()
     ready: bool = False
-    accepting: bool = True
-    cut_off: set[str] = field(default_factory=set)
-    is_gone: bool = False
-    num_returns: int = 0
+    drains: set[str] = field(default_factory=set)
+    is_down: bool = False
+    num_lives: int = 0
     before: InstanceInfo | None = None
     num_restarts: int = 0
-    is_stale: bool = False
     load: Load = field(default_factory=Load)
     costs: StageCosts = field(default_factory=StageCosts)
     in_flight: dict[Stage, int] = field(default_factory=lambda: dict.fromkeys(Stage, 0))
     encoding: Counter[str] = field(default_factory=Counter)
     recent_pixels: float = 0.0
     features: Recent[str] = field(default_factory=lambda: Recent(8192))
-    kept: Recent[str] = field(default_factory=lambda: Recent(8192))
     prefixes: Recent[bytes] = field(default_factory=lambda: Recent(16384))
     num_chosen: dict[Stage, int] = field(default_factory=lambda: dict.fromkeys(Stage, 0))
     sent_encode_s: float = 0.0
@@ -339,14 +336,21 @@ class InstanceRecord:
     _own: Work = NONE  # of calls that the report does not contain
     _ended: Work = NONE  # of calls that it contains and that have ended since
     _unreported: dict[str, list[OpenCall]] = field(default_factory=dict)
-    #: Results of :meth:`decode_s`, as long as nothing has changed.
-    _known: dict[tuple[float, float | None], tuple[float, float, float]] = field(default_factory=dict)
+
+    @property
+    def draining(self) -> bool:
+        return bool(self.drains)
+
+    @property
+    def state(self) -> Literal["up", "draining", "down"]:
+        if not self.ready:
+            return "down"
+        return "draining" if self.draining else "up"
 
     @property
     def pending(self) -> Work:
         """The instance's work: its last report, and this gateway's calls that the report does not contain."""
         if self._pending is None:
-            self._known.clear()
             left = self._reported if self._ended is NONE else self._reported - self._ended
             self._pending = left if self._own is NONE else left + self._own
         return self._pending
@@ -354,8 +358,6 @@ class InstanceRecord:
     @property
     def encode_s(self) -> float:
         """Seconds of encoding to do."""
-        if not self.pending.num_pixels:
-            return 0.0
         return self.costs.encode_s(self.pending.num_pixels)
 
     @property
@@ -380,20 +382,6 @@ class InstanceRecord:
         held = held_blocks * self.info.block_size + self.pending.num_kv_tokens
         return self.costs.room_s(missing, held, self.pending.num_sequences)
 
-    def decode_s(self, num_sequences: float, max_tokens: float | None) -> tuple[float, float, float]:
-        """(seconds that ``num_sequences`` more cost, KV tokens that have room, seconds of encoding to do).
-
-        The result is kept: a request is compared at all instances, and few of them have changed since the last
-        request.
-        """
-        key, pending = (num_sequences, max_tokens), self.pending
-        known = self._known.get(key)
-        if known is None:
-            seconds = self.costs.decode_s(num_sequences, pending.num_sequences, max_tokens)
-            has_room = not self.load.total_blocks or self.info is None
-            known = self._known[key] = seconds, float("inf") if has_room else self.room_tokens, self.encode_s
-        return known
-
 
 class OpenCall(msgspec.Struct, eq=False):
     """A call that counts as in flight, with its work, until it is closed.
@@ -401,7 +389,6 @@ class OpenCall(msgspec.Struct, eq=False):
     Attributes:
         key: stage and request id, as the instance reports it.
         is_reported: the instance has.
-        was_cached: of an encode: whether the instance had the feature.
     """
 
     record: InstanceRecord
@@ -410,7 +397,6 @@ class OpenCall(msgspec.Struct, eq=False):
     work: Work
     number: int
     is_reported: bool = False
-    was_cached: bool = True
 
     def close(self) -> None:
         """End the call; to be called once."""
@@ -444,63 +430,6 @@ class Recent(OrderedDict[T, None]):
         if len(self) > self._capacity:
             self.popitem(last=False)
 
-    def forget_half(self) -> None:
-        """Remove the half of the keys that was added first."""
-        for _ in range(len(self) // 2):
-            self.popitem(last=False)
 
-
-#: Of patches of 28 pixels square.
+#: Tokens of a patch of 28 pixels square.
 PRIOR_TOKENS_PER_PIXEL = 1 / 784
-
-#: Pixels, tokens and sequences of a batch by which rates are compared.
-_TYPICAL_SIZES = {Stage.ENCODE: 448.0**2, Stage.PREFILL: 256.0, Stage.DECODE: 8.0}
-#: Rates that differ by no more than this factor are about the same.
-_LIKE = 2.0
-
-_PRIORS = {Stage.ENCODE: PRIOR_ENCODE, Stage.PREFILL: PRIOR_PREFILL, Stage.DECODE: PRIOR_DECODE}
-
-
-def resolve_costs(load: Load, budgets: Mapping[str, float], peers: Sequence[Load]) -> StageCosts:
-    """An instance's costs: as it and its peers of one role measured them lately, else as it once did.
-
-    Instances whose times differ by less than measurements do are taken for equal; one that is new or was idle, for
-    one like the others. So it is tried again: one that was slow in an unlucky moment is not avoided for ever.
-    """
-
-    rates: dict[Stage, StageRate] = {}
-    for stage, prior in _PRIORS.items():
-        name = stage.value
-        own = load.rates.get(name)
-        known = [one.rates[name] for one in (load, *peers) if name in one.rates]
-        if not known:
-            rates[stage] = prior
-            continue
-        if own is not None and own.is_fresh and known.count(own) == len(known):
-            rates[stage] = own
-            continue
-        fresh = [one for one in known if one.is_fresh]
-        if own is not None and not fresh:
-            rates[stage] = own
-            continue
-        size, candidates = _TYPICAL_SIZES[stage], fresh or known
-        seconds = [one.seconds(size) for one in candidates]
-        middle_s = median_low(seconds)
-        middle = candidates[seconds.index(middle_s)]
-        if own is None or not own.is_fresh:
-            rates[stage] = StageRate(middle.base_s, middle.unit_s, is_fresh=False)
-        elif own.seconds(size) < _LIKE * middle_s and middle_s < _LIKE * own.seconds(size):
-            rates[stage] = middle
-        else:
-            rates[stage] = own
-
-    # Over all instances: one that has seen few answers end would be avoided, or get all requests, for these alone.
-    lengths = [one.mean_output_tokens for one in (load, *peers) if one.mean_output_tokens]
-    return StageCosts(
-        encode=rates[Stage.ENCODE],
-        prefill=rates[Stage.PREFILL],
-        decode=rates[Stage.DECODE],
-        max_batch_pixels=budgets.get("image_budget_pixels") or MAX_BATCH_PIXELS,
-        max_batch_tokens=budgets.get("max_num_batched_tokens") or MAX_BATCH_TOKENS,
-        mean_output_tokens=median(lengths) if lengths else PRIOR_OUTPUT_TOKENS,
-    )

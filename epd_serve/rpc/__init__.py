@@ -1,9 +1,7 @@
 """Calls between the processes of a deployment.
 
-* :mod:`epd_serve.rpc.link`, MessagePack in frames, joins pairs on one machine: a gateway's parent and its workers,
-  the launcher and its fork server, the launcher and ``epd-serve apply``.
-  :mod:`epd_serve.rpc.streams` has many calls on such a link: a gateway's to the stages of an instance that answer
-  with tokens.
+* :mod:`epd_serve.rpc.streams` has many calls on one connection, MessagePack in frames (:mod:`epd_serve.rpc.link`):
+  a gateway's to the stages of an instance that answer with tokens.
 * :mod:`epd_serve.rpc.http` is the client of every server of a deployment: calls of the gateway and of instances,
   the launcher's looks at health, the load tester's requests, the admin API's client (:mod:`epd_serve.rpc.admin`).
 

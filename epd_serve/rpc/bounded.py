@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -15,6 +16,10 @@ MAX_HEADER_BYTES = 64 * 1024
 HEADER_S = 10.0
 #: The rest of a body that was refused is read and dropped for this time, so that its sender sees the answer.
 GRACE_S = 10.0
+
+
+#: The offer to change to HTTP/2, behind which httptools would read no body.
+_H2C = re.compile(rb"\r\nupgrade:[ \t]*h2c(?=\r\n)", re.IGNORECASE)
 
 
 class HeadWatch(msgspec.Struct, eq=False):
@@ -67,6 +72,7 @@ class BoundedHttp(HttpToolsProtocol):
     #: Received since the last piece of a body or the end of a request.
     _collected_bytes = 0
     _body_bytes = 0
+    _in_body = False
     #: The request whose body still comes behind its answer.
     _refused: RequestResponseCycle | None = None
 
@@ -86,6 +92,9 @@ class BoundedHttp(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._collected_bytes += len(data)
+        if not self._in_body and _H2C.search(data):  # a server may ignore it (RFC 9110, section 7.8)
+            head, end, rest = data.partition(b"\r\n\r\n")
+            data = _H2C.sub(b"", head) + end + rest
         super().data_received(data)
         if self.transport.is_closing():
             return
@@ -101,6 +110,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._head.since_s = None
+        self._in_body = True
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -113,6 +123,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._collected_bytes = 0
+        self._in_body = False
         self._refused = None
         super().on_message_complete()
 

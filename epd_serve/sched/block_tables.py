@@ -128,10 +128,9 @@ class BlockTables:
             self._pool.register(sequence.blocks[i], sequence.block_hashes[i])
         sequence.num_registered = max(sequence.num_registered, computed)
 
-    def preempt(self, sequence: Sequence, *, saves: bool = False) -> None:
-        """Take a sequence's blocks; what could not be computed again is saved, or all with ``saves``: when this
-        returns, the device does nothing to them any more."""
-        if sequence.recomputable and not saves:
+    def preempt(self, sequence: Sequence) -> None:
+        """Take a sequence's blocks; KV that cannot be computed again is saved."""
+        if sequence.recomputable:
             sequence.num_computed = 0
         else:
             end = num_blocks_for(sequence.num_computed, self._pool.block_size)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Protocol, TypeVar
 
 from epd_serve.sched.sequence import Sequence
@@ -67,7 +66,6 @@ def schedule(
     blocks_freed: Callable[[Sequence], int],
     free_blocks: int,
     watermark: int = 0,
-    resting: AbstractSequence[Sequence] = (),
 ) -> ScheduleOutput:
     """Choose the next step. Pure: reads its arguments, changes nothing.
 
@@ -82,14 +80,13 @@ def schedule(
         blocks_freed: blocks that are free again when a sequence is preempted, at least one.
         free_blocks: blocks that growing and admission may take in all.
         watermark: blocks that admission leaves for those that run already, if there are any.
-        resting: sequences behind ``running`` that hold blocks and have no place in this step.
     """
     tokens, seqs = budget.max_num_tokens, budget.max_num_seqs
     pace = budget.pace
     meter: StepMeter | ChunkMeter | None = None if pace is None else pace.meter()
     output = ScheduleOutput()
     unfinished: list[Sequence] = []
-    last = chain(reversed(resting), reversed(running))
+    last = reversed(running)
     for sequence in running:
         if sequence.is_complete or (output.preempted and sequence in output.preempted):
             continue

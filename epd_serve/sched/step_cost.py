@@ -18,14 +18,15 @@ MIN_CHUNK = 16
 _GAIN = 0.1
 
 
-def latency_limit_s(role: Role, *, ttft_s: float | None, tpot_s: float | None, alpha: float) -> float | None:
-    """LATENCY_max of a role: TPOT_max where it decodes, else alpha * TTFT_max; None: no limit.
+#: A request passes two steps at least, an encode and a prefill, before its first token.
+_ALPHA = 0.5
 
-    A request passes two steps at least, an encode and a prefill, before its first token: hence alpha = 0.5.
-    """
+
+def latency_limit_s(role: Role, *, ttft_s: float | None, tpot_s: float | None) -> float | None:
+    """Return LATENCY_max of a role: TPOT_max where it decodes, else alpha * TTFT_max; None: no limit."""
     if role.decodes:
         return tpot_s
-    return None if ttft_s is None else alpha * ttft_s
+    return None if ttft_s is None else _ALPHA * ttft_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,17 +146,6 @@ class StepPace:
         """Return the meter of one step."""
         return StepMeter(self.cost, self.limit_s / self.correction)
 
-    def num_decodes(self, contexts: Iterable[int]) -> int:
-        """The number of decodes with these contexts, in this order, that leave a prefill its share of a step."""
-        left_s = (1 - PREFILL_SHARE) * self.limit_s / self.correction - self.cost.base_s
-        count = 0
-        for context in contexts:
-            left_s -= self.cost.decode_s(context)
-            if left_s < 0:
-                break
-            count += 1
-        return max(count, 1)
-
     def has_room(self, num_decodes: int, context: int, num_tokens: int) -> bool:
         """Whether one more sequence of ``num_tokens`` may join those that decode here, or will.
 
@@ -201,10 +191,6 @@ class ChunkPace:
     def meter(self) -> ChunkMeter:
         """Return the meter of one step."""
         return ChunkMeter(self.num_tokens)
-
-    def num_decodes(self, contexts: Iterable[int]) -> int:
-        """The number of decodes that may be in a step: all."""
-        return sum(1 for _ in contexts)
 
     def has_room(self, num_decodes: int, context: int, num_tokens: int) -> bool:
         """Whether one more sequence may join: always, within the budget's other limits."""

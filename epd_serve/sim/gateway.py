@@ -232,7 +232,7 @@ class SimGateway:
     def _encode(self, attempt: Attempt, action: do.Encode) -> None:
         ref, record, prefill = action.ref, action.encoder, self._instances[action.prefill.name]
         attempt.encodes[action.item] = stack = ExitStack()
-        call = stack.enter_context(self.table.encoding(record, ref, attempt.id))
+        stack.enter_context(self.table.encoding(record, ref, attempt.id))
         attempt.instances[record.name] = None
         instance = self._instances[record.name]
         instance.received.append(Stage.ENCODE.value + attempt.id)
@@ -248,7 +248,6 @@ class SimGateway:
         def encoded(cached: bool) -> None:
             if attempt.is_over:
                 return
-            call.was_cached = cached
             attempt.encodes.pop(action.item).close()
             instance.is_changed = True
             self._feed(attempt.run, on.Encoded(action.item))

@@ -20,11 +20,11 @@ from msgspec.structs import replace
 
 from epd_serve.cache.block_pool import BlockPool, num_blocks_for
 from epd_serve.cost.profile import Profile
+from epd_serve.sched.orders import order_of
 from epd_serve.sched.queues import Queues
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sched.sequence import Sequence, SequenceState
 from epd_serve.sched.step_cost import StepPace, StepWork
-from epd_serve.sched.turns import order_of
 from epd_serve.sim.device import Activity, Clock, SimDevice
 from epd_serve.sim.spec import SimInstanceSpec, size_steps_of
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Literal
 
-from epd_serve.config.sections import BatchingOrder, BatchingPolicy
+from epd_serve.config.sections import BatchingOrder
 from epd_serve.cost.profile import Profile
 from epd_serve.sched.schedule import Budget
 from epd_serve.sched.step_cost import StepCost, StepPace, latency_limit_s, search_budget
@@ -25,9 +26,8 @@ class Batching:
     max_num_tokens: int = 2048
     max_num_seqs: int = 64
     image_budget_pixels: int = 8 << 20
-    policy: BatchingPolicy = "stage-level"
+    policy: Literal["stage-level", "unlimited"] = "stage-level"
     order: BatchingOrder = "fcfs"
-    alpha: float = 0.5
     ttft_s: float | None = None
     tpot_s: float | None = None
 
@@ -64,7 +64,7 @@ class SimInstanceSpec:
         batching = self.batching
         if batching.policy != "stage-level":
             return None
-        return latency_limit_s(self.role, ttft_s=batching.ttft_s, tpot_s=batching.tpot_s, alpha=batching.alpha)
+        return latency_limit_s(self.role, ttft_s=batching.ttft_s, tpot_s=batching.tpot_s)
 
 
 def size_steps_of(spec: SimInstanceSpec) -> tuple[Budget, StepCost]:

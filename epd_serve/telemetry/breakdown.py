@@ -1,4 +1,4 @@
-"""Joins the traces of a deployment's processes: one file for a viewer, and where the time of requests went."""
+"""Joins the traces of a deployment's processes: one file for a viewer, and the time of requests by stage."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ from epd_serve.telemetry.span import (
 from epd_serve.telemetry.trace_file import CLOCK, REQUEST
 
 _LABELS = {
-    **{stage: stage.replace("_", " ").replace("ep ", "E-P ").replace("pd ", "P-D ") for stage in STAGES},
     "stages": "all stages",
-    "gateway": "gateway, before them",
+    "gateway": "gateway, before",
     "between": "calls and answer",
     "e2e": "end to end",
 }
@@ -41,12 +40,12 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestTimes:
-    """One complete request.
+    """The times of one complete request.
 
     Attributes:
-        stages: seconds in each of :data:`STAGES` on its critical path; together ``end_s - start_s``.
-        received_s: seconds from its arrival at the gateway until the stage calls were sent; None where no gateway
-            was traced.
+        stages: seconds in each of :data:`STAGES` on its critical path.
+        received_s: seconds from arrival at the gateway until the stage calls were sent; None without a traced
+            gateway.
         served_s: seconds from then to the end of the answer at the gateway.
     """
 
@@ -63,47 +62,31 @@ class RequestTimes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
-    """All events of a directory, in microseconds from the first of them, and the requests found in them."""
+    """All events of a directory, in microseconds from the first, and the requests found in them."""
 
     events: list[Event]
     requests: list[RequestTimes]
 
     def to_json(self) -> bytes:
-        """Trace Event Format, with a process "requests" that shows each request's critical path on a line."""
-        pid = max((event["pid"] for event in self.events), default=0) + 1
-        shown: list[Event] = [
-            {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": "requests"}}
-        ]
-        for line, request in enumerate(self.requests, start=1):
-            name = {"name": f"request {request.request_id[:8]}"}
-            shown.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": line, "args": name})
-            start = request.start_s
-            for stage, seconds in request.stages.items():
-                if seconds:
-                    ends = round(start * 1e6), round((start + seconds) * 1e6)
-                    common = {"pid": pid, "tid": line, "args": {"request": request.request_id}}
-                    shown.append({"ph": "X", "name": stage, "ts": ends[0], "dur": ends[1] - ends[0], **common})
-                start += seconds
-        return msgspec.json.encode({"traceEvents": self.events + shown, "displayTimeUnit": "ms"})
+        """Return the joined events in the Trace Event Format."""
+        return msgspec.json.encode({"traceEvents": self.events, "displayTimeUnit": "ms"})
 
 
 def read_traces(directory: Path) -> Trace:
-    """Join what the processes of a deployment wrote, also those that were killed.
+    """Join the files of a deployment's processes, killed ones included.
 
     Raises ValueError where the directory holds no trace.
     """
     files = [events for path in sorted(directory.glob("*.json")) if (events := _read(path))]
     if not files:
-        raise ValueError(
-            f"{directory} holds no traces; 'trace: {directory}' in the deployment file has them written"
-        )
+        raise ValueError(f"{directory} holds no traces; set 'trace: {directory}' in the deployment file")
     offsets: dict[str, int] = {}
     for pid, events in enumerate(files, start=1):
         clock = next(event["args"] for event in events if event["name"] == CLOCK)
         # processes of one host share the clock: one offset for all, or they would differ by its adjustments
         offset = offsets.setdefault(clock["host"], clock["wall_offset_us"])
         for event in events:
-            event["pid"] = pid  # those of two hosts may be equal
+            event["pid"] = pid  # pids of two hosts may be equal
             if "ts" in event:
                 event["ts"] += offset
     joined = [event for events in files for event in events if event["name"] != CLOCK]
@@ -111,21 +94,22 @@ def read_traces(directory: Path) -> Trace:
     for event in joined:
         if "ts" in event:
             event["ts"] -= origin
-    return Trace(events=joined, requests=_requests(_spans(joined)))
+    by_request: dict[str, list[Span]] = {}
+    for span in _spans(joined):
+        by_request.setdefault(span.request_id, []).append(span)
+    requests = [times for spans in by_request.values() if (times := _request_times(spans)) is not None]
+    return Trace(events=joined, requests=sorted(requests, key=lambda request: request.start_s))
 
 
 def summary(requests: Sequence[RequestTimes]) -> dict[str, Any]:
-    """Times of requests in milliseconds: stages and their sum, what the gateway took before them, what network and
-    event loops took between gateway and stages, and all of it."""
+    """Return times in milliseconds: of each stage, their sum, the gateway before them, calls and answer, all."""
     rows = {stage: [request.stages[stage] for request in requests] for stage in STAGES}
     rows["stages"] = [request.total_s for request in requests]
-    at_gateway = [
-        (r.received_s, r.served_s) for r in requests if r.received_s is not None and r.served_s is not None
-    ]
-    if len(at_gateway) == len(requests):
-        rows["gateway"] = [received for received, _ in at_gateway]
-        rows["between"] = [served - r.total_s for (_, served), r in zip(at_gateway, requests, strict=True)]
-        rows["e2e"] = [received + served for received, served in at_gateway]
+    times = [(r.received_s, r.served_s) for r in requests if r.received_s is not None and r.served_s is not None]
+    if len(times) == len(requests):
+        rows["gateway"] = [received for received, _ in times]
+        rows["between"] = [served - r.total_s for (_, served), r in zip(times, requests, strict=True)]
+        rows["e2e"] = [received + served for received, served in times]
     whole = fmean(rows.get("e2e") or rows["stages"]) if requests else 0.0
     return {
         "num_requests": len(requests),
@@ -143,7 +127,7 @@ def summary(requests: Sequence[RequestTimes]) -> dict[str, Any]:
 
 
 def breakdown_table(figures: dict[str, Any]) -> Table:
-    """A table of the figures that :func:`summary` returns."""
+    """Return a table of the figures of :func:`summary`."""
     table = Table(title=f"Mean of {figures['num_requests']} requests")
     table.add_column("stage")
     for heading in ("mean ms", "p50 ms", "p95 ms", "share"):
@@ -151,8 +135,10 @@ def breakdown_table(figures: dict[str, Any]) -> Table:
     for name, row in figures["rows"].items():
         if name in ("stages", "e2e"):
             table.add_section()
-        times = [f"{row[key]:.2f}" for key in ("mean_ms", "p50_ms", "p95_ms")]
-        table.add_row(_LABELS[name], *times, f"{row['share']:.1%}")
+        label = _LABELS.get(name, name.replace("ep_", "E-P ").replace("pd_", "P-D ").replace("_", " "))
+        table.add_row(
+            label, *[f"{row[key]:.2f}" for key in ("mean_ms", "p50_ms", "p95_ms")], f"{row['share']:.1%}"
+        )
     return table
 
 
@@ -161,7 +147,7 @@ def _percentile(values: list[float], percent: int) -> float:
 
 
 def _read(path: Path) -> list[Event]:
-    """The events of one process, one a line; nothing for a file that is no such trace."""
+    """Return the events of one process, one a line; nothing for another kind of file."""
     first, *lines = path.read_bytes().splitlines() or [b""]
     if first.strip() != b"[":
         return []
@@ -175,7 +161,7 @@ def _read(path: Path) -> list[Event]:
 
 
 def _spans(events: Iterable[Event]) -> list[Span]:
-    """The pairs of begin and end; they are written together."""
+    """Return a span for each pair of begin and end; they are written together."""
     return [
         Span(begin["name"], begin["args"]["request"], begin["ts"] / 1e6, end["ts"] / 1e6, begin["args"])
         for begin, end in pairwise(event for event in events if event.get("cat") == REQUEST)
@@ -183,25 +169,16 @@ def _spans(events: Iterable[Event]) -> list[Span]:
     ]
 
 
-def _requests(spans: Iterable[Span]) -> list[RequestTimes]:
-    by_request: dict[str, list[Span]] = {}
-    for span in spans:
-        by_request.setdefault(span.request_id, []).append(span)
-    found = [times for spans in by_request.values() if (times := _request(spans)) is not None]
-    return sorted(found, key=lambda request: request.start_s)
-
-
-def _request(spans: list[Span]) -> RequestTimes | None:
-    """One request's critical path; None for one that did not end, or of which a process's part is missing."""
+def _request_times(spans: list[Span]) -> RequestTimes | None:
+    """Return one request's critical path; None for an unfinished one, or where a process's part is missing."""
     at = {span.name: span for span in spans if not span.attributes.get("item")}
     if not {PREFILL_QUEUE, PREFILL_EXECUTE, DECODE_EXECUTE} <= at.keys():
         return None
     queue, execute, decode = at[PREFILL_QUEUE], at[PREFILL_EXECUTE], at[DECODE_EXECUTE]
     cuts = [queue.start_s] * 3
     if FEATURE_WAIT in at:
-        last = max(
-            (span for span in spans if span.name == EP_MIGRATION), key=lambda span: span.end_s, default=None
-        )
+        migrations = [span for span in spans if span.name == EP_MIGRATION]
+        last = max(migrations, key=lambda span: span.end_s, default=None)
         if last is None:
             return None
         item = last.attributes["item"]
@@ -216,15 +193,13 @@ def _request(spans: list[Span]) -> RequestTimes | None:
     cuts += [queue.start_s, execute.start_s, execute.end_s, handed, decode.start_s, decode.end_s]
     for index in range(1, len(cuts)):  # clocks of two hosts may differ by more than a stage takes
         cuts[index] = max(cuts[index], cuts[index - 1])
-    stages = {stage: end - start for stage, (start, end) in zip(STAGES, pairwise(cuts), strict=True)}
+    gateway = [
+        None if name not in at else at[name].end_s - at[name].start_s for name in (GATEWAY_RECEIVE, GATEWAY_SERVE)
+    ]
     return RequestTimes(
         request_id=spans[0].request_id,
         start_s=cuts[0],
-        stages=stages,
-        received_s=_length(at.get(GATEWAY_RECEIVE)),
-        served_s=_length(at.get(GATEWAY_SERVE)),
+        stages={stage: end - start for stage, (start, end) in zip(STAGES, pairwise(cuts), strict=True)},
+        received_s=gateway[0],
+        served_s=gateway[1],
     )
-
-
-def _length(span: Span | None) -> float | None:
-    return None if span is None else span.end_s - span.start_s

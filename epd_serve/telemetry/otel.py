@@ -1,110 +1,67 @@
 """Spans for OpenTelemetry, exported in the background by its SDK as the OTEL_* environment says.
 
-The packages are the extra ``[otel]``. Nothing is recorded unless the environment names where spans go:
-``OTEL_EXPORTER_OTLP_ENDPOINT`` (or ``..._TRACES_ENDPOINT``), or ``OTEL_TRACES_EXPORTER`` as "otlp" or "console".
-Sampler, resource attributes, headers, certificates and batches follow the specification's variables as well
+The packages are the extra ``[otel]``. Spans are recorded where ``OTEL_EXPORTER_OTLP_ENDPOINT`` (or
+``..._TRACES_ENDPOINT``) names a collector that speaks OTLP over HTTP. Sampler, resource attributes, headers,
+certificates and batches follow the specification's variables
 (https://opentelemetry.io/docs/specs/otel/configuration/sdk-environment-variables/).
 """
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from epd_serve.telemetry.span import Span, TraceContext, Value, join, parse_traceparent
+from epd_serve.telemetry.span import Span, TraceContext, Value, join_trace, parse_traceparent
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import SpanContext
-
-logger = logging.getLogger(__name__)
 
 #: How long a process that ends waits for a collector.
 _LAST_FLUSH_S = 3.0
-#: Requests whose traces are known. Those that end without a word make room in their turn.
+#: Requests whose traces are known; the oldest make room.
 _MAX_REQUESTS = 8192
 
-Kind = Literal["SERVER", "CLIENT", "INTERNAL"]
 
-
-def wanted(environment: Mapping[str, str]) -> bool:
-    """Whether the environment asks for spans."""
-    if environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
-        return False
-    exporter = environment.get("OTEL_TRACES_EXPORTER", "").strip()
-    if exporter:
-        return exporter != "none"
-    return any(
-        environment.get(f"OTEL_EXPORTER_OTLP_{name}", "").strip() for name in ("ENDPOINT", "TRACES_ENDPOINT")
-    )
-
-
-def span_export(instance: str, environment: Mapping[str, str] = os.environ) -> SpanExport | None:
-    """The exporter of one process, called ``instance`` in its resource; None where no spans are asked for, or they
-    cannot be had, which the log says."""
-    if not wanted(environment):
+def span_export(instance: str) -> SpanExport | None:
+    """Return the exporter of one process, called ``instance`` in its resource; None where no spans are asked for,
+    or the packages are missing, which is logged."""
+    names = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+    if os.environ.get("OTEL_SDK_DISABLED") == "true" or not any(os.environ.get(name) for name in names):
         return None
-    if any(
-        importlib.util.find_spec(package) is None
-        for package in ("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter")
-    ):
-        logger.warning(
+    try:
+        return SpanExport(instance)
+    except ImportError:
+        logging.getLogger(__name__).warning(
             "OTEL_* asks for spans, but OpenTelemetry is not installed; run in epd-serve's clone: "
             "pip install '.[otel]'"
         )
         return None
-    exporter = _exporter(environment)
-    return None if exporter is None else SpanExport(instance, exporter)
-
-
-def _exporter(environment: Mapping[str, str]) -> SpanExporter | None:
-    kind = environment.get("OTEL_TRACES_EXPORTER", "").strip() or "otlp"
-    if kind == "console":
-        from opentelemetry.sdk.trace.export import ConsoleSpanExporter
-
-        return ConsoleSpanExporter()
-    protocol = environment.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or environment.get(
-        "OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf"
-    )
-    if kind != "otlp" or protocol != "http/protobuf":
-        logger.warning(
-            "no spans are exported: OTEL_TRACES_EXPORTER can be otlp, console or none, got %r; "
-            "OTEL_EXPORTER_OTLP_PROTOCOL can be http/protobuf, got %r",
-            kind,
-            protocol,
-        )
-        return None
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-
-    return OTLPSpanExporter()
 
 
 class SpanExport:
-    """Hands spans that are over to the SDK, whose thread exports them and drops what is too much for it."""
+    """Hands finished spans to the SDK, whose thread exports them and drops what it cannot keep up with."""
 
-    def __init__(self, instance: str, exporter: SpanExporter) -> None:
+    def __init__(self, instance: str) -> None:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
-        attributes: dict[str, str] = {"service.instance.id": instance}
-        if not os.environ.get("OTEL_SERVICE_NAME"):
-            attributes["service.name"] = "epd-serve"
-        self._provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
-        self._processor = BatchSpanProcessor(exporter)
+        service = os.environ.get("OTEL_SERVICE_NAME") or "epd-serve"
+        resource = Resource.create({"service.instance.id": instance, "service.name": service})
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._processor = BatchSpanProcessor(OTLPSpanExporter())
         self._provider.add_span_processor(self._processor)
         self._scope = InstrumentationScope("epd-serve")
         self._offset_ns = time.time_ns() - time.monotonic_ns()
 
     def samples(self, context: TraceContext, name: str) -> bool:
-        """Whether a request that has just come is to be recorded, given what its caller has decided."""
+        """Return whether to record a request that has just arrived, given its caller's decision."""
         from opentelemetry.trace import NonRecordingSpan, set_span_in_context
 
         parent = None
@@ -113,8 +70,8 @@ class SpanExport:
         decision = self._provider.sampler.should_sample(parent, int(context.trace_id, 16), name)
         return bool(decision.decision.is_sampled())
 
-    def put(self, span: Span, context: TraceContext, *, kind: Kind = "INTERNAL", error: str = "") -> None:
-        """Take a span without waiting. ``context.span_id`` is its own; it must be sampled."""
+    def put(self, span: Span, context: TraceContext, *, kind: str = "INTERNAL", error: str = "") -> None:
+        """Take a finished span without waiting; ``context.span_id`` is its own."""
         from opentelemetry.sdk.trace import ReadableSpan
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
@@ -127,19 +84,16 @@ class SpanExport:
             kind=SpanKind[kind],
             attributes=span.attributes,
             status=Status(StatusCode.ERROR, error) if error else Status(),
-            start_time=self._ns(span.start_s),
-            end_time=self._ns(max(span.start_s, span.end_s)),
+            start_time=round(span.start_s * 1e9) + self._offset_ns,
+            end_time=round(max(span.start_s, span.end_s) * 1e9) + self._offset_ns,
         )
         self._processor.on_end(made)
 
     def close(self) -> None:
-        """Export what is waiting, for a few seconds at most. Idempotent."""
+        """Export what waits, for a few seconds at most."""
         closing = threading.Thread(target=self._provider.shutdown, name="spans-end", daemon=True)
         closing.start()
         closing.join(_LAST_FLUSH_S)
-
-    def _ns(self, seconds: float) -> int:
-        return round(seconds * 1e9) + self._offset_ns
 
 
 def _span_context(context: TraceContext, span_id: str) -> SpanContext:
@@ -155,7 +109,7 @@ def _span_context(context: TraceContext, span_id: str) -> SpanContext:
 
 
 class StageExport:
-    """Subscribes to the spans of an instance and exports those of requests whose callers sample them."""
+    """Subscribes to the spans of an instance and exports those of requests that are sampled."""
 
     def __init__(self, export: SpanExport, instance: str) -> None:
         self._export = export
@@ -163,7 +117,7 @@ class StageExport:
         self._callers: OrderedDict[tuple[str, str], TraceContext] = OrderedDict()
 
     def received(self, request_id: str, traceparent: str, item: str = "") -> None:
-        """A stage call has come; ``item`` is an encode's mm_hash."""
+        """Note a stage call; ``item`` is an encode's mm_hash."""
         caller = parse_traceparent(traceparent)
         if caller is not None and caller.sampled:
             self._callers[request_id, item] = caller
@@ -171,15 +125,13 @@ class StageExport:
                 self._callers.popitem(last=False)
 
     def put(self, span: Span) -> None:
-        """A span is over. Any thread may call it."""
+        """Export a finished span. Any thread may call it."""
         item = str(span.attributes.get("item", ""))
         caller = self._callers.get((span.request_id, item))
         if caller is not None:
-            about: dict[str, Value] = {"epd.instance": self._instance}
-            if item:
-                about["epd.item"] = item
+            about: dict[str, Value] = {"epd.instance": self._instance, **({"epd.item": item} if item else {})}
             named = Span(span.name, span.request_id, span.start_s, span.end_s, about)
-            self._export.put(named, join(caller.traceparent))
+            self._export.put(named, join_trace(caller.traceparent))
 
     def close(self) -> None:
         """As :meth:`SpanExport.close`."""

@@ -1,9 +1,8 @@
-"""Spans: what a process did, and from when to when. Stages write each once; whoever shows them subscribes.
+"""Spans: the work of a process with its times. Stages write each once; metrics and traces subscribe.
 
-Requests have their ids and their places in traces here, too, by W3C Trace Context: the headers ``traceparent`` and
-``tracestate`` (https://www.w3.org/TR/trace-context/).
+:class:`TraceContext` is a request's place in a trace by W3C Trace Context (https://www.w3.org/TR/trace-context/).
 
-Each stage of a request on its critical path is a span (TriInfer section 5.5). The events between which each lies:
+Each stage of a request on its critical path is a span (TriInfer section 5.5), between these events:
 
 ================  =================================================================================================
 encode_queue      E has read the encode call → the tower begins the batch with the item (decoding, resizing and
@@ -18,13 +17,13 @@ decode_queue      D has taken the request over (or the first token is there) →
 decode_execute    → the last token is turned into text; 0 where the first token was the last
 ================  =================================================================================================
 
-Meanwhile P is in ``feature_wait``, from the prefill call to the last feature that it lacked: the encode stages and
-the migration as P sees them, so it is no part of the sum. What P computes of the prompt in that time (text before
-an image, other images) is hidden behind the encoding, and counts as waiting.
+P is in ``feature_wait`` from the prefill call to the last feature that it lacked: the encode stages and the
+migration as P sees them, not part of the sum. Work that P does on the prompt in that time is hidden behind the
+encoding and counts as waiting.
 
-An item belongs to the critical path where its feature is the last that came. Each instance measures on its own
-clock; the two migrations therefore last until the sender has the answer, half a round trip longer than the way
-itself. :mod:`epd_serve.telemetry.breakdown` joins the records of several processes without that overlap.
+The item whose feature came last is on the critical path. Each instance measures on its own clock; a migration
+lasts until its sender has the answer, half a round trip longer than the transfer.
+:mod:`epd_serve.telemetry.breakdown` joins the records of several processes without that overlap.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ import os
 import re
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import inf
@@ -47,11 +45,11 @@ class Span(msgspec.Struct, eq=False):
     """One piece of work, in seconds of the process's monotonic clock.
 
     Attributes:
-        name: of a request's stage, or of what a thread did.
-        request_id: "" where the work was not one request's.
+        name: a request's stage, or the work of a thread.
+        request_id: "" for work that belongs to no single request.
         end_s: infinite while it lasts.
-        attributes: ``track`` names the thread of work that was not one request's, ``instance`` who did a stage as
-            the gateway sees it, ``item`` is the mm_hash of an encode; others say what else there is to know.
+        attributes: ``track`` names the thread of work without a request, ``instance`` the instance of a stage as
+            the gateway sees it, ``item`` the mm_hash of an encode.
     """
 
     name: str
@@ -61,14 +59,14 @@ class Span(msgspec.Struct, eq=False):
     attributes: dict[str, Value] = {}
 
     def end(self, **attributes: Value) -> None:
-        """End now, unless that was done before."""
+        """End now. Idempotent."""
         if self.end_s == inf:
             self.end_s = time.monotonic()
             self.attributes |= attributes
 
 
 class SpanStream:
-    """The spans of a process, each as soon as it is over. Any thread may put one; subscribers are called on it."""
+    """Passes each finished span of a process to its subscribers, on the thread that puts it."""
 
     def __init__(self) -> None:
         self._subscribers: list[Callable[[Span], None]] = []
@@ -233,14 +231,14 @@ _NO_TRACE, _NO_SPAN = "0" * 32, "0" * 16
 
 
 class TraceContext(msgspec.Struct, frozen=True, gc=False):
-    """A request's place in a trace.
+    """The place of a request in a trace.
 
     Attributes:
         trace_id: 32 hex digits.
-        span_id: of the part of the work that is done here: 16 hex digits.
-        parent_id: of the caller's span; "" where the trace begins here.
+        span_id: 16 hex digits, of the work done here.
+        parent_id: the caller's span; "" where the trace begins here.
         sampled: whether spans are recorded.
-        state: ``tracestate`` as it came, to be passed on; "" for none.
+        state: ``tracestate`` as received; "" for none.
     """
 
     trace_id: str
@@ -251,19 +249,17 @@ class TraceContext(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def traceparent(self) -> str:
-        """The header with which others join in below :attr:`span_id`."""
+        """Return the header for callees of :attr:`span_id`."""
         return f"00-{self.trace_id}-{self.span_id}-0{int(self.sampled)}"
 
     def child(self, number: int) -> TraceContext:
-        """The ``number``-th part of this span, from 1; equal numbers make equal ids."""
+        """Return the ``number``-th child span, from 1; equal numbers give equal ids."""
         span_id = (int(self.span_id, 16) + number) & _SPAN_IDS or 1
         return TraceContext(self.trace_id, f"{span_id:016x}", self.span_id, self.sampled, self.state)
 
 
 def parse_traceparent(parent: str, state: str = "") -> TraceContext | None:
-    """The context of a caller; ``span_id`` is the caller's. None where the header is invalid: then the
-    specification has the receiver begin a trace of its own. A ``tracestate`` that cannot be passed on is dropped.
-    """
+    """Return the context of a caller; None for an invalid header. An invalid ``tracestate`` is dropped."""
     match = _PARENT.fullmatch(parent)
     if match is None:
         return None
@@ -276,27 +272,10 @@ def parse_traceparent(parent: str, state: str = "") -> TraceContext | None:
     return TraceContext(trace_id, span_id, sampled=bool(int(flags, 16) & 1), state=state)
 
 
-def join(parent: str = "", state: str = "") -> TraceContext:
-    """A context of one's own below the caller's; without a caller's, a new trace that is not sampled."""
+def join_trace(parent: str = "", state: str = "") -> TraceContext:
+    """Return a new context below the caller's; without a valid caller, a new trace that is not sampled."""
+    span_id = os.urandom(8).hex()
     caller = parse_traceparent(parent, state) if parent else None
     if caller is None:
-        return TraceContext(random_block().hex(), random_block()[:8].hex())
-    return TraceContext(caller.trace_id, random_block()[:8].hex(), caller.span_id, caller.sampled, caller.state)
-
-
-_SIZE = 16
-_FETCHED_AT_ONCE = 512
-
-#: Taking a block out is atomic, so that no two threads get the same one.
-_blocks: deque[bytes] = deque()
-os.register_at_fork(after_in_child=_blocks.clear)
-
-
-def random_block() -> bytes:
-    """16 random bytes, as good as those of ``os.urandom``, that nobody else has got."""
-    try:
-        return _blocks.pop()
-    except IndexError:
-        data = os.urandom(_SIZE * _FETCHED_AT_ONCE)
-        _blocks.extend(data[at : at + _SIZE] for at in range(_SIZE, len(data), _SIZE))
-        return data[:_SIZE]
+        return TraceContext(os.urandom(16).hex(), span_id)
+    return TraceContext(caller.trace_id, span_id, caller.span_id, caller.sampled, caller.state)

@@ -1,4 +1,4 @@
-"""Writes what a process does in the Trace Event Format, which chrome://tracing and ui.perfetto.dev open."""
+"""Traces in the Trace Event Format, which chrome://tracing and ui.perfetto.dev open."""
 
 from __future__ import annotations
 
@@ -18,24 +18,20 @@ from epd_serve.telemetry.span import Span
 
 logger = logging.getLogger(__name__)
 
-#: Some gigabyte: a run that was forgotten must not fill a disk.
+#: A forgotten run must not fill a disk.
 _MAX_BYTES = 1 << 30
-
 #: Category of the spans of requests.
 REQUEST = "request"
-#: Metadata event with which the clocks of several hosts are joined.
+#: Metadata event by which the clocks of several hosts are joined.
 CLOCK = "epd_serve_clock"
 
 
 class TraceWriter:
-    """One process's events, in a file of its own: ``DIRECTORY/NAME-PID.json``.
+    """Subscribes to the spans of a process and writes them to ``DIRECTORY/NAME-PID.json``.
 
-    The format is a JSON array of events. Each is written at once and in one piece, so that a file whose process
-    was killed lacks nothing but the closing bracket, which viewers do not ask for. Any thread may call it. A disk
-    that takes no more ends the trace, not the work.
-
-    Times are given in seconds of the process's monotonic clock and written in microseconds of it. It is the same
-    for all processes of a host; what it differs by from the wall clock is written once, at the start.
+    The format is a JSON array of events. Each is written at once and in one piece: a file whose process was killed
+    lacks only the closing bracket, which viewers do not need. A full disk ends the trace, not the work. Any thread
+    may call it. Times are microseconds of the process's monotonic clock, which all processes of a host share.
     """
 
     def __init__(
@@ -51,20 +47,19 @@ class TraceWriter:
         self.path = directory / f"{name}-{self._pid}.json"
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
+            self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         except OSError as error:
             raise ValueError(f"trace: {self.path} cannot be written: {error.strerror}") from error
         self._is_open = True
         self._num_bytes = 0
         self._tracks: dict[str, int] = {}
         self._lock = threading.Lock()
-        first = self._metadata("process_name", 0, {"name": name})
-        self._put(b"[\n" + msgspec.json.encode(first))
+        self._put(b"[\n" + msgspec.json.encode(self._metadata("process_name", 0, {"name": name})))
         offset_us = round((wall_clock() - clock()) * 1e6)
         self._write(self._metadata(CLOCK, 0, {"host": _host_id(), "wall_offset_us": offset_us}))
 
     def put(self, span: Span) -> None:
-        """Write a span: of a request's, which may overlap, a pair of events; of a track's, which do not, one."""
+        """Write a span: a pair of events for a request's, which may overlap, one event for a track's."""
         start = round(span.start_s * 1e6)
         duration = max(round(span.end_s * 1e6) - start, 0)
         common: dict[str, Any] = {"name": span.name, "pid": self._pid, "ts": start}
@@ -82,10 +77,7 @@ class TraceWriter:
         """End the array. Idempotent."""
         self._put(b"\n]\n")
         with self._lock:
-            if self._is_open:
-                self._is_open = False
-                with suppress(OSError):
-                    os.close(self._file)
+            self._end()
 
     def _track(self, name: str) -> int:
         number = self._tracks.get(name)
@@ -107,22 +99,21 @@ class TraceWriter:
                 return
             try:
                 if self._num_bytes + len(data) > _MAX_BYTES:
-                    problem = f"it has {self._num_bytes} bytes"
-                elif os.write(self._file, data) == len(data):
-                    self._num_bytes += len(data)
-                    return
-                else:
-                    problem = "the disk is full"
+                    raise OSError(f"it has {self._num_bytes} bytes")
+                self._num_bytes += os.write(self._file, data)
             except OSError as error:
-                problem = str(error)
-            logger.warning("the trace %s ends here: %s", self.path, problem)
+                logger.warning("the trace %s ends here: %s", self.path, error)
+                self._end()
+
+    def _end(self) -> None:
+        if self._is_open:
             self._is_open = False
-            with suppress(OSError):  # it may say once more that the disk is full
+            with suppress(OSError):  # reports a full disk once more
                 os.close(self._file)
 
 
 def _host_id() -> str:
-    """An id that all processes with the same monotonic clock share."""
+    """Return an id that all processes with the same monotonic clock share."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:

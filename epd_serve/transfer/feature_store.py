@@ -254,7 +254,7 @@ class EmbeddedFeatureStore(FeatureSlab):
         if data.nbytes > self.nbytes:
             raise ValueError(
                 f"a feature of {data.nbytes} bytes does not fit a store of {self.nbytes}; "
-                "raise feature_store_bytes"
+                "raise feature_cache_bytes"
             )
         async with self._one_at_a_time:
             if mm_hash in self._cache:

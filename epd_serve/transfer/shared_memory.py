@@ -58,7 +58,7 @@ class SharedSlab:
             self.close()
             raise ValueError(
                 f"{nbytes >> 20} MiB of memory for {name!r} are not to be had ({error.strerror}): have less of it "
-                "(num_blocks, feature_store_bytes), or raise the limit of memory (ulimit -v, the cgroup's)"
+                "(num_blocks, feature_cache_bytes), or raise the limit of memory (ulimit -v, the cgroup's)"
             ) from error
         self.region = Region(
             name=self._name, nbytes=nbytes, host_id=host_id(), pid=os.getpid(), fd=self._fd, host=host, port=port

@@ -71,7 +71,7 @@ def _process_of(part: str, up: str) -> str:
     """Shell text for the process that has the part now: another one after each kill."""
     if part == "router":
         return f"$(pgrep -P {up} -f 'epd_serve.cli proxy')"
-    forked = f"$(pgrep -P {up} -f epd_serve.launch.processes.fork_server | sed 's/^/,/')"
+    forked = f"$(pgrep -P {up} -f multiprocessing.forkserver | sed 's/^/,/')"
     return f"$(pgrep -o -P {up}{forked} -f '{_SEEN[part]}')"
 
 

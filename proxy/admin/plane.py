@@ -16,7 +16,7 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from epd_serve.config.gateway import AdminConfig
-from epd_serve.config.keys import JOIN_KEY, hash_key
+from epd_serve.config.keys import ADMIN_KEY, hash_key
 from epd_serve.errors import ServeError
 from epd_serve.protocol.addresses import NoBrowsers, url_of
 from epd_serve.routing.table import InstanceRecord, InstanceTable
@@ -41,15 +41,13 @@ def create_admin_app(
     *,
     orders: Sequence[APIRouter] = (),
     engine: str = "native",
-    join_key: str | None = None,
 ) -> FastAPI:
     """``GET /instances`` and ``/requests``, and ``routers``, all behind ``key``.
 
     ``orders`` and ``joining`` are for those that have proved the cluster's key, too: they could give these orders
-    to the instances themselves. ``joining`` is also for those with ``join_key``, and for nobody who has none
-    of the three.
+    to the instances themselves. Nobody joins where there is neither of the two.
     """
-    admin, join = [[] if one is None else [(hash_key(one), Client("admin"))] for one in (key, join_key)]
+    admin = [] if key is None else [(hash_key(key), Client("admin"))]
     router = APIRouter()
 
     @router.get("/instances")
@@ -74,7 +72,7 @@ def create_admin_app(
     for one in orders:
         app.include_router(one, dependencies=[Depends(_proof_or_key(Authenticator(admin)))])
     if joining is not None:
-        required = _secret_required(Authenticator([*admin, *join]), bool(admin or join))
+        required = _secret_required(Authenticator(admin), bool(admin))
         app.include_router(joining, dependencies=[Depends(required)])
     install_error_handlers(app)
     return app
@@ -105,7 +103,7 @@ def _secret_required(authenticator: Authenticator, has_key: bool) -> Callable[[R
         if not has_key:
             raise SecretRequired(
                 f"who joins gets prompts, so it must have a secret: set cluster_key in the deployment file, and "
-                f"{CLUSTER_KEY} where the instance is started, or gateway.admin.join_key and {JOIN_KEY}"
+                f"{CLUSTER_KEY} where the instance is started, or gateway.admin.key and {ADMIN_KEY}"
             )
         authenticator.check(request.headers.get("authorization"))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from typing import Any
 
@@ -28,12 +27,11 @@ class ServedRequests:
     def __init__(self) -> None:
         self._lines: deque[bytes] = deque(maxlen=_NUM_REQUESTS)
         self._last = 0
-        self._wall_offset_s = time.time() - time.monotonic()
 
     def put(self, record: RequestRecord) -> None:
         """A request is over."""
         self._last += 1
-        self._lines.append(msgspec.json.encode(line_of(record, self._wall_offset_s)))
+        self._lines.append(msgspec.json.encode(line_of(record)))
 
     def after(self, number: int) -> tuple[int, list[bytes]]:
         """The number of the last one, and those after ``number``; all of them for a number that none has yet."""

@@ -17,12 +17,13 @@ from epd_serve.errors import Conflict, InstanceLost, InvalidRequest, ServeError,
 from epd_serve.protocol.instance_state import LeaveOrder, RoleChanged, RoleOrder
 from epd_serve.routing.table import InstanceRecord, InstanceTable
 from epd_serve.types import Role, Stage
-from proxy.fleet.health import Health
 from proxy.fleet.members import NoSuchInstance
 
 logger = logging.getLogger(__name__)
 
 _Body = TypeVar("_Body")
+#: Who has an instance drained.
+_SWITCH, _OPERATOR = "switch", "operator"
 #: Beyond its deadline, for an instance that makes its new stages, or its old ones again.
 _REBUILD_S = 120.0
 #: Beyond its deadline, for the answer of an instance that has just become empty.
@@ -30,41 +31,19 @@ _LEAVE_S = 10.0
 
 
 class RoleBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of ``POST /instances/{name}/role``.
-
-    Attributes:
-        automatic: no operator gave the order; it is refused while one changes the deployment.
-    """
+    """Body of ``POST /instances/{name}/role``."""
 
     role: str
-    automatic: bool = False
     deadline_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 30.0
     patience_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 1.0
-
-
-class Hold:
-    """While an operator changes the deployment, orders that no operator gave are refused.
-
-    Attributes:
-        until_s: on the event loop's clock; it ends by itself, in case that the operator is gone.
-    """
-
-    def __init__(self) -> None:
-        self.until_s = 0.0
-
-    def check(self) -> None:
-        """Raise Conflict while it is on."""
-        if asyncio.get_running_loop().time() < self.until_s:
-            raise Conflict("the deployment is being changed by 'epd-serve apply'")
 
 
 class Switches:
     """Has instances change their roles or leave; one that is ready is left for each stage that requests need."""
 
-    def __init__(self, table: InstanceTable, calls: Mapping[str, StageCalls], health: Health) -> None:
+    def __init__(self, table: InstanceTable, calls: Mapping[str, StageCalls]) -> None:
         self._table = table
         self._calls = calls
-        self._health = health
         self._ordered: dict[str, Role] = {}
         self._leaving: set[str] = set()
 
@@ -101,15 +80,15 @@ class Switches:
         if role != record.role:
             self._check_floor(record, kept)
         self._ordered[name] = role
-        self._health.hold(name, drains)
+        if drains:
+            record.drains.add(_SWITCH)
         try:
             return await self._ask(name, calls, order)
         finally:
             del self._ordered[name]
             if self._table.get(name) is record:
                 await self._look(record, calls)
-                if self._table.get(name) is record:  # it may have left meanwhile
-                    self._health.hold(name, False)
+            record.drains.discard(_SWITCH)
 
     async def leave(self, name: str, order: LeaveOrder) -> float:
         """Return when nothing is left of what it had, with the seconds that it took, so that it can be ended.
@@ -127,7 +106,7 @@ class Switches:
         if record.ready:
             self._check_floor(record)
         self._leaving.add(name)
-        self._health.hold(name)
+        record.drains.add(_SWITCH)
         try:
             async with asyncio.timeout(order.deadline_s + _LEAVE_S):
                 seconds = (await calls.leave(order)).seconds
@@ -137,8 +116,7 @@ class Switches:
             raise StageTimeout(f"instance {name} did not say whether it is empty") from error
         finally:
             self._leaving.discard(name)
-            if self._table.get(name) is record:
-                self._health.hold(name, False)
+            record.drains.discard(_SWITCH)
 
     def _check_idle(self, record: InstanceRecord) -> None:
         name = record.name
@@ -178,45 +156,44 @@ class Switches:
                 )
 
 
-def operations_router(table: InstanceTable, health: Health, switches: Switches) -> APIRouter:
+def operations_router(table: InstanceTable, switches: Switches) -> APIRouter:
     """``GET /admin/instances``, ``POST /admin/instances/{name}/drain`` and ``/undrain``."""
     router = APIRouter()
 
-    async def order(name: str, *, drain: bool) -> JSONResponse:
-        switches.find(name)
-        health.drain(name, drain)
-        return JSONResponse(describe(name))
-
-    def describe(name: str) -> dict[str, object]:
-        record = switches.find(name)
+    def describe(record: InstanceRecord) -> dict[str, object]:
         return {
-            "name": name,
+            "name": record.name,
             "url": record.url,
             "role": str(record.role) if record.role else None,
             "ready": record.ready,
-            **health.describe(name),
+            "state": record.state,
+            "draining": record.draining,
             "in_flight": sum(record.in_flight.values()),
         }
 
     @router.get("/admin/instances")
     async def instances() -> JSONResponse:
-        """Every instance with what this gateway thinks of it."""
-        return JSONResponse({"instances": [describe(record.name) for record in table]})
+        """Every instance and its state: up, draining or down."""
+        return JSONResponse({"instances": [describe(record) for record in table]})
 
     @router.post("/admin/instances/{name}/drain")
     async def drain(name: str) -> JSONResponse:
-        """No new requests for it; it is empty when ``in_flight`` is 0."""
-        return await order(name, drain=True)
+        """Send an instance no new request; it is empty when ``in_flight`` is 0."""
+        record = switches.find(name)
+        record.drains.add(_OPERATOR)
+        return JSONResponse(describe(record))
 
     @router.post("/admin/instances/{name}/undrain")
     async def undrain(name: str) -> JSONResponse:
-        """It takes requests again."""
-        return await order(name, drain=False)
+        """Send an instance requests again."""
+        record = switches.find(name)
+        record.drains.discard(_OPERATOR)
+        return JSONResponse(describe(record))
 
     return router
 
 
-def switches_router(switches: Switches, hold: Hold) -> APIRouter:
+def switches_router(switches: Switches) -> APIRouter:
     """``POST /instances/{name}/role``."""
     router = APIRouter()
 
@@ -225,8 +202,6 @@ def switches_router(switches: Switches, hold: Hold) -> APIRouter:
         """Answers when the instance serves the role; the role that it has calls an order back."""
         switches.find(name)
         body = decoded(await request.body(), RoleBody)
-        if body.automatic:
-            hold.check()
         order = RoleOrder(role=body.role, deadline_s=body.deadline_s, patience_s=body.patience_s)
         changed = await switches.order(name, order)
         answer: dict[str, Any] = {"instance": name, "from": changed.old, "to": changed.new}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Iterable
-from hashlib import blake2b, sha256
+from hashlib import sha256
 from typing import ClassVar
 
 from epd_serve.config.gateway import KeyLimits
@@ -19,19 +19,17 @@ class Client:
     """The holder of an API key, or all callers together where there are no keys.
 
     Attributes:
-        id: stands for the key where instances let keys take turns, the same at all gateways; "" without keys.
         num_active: choices of requests that have entered and not left.
         num_refused: requests that the limit of the key has turned away.
     """
 
-    __slots__ = ("id", "limits", "name", "num_active", "num_refused")
+    __slots__ = ("limits", "name", "num_active", "num_refused")
 
     def __init__(self, name: str, limits: KeyLimits | None = None) -> None:
         self.name = name
         self.limits = limits or KeyLimits()
         self.num_active = 0
         self.num_refused = 0
-        self.id = "" if name == ANONYMOUS else blake2b(name.encode(), digest_size=8).hexdigest()
 
     def enter(self) -> None:
         """Count a request in; :meth:`leave` counts it out. Raises Overloaded over the limit."""
@@ -88,19 +86,8 @@ class Authenticator:
 
     def __init__(self, keys: Iterable[tuple[str, Client]]) -> None:
         """``keys`` are (hash as of :func:`epd_serve.config.keys.hash_key`, its holder)."""
-        self._holders: dict[bytes, Client] = {}
-        self.anonymous: Client | None = None
-        self.replace(keys)
-
-    def replace(self, keys: Iterable[tuple[str, Client]]) -> None:
-        """From now on these are the keys. Whose name and limits stay is counted on; requests in progress go on."""
-        before, self._holders = self._holders, {}
-        for text, client in keys:
-            digest = bytes.fromhex(text.removeprefix(HASH_PREFIX))
-            known = before.get(digest)
-            same = known is not None and (known.name, known.limits) == (client.name, client.limits)
-            self._holders[digest] = known if known is not None and same else client
-        self.anonymous = None if self._holders else self.anonymous or Client(ANONYMOUS)
+        self._holders = {bytes.fromhex(text.removeprefix(HASH_PREFIX)): client for text, client in keys}
+        self.anonymous = None if self._holders else Client(ANONYMOUS)
 
     @property
     def clients(self) -> list[Client]:

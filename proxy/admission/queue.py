@@ -83,11 +83,6 @@ class AdmissionQueue:
             self._heap = [entry for entry in self._heap if entry[2].state is TicketState.WAITING]
             heapq.heapify(self._heap)
 
-    def resize(self, max_in_flight: int, max_queue: int) -> None:
-        """Set new limits; requests that run or wait beyond them may finish."""
-        self.max_in_flight, self.max_queue = max_in_flight, max_queue
-        self._admit()
-
     def _admit(self) -> None:
         while self.num_waiting and self.num_in_flight < self.max_in_flight:
             _, _, ticket = heapq.heappop(self._heap)

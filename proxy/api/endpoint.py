@@ -1,9 +1,10 @@
-"""``POST /v1/chat/completions`` and ``/v1/completions`` as pure ASGI: read, check, run, answer."""
+"""Endpoints that take a body, as pure ASGI: read, check, run, answer."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -18,20 +19,18 @@ from starlette.types import Receive, Scope, Send
 
 from epd_serve.errors import InvalidRequest, ModelNotFound, ServeError, StageTimeout, Unavailable
 from epd_serve.protocol.instance_state import InstanceInfo
-from epd_serve.protocol.openai.generation import GenerationRequest
+from epd_serve.protocol.openai.generation import GenerationRequest, Translation
 from epd_serve.protocol.openai.messages import MediaSource
 from epd_serve.protocol.wire import REQUEST_ID_HEADER
 from epd_serve.routing.table import InstanceTable
-from epd_serve.telemetry.span import random_block
 from epd_serve.types import PLURALS
 from proxy.admission.control import AdmissionControl, Visit
-from proxy.api.translations import Translation
 from proxy.dispatch.dispatcher import Dispatcher
 from proxy.dispatch.forwarding import EventSink
 from proxy.dispatch.interruption import Interruption
 from proxy.dispatch.job import Job
 from proxy.dispatch.strands import stream_several, whole_several
-from proxy.fleet.poller import Poller
+from proxy.fleet.monitor import Monitor
 from proxy.http.client import (
     JSON,
     Client,
@@ -42,7 +41,6 @@ from proxy.http.client import (
     send_json,
 )
 from proxy.media.loader import MediaItem, MediaLoader
-from proxy.observe.log_filters import Episodes
 from proxy.observe.observer import Observer
 from proxy.observe.record import RequestRecord
 from proxy.settings import Current
@@ -53,44 +51,36 @@ T = TypeVar("T")
 
 _REQUEST_ID = REQUEST_ID_HEADER.encode()
 _TRACE_ID = re.compile(r"[\x21-\x7e]{1,256}")
-#: Statuses of our own, for metrics only.
+#: Statuses of the gateway's own, for metrics only.
 CLIENT_LEFT = 499
 BROKEN_OFF = 599
 #: Longest time for a body to arrive.
 BODY_S = 120.0
-#: Larger bodies are parsed in a thread: the event loop would stand still for milliseconds.
+#: Larger bodies are parsed in a thread, which would block the event loop for milliseconds.
 _INLINE_BYTES = 256 * 1024
-#: How long a client may take to receive why its stream breaks off.
+#: Time for a client to receive the error that breaks off its stream.
 _LAST_WORDS_S = 1.0
 
 
 @dataclass(kw_only=True, eq=False)
 class Endpoint:
-    """Reads and checks a request and bounds its time; :meth:`_generate` answers it."""
+    """Reads a request and bounds its time; :meth:`_generate` checks and answers it."""
 
     kind: str
     table: InstanceTable
-    poller: Poller
+    monitor: Monitor
     loader: MediaLoader
     admission: AdmissionControl
     observer: Observer
-    episodes: Episodes
     settings: Current
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As an ASGI application."""
-        client = Client(scope, receive, send)
-        try:
-            await self._serve(client)
-        finally:
-            client.close()
+        """Answer one request, as an ASGI application.
 
-    async def _serve(self, client: Client) -> None:
-        """Answer one request.
-
-        Raises ResponseAborted for a stream that broke off, so that the connection is closed, and whatever is a
-        fault of the gateway's own.
+        Raises ResponseAborted for a stream that broke off, so that the connection is closed, and any fault of the
+        gateway's own.
         """
+        client = Client(scope, receive, send)
         record = self.observer.begin(self.kind, client.headers)
         try:
             visit = self.admission.enter(client.headers.get(b"authorization"))
@@ -99,20 +89,24 @@ class Endpoint:
             self.observer.finish(record, error.status, error)
             return
         record.key = visit.client.name
-        exchange = Exchange(client, record, visit)
         try:
-            await self._answer(exchange)
+            await self._answer(Exchange(client, record, visit))
         finally:
             visit.leave()
+            client.close()
 
     async def _answer(self, exchange: Exchange) -> None:
-        client, record = exchange.client, exchange.record
-        sink = EventSink(client, record, self.observer.first_token)
-        limit_s = self.settings.now.gateway.request_timeout_s
+        client, record, gateway = exchange.client, exchange.record, self.settings.now.gateway
+        request_id = client.headers.get(_REQUEST_ID, b"").decode("latin-1")
+        if _TRACE_ID.fullmatch(request_id):  # any other is replaced by ours
+            record.request_id = request_id
+        sink, status, failure = EventSink(client, record), 200, None
+        limit_s = gateway.request_timeout_s
         late = f"the request took longer than {limit_s:g} s, this gateway's limit"
-        status, failure = 200, None
+        late_body = f"the body did not arrive within {BODY_S:g} s; send it faster"
         try:
-            body = await self._receive(exchange)
+            with Interruption(client.loop, BODY_S, partial(TooSlow, late_body)):
+                body = await client.body(gateway.max_body_bytes)
             with Interruption(client.loop, limit_s, partial(StageTimeout, late)) as exchange.running:
                 client.on_left = exchange.on_left
                 await self._generate(exchange, body, sink)
@@ -120,9 +114,8 @@ class Endpoint:
             status, exchange.answered = CLIENT_LEFT, True
         except ServeError as error:
             status, failure = BROKEN_OFF if sink.started else error.status, error
-            is_told = isinstance(error, Unavailable) and not self.episodes.is_new(error.message)
-            if error.status >= 500 and not is_told:
-                logger.warning("request %s: %s", record.request_id, error.message)
+            if error.status >= 500:  # the text is the key of the log's filter
+                logger.warning(error.message.replace("%", "%%") + " (request %s)", record.request_id)
             was_answered, exchange.answered = exchange.answered, True
             if was_answered or sink.ended:  # by now an error would be read as the next answer
                 raise ResponseAborted(error.message) from error
@@ -133,24 +126,13 @@ class Endpoint:
                 async with asyncio.timeout(_LAST_WORDS_S):
                     await sink.fail(error)
             raise ResponseAborted(error.message) from error
-        except Exception:
-            # A fault of the gateway's own, counted as one: who serves the connection answers it or breaks it off.
+        except Exception:  # a fault of the gateway: the server answers it or breaks off
             status = BROKEN_OFF if sink.started else 500
             exchange.answered = True
             raise
         finally:
             if exchange.answered:
                 self.observer.finish(record, status, failure)
-
-    async def _receive(self, exchange: Exchange) -> bytearray:
-        """The body. Raises ServeError, or ClientLeft where it ends early."""
-        trace_id = exchange.client.headers.get(_REQUEST_ID, b"").decode("latin-1")
-        if _TRACE_ID.fullmatch(trace_id):  # any other is replaced by one of ours
-            exchange.record.request_id = trace_id
-        client, max_bytes = exchange.client, self.settings.now.gateway.max_body_bytes
-        late = f"the body did not arrive within {BODY_S:g} s; send it faster"
-        with Interruption(client.loop, BODY_S, partial(TooSlow, late)):
-            return await client.body(max_bytes)
 
     async def _generate(self, exchange: Exchange, body: bytearray, sink: EventSink) -> None:
         """Answer a request, through ``sink`` or in one piece. Raises ServeError, even after the first byte."""
@@ -179,14 +161,14 @@ class Endpoint:
 
 
 async def parse_body(parse: Callable[[bytes | bytearray], T], body: bytearray) -> T:
-    """Return what ``parse`` makes of a body, and empty it."""
+    """Parse a body, and empty it."""
     parsed = parse(body) if len(body) <= _INLINE_BYTES else await asyncio.to_thread(parse, body)
     body.clear()
     return parsed
 
 
 def _not_taken(info: InstanceInfo, source: MediaSource) -> InvalidRequest:
-    """Say what a model takes in place of an item."""
+    """Return the error for an item that the model does not take."""
     if not info.modalities:
         return InvalidRequest(
             f"the model {info.model!r} takes text alone; leave out the {PLURALS[source.modality]}",
@@ -202,18 +184,16 @@ def _not_taken(info: InstanceInfo, source: MediaSource) -> InvalidRequest:
 
 @dataclass(kw_only=True, eq=False)
 class GenerationEndpoint(Endpoint):
-    """An endpoint whose answer is generated. Where its API is not that of the instances, its requests are chats
-    for them, and ``translation`` makes its answers."""
+    """An endpoint whose answer is generated."""
 
     parse: Callable[[bytes | bytearray], GenerationRequest]
     dispatcher: Dispatcher
-    translation: Callable[[GenerationRequest, Job], Translation] | None = None
 
     async def _generate(self, exchange: Exchange, body: bytearray, sink: EventSink) -> None:
         request = await parse_body(self.parse, body)
         sources = request.media()
-        if not self.poller.started.is_set():
-            await self.poller.started.wait()
+        if not self.monitor.started.is_set():
+            await self.monitor.started.wait()
         model = exchange.record.model = self._model(request.model)
         num_choices = (request.n or 1) * max(1, len(request.prompts()))
         exchange.visit.check(priority=request.priority or 0, num_choices=num_choices)
@@ -223,10 +203,11 @@ class GenerationEndpoint(Endpoint):
         await exchange.admit()
         jobs = self._jobs(exchange, request, model, items)
         exchange.record.streamed = bool(request.stream)
-        translation = None if self.translation is None else self.translation(request, jobs[0])
+        output = jobs[0].output
+        translation = request.translation(id=jobs[0].id, created=output.created, model=model)
         if request.stream:
             if translation is not None:
-                sink.outlet = translation.over(exchange.client)
+                sink.outlet = TranslatedOutlet(exchange.client, translation)
             if len(jobs) == 1:
                 await self.dispatcher.stream(jobs[0], sink)
             else:
@@ -240,32 +221,28 @@ class GenerationEndpoint(Endpoint):
             else:
                 answer = await whole_several(self.dispatcher, jobs)
             exchange.record.answered(answer)
-            content_type = JSON
+            content_type = JSON if translation is None else translation.content_type
             if translation is not None:
-                answer, content_type = translation.whole(answer), translation.content_type
+                answer = translation.whole(answer)
             exchange.answered = True
             await send_json(exchange.client, 200, answer, exchange.record, content_type=content_type)
 
     def _jobs(
         self, exchange: Exchange, request: GenerationRequest, model: str, items: list[MediaItem]
     ) -> list[Job]:
-        """One job for each of the request's prompts."""
-        answer_id = random_block().hex()
+        """Return a job for each of the request's prompts."""
+        answer_id = os.urandom(16).hex()
         output = request.output(id=answer_id, created=int(time.time()), model=model)
         chat = request.chat()
         prompts: Sequence[str | list[int] | None] = request.prompts() if chat is None else [None]
         return [
             Job(
-                id=answer_id if index == 0 else random_block().hex(),
+                id=answer_id if index == 0 else os.urandom(16).hex(),
                 trace_id=exchange.record.request_id,
                 record=exchange.record,
                 model=model,
                 output=output if index == 0 else replace(output, first_index=index * (request.n or 1)),
-                sampling=replace(
-                    request.sampling(int.from_bytes(random_block()[:8]) >> 1),
-                    key=exchange.visit.client.id,
-                    group=answer_id if len(prompts) > 1 else "",
-                ),
+                sampling=request.sampling(int.from_bytes(os.urandom(8)) >> 1),
                 prompting=request.prompting(),
                 loop=exchange.client.loop,
                 messages=chat,
@@ -276,14 +253,26 @@ class GenerationEndpoint(Endpoint):
         ]
 
 
+class TranslatedOutlet:
+    """Translates whole events of a chat on their way to the client."""
+
+    def __init__(self, client: Client, translation: Translation) -> None:
+        self.start, self.drain = client.start, client.drain
+        self._client = client
+        self._translation = translation
+
+    def write(self, data: bytes | memoryview, *, last: bool = False) -> bool:
+        events = [event.removeprefix(b"data: ") for event in bytes(data).split(b"\n\n") if event]
+        body = b"".join(map(self._translation.events, events))
+        return self._client.write(body, last=last) if body or last else True
+
+
 class Exchange(msgspec.Struct, eq=False):
     """One request and its answer.
 
     Attributes:
-        record: what is noted of it.
-        visit: its place in the queue.
-        answered: the last word is on its way; a client that leaves from now on has left nothing.
-        running: ends the answer.
+        answered: the end of the answer is on its way; a client that leaves now misses nothing.
+        running: interrupts the answer.
     """
 
     client: Client
@@ -293,12 +282,12 @@ class Exchange(msgspec.Struct, eq=False):
     running: Interruption | None = None
 
     async def admit(self) -> None:
-        """Return when the request may run. Raises Overloaded where its turn does not come in time."""
+        """Wait until the request may run. Raises Overloaded where its turn does not come in time."""
         since_s = time.monotonic()
         if await self.visit.admit():
             self.record.queued(since_s)
 
     def on_left(self) -> None:
-        """The client is gone."""
+        """Interrupt the answer: the client is gone."""
         if not self.answered and self.running is not None:
             self.running.fire(ClientLeft())

@@ -11,7 +11,6 @@ from epd_serve.errors import InstanceLost, Unavailable
 from epd_serve.flow.failures import is_planned
 from epd_serve.protocol.openai.tokenizing import TokenQuestion
 from epd_serve.protocol.wire import DetokenizeReply, DetokenizeRequest, MediaRef, TokenizeReply
-from epd_serve.routing.table import InstanceRecord
 from epd_serve.types import Stage
 from proxy.api.endpoint import Endpoint, Exchange, parse_body
 from proxy.dispatch.forwarding import EventSink
@@ -20,14 +19,14 @@ from proxy.http.client import send_json
 
 @dataclass(kw_only=True, eq=False)
 class TokenizingEndpoint(Endpoint):
-    """One of them, as an ASGI application."""
+    """An endpoint that asks one instance."""
 
     parse: Callable[[bytes | bytearray], TokenQuestion]
     calls: Mapping[str, StageCalls]
 
     async def _generate(self, exchange: Exchange, body: bytearray, sink: EventSink) -> None:
         request = await parse_body(self.parse, body)
-        await self.poller.started.wait()
+        await self.monitor.started.wait()
         model = exchange.record.model = self._model(request.model)
         sources = request.media()
         exchange.visit.check()
@@ -39,36 +38,25 @@ class TokenizingEndpoint(Endpoint):
         await send_json(exchange.client, 200, answer, exchange.record)
 
     async def _ask(self, request: TokenQuestion, refs: list[MediaRef], model: str, trace_id: str) -> bytes:
-        """The answer of the least loaded instance; of the next where that one is lost."""
-        records = sorted(self.table.ready(Stage.PREFILL, model), key=lambda record: record.prefill_s)
-        lost: InstanceLost | None = None
-        for record in records:
+        """Return the answer of the least loaded instance that answers."""
+        message, lost = request.message(refs), None
+        reply: TokenizeReply | DetokenizeReply
+        for record in sorted(self.table.ready(Stage.PREFILL, model), key=lambda record: record.prefill_s):
+            calls = self.calls.get(record.name)
+            if calls is None:
+                continue
+            assert record.info is not None, "a ready instance is known"
             try:
-                return await self._ask_one(record, request, refs, trace_id)
+                if isinstance(message, DetokenizeRequest):
+                    reply = await calls.detokenize(message, trace_id=trace_id)
+                else:
+                    reply = await calls.tokenize(message, trace_id=trace_id)
+                answer = request.answer(reply, record.info.max_model_len)
+                return (await asyncio.to_thread(answer.model_dump_json)).encode()
             except InstanceLost as error:
-                self.poller.report_lost(record.name)
+                self.monitor.report_lost(record.name)
                 lost = error
             except Unavailable as error:
                 if not is_planned(error):
                     raise
         raise lost or Unavailable("no instance that prefills is ready; try again shortly")
-
-    async def _ask_one(
-        self,
-        record: InstanceRecord,
-        request: TokenQuestion,
-        refs: list[MediaRef],
-        trace_id: str,
-    ) -> bytes:
-        calls = self.calls.get(record.name)
-        if calls is None:
-            raise InstanceLost(f"instance {record.name} is no longer part of the deployment")
-        assert record.info is not None, "a ready instance has said what it is"
-        message = request.message(refs)
-        reply: TokenizeReply | DetokenizeReply
-        if isinstance(message, DetokenizeRequest):
-            reply = await calls.detokenize(message, trace_id=trace_id)
-        else:
-            reply = await calls.tokenize(message, trace_id=trace_id)
-        answer = request.answer(reply, record.info.max_model_len)
-        return (await asyncio.to_thread(answer.model_dump_json)).encode()

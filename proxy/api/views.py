@@ -7,19 +7,18 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Depends, Request, Response, Security
 from fastapi.responses import JSONResponse, PlainTextResponse, RedirectResponse
 
 from epd_serve.errors import InvalidRequest, ModelNotFound, Unavailable
 from epd_serve.protocol.instance_state import InstanceInfo
+from epd_serve.protocol.openai import answers
 from epd_serve.routing.table import InstanceTable
 from epd_serve.types import Role, Stage
 from proxy.admission.keys import Authenticator
-from proxy.fleet.health import Health
-from proxy.fleet.poller import Poller
+from proxy.api.routes import bearer, error_answers
+from proxy.fleet.monitor import Monitor
 from proxy.observe.metrics import CONTENT_TYPE, GatewayMetrics
-
-_READ = ["GET", "HEAD"]
 
 
 def key_required(authenticator: Authenticator) -> Callable[[Request], Awaitable[None]]:
@@ -31,10 +30,10 @@ def key_required(authenticator: Authenticator) -> Callable[[Request], Awaitable[
     return check
 
 
-def models_router(table: InstanceTable, poller: Poller, authenticator: Authenticator) -> APIRouter:
+def models_router(table: InstanceTable, monitor: Monitor, authenticator: Authenticator) -> APIRouter:
     """``GET /v1/models`` and ``/v1/models/{name}``."""
 
-    router = APIRouter(dependencies=[Depends(key_required(authenticator))])
+    router = APIRouter(dependencies=[Security(bearer), Depends(key_required(authenticator))])
     created = int(time.time())
 
     def describe(info: InstanceInfo) -> dict[str, Any]:
@@ -48,18 +47,20 @@ def models_router(table: InstanceTable, poller: Poller, authenticator: Authentic
             "max_model_len": info.max_model_len,
         }
 
-    @router.get("/v1/models")
-    @router.get("/v1/models/")
+    @router.get("/v1/models", responses={200: {"model": answers.ModelList}, **error_answers(401, 503)})
+    @router.get("/v1/models/", include_in_schema=False)
     async def models() -> JSONResponse:
-        await poller.started.wait()
+        await monitor.started.wait()
         found = table.models()
         if not found:
             raise Unavailable("no instance has started yet; try again shortly")
         return JSONResponse({"object": "list", "data": [describe(info) for info in found.values()]})
 
-    @router.get("/v1/models/{name:path}")
+    @router.get(
+        "/v1/models/{name:path}", responses={200: {"model": answers.ModelCard}, **error_answers(401, 404, 503)}
+    )
     async def model(name: str) -> JSONResponse:
-        await poller.started.wait()
+        await monitor.started.wait()
         found = table.models()
         if name not in found:
             known = ", ".join(map(repr, found)) or "none yet"
@@ -73,7 +74,7 @@ def home_router(table: InstanceTable, authenticator: Authenticator, *, dashboard
     """``GET /``: the dashboard, or where there is none a text on how to ask."""
     router = APIRouter(include_in_schema=False)
 
-    @router.api_route("/", methods=_READ)
+    @router.api_route("/", methods=["GET", "HEAD"])
     async def home(request: Request) -> Response:
         if dashboard:
             return RedirectResponse("dashboard")
@@ -90,7 +91,7 @@ def home_router(table: InstanceTable, authenticator: Authenticator, *, dashboard
     return router
 
 
-def health_router(table: InstanceTable, metrics: GatewayMetrics, health: Health) -> APIRouter:
+def health_router(table: InstanceTable, metrics: GatewayMetrics, monitor: Monitor) -> APIRouter:
     """``GET /health``, ``/health/ready``, ``/health/live`` and ``/metrics``, open to all.
 
     ``/health?role=EPD`` asks for a ready encoder, too. ``/health/ready`` is for load balancers: its status is 200
@@ -98,13 +99,21 @@ def health_router(table: InstanceTable, metrics: GatewayMetrics, health: Health)
     """
     router = APIRouter()
 
-    @router.api_route("/health", methods=_READ)
+    states: dict[int | str, dict[str, Any]] = {
+        200: {"model": answers.ReadyAnswer},
+        **error_answers(400),
+        503: {"model": answers.ReadyAnswer, "description": "Stages are missing."},
+    }
+
+    @router.head("/health", include_in_schema=False)
+    @router.get("/health", responses=states)
     async def whole(role: str = "PD") -> JSONResponse:
         return answer(role, takes_requests=False)
 
-    @router.api_route("/health/ready", methods=_READ)
+    @router.head("/health/ready", include_in_schema=False)
+    @router.get("/health/ready", responses=states)
     async def ready(role: str = "PD") -> JSONResponse:
-        return answer(role, takes_requests=role == "PD" and health.is_awaited)
+        return answer(role, takes_requests=role == "PD" and monitor.is_awaited)
 
     def answer(role: str, *, takes_requests: bool) -> JSONResponse:
         """``takes_requests``: whether it does although stages are missing."""
@@ -116,7 +125,7 @@ def health_router(table: InstanceTable, metrics: GatewayMetrics, health: Health)
         instances = {
             record.name: {
                 "role": str(record.role) if record.role else None,
-                "ready": record.ready and record.accepting,  # as for the status: those that get work
+                "ready": record.state == "up",  # as for the status: those that get work
             }
             for record in table
         }
@@ -125,11 +134,12 @@ def health_router(table: InstanceTable, metrics: GatewayMetrics, health: Health)
             {"status": status, "instances": instances}, 503 if missing and not takes_requests else 200
         )
 
-    @router.api_route("/health/live", methods=_READ)
+    @router.head("/health/live", include_in_schema=False)
+    @router.get("/health/live", responses={200: {"model": answers.LiveAnswer}})
     async def live() -> JSONResponse:
         return JSONResponse({"status": "live"})
 
-    @router.get("/metrics")
+    @router.get("/metrics", response_class=PlainTextResponse)
     async def exposition() -> Response:
         return Response(metrics.render(table), media_type=CONTENT_TYPE)
 

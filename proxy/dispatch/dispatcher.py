@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, assert_never, get_args
@@ -30,6 +29,8 @@ from proxy.settings import GatewaySettings
 
 _P, _D = Stage.PREFILL, Stage.DECODE
 _LOOK_AGAIN_S = 0.05
+#: Of one request, or of each choice that continues by itself; the first and all continuations included.
+MAX_ATTEMPTS = 5
 
 
 class Dispatcher:
@@ -75,7 +76,7 @@ class Dispatcher:
             self._fleet = Fleet(
                 table=instances.table,
                 router=instances.router,
-                max_attempts=settings.gateway.failover.max_attempts,
+                max_attempts=MAX_ATTEMPTS,
                 encode_timeout_s=settings.encode_timeout_s,
             )
         pieces = await prompt_pieces(job, instances.table) if instances.router.routes.uses_prefix else ()
@@ -112,8 +113,8 @@ class Dispatch(Struct, eq=False):
 
     async def run(self) -> do.Done | do.SplitUp:
         """Until it is over. Raises ServeError."""
-        job, health = self._job, self._instances.health
-        health.losses.add(self)
+        job, monitor = self._job, self._instances.monitor
+        monitor.watchers.add(self)
         try:
             while True:
                 step, self._step = self._step, None
@@ -131,8 +132,7 @@ class Dispatch(Struct, eq=False):
                         self._cancelled.clear()
                     if step.until_s is not None:
                         await asyncio.sleep(_LOOK_AGAIN_S)
-                    avoid = health.held_back() if health.returning else ()
-                    self.feed(on.Look(time.monotonic(), health.wait_s, health.was_complete_at, avoid))
+                    self.feed(on.Look(job.loop.time(), monitor.wait_s, monitor.complete_at_s))
                 elif isinstance(step, do.Name):
                     refs = [await item.name(step.fingerprint) for item in job.items]
                     self.feed(on.Named(refs, [item.param for item in job.items]))
@@ -143,7 +143,7 @@ class Dispatch(Struct, eq=False):
                         job.record.attempt_failed(self._request_id)
                     return step
         finally:
-            health.losses.discard(self)
+            monitor.watchers.discard(self)
             if self.flow.state is not State.OVER:
                 self.feed(on.Abandoned())
             if self._cancelled:
@@ -219,14 +219,10 @@ class Dispatch(Struct, eq=False):
         """Note what is to be told of instances."""
         instances = self._instances
         match action:
-            case do.Judge(name):
-                instances.health.ended((name,), (name,))
             case do.ReportLost(name):
-                instances.poller.report_lost(name)
+                instances.monitor.report_lost(name)
             case do.ReportLeaving(name):
                 instances.table.mark_lost(name)
-            case do.KeepApart(caller, peer):
-                instances.pairs.failed(caller, peer)
             case _:
                 assert_never(action)
 
@@ -322,14 +318,9 @@ class Dispatch(Struct, eq=False):
 
     def _end_try(self, action: do.EndTry) -> None:
         self._close_all()
-        self._instances.health.ended(action.names, action.failed)
 
     def _done(self, action: do.Done) -> None:
         self._close_all()
-        if (route := action.route) is not None:
-            self._instances.health.ended({route.prefill.name, route.decode.name})
-            if self._instances.pairs.avoid_s:
-                self._instances.pairs.worked(route.prefill, route.decode)
         self._later(action)
 
     def _close_all(self) -> None:
@@ -369,15 +360,11 @@ class Dispatch(Struct, eq=False):
         try:
             if calls is None:
                 raise _left(encoder)
-            with instances.table.encoding(encoder, action.ref, action.request_id) as encoding:
-                with Interruption(self._job.loop, action.patience_s):
-                    reply = await calls.encode(request, trace_id=self._job.trace_id)
-                encoding.was_cached = reply.cached
+            counted = instances.table.encoding(encoder, action.ref, action.request_id)
+            with counted, Interruption(self._job.loop, action.patience_s):
+                reply = await calls.encode(request, trace_id=self._job.trace_id)
             computed = ENCODED if Stage.ENCODE in encoder.stages else RECOMPUTED
             span.end(feature=STORED if reply.cached else computed)
-            instances.health.ended((encoder.name,))
-            if instances.pairs.avoid_s:
-                instances.pairs.worked(encoder, prefill)
         except TimeoutError:
             event = on.EncodeLate(action.item)
         except ServeError as failure:

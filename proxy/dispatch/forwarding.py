@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import time
 from typing import Any, Protocol
 
 import msgspec
@@ -43,14 +43,12 @@ class EventSink(msgspec.Struct, eq=False):
 
     Attributes:
         outlet: where they go; once it has started, what is not the last may be written there.
-        on_start: called with the first event.
         started, ended: whether the first and the last of them were written.
         is_out: whether the last were, and nobody has to wait until the client takes them.
     """
 
     outlet: Outlet
     record: RequestRecord
-    on_start: Callable[[RequestRecord], None] = lambda _: None
     started: bool = False
     ended: bool = False
     is_out: bool = False
@@ -59,7 +57,8 @@ class EventSink(msgspec.Struct, eq=False):
         """Returns False where :meth:`drain` has to come before the next events. ``last``: these are all."""
         if not self.started:
             self.started = True
-            self.on_start(self.record)
+            if self.record.ttft_s is None:
+                self.record.ttft_s = time.monotonic() - self.record.arrived_s
             self.outlet.start((*_HEADERS, *self.record.headers))
         self.ended = last
         flows = self.outlet.write(events, last=last)

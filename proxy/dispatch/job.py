@@ -14,8 +14,7 @@ from epd_serve.protocol.wire import ChatMessage, OutputOptions, PromptOptions
 from epd_serve.routing.routes import Router
 from epd_serve.routing.table import InstanceTable
 from epd_serve.types import SamplingParams
-from proxy.fleet.health import Health, Pairs
-from proxy.fleet.poller import Poller
+from proxy.fleet.monitor import Monitor
 from proxy.media.loader import MediaItem
 from proxy.observe.metrics import GatewayMetrics
 from proxy.observe.record import RequestRecord
@@ -49,10 +48,8 @@ class Instances:
     table: InstanceTable
     calls: Mapping[str, StageCalls]
     router: Router
-    poller: Poller
+    monitor: Monitor
     metrics: GatewayMetrics
-    health: Health
-    pairs: Pairs
     settings: Current
 
 

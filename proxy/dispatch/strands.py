@@ -43,12 +43,7 @@ async def stream_choices(dispatcher: Dispatcher, job: Job, split: SplitUp, sink:
             replace(
                 job,
                 id=f"{job.id}-{choice}",
-                sampling=replace(
-                    sampling,
-                    n=1,
-                    first_choice=sampling.first_choice + choice,
-                    group=sampling.group or job.id,
-                ),
+                sampling=replace(sampling, n=1, first_choice=sampling.first_choice + choice),
                 output=replace(output, first_index=output.first_index + choice),
             ),
             sink,

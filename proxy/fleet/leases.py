@@ -47,13 +47,12 @@ class _Lease:
 
 
 class Leases:
-    """The instances that have joined, and until when. Requests of those that leave go on to their end."""
+    """The instances that have joined, and until when. Requests of one that leaves run to their end."""
 
     def __init__(self, members: Members, clock: Callable[[], float] = time.monotonic) -> None:
         self._members = members
         self._clock = clock
         self._leases: dict[str, _Lease] = {}
-        self._has_some = asyncio.Event()
         self._looked_at = clock()
 
     def join(
@@ -65,10 +64,10 @@ class Leases:
         role: str | None = None,
         incarnation: int = 0,
     ) -> bool:
-        """Whether it is new; else its lease is renewed. It takes the place of one of its name that is older by its
-        incarnation or does not answer any more.
+        """Add an instance, or renew its lease; return whether it is new.
 
-        Raises Conflict for a name that the deployment has, or that another instance has joined under.
+        It replaces one of its name that is older by its incarnation or does not answer any more. Raises Conflict
+        for a name that the deployment has, or that another instance has joined under.
         """
         lease = self._leases.get(name)
         if lease is not None and lease.url != url:
@@ -88,11 +87,10 @@ class Leases:
             return False
         self._members.join(name, url, role)
         self._leases[name] = _Lease(url, incarnation, lease_s, deadline)
-        self._has_some.set()
         return True
 
     def leave(self, name: str, incarnation: int = 0) -> None:
-        """``incarnation``: 0 for any. Raises NoSuchInstance for one that has not joined."""
+        """Remove an instance; ``incarnation``: 0 for any. Raises NoSuchInstance for one that has not joined."""
         lease = self._leases.get(name)
         if lease is not None and incarnation not in (0, lease.incarnation):
             raise NoSuchInstance(f"the instance {name} that has joined is another one", param="name")
@@ -102,12 +100,12 @@ class Leases:
         self._members.leave(name)
 
     def _end(self, name: str) -> None:
-        """It has not said that it leaves."""
+        """Remove an instance that has not said that it leaves."""
         del self._leases[name]
         self._members.leave(name, said_so=False)
 
     def expire(self) -> None:
-        """Take those out whose lease is over; to be called each ``_TICK_S``."""
+        """Remove the instances whose lease is over; to be called each ``_TICK_S``."""
         before, now = self._looked_at, self._clock()
         self._looked_at = now
         if now - before > _STOOD_STILL_S:
@@ -120,10 +118,6 @@ class Leases:
     async def run(self) -> None:
         """Until cancelled."""
         while True:
-            if not self._leases:
-                self._has_some.clear()
-                await self._has_some.wait()
-                self._looked_at = self._clock()
             await asyncio.sleep(_TICK_S)
             self.expire()
 

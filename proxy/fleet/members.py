@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
+
+import msgspec
 
 from epd_serve.backends.base import StageCalls
 from epd_serve.backends.native import NativeConnections, NativeInstance
@@ -16,8 +18,8 @@ from epd_serve.config import DeploymentConfig
 from epd_serve.config.vllm import connectors, pulls
 from epd_serve.errors import Conflict, InvalidRequest
 from epd_serve.routing.table import InstanceTable
-from proxy.fleet.health import Health
-from proxy.fleet.poller import Poller
+from epd_serve.topology import Topology
+from proxy.fleet.monitor import Monitor
 
 logger = logging.getLogger(__name__)
 
@@ -33,25 +35,34 @@ class Connect(Protocol):
     def __call__(self, name: str, url: str, role: str | None = None) -> StageCalls: ...
 
 
+class Member(msgspec.Struct, frozen=True):
+    """An instance of the deployment; vLLM's does not say its role by itself."""
+
+    url: str
+    role: str
+
+
 @dataclass(eq=False)
 class Members:
-    """Adds instances to a running gateway and takes them out; requests that are there go on to their end."""
+    """Adds instances to a running gateway and takes them out; requests that are there go on to their end.
+
+    Attributes:
+        topology: of the deployment, for people.
+    """
 
     _table: InstanceTable
     _calls: MutableMapping[str, StageCalls]
-    _poller: Poller
-    _health: Health
+    _monitor: Monitor
     _connect: Connect
+    topology: Topology | None
     _joined: dict[str, str] = field(default_factory=dict)  # those that joined by themselves: URLs by name
 
-    def replace(self, instances: Sequence[tuple[str, str]]) -> None:
-        """From now on these are the instances: (name, control URL). One with another URL is another instance.
+    def replace(self, instances: Mapping[str, Member], topology: Topology | None) -> None:
+        """Replace the instances that did not join by themselves. One with another URL is another instance.
 
-        Raises ValueError for a name that occurs twice, and changes nothing then.
+        Raises ValueError for a name under which another has joined, and changes nothing then.
         """
-        wanted = dict(instances)
-        if len(wanted) != len(instances):
-            raise ValueError(f"instance names must be unique, got {[name for name, _ in instances]}")
+        wanted = {name: one.url for name, one in instances.items()}
         if both := sorted(set(wanted) & set(self._joined)):
             raise ValueError(f"instance {both[0]} has joined by itself; give another name")
         wanted |= self._joined
@@ -60,7 +71,8 @@ class Members:
             self._remove(name)
         for name, url in wanted.items():
             if here.get(name) != url:
-                self._add(name, url)
+                self._add(name, url, instances[name].role)
+        self.topology = topology
 
     def join(self, name: str, url: str, role: str | None = None) -> None:
         """One more, which :meth:`replace` leaves where it is.
@@ -80,23 +92,26 @@ class Members:
         return self._table[name].ready
 
     def leave(self, name: str, *, said_so: bool = True) -> None:
-        """One that has joined is gone; ``said_so``: by its own word, so that what it still has is well there."""
+        """Remove an instance that has joined.
+
+        Args:
+            said_so: it left by its own word, and ends the requests that it has; else these go elsewhere.
+        """
         del self._joined[name]
-        if not said_so:
-            self._health.probe_last(name, self._calls[name])
         self._remove(name)
+        if not said_so:
+            self._monitor.report_down(name)
 
     def _add(self, name: str, url: str, role: str | None = None) -> None:
         self._calls[name] = self._connect(name, url, role)
         logger.info("instance %s at %s is part of the deployment now", name, url)
         self._table.add(name, url)
-        self._poller.add(name)
+        self._monitor.add(name)
 
     def _remove(self, name: str) -> None:
         logger.info("instance %s at %s is no longer part of the deployment", name, self._table[name].url)
-        self._poller.remove(name)
+        self._monitor.remove(name)
         self._table.remove(name)
-        self._health.forget(name)
         del self._calls[name]
 
 

@@ -32,16 +32,16 @@ class ResponseAborted(Exception):
 
 
 class Outlet(Protocol):
-    """The receiver of a streamed answer. Writing never waits: ``write`` says when the client cannot keep up."""
+    """Receives a streamed answer. Writing never waits: ``write`` tells when the client cannot keep up."""
 
     def start(self, headers: Sequence[Header]) -> None:
-        """Status 200 and the headers; they go out with the first bytes."""
+        """Set the headers; they and status 200 are sent with the first bytes."""
 
     def write(self, data: bytes | memoryview, *, last: bool = False) -> bool:
-        """Send a part of the answer. Returns False where :meth:`drain` has to come before the next one."""
+        """Send a part of the answer. Returns False where :meth:`drain` must follow."""
 
     async def drain(self) -> None:
-        """Wait until the client has taken what was written, or enough of it."""
+        """Wait until the client can take more."""
 
 
 def headers_of(scope: Scope) -> dict[bytes, bytes]:
@@ -53,8 +53,8 @@ class Client:
     """The client of one request; an :class:`Outlet`.
 
     Attributes:
-        loop: serves the connection.
-        on_left: called when the client is gone before its answer is complete, once it has sent all of its request.
+        loop: the event loop of the connection.
+        on_left: called when the client leaves after its request was read and before its answer is complete.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -70,7 +70,7 @@ class Client:
         self._sending = asyncio.Lock()
 
     async def body(self, max_bytes: int) -> bytearray:
-        """Return the whole body. Raises TooLarge as soon as it is known to be, ClientLeft if the client leaves."""
+        """Return the whole body. Raises TooLarge or ClientLeft."""
         declared = self.headers.get(b"content-length", b"")
         if declared.isdigit() and int(declared) > max_bytes:
             raise _too_large(max_bytes)
@@ -91,7 +91,7 @@ class Client:
         while (await self._receive())["type"] != "http.disconnect":
             pass
         if self.on_left is not None:
-            self.on_left()  # or, says ASGI, the answer is complete
+            self.on_left()
 
     async def respond(self, status: int, headers: Sequence[Header], body: bytes) -> None:
         """Send the whole answer in one piece; its length is added to the headers."""
@@ -129,14 +129,12 @@ def _too_large(max_bytes: int) -> TooLarge:
     return TooLarge(f"the body has more than {max_bytes} bytes, the limit of this gateway")
 
 
-#: The wait that a client is told before it comes back to a gateway without an instance or room for it.
-RETRY_AFTER_S = 2
-#: Longer estimates say no more than "much later".
-MAX_RETRY_AFTER_S = 600
+#: The wait before another try where nothing better is known, and the longest.
+RETRY_AFTER_S, MAX_RETRY_AFTER_S = 2, 600
 
 
 def retry_headers(status: int, retry_after_s: float | None = None) -> dict[str, str]:
-    """``Retry-After`` where trying again later may help; in whole seconds (RFC 9110, section 10.2.3)."""
+    """Return ``Retry-After`` in whole seconds (RFC 9110, section 10.2.3) where another try may help."""
     if status not in (429, 503):
         return {}
     seconds = RETRY_AFTER_S if retry_after_s is None else min(math.ceil(retry_after_s), MAX_RETRY_AFTER_S)
@@ -148,7 +146,6 @@ async def send_error(client: Client, error: ServeError, record: RequestRecord) -
     await send_json(client, error.status, error.to_json(), record, error.retry_after_s)
 
 
-#: The content type of nearly all answers.
 JSON = b"application/json"
 
 

@@ -32,6 +32,10 @@ MAX_PER_HOST = 16
 #: Bytes beyond twice those of the body: heads, interim answers and the framing of chunks.
 _MAX_FRAMING_BYTES = 1 << 16
 _PIECE_BYTES = 1 << 14
+#: A longer chain is a loop in practice.
+_MAX_REDIRECTS = 3
+#: Longest download of a media URL: the client waits meanwhile, and holds its place in the queue.
+FETCH_TIMEOUT_S = 10.0
 _PASSWORD = re.compile(r"://[^/?#]*@")
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
@@ -51,10 +55,7 @@ def check_url(url: URL, media: MediaConfig) -> None:
         raise InvalidRequest("the URL has no host")
     if url.user is not None or url.password is not None:
         raise InvalidRequest("URLs with a user name or a password are not supported")
-    domains, ports = media.allowed_domains, media.allowed_ports
-    if ports is not None and url.port not in ports:
-        allowed = ", ".join(map(str, sorted(ports)))
-        raise InvalidRequest(f"port {url.port} is not allowed here; allowed are {allowed}")
+    domains = media.allowed_domains
     host = (url.raw_host or "").lower().removesuffix(".")
     if domains is not None and not any(_is_within(host, domain) for domain in domains):
         raise InvalidRequest(f"media may not be fetched from {host}; allowed are {', '.join(domains)}")
@@ -99,12 +100,13 @@ class MediaFetcher:
     """Fetches media for requests; an async context manager that owns its connections.
 
     The address is checked where the socket for it is made: whatever the URL's spelling, the name's resolution or a
-    redirect led to, it is the very address connected to that is checked. ``fetch_timeout_s`` bounds the whole of
+    redirect led to, it is the very address connected to that is checked. ``timeout_s`` bounds the whole of
     it, be the server's bytes ever so slow to come.
     """
 
-    def __init__(self, settings: Current) -> None:
+    def __init__(self, settings: Current, timeout_s: float = FETCH_TIMEOUT_S) -> None:
         self._settings = settings
+        self._timeout_s = timeout_s
 
     @property
     def _media(self) -> MediaConfig:
@@ -149,7 +151,7 @@ class MediaFetcher:
             raise InvalidRequest(f"{_short(url)} has {len(url)} characters; at most {MAX_URL_LENGTH} are accepted")
         if url[:5].lower() == "file:":
             return await asyncio.to_thread(self._read_file, url, max_bytes)
-        timeout_s = self._media.fetch_timeout_s
+        timeout_s = self._timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._get(url, max_bytes)
@@ -164,7 +166,7 @@ class MediaFetcher:
 
     async def _get(self, url: str, max_bytes: int) -> bytes:
         location = self._checked(url, url)
-        most = self._media.max_redirects
+        most = _MAX_REDIRECTS
         for _ in range(most + 1):
             # The very object that was checked is what is connected to: no second parser sees another host in it.
             async with self._session.get(location, allow_redirects=False) as response:

@@ -57,7 +57,7 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MediaLoader:
-    """Loads the media of requests. ``max_body_bytes`` bounds those of one request together."""
+    """Loads the media of requests. Those of one request together are bounded as its body is."""
 
     def __init__(self, settings: Current, fetcher: MediaFetcher, probe: MediaProbe) -> None:
         self._settings = settings
@@ -161,11 +161,10 @@ class MediaLoader:
             data = await self._bytes(source, fetches, limits.max_bytes)
             facts = await self._probe.video(data)
         ref = MediaRef.of_video(facts, source.sampling)
-        most = settings.gateway.media.video.max_sampled_frames
-        if ref.num_asked > most:
+        if ref.num_asked > _MAX_SAMPLED_FRAMES:
             raise InvalidRequest(
-                f"{ref.num_asked} frames of the video are to be encoded; at most {most} are: ask for fewer with "
-                'media_io_kwargs {"video": {"num_frames": ...}}',
+                f"{ref.num_asked} frames of the video are to be encoded; at most {_MAX_SAMPLED_FRAMES} are: "
+                'ask for fewer with media_io_kwargs {"video": {"num_frames": ...}}',
                 code="video_too_large",
             )
         return data, ref
@@ -242,6 +241,8 @@ def _check_bounds(source: MediaSource, max_pixels: int) -> None:
 
 
 #: What a frame list begins with.
+#: Most frames of a video that a request may ask for; the model's own limit holds for others.
+_MAX_SAMPLED_FRAMES = 768
 _FRAME_LIST = "data:video/jpeg;"
 
 

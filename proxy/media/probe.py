@@ -14,6 +14,8 @@ from proxy.settings import Current
 
 #: Files that are read at once.
 _MAX_READS = 2
+#: CPU time that reading a file's facts may take; a sound is decoded for it, of a video only the head.
+_VIDEO_CPU_S, _SOUND_CPU_S = 2.0, 5.0
 
 
 class _Place:
@@ -47,15 +49,13 @@ class MediaProbe:
         load_pyav("sounds")
         settings = self._settings.now
         limits = replace(settings.audio_limits, format=file_format)
-        cpu_s = settings.gateway.media.audio.probe_cpu_s
         async with self._reads:
-            return await self._decoders().audio_facts(data, limits, _Place(), cpu_s=cpu_s)
+            return await self._decoders().audio_facts(data, limits, _Place(), cpu_s=_SOUND_CPU_S)
 
     def _decoders(self) -> DecoderPool:
         if self._pool is None:
-            video = self._settings.now.gateway.media.video
-            limits = MediaLimits(max_pixels=video.max_pixels, max_bytes=0)
-            self._pool = DecoderPool(1, cpu_s=video.probe_cpu_s, limits=limits)
+            limits = MediaLimits(max_pixels=self._settings.now.gateway.media.max_pixels, max_bytes=0)
+            self._pool = DecoderPool(1, cpu_s=_VIDEO_CPU_S, limits=limits)
         return self._pool
 
     def close(self) -> None:

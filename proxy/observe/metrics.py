@@ -2,200 +2,160 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 
-from prometheus_client import CollectorRegistry, Gauge, generate_latest
-from prometheus_client import Counter as PrometheusCounter
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 
 from epd_serve.routing.table import InstanceRecord
-from epd_serve.telemetry.metrics import Counter, Histogram, VllmNames
+from epd_serve.telemetry.metrics import VllmGauges
 from epd_serve.types import Stage
 from proxy.observe.record import SOURCES, STAGES, RequestRecord
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 #: Seconds; from a cached answer of a tiny model to a long generation on a busy device.
-_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0)
 _TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 131072)
-_REASONS = ("stop", "length", "tool_calls", "abort", "error")
-#: Of the client that left (proxy/api/endpoint.py).
+#: The client left (proxy/api/endpoint.py).
 _CLIENT_LEFT = 499
 
 
-@dataclass(slots=True, eq=False)
-class _Tallies(Collector):
-    families: list[Histogram | Counter] = field(default_factory=list)
-
-    def collect(self) -> Iterator[Metric]:
-        for family in self.families:
-            yield from family.collect()
-
-
 class GatewayMetrics:
-    """Names start with ``epd_serve_``; times are in seconds, as the client would see them at the gateway.
+    """Names start with ``epd_serve_``; times are seconds as a client would see them at the gateway.
 
-    Behind the prefix, vLLM's names (``vllm:time_to_first_token_seconds`` and so on) mean what they mean there.
-    Three are there under vLLM's own prefix, too: the gateway as one server.
+    Behind the prefix, vLLM's names (``vllm:time_to_first_token_seconds`` and so on) mean the same as there.
     """
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        #: Called before anything is shown: who tells late can do so now.
-        self.before_render: Callable[[], None] = lambda: None
-        self._tallies = _Tallies()
-        endpoint = ("endpoint", "modality")
-        self.requests = self._counter(
+        registry = self.registry = CollectorRegistry()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"epd_serve_{name}", text, labels, registry=registry)
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"epd_serve_{name}", text, labels, registry=registry)
+
+        def histogram(name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
+            return Histogram(f"epd_serve_{name}", text, labels, buckets=buckets, registry=registry)
+
+        kind = ("endpoint", "modality")
+        self._requests = counter(
             "requests",
             "Finished requests; status 499: the client left, 599: broken off after the first token",
-            ("endpoint", "status", "modality"),
+            "endpoint",
+            "status",
+            "modality",
         )
-        self._success = self._counter(
+        self._success = counter(
             "request_success",
-            "Finished generations by the reason: as the client was told; abort: it left; error: it got an error",
-            ("finished_reason",),
-            [(reason,) for reason in _REASONS],
+            "Finished generations by reason; abort: the client left; error: an error was returned",
+            "finished_reason",
         )
-        self.ttft = self._histogram(
-            ("time_to_first_token_seconds", "ttft_seconds"),
-            "From the request's arrival to the first token of a streamed answer",
-            _BUCKETS,
-            endpoint,
+        ttft = histogram(
+            "time_to_first_token_seconds", "From arrival to the first token of a streamed answer", _SECONDS, *kind
         )
-        self._e2e = self._histogram(
-            ("e2e_request_latency_seconds", "e2e_seconds"),
-            "From the request's arrival to the end of a complete answer",
-            _BUCKETS,
-            endpoint,
+        e2e = histogram(
+            "e2e_request_latency_seconds", "From arrival to the end of a complete answer", _SECONDS, *kind
         )
-        self._tpot = self._histogram(
-            ("request_time_per_output_token_seconds", "time_per_output_token_seconds"),
+        tpot = histogram(
+            "request_time_per_output_token_seconds",
             "Mean time of a streamed answer's tokens after the first",
             _TOKEN_SECONDS,
-            endpoint,
+            *kind,
         )
-        self.inter_token = self._histogram(
+        self.inter_token = histogram(
             "inter_token_latency_seconds",
             "Between the arrivals of streamed tokens at the gateway, of one answer in 32",
             _TOKEN_SECONDS,
         )
-        self._stages = self._histogram(
+        stages = histogram(
             "stage_seconds",
             "From a stage's call to its answer, waiting at the instance included; queue: before the first call",
-            _BUCKETS,
-            ("stage",),
+            _SECONDS,
+            "stage",
         )
-        for stage in STAGES:
-            self._stages.series(stage)
-        self._prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts, media included")
-        self._generation_tokens = self._counter("generation_tokens", "Tokens of answers")
-        self._request_prompt_tokens = self._histogram("request_prompt_tokens", "Of each request", _TOKENS)
-        self._request_generation_tokens = self._histogram("request_generation_tokens", "Of each request", _TOKENS)
-        self._features = self._counter(
+        self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts, media included")
+        self._generation_tokens = counter("generation_tokens", "Tokens of answers")
+        self._request_prompt_tokens = histogram("request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
+        self._request_generation_tokens = histogram("request_generation_tokens", "Its output tokens", _TOKENS)
+        self._features = counter(
             "features",
-            "Media items by where their features came from: encoded, store (of the encoder), prefill (it had "
-            "them), recomputed (at P, for want of an encoder)",
-            ("source",),
-            [(source,) for source in SOURCES],
+            "Media items by the source of their features: encoded, store (of the encoder), prefill (already "
+            "there), recomputed (at P, because no encoder was available)",
+            "source",
         )
-        self._mm_queries = self._counter("mm_cache_queries", "Media items asked for")
-        self._mm_hits = self._counter("mm_cache_hits", "Those whose features were in some cache")
-        self.queue_wait = self._histogram(
-            ("request_queue_time_seconds", "queue_wait_seconds"),
-            "Time in the admission queue of the requests that had to wait",
-            _BUCKETS,
+        self._mm_queries = counter("mm_cache_queries", "Media items looked up")
+        self._mm_hits = counter("mm_cache_hits", "Media items whose features were in a cache")
+        self._media_bytes = counter("media_bytes", "Bytes of decoded media received or fetched", "modality")
+        self.queue_wait = histogram(
+            "request_queue_time_seconds", "Wait in the admission queue of requests that waited", _SECONDS
         )
-        self.registry.register(self._tallies)
-        self.encode_retries = self._plain(
-            "encode_retries", "Encode calls that were sent to another instance after a failure"
+        self.encode_retries = counter("encode_retries", "Encode calls sent to another instance after a failure")
+        self.request_retries = counter(
+            "request_retries", "Requests sent to other instances after a failure before the first token"
         )
-        self.request_retries = self._plain(
-            "request_retries", "Requests that were sent to other instances after a failure before the first token"
+        self.request_continuations = counter(
+            "request_continuations", "Streamed answers continued at other instances after a failure"
         )
-        self.request_continuations = self._plain(
-            "request_continuations",
-            "Streamed answers that went on at other instances after a failure",
+        self.refused = counter(
+            "refused", "Requests refused before they ran, by error code and key's name", "reason", "key"
         )
-        self.media_bytes = self._counter(
-            "media_bytes", "Bytes of decoded media received or fetched", ("modality",)
-        )
-        self.refused = self._plain(
-            "refused",
-            "Requests turned away before they ran, by error code and key's name",
-            "reason",
-            "key",
-        )
-        self._running = self._gauges("Requests that were let to the instances", "running")
-        self._waiting = self._gauges("Requests in the admission queue", "waiting")
-        self._in_flight = self._gauge("in_flight_calls", "Open stage calls of this gateway", "instance", "stage")
-        self._ready = self._gauge("instance_ready", "1 where the instance takes work", "instance")
-        self._pending = self._gauge(
-            "pending_seconds", "Estimate of the work that an instance has before it", "instance", "stage"
-        )
-        self._kv_usage = self._gauge("kv_cache_usage_perc", "KV blocks in use; 1 means all", "instance")
-        self._sequences = self._gauge(
+        self._running = gauge("num_requests_running", "Requests admitted to the instances")
+        self._waiting = gauge("num_requests_waiting", "Requests in the admission queue")
+        self._in_flight = gauge("in_flight_calls", "Open stage calls of this gateway", "instance", "stage")
+        self._ready = gauge("instance_ready", "1 where the instance takes work", "instance")
+        self._pending = gauge("pending_seconds", "Estimated work waiting at an instance", "instance", "stage")
+        self._kv_usage = gauge("kv_cache_usage_perc", "KV blocks in use; 1 means all", "instance")
+        self._sequences = gauge(
             "instance_requests", "Sequences at an instance, from all gateways", "instance", "state"
         )
-        self._as_vllm = VllmNames(self.registry)
-        self._log_lines = self._gauge("access_log_lines", "Lines written to the access log")
-        self._log_dropped = self._gauge("access_log_dropped_lines", "Lines that it had no room for")
+        self._vllm = VllmGauges(registry)
+        #: Children by labels, which cost more to look up than to count.
+        self._times = cache(lambda *kind: (ttft.labels(*kind), e2e.labels(*kind), tpot.labels(*kind)))
+        for reason in ("stop", "length", "tool_calls", "abort", "error"):
+            self._success.labels(reason)
+        self._by_stage = {stage: stages.labels(stage) for stage in STAGES}
+        for source in SOURCES:
+            self._features.labels(source)
 
-    # ------------------------------------------------------------------ told
-
-    def finished(self, record: RequestRecord) -> None:
-        """Count a request that is over."""
-        endpoint, modality, status = record.endpoint, record.modality, record.status
-        tpot_s, prompt_tokens, output_tokens = record.tpot_s, record.prompt_tokens, record.output_tokens
-        self.requests.add(1.0, endpoint, str(status), modality)
+    def put(self, record: RequestRecord) -> None:
+        """Count a finished request."""
+        status = record.status
+        ttft, e2e, tpot = self._times(record.endpoint, record.modality)
+        self._requests.labels(record.endpoint, str(status), record.modality).inc()
         if status == 200:
-            self._e2e.observe(record.duration_s, endpoint, modality)
-            if record.finish_reason:
-                self._success.add(1.0, record.finish_reason)
-        elif status == _CLIENT_LEFT:
-            self._success.add(1.0, "abort")
-        elif status >= 500:
-            self._success.add(1.0, "error")
-        if tpot_s is not None:
-            self._tpot.observe(tpot_s, endpoint, modality)
-        if prompt_tokens is not None:
-            self._prompt_tokens.add(prompt_tokens)
-            self._request_prompt_tokens.observe(prompt_tokens)
-        if output_tokens is not None:
-            self._generation_tokens.add(output_tokens)
-            self._request_generation_tokens.observe(output_tokens)
+            e2e.observe(record.duration_s)
+        reason = "abort" if status == _CLIENT_LEFT else "error" if status >= 500 else record.finish_reason
+        if reason:
+            self._success.labels(reason).inc()
+        if record.ttft_s is not None:
+            ttft.observe(record.ttft_s)
+        if record.tpot_s is not None:
+            tpot.observe(record.tpot_s)
+        if record.prompt_tokens is not None:
+            self._prompt_tokens.inc(record.prompt_tokens)
+            self._request_prompt_tokens.observe(record.prompt_tokens)
+        if record.output_tokens is not None:
+            self._generation_tokens.inc(record.output_tokens)
+            self._request_generation_tokens.observe(record.output_tokens)
         for span in record.spans:
-            self._stages.observe(span.end_s - span.start_s, span.name)
-        for kind, nbytes in record.media_bytes.items():
-            self.media_bytes.add(nbytes, kind)
-            for source in [one.attributes["feature"] for one in record.spans if "feature" in one.attributes]:
-                self._features.add(1.0, str(source))
-                self._mm_queries.add(1.0)
-                if source in ("store", "prefill"):
-                    self._mm_hits.add(1.0)
+            self._by_stage[span.name].observe(span.end_s - span.start_s)
+            if source := str(span.attributes.get("feature", "")):
+                self._features.labels(source).inc()
+                self._mm_queries.inc()
+                self._mm_hits.inc(source in ("store", "prefill"))
+        for modality, nbytes in record.media_bytes.items():
+            self._media_bytes.labels(modality).inc(nbytes)
 
     def watch_admission(self, num_running: Callable[[], float], num_waiting: Callable[[], float]) -> None:
         """Let the gauges of the admission queue call these functions when they are read."""
-        for gauges, look in ((self._running, num_running), (self._waiting, num_waiting)):
-            for gauge in gauges:
-                gauge.set_function(look)
-
-    def watch_access_log(self, num_written: Callable[[], float], num_dropped: Callable[[], float]) -> None:
-        self._log_lines.set_function(num_written)
-        self._log_dropped.set_function(num_dropped)
-
-    # ------------------------------------------------------------------ asked
+        self._running.set_function(num_running)
+        self._waiting.set_function(num_waiting)
 
     def render(self, instances: Iterable[InstanceRecord]) -> bytes:
-        """The exposition text with ``instances`` as of now."""
-        self._look_at(instances)
-        return generate_latest(self.registry)
-
-    def _look_at(self, instances: Iterable[InstanceRecord]) -> None:
-        self.before_render()
+        """Return the exposition text with the current state of ``instances``."""
         for gauge in (self._ready, self._in_flight, self._pending, self._kv_usage, self._sequences):
             gauge.clear()  # of instances that have left
         num_running, num_waiting, most_used = 0, 0, 0.0
@@ -204,7 +164,7 @@ class GatewayMetrics:
             self._ready.labels(name).set(record.ready)
             for stage, count in record.in_flight.items():
                 self._in_flight.labels(name, stage.value).set(count)
-            if record.ready:  # else what it reported before it was lost is over
+            if record.ready:
                 load = record.load
                 running, waiting = load.num_running, load.num_waiting + load.num_waiting_encodes
                 for stage, seconds in pending_s(record).items():
@@ -215,39 +175,17 @@ class GatewayMetrics:
             self._sequences.labels(name, "running").set(running)
             self._sequences.labels(name, "waiting").set(waiting)
             num_running, num_waiting = num_running + running, num_waiting + waiting
-        self._as_vllm.set(num_running, num_waiting, most_used)
-
-    def _counter(self, name: str, text: str, *more: Any) -> Counter:
-        counter = Counter(f"epd_serve_{name}", text, *more)
-        self._tallies.families.append(counter)
-        return counter
-
-    def _histogram(
-        self, names: str | Sequence[str], text: str, bounds: Sequence[float], labels: Sequence[str] = ()
-    ) -> Histogram:
-        names = [names] if isinstance(names, str) else names
-        histogram = Histogram([f"epd_serve_{name}" for name in names], text, bounds, labels)
-        self._tallies.families.append(histogram)
-        return histogram
-
-    def _plain(self, name: str, text: str, *labels: str) -> PrometheusCounter:
-        return PrometheusCounter(f"epd_serve_{name}", text, labels, registry=self.registry)
-
-    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        return Gauge(f"epd_serve_{name}", text, labels, registry=self.registry)
-
-    def _gauges(self, text: str, state: str) -> tuple[Gauge, Gauge]:
-        """Two gauges of one figure: under vLLM's name, and under the name that it had here before."""
-        return self._gauge(f"num_requests_{state}", text), self._gauge(f"requests_{state}", text)
+        self._vllm.set(num_running, num_waiting, most_used)
+        return generate_latest(self.registry)
 
 
 def pending_s(record: InstanceRecord) -> dict[Stage, float]:
-    """Estimates of an instance's work before it, by stage; of D: until there is room for KV."""
+    """Return estimates of an instance's waiting work by stage; of D: until there is room for KV."""
     seconds = {Stage.ENCODE: record.encode_s, Stage.PREFILL: record.prefill_s, Stage.DECODE: record.room_s(1)}
     return {stage: value for stage, value in seconds.items() if stage in record.stages}
 
 
 def kv_usage(record: InstanceRecord) -> float | None:
-    """Share of an instance's KV blocks that are in use; None where it has none."""
+    """Return the share of an instance's KV blocks in use; None where it has none."""
     total = record.load.total_blocks
     return round((total - record.load.free_blocks) / total, 4) if total else None

@@ -1,4 +1,4 @@
-"""The record of one request: its spans and what else is known of it, written while it runs and read afterwards."""
+"""The record of one request: its spans and facts, written while it runs and read when it is finished."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from epd_serve.protocol.wire import REQUEST_ID_HEADER, MediaRef, read_prompt_not
 from epd_serve.telemetry.span import TRACEPARENT_HEADER, Span, TraceContext, Value
 from epd_serve.types import Modality
 
-#: Stages as a gateway sees them: from the call to the answer, waiting included.
+#: Stages as the gateway sees them: from the call to the answer, waiting included.
 QUEUE, ENCODE, PREFILL, TRANSFER, DECODE = "queue", "encode", "prefill", "kv_transfer", "decode"
-#: Where a feature came from: computed by the encoder; found in its store; computed at P, in place of an encoder;
-#: there already at P.
+#: Sources of a feature: computed by the encoder; found in its store; computed at P instead; already at P.
 ENCODED, STORED, RECOMPUTED, AT_PREFILL = "encoded", "store", "recomputed", "prefill"
 STAGES, SOURCES = (QUEUE, ENCODE, PREFILL, TRANSFER, DECODE), (ENCODED, STORED, RECOMPUTED, AT_PREFILL)
 
@@ -47,23 +46,22 @@ class RequestRecord(msgspec.Struct, eq=False):
 
     Attributes:
         endpoint: "chat", "completion" ...
-        request_id: as the client may have named it.
-        traceparent: of ``context``, for whom the request is passed on to.
+        request_id: the client's name for it, or ours.
+        traceparent: of ``context``, for callees.
         key: name of the API key, never the key.
-        modality: of its media: "text" where there are none, "image+video" for both.
+        modality: of its media: "text" without media, "image+video" for both.
         num_media, media_bytes: of its media items, by modality.
-        status: that of the answer, or one of the gateway's own (proxy/api/endpoint.py); 0 while it runs.
-        error: code or type of what went wrong.
+        status: of the answer, or one of the gateway's own (proxy/api/endpoint.py); 0 while it runs.
+        error: code or type of the error.
         ttft_s: until the first token of a streamed answer.
-        end_s: the end of the answer; ``duration_s``: until then.
-        prompt_tokens, output_tokens: None where nobody has told.
-        prompt_note: what P said of the prompt (epd_serve/protocol/wire.py).
-        items: mm_hashes of its media items, and of the segments of videos.
-        spans: its stages, over all attempts, each under its attempt's request id.
-        prefill, decode: the instances that did these stages last; None where none did.
         tpot_s: mean time of each output token after the first, of a streamed answer with more than one.
+        prompt_tokens, output_tokens: None where unknown.
+        prompt_note: P's note on the prompt (epd_serve/protocol/wire.py).
+        items: mm_hashes of its media items, and of the segments of videos.
+        spans: its stages over all attempts, each under its attempt's request id.
+        prefill, decode: the instances that did these stages last; None before.
         retries, continuations: attempts after the first, before or after the first token.
-        pace: times the events of a streamed answer; None: nobody wants to know.
+        pace: times the events of a streamed answer; None for most.
     """
 
     endpoint: str
@@ -104,19 +102,17 @@ class RequestRecord(msgspec.Struct, eq=False):
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Return the headers with which every answer tells of its request."""
+        """The headers of every answer that name its request."""
         return [(_REQUEST_ID, self.request_id.encode()), (_TRACEPARENT, self.traceparent.encode())]
 
-    # ------------------------------------------------------------------ what the gateway notes
-
     def queued(self, since_s: float) -> None:
-        """The request has waited for its turn until now."""
+        """Note that the request waited for its turn until now."""
         now_s = time.monotonic()
         self.queue_s = now_s - since_s
         self.spans.append(Span(QUEUE, self.request_id, since_s, now_s))
 
     def media(self, items: Sequence[tuple[MediaRef, int]]) -> None:
-        """Each item of the request and its bytes, in order."""
+        """Note each media item and its bytes, in order."""
         self.pixels = tuple([ref.num_pixels for ref, _ in items])
         for ref, nbytes in items:
             self.media_bytes[ref.modality] = self.media_bytes.get(ref.modality, 0) + nbytes
@@ -124,14 +120,14 @@ class RequestRecord(msgspec.Struct, eq=False):
         self.modality = "+".join(sorted(self.num_media)) or "text"
 
     def begin(self, stage: str, request_id: str, instance: str, item: str = "") -> Span:
-        """A stage begins at an instance; ``request_id`` is the attempt's, ``item`` an encode's mm_hash."""
+        """Begin a stage at an instance; ``request_id`` is the attempt's, ``item`` an encode's mm_hash."""
         about: dict[str, Value] = {"instance": instance, "item": item} if item else {"instance": instance}
         span = Span(stage, request_id, time.monotonic(), attributes=about)
         self.spans.append(span)
         return span
 
     def traceparent_of(self, span: Span) -> str:
-        """For the instance that is asked for a stage, where the request is sampled."""
+        """Return the header for the instance of a stage of a sampled request."""
         return self.context.child(1 + self.spans.index(span)).traceparent
 
     def attempt_failed(self, request_id: str) -> None:
@@ -141,31 +137,32 @@ class RequestRecord(msgspec.Struct, eq=False):
                 span.end(failed=True)
 
     def again(self, *, continued: bool) -> None:
+        """Count another attempt."""
         if continued:
             self.continuations += 1
         else:
             self.retries += 1
 
     def forwarded(self, events: bytes | memoryview) -> None:
-        """Events of a streamed answer are on their way to the client."""
+        """Note events of a streamed answer as they are sent to the client."""
         self._before_last, self._last = self._last, events
         if self.pace is not None:
             self.pace.mark()
 
     def streamed_all(self, count: Callable[[], int] | None) -> None:
-        """No more will come of a streamed answer. ``count`` is asked later for its tokens; None: nobody has
-        counted. Several prompts add up."""
+        """Note the end of a streamed answer. ``count`` returns its tokens; None where they were not counted.
+
+        Several prompts add up.
+        """
         self._streams.append((self._before_last, self._last, count))
         self._before_last = self._last = b""
 
     def answered(self, body: bytes) -> None:
-        """The whole answer in one piece."""
+        """Note a whole answer."""
         self._streams.append((b"", body, None))
 
-    # ------------------------------------------------------------------ what is read when it is over
-
     def complete(self) -> None:
-        """Find what follows of what was noted; once, after the end, when there is time."""
+        """Derive durations, counts and sources from the notes; once, after the end."""
         assert self.end_s is not None
         self.duration_s = self.end_s - self.arrived_s
         for before, last, count in self._streams:

@@ -55,7 +55,6 @@ async def test_names_and_reasoning_of_the_history_are_for_templates_that_show_th
 async def test_thinking_is_the_templates_affair(api, wish):
     expected = await content(api, chat("Hi"))
     assert await content(api, chat("Hi"), chat_template_kwargs={"enable_thinking": wish}) == expected
-    assert await content(api, chat("Hi"), enable_thinking=wish) == expected
 
 
 @pytest.mark.parametrize("path", ["/health", "/health/ready", "/health/live"])
@@ -180,7 +179,7 @@ async def test_a_call_that_was_cut_off_may_be_sent_back(api, arguments):
 
 async def test_a_field_like_no_other_is_told_to_go(api):
     _, answer = await api.post(CHATS, {**chat("x"), "qqqq": 1})
-    assert answer["error"]["message"] == "unknown field 'qqqq'; remove it"
+    assert (answer["error"]["code"], answer["error"]["param"]) == ("unknown_parameter", "qqqq")
 
 
 @pytest.mark.parametrize("path", ["/chat/completions", "/v1/v1/chat/completions", "//v1/chat/completions"])
@@ -197,17 +196,15 @@ async def test_an_object_is_told_what_an_object_must_be(api):
     }
     status, body = await api.post("/v1/chat/completions", fields)
     assert status == 400 and body["error"]["param"] == "tool_choice.type"
-    assert body["error"]["message"] == "tool_choice.type: input should be 'function' (got 'allowed_tools')"
     status, body = await api.post("/v1/chat/completions", {"messages": []})
-    assert body["error"]["message"] == "messages: list should have at least 1 item, not 0"
+    assert (status, body["error"]["param"]) == (400, "messages")
 
 
 async def test_files_are_refused_for_what_they_are(api):
     part = {"type": "file", "file": {"file_id": "x"}}
     status, answer = await api.post(CHATS, {"messages": [{"role": "user", "content": [part]}]})
     error = answer["error"]
-    assert (status, error["param"]) == (400, "messages[0].content[0].type")
-    assert ": files are not supported" in error["message"]
+    assert (status, error["code"], error["param"]) == (400, "invalid_value", "messages[0].content[0].type")
 
 
 @pytest.mark.parametrize(
@@ -221,7 +218,6 @@ async def test_a_model_for_pictures_refuses_sounds_by_name(api, part):
     status, answer = await api.post(CHATS, {"messages": [{"role": "user", "content": [part]}]})
     error = answer["error"]
     assert (status, error["code"]) == (400, "unsupported_media")
-    assert "takes no sounds here; it takes text and images" in error["message"]
     assert error["param"].startswith("messages[0].content[0].")
 
 

@@ -103,13 +103,6 @@ async def test_several_prompts_are_answered_as_each_by_itself(api):
     assert joined == texts
 
 
-async def test_a_prompt_is_cut_to_its_end(api):
-    tokens = await tokens_of(api, "one two three four five six")
-    cut = await completion(api, tokens, truncate_prompt_tokens=4)
-    assert cut["usage"]["prompt_tokens"] == 4
-    assert cut["choices"][0]["text"] == (await completion(api, tokens[-4:]))["choices"][0]["text"]
-
-
 async def test_the_last_message_is_continued(api):
     messages = [{"role": "user", "content": "Say it"}, {"role": "assistant", "content": "The word is"}]
     body = {"messages": messages, "continue_final_message": True, **GREEDY}
@@ -154,7 +147,6 @@ async def test_images_may_stand_anywhere_in_a_long_chat(api):
         ("/v1/completions", {"max_tokens": 0}, "max_tokens"),
         ("/v1/completions", {"prompt": []}, "prompt"),
         ("/v1/completions", {"prompt": ["a"] * 129}, "prompt"),
-        ("/v1/completions", {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ("/v1/completions", {"best_of": 3}, "best_of"),
         ("/v1/completions", {"suffix": "x"}, "suffix"),
         ("/v1/chat/completions", {"continue_final_message": True}, "continue_final_message"),

@@ -50,10 +50,13 @@ async def test_the_document_is_valid_and_names_every_route(api):
     assert status == 200 and document["openapi"] == "3.1.0"
     for schema in document["components"]["schemas"].values():
         jsonschema.Draft202012Validator.check_schema(schema)
-    posts = {path for route in api.app.routes if (path := getattr(route, "path", "")).startswith(("/v1", "/tok"))}
-    assert len(posts) >= 4 and posts <= set(document["paths"])
-    properties = document["components"]["schemas"]["ChatCompletionRequest"]["properties"]
-    assert {"messages", "tools", "response_format", "store", "user", "chat_template"} <= set(properties)
+    assert {path for path, _ in CASES} <= set(document["paths"])
+    assert "multipart/form-data" in document["paths"]["/v1/audio/transcriptions"]["post"]["requestBody"]["content"]
+    for name, schema in document["components"]["schemas"].items():
+        assert [field for field, one in schema.get("properties", {}).items() if "description" not in one] == [], (
+            name
+        )
+    assert "HTTPValidationError" not in document["components"]["schemas"]
 
 
 @pytest.mark.parametrize(("path", "body"), CASES)
@@ -82,7 +85,6 @@ async def test_pages_are_what_it_says(api, check, path):
     await check(known, "get", status, json.loads(text))
 
 
-async def test_the_page_for_people_loads_nothing_from_elsewhere(api):
+async def test_there_is_a_page_for_people(api):
     status, page = await get(api, "/docs")
-    assert status == 200 and "POST /v1/responses" in page
-    assert "http://" not in page and "https://" not in page and "<script" not in page
+    assert status == 200 and "/openapi.json" in page

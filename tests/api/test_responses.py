@@ -7,6 +7,7 @@ import json
 import openai
 import pytest
 from chat import data_url
+from http_client import http_client
 from pictures import noise, png
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -23,7 +24,7 @@ TOOL = {"type": "function", "name": "measure", "parameters": SCHEMA, "strict": T
 
 @pytest.fixture
 def client(api):
-    return openai.AsyncOpenAI(base_url=f"{api.url}/v1", api_key="none", max_retries=0)
+    return openai.AsyncOpenAI(base_url=f"{api.url}/v1", api_key="none", max_retries=0, http_client=http_client())
 
 
 async def test_a_response_has_the_text_of_the_chat(api, client):

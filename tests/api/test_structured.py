@@ -9,6 +9,7 @@ import re
 import jsonschema
 import openai
 import pytest
+from http_client import http_client
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -43,7 +44,9 @@ MESSAGES = [{"role": "user", "content": "Tell me"}]
 
 @pytest.fixture
 async def client(api):
-    async with openai.AsyncOpenAI(base_url=f"{api.url}/v1", api_key="none", max_retries=0) as client:
+    async with openai.AsyncOpenAI(
+        base_url=f"{api.url}/v1", api_key="none", max_retries=0, http_client=http_client()
+    ) as client:
         yield client
 
 

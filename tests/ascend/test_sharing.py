@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
@@ -82,7 +84,7 @@ def test_other_visible_devices_are_refused(value: str) -> None:
 
 
 def test_a_wrong_variable_is_the_reason_that_the_npu_is_missing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path, request: pytest.FixtureRequest
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "torch_npu.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)

@@ -69,11 +69,11 @@ async def test_a_late_stage_gets_an_instance_and_the_admin_plane_says_why() -> N
     here, given = table({"e0": "E", "e1": "E", "p0": "P", "d0": "D"}, num_running=100), []
 
     async def give(order: Order) -> None:
-        here["e0"].accepting = False
+        here["e0"].drains.add("operator")
         await asyncio.sleep(0.05)
         here.update(order.instance, info(order.instance, str(order.role), 10), contains=0)
         here.update("d0", info("d0", "D", 10), contains=0)
-        here["e0"].accepting = True
+        here["e0"].drains.clear()
         given.append((order.instance, str(order.role)))
 
     loop = Looping(here, give)

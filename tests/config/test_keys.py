@@ -53,7 +53,10 @@ def test_secrets_come_from_the_environment_or_a_file(tmp_path: Path, monkeypatch
             f"{{api_keys: [{{name: a, hash: '{HASH}'}}, {{name: b, hash: '{HASH}'}}]}}",
             "the hash sha256:0000",
         ),
-        (f"{{api_keys: [{{name: a, hash: '{HASH}', rate: 2}}]}}", "gateway.api_keys.0.rate: unknown key"),
+        (
+            f"{{api_keys: [{{name: a, hash: '{HASH}', rate: 2}}]}}",
+            "gateway.api_keys.0.rate: Extra inputs are not permitted",
+        ),
         ("{admin: {host: 0.0.0.0, port: 1}}", "needs a key of its own"),
         ("{media: {allowed_domains: ['http://x']}}", "'http://x' is no domain"),
         ("{cors: ['chat.example.com']}", "'chat.example.com' is no origin"),

@@ -8,8 +8,8 @@ from types import ModuleType
 
 import pytest
 
-from epd_serve.config import DeploymentConfig, parse_config
-from epd_serve.config.applied import Section, applied, changes
+from epd_serve.config import DeploymentConfig
+from epd_serve.config.sections import Section
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,38 +26,15 @@ generate = _load()
 OPTIONS = {path: field for path, _, _, field in generate.options_of(DeploymentConfig)}
 
 
-def test_every_option_says_what_it_is_and_how_a_change_is_applied() -> None:
-    assert len(OPTIONS) > 100
+def test_every_option_says_what_it_is() -> None:
+    assert 50 < len(OPTIONS) < 90
     for path, field in OPTIONS.items():
         assert field.description and field.description.endswith((".", ")")), path
-        assert "[]." in path or applied(field).how != "place", f"{path}: write Hot[...], Rebuild[...] or another"
 
 
 @pytest.mark.parametrize("path", ["docs/reference/options.md", "docs/reference/cli.md", "deploy/schema.json"])
 def test_what_is_made_from_them_is_current(path: str) -> None:
     assert (ROOT / path).read_text(encoding="utf-8") == generate.pages()[path], "run: python docs/generate.py"
-
-
-def test_changes_are_named_by_their_paths() -> None:
-    old = parse_config("topology: EPD")
-    new = parse_config(
-        f"""
-        topology: PD
-        slo: {{ttft_ms: 5}}
-        gateway: {{failover: {{max_attempts: 2}}, api_keys: [{{name: a, hash: 'sha256:{"0" * 64}'}}]}}
-        elastic: {{cooldown_s: 5}}
-        instances: {{kv_transfer: {{mode: pull}}}}
-        """
-    )
-    assert {path: how.how for path, how in changes(old, new)} == {
-        "topology": "hot",
-        "slo.ttft_ms": "restart",
-        "gateway.failover.max_attempts": "hot",
-        "gateway.api_keys": "hot",
-        "elastic.cooldown_s": "anew",
-        "instances.kv_transfer.mode": "rebuild",
-    }
-    assert list(changes(new, new)) == []
 
 
 def test_a_section_is_no_option() -> None:

@@ -41,7 +41,6 @@ def test_numbers_stand_and_the_rest_goes_to_the_others_in_the_group_alone() -> N
         ("roles: {E: {share: 1}}", r"\(e0 1\) leave nothing to d0; lower them"),
         ("roles: {E: {share: 1.5}}", "share"),
         ("roles: {E: {share: most}}", "share"),
-        ("roles: {E: {share: true}}", "no switch"),
         ("roles: {E: {share: 0}}", "share"),
     ],
 )

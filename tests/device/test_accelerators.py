@@ -30,7 +30,9 @@ EACH = pytest.mark.parametrize("name", NAMES)
 EACH_DTYPE = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 # Kernels are compiled for some of these shapes: a few constants, many lengths.
 SHAPES = {"block_sizes": [16, 128], "head_dims": [64, 128], "kv_heads": [2]}
-CASES = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+CASES = settings(
+    max_examples=40 if len(NAMES) > 1 else 10, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 
 
 @cache

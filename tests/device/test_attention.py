@@ -24,7 +24,7 @@ from device.ops.cpu import CpuOps
 from device.ops.plain import PlainOps
 
 CPU = torch.device("cpu")
-CASES = settings(max_examples=50, deadline=None)
+CASES = settings(max_examples=25, deadline=None)
 EVERY_OPS = pytest.mark.parametrize(
     "ops",
     [PlainOps(), CpuOps(), CpuOps(tile_bytes=4096, query_rows=3)],
@@ -51,7 +51,7 @@ def test_steps_equal_the_oracle(ops: AttentionOps, batch: Batch) -> None:
 @EVERY_OPS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @given(batch=batches())
-@settings(CASES, max_examples=20)
+@settings(CASES, max_examples=10)
 def test_steps_in_half_precision_stay_near_the_oracle(ops: AttentionOps, dtype: torch.dtype, batch: Batch) -> None:
     check_step(ops, batch, dtype, CPU, TOLERANCES[dtype])
 

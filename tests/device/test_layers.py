@@ -21,7 +21,7 @@ from device.ops.plain import PlainOps, position_axes, rotary_tables
 
 EVERY_OPS = pytest.mark.parametrize("ops", [ReferenceOps(), PlainOps(), CpuOps()], ids=lambda ops: ops.name)
 CPU = torch.device("cpu")
-CASES = settings(max_examples=50, deadline=None)
+CASES = settings(max_examples=25, deadline=None)
 HEAD_DIM = 32
 
 
@@ -130,7 +130,7 @@ def test_layers_equal_the_oracle(ops: AttentionOps, case: Layers) -> None:
 @EVERY_OPS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @given(case=layers())
-@settings(CASES, max_examples=20)
+@settings(CASES, max_examples=10)
 def test_layers_in_half_precision_stay_near_the_oracle(
     ops: AttentionOps, dtype: torch.dtype, case: Layers
 ) -> None:

@@ -49,7 +49,7 @@ DTYPES = [
     pytest.param(torch.float16, marks=[] if HAS_GPU else [pytest.mark.slow]),
     *([torch.bfloat16] if HAS_GPU else []),
 ]
-CASES = settings(max_examples=25, deadline=None)
+CASES = settings(max_examples=25 if HAS_GPU else 12, deadline=None)
 # On a GPU every shape is compiled once, a third of a second each: fewer shapes there, and all lengths.
 HEAD_DIMS = (64, 80, 128) if HAS_GPU else (16, 20, 64, 72, 80, 128)
 BLOCK_SIZES = (16, 48) if HAS_GPU else (1, 3, 16, 32, 48)

@@ -14,7 +14,6 @@ import re
 import shlex
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,17 +136,12 @@ class Desk:
 
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
-    with tempfile.TemporaryDirectory() as runtime:  # its sockets' names must be short
-        yield from _desk(tmp_path_factory.mktemp("desk"), runtime)
-
-
-def _desk(folder: Path, runtime: str) -> Iterator[Desk]:
+    folder = tmp_path_factory.mktemp("desk")
     for name in ("benchmarks", "deploy", "docs"):
         (folder / name).symlink_to(ROOT / name)
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "EPD_SERVE_RUNTIME_DIR": runtime,
         "EPD_SERVE_LOG_DIR": str(folder / "logs"),
         "OMP_NUM_THREADS": "1",
     }

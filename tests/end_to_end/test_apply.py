@@ -7,29 +7,21 @@ import json
 import os
 import signal
 import sys
-import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import httpx
 import pytest
+from http_client import http_client
 
 from benchmarks import apply_ring, chaos
 from epd_serve.config import DeploymentConfig, change_config, parse_config
+from epd_serve.launch.apply import ApplyStopped
 from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.launch.processes.supervisor import Backoff
-from epd_serve.launch.rollout import ApplyLimits, ApplyStopped
 
 PORTS = "gateway: {port: 0}\ninstances: {base_port: 0}\n"
 BODY = {"model": "demo", "prompt": "Count to 9.", "max_tokens": 16, "temperature": 0}
-
-
-@pytest.fixture(autouse=True)
-def _runtime_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Short, as the path of a socket must be."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        monkeypatch.setenv("EPD_SERVE_RUNTIME_DIR", f"{folder}/r")
-        yield
 
 
 def topology(line: str, more: str = "") -> DeploymentConfig:
@@ -37,10 +29,9 @@ def topology(line: str, more: str = "") -> DeploymentConfig:
 
 
 @pytest.fixture
-async def deployment(_runtime_directory: None, tmp_path: Path) -> AsyncIterator[LocalDeployment]:
+async def deployment() -> AsyncIterator[LocalDeployment]:
     async with LocalDeployment(
         topology("E-P-D"),
-        log_dir=tmp_path / "logs",
         ready_timeout_s=300,
         backoff=lambda: Backoff(first_s=0.1, limit_s=0.1),
     ) as deployment:
@@ -49,7 +40,7 @@ async def deployment(_runtime_directory: None, tmp_path: Path) -> AsyncIterator[
 
 async def serves(deployment: LocalDeployment) -> bool:
     try:
-        async with httpx.AsyncClient(timeout=120) as client:
+        async with http_client() as client:
             answer = await client.post(f"{deployment.gateway_url}/v1/completions", json=BODY)
     except httpx.TransportError:  # the gateway was killed
         return False
@@ -114,16 +105,16 @@ async def test_the_command_says_its_steps_and_what_is_wrong(deployment: LocalDep
     assert status.returncode == 0 and said.count(b" ready ") == 3, said.decode()
     assert await apply(f"topology: 2E-P-D\n{PORTS}", "--dry-run") == (
         0,
-        'option topology: "E-P-D" -> "2E-P-D"\nstart e1 (E)\n',
+        'topology: "E-P-D" -> "2E-P-D"\nstart e1 (E)\n',
     )
     assert set(deployment.instances) == {"e0", "p0", "d0"}
-    code, said = await apply(f"topology: EP-D\n{PORTS}", "--topology-only")
+    code, said = await apply(f"topology: EP-D\n{PORTS}")
     assert code == 0 and "step 1 of 2: switch e0 from E to EP\nstep 2 of 2: stop p0 (P)\n" in said
     assert roles(deployment) == ["D", "EP"] and await serves(deployment)
     for text, message in (
         ("topology: E-P\n", "new.yaml:1: topology"),
-        (f"served_model_name: other\n{PORTS}", "start a deployment of its own for another model"),
-        ("gateway: {port: 0, routing: round_robin}\n", "a change of gateway.routing needs another start"),
+        (f"served_model_name: other\n{PORTS}", "a change of served_model_name needs another start"),
+        (f"feature_store: mooncake\n{PORTS}", "a change of feature_store needs another start"),
     ):
         code, said = await apply(text)
         assert code == 2 and message in said and "Traceback" not in said, said
@@ -133,21 +124,58 @@ async def test_the_command_says_its_steps_and_what_is_wrong(deployment: LocalDep
 async def test_a_failed_start_changes_nothing_and_the_next_file_is_taken(deployment: LocalDeployment) -> None:
     with pytest.raises(ApplyStopped) as stopped:
         await deployment.apply(topology("E-2P-D", "roles: {P: {num_blocks: 100000000000000}}"))
-    assert "start p1 (P): it died: exit code" in str(stopped.value)
+    assert "died: exit code" in str(stopped.value)
     assert "serves on with e0 (E), p0 (P), d0 (D)" in str(stopped.value)
     assert roles(deployment) == ["D", "E", "P"] and await serves(deployment)
     first, second = await asyncio.gather(
-        deployment.apply(change_config(topology("E-2P-D"), {"gateway": {"max_body_bytes": 2000}})),
-        deployment.apply(topology("EPD")),
-        return_exceptions=True,
+        deployment.apply(topology("E-2P-D")), deployment.apply(topology("EPD")), return_exceptions=True
     )
     assert first is None
     assert isinstance(second, ValueError) and "another apply is under way" in str(second)
     assert roles(deployment) == ["D", "E", "P", "P"] and await serves(deployment)
-    async with httpx.AsyncClient(timeout=60) as client:
-        url, headers = f"{deployment.gateway_url}/v1/completions", {"content-type": "application/json"}
-        answer = await client.post(url, content=b"x" * 3000, headers=headers)
-    assert answer.status_code == 413, "a setting of the gateway came with the file"
+
+
+async def test_options_of_the_gateway_bring_another_one_and_cut_no_stream(deployment: LocalDeployment) -> None:
+    url = f"{deployment.gateway_url}/v1/completions"
+    body = BODY | {"prompt": "Count to 99.", "max_tokens": 600, "ignore_eos": True, "stream": True}
+    limits = httpx.Limits(max_keepalive_connections=4)
+    async with httpx.AsyncClient(timeout=120, limits=limits) as client, asyncio.timeout(240):
+        assert (await client.post(url, json=BODY)).status_code == 200  # its connection stays open
+        async with client.stream("POST", url, json=body) as stream:
+            lines = stream.aiter_lines()
+            assert (await anext(lines)).startswith("data: ")
+            before = {process.pid for process in deployment.processes}
+            lines_said: list[str] = []
+            changed = change_config(deployment.config, {"gateway": {"max_body_bytes": 2000, "api_key": "secret"}})
+            asking = asyncio.create_task(_ask_until_refused(client, url))
+            await deployment.apply(changed, lines_said.append)
+            assert lines_said == [
+                "gateway.max_body_bytes: 67108864 -> 2000",
+                "gateway.api_key: none -> a secret",
+                "replace gateway",
+            ]
+            key = {"authorization": "Bearer secret", "content-type": "application/json"}
+            async with httpx.AsyncClient(timeout=60, headers=key) as other:
+                while (await other.post(url, content=b"x" * 3000)).status_code != 413:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+            assert await asking == {200}, "none was lost until the other gateway asked for the key"
+            rest = [line async for line in lines if line]
+            assert rest[-1] == "data: [DONE]", "the old gateway has finished its stream"
+        assert len(before & {process.pid for process in deployment.processes}) == 3, "the instances stayed"
+        with pytest.raises(ValueError, match="needs another start"):
+            await deployment.apply(change_config(deployment.config, {"dtype": "bfloat16"}))
+        lines_said.clear()
+        await deployment.apply(topology("E-P-D"), lines_said.append)
+        assert any("THE API BECOMES OPEN" in line for line in lines_said)
+    assert await serves(deployment)
+
+
+async def _ask_until_refused(client: httpx.AsyncClient, url: str) -> set[int]:
+    """Statuses of requests, one after the other on connections that are kept, before the first 401."""
+    statuses = set()
+    while (status := (await client.post(url, json=BODY)).status_code) != 401:
+        statuses.add(status)
+    return statuses
 
 
 def at(words: str, act: Callable[[], None]) -> Callable[[str], None]:
@@ -162,10 +190,9 @@ def at(words: str, act: Callable[[], None]) -> Callable[[str], None]:
 
 
 async def test_processes_that_die_meanwhile(deployment: LocalDeployment) -> None:
-    limits = ApplyLimits(deadline_s=120, patience_s=0.2)
-    await deployment.apply(topology("2E-P-D"), limits, at("start e1", lambda: kill(deployment, "p0")))
+    await deployment.apply(topology("2E-P-D"), at("start e1", lambda: kill(deployment, "p0")))
     assert roles(deployment) == ["D", "E", "E", "P"] and await comes_to_serve(deployment)
-    await deployment.apply(topology("E-P-2D"), limits, at("switch", lambda: kill(deployment, "gateway")))
+    await deployment.apply(topology("E-P-2D"), at("switch", lambda: kill(deployment, "gateway")))
     assert roles(deployment) == ["D", "D", "E", "P"] and await comes_to_serve(deployment)
     [switched] = [name for name, one in deployment.instances.items() if name[0] == "e" and str(one.role) == "D"]
     kill(deployment, switched)
@@ -173,7 +200,7 @@ async def test_processes_that_die_meanwhile(deployment: LocalDeployment) -> None
         [process] = [one for one in deployment.processes if one.spec.name == switched]
         while process.num_restarts == 0 or not process.ready.is_set():  # noqa: ASYNC110
             await asyncio.sleep(0.02)
-    async with httpx.AsyncClient(timeout=60) as client:
+    async with http_client() as client:
         info = (await client.get(f"{process.spec.url}/info")).json()
     assert info["role"] == "D", "what is started again has the role that it was switched to"
 
@@ -185,8 +212,8 @@ async def test_processes_that_die_meanwhile(deployment: LocalDeployment) -> None
 
     killing = asyncio.create_task(kill_when_there())
     with pytest.raises(ApplyStopped, match="killed by SIGKILL"):
-        await deployment.apply(topology("E-2P-2D"), limits)
+        await deployment.apply(topology("E-2P-2D"))
     await killing
     assert await comes_to_serve(deployment)
-    await deployment.apply(topology("E-2P-2D"), limits)
+    await deployment.apply(topology("E-2P-2D"))
     assert roles(deployment) == ["D", "D", "E", "P", "P"] and await comes_to_serve(deployment)

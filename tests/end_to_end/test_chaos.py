@@ -44,7 +44,7 @@ def test_no_answer_is_wrong_while_everything_dies(
     options = ["--requests", str(NUM_REQUESTS), "--seed", "1", "--concurrency", "6"]
     options += ["--store", store, "--transport", "mooncake" if store == "mooncake" else "auto"]
     monkeypatch.setattr(chaos, "DEADLINE_S", 300.0)  # an answer may take long, and has to come
-    for interval_s in (1, 4, 16):  # where what dies takes that long to start again, hardly any request is answered
+    for interval_s in (2, 8, 24):  # where what dies takes that long to start again, hardly any request is answered
         more = ["--interval", str(interval_s), "--output", str(output)]
         monkeypatch.setattr(sys, "argv", ["chaos", *options, *more])
         code = chaos.main()

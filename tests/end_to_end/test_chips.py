@@ -27,7 +27,7 @@ from epd_serve.types import Role
 
 FIELDS: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True, "skip_special_tokens": False, "logprobs": True}
 #: All instances are in the test's process, which a busy machine keeps from answering for a while.
-UNWATCHED = {"probe_interval_s": None}
+UNWATCHED_S = 300
 
 
 async def check_answers(one: Deployment, reference: Reference, asked: list[tuple[str, list[Any]]]) -> None:
@@ -96,10 +96,11 @@ async def test_kv_goes_through_host_memory_that_is_far_smaller(
     model = tiny_models.make_tiny_model(kind, tmp_path / "model")
     reference = Reference(model)
     asked = [("What is this?", [noise(1)]), ("Repeat: " + "apple banana " * 20, []), ("Say apple", [])]
-    transfer = {"transport": transport, "staging_bytes": "32KiB"}
+    transfer = {"transport": transport}
     options = {"device": "chip:2", "block_size": 8, "max_num_batched_tokens": 40, "kv_transfer": transfer}
+    options["staging_bytes"] = 32 << 10
     copied = Copied(monkeypatch)
-    async with deployment(model, "E", "P", "D", options=options, health=UNWATCHED) as one:
+    async with deployment(model, "E", "P", "D", options=options, probe_timeout_s=UNWATCHED_S) as one:
         await check_answers(one, reference, asked)
         for instance in one.instances.values():
             if instance.language is None:
@@ -131,7 +132,7 @@ async def test_features_and_kv_go_from_device_to_device(
     monkeypatch.setattr(KVCache, "copy", None)  # between the device and the host's cells
     monkeypatch.setattr(Copies, "to_host", None)
     monkeypatch.setattr(Copies, "to_device", None)
-    async with deployment(model, *roles, options=options, health=UNWATCHED) as one:
+    async with deployment(model, *roles, options=options, probe_timeout_s=UNWATCHED_S) as one:
         decode = list(one.instances.values())[-1]
         await check_answers(one, reference, asked)
         before = mapped()
@@ -158,7 +159,7 @@ async def test_mooncake_reads_features_and_kv_where_they_are(
     options = {"device": "chip:2", "block_size": 8, "max_num_batched_tokens": 40, "kv_transfer": transfer}
     for part, name in ((KVCache, "copy"), (Copies, "to_host"), (Copies, "to_device")):
         monkeypatch.setattr(part, name, None)
-    async with deployment(model, "E", "P", "D", options=options, health=UNWATCHED) as one:
+    async with deployment(model, "E", "P", "D", options=options, probe_timeout_s=UNWATCHED_S) as one:
         for again in (False, True):
             if again:
                 await one.instances["d2"].rebuild(Role.parse("E"))
@@ -183,7 +184,7 @@ async def test_features_go_by_the_host_where_the_device_is_not_reached(
     tokens = (reference := Reference(model)).generate("What is this?", [noise(1)], max_tokens=6)
     encoder = {**consumer, "device": "chip:2"}
     of = {"e0": encoder, "pd1": {"device": "chip:2", **consumer}}
-    async with deployment(model, "E", "PD", of=of, health=UNWATCHED) as one:
+    async with deployment(model, "E", "PD", of=of, probe_timeout_s=UNWATCHED_S) as one:
         for _ in range(2):
             status, answer = await one.post("/v1/chat/completions", chat("What is this?", noise(1), **FIELDS))
             assert status == 200, answer

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import httpx
 import pytest
+from http_client import http_client
 from identity import start_fleet
 from tiny_models import STATE_KINDS, make_tiny_model
 
@@ -26,7 +26,7 @@ async def test_tokens_are_the_same_under_shares_and_the_guard(
         "slo": {"tpot_ms": 0.01},  # no step keeps it: encodes get their least share while anything decodes
     }
     async with start_fleet(path, "(E-D)-ED-P", instances={"threads": 2}, **settings) as fleet:
-        async with httpx.AsyncClient(timeout=150) as client:
+        async with http_client() as client:
             info = {name: (await client.get(f"{url}/info")).json() for name, url in fleet.urls.items()}
         assert {name for name, said in info.items() if "share" in said} == {"e0", "d0"}
         for name in ("e0", "d0"):

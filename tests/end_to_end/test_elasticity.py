@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 from chat import chat
 from fleet import Books
+from http_client import http_client
 from pictures import noise
 
 from epd_serve.config import DeploymentConfig
@@ -83,14 +84,14 @@ async def site() -> AsyncIterator[Site]:
             "topology": "2E-P-D",
             "gateway": {"port": 0, "admin": {"port": port}},
             "slo": SLO,
-            "instances": {"base_port": 0, "threads": 1, "queue_timeout_s": 120, "num_blocks": 512},
+            "instances": {"base_port": 0, "threads": 1, "num_blocks": 512},
             "roles": ROLES,
             "elastic": ELASTIC,
         }
     )
     async with (
         LocalDeployment(config, ready_timeout_s=300) as deployment,
-        httpx.AsyncClient(timeout=120, trust_env=False) as client,
+        http_client() as client,
     ):
         yield Site(deployment, f"http://127.0.0.1:{port}", client)
 

@@ -13,6 +13,7 @@ import pytest
 import pytest_asyncio
 from chat import chat
 from fleet import Books, figures, until_decoding
+from http_client import http_client
 from pictures import noise
 
 from epd_serve.config import DeploymentConfig
@@ -24,7 +25,7 @@ async def deployment() -> AsyncIterator[LocalDeployment]:
     config = DeploymentConfig(
         topology="E-P-D",
         restart="never",
-        gateway={"port": 0, "failover": {"wait_s": 0.5}},
+        gateway={"port": 0},
         instances={
             "base_port": 0,
             "threads": 1,
@@ -66,7 +67,7 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> str:
 @pytest.mark.parametrize("victim", ["e0", "p0", "d0"])
 async def test_kill_an_instance_under_load(deployment: LocalDeployment, victim: str) -> None:
     handles = deployment.instances
-    async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=120) as client:
+    async with http_client(deployment.gateway_url) as client:
         bodies = [
             chat(
                 f"What is number {i}?",
@@ -103,7 +104,7 @@ async def test_kill_an_instance_under_load(deployment: LocalDeployment, victim: 
 
 async def test_the_answer_is_the_same_without_an_encoder(deployment: LocalDeployment) -> None:
     body = chat("What is in the picture?", noise(7), max_tokens=12, ignore_eos=True)
-    async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=120) as client:
+    async with http_client(deployment.gateway_url) as client:
         before = await client.post("/v1/chat/completions", json=body)
         os.kill(deployment.instances["e0"].pid, signal.SIGKILL)
         other, p0 = chat("What is in the picture?", noise(8), max_tokens=12), deployment.instances["p0"].url
@@ -122,7 +123,7 @@ async def test_a_stalled_encoder_is_passed_over(deployment: LocalDeployment) -> 
     handles = deployment.instances
     os.kill(handles["e0"].pid, signal.SIGSTOP)
     try:
-        async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=120) as client:
+        async with http_client(deployment.gateway_url) as client:
             answer = await client.post("/v1/chat/completions", json=chat("What is this?", noise(9), max_tokens=4))
             assert answer.status_code == 200, answer.text
             await Books({name: handles[name].url for name in ("p0", "d0")}).check()
@@ -133,7 +134,7 @@ async def test_a_stalled_encoder_is_passed_over(deployment: LocalDeployment) -> 
 
 async def test_a_gateway_that_is_killed_takes_its_requests_along(deployment: LocalDeployment) -> None:
     gateway = next(process for process in deployment.processes if process.spec.name == "gateway")
-    async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=120) as client:
+    async with http_client(deployment.gateway_url) as client:
         bodies = [chat(f"Number {i}", noise(i), max_tokens=500, ignore_eos=True) for i in range(8)]
         for _ in range(3):  # where this process is held up, some have been answered when it looks
             asked = [asyncio.create_task(client.post("/v1/chat/completions", json=body)) for body in bodies]
@@ -150,8 +151,8 @@ async def test_a_gateway_that_is_killed_takes_its_requests_along(deployment: Loc
 async def test_a_stalled_prefill_instance_loses_its_lease(deployment: LocalDeployment) -> None:
     """P is stopped, not dead: its connections stay open, and only the lease can tell D that nothing will come."""
     handles = deployment.instances
-    async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=120) as client:
-        bodies = [chat(f"{i} " + "apple " * 300, max_tokens=50, ignore_eos=True) for i in range(16)]
+    async with http_client(deployment.gateway_url) as client:
+        bodies = [chat(f"{i} " + "apple " * 300, max_tokens=20, ignore_eos=True) for i in range(8)]
         asked = [asyncio.create_task(ask(client, body)) for body in bodies]
         async with asyncio.timeout(150):
             while not (await client.get(f"{handles['d0'].url}/integrity")).json()["reservations"]:  # noqa: ASYNC110

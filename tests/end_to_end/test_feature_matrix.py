@@ -28,11 +28,10 @@ CASES: dict[str, dict[str, Any]] = {
         "trace": True,
         "baselines": {"encodes": "after-prefill"},
     },
-    "no budgets, shortest first, small pool, pulled KV, late features": {
+    "no budgets, shortest first, small pool, late features": {
         "instances": {
-            "batching": {"order": "sjf", "policy": "unlimited"},
+            "batching": {"order": "sjf"},
             "num_blocks": SMALL_POOL,
-            "kv_transfer": {"mode": "pull"},
         },
         "baselines": {"prefetch": "sync"},
     },

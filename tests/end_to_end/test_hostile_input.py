@@ -1,11 +1,13 @@
-"""Input that is small and costs much: its sender is refused, and nobody else notices."""
+"""Input that is wrong, or small and costs much: its sender is refused, and nobody else notices."""
 
 from __future__ import annotations
 
 import asyncio
 import io
 import json
+import struct
 import time
+import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import pytest
 import pytest_asyncio
 from chat import chat
 from fleet import Books
+from http_client import http_client
 from pictures import noise
 from PIL import Image
 
@@ -26,23 +29,22 @@ from epd_serve.types import SamplingParams
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-CPU_S = 1.0
+#: As an instance allows for one picture.
+CPU_S = 2.0
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def deployment() -> AsyncIterator[LocalDeployment]:
-    config = DeploymentConfig(
-        topology="E-P-D", gateway={"port": 0}, instances={"base_port": 0, "threads": 1, "media_cpu_s": CPU_S}
-    )
+    config = DeploymentConfig(topology="E-P-D", gateway={"port": 0}, instances={"base_port": 0, "threads": 1})
     async with LocalDeployment(config, ready_timeout_s=300) as deployment:
         yield deployment
         await Books({name: instance.url for name, instance in deployment.instances.items()}).check()
 
 
 def endless(num_scans: int) -> bytes:
-    """A progressive JPEG of 32 megapixels in a few hundred kilobytes, whose last scan is repeated."""
+    """A small progressive JPEG of 12 megapixels, whose last scan is repeated."""
     file = io.BytesIO()
-    Image.new("RGB", (8000, 4000), "teal").save(file, "JPEG", progressive=True)
+    Image.new("RGB", (4000, 3000), "teal").save(file, "JPEG", progressive=True)
     data = file.getvalue()
     last, end = data.rindex(b"\xff\xda"), data.rindex(b"\xff\xd9")
     return data[:end] + data[last:end] * (num_scans - data.count(b"\xff\xda")) + data[end:]
@@ -77,7 +79,7 @@ async def answers_beside(
 
 async def test_a_picture_that_takes_an_hour_costs_a_second(deployment: LocalDeployment) -> None:
     pids = {name: handle.pid for name, handle in deployment.instances.items()}
-    async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=150) as client:
+    async with http_client(deployment.gateway_url) as client:
         first = await client.post("/v1/chat/completions", json=chat("What is this?", noise(1), max_tokens=3))
         assert first.status_code == 200
         [server, *_] = decoders(pids["e0"])
@@ -104,7 +106,7 @@ async def test_a_picture_that_takes_an_hour_costs_a_second(deployment: LocalDepl
 async def test_a_request_of_many_such_pictures_is_no_worse(deployment: LocalDeployment) -> None:
     """The first that is refused, or waits too long behind the others, ends them all."""
     hostile = [endless(80 + number) for number in range(8)]
-    async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=150) as client:
+    async with http_client(deployment.gateway_url) as client:
         started = time.monotonic()
         pictures = iter(range(10**6, 2 * 10**6))
         refused, others = await answers_beside(
@@ -150,7 +152,7 @@ async def test_a_prompt_of_megabytes_is_refused_unread(deployment: LocalDeployme
     p0 = deployment.instances["p0"].pid
     forget_peak(p0)
     before, spent_s = peak_bytes(p0), cpu_s(p0)
-    async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=150) as client:
+    async with http_client(deployment.gateway_url) as client:
         hostile, others = await answers_beside(
             client,
             lambda: chat("Count to 9.", max_tokens=3),
@@ -174,9 +176,79 @@ async def test_an_instance_refuses_60_megabytes_unread(deployment: LocalDeployme
     )
     forget_peak(handle.pid)
     before, spent_s = peak_bytes(handle.pid), cpu_s(handle.pid)
-    async with httpx.AsyncClient(timeout=150) as client:
+    async with http_client() as client:
         for path, body in (("/prompt/tokenize", question), ("/stage/prefill", wire.encode(prompt))):
             answer = await client.post(handle.url + path, content=body)
             assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
     assert peak_bytes(handle.pid) - before < 4 * len(text) + (256 << 20)
     assert cpu_s(handle.pid) - spent_s < 6, "it takes a minute and more to tokenise"
+
+
+def bomb() -> bytes:
+    """A PNG of 50 megapixels in a few kilobytes."""
+    width, height = 10_000, 5_000
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack("!I", len(data)) + kind + data + struct.pack("!I", zlib.crc32(kind + data))
+
+    header = struct.pack("!IIBBBBB", width, height, 1, 0, 0, 0, 0)
+    rows = zlib.compress(bytes((width // 8 + 1) * height), 9)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+def truncated() -> bytes:
+    buffer = io.BytesIO()
+    noise(1).save(buffer, "JPEG")
+    return buffer.getvalue()[:-2000]
+
+
+CLIP = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}
+CASES: dict[str, tuple[Any, str]] = {
+    "an image that is none": (chat("What is this?", b"no image at all"), "image"),
+    "a truncated image": (chat("What is this?", truncated()), "image"),
+    "one broken image of two": (chat("What is this?", noise(1), truncated(), stream=True), "image"),
+    "a 50-megapixel bomb": (chat("What is this?", bomb()), "pixel"),
+    "an unreachable URL": (chat("What is this?", "http://127.0.0.1:9/x.png"), "127.0.0.1:9"),
+    "a prompt longer than the context": (chat("apple " * 5000), "context"),
+    "a long prompt, streamed": (chat("apple " * 5000, stream=True), "context"),
+    "max_tokens beyond the context": (chat("Hi", max_tokens=100_000), "max_tokens"),
+    "a video for a model of pictures": (chat("Hi") | {"messages": [{"role": "user", "content": [CLIP]}]}, "video"),
+}
+
+
+async def test_bad_requests_are_refused_with_a_sentence_and_disturb_nobody(deployment: LocalDeployment) -> None:
+    large = chat("What is this?", Image.new("RGB", (3000, 2000), (250, 250, 250)), max_tokens=3)
+    async with http_client(deployment.gateway_url) as client:
+
+        async def check(case: str) -> None:
+            body, word = CASES[case]
+            answer = await client.post("/v1/chat/completions", json=body)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["type"]) == (400, "invalid_request_error"), (case, error)
+            assert error.keys() == {"message", "type", "param", "code"}
+            assert word in error["message"] and len(error["message"]) < 600, (case, error)
+
+        neighbours = [client.post("/v1/chat/completions", json=body) for body in (chat("Count to 9."), large)]
+        _, *answers = await asyncio.gather(asyncio.gather(*map(check, CASES)), *neighbours)
+        assert [answer.status_code for answer in answers] == [200, 200]
+    await Books({name: handle.url for name, handle in deployment.instances.items()}).check()
+
+
+@pytest.mark.parametrize(
+    "headers", [{"origin": "http://evil.example"}, {"origin": "null"}, {"host": "evil.example"}], ids=str
+)
+async def test_no_web_page_gives_orders_to_an_instance(
+    deployment: LocalDeployment, headers: dict[str, str]
+) -> None:
+    """One byte is a whole order to leave: a page could have a browser send it."""
+    async with http_client() as client:
+        for handle in deployment.instances.values():
+            for path in ("/leave", "/role"):
+                answer = await client.post(handle.url + path, content=b"\x80", headers=headers)
+                assert answer.status_code == 403 and answer.json()["error"]["code"] == "cross_site"
+            assert (await client.get(f"{handle.url}/info", headers=headers)).status_code == 403
+        answer = await client.post(f"{deployment.gateway_url}/v1/chat/completions", json=chat("Hi", max_tokens=2))
+        assert answer.status_code == 200, answer.text
+        data = f"{deployment.gateway_url}/dashboard/data"
+        assert (await client.get(data, headers=headers)).status_code == 403
+        assert (await client.get(data)).status_code == 200

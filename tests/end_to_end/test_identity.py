@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -16,53 +17,47 @@ from epd_serve.demo import weights_dir
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
+#: One family is tried in every topology each time, these in two of them; the rest takes long.
+EVERYWHERE = "qwen3_vl"
+SOMEWHERE = ("qwen2_5_vl", "llava", "qwen2_audio", "demo", "mistral3", "gemma3")
+FEW, FEW_LINE = ("EPD", "E-P-D"), "E-P-D-EPD"
 #: Of pictures that are tiles or rows, and of sounds.
-_SPLITS = ("EPD", "EP-D", "E-P-D", "(E-P)-D")
-#: The others' are tried without processes each time.
-_EACH_TIME = ("mistral3", "gemma3")
+SPLITS = ("EPD", "EP-D", "E-P-D", "(E-P)-D")
+OTHERS = {*TINY, *TINY_AUDIO}
+SLOW = dict.fromkeys([*SOMEWHERE, *tiny_models.STATE_KINDS, *TINY, *TINY_AUDIO])
 
 
-@pytest_asyncio.fixture(
-    scope="module",
-    loop_scope="module",
-    params=[
-        *(*tiny_models.KINDS, "qwen2_audio", "demo"),
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in tiny_models.STATE_KINDS),
-    ],
-)
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
-    kind = request.param
+    """A model's instances of a topology."""
+    kind, line = request.param
     if kind == "demo":
         path = weights_dir()
     else:
         path = tiny_models.make_tiny_model(kind, tmp_path_factory.mktemp("fleet") / kind)
-    async with start_fleet(path, FLEET, ignore_eos=kind != "demo") as fleet:
+    async with start_fleet(path, line, ignore_eos=kind != "demo") as fleet:
+        if kind in OTHERS:
+            assert all(len(set(answer)) >= 5 for answer in fleet.expected.values()), "answers that say little"
         yield fleet
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
+#: Fleets, the topologies of each, and marks.
+CASES: list[tuple[tuple[str, str], Iterable[str], Any]] = [
+    ((EVERYWHERE, FLEET), TOPOLOGIES, ()),
+    *(((kind, FEW_LINE), FEW, ()) for kind in SOMEWHERE),
+    *(((kind, FLEET), SPLITS if kind in OTHERS else TOPOLOGIES, pytest.mark.slow) for kind in SLOW),
+]
+
+
+@pytest.mark.parametrize(
+    ("fleet", "topology"),
+    [
+        pytest.param(fleet, one, id=f"{'all-' if marks else ''}{fleet[0]}-{one}", marks=marks)
+        for fleet, topologies, marks in CASES
+        for one in topologies
+    ],
+    indirect=["fleet"],
+    scope="module",  # that of the fleet: without it, that of a test
+)
 async def test_tokens_equal_generate(fleet: Fleet, topology: str) -> None:
     await fleet.check_tokens(TOPOLOGIES[topology])
-
-
-@pytest_asyncio.fixture(
-    scope="module",
-    loop_scope="module",
-    params=[
-        pytest.param(kind, marks=[] if kind in _EACH_TIME else [pytest.mark.slow])
-        for kind in (*TINY, *TINY_AUDIO)
-        if kind != "qwen2_audio"
-    ],
-)
-async def other_fleet(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Fleet]:
-    path = tiny_models.make_tiny_model(request.param, tmp_path_factory.mktemp("fleet") / request.param)
-    async with start_fleet(path, "2E-P-D-EP-EPD") as fleet:
-        assert all(len(set(answer)) >= 5 for answer in fleet.expected.values()), "answers that say little"
-        yield fleet
-
-
-@pytest.mark.parametrize("topology", _SPLITS)
-async def test_tokens_of_other_families_equal_generate(other_fleet: Fleet, topology: str) -> None:
-    await other_fleet.check_tokens(TOPOLOGIES[topology])

@@ -15,8 +15,10 @@ import pytest
 import tiny_models
 from chat import chat
 from fleet import Books, figures
+from http_client import http_client
 from pictures import noise
 from reference import Reference
+from tiny_service import token_texts
 
 from benchmarks.ablations.processes import ablated
 from epd_serve.config import DeploymentConfig
@@ -39,7 +41,7 @@ async def deployed(model: str, instances: dict[str, Any], **baselines: Any) -> A
         model=model,
         served_model_name="demo",
         dtype="float32",
-        gateway={"port": 0, "failover": {"wait_s": 0.5}},
+        gateway={"port": 0},
         restart="never",
         instances={"base_port": 0, "threads": 1, **instances},
     )
@@ -55,7 +57,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return path, Reference(path)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[pytest.mark.slow] if way == "layerwise" else []) for way in WAYS]
+)
 async def test_the_way_of_the_kv_changes_no_token_and_leaves_nothing_behind(
     model: tuple[Path, Reference], way: str
 ) -> None:
@@ -73,16 +77,11 @@ async def test_the_way_of_the_kv_changes_no_token_and_leaves_nothing_behind(
     body = chat("What is this?", *images, max_tokens=12, ignore_eos=True, logprobs=True, skip_special_tokens=False)
     async with (
         deployed(str(path), settings, **baselines) as deployment,
-        httpx.AsyncClient(base_url=deployment.gateway_url, timeout=150) as client,
+        http_client(deployment.gateway_url) as client,
     ):
         urls = {name: handle.url for name, handle in deployment.instances.items()}
         for answer in [await client.post("/v1/chat/completions", json=body) for _ in range(2)]:
-            assert answer.status_code == 200, answer.text
-            tokens = [
-                bytes(token["bytes"]).decode(errors="replace")
-                for token in answer.json()["choices"][0]["logprobs"]["content"]
-            ]
-            assert tokens == [reference.tokenizer.decode([i]) for i in expected]
+            assert token_texts(answer) == [reference.tokenizer.decode([i]) for i in expected]
         await Books(urls).check()
         of_p, of_d = await figures(urls["p0"]), await figures(urls["d0"])
         assert of_p["kv_requests_total"] == 2
@@ -119,7 +118,7 @@ async def test_a_prompt_of_a_stalled_instance_ends() -> None:
     settings = {"lease_s": 2}
     async with deployed("demo", settings, bandwidth="1MB/s") as deployment:
         handles = deployment.instances
-        async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=150) as client:
+        async with http_client(deployment.gateway_url) as client:
             for number in range(0, 8, 2):  # where this process is held up, D has read all before it looks
                 bodies = [chat(f"{number + i} " + "apple " * 200, max_tokens=8, ignore_eos=True) for i in range(2)]
                 asked = [asyncio.create_task(client.post("/v1/chat/completions", json=body)) for body in bodies]

@@ -16,6 +16,7 @@ import pytest
 import pytest_asyncio
 from chat import chat
 from fleet import Books
+from http_client import http_client
 from pictures import noise
 
 from benchmarks.ablations.processes import ablated
@@ -101,21 +102,20 @@ class Fleet:
 async def running() -> AsyncIterator[Fleet]:
     config = DeploymentConfig(
         topology="E-P-D",
-        # without probes: one that a stall has made fail would close D to requests when all is well again
-        gateway={"port": 0, "failover": {"wait_s": 0}, "health": {"probe_interval_s": None}},
+        gateway={"port": 0, "queue_timeout_s": 0.5},
         instances={
             "base_port": 0,
             "threads": 1,
             "lease_s": LEASE_S,
             "feature_timeout_s": 12,
         },
-        roles={"D": {"num_blocks": 80, "queue_timeout_s": 0.5}},
+        roles={"D": {"num_blocks": 80}},
     )
     with ablated(bandwidth=BYTES_PER_S, latency_ms=200):
         made = LocalDeployment(config, ready_timeout_s=300, backoff=lambda: Backoff(first_s=0.1, limit_s=0.1))
     async with (
         made as deployment,
-        httpx.AsyncClient(base_url=deployment.gateway_url, timeout=150) as client,
+        http_client(deployment.gateway_url) as client,
     ):
         yield Fleet(deployment, client)
 
@@ -135,44 +135,31 @@ def being_written(held: dict[str, int]) -> bool:
 
 
 @pytest.mark.parametrize("victim", ["p0", "d0"])
-async def test_a_death_in_the_middle_of_a_kv_transfer_is_told_at_once(fleet: Fleet, victim: str) -> None:
-    body = long_text(1)
-    before = await fleet.text(body)
-    survivor = "d0" if victim == "p0" else "p0"
-    for number in range(200, 208) if victim == "p0" else range(300, 308):
-        asked = asyncio.create_task(fleet.ask(long_text(number)))
-        await fleet.is_seen("d0", being_written, asked)
-        await asyncio.sleep(0.5)
-        killed_at = time.monotonic()
-        fleet.kill(victim)
-        answer = await asked
-        told_after_s = time.monotonic() - killed_at
-        await Books({survivor: fleet.deployment.instances[survivor].url}).check(timeout_s=4 * LEASE_S)
-        await fleet.recovered()
-        if answer.status_code != 200 and told_after_s < LEASE_S:
-            break  # else this process was held up: the KV was there, or the answer waited for us
-    assert answer.status_code == 502, answer.text
-    assert victim in answer.json()["error"]["message"]
-    assert told_after_s < LEASE_S
-    assert await fleet.text(body) == before
+async def test_after_a_death_in_the_middle_of_a_kv_transfer_the_replacement_answers(
+    fleet: Fleet, victim: str
+) -> None:
+    before = await fleet.text(long_text(1))
+    asked = asyncio.create_task(fleet.ask(long_text(200)))
+    await fleet.is_seen("d0", being_written, asked)
+    fleet.kill(victim)
+    answer = await asked
+    assert answer.status_code == 200, answer.text
+    await fleet.recovered()
+    assert await fleet.text(long_text(1)) == before
 
 
-async def test_a_death_after_the_first_token_ends_the_stream_with_a_reason(fleet: Fleet) -> None:
-    is_cut = False
-    for number in (4, 40, 41, 42):  # where this process is held up, the KV is there before P is killed
-        body, text, is_killed = long_text(number, stream=True), "", False
-        with contextlib.suppress(httpx.RemoteProtocolError):
-            async with fleet.client.stream("POST", "/v1/chat/completions", json=body) as answer:
-                async for piece in answer.aiter_text():
-                    if not text and being_written(await fleet.held("d0")):
-                        fleet.kill("p0")
-                        is_killed = True
-                    text += piece
-        await fleet.recovered()
-        if is_cut := is_killed and "[DONE]" not in text:
-            break
-    assert is_cut
-    assert '"error"' in text.splitlines()[-2]
+async def test_after_a_death_behind_the_first_token_the_stream_goes_on(fleet: Fleet) -> None:
+    body, text, is_killed = long_text(4, stream=True), "", False
+    async with fleet.client.stream("POST", "/v1/chat/completions", json=body) as answer:
+        async for piece in answer.aiter_text():
+            if not text and being_written(await fleet.held("d0")):
+                fleet.kill("p0")
+                is_killed = True
+            text += piece
+    assert text.endswith("data: [DONE]\n\n") and '"error"' not in text
+    await fleet.recovered()
+    if not is_killed:
+        pytest.skip("the KV was there before P could be killed")
 
 
 async def test_an_encoder_that_dies_after_its_event(fleet: Fleet) -> None:
@@ -206,21 +193,18 @@ async def test_an_encoder_that_dies_while_its_feature_is_fetched(fleet: Fleet) -
 
 
 async def test_a_decode_instance_that_stalls_in_the_middle_of_a_transfer(fleet: Fleet) -> None:
-    for number in (5, 50, 51, 52):  # where this process is held up, the KV is there before D is stopped
-        asked = asyncio.create_task(fleet.ask(long_text(number)))
-        await fleet.is_seen("d0", being_written, asked)
-        stalled_at = time.monotonic()
-        fleet.kill("d0", signal.SIGSTOP)
-        try:
-            answer = await asked
-            assert time.monotonic() - stalled_at < 4 * LEASE_S
-        finally:
-            fleet.kill("d0", signal.SIGCONT)
-        await fleet.recovered()
-        if answer.status_code != 200:
-            break
-    assert answer.status_code in (502, 503, 504), answer.text
-    assert answer.json()["error"]["message"]
+    asked = asyncio.create_task(fleet.ask(long_text(5)))
+    await fleet.is_seen("d0", being_written, asked)
+    fleet.kill("d0", signal.SIGSTOP)
+    try:
+        async with asyncio.timeout(60):
+            while (await fleet.client.get("/health")).json()["instances"]["d0"]["ready"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+    finally:
+        fleet.kill("d0", signal.SIGCONT)
+    answer = await asked
+    assert answer.status_code == 200, answer.text
+    await fleet.recovered()
     assert await fleet.text(long_text(5))
 
 

@@ -6,13 +6,14 @@ import os
 import signal
 from pathlib import Path
 
-import httpx
 import pytest
 import tiny_models
 from chat import chat
 from fleet import Books, figures
+from http_client import http_client
 from pictures import noise
 from reference import Reference
+from tiny_service import token_texts
 from transports import HAS_MOONCAKE
 
 from epd_serve.config import DeploymentConfig
@@ -44,14 +45,9 @@ class Service:
             logprobs=True,
             skip_special_tokens=False,
         )
-        async with httpx.AsyncClient(base_url=self.deployment.gateway_url, timeout=150) as client:
+        async with http_client(self.deployment.gateway_url) as client:
             answer = await client.post("/v1/chat/completions", json=body)
-        assert answer.status_code == 200, answer.text
-        tokens = [
-            bytes(token["bytes"]).decode(errors="replace")
-            for token in answer.json()["choices"][0]["logprobs"]["content"]
-        ]
-        assert tokens == [self._reference.tokenizer.decode([i]) for i in expected]
+        assert token_texts(answer) == [self._reference.tokenizer.decode([i]) for i in expected]
 
     async def check_books(self) -> None:
         await Books({name: handle.url for name, handle in self.deployment.instances.items()}).check()
@@ -71,13 +67,13 @@ def config(model: Path, master: str | None) -> DeploymentConfig:
             "dtype": "float32",
             "gateway": {"port": 0},
             "feature_store": "mooncake",
-            "mooncake": {"staging_bytes": "16MiB", "master": master},
+            "mooncake": {"master": master},
             "instances": {
                 "base_port": 0,
                 "threads": 1,
                 "max_num_batched_tokens": 20,
                 "block_size": 8,
-                "feature_store_bytes": "16MiB",
+                "feature_cache_bytes": "16MiB",
                 "kv_transfer": {"transport": "mooncake", "group_layers": 2},
             },
         }

@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 from chat import chat
+from http_client import http_client
 from pictures import noise
 from program import read_until
 
@@ -23,7 +24,7 @@ NAMESPACES = ["unshare", "--map-root-user", "--mount"]
 @pytest.mark.slow
 async def test_it_serves_where_everything_is_full(tmp_path: Path) -> None:
     """All places where temporary files could go have four kilobytes left, and a process 64 descriptors."""
-    (tmp_path / "d.yaml").write_text("gateway: {port: 0}\ninstances: {base_port: 0, threads: 1}\nrestart: never\n")
+    (tmp_path / "d.yaml").write_text("gateway: {port: 0}\ninstances: {base_port: 0, threads: 1}\n")
     full = " && ".join(
         f"mount -t tmpfs -o size=64k tmpfs {place} && head -c {size} /dev/zero >{place}/full"
         for place, size in (("/dev/shm", "64K"), ("/var/tmp", "52K"), ("/tmp", "52K"))
@@ -48,7 +49,7 @@ async def test_it_serves_where_everything_is_full(tmp_path: Path) -> None:
             assert "No space left on device" in output, "what could not be written is named"
             found = re.search(r"Ready: (http://\S+)/v1", output)
             assert found is not None
-            async with httpx.AsyncClient(base_url=found[1], timeout=150) as client:
+            async with http_client(found[1]) as client:
                 bodies = [chat("What is this?", noise(seed), max_tokens=3) for seed in range(60)]
                 answers = await asyncio.gather(
                     *(client.post("/v1/chat/completions", json=body) for body in bodies), return_exceptions=True

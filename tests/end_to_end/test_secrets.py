@@ -6,10 +6,10 @@ import os
 import signal
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
 from chat import chat
+from http_client import http_client
 from pictures import noise
 
 from epd_serve.config import DeploymentConfig
@@ -58,7 +58,6 @@ async def test_secrets_are_shown_nowhere(tmp_path: Path, monkeypatch: pytest.Mon
         topology="E-P-D",
         gateway={
             "port": 0,
-            "failover": {"wait_s": 0.5},
             "api_key": {"env": "EPD_SERVE_API_KEY"},
             "api_keys": [{"name": "alice", "hash": hash_key(SECRETS["alice"])}],
             "admin": {"port": admin, "key": {"file": str(tmp_path / "admin")}},
@@ -70,8 +69,8 @@ async def test_secrets_are_shown_nowhere(tmp_path: Path, monkeypatch: pytest.Mon
     )
     texts: dict[str, bytes] = {}
     async with (
-        LocalDeployment(config, log_dir=shown / "logs", ready_timeout_s=300) as deployment,
-        httpx.AsyncClient(base_url=deployment.gateway_url, timeout=240) as client,
+        LocalDeployment(config, ready_timeout_s=300) as deployment,
+        http_client(deployment.gateway_url) as client,
     ):
         instance = deployment.instances["p0"]
         body = chat("What is this?", noise(1), max_tokens=4)
@@ -93,6 +92,9 @@ async def test_secrets_are_shown_nowhere(tmp_path: Path, monkeypatch: pytest.Mon
                     answer = await client.get(where + page, headers=header, params={"api_key": SECRETS["alice"]})
                     texts[f"{where}{page} {number}"] = answer.content
         assert answered == 2, "with the two keys"
+        for handle in deployment.instances.values():
+            assert (await client.get(f"{handle.url}/info")).status_code == 401, "it serves its deployment alone"
+            assert (await client.get(f"{handle.url}/health")).status_code == 200
         os.kill(instance.pid, signal.SIGKILL)
         answer = await client.post(
             "/v1/chat/completions", json=body, headers={"authorization": f"Bearer {SECRETS['alice']}"}

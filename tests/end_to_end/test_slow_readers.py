@@ -12,6 +12,7 @@ import psutil
 import pytest
 from chat import chat
 from fleet import Books
+from http_client import http_client
 
 from epd_serve.config import DeploymentConfig
 from epd_serve.launch.deployment import LocalDeployment
@@ -47,7 +48,7 @@ async def test_streams_that_nobody_reads_cost_little_and_end() -> None:
     )
     async with (
         LocalDeployment(config, ready_timeout_s=300) as deployment,
-        httpx.AsyncClient(base_url=deployment.gateway_url, timeout=240) as client,
+        http_client(deployment.gateway_url) as client,
     ):
         short = chat("Hello", max_tokens=4)
         assert (await client.post("/v1/chat/completions", json=short)).status_code == 200

@@ -15,6 +15,7 @@ import httpx
 import pytest
 from chat import chat
 from fleet import Books, gateway
+from http_client import http_client
 from PIL import Image
 
 from epd_serve.config import DeploymentConfig
@@ -156,12 +157,12 @@ async def site() -> AsyncIterator[Site]:
     config = DeploymentConfig.model_validate(
         {
             "topology": "E-P-2D",
-            "gateway": {"port": 0, "admin": {"port": port}, "failover": {"wait_s": 60}},
+            "gateway": {"port": 0, "admin": {"port": port}},
             "instances": {"base_port": 0, "threads": 1, "resident": "role"},  # making stages takes a while
         }
     )
     deployment = LocalDeployment(config, ready_timeout_s=300, backoff=lambda: Backoff(first_s=0.05, limit_s=0.05))
-    async with deployment, httpx.AsyncClient(timeout=120, trust_env=False) as client:
+    async with deployment, http_client() as client:
         urls = {name: one.url for name, one in deployment.instances.items()}
         async with gateway(urls) as other_url:
             yield Site(deployment, f"http://127.0.0.1:{port}", other_url, client)

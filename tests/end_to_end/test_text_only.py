@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import httpx
 import pytest
 import tiny_models
 from fleet import gateway
+from http_client import http_client
 from identity import QUESTIONS, start_fleet
 
 from epd_serve.protocol import instance_state, wire
@@ -17,14 +17,17 @@ PICTURED = next(question for question in QUESTIONS if question.images)
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(kind, marks=[pytest.mark.slow] * kind.startswith("qwen3_5")) for kind in tiny_models.TEXT_KINDS],
+    [
+        pytest.param(kind, marks=[] if kind in ("llama", "qwen3_moe", "gemma3_text") else [pytest.mark.slow])
+        for kind in tiny_models.TEXT_KINDS
+    ],
 )
 async def test_tokens_equal_generate_and_images_are_refused(kind: str, tmp_path: Path) -> None:
     model = tiny_models.make_tiny_model(kind, tmp_path / kind)
     async with start_fleet(model, "P-D-EPD") as fleet:
         for names in (("p0", "d0"), ("epd0",)):
             await fleet.check_tokens(names)
-        async with gateway(fleet.urls) as url, httpx.AsyncClient(base_url=url, timeout=150) as client:
+        async with gateway(fleet.urls) as url, http_client(url) as client:
             refused = await client.post("/v1/chat/completions", json=PICTURED.body(stream=False, ignore_eos=True))
             switched = await client.post(
                 f"{fleet.urls['epd0']}/role", content=wire.encode(instance_state.RoleOrder(role="E"))

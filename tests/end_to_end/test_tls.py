@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import httpx
 import pytest
 from certificates import Authority
 from chat import chat
+from http_client import http_client
 from pictures import noise
 
 from epd_serve.config import ConfigError, DeploymentConfig, load_config
@@ -26,7 +26,7 @@ async def _answers(config: DeploymentConfig) -> list[str]:
     answers = []
     async with (
         LocalDeployment(config, ready_timeout_s=300) as deployment,
-        httpx.AsyncClient(timeout=240) as client,
+        http_client() as client,
     ):
         for body in (picture, picture, text):
             answer = await client.post(f"{deployment.gateway_url}/v1/chat/completions", json=body)

@@ -6,8 +6,7 @@ import asyncio
 import os
 import re
 import signal
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -15,11 +14,11 @@ import pytest
 import tiny_models
 from clips import Clip, clip
 from fleet import Books, figures, gateway
-from identity import MAX_TOKENS, Fleet, Question
+from http_client import http_client
+from identity import Fleet, Question
 from reference import Reference
+from tiny_service import expected, serving, token_texts
 
-from epd_serve.config import DeploymentConfig
-from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.routing import encoders
 
 KINDS = ["qwen3_vl", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen2_5_vl", "gemma4"))]
@@ -30,27 +29,6 @@ def _split_whatever_it_costs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Videos of tests are so short that it would not pay."""
     monkeypatch.setattr(encoders, "_CALL_S", float("-inf"))
     yield
-
-
-@asynccontextmanager
-async def serving(path: Path, topology: str) -> AsyncIterator[LocalDeployment]:
-    config = DeploymentConfig(
-        topology=topology,
-        model=str(path),
-        served_model_name="tested",
-        dtype="float32",
-        restart="never",
-        gateway={"port": 0},
-        instances={"base_port": 0, "threads": 1, "block_size": 8, "max_num_batched_tokens": 200},
-    )
-    async with LocalDeployment(config, ready_timeout_s=300) as deployment:
-        yield deployment
-
-
-def expected(reference: Reference, question: Question) -> list[str]:
-    ids = reference.generate(question.text, question.images, question.videos, max_tokens=MAX_TOKENS)
-    assert len(set(ids)) >= 5, "tokens that say little of the model"
-    return [reference.tokenizer.decode([token]) for token in ids]
 
 
 async def num_encoded(urls: dict[str, str]) -> dict[str, float]:
@@ -67,7 +45,7 @@ async def test_tokens_equal_generate_over_two_and_three_encoders(kind: str, tmp_
     text = Question("Say apple")
     answers = {one: expected(reference, one) for one in (text, *questions)}
     del reference
-    async with serving(path, "3E-P-D") as deployment:
+    async with serving(path, "3E-P-D", max_num_batched_tokens=200) as deployment:
         urls = {name: handle.url for name, handle in deployment.instances.items()}
         for count, question in zip((2, 3), questions, strict=True):
             names = [f"e{number}" for number in range(count)]
@@ -88,9 +66,9 @@ async def test_a_client_leaves_and_an_encoder_dies_in_a_segment(tmp_path: Path) 
         Question("What happens?", videos=(Clip(clip(seed, 24, (96, 64), fps=6)),)) for seed in (8, 9)
     )
     answer = expected(Reference(path), question)
-    async with serving(path, "2E-P-D") as deployment:
+    async with serving(path, "2E-P-D", max_num_batched_tokens=200, feature_timeout_s=60) as deployment:
         urls = {name: handle.url for name, handle in deployment.instances.items()}
-        async with gateway(urls) as url, httpx.AsyncClient(base_url=url, timeout=150) as client:
+        async with gateway(urls) as url, http_client(url) as client:
             pid = deployment.instances["e0"].pid
 
             async def half_encoded(asked: Question) -> asyncio.Task[httpx.Response]:
@@ -120,8 +98,5 @@ async def test_a_client_leaves_and_an_encoder_dies_in_a_segment(tmp_path: Path) 
                     await asyncio.sleep(0.05)
             task = await half_encoded(question)
             os.kill(pid, signal.SIGKILL)
-            found = await task
-            assert found.status_code == 200, found.text
-            content = found.json()["choices"][0]["logprobs"]["content"]
-            assert [bytes(token["bytes"]).decode(errors="replace") for token in content] == answer
+            assert token_texts(await task) == answer
         await Books({name: one for name, one in urls.items() if name != "e0"}).check()

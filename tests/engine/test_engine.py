@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from engine_bench import BLOCK_SIZE
 from engine_bench import EngineBench as Bench
 from pictures import noise
 from PIL import Image
-from reference import Reference
+from reference import reference_of
 
 from device.base import EagerRunner
 from device.cpu import CpuDevice
@@ -25,30 +26,41 @@ from epd_serve.engine.engine import FailureEvent, TokenEvent
 from epd_serve.errors import InvalidRequest
 from epd_serve.sched.schedule import Budget, ScheduleOutput
 
-BUDGETS = {
-    "tiny-budget": (7, 3, False),
-    "large-budget": (2048, 64, False),
-    "tiny-budget-ahead": (7, 3, True),
-    "large-budget-ahead": (2048, 64, True),
+TINY, LARGE = (7, 3), (2048, 64)
+#: Token and sequence budgets, whether steps run ahead, and the model.
+CASES = {
+    **{f"tiny-budget-ahead-{kind}": (TINY, True, kind) for kind in (*tiny_models.KINDS, "qwen3_5")},
+    "tiny-budget": (TINY, False, "qwen2_5_vl"),
+    "large-budget": (LARGE, False, "qwen3_vl"),
+    "large-budget-ahead": (LARGE, True, "llava"),
 }
-#: The last is of a model with recurrent states.
-WITH_STATES = pytest.mark.parametrize(
-    ("bench", "tiny_model"),
-    [
-        *(
-            pytest.param(budget, kind, id=f"{name}-{kind}")
-            for name, budget in BUDGETS.items()
-            for kind in tiny_models.KINDS
-        ),
-        pytest.param((7, 3, True), "qwen3_5", id="tiny-budget-ahead-qwen3_5"),
-    ],
-    indirect=True,
+ALL = pytest.mark.parametrize("case", CASES, indirect=True)
+#: Both loops, and a model with recurrent states.
+SOME = pytest.mark.parametrize(
+    "case", ["tiny-budget-ahead-qwen3_vl", "tiny-budget-ahead-qwen3_5", "large-budget"], indirect=True
 )
+BOTH = pytest.mark.parametrize("case", ["tiny-budget-ahead-qwen2_5_vl", "large-budget"], indirect=True)
+ONE = pytest.mark.parametrize("case", ["tiny-budget-ahead-qwen2_5_vl"], indirect=True)
 
 
-@pytest.fixture(params=BUDGETS.values(), ids=BUDGETS)
-def bench(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[Bench]:
-    tokens, seqs, runs_ahead = request.param
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    return cache(lambda kind: tiny_models.make_tiny_model(kind, tmp_path_factory.mktemp("models") / kind))
+
+
+@pytest.fixture
+def case(request: pytest.FixtureRequest) -> Any:
+    return CASES[request.param]
+
+
+@pytest.fixture
+def tiny_model(case: Any, models: Callable[[str], Path]) -> Path:
+    return models(case[2])
+
+
+@pytest.fixture
+def bench(case: Any, tiny_model: Path) -> Iterator[Bench]:
+    (tokens, seqs), runs_ahead, _ = case
     bench = Bench(tiny_model, Budget(max_num_tokens=tokens, max_num_seqs=seqs), runs_ahead=runs_ahead)
     yield bench
     bench.close()
@@ -82,13 +94,14 @@ class CapturingCpu(CpuDevice):
         return self.graphs
 
 
-@pytest.mark.parametrize("runs_ahead", [False, True])
-def test_decode_graphs_change_no_token(tiny_model: Path, runs_ahead: bool) -> None:
+@pytest.mark.parametrize(("kind", "runs_ahead"), [*((kind, True) for kind in tiny_models.KINDS), ("llava", False)])
+def test_decode_graphs_change_no_token(models: Callable[[str], Path], kind: str, runs_ahead: bool) -> None:
     """Batches of one to six rows in graphs of one, two, four and six, between steps with prefills."""
+    tiny_model = models(kind)
     device = CapturingCpu()
     bench = Bench(tiny_model, Budget(max_num_tokens=64, max_num_seqs=6), device=device, runs_ahead=runs_ahead)
     assert sorted(device.graphs.outputs) == [1, 2, 4, 6]
-    reference = Reference(tiny_model)
+    reference = reference_of(tiny_model)
     answers: dict[str, list[int]] = {}
     for count, (name, text, images) in enumerate(requests(), start=1):
         if images:
@@ -115,11 +128,11 @@ def requests() -> list[tuple[str, str, list[Image.Image]]]:
     ]
 
 
-@WITH_STATES
+@ALL
 def test_identical_to_generate_in_a_mixed_batch_and_again_from_the_prefix_cache(
     bench: Bench, tiny_model: Path
 ) -> None:
-    reference = Reference(tiny_model)
+    reference = reference_of(tiny_model)
     expected = {name: reference.generate(text, images, max_tokens=12) for name, text, images in requests()}
     images = [noise(1), noise(2, (60, 140)), noise(3, (90, 90))]
     for name, text, pictures in requests():
@@ -139,15 +152,15 @@ def test_identical_to_generate_in_a_mixed_batch_and_again_from_the_prefix_cache(
     bench.check_idle()
 
 
-@WITH_STATES
+@SOME
 def test_choices_fork_from_one_prompt(bench: Bench, tiny_model: Path) -> None:
-    expected = Reference(tiny_model).generate("Say apple", max_tokens=12)
+    expected = reference_of(tiny_model).generate("Say apple", max_tokens=12)
     bench.engine.submit(bench.sequence("r", "Say apple", [], n=3))
     assert bench.collect(3) == {("r", i): expected for i in range(3)}
     bench.check_idle()
 
 
-@WITH_STATES
+@SOME
 def test_abort_at_any_time_frees_every_block(bench: Bench) -> None:
     bench.encode([noise(1)])
     for i in range(12):
@@ -160,6 +173,7 @@ def test_abort_at_any_time_frees_every_block(bench: Bench) -> None:
     assert bench.engine.load().num_running == 0
 
 
+@ONE
 def test_a_request_waits_for_its_feature_and_can_be_aborted_while_it_does(bench: Bench) -> None:
     bench.engine.submit(bench.sequence("r", "What is this?", [noise(5)]))
     time.sleep(0.2)
@@ -168,7 +182,7 @@ def test_a_request_waits_for_its_feature_and_can_be_aborted_while_it_does(bench:
     bench.check_idle()
 
 
-@WITH_STATES
+@SOME
 def test_a_failing_step_fails_its_requests_and_nothing_else(bench: Bench, tiny_model: Path) -> None:
     bench.features[f"{hash(noise(6).tobytes()):x}"] = torch.zeros(3, 5)  # not what the prompt counts on
     bench.engine.submit(bench.sequence("broken", "What is this?", [noise(6)]))
@@ -177,9 +191,10 @@ def test_a_failing_step_fails_its_requests_and_nothing_else(bench: Bench, tiny_m
     assert event.request_id == "broken"
     bench.check_idle()
     bench.engine.submit(bench.sequence("fine", "Say apple", []))
-    assert bench.collect(1)["fine", 0] == Reference(tiny_model).generate("Say apple", max_tokens=12)
+    assert bench.collect(1)["fine", 0] == reference_of(tiny_model).generate("Say apple", max_tokens=12)
 
 
+@BOTH
 @pytest.mark.parametrize(
     "contradiction",
     [
@@ -204,14 +219,14 @@ def test_a_request_that_forbids_every_token_fails_alone_and_by_its_own_fault(
                 answer.append(event.token.token_id)
                 is_over = event.finish_reason is not None
     assert failures == [("wrong", InvalidRequest, "contradiction")]
-    assert answer == Reference(tiny_model).generate("Say apple", max_tokens=12)
+    assert answer == reference_of(tiny_model).generate("Say apple", max_tokens=12)
     bench.check_idle()
 
 
-@WITH_STATES
+@SOME
 def test_logits_without_numbers_end_their_request_and_none_beside_it(bench: Bench, tiny_model: Path) -> None:
     """Nor does anybody find its KV: the same prompt with a right feature gets the right answer."""
-    reference, picture = Reference(tiny_model), noise(6)
+    reference, picture = reference_of(tiny_model), noise(6)
     bench.encode([picture])
     right = dict(bench.features)
     bench.features |= {name: torch.full_like(feature, torch.nan) for name, feature in right.items()}
@@ -241,6 +256,7 @@ def test_logits_without_numbers_end_their_request_and_none_beside_it(bench: Benc
     assert bench.collect(1)["again", 0] == reference.generate("What is this?", [picture], max_tokens=12)
 
 
+@ONE
 def test_a_feature_that_another_request_held_may_go_at_any_moment(bench: Bench, tiny_model: Path) -> None:
     bench.encode([noise(1)])
     looks = itertools.count()
@@ -250,9 +266,12 @@ def test_a_feature_that_another_request_held_may_go_at_any_moment(bench: Bench, 
     for _ in range(10):
         time.sleep(0.02)
         bench.engine.wake()
-    assert bench.collect(1)["r", 0] == Reference(tiny_model).generate("What is this?", [noise(1)], max_tokens=12)
+    assert bench.collect(1)["r", 0] == reference_of(tiny_model).generate(
+        "What is this?", [noise(1)], max_tokens=12
+    )
 
 
+@ONE
 def test_a_cached_prefix_that_waits_for_a_feature_holds_nobody_up(tiny_model: Path) -> None:
     bench = Bench(tiny_model, Budget(max_num_tokens=16, max_num_seqs=8))
     images = [noise(1), noise(2, (60, 140))]
@@ -274,6 +293,7 @@ def test_a_cached_prefix_that_waits_for_a_feature_holds_nobody_up(tiny_model: Pa
     bench.close()
 
 
+@ONE
 def test_several_choices_of_open_length_fit_the_pool(bench: Bench) -> None:
     for n in (1, 2, 3):
         sequence = bench.sequence(f"r{n}", "Say apple", [], max_tokens=None, n=n)
@@ -281,11 +301,13 @@ def test_several_choices_of_open_length_fit_the_pool(bench: Bench) -> None:
         assert sequence.max_tokens > 400
 
 
+@ONE
 def test_a_request_that_can_never_fit_is_refused(bench: Bench) -> None:
     with pytest.raises(InvalidRequest, match="KV blocks"):
         bench.engine.check_fits(100, 100_000, 1)
 
 
+@ONE
 def test_the_end_of_the_thread_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody would compute any more, and a process that answers its probes is not started again."""
     ended = threading.Event()
@@ -300,6 +322,7 @@ def test_the_end_of_the_thread_is_told(bench: Bench, monkeypatch: pytest.MonkeyP
     bench.loop._thread.join()
 
 
+@ONE
 def test_a_step_that_cannot_be_accounted_for_counts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(output: ScheduleOutput, seconds: float) -> None:
         raise OSError("no space left for figures")

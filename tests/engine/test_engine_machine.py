@@ -22,16 +22,15 @@ from epd_serve.engine.step_loop import StepLoop
 from epd_serve.errors import InvalidRequest
 from epd_serve.sched.schedule import Budget, ScheduleOutput
 from epd_serve.sched.sequence import Sequence, SequenceState
-from epd_serve.sched.turns import Asker
 from epd_serve.types import MediaSpan, SamplingParams
 
 EOS = 0
 IMAGE = 50
 
 
-def _key(name: str) -> str:
-    """Requests of three API keys."""
-    return str(int(name[1:]) % 3)
+def _priority(name: str) -> int:
+    """Requests of three priorities."""
+    return int(name[1:]) % 3
 
 
 @dataclass
@@ -181,7 +180,7 @@ class EngineMachine(RuleBasedStateMachine):
         return Sequence(
             request_id=name,
             prompt_ids=request.prompt,
-            sampling=SamplingParams(seed=0, n=request.num_sequences, key=_key(name)),
+            sampling=SamplingParams(seed=0, n=request.num_sequences, priority=_priority(name)),
             max_tokens=request.max_tokens,
             positions=range(len(request.prompt)) if prompt_is_here else None,
             spans=request.spans if prompt_is_here else (),
@@ -236,7 +235,7 @@ class EngineMachine(RuleBasedStateMachine):
                 request.num_sequences,
                 request.root.block_hashes,
                 request.arrival_s,
-                Asker(_key(self.reserving), self.reserving),
+                _priority(self.reserving),
             )
         if request.reserved is not None or request.over:
             self.reserving = None
@@ -382,5 +381,5 @@ def test_a_lost_sequence_in_flight_keeps_its_blocks_from_the_others_for_a_step()
     machine.take_over("r0")
     machine.take_over("r1")
     machine.steps(count=20)
-    assert machine.requests["r0"].over and machine.requests["r1"].finished == {0}
+    assert machine.requests["r1"].over and machine.requests["r0"].finished == {0, 1, 2}
     assert machine.pool.num_free == machine.pool.capacity

@@ -60,8 +60,8 @@ def check(event: TokenEvent, ids: list[int], first: int, reference: Any) -> None
         assert [token for token, _ in logprob.top] == best.indices.tolist()
 
 
-@pytest.mark.parametrize("runs_ahead", [False, True])
-@pytest.mark.parametrize("tokens", [7, 2048])
+@pytest.mark.parametrize("tiny_model", ["qwen2_5_vl"], indirect=True)
+@pytest.mark.parametrize(("tokens", "runs_ahead"), [(7, True), (2048, False)])
 def test_of_a_prompt_cut_into_chunks_cached_and_beside_others(
     tiny_model: Path, reference: Any, tokens: int, runs_ahead: bool
 ) -> None:
@@ -81,6 +81,7 @@ def test_of_a_prompt_cut_into_chunks_cached_and_beside_others(
     bench.close()
 
 
+@pytest.mark.parametrize("tiny_model", ["qwen2_5_vl"], indirect=True)
 def test_of_prompts_that_lose_their_blocks_on_the_way(tiny_model: Path, reference: Any) -> None:
     """Blocks for one and a half of them, in steps of a few tokens."""
     bench = Bench(tiny_model, Budget(max_num_tokens=12, max_num_seqs=6))

@@ -120,18 +120,13 @@ async def test_without_an_slo_nothing_is_measured(
     model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = counted(monkeypatch, "seconds")
-    for changes in (
-        {},
-        {"slo": SLOConfig(ttft_ms=50.0)},
-        {"slo": SLOConfig(tpot_ms=50.0), "batching": BatchingConfig(policy="unlimited")},
-    ):
+    for changes in ({}, {"slo": SLOConfig(ttft_ms=50.0)}):
         async with started(options(model, "PD", **changes)) as instance:
             assert await budgets(instance) == {
                 "max_num_batched_tokens": 256,
                 "chunk_tokens": 256,
                 "max_num_seqs": 8,
                 "image_budget_pixels": 4 * IMAGE_PIXELS,
-                "feature_store_bytes": 256 << 20,
                 "feature_cache_bytes": 256 << 20,
             }
     assert measured == []

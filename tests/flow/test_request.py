@@ -19,6 +19,7 @@ from epd_serve.errors import (
     PEER_UNREACHABLE,
     PREPARATION_FULL,
     REQUEST_ENDED,
+    Conflict,
     InstanceFailed,
     InstanceLost,
     InstanceUnreachable,
@@ -50,6 +51,7 @@ FAILURES = [
     Unavailable("no room", code=NO_ROOM),
     Unavailable("ended", code=REQUEST_ENDED),
     Overloaded("too many", code=PREPARATION_FULL),
+    Conflict("changing"),
     InvalidRequest("wrong"),
     *PLANNED,
 ]
@@ -171,8 +173,6 @@ class World:
                 self.step = action
             case do.ReportLost(name) | do.ReportLeaving(name):
                 self.table.mark_lost(name)
-            case do.KeepApart(caller, peer):
-                caller.cut_off.add(peer.name)
             case do.Done() | do.Fail() | do.SplitUp():
                 assert not self.is_given_up
                 self.end = action
@@ -220,14 +220,14 @@ class World:
 
     def _change_table(self) -> None:
         name = self.pick(*INSTANCES)
-        what = self.pick("nothing", "back", "reached", "lost", "lost call", "given up")
+        what = self.pick("nothing", "back", "down", "lost", "lost call", "given up")
         if what == "lost":
             self.table.mark_lost(name)
         elif what == "back":
             info = instance_info(name, INSTANCES[name], pid=self.pick(1, 2), splits_videos=True)
             self.table.update(name, info, contains=self.table.num_calls)
-        elif what == "reached":
-            self.table[name].cut_off.clear()
+        elif what == "down":
+            self.table.mark_down(name)
         elif what == "lost call":
             self.tell(on.Lost(name))
         elif what == "given up" and self.pick(*range(8)) == 7:

@@ -38,7 +38,7 @@ async def test_the_only_one_of_a_stage_is_replaced(fleet: Callable[..., Any], vi
     """Its host goes, another one comes with another name; nobody who asks meanwhile is refused."""
     spare = victim[0] + "9"
     body = chat("Count to 5", max_tokens=12)
-    async with fleet("p0", "d0", spares=(spare,), failover={"wait_s": 60}) as running:
+    async with fleet("p0", "d0", spares=(spare,)) as running:
         right = await running.ask(body)
         asked: list[asyncio.Task[Any]] = []
 

@@ -67,8 +67,8 @@ TEXTS = st.text(st.sampled_from(LETTERS), max_size=120) | st.lists(st.sampled_fr
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@given(text=TEXTS, add=st.booleans(), split=st.booleans(), last=st.integers(1, 200))
-def test_pieces_have_the_tokens_of_the_whole(name: str, text: str, add: bool, split: bool, last: int) -> None:
+@given(text=TEXTS, add=st.booleans(), split=st.booleans())
+def test_pieces_have_the_tokens_of_the_whole(name: str, text: str, add: bool, split: bool) -> None:
     tokenizer = TOKENIZERS[name]
     bounded = BoundedTokenizer(tokenizer)
     assert bounded._affixes is not None
@@ -79,8 +79,6 @@ def test_pieces_have_the_tokens_of_the_whole(name: str, text: str, add: bool, sp
         whole = tokenizer.encode(text, add_special_tokens=add, split_special_tokens=split)
         read = bounded.encode(text, add_special_tokens=add, split_special_tokens=split, max_tokens=10**6)
         assert read == whole
-        whole = tokenizer.encode(text, add_special_tokens=add)
-        assert bounded.last(text, last, add_special_tokens=add) == whole[-last:]
         bounded.check_length(len(text), max(len(whole), 1), "prompt")
 
 
@@ -112,16 +110,14 @@ def test_other_tokenizers_read_in_one_piece(change: str) -> None:
     assert bounded._affixes is None
     whole = tokenizer.encode(text)
     assert bounded.encode(text, add_special_tokens=True, max_tokens=9) == whole
-    assert bounded.last(text, 100, add_special_tokens=True) == whole[-100:]
     with pytest.raises(InvalidRequest, match="at most 1048576"):
-        bounded.last("x" * (MAX_UNCUT_CHARACTERS + 1), 9, add_special_tokens=True)
+        bounded.encode("x" * (MAX_UNCUT_CHARACTERS + 1), add_special_tokens=True, max_tokens=9)
 
 
 def test_a_text_is_read_no_further_than_the_context_reaches() -> None:
     bounded, text = BoundedTokenizer(DEMO), "apple pie " * 10**6
     started = time.process_time()
     assert len(bounded.encode(text, add_special_tokens=True, max_tokens=2048)) > 2048
-    assert len(bounded.last(text, 2048, add_special_tokens=True)) == 2048
     with pytest.raises(InvalidRequest, match="without a place"):
         bounded.encode("a" * (MAX_UNCUT_CHARACTERS + 1), add_special_tokens=True, max_tokens=10**9)
     assert time.process_time() - started < 5, "the whole takes more than 20 s"

@@ -76,12 +76,11 @@ async def each_choice_goes_on(instances: Instances) -> None:
             assert [token for _, tokens, _ in rest for token in tokens] == ids[count:], (choice, count, apart)
 
 
-@pytest.mark.parametrize("kv_mode", ["grouped", pytest.param("pull", marks=pytest.mark.slow)])
-async def test_an_answer_goes_on_from_any_token(tmp_path: Path, kv_mode: str) -> None:
+async def test_an_answer_goes_on_from_any_token(tmp_path: Path) -> None:
     path = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
     async with (
         serving(path, "EPD") as fused,
-        serving(path, "EP", kv_transfer={"mode": kv_mode}) as prefill,
+        serving(path, "EP") as prefill,
         serving(path, "D") as decode,
     ):
         instances = Instances(fused, prefill, decode)
@@ -100,10 +99,10 @@ async def test_an_answer_goes_on_from_any_token(tmp_path: Path, kv_mode: str) ->
             ids = [token for _, tokens, _ in whole for token in tokens]
             assert len(ids) == 21 or one.sampling.stop
             held = [i for i, (_, _, event) in enumerate(whole[:-1], start=1) if not text_of([(0, [], event)])]
-            for count in (0, 1, 2, 9, len(ids) - 1, len(ids), *held[:3]):
-                for apart in (False, True):
-                    rest = await instances.ask(one, ids[:count], apart=apart)
-                    assert without_logprobs(rest) == without_logprobs(whole[count:]), (one, count, apart)
+            for place, count in enumerate((0, 1, 2, 9, len(ids) - 1, len(ids), *held[:2])):
+                apart = place % 2 == 0
+                rest = await instances.ask(one, ids[:count], apart=apart)
+                assert without_logprobs(rest) == without_logprobs(whole[count:]), (one, count, apart)
         await each_choice_goes_on(instances)
         await Books({"epd": fused.url, "ep": prefill.url, "d": decode.url}).check()
         with pytest.raises(InvalidRequest, match="several choices"):

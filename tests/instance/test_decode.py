@@ -14,7 +14,6 @@ from epd_serve.cache.block_pool import BlockPool, RequestBlocks
 from epd_serve.errors import InstanceFailed, InvalidRequest, Unavailable
 from epd_serve.instance.decode import DecodeService
 from epd_serve.protocol import wire
-from epd_serve.sched.turns import Asker
 from epd_serve.telemetry.span import Timeline
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.types import SamplingParams
@@ -42,18 +41,11 @@ class Engine:
         self.pool.release(blocks.all())
 
     def reserve(
-        self, num_prompt_tokens: int, num_sequences: int, hashes: list[bytes], arrival_s: float, asker: Asker
+        self, num_prompt_tokens: int, num_sequences: int, hashes: list[bytes], arrival_s: float, priority: int
     ) -> RequestBlocks | None:
         request = (num_prompt_tokens, 0, num_sequences, hashes)
         self.reserving = self.pool.num_missing(*request) > self.pool.num_free
         return None if self.reserving else self.pool.allocate_request(*request)
-
-    @property
-    def lacks_blocks(self) -> bool:
-        return self.reserving
-
-    def in_turn(self, reservations: list[Any]) -> list[Any]:
-        return [one for _, one in reservations]
 
     def stop_reserving(self) -> None:
         self.reserving = False
@@ -231,15 +223,12 @@ def handoff(name: str, num_prompt_tokens: int) -> wire.Handoff:
 
 
 class Taken(Engine):
-    """There are blocks for all, and a place for one; keys take turns by their names."""
+    """There are blocks for all, and a place for some."""
 
     num_places = 0
 
-    def in_turn(self, reservations: list[Any]) -> list[Any]:
-        return [one for _, one in sorted(reservations, key=lambda waiting: waiting[0].key)]
-
     def reserve(
-        self, num_prompt_tokens: int, num_sequences: int, hashes: list[bytes], arrival_s: float, asker: Asker
+        self, num_prompt_tokens: int, num_sequences: int, hashes: list[bytes], arrival_s: float, priority: int
     ) -> RequestBlocks | None:
         if self.num_places < num_sequences:
             return None
@@ -247,17 +236,17 @@ class Taken(Engine):
         return self.pool.allocate_request(num_prompt_tokens, 0, num_sequences, hashes)
 
 
-async def test_reservations_that_wait_take_turns_and_many_choices_let_others_by() -> None:
+async def test_the_most_urgent_reservation_is_served_first_and_of_equals_the_oldest() -> None:
     engine = Taken()
     decode = service(engine, Memory())
     waiting = {
         name: asyncio.create_task(
-            decode.reserve(msgspec.structs.replace(reserve(name, 4), key=key, num_sequences=number))
+            decode.reserve(msgspec.structs.replace(reserve(name, 4), priority=priority, num_sequences=number))
         )
-        for name, key, number in (("b", "b", 1), ("wide", "a", 3), ("c", "c", 1))
+        for name, priority, number in (("wide", 1, 3), ("late", 1, 1), ("urgent", 0, 1))
     }
     order = []
-    for num_places in (1, 1, 3):
+    for num_places in (1, 3, 1):
         await asyncio.sleep(0)
         engine.num_places = num_places
         decode.grant()
@@ -265,4 +254,4 @@ async def test_reservations_that_wait_take_turns_and_many_choices_let_others_by(
         [name] = [name for name, task in waiting.items() if task in done]
         order.append(name)
         await waiting.pop(name)
-    assert order == ["b", "c", "wide"]
+    assert order == ["urgent", "wide", "late"]

@@ -10,6 +10,7 @@ import pytest
 import tiny_models
 from chip.accelerator import ChipDevice
 from fleet import Books, wait_until
+from http_client import http_client
 from services import serving
 
 from device.registry import get_device
@@ -40,7 +41,7 @@ async def test_a_device_that_hangs_and_one_that_is_lost(
 
     async with (
         serving(model, "EPD", device=DEVICE) as instance,
-        httpx.AsyncClient(base_url=instance.url, timeout=60) as client,
+        http_client(instance.url) as client,
     ):
 
         async def ask(name: str) -> httpx.Response:

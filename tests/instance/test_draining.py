@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import httpx
 import tiny_models
 from fleet import wait_until
+from http_client import http_client
 from services import serving
 
 from epd_serve.protocol import wire
@@ -16,7 +16,7 @@ from epd_serve.protocol.frames import END, pack
 
 async def test_draining_refuses_what_is_new_and_waits_for_the_rest(tmp_path: Path) -> None:
     path = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
-    async with serving(path, "EPD") as instance, httpx.AsyncClient(base_url=instance.url, timeout=150) as client:
+    async with serving(path, "EPD") as instance, http_client(instance.url) as client:
         request = wire.PrefillRequest(
             request_id="r",
             output=wire.OutputOptions(kind="completion", id="r", created=0, model="tiny", stream=True),

@@ -77,17 +77,12 @@ class Engine:
         self.resumed.append(blocks)
 
     def reserve(
-        self, num_prompt_tokens: int, num_sequences: int, hashes: list[bytes], arrival_s: float, asker: Any
+        self, num_prompt_tokens: int, num_sequences: int, hashes: list[bytes], arrival_s: float, priority: int
     ) -> RequestBlocks | None:
         request = (num_prompt_tokens, 0, num_sequences, hashes)
         return (
             self.pool.allocate_request(*request) if self.pool.num_missing(*request) <= self.pool.num_free else None
         )
-
-    lacks_blocks = True
-
-    def in_turn(self, reservations: list[Any]) -> list[Any]:
-        return [one for _, one in reservations]
 
     def stop_reserving(self) -> None: ...
 

@@ -17,7 +17,7 @@ from epd_serve.instance import lifecycle as lifecycle_module
 from epd_serve.protocol import instance_state, wire
 from epd_serve.types import SamplingParams
 
-MAX_TOKENS = 400
+MAX_TOKENS = 200
 
 
 def request(name: str, *, can_move: bool) -> bytes:

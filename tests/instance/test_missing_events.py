@@ -54,8 +54,7 @@ async def test_no_answer_comes_of_what_was_read_early(
     assert isinstance(device, ChipDevice)
     transfer = {"group_layers": 1, "transport": transport}
     options: dict[str, Any] = {"device": DEVICE, "max_num_seqs": 2, "kv_transfer": transfer}
-    health = {"probe_interval_s": None}
-    async with deployment(model, "P", "D", options=options, health=health, failover={"wait_s": 0}) as here:
+    async with deployment(model, "P", "D", options=options, probe_timeout_s=300, restart="never") as here:
         body = chat("What is this?", model="demo", max_tokens=4, temperature=0, ignore_eos=True)
 
         async def refusal() -> str:

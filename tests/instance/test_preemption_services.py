@@ -6,7 +6,6 @@ import asyncio
 import json
 from pathlib import Path
 
-import pytest
 import tiny_models
 from fleet import Books
 from pictures import noise, png
@@ -57,8 +56,7 @@ async def ask(prefill: Instance, decode: Instance, name: str, text: str, images:
     return [bytes(token["bytes"]).decode(errors="replace") for token in choice["logprobs"]["content"]]
 
 
-@pytest.mark.parametrize("kv_mode", ["grouped", "pull"])
-async def test_a_small_decode_instance_answers_all_at_once(tmp_path: Path, kv_mode: str) -> None:
+async def test_a_small_decode_instance_answers_all_at_once(tmp_path: Path) -> None:
     path = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
     reference = Reference(path)
     expected = [
@@ -66,7 +64,7 @@ async def test_a_small_decode_instance_answers_all_at_once(tmp_path: Path, kv_mo
         for text, images in QUESTIONS
     ]
     async with (
-        serving(path, "EP", kv_transfer={"mode": kv_mode}) as prefill,
+        serving(path, "EP") as prefill,
         serving(path, "D", num_blocks=28) as decode,
     ):
         for number in range(10):  # until they meet at the decode instance

@@ -1,4 +1,4 @@
-"""Preparations: short before long, text beside images, bounded, and nothing done for those who have left."""
+"""Preparations: text beside images, long beside short, bounded, and nothing done for those who have left."""
 
 from __future__ import annotations
 
@@ -58,24 +58,14 @@ async def test_short_text_does_not_wait_for_a_large_image(processor: RequestProc
     assert await large == "image"
 
 
-async def test_short_items_overtake_long_ones_but_not_for_ever(gate: Gate) -> None:
-    clock = [0.0]
-    processor = RequestProcessor(1, queue_timeout_s=60, clock=lambda: clock[0])
-    tasks = [asyncio.create_task(processor.run("media", 0.05, gate.work, "running"))]
-    for now, name, cost in (
-        (0.0, "long", 0.1),
-        (0.01, "middle", 0.05),
-        (0.02, "short", 0.01),
-        (9.0, "late", 0.01),
-    ):
-        await asyncio.sleep(0)
-        clock[0] = now
-        tasks.append(asyncio.create_task(processor.run("media", cost, gate.work, name)))
+async def test_items_are_served_as_they_came(processor: RequestProcessor, gate: Gate) -> None:
+    tasks = []
+    for name, cost_s in (("running", 0.05), ("long", 0.1), ("short", 0.01), ("late", 0.05)):
+        tasks.append(asyncio.create_task(processor.run("media", cost_s, gate.work, name)))
         await asyncio.sleep(0)
     gate.go.set()
     await asyncio.gather(*tasks)
-    assert gate.done == ["running", "short", "middle", "long", "late"]
-    await processor.close()
+    assert gate.done == ["running", "long", "short", "late"]
 
 
 async def test_who_leaves_frees_a_place_and_is_not_processed(processor: RequestProcessor, gate: Gate) -> None:
@@ -125,7 +115,7 @@ async def test_a_failure_is_the_callers_and_what_was_done_is_told() -> None:
     await processor.close()
 
 
-async def test_a_turn_that_comes_with_a_cancellation_is_given_on(processor: RequestProcessor, gate: Gate) -> None:
+async def test_a_place_that_comes_with_a_cancellation_is_given_on(processor: RequestProcessor, gate: Gate) -> None:
     """Many cancellations at every moment: afterwards all threads are free again."""
     gate.go.set()
     for round_ in range(200):

@@ -4,7 +4,7 @@ FAKE_DIR holds a file NAME.pid for each started process; FAKE_<NAME> is a behavi
 "loading" (503 for half a second), "never" (503 for ever), "parent" (has a child of its own), "once" (starts only
 once, and dies at every later start), "ails" (503 from the second answer on), "stuck" ("deaf" and "never"),
 "partly" (503 to /health?role=EPD for half a second, and for ever when it was started again), "clean" (exits with 0
-after SIGTERM).
+after SIGTERM), "retires" (says so and exits with 0 after SIGQUIT).
 """
 
 import argparse
@@ -12,11 +12,15 @@ import itertools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socketserver import ThreadingMixIn, UnixStreamServer
+from typing import Any
 
 from epd_serve.lifeline import die_with_parent
 
@@ -29,6 +33,8 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8100)
     parser.add_argument("--options", type=json.loads, default={})
     parser.add_argument("--parent-pid", type=int)
+    parser.add_argument("--admin-path")
+    parser.add_argument("--listener", type=int)
     arguments, _ = parser.parse_known_args()
     vars(arguments).update(arguments.options)
     if arguments.parent_pid:
@@ -45,6 +51,8 @@ def main() -> None:
         sys.exit(3)
     if behaviour in ("deaf", "stuck"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if behaviour == "retires":
+        signal.signal(signal.SIGQUIT, lambda *_: (print("retired", flush=True), sys.exit()))
     if behaviour == "clean":
         signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     if behaviour == "parent":
@@ -62,7 +70,23 @@ def main() -> None:
             self.send_header("Content-Length", "0")
             self.end_headers()
 
-    ThreadingHTTPServer((arguments.host, arguments.port), Handler).serve_forever()
+    if arguments.listener is None:
+        ThreadingHTTPServer((arguments.host, arguments.port), Handler).serve_forever()
+    server = ThreadingHTTPServer((arguments.host, arguments.port), Handler, bind_and_activate=False)
+    server.socket = socket.socket(fileno=arguments.listener)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    Path(arguments.admin_path).unlink(missing_ok=True)
+    UnixServer(arguments.admin_path, Handler).serve_forever()
+
+
+class UnixServer(ThreadingMixIn, UnixStreamServer):
+    """The gateway's admin API."""
+
+    daemon_threads = True
+
+    def get_request(self) -> Any:
+        connection, _ = super().get_request()
+        return connection, ("", 0)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import socket
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,14 +14,13 @@ import msgspec
 import pytest
 
 from epd_serve import cli
-from epd_serve.launch.processes.runtime import Run, RuntimeDirectory
+from epd_serve.launch.processes.runs import RunDirectory
 
 LOAD = {"num_waiting": 2, "num_waiting_encodes": 1}
 BUDGETS = {
     "max_num_seqs": 64.0,
     "max_num_batched_tokens": 2048.0,
-    "feature_store_bytes": 2.0**28,
-    "feature_cache_bytes": 2.0**29,
+    "feature_cache_bytes": 2.0**28,
 }
 INSTANCES = [
     {
@@ -83,22 +80,20 @@ def serve(server: BaseServer) -> None:
 
 
 @pytest.fixture
-def root(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        monkeypatch.setenv("EPD_SERVE_RUNTIME_DIR", f"{folder}/r")
-        yield Path(folder)
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("EPD_SERVE_LOG_DIR", str(tmp_path / "logs"))
+    return tmp_path
 
 
 @pytest.fixture
-def deployment(root: Path) -> Iterator[RuntimeDirectory]:
-    """One that runs, with the sockets of launcher and gateway."""
-    directory = RuntimeDirectory.make(Run(address="127.0.0.1:8123", log_dir="/logs"))
-    with socket.socket(socket.AF_UNIX) as launcher, UnixServer(str(directory.admin), Answers) as server:
-        launcher.bind(str(directory.control))
-        launcher.listen()
+def deployment(root: Path) -> Iterator[RunDirectory]:
+    """One that runs, with the socket of its gateway."""
+    directory = RunDirectory.make("127.0.0.1:8123", None)
+    with UnixServer(str(directory.run.admin), Answers) as server:
         serve(server)
         yield directory
         server.shutdown()
+    directory.close(keep_logs=False)
 
 
 @pytest.fixture
@@ -124,14 +119,14 @@ TABLE = """\
 instance  role  state      device  in flight  waiting  at most
 e0        E     ready      cpu     1          3        256MiB of features
 p0        ?     not ready  ?       0          0
-p1        P     ready      cpu     0          0        64 sequences, 2048 tokens, 512MiB of features
+p1        P     ready      cpu     0          0        64 sequences, 2048 tokens, 256MiB of features
 d1        D     ready      cpu     0          0        64 sequences, 2048 tokens
 epd1      EPD   ready      cpu     0          0        64 sequences, 2048 tokens, 256MiB of features
 """
 
 
 def test_the_deployment_of_this_machine_needs_no_port(
-    deployment: RuntimeDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    deployment: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch, capsys, "status") == TABLE.format(name="127.0.0.1:8123")
     assert run(monkeypatch, capsys, "status", "--deployment", "8123") == TABLE.format(name="127.0.0.1:8123")
@@ -174,7 +169,7 @@ def test_what_is_wrong_is_said_with_what_would_be_right(
 
 
 def test_a_gateway_that_is_away_is_not_said_to_be_no_deployment(
-    deployment: RuntimeDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    deployment: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    deployment.admin.unlink()
+    deployment.run.admin.unlink()
     assert "the gateway may be starting again" in run(monkeypatch, capsys, "status")

@@ -16,7 +16,6 @@ from epd_serve.config import InstanceOptions
 from epd_serve.config.shares import DeviceShare
 from epd_serve.demo import weights_dir
 from epd_serve.types import Role
-from proxy.main import Reread
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -48,14 +47,14 @@ def test_an_instance_is_what_its_flags_and_its_file_say(monkeypatch: pytest.Monk
     file = tmp_path / "deployment.yaml"
     file.write_text(
         "{topology: 2E-PD, served_model_name: tiny, slo: {tpot_ms: 50}, instances: {host: 10.0.0.1, threads: 2},"
-        " roles: {E: {share: 0.5, feature_store_bytes: 1MiB, media_cpu_s: 2.5}}}"
+        " roles: {E: {share: 0.5, feature_cache_bytes: 1MiB}}}"
     )
     flags = ("--config", str(file), "--port", "9000", "--device", "npu:1", "--join", "http://127.0.0.1:8001")
     assert run(monkeypatch, *bare, *flags) == 0
     [chosen] = calls.pop()
     assert (chosen.port, chosen.device, chosen.join) == (9000, "npu:1", ("http://127.0.0.1:8001",))
     assert (chosen.host, chosen.threads, chosen.served_model_name) == ("10.0.0.1", 2, "tiny")
-    assert (chosen.feature_store_bytes, chosen.media_cpu_s, chosen.slo.tpot_ms) == (1 << 20, 2.5, 50)
+    assert (chosen.feature_cache_bytes, chosen.slo.tpot_ms) == (1 << 20, 50)
     assert (chosen.device_share, chosen.dtype) == (DeviceShare(share=0.5, start=0.0), "auto")
     assert run(monkeypatch, *bare, *flags, "--host", "10.0.0.2", "--threads", "7", "--model", "demo") == 0
     [chosen] = calls.pop()
@@ -67,19 +66,16 @@ def test_an_instance_is_what_its_flags_and_its_file_say(monkeypatch: pytest.Monk
 def test_proxy_passes_configuration_instances_and_address(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "deployment.yaml"
     file.write_text("gateway: {host: 127.0.0.9, port: 1234, request_timeout_s: 5}")
-    calls = fake_module(monkeypatch, "proxy.main", "run_gateway", Reread=Reread)
+    calls = fake_module(monkeypatch, "proxy.main", "run_gateway")
     instances = ("--instance", "e0=http://a:1", "--instance", "pd0=http://b:2/")
     assert run(monkeypatch, "proxy", "--config", str(file), *instances) == 0
     assert run(monkeypatch, "proxy", "--config", str(file), *instances, "--host", "0.0.0.0", "--port", "0") == 0
-    config, named, *address, reread, rest = calls[0]
-    assert rest == {"reuse_port": False, "admin_path": None}, "what up starts gives orders, no other gateway"
+    config, named, *address, path, rest = calls[0]
+    assert path == file and rest == {"reuse_port": False, "listener": None, "admin_path": None}
     assert config.gateway.request_timeout_s == 5
     assert named == [("e0", "http://a:1"), ("pd0", "http://b:2")]
     assert address == ["127.0.0.9", 1234]
     assert calls[1][2:4] == ("0.0.0.0", 0)
-    file.write_text("gateway: {request_timeout_s: 6}")
-    again = reread.read()
-    assert (again.gateway.request_timeout_s, reread.instances(again)) == (6, named)
 
 
 def test_proxy_finds_the_instances_of_its_deployment_file(
@@ -87,7 +83,7 @@ def test_proxy_finds_the_instances_of_its_deployment_file(
 ) -> None:
     file = tmp_path / "deployment.yaml"
     file.write_text("{topology: E-PD, instances: {base_port: 7000}}")
-    calls = fake_module(monkeypatch, "proxy.main", "run_gateway", Reread=Reread)
+    calls = fake_module(monkeypatch, "proxy.main", "run_gateway")
     assert run(monkeypatch, "proxy", "--config", str(file)) == 0
     assert calls[0][1] == [("e0", "http://127.0.0.1:7000"), ("pd0", "http://127.0.0.1:7001")]
     file.write_text("{topology: E-PD, instances: {base_port: 0}}")

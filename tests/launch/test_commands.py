@@ -40,13 +40,14 @@ def test_each_instance_gets_its_name_role_port_and_device() -> None:
 
 def test_the_gateway_is_told_its_file_and_stops_first() -> None:
     config, _ = specs("gateway: {host: 0.0.0.0}")
-    spec = gateway_spec(config, Ports(gateway=80, instances=()), Path("/run/d.yaml"), {}, Path("/run/admin"))
+    spec = gateway_spec(config, 80, 7, Path("/run/d.yaml"), {}, Path("/run/admin"))
     assert flag(spec, "--admin-path") == "/run/admin"
     assert (flag(spec, "--config"), flag(spec, "--host"), flag(spec, "--port")) == ("/run/d.yaml", "0.0.0.0", "80")
     assert spec.url == "http://127.0.0.1:80"
-    assert spec.stops == "first"
+    assert spec.stops == "first" and spec.socket == Path("/run/admin")
+    assert flag(spec, "--listener") == "7" and spec.pass_fds == (7,)
     assert spec.first_health == "/health?role=EPD", "or the first images would be encoded by P"
-    text_only = gateway_spec(specs("topology: P-D")[0], Ports(gateway=80, instances=()), Path("/run/d.yaml"), {})
+    text_only = gateway_spec(specs("topology: P-D")[0], 80, 7, Path("/run/d.yaml"), {}, Path("/run/admin"))
     assert text_only.first_health == "/health"
 
 

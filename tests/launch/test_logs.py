@@ -1,18 +1,16 @@
-"""The logs of runs stay, and ``epd-serve logs`` shows them."""
+"""Runs, their logs, and ``epd-serve logs``."""
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
 from program import read_until
 
-from epd_serve.launch.processes import logs
-from epd_serve.launch.processes.runtime import Run, RuntimeDirectory
+from epd_serve.launch.processes import runs
+from epd_serve.launch.processes.runs import RunDirectory, all_runs, find_run, running
 
 COMMAND = [sys.executable, "-P", "-m", "epd_serve.cli", "logs"]
 
@@ -20,16 +18,20 @@ COMMAND = [sys.executable, "-P", "-m", "epd_serve.cli", "logs"]
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("EPD_SERVE_LOG_DIR", str(tmp_path / "logs"))
-    monkeypatch.setenv("EPD_SERVE_RUNTIME_DIR", str(tmp_path / "none"))
     return tmp_path / "logs"
 
 
-def make(folder: Path, name: str, **logs: str) -> Path:
-    directory = folder / name
-    directory.mkdir(parents=True)
+def make(port: int = 8000, file: str | None = None, **logs: str) -> RunDirectory:
+    run = RunDirectory.make(f"127.0.0.1:{port}", None if file is None else Path(file))
     for process, text in logs.items():
-        (directory / f"{process}.log").write_text(text)
-    return directory
+        (run.path / f"{process}.log").write_text(text)
+    return run
+
+
+def ended(port: int = 8000, file: str | None = None, **logs: str) -> Path:
+    run = make(port, file, **logs)
+    run.close(keep_logs=True)
+    return run.path
 
 
 def show(*arguments: str) -> tuple[int, str]:
@@ -38,55 +40,62 @@ def show(*arguments: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def test_the_last_runs_stay_with_their_logs_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logs, "NUM_LOGS_KEPT", 2)
-    for number in range(3):
-        make(folder, f"20260101-00000{number}-1", p0="old")
-    with logs.new_log_run() as directory:
-        assert directory is not None
-        assert [one.name for one in logs.log_runs()] == [directory.name, "20260101-000002-1"]
-        (directory / "p0.log").write_text("said")
-        (directory / "gateway.yaml").write_text("api_key: secret")
-        (directory / "roles").mkdir()
-        make(folder, "20990101-000000-1"), make(folder, "20990101-000001-1")
-        with logs.new_log_run():
-            assert directory.is_dir(), "it still runs"
-    assert [file.name for file in directory.iterdir()] == ["p0.log"]
-    assert directory.stat().st_mode & 0o777 == 0o700
+def test_the_last_runs_stay_and_those_that_last(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "NUM_KEPT", 2)
+    lasting = make(p0="said")
+    later = [ended() for _ in range(4)]
+    with pytest.MonkeyPatch.context():
+        last = make()
+    assert [*all_runs()] == [last.path, later[3], later[2], lasting.path]
+    assert [*running()] == [last.path, lasting.path]
+    assert lasting.path.stat().st_mode & 0o777 == lasting.sockets.stat().st_mode & 0o777 == 0o700
+    (lasting.sockets / "deployment.yaml").write_text("api_key: secret")
+    lasting.close(keep_logs=True)
+    assert not lasting.sockets.exists() and (lasting.path / "p0.log").read_text() == "said"
+    last.close(keep_logs=False)
+    assert not last.path.exists() and running() == {}
 
 
-def test_a_run_that_said_nothing_leaves_nothing(folder: Path) -> None:
-    with logs.new_log_run() as directory:
-        assert directory is not None
-    assert list(folder.iterdir()) == []
+def test_what_a_killed_launcher_left_is_removed_by_the_next(folder: Path) -> None:
+    program = (
+        "import os, signal\n"
+        "from epd_serve.launch.processes.runs import RunDirectory\n"
+        "run = RunDirectory.make('127.0.0.1:8000', None)\n"
+        "print(run.sockets, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    left = Path(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip())
+    assert left.is_dir() and running() == {} and len(all_runs()) == 1
+    make().close(keep_logs=False)
+    assert not left.exists()
 
 
-def test_without_a_place_for_logs_it_runs_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_found_by_its_address_port_or_file() -> None:
+    with pytest.raises(ValueError, match="no deployment of this user is running"):
+        find_run(None)
+    one = make(8000, "/files/a.yaml")
+    assert find_run(None)[0] == find_run("8000")[0] == find_run("/files/a.yaml")[0] == one.path
+    other = make(8001)
+    assert find_run("127.0.0.1:8001")[1] == other.run and find_run(None, 8001)[0] == other.path
+    for wanted in (None, "8002"):
+        with pytest.raises(ValueError, match=r"127\.0\.0\.1:8000 \(a\.yaml\)"):
+            find_run(wanted)
+    for run in (one, other):
+        run.close(keep_logs=False)
+
+
+def test_without_a_place_for_logs_nothing_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("EPD_SERVE_LOG_DIR", str(tmp_path / "file" / "logs"))
-    with logs.new_log_run() as directory:
-        assert directory is None
-
-
-def test_on_a_full_disk_it_runs_all_the_same(folder: Path) -> None:
-    """A limit on the size of files fails a write as a full disk does, and lets directories be made."""
-    program = (
-        "import resource\n"
-        "from epd_serve.launch.processes.logs import new_log_run\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))\n"
-        "with new_log_run() as directory:\n"
-        "    print(directory)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == "None\n"
-    assert list(folder.iterdir()) == []
+    with pytest.raises(ValueError, match="set EPD_SERVE_LOG_DIR"):
+        make()
 
 
 def test_what_is_shown(folder: Path) -> None:
     assert show() == (2, f"epd-serve: {folder} has the logs of 0 runs; 'epd-serve up' writes them\n")
-    make(folder, "20260101-000000-1", d0="before\n")
+    ended(d0="before\n")
     lines = "".join(f"line {number}\n" for number in range(30))
-    latest = make(folder, "20260102-000000-1", d0="crashed\n", p0=lines)
+    latest = ended(d0="crashed\n", p0=lines)
     code, text = show()
     assert code == 0
     assert f"==> {latest}/d0.log <==\ncrashed\n" in text and "line 10\n" in text and "line 9\n" not in text
@@ -97,8 +106,8 @@ def test_what_is_shown(folder: Path) -> None:
     assert [line.split()[0] for line in show("--list")[1].splitlines()] == ["1", "2"]
 
 
-def test_following_shows_whole_lines_as_they_come(folder: Path) -> None:
-    latest = make(folder, "20260102-000000-1", p0="first\n")
+def test_following_shows_whole_lines_as_they_come() -> None:
+    latest = ended(p0="first\n")
     process = subprocess.Popen([*COMMAND, "p0", "-f"], stdout=subprocess.PIPE, text=True)
     try:
         read_until(process, "first")
@@ -113,21 +122,15 @@ def test_following_shows_whole_lines_as_they_come(folder: Path) -> None:
         process.communicate()
 
 
-def test_the_logs_of_the_deployment_that_is_meant(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_logs_of_the_deployment_that_is_meant() -> None:
     """Not those of another one that was started later."""
-    runs = {}
-    for number, (port, file) in enumerate(((8000, "a"), (8000, "a"), (8001, "b"))):
-        directory = make(folder, f"2026010{number + 1}-000000-1", p0=f"run {number}\n")
-        runs[number] = Run(address=f"127.0.0.1:{port}", log_dir=str(directory), file=f"/files/{file}.yaml")
-        runs[number].write(directory)
+    ended(8000, "/files/a.yaml", p0="run 0\n")
+    one = make(8000, "/files/a.yaml", p0="run 1\n")
+    ended(8001, "/files/b.yaml", p0="run 2\n")
+    assert show("p0") == (0, "run 1\n"), "the one that runs"
+    assert show("p0", "--run", "2") == (0, "run 0\n")
+    assert show("p0", "--deployment", "/files/b.yaml") == (0, "run 2\n")
+    one.close(keep_logs=True)
     assert show("p0") == (0, "run 2\n")
     assert show("p0", "--deployment", "8000") == (0, "run 1\n")
-    assert show("p0", "--deployment", "/files/a.yaml", "--run", "2") == (0, "run 0\n")
     assert show("p0", "--deployment", "/files/c.yaml")[0] == 2
-    with tempfile.TemporaryDirectory(dir="/tmp") as root, socket.socket(socket.AF_UNIX) as listener:
-        monkeypatch.setenv("EPD_SERVE_RUNTIME_DIR", f"{root}/r")
-        listener.bind(str(RuntimeDirectory.make(runs[1]).control))
-        listener.listen()
-        assert show("p0") == (0, "run 1\n"), "the one that runs"
-        assert show("p0", "--run", "2") == (0, "run 0\n")
-        assert show("p0", "--deployment", "/files/b.yaml") == (0, "run 2\n")

@@ -1,8 +1,6 @@
-import random
 import socket
 import subprocess
 import sys
-from contextlib import ExitStack
 from itertools import chain, count, pairwise, repeat
 from pathlib import Path
 
@@ -10,7 +8,7 @@ import pytest
 
 from epd_serve.config import parse_config
 from epd_serve.launch.processes import ports as ports_module
-from epd_serve.launch.processes.ports import Ports, choose_ports, claim_ports, free_port, next_port, release
+from epd_serve.launch.processes.ports import choose_ports, free_port, listen, next_port
 from epd_serve.protocol.addresses import url_of
 
 #: Not that of the tests, which have ports of their own.
@@ -73,64 +71,15 @@ def test_an_occupied_port_names_the_instance_and_the_key() -> None:
             choose_ports(config)
 
 
-def test_ports_are_taken_from_the_start_of_a_deployment_on() -> None:
-    """Its servers listen when they have loaded, a minute later with vLLM."""
-    base = free_port("127.0.0.1")
-    config = parse_config(f"topology: EPD\ngateway: {{port: 0}}\ninstances: {{base_port: {base}}}")
-    ports = choose_ports(config)
-    claims = claim_ports(config, ports)
-    try:
-        for again in (lambda: choose_ports(config), lambda: claim_ports(config, ports)):
-            with pytest.raises(ValueError, match="another deployment has it"):
-                again()
-        with pytest.raises(ValueError, match=rf"epd0 cannot listen on .* {base}: another deployment has it"):
+def test_the_gateway_s_port_is_taken_from_the_start_of_a_deployment_on() -> None:
+    """Its gateway accepts connections only a while later; another one of the deployment inherits them."""
+    with listen("127.0.0.1", free_port("127.0.0.1")) as listener:
+        port = listener.getsockname()[1]
+        socket.create_connection(("127.0.0.1", port)).close()
+        config = parse_config(f"topology: EPD\ngateway: {{port: {port}}}\ninstances: {{base_port: 0}}")
+        with pytest.raises(ValueError, match=rf"the gateway cannot listen on 127\.0\.0\.1 port {port}"):
             choose_ports(config)
-    finally:
-        release(claims)
-    release(claim_ports(config, choose_ports(config)))
-
-
-def test_nobody_else_on_the_host_can_claim_a_port() -> None:
-    """Names without files are everybody's."""
-    port = free_port("127.0.0.1")
-    config = parse_config(f"topology: EPD\ngateway: {{port: 0}}\ninstances: {{base_port: {port}}}")
-    with socket.socket(socket.AF_UNIX) as squatter:
-        squatter.bind(f"\0epd-serve 127.0.0.1 {port}")
-        release(claim_ports(config, choose_ports(config)))
-
-
-def test_ports_are_chosen_without_a_directory_of_claims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "open").mkdir()
-    (tmp_path / "open").chmod(0o777)
-    (tmp_path / "file").write_text("")
-    for place in ("open", "file/below"):
-        monkeypatch.setenv("EPD_SERVE_RUNTIME_DIR", str(tmp_path / place))
-        config = parse_config("topology: EPD\ngateway: {port: 0}\ninstances: {base_port: 0}")
-        assert claim_ports(config, choose_ports(config)) == []
-
-
-def test_claims_of_the_past_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EPD_SERVE_RUNTIME_DIR", str(tmp_path / "r"))
-    first, second = free_port("127.0.0.1"), free_port("127.0.0.1")
-    config = parse_config("topology: EPD\ngateway: {port: 0}\ninstances: {base_port: 0}")
-    release(claim_ports(config, Ports(gateway=first, instances=(second,))))
-    claims = claim_ports(config, choose_ports(config))
-    assert len(list((tmp_path / "r" / "ports").iterdir())) == len(claims) == 2
-    release(claims)
-
-
-def test_a_port_that_is_claimed_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody listens on it for as long as its deployment starts."""
-    first, second, third = (free_port("127.0.0.5") for _ in range(3))
-    numbers = iter((first, second, third))
-    config = parse_config(
-        f"topology: EPD\ngateway: {{port: 0, host: 127.0.0.5}}\ninstances: {{base_port: {first}, host: 127.0.0.5}}"
-    )
-    claims = claim_ports(config, Ports(gateway=second, instances=(first,)))
-    monkeypatch.setattr(random, "randint", lambda *_: next(numbers))
-    with ExitStack() as held:
-        assert bind(held, "127.0.0.5", 0, "a server", "instances.base_port") == third
-    release(claims)
+    choose_ports(config)
 
 
 def test_ranges_that_cannot_work() -> None:

@@ -100,7 +100,7 @@ def test_the_file_in_the_cluster_has_no_secret() -> None:
         ("{engine: auto, devices: ['npu x 3']}", "engine: auto looks at the machine"),
         ("{feature_store: mooncake}", "set mooncake.master"),
         ("{gateway: {port: 0}}", "a port that nobody knows"),
-        ("{slo: {ttft_ms: 9, tpot_ms: 9}, elastic: {enabled: true}}", "epd-serve autoscale FILE"),
+        ("{slo: {ttft_ms: 9, tpot_ms: 9}, elastic: {enabled: true}}", "elastic"),
     ],
 )
 def test_what_ray_cannot_do(file: str, sentence: str) -> None:
@@ -110,13 +110,6 @@ def test_what_ray_cannot_do(file: str, sentence: str) -> None:
 
 def test_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ADMIN_KEY, raising=False)
-    shown = CliRunner().invoke(
-        app, ["up", "--on", "ray", "--topology", "2(E-P)-D", "--dry-run", "--spread", "host"]
-    )
-    assert shown.exit_code == 0, shown.output
-    assert "# placement group epd-serve: SPREAD, 3 bundles" in shown.stdout
-    unit = "epd-serve instance --config FILE --unit 0 --replica 1 --host HOST --join http://GATEWAY:8001"
-    assert unit in shown.stdout
     for arguments, sentence in ((["--on", "slurm"], "write --on ray"), (["--on", "ray"], ADMIN_KEY)):
         result = CliRunner().invoke(app, ["up", *arguments])
         assert sentence in str(result.exception)
@@ -196,7 +189,7 @@ def test_a_pair_and_a_decoder_live_through_a_kill_and_a_lost_node(cluster: Any, 
         "topology: (E-P)-D\n"
         "devices: ['emulated:ascend-910b3 x 2']\n"
         "model: {shape_of: qwen2.5-vl-7b}\n"
-        f"gateway: {{port: {port}, admin: {{port: {admin_port}}}, failover: {{wait_s: 120}}}}\n"
+        f"gateway: {{port: {port}, admin: {{port: {admin_port}}}}}\n"
         f"instances: {{base_port: {base_port}}}\n"
     )
     environment = {**os.environ, ADMIN_KEY: "admin-key-of-the-tests"}

@@ -106,12 +106,15 @@ async def test_a_death_before_a_turn_ends_the_start(fakes: Any, tmp_path: Path) 
 
 
 async def test_an_end_with_exit_code_0_is_no_death(fakes: Any, tmp_path: Path) -> None:
-    running = Supervisor([fakes.spec("p1", "clean")], tmp_path, restart=False)
+    ends: list[str] = []
+    running = Supervisor(
+        [fakes.spec("p1", "clean")], tmp_path, on_death=lambda death, delay_s: ends.append(death.end)
+    )
     try:
         await running.start()
         await running.wait_ready(timeout_s=300)
         os.kill(fakes.pids["p1"], signal.SIGTERM)
-        assert (await running.wait_failure()).end == "p1 stopped"
+        await until(lambda: ends == ["p1 stopped"])
     finally:
         await running.stop()
 
@@ -155,14 +158,15 @@ async def test_want_of_memory_is_named_where_the_kernel_counts_a_kill(
     counter = tmp_path / "memory.events"
     counter.write_text("oom 9\noom_kill 3\n")
     monkeypatch.setattr(process, "OOM_COUNTERS", (tmp_path / "nowhere", counter))
-    running = Supervisor([fakes.spec("d0")], tmp_path, restart=False)
+    deaths: list[ProcessDied] = []
+    running = Supervisor([fakes.spec("d0")], tmp_path, on_death=lambda death, delay_s: deaths.append(death))
     try:
         await running.start()
         await running.wait_ready(timeout_s=300)
         counter.write_text(f"oom 9\noom_kill {counted}\n")
         os.kill(fakes.pids["d0"], signal.SIGKILL)
-        death = await asyncio.wait_for(running.wait_failure(), 300)
-        assert re.fullmatch(how, death.how)
+        await until(lambda: bool(deaths))
+        assert re.fullmatch(how, deaths[0].how)
     finally:
         await running.stop()
 
@@ -175,6 +179,29 @@ def test_the_log_is_shown_up_to_the_root_cause(fakes: Any, tmp_path: Path) -> No
     assert managed.log_tail() == ["loading", *first]
 
 
+async def test_another_process_takes_the_place_of_one_that_finishes_what_it_has(
+    fakes: Any, tmp_path: Path
+) -> None:
+    running = Supervisor([fakes.spec("gateway", "retires")], tmp_path)
+    try:
+        await running.start()
+        await running.wait_ready(timeout_s=300)
+        old = running.processes[0]
+        with pytest.raises(ProcessDied):
+            await running.replace(fakes.spec("gateway", "die"), 300)
+        assert running.processes == (old,) and old.state is ProcessState.READY
+        await running.replace(fakes.spec("gateway"), 300)
+        [new] = running.processes
+        assert new is not old and new.state is ProcessState.READY
+        await until(lambda: old.state is ProcessState.STOPPED)
+        assert "retired\n" in (tmp_path / "gateway.log").read_text()
+        os.kill(new.pid, signal.SIGKILL)
+        await until(lambda: new.num_restarts == 1)
+    finally:
+        await running.stop()
+    assert fakes.alive == set()
+
+
 async def test_a_death_after_ready_is_reported_where_nothing_is_restarted(fakes: Any, tmp_path: Path) -> None:
     running = Supervisor([fakes.spec("e0"), fakes.spec("d0")], tmp_path, restart=False)
     try:
@@ -182,13 +209,10 @@ async def test_a_death_after_ready_is_reported_where_nothing_is_restarted(fakes:
         await running.wait_ready(timeout_s=300)
         os.kill(fakes.pids["d0"], signal.SIGKILL)
         death = await asyncio.wait_for(running.wait_failure(), 300)
-        assert death.name == "d0"
-        assert death.how == "killed by SIGKILL"
-        assert fakes.alive == {"e0"}
+        assert (death.name, death.how) == ("d0", "killed by SIGKILL") and fakes.alive == {"e0"}
     finally:
         await running.stop()
     assert fakes.alive == set()
-    assert running.processes[1].state is ProcessState.DIED
 
 
 async def test_a_process_that_ignores_sigterm_is_killed_after_its_grace(

@@ -39,11 +39,10 @@ def up(
     fakes: Any,
     *arguments: str,
     stdout: int = subprocess.PIPE,
-    restart: str = "on-failure",
     **behaviours: str,
 ) -> Iterator[subprocess.Popen[str]]:
     deployment = fakes.folder / "deployment.yaml"
-    deployment.write_text(f"instances: {{base_port: 0}}\ngateway: {{port: 0}}\nrestart: {restart}\n")
+    deployment.write_text("instances: {base_port: 0}\ngateway: {port: 0}\n")
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, "up", str(deployment), *arguments],
         stdout=stdout,
@@ -163,16 +162,6 @@ def test_a_dying_instance_is_named_with_its_log_and_the_others_stop(fakes: Any) 
     assert "    no memory for the tower" in output
     (log,) = fakes.folder.glob("logs/*/p0.log")
     assert str(log) in output
-    assert fakes.alive == set()
-
-
-def test_a_death_after_ready_stops_a_deployment_that_restarts_nothing(fakes: Any) -> None:
-    with up(fakes, restart="never") as process:
-        read_until(process, "openai.OpenAI")
-        os.kill(fakes.pids["d0"], signal.SIGSEGV)
-        output, _ = process.communicate(timeout=300)
-        assert process.returncode == 1
-    assert "d0 died: killed by SIGSEGV" in output
     assert fakes.alive == set()
 
 

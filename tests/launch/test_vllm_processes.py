@@ -249,15 +249,6 @@ def test_settings_and_flags_are_passed_on(model: Path) -> None:
     assert flag(one, "max-num-seqs") is None, "vLLM's own default"
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"), [("auto", None), ("off", "vllm"), ("/models/mine", "/models/mine")]
-)
-def test_the_source_of_sampling_defaults_is_passed_on(model: Path, value: str, expected: str | None) -> None:
-    assert (
-        flag(processes(f"topology: PD\ngeneration_config: {value}", model)["pd0"], "generation-config") == expected
-    )
-
-
 def dry_lines(file: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr("epd_serve.launch.dry_run.model_path", lambda _: Path("MODEL"))
     config = load_config(file)

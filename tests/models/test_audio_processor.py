@@ -40,7 +40,7 @@ def test_tokens_and_inputs_of_any_length_equal_the_processors(path: Path, family
     processor, tokenizer = processor_of(path), AutoTokenizer.from_pretrained(path)
     layouts, rng = MediaLayouts(family, tokenizer), random.Random(0)
     token = tokenizer.convert_ids_to_tokens(family.token_ids["audio"])
-    lengths = [480, 64_000, 63_999, *(rng.randrange(500, 64_000) for _ in range(50))]
+    lengths = [480, 64_000, 63_999, *(rng.randrange(500, 64_000) for _ in range(15))]
     lengths += [321] if family.audio.max_seconds == 4 else [64_001, 130_000]
     for length in lengths:
         samples = tune(length, length / 16_000)[0] / np.float32(32768)

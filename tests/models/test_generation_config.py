@@ -60,21 +60,6 @@ def test_a_request_that_says_so_keeps_its_own(tmp_path: Path, name: str) -> None
     assert generation.complete(sampling(**{name: None})) == generation.complete(sampling())
 
 
-def test_the_switch(tmp_path: Path) -> None:
-    own, elsewhere = tmp_path / "own", tmp_path / "elsewhere"
-    own.mkdir()
-    elsewhere.mkdir()
-    write(own, eos_token_id=[3, 4], **DEFAULTS)
-    write(elsewhere, eos_token_id=5, top_k=-1, temperature=0)
-    off = read_generation_config(own, MODEL, "off")
-    assert off.eos_token_ids == {3, 4} and off.max_tokens is None
-    assert off.complete(sampling()) == sampling()
-    other = read_generation_config(own, MODEL, str(elsewhere))
-    assert other.eos_token_ids == {5} and other.complete(sampling()).greedy
-    with pytest.raises(ValueError, match=r"no .*generation_config.json; write auto, off or a directory"):
-        read_generation_config(own, MODEL, str(tmp_path))
-
-
 def test_a_model_without_the_file_has_the_ends_of_its_configuration(tmp_path: Path) -> None:
     generation = read_generation_config(tmp_path, MODEL)
     assert generation.eos_token_ids == {9} and generation.complete(sampling()) == sampling()

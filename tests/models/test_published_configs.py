@@ -6,12 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from published_fused import FUSED
-from published_generic import GENERIC
 
 from epd_serve.models.checkpoint_config import read_config
 
-PUBLISHED = FUSED | GENERIC
+#: One config.json a line.
+PUBLISHED = json.loads((Path(__file__).parent / "published_configs.json").read_text())
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

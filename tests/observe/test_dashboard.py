@@ -55,7 +55,7 @@ async def test_the_page_asks_for_the_key_and_shows_live_data(
             "SLO attainment",
         ):
             assert expected in text
-        assert "p99" in text and "restarts" in text.lower() and "No stage holds up the others" in text
+        assert "p99" in text and "restarts" in text.lower() and "No bottleneck" in text
         for choice, start in (("log", "0"), ("5 min", "")):
             buttons = "[...document.querySelectorAll('.choice button')]"
             await page.run(f"{buttons}.find(one => one.textContent == '{choice}').click()")

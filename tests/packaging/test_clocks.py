@@ -17,7 +17,6 @@ TOLD = {
     "epd_serve/telemetry/trace_file.py",
     "proxy/observe/access_log.py",
     "proxy/api/endpoint.py",
-    "proxy/admin/scaling.py",
     "proxy/api/views.py",
 }
 

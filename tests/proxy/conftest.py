@@ -8,7 +8,7 @@ import contextlib
 import inspect
 import io
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +27,7 @@ from epd_serve.protocol import frames, instance_state, wire
 from epd_serve.rpc import streams
 from epd_serve.rpc.streams import Exchange, UpgradableHttp, upgrade
 from proxy.app import create_app
+from proxy.fleet.members import Member
 from proxy.http.server import new_server
 
 MESSAGES: dict[str, type[wire.Message]] = {
@@ -246,6 +247,11 @@ class Gateway:
 
     def __getitem__(self, name: str) -> FakeInstance:
         return self.fakes[name]
+
+    def become(self, instances: Sequence[tuple[str, str]]) -> None:
+        """Replace the gateway's instances, as ``epd-serve apply`` does."""
+        members = {name: Member(url=url, role="") for name, url in instances}
+        self.app.state.members.replace(members, None)
 
     def post(self, body: Any, path: str = "/v1/chat/completions", **more: Any) -> Any:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()

@@ -10,7 +10,7 @@ from gateway_settings import admin_plane
 
 from epd_serve.autoscale.instance_load import from_json, instance_loads
 from epd_serve.config import parse_config
-from epd_serve.telemetry.span import join
+from epd_serve.telemetry.span import join_trace
 from proxy.admin.plane import create_admin_app, running_admin
 from proxy.admin.scaling import ServedRequests
 from proxy.observe.record import RequestRecord
@@ -73,7 +73,7 @@ async def test_what_autoscale_asks_and_says(start):
 def test_served_requests_are_numbered_and_those_of_another_gateway_are_all_new():
     served = ServedRequests()
     for number in range(3):
-        record = RequestRecord("chat", join(), str(number), 1000.0)
+        record = RequestRecord("chat", join_trace(), str(number), 1000.0)
         record.status, record.end_s = 200, 1001.0
         served.put(record)
     last, lines = served.after(1)

@@ -100,9 +100,3 @@ def test_the_limit_of_a_key_counts_choices():
     client.leave()
     client.leave(3)
     assert (client.num_active, client.num_refused) == (0, 2)
-
-
-def test_instances_know_a_key_by_a_digest():
-    assert Client("anonymous").id == ""
-    assert len({Client("a").id, Client("b").id}) == 2 and Client("a").id == Client("a").id
-    assert "alice" not in Client("alice").id

@@ -98,7 +98,9 @@ async def test_the_queue_goes_by_priority_and_is_bounded(start, kit):
     async with gateway.session.get(f"{gateway.url}/metrics") as response:
         text = await response.text()
     assert 'epd_serve_refused_total{key="anonymous",reason="overloaded"} 1.0' in text
-    assert "epd_serve_queue_wait_seconds_count 3.0" in text and "epd_serve_requests_waiting 0.0" in text
+    assert (
+        "epd_serve_request_queue_time_seconds_count 3.0" in text and "epd_serve_num_requests_waiting 0.0" in text
+    )
 
 
 async def test_clients_that_leave_the_queue_free_their_places(start, kit):

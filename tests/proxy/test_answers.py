@@ -213,8 +213,8 @@ async def test_models_health_and_metrics(start, kit):
     async with gateway.session.get(f"{gateway.url}/metrics") as response:
         text = await response.text()
     assert 'epd_serve_requests_total{endpoint="chat",modality="image",status="200"} 1.0' in text
-    assert 'epd_serve_ttft_seconds_count{endpoint="chat",modality="image"} 1.0' in text
-    assert 'epd_serve_e2e_seconds_count{endpoint="chat",modality="image"} 1.0' in text
+    assert 'epd_serve_time_to_first_token_seconds_count{endpoint="chat",modality="image"} 1.0' in text
+    assert 'epd_serve_e2e_request_latency_seconds_count{endpoint="chat",modality="image"} 1.0' in text
     assert 'epd_serve_in_flight_calls{instance="p0",stage="P"} 0.0' in text
     assert re.search(r"epd_serve_media_bytes_total{.*} [1-9]", text)
 

@@ -27,8 +27,8 @@ async def test_only_for_as_long_as_a_start_may_take(start, kit):
 
 
 async def test_an_instance_lost_later_is_waited_for(start, kit):
-    gateway = await start("e0:E", "p0:P", "d0:D", failover={"wait_s": 60})
-    await gateway.until(lambda: gateway.app.state.health.was_complete_at)
+    gateway = await start("e0:E", "p0:P", "d0:D")
+    await gateway.until(lambda: gateway.app.state.monitor.complete_at_s)
     gateway["d0"].loading = True
     await gateway.until(lambda: not gateway.table["d0"].ready)
     asked = asyncio.create_task(gateway.answer(kit.chat()))
@@ -40,8 +40,8 @@ async def test_an_instance_lost_later_is_waited_for(start, kit):
 
 
 async def test_only_for_as_long_as_its_return_may_take(start, kit):
-    gateway = await start("e0:E", "p0:P", "d0:D", failover={"wait_s": 0.5})
-    await gateway.until(lambda: gateway.app.state.health.was_complete_at)
+    gateway = await start("e0:E", "p0:P", "d0:D", restart="never")
+    await gateway.until(lambda: gateway.app.state.monitor.complete_at_s)
     gateway["d0"].loading = True
     await gateway.until(lambda: not gateway.table["d0"].ready)
     for _ in range(2):
@@ -53,14 +53,14 @@ async def test_only_for_as_long_as_its_return_may_take(start, kit):
 
 async def test_instances_that_all_leave_are_waited_for_with_their_model(start, kit):
     """As a joined P whose host is gone: nothing in the table says that there was one."""
-    gateway = await start("p0:P", "d0:D", "spare:P", failover={"wait_s": 60})
-    await gateway.until(lambda: gateway.app.state.health.was_complete_at)
-    control, url = gateway.app.state.control, gateway["spare"].url
-    control.apply(control.settings.now, [("d0", gateway["d0"].url)])
+    gateway = await start("p0:P", "d0:D", "spare:P")
+    await gateway.until(lambda: gateway.app.state.monitor.complete_at_s)
+    url = gateway["spare"].url
+    gateway.become([("d0", gateway["d0"].url)])
     asked = asyncio.create_task(gateway.answer(kit.chat()))
     await asyncio.sleep(0.3)
     assert not asked.done()
-    control.apply(control.settings.now, [("d0", gateway["d0"].url), ("p9", url)])
+    gateway.become([("d0", gateway["d0"].url), ("p9", url)])
     assert await asked == (200, kit.WHOLE)
 
 

@@ -126,8 +126,8 @@ async def site():
     await runner.cleanup()
 
 
-def fetcher(**media) -> MediaFetcher:
-    return MediaFetcher(Current(gateway_settings(media={"max_bytes": 5000, "fetch_timeout_s": 60.0} | media)))
+def fetcher(timeout_s: float = 60.0, **media) -> MediaFetcher:
+    return MediaFetcher(Current(gateway_settings(media={"max_bytes": 5000} | media)), timeout_s)
 
 
 @pytest.fixture
@@ -148,10 +148,6 @@ async def test_fetch_and_redirects(site):
         assert await fetch.fetch(f"HTTP://localhost:{port}/hop/3") == b"arrived"
         with pytest.raises(InvalidRequest, match="more than 3 redirects"):
             await fetch.fetch(f"http://127.0.0.1:{port}/hop/4")
-    async with fetcher(max_redirects=0) as fetch:
-        assert await fetch.fetch(f"http://127.0.0.1:{port}/hop/0") == b"arrived"
-        with pytest.raises(InvalidRequest, match="more than 0 redirects"):
-            await fetch.fetch(f"http://127.0.0.1:{port}/hop/1")
 
 
 async def test_limits_of_size_and_time(site):
@@ -159,7 +155,7 @@ async def test_limits_of_size_and_time(site):
     async with fetcher() as fetch:
         with pytest.raises(TooLarge, match="more than 5000 bytes"):
             await fetch.fetch(f"http://127.0.0.1:{port}/large")
-    async with fetcher(fetch_timeout_s=0.2) as fetch:
+    async with fetcher(timeout_s=0.2) as fetch:
         with pytest.raises(InvalidRequest, match=r"/slow' cannot be fetched: .* within 0\.2 s"):
             await fetch.fetch(f"http://127.0.0.1:{port}/slow")
         with pytest.raises(InvalidRequest, match=r"/trickle' cannot be fetched: .* within 0\.2 s"):
@@ -173,9 +169,9 @@ async def test_compressed_answers_are_not_unpacked(site):
             await fetch.fetch(f"http://127.0.0.1:{port}/compressed")
 
 
-async def test_only_allowed_domains_and_ports_are_asked_redirects_included(site):
+async def test_only_allowed_domains_are_asked_redirects_included(site):
     port, hits = site
-    rules = {"allowed_domains": ("127.0.0.1", "*.example.com"), "allowed_ports": (port, 80)}
+    rules = {"allowed_domains": ("127.0.0.1", "*.example.com")}
     async with fetcher(**rules) as fetch:
         assert await fetch.fetch(f"http://127.0.0.1:{port}/image") == b"picture"
         hits.clear()
@@ -185,8 +181,6 @@ async def test_only_allowed_domains_and_ports_are_asked_redirects_included(site)
             (f"http://example.com:{port}/image", r"from example\.com"),
             (f"http://badexample.com:{port}/image", r"from badexample\.com"),
             (f"http://evil.test\\@127.0.0.1:{port}/image", "the media URL"),
-            (f"http://127.0.0.1:{port + 1}/image", f"port {port + 1} is not allowed"),
-            ("https://127.0.0.1/image", "port 443 is not allowed"),
         ):
             with pytest.raises(InvalidRequest, match=words):
                 await fetch.fetch(url)
@@ -280,7 +274,7 @@ async def test_the_inner_network_cannot_be_looked_around_in(site, choosy):
     silent = await asyncio.start_server(lambda reader, writer: silenced.append(writer), "127.0.0.1", 0)
     free, speaks, says_nothing = 1, *(one.sockets[0].getsockname()[1] for one in (other, silent))
     answers = set()
-    async with choosy(fetch_timeout_s=0.5) as fetch:
+    async with choosy(timeout_s=0.5) as fetch:
         for place in (
             f"127.0.0.1:{free}",
             f"127.0.0.1:{speaks}",
@@ -372,7 +366,7 @@ async def test_framing_without_end_is_broken_off(kind):
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        async with fetcher(fetch_timeout_s=100, max_bytes=1 << 20) as media:
+        async with fetcher(timeout_s=100, max_bytes=1 << 20) as media:
             with pytest.raises(InvalidRequest, match="cannot be fetched"):
                 await media.fetch(f"http://127.0.0.1:{port}/x.png")
     assert num_sent < 30 << 20, "what sockets hold on both sides, and no more"

@@ -119,6 +119,6 @@ def test_whatever_is_read_of_a_report_routing_computes_with_it(load, rates, role
         table.update(name, instance_info(name, role, block_size=16))
     table.report("x0", report)
     for record in table:
-        known = [record.prefill_s, record.encode_s, record.room_s(100), *record.decode_s(1.0, 100.0)[:1]]
+        known = [record.prefill_s, record.encode_s, record.room_s(100), record.costs.decode_s(1.0, 100.0)]
         assert all(math.isfinite(seconds) and seconds >= 0 for seconds in known)
     assert round(1e6 * report.load.tokens_per_character) >= 0

@@ -14,7 +14,6 @@ from certificates import Authority
 from gateway_settings import admin_plane
 from servers import served
 
-from epd_serve.config.keys import join_headers
 from epd_serve.errors import Conflict
 from epd_serve.instance.http import ControlHttp
 from epd_serve.rpc.admin import AdminClient, AdminRefused, AdminUnreachable
@@ -116,13 +115,13 @@ async def test_an_instance_joins_serves_and_leaves(start: Any, kit: Any, caplog:
             )
 
     url, spare = gateway.app.state.admin_url, gateway["spare"].url
-    gateway.app.state.control.apply(gateway.app.state.control.settings.now, [("a0", gateway["a0"].url)])
+    gateway.become([("a0", gateway["a0"].url)])
     assert [record.name for record in gateway.table] == ["a0"]
     key = {"authorization": "Bearer secret"}
     older = Joining(url, "late", gateway["a0"].url, key)
     joining = asyncio.create_task(Joining(url, "late", spare, key, lease_s=60).run())
     await gateway.until(lambda: gateway.table.get("late") is not None and gateway.table["late"].ready)
-    gateway.app.state.control.apply(gateway.app.state.control.settings.now, [("a0", gateway["a0"].url)])
+    gateway.become([("a0", gateway["a0"].url)])
     assert gateway.table.get("late") is not None, "what is read again from the file leaves it alone"
     assert await asyncio.gather(*(gateway.answer(kit.chat()) for _ in range(6))) == [(200, kit.WHOLE)] * 6
     assert gateway["spare"].calls
@@ -146,7 +145,7 @@ async def test_an_instance_joins_serves_and_leaves(start: Any, kit: Any, caplog:
         async with gateway.session.post(f"{url}/instances", json=body, headers=headers) as answer:
             said = await answer.json()
             assert answer.status == status and message in said["error"]["message"], said
-    gateway.app.state.control.apply(gateway.app.state.control.settings.now, [("a0", gateway["a0"].url)])
+    gateway.become([("a0", gateway["a0"].url)])
     async with gateway.session.delete(f"{url}/instances/late", headers=key) as answer:
         assert answer.status == 404
 
@@ -166,7 +165,7 @@ async def linked(fake: Any, key: str) -> AsyncIterator[str]:
 
 async def test_who_joins_needs_a_secret(start: Any, kit: Any, caplog: pytest.LogCaptureFixture) -> None:
     gateway = await start("a0:EPD", "stranger:EPD", admin=admin_plane())
-    gateway.app.state.control.apply(gateway.app.state.control.settings.now, [("a0", gateway["a0"].url)])
+    gateway.become([("a0", gateway["a0"].url)])
     url = gateway.app.state.admin_url
     body = {"name": "x0", "url": gateway["stranger"].url}
     async with gateway.session.post(f"{url}/instances", json=body) as answer:
@@ -216,16 +215,11 @@ async def test_with_a_cluster_key_joining_proves_it_and_strangers_get_no_prompt(
         assert not list(other.table)
 
 
-async def test_what_computes_nothing_when_its_lease_ends_loses_its_stream(start: Any, kit: Any) -> None:
-    """It is in no table then, and nobody would look after it."""
-    quiet = {"probe_interval_s": None, "probe_timeout_s": 0.5}
-    gateway = await start("a0:EPD", "late:EPD", admin=admin_plane(key="secret"), health=quiet)
-    control, late = gateway.app.state.control, gateway["late"]
-    control.apply(control.settings.now, [])
-    late.scripts |= {
-        "/stage/prefill": lambda _: [kit.FRAMES, kit.frame(1), kit.FOREVER],
-        "/health": lambda _: [kit.FOREVER],
-    }
+async def test_an_instance_whose_lease_ends_loses_its_stream(start: Any, kit: Any) -> None:
+    gateway = await start("a0:EPD", "late:EPD", admin=admin_plane(key="secret"))
+    late = gateway["late"]
+    gateway.become([])
+    late.scripts["/stage/prefill"] = lambda _: [kit.FRAMES, kit.frame(1), kit.FOREVER]
     gateway["a0"].scripts["/stage/prefill"] = lambda message: [kit.FRAMES, kit.frame(2), kit.frame(0, end=True)]
     lease = {"name": "late", "url": late.url, "lease_s": 3}
     url, key = f"{gateway.app.state.admin_url}/instances", {"authorization": "Bearer secret"}
@@ -234,47 +228,16 @@ async def test_what_computes_nothing_when_its_lease_ends_loses_its_stream(start:
     await gateway.until(lambda: gateway.table["late"].ready)
     stream = asyncio.create_task(gateway.answer(kit.chat(stream=True)))
     await gateway.until(lambda: late.got("/stage/prefill"))
-    control.apply(control.settings.now, [("a0", gateway["a0"].url)])
+    gateway.become([("a0", gateway["a0"].url)])
     await gateway.until(lambda: gateway.table.get("late") is None)
     assert await stream == (200, kit.events_of(kit.frame(1) + kit.frame(2)) + kit.DONE)
-
-
-async def test_the_join_key_joins_and_leaves_and_allows_nothing_else(
-    start: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gateway = await start("a0:EPD", "spare:EPD", admin=admin_plane(key="secret", join_key="for-instances-alone"))
-    url, spare = gateway.app.state.admin_url, gateway["spare"].url
-    gateway.app.state.control.apply(gateway.app.state.control.settings.now, [("a0", gateway["a0"].url)])
-    monkeypatch.setenv("EPD_SERVE_ADMIN_KEY", "not-known-there")
-    monkeypatch.setenv("EPD_SERVE_JOIN_KEY", "for-instances-alone")
-    joining = asyncio.create_task(join_all([url], "late", spare, join_headers()))
-    await gateway.until(lambda: gateway.table.get("late") is not None and gateway.table["late"].ready)
-    for method, path in (
-        ("GET", "/instances"),
-        ("GET", "/requests"),
-        ("POST", "/instances/a0/role"),
-        ("POST", "/instances/a0/drain"),
-    ):
-        async with gateway.session.request(method, url + path, headers=join_headers(), json={}) as answer:
-            assert answer.status in (401, 404, 405), (path, answer.status)
-        if method == "GET":
-            async with gateway.session.get(url + path, headers={"authorization": "Bearer secret"}) as answer:
-                assert answer.status == 200, path
-    joining.cancel()
-    await asyncio.gather(joining, return_exceptions=True)
-    assert gateway.table.get("late") is None
-    for key in ("secret", "for-instances-alone", "neither"):
-        body = {"name": "x0", "url": spare}
-        headers = {"authorization": f"Bearer {key}"}
-        async with gateway.session.post(f"{url}/instances", json=body, headers=headers) as answer:
-            assert (answer.status == 401) is (key == "neither"), key
 
 
 async def test_who_is_cancelled_in_its_first_call_leaves_and_takes_no_other_out(start: Any) -> None:
     """The gateway has heard the call, and its answer comes too late."""
     gateway = await start("a0:EPD", "spare:EPD", admin=admin_plane(key="secret"))
     url, spare, key = gateway.app.state.admin_url, gateway["spare"].url, {"authorization": "Bearer secret"}
-    gateway.app.state.control.apply(gateway.app.state.control.settings.now, [])
+    gateway.become([])
     other = Joining(url, "late", spare, key, lease_s=60)
     for name, is_taken in (("late", False), ("taken", True)):
         if is_taken:

@@ -84,13 +84,13 @@ async def test_at_the_port_of_a_crashed_instance(start: Any, kit: Any, target: s
     async with contextlib.AsyncExitStack() as stack:
         good = await stack.enter_async_context(instance(first["good"]))
         gateway = await start(admin=admin_plane(key="secret"), cluster_key=KEY)
-        control, admin_url = gateway.app.state.control, gateway.app.state.admin_url
+        admin_url = gateway.app.state.admin_url
         to = admin_url if target == "admin" else good
         own = b"instance 127.0.0.1:%d" % port
         relay = Relay(to, (own, target.encode() + b" " + netloc(to)) if rewritten else (b"", b""))
         await stack.enter_async_context(relaying(relay, port))
         members = [("good", good), ("crashed", f"http://127.0.0.1:{port}")]
-        control.apply(control.settings.now, members)
+        gateway.become(members)
         await gateway.until(lambda: gateway.table["good"].ready and relay.heard.count(HELLO.encode()) >= 2)
         assert not gateway.table["crashed"].ready
         answers = await asyncio.gather(*(gateway.answer(kit.chat()) for _ in range(20)))
@@ -103,8 +103,8 @@ async def test_who_joins_with_a_foreign_address_passes_for_no_instance(start: An
     async with contextlib.AsyncExitStack() as stack:
         good = await stack.enter_async_context(instance(first["good"]))
         gateway = await start(admin=admin_plane(key="secret"), cluster_key=KEY)
-        control, admin_url = gateway.app.state.control, gateway.app.state.admin_url
-        control.apply(control.settings.now, [("good", good)])
+        admin_url = gateway.app.state.admin_url
+        gateway.become([("good", good)])
         relays = {"x0": Relay(admin_url), "x1": Relay(good)}
         for name, relay in relays.items():
             url = await stack.enter_async_context(relaying(relay))

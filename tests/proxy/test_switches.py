@@ -36,7 +36,7 @@ async def test_orders_that_cannot_be_are_refused_by_name(gateway: Any) -> None:
     ):
         answer = await ordered(gateway, name, **body)
         assert answer[0] == status and message in answer[1]["error"]["message"], answer
-    assert all(record.accepting for record in gateway.table)
+    assert all(not record.drains for record in gateway.table)
 
 
 async def test_a_new_epoch_is_asked_about_before_it_gets_work(gateway: Any) -> None:
@@ -60,7 +60,7 @@ async def test_a_planned_departure_counts_against_nobody(gateway: Any, kit: Any)
     gateway["p0"].scripts["/stage/prefill"] = leaves
     answers = await asyncio.gather(*(gateway.answer(kit.chat()) for _ in range(12)))
     assert answers == [(200, kit.WHOLE)] * 12 and refused
-    assert gateway.app.state.health.describe("p0")["breaker"] == "closed"
+    assert gateway.table["p0"].state == "up"
 
 
 async def test_d_that_leaves_while_p_hands_over_to_it_is_not_taken_for_p(
@@ -109,7 +109,7 @@ async def test_d_that_leaves_while_p_asks_it_for_room_is_what_counts(start: Any,
     answers = await asyncio.gather(*(gateway.answer(kit.chat()) for _ in range(6)))
     assert answers == [(200, kit.WHOLE)] * 6
     assert gateway["d0"].got("/stage/decode"), "it was never asked"
-    assert gateway.app.state.health.describe("p0")["breaker"] == "closed"
+    assert gateway.table["p0"].state == "up"
 
 
 def held_back(gateway: Any, name: str) -> tuple[asyncio.Event, list[str]]:
@@ -134,19 +134,19 @@ async def test_what_the_operator_drains_during_a_switch_stays_drained(gateway: A
         async with gateway.session.post(f"{admin}/{call}") as answer:
             said = await answer.json()
         assert answer.status == 200 and said["draining"], "it changes its role"
-        assert not record.accepting
+        assert record.drains
     go_on.set()
     assert (await ordering)[0] == 200
-    assert not record.accepting
+    assert record.drains
     async with gateway.session.post(f"{admin}/undrain") as answer:
         assert not (await answer.json())["draining"]
-    assert record.accepting
+    assert not record.drains
 
 
 async def test_an_instance_may_leave_while_it_changes_its_role(start: Any) -> None:
     gateway = await start("p0:P", "d0:D", "late:P", reporting=True, admin=admin_plane(key="secret"))
     own = [(name, gateway[name].url) for name in ("p0", "d0")]
-    gateway.app.state.control.apply(gateway.app.state.control.settings.now, own)
+    gateway.become(own)
     admin, url = gateway.app.state.admin_url, gateway["late"].url
     for asked in (False, True):  # it is gone when the order ends, or when it has been asked what it is now
         go_on, came = held_back(gateway, "late")
@@ -167,7 +167,7 @@ async def test_an_instance_may_leave_while_it_changes_its_role(start: Any) -> No
         status, said = await ordering
         assert (status, said["instance"], said["to"]) == (200, "late", "D")
         assert gateway.table.get("late") is None
-    assert gateway.app.state.health.describe("p0")["draining"] is False
+    assert not gateway.table["p0"].drains
 
 
 async def test_the_command_says_what_the_admin_plane_says(

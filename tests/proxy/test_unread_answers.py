@@ -157,5 +157,5 @@ async def test_an_instance_that_is_removed_and_dies_is_replaced(start, kit):
     await gateway.until(lambda: any(fake.got("/stage/prefill") for fake in gateway.fakes.values()))
     await asyncio.sleep(0.05)
     left = [(fake.name, fake.url) for fake in gateway.fakes.values() if not fake.got("/stage/prefill")]
-    gateway.app.state.control.apply(gateway.app.state.control.settings.now, left)
+    gateway.become(left)
     assert (await asking)[1] == b'data: {"token":1}\n\ndata: {"token":2}\n\ndata: [DONE]\n\n'

@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 from benchmarks.ablations.routing import RandomOfTwo, RandomOfTwoEncoders, RoundRobinEncoders
 from epd_serve.cost.profile import DecodeLine, EncodeLine, Line, Profile
 from epd_serve.routing.encoders import BoundedHash
-from epd_serve.routing.routes import EncoderChoice, LeastLoaded, PrefixAffinity, RoundRobin, RouteChoice, Router
+from epd_serve.routing.routes import RoutePolicy, Router
 from epd_serve.sim.simulator import Fault, Outcome, SimDeployment, check_books, simulate
 from epd_serve.sim.spec import Batching, SimInstanceSpec
 from epd_serve.sim.workloads import SimRequest
 from epd_serve.types import Role, Stage
 
-ROUTES: dict[str, Callable[[int], RouteChoice]] = {
-    "least_loaded": lambda seed: LeastLoaded(),
-    "round_robin": lambda seed: RoundRobin(),
-    "random_of_two": lambda seed: RandomOfTwo(random.Random(seed).random),
-    "prefix_affinity": lambda seed: PrefixAffinity(),
+ROUTES: dict[str, Callable[[int], RoutePolicy]] = {
+    "least_loaded": lambda seed: RoutePolicy(),
+    "round_robin": lambda seed: RoutePolicy("round_robin"),
+    "random_of_two": lambda seed: RandomOfTwo(draw=random.Random(seed).random),
+    "prefix_affinity": lambda seed: RoutePolicy("prefix_affinity"),
 }
 
 
@@ -147,7 +147,9 @@ def test_only_instances_that_are_ready_are_chosen_and_all_requests_end(name, see
 @pytest.mark.parametrize("name", ROUTES)
 def test_a_run_is_the_same_each_time(name):
     def run():
-        routers = [Router(ROUTES[name](seed), RandomOfTwoEncoders(random.Random(seed).random)) for seed in (1, 2)]
+        routers = [
+            Router(ROUTES[name](seed), RandomOfTwoEncoders(draw=random.Random(seed).random)) for seed in (1, 2)
+        ]
         outcome = simulate(fleet("E", "E", "P", "P", "D", "D"), workload(3, 150, 40.0), routers=routers)
         return waits_s(outcome), chosen(outcome)
 
@@ -162,15 +164,15 @@ def test_no_instance_starves(name):
     assert all(number >= 10 for number in chosen(outcome).values()), chosen(outcome)
 
 
-def mean_wait_s(policy: RouteChoice) -> float:
+def mean_wait_s(policy: RoutePolicy) -> float:
     """The mean wait of prompts of very different lengths on unequal instances."""
     deployment = fleet("E", "P", "P", "P", "D", "D", slow=(3,), slowness=3.0)
     return fmean(waits_s(simulate(deployment, workload(5, 400, 75.0), routers=[Router(policy)])))
 
 
 def test_seconds_are_a_better_load_than_turns():
-    least, turns = mean_wait_s(LeastLoaded()), mean_wait_s(RoundRobin())
-    two = mean_wait_s(RandomOfTwo(random.Random(1).random))
+    least, turns = mean_wait_s(RoutePolicy()), mean_wait_s(RoutePolicy("round_robin"))
+    two = mean_wait_s(RandomOfTwo(draw=random.Random(1).random))
     assert least < two < turns
     assert least < 0.6 * turns
 
@@ -180,7 +182,7 @@ def test_seconds_are_a_better_load_than_turns():
 def test_repeated_images_are_encoded_once_and_encoders_work_evenly(num_encoders, num_gateways):
     requests = workload(7, 600, 0.6 * num_encoders / (0.4 * 0.037), max_tokens=100)
 
-    def run(encoders: EncoderChoice) -> tuple[float, float, float]:
+    def run(encoders: BoundedHash) -> tuple[float, float, float]:
         """The rate of hits, the busiest encoder over their mean, and the 99th percentile of waits."""
         deployment = fleet(*["E"] * num_encoders, *["P"] * 4, "D")  # a single P would keep all features
         outcome = simulate(deployment, requests, routers=[Router(encoders=encoders)] * num_gateways)
@@ -195,7 +197,7 @@ def test_repeated_images_are_encoded_once_and_encoders_work_evenly(num_encoders,
     hashing = run(BoundedHash(bound=float("inf"), even=float("inf")))
     assert hashing[0] == pytest.approx(ideal(requests))
     assert p99_s < hashing[2]
-    for other in (RoundRobinEncoders(), RandomOfTwoEncoders(random.Random(1).random)):
+    for other in (RoundRobinEncoders(), RandomOfTwoEncoders(draw=random.Random(1).random)):
         assert run(other)[0] < 0.85 * ideal(requests)
 
 

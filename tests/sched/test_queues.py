@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Sequence as AbstractSequence
 from typing import Any
 
@@ -16,7 +15,6 @@ from epd_serve.sched.queues import Queues
 from epd_serve.sched.schedule import Budget, ScheduleOutput
 from epd_serve.sched.sequence import Sequence, SequenceState
 from epd_serve.sched.step_cost import StepCost, StepPace
-from epd_serve.sched.turns import Asker, Claim, in_turn
 from epd_serve.types import SamplingParams
 
 
@@ -64,12 +62,12 @@ class Bench:
             self.queues.tables.release(sequence)
 
     def submit(
-        self, name: str, arrival_s: float, num_tokens: int, *, here: bool = True, priority: int = 0, key: str = ""
+        self, name: str, arrival_s: float, num_tokens: int, *, here: bool = True, priority: int = 0
     ) -> Sequence:
         sequence = Sequence(
             request_id=name,
             prompt_ids=[1] * num_tokens,
-            sampling=SamplingParams(seed=0, priority=priority, key=key),
+            sampling=SamplingParams(seed=0, priority=priority),
             max_tokens=10,
             positions=() if here else None,
             arrival_s=arrival_s,
@@ -201,7 +199,7 @@ def test_reservations_leave_no_more_sequences_than_a_step_takes() -> None:
     assert taken[0] is not None
     bench.queues.settle(taken[0])
     assert bench.queues.reserve(1, 4, [], 2.0) is not None
-    assert Bench(100).queues.reserve(1, 12, [], 1.0) is not None, "alone, its choices take turns"
+    assert Bench(100).queues.reserve(1, 12, [], 1.0) is not None, "alone, its choices wait for each other"
 
 
 def test_what_the_cache_holds_of_a_waiting_prompt_is_no_work() -> None:
@@ -216,13 +214,9 @@ def test_what_the_cache_holds_of_a_waiting_prompt_is_no_work() -> None:
     assert bench.queues.num_waiting_tokens == 11
 
 
-def asker(name: str, key: str = "", priority: int = 0) -> Asker:
-    return Asker(key, name, priority)
-
-
-def resume(bench: Bench, name: str, num_choices: int, key: str = "") -> list[Sequence]:
+def resume(bench: Bench, name: str, num_choices: int) -> list[Sequence]:
     """Choices of a prompt of one token that was computed elsewhere, as they decode here."""
-    blocks = bench.queues.reserve(1, num_choices, [], 0.0, asker(name, key))
+    blocks = bench.queues.reserve(1, num_choices, [], 0.0)
     assert blocks is not None
     bench.queues.settle(blocks)
     choices = []
@@ -230,7 +224,7 @@ def resume(bench: Bench, name: str, num_choices: int, key: str = "") -> list[Seq
         sequence = Sequence(
             request_id=name,
             prompt_ids=[1],
-            sampling=SamplingParams(seed=0, key=key),
+            sampling=SamplingParams(seed=0),
             max_tokens=100,
             positions=None,
             index=index,
@@ -248,85 +242,64 @@ def resume(bench: Bench, name: str, num_choices: int, key: str = "") -> list[Seq
 ARRIVALS = itertools.count(1)
 
 
-def test_a_request_of_more_choices_than_a_step_takes_leaves_places_to_others() -> None:
+def test_choices_that_find_no_place_wait_for_older_sequences() -> None:
     bench = Bench(1000)
     resume(bench, "few", 1)
-    resume(bench, "wide", 30)
-    assert bench.step()[0] == ["few", *["wide"] * 9], "it need not wait until all others are gone"
-    for number in range(8):
-        resume(bench, str(number), 1)
-    assert sorted(bench.step()[0]) == [*map(str, range(8)), "few", "wide"], "one of each, then a second of any"
-    assert bench.queues.reserve(1, 1, [], 0.0, asker("last")) is None, "all places are taken by others like it"
-    assert bench.queues.reserve(1, 20, [], 0.0, asker("wide too")) is None
-
-
-def test_keys_take_turns_at_places() -> None:
-    bench = Bench(1000)
-    greedy = [resume(bench, f"greedy {number}", 1, "greedy")[0] for number in range(10)]
-    assert bench.queues.reserve(1, 1, [], 0.0, asker("more", "greedy")) is None
-    for number in range(5):
-        resume(bench, f"modest {number}", 1, "modest")
-    assert bench.queues.reserve(1, 1, [], 0.0, asker("more", "modest")) is None, "half of the places"
-    computed, preempted = bench.step()
-    assert sorted(computed) == [*(f"greedy {n}" for n in range(5)), *(f"modest {n}" for n in range(5))]
-    assert not preempted, "who rests keeps what it has"
-    bench.finish(greedy[0])
-    assert len(bench.step()[0]) == 10 and "greedy 5" in bench.step()[0], "the next one goes on where it stood"
-
-
-def test_a_reservation_of_a_key_that_has_less_gets_the_blocks_of_the_last_of_another() -> None:
-    for key, gives_way in (("greedy", []), ("modest", ["greedy 3"])):
-        bench = Bench(9)
-        greedy = [resume(bench, f"greedy {number}", 1, "greedy")[0] for number in range(4)]
-        assert bench.queues.reserve(1, 1, [], 0.0, asker("new", key)) is None
-        assert bench.queues.num_lacking
-        assert bench.step()[1] == gives_way
-    assert greedy[3].saved is not None, "no token is lost"
-    assert greedy[3].state is SequenceState.WAITING, "it does not take them back"
-    assert bench.queues.reserve(1, 1, [], 0.0, asker("new", "modest")) is not None
-    bench.queues.stop_reserving()
-    bench.finish(greedy[0])
-    bench.finish(greedy[1])
-    assert bench.step()[0] == ["greedy 2", "greedy 3"] and bench.memory.restored
-
-
-def test_prompts_of_keys_take_turns() -> None:
-    bench = Bench(12)
-    for number in range(5):
-        bench.submit(f"greedy {number}", number, 4, key="greedy")
-    bench.submit("modest", 9.0, 4, key="modest")
-    assert bench.step()[0] == ["greedy 0", "modest"]
-
-
-def test_prompts_of_one_request_wait_for_each_other_before_others_do() -> None:
-    waiting = [*((asker("several"), number) for number in range(3)), (asker("one"), 3), (asker("other"), 4)]
-    assert Bench(10).queues.in_turn(waiting) == [0, 3, 4, 1, 2]
-
-
-def test_reservations_that_wait_take_turns() -> None:
-    bench = Bench(100)
-    resume(bench, "a 0", 1, "a")
-    waiting = [(asker("a 1", "a"), 1), (asker("a 2", "a"), 2), (asker("b 0", "b"), 3), (asker("b 1", "b"), 4)]
-    assert bench.queues.in_turn([*waiting, (asker("c", "c", -1), 5)]) == [5, 3, 1, 4, 2]
+    wide = resume(bench, "wide", 30)
+    assert bench.step() == (["few", *["wide"] * 9], []), "it need not wait until all others are gone"
+    assert bench.queues.reserve(1, 1, [], 99.0) is None
+    for choice in wide[:25]:
+        bench.finish(choice)
+    assert bench.step()[0] == ["few", *["wide"] * 5]
+    assert bench.queues.reserve(1, 1, [], 99.0) is not None
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 3), st.integers(1, 4)), min_size=1, max_size=8),
-    st.integers(1, 12),
+    st.lists(
+        st.tuples(st.sampled_from(["prompt", "reservation"]), st.integers(1, 8), st.integers(0, 2)),
+        min_size=1,
+        max_size=12,
+    ),
+    st.integers(9, 20),
 )
-def test_places_are_shared_evenly(requests: list[tuple[str, int, int]], num_places: int) -> None:
-    claims = [
-        Claim(Asker(key, f"{key} {name}"), (float(place), index), 1)
-        for place, (key, name, num_choices) in enumerate(requests)
-        for index in range(num_choices)
-    ]
-    placed, left = in_turn(claims)[:num_places], in_turn(claims)[num_places:]
-    assert len(placed) + len(left) == len(claims)
-    for party in (lambda claim: claim.asker.key, lambda claim: (claim.asker.key, claim.asker.request_id)):
-        held = Counter(map(party, placed))
-        for claim in left:
-            others = [held[other] for other in held if other[0] == claim.asker.key or isinstance(other, str)]
-            assert held[party(claim)] + 1 >= max(others, default=0), "who could use more has no less than others"
+def test_blocks_are_given_first_come_first_served_within_a_priority(
+    arrivals: list[tuple[str, int, int]], num_blocks: int
+) -> None:
+    """Each is served, whatever its size, and no later one of its priority or a less urgent one before it."""
+    bench = Bench(num_blocks)
+    served: list[tuple[int, float]] = []
+    reservations: list[tuple[int, float, int]] = []
+    prompts: dict[str, Sequence] = {}
+    for number, (kind, size, priority) in enumerate(arrivals):
+        if kind == "prompt":
+            prompts[str(number)] = bench.submit(str(number), float(number), size, priority=priority)
+        else:
+            reservations.append((priority, float(number), size))
+    reservations.sort()
+    for _ in range(2 * len(arrivals)):
+        granted = []
+        while reservations:
+            priority, arrival_s, size = reservations[0]
+            if (blocks := bench.queues.reserve(size, 1, [], arrival_s, priority)) is None:
+                break
+            granted.append(blocks)
+            served.append((priority, arrival_s))
+            reservations.pop(0)
+        if not reservations:
+            bench.queues.stop_reserving()
+        computed = [prompts[name] for name in dict.fromkeys(bench.step()[0])]
+        served += [(one.sampling.priority, one.arrival_s) for one in computed]
+        for one in computed:
+            bench.finish(one)
+        for blocks in granted:
+            bench.queues.settle(blocks)
+            bench.pool.release(blocks.all())
+    assert len(served) == len(arrivals)
+    kinds = {float(number): kind for number, (kind, _, _) in enumerate(arrivals)}
+    for kind in ("prompt", "reservation"):
+        of_kind = [one for one in served if kinds[one[1]] == kind]
+        assert of_kind == sorted(of_kind)
+    assert bench.pool.num_free == bench.pool.capacity
 
 
 def test_steps_of_the_same_decodes_are_not_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,5 +321,5 @@ def test_steps_of_the_same_decodes_are_not_planned_again(monkeypatch: pytest.Mon
     given_up: list[str] = []
     while not given_up:
         _, given_up = bench.step()
-    assert given_up == ["c"], "the last in turn gives its blocks"
+    assert given_up == ["c"], "the youngest gives its blocks"
     assert len(planned) == 5

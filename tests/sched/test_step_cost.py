@@ -20,7 +20,6 @@ from epd_serve.sched.step_cost import (
     search_budget,
     work_done,
 )
-from epd_serve.sched.turns import Asker
 from epd_serve.types import Role, SamplingParams
 
 COST = StepCost(base_s=0.01, token_s=1e-4, sequence_s=5e-4, context_s=1e-6, pair_s=2e-7)
@@ -30,8 +29,8 @@ COST = StepCost(base_s=0.01, token_s=1e-4, sequence_s=5e-4, context_s=1e-6, pair
     ("role", "limit_s"), [("E", 1), ("P", 1), ("EP", 1), ("D", 0.05), ("ED", 0.05), ("PD", 0.05), ("EPD", 0.05)]
 )
 def test_the_limit_of_a_role(role: str, limit_s: float) -> None:
-    assert latency_limit_s(Role.parse(role), ttft_s=2, tpot_s=0.05, alpha=0.5) == limit_s
-    assert latency_limit_s(Role.parse(role), ttft_s=None, tpot_s=None, alpha=0.5) is None
+    assert latency_limit_s(Role.parse(role), ttft_s=2, tpot_s=0.05) == limit_s
+    assert latency_limit_s(Role.parse(role), ttft_s=None, tpot_s=None) is None
 
 
 @given(
@@ -233,7 +232,7 @@ def test_blocks_are_reserved_for_no_more_than_can_decode_within_the_limit() -> N
         on_lost=lambda name, error: None,
     )
     arrived: list[Sequence] = []
-    while blocks := queues.reserve(200, 1, [], 0.0, Asker(request_id="s")):
+    while blocks := queues.reserve(200, 1, [], 0.0):
         queues.settle(blocks)
         arrived.append(sequence(200, output=1))
         arrived[-1].blocks = blocks.root

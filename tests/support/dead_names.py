@@ -56,7 +56,7 @@ async def main() -> None:
 
     seen: dict[str, Any] = {}
     seconds: dict[str, float] = {}
-    settings = Current(gateway_settings(media={"fetch_timeout_s": 60.0}))
+    settings = Current(gateway_settings(media={}))
     async with MediaFetcher(settings) as fetcher:
         loader = MediaLoader(settings, fetcher, MediaProbe(settings))
 

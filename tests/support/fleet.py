@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+from http_client import http_client
 from prometheus_client.parser import text_string_to_metric_families
 from servers import served
 
@@ -38,7 +39,7 @@ async def gateway(instances: Mapping[str, str], *, config: dict[str, Any] | None
     """One more gateway before instances (name → URL), in the test's loop; yields its URL once all are ready."""
     host = "127.0.0.1"
     app = create_app(GatewaySettings.of(DeploymentConfig.model_validate(config or {}), host), [*instances.items()])
-    async with served(new_server(app, host, 0)) as url, httpx.AsyncClient(timeout=150, trust_env=False) as client:
+    async with served(new_server(app, host, 0)) as url, http_client() as client:
         async with asyncio.timeout(300):
             while True:
                 known = (await client.get(f"{url}/health")).json()["instances"].values()
@@ -50,7 +51,7 @@ async def gateway(instances: Mapping[str, str], *, config: dict[str, Any] | None
 
 def is_up(url: str) -> bool:
     try:
-        return httpx.get(url).status_code == 200
+        return httpx.get(url, verify=False).status_code == 200
     except httpx.TransportError:
         return False
 
@@ -64,7 +65,7 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 300)
 
 async def until_decoding(url: str, *asked: asyncio.Task[Any]) -> bool:
     """Wait until an instance holds blocks for requests; False where all that was asked was answered before."""
-    async with httpx.AsyncClient(timeout=150) as client, asyncio.timeout(300):
+    async with http_client() as client, asyncio.timeout(300):
         while not (await client.get(f"{url}/integrity")).json()["blocks"]:
             if asked and all(task.done() for task in asked):
                 return False
@@ -74,7 +75,7 @@ async def until_decoding(url: str, *asked: asyncio.Task[Any]) -> bool:
 
 async def figures(url: str) -> dict[str, float]:
     """The sum of each metric of an instance over its labels."""
-    async with httpx.AsyncClient(timeout=150) as client:
+    async with http_client() as client:
         text = (await client.get(f"{url}/metrics")).text
     sums: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
@@ -92,7 +93,7 @@ class Books:
 
     async def check(self, timeout_s: float = 100) -> None:
         """Clean-up after a cancellation runs in the background, so "all free" is awaited, not demanded at once."""
-        async with httpx.AsyncClient(timeout=150) as client:
+        async with http_client() as client:
             deadline = time.monotonic() + timeout_s
             while True:
                 state = {name: (await client.get(f"{url}/integrity")) for name, url in self.urls.items()}

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from epd_serve.config import DeploymentConfig, change_config
+from epd_serve.config import DeploymentConfig
 from epd_serve.config.gateway import AdminConfig
 from proxy.settings import GatewaySettings
 
 #: Beside the keys of the section ``gateway``.
-_OF_THE_FILE = ("cluster_key", "elastic", "instances", "slo", "topology", "trace")
+_OF_THE_FILE = ("cluster_key", "elastic", "instances", "restart", "slo", "topology", "trace")
 
 
 def gateway_settings(
@@ -24,16 +24,13 @@ def gateway_settings(
     whole = {key: options.pop(key) for key in _OF_THE_FILE if key in options}
     options["media"] = {"allow_private": True, **options.get("media", {})}
     settings = GatewaySettings.of(DeploymentConfig.model_validate({**whole, "gateway": options}), host)
-    return replace(settings, poll_interval_s=poll_interval_s, startup_wait_s=startup_wait_s)
+    return replace(
+        settings,
+        poll_interval_s=poll_interval_s,
+        startup_wait_s=startup_wait_s,
+    )
 
 
-def changed(settings: GatewaySettings, **options: Any) -> GatewaySettings:
-    """The same gateway after its file was changed."""
-    return GatewaySettings.of(change_config(settings.config, {"gateway": options}), settings.host)
-
-
-def admin_plane(
-    host: str = "127.0.0.1", port: int = 0, key: str | None = None, join_key: str | None = None
-) -> AdminConfig:
+def admin_plane(host: str = "127.0.0.1", port: int = 0, key: str | None = None) -> AdminConfig:
     """An admin plane at a free port."""
-    return AdminConfig.model_construct(host=host, port=port, key=key, join_key=join_key)
+    return AdminConfig.model_construct(host=host, port=port, key=key)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
+import signal
 import socket
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -16,12 +19,8 @@ from typing import Any, TypeVar
 
 import pytest
 from wire import Wire, address_lines, tun
-from zygote import OWN_HOST
 
-from epd_serve.launch import deployment
 from epd_serve.launch.commands import HEAP_TUNABLES
-from epd_serve.launch.processes.forking import ForkServer
-from epd_serve.launch.processes.process import ProcessSpec, RunningProcess
 
 T = TypeVar("T")
 _CLONE_NEWNET = 0x4000_0000
@@ -34,24 +33,22 @@ class Host:
     name: str
     ip: str
     pid: int
-    server: ForkServer
     log_dir: Path
 
-    async def start(self, name: str, command: Sequence[str], **environment: str) -> RunningProcess:
+    async def start(self, name: str, command: Sequence[str], **environment: str) -> asyncio.subprocess.Process:
         """Run ``python -P -m MODULE ARGUMENTS`` on it; ``command`` is from MODULE on."""
-        spec = ProcessSpec(
-            name=name,
-            label=name,
-            command=("python", "-P", "-m", *command),
-            environment={"GLIBC_TUNABLES": HEAP_TUNABLES, **os.environ, "OMP_NUM_THREADS": "1", **environment},
-            url="",
-        )
-        return await self.server.fork(spec, self.log_dir / f"{name}.log")
+        enter = ("nsenter", "-t", str(self.pid), "--net", "--pid", "--mount", "--ipc", "--uts")
+        with (self.log_dir / f"{name}.log").open("ab") as log:
+            return await asyncio.create_subprocess_exec(
+                *(*enter, sys.executable, "-P", "-m", *command),
+                stdout=log,
+                stderr=log,
+                env={"GLIBC_TUNABLES": HEAP_TUNABLES, **os.environ, "OMP_NUM_THREADS": "1", **environment},
+            )
 
-    def terminate(self, process: RunningProcess) -> None:
-        """Send SIGTERM there: its number is that of the host's own namespace."""
-        command = ["nsenter", "-t", str(self.pid), "--pid", "kill", "-TERM", str(process.pid)]
-        subprocess.run(command, check=True)
+    def terminate(self, process: asyncio.subprocess.Process) -> None:
+        """Send SIGTERM to the program; nsenter waits for it."""
+        os.kill(_child_of(process.pid), signal.SIGTERM)
 
     def run(self, call: Callable[[], T]) -> T:
         """Call a function of this process in the host's network, where the sockets that it makes stay."""
@@ -103,7 +100,7 @@ class Hosts:
     def power_off(self, name: str) -> None:
         """All that runs there is gone, and nobody hears of it."""
         self.isolate(name)
-        self[name].server.kill()
+        os.kill(self[name].pid, signal.SIGKILL)
 
     def _link(self, one: str, other: str, **changes: bool) -> None:
         for a, b in ((one, other), (other, one)):
@@ -120,15 +117,27 @@ async def hosts(names: Sequence[str], log_dir: Path) -> AsyncIterator[Hosts]:
         stack.callback(wire.close)
         made: dict[str, Host] = {}
         for index, name in enumerate(names, start=1):
-            environment = {"GLIBC_TUNABLES": HEAP_TUNABLES, **os.environ, OWN_HOST: name}
-            server = deployment.ForkServer(deployment._PRELOADED, environment, log_dir / f"{name}.host.log")
-            await server.start()
-            stack.push_async_callback(server.close)
-            stack.callback(server.kill)
-            process: Any = server._process
-            assert server._usable is not None
-            assert await server._usable, "a host could not be made"
-            host = Host(name, f"10.77.0.{index}", _child_of(process.pid), server, log_dir)
+            first = f"mount -t tmpfs tmpfs /dev/shm; hostname {name}; echo; exec sleep infinity"
+            process = await asyncio.create_subprocess_exec(
+                *(
+                    "unshare",
+                    "--net",
+                    "--pid",
+                    "--mount",
+                    "--ipc",
+                    "--uts",
+                    "--fork",
+                    "--kill-child",
+                    "--mount-proc",
+                ),
+                *("sh", "-c", first),
+                stdout=asyncio.subprocess.PIPE,
+            )
+            stack.push_async_callback(process.wait)
+            stack.callback(process.kill)
+            assert process.stdout is not None
+            assert await process.stdout.readline(), "a host could not be made"
+            host = Host(name, f"10.77.0.{index}", _child_of(process.pid), log_dir)
             wire.connect(host.ip, tun(host.pid, "net0"))
             lines = "\n".join(address_lines(host.ip, "net0"))
             enter = ["nsenter", "-t", str(host.pid), "--net", "ip", "-batch", "-"]

@@ -17,9 +17,6 @@ VERSIONS = {
     "Deployment": "apps/v1",
     "PodDisruptionBudget": "policy/v1",
     "NetworkPolicy": "networking.k8s.io/v1",
-    "PodMonitor": "monitoring.coreos.com/v1",
-    "ScaledObject": "keda.sh/v1alpha1",
-    "InferencePool": "inference.networking.k8s.io/v1",
 }
 LABELS = {f"app.kubernetes.io/{word}" for word in ("name", "instance", "component")}
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
@@ -52,11 +49,10 @@ def _faults(docs: list[dict[str, Any]]) -> Iterator[str]:
     of = {kind: [one for one in docs if one["kind"] == kind] for kind, _, _ in named}
     pods = {one["metadata"]["name"]: one["spec"]["template"] for one in of["Deployment"]}
     files = {one["metadata"]["name"] for one in of["ConfigMap"]}
-    scaled = {one["spec"]["scaleTargetRef"]["name"] for one in of.get("ScaledObject", [])}
     for one in of["Deployment"]:
         yield from _workload(one, files)
-        if ("replicas" in one["spec"]) == (one["metadata"]["name"] in scaled):
-            yield "nobody, or two, say how many there are"
+        if "replicas" not in one["spec"]:
+            yield "nobody says how many there are"
     if any(not one["data"]["deployment.yaml"] for one in of["ConfigMap"]):
         yield "no deployment file"
     for one in of["Service"]:
@@ -78,33 +74,6 @@ def _faults(docs: list[dict[str, Any]]) -> Iterator[str]:
         if len(selected) != 1 or one["spec"]["maxUnavailable"] < 1:
             yield "a budget that lets nothing go"
     yield from _policies(of["NetworkPolicy"], pods)
-    for one in of.get("PodMonitor", []):
-        for name, pod in _matching(one["spec"]["selector"]["matchLabels"], pods).items():
-            for end in one["spec"]["podMetricsEndpoints"]:
-                if not end["honorLabels"] or end["path"] not in _served(pod, end["port"]):
-                    yield f"{name} has no metrics at {end}"
-        if not _matching(one["spec"]["selector"]["matchLabels"], pods):
-            yield "a monitor of nothing"
-    for one in of.get("InferencePool", []):
-        spec = one["spec"]
-        pools = _matching(spec["selector"]["matchLabels"], pods).values()
-        ends = [(_component(pod), one) for pod in pools for one in pod["spec"]["containers"][0]["ports"]]
-        api = [one["containerPort"] for component, one in ends if (component, one["name"]) == ("gateway", "http")]
-        if len(pools) != 1 or [one["number"] for one in spec["targetPorts"]] != api:
-            yield "a pool of something else than the gateway's API"
-        picker = spec["endpointPickerRef"]
-        if not picker["name"] or not picker["port"]["number"] or picker["failureMode"] != "FailOpen":
-            yield "a pool that depends on its picker"
-    for one in of.get("ScaledObject", []):
-        spec = one["spec"]
-        if spec["scaleTargetRef"]["name"] not in pods or spec["minReplicaCount"] > spec["maxReplicaCount"]:
-            yield "a scale of nothing"
-        (trigger,) = spec["triggers"]
-        told = trigger["metadata"]
-        if trigger["type"] != "prometheus" or "epd_serve_pending_seconds" not in told["query"]:
-            yield "a scale by nothing"
-        if not float(told["threshold"]) or not told["serverAddress"] or trigger["metricType"] != "AverageValue":
-            yield "a scale without a threshold"
 
 
 def _workload(doc: dict[str, Any], files: set[str]) -> Iterator[str]:
@@ -191,7 +160,7 @@ def _container(name: str, container: dict[str, Any], volumes: dict[str, Any]) ->
     if wanted.get(container["name"], set()) - variables.keys():
         yield f"{name}: a variable is missing"
     if container["name"] == "instances":
-        if not variables.keys() & {"EPD_SERVE_JOIN_KEY", "EPD_SERVE_CLUSTER_KEY"}:
+        if not variables.keys() & {"EPD_SERVE_ADMIN_KEY", "EPD_SERVE_CLUSTER_KEY"}:
             yield f"{name} cannot join"
         if not variables["HF_TOKEN"]["valueFrom"]["secretKeyRef"]["optional"]:
             yield f"{name} cannot start without a token"

@@ -49,7 +49,7 @@ class Master:
 
     def _is_up(self) -> bool:
         try:
-            return httpx.get(f"http://127.0.0.1:{self._http_port}/health").status_code == 200
+            return httpx.get(f"http://127.0.0.1:{self._http_port}/health", verify=False).status_code == 200
         except httpx.TransportError:
             return False
 

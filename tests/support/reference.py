@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -83,3 +84,9 @@ class Reference:
         self.prompt = inputs["input_ids"][0].tolist()
         answer: list[int] = output[0, len(self.prompt) :].tolist()
         return answer
+
+
+@cache
+def reference_of(path: Path) -> Reference:
+    """The reference of a model that several tests of a process share."""
+    return Reference(path)

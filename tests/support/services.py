@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import uvicorn
+from http_client import http_client
 from servers import served
 
 from epd_serve.config import InstanceOptions
@@ -56,7 +57,7 @@ def language_of(instance: Instance) -> LanguageEngine:
 async def answering(instance: Instance, body: bytes) -> AsyncIterator[httpx.Response]:
     """A prompt's streamed answer whose head is here."""
     async with (
-        httpx.AsyncClient(timeout=60) as client,
+        http_client() as client,
         client.stream("POST", f"{instance.url}/stage/prefill", content=body) as answer,
     ):
         yield answer

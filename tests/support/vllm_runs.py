@@ -261,8 +261,7 @@ def up(python: str, topology: str, model: Path, folder: Path, **settings: Any) -
         "gateway": {
             "port": 0,
             "admin": {"port": free_port("127.0.0.1")},
-            "failover": {"wait_s": 0.2},
-            "health": {"probe_interval_s": None},
+            "probe_timeout_s": 300,
         },
         **settings,
         "vllm": {"python": python, **settings.get("vllm", {})},

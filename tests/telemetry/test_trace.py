@@ -8,7 +8,6 @@ import resource
 import signal
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -91,11 +90,8 @@ def test_the_stages_of_a_request_add_up_on_its_critical_path(tmp_path: Path, clo
     assert rows["e2e"]["p95_ms"] == pytest.approx(19500)
     assert sum(rows[name]["share"] for name in (*STAGES, "gateway", "between")) == pytest.approx(1)
     whole = json.loads(trace.to_json())["traceEvents"]
-    names = {event["pid"]: event["args"]["name"] for event in whole if event["name"] == "process_name"}
-    assert sorted(names.values()) == ["d0", "e0", "gateway", "p0", "requests"]
-    line = [event for event in whole if names[event["pid"]] == "requests" and event["ph"] == "X"]
-    assert [event["name"] for event in line] == list(STAGES)
-    assert all(a["ts"] + a["dur"] == pytest.approx(b["ts"], abs=2) for a, b in pairwise(line))
+    names = [event["args"]["name"] for event in whole if event["name"] == "process_name"]
+    assert sorted(names) == ["d0", "e0", "gateway", "p0"]
     assert min(event["ts"] for event in whole if "ts" in event) == 0
 
 
@@ -209,16 +205,3 @@ def test_a_trace_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     writer.close()
     assert writer.path.stat().st_size <= 1500
     assert read_traces(tmp_path).events
-
-
-def test_a_file_that_cannot_even_be_closed_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = TraceWriter(tmp_path, "e0")
-
-    def fail(*arguments: object) -> int:
-        raise OSError("quota exceeded")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("epd_serve.telemetry.trace_file.os.write", fail)
-        patch.setattr("epd_serve.telemetry.trace_file.os.close", fail)
-        writer.put(work("tower", "encode", 0, 1))
-    writer.close()

@@ -68,7 +68,7 @@ async def test_a_feature_that_does_not_fit_the_store_goes_the_other_way(instance
     event = await put(store, key, b"x" * MEBIBYTE)
     assert event.store == ""
     assert consumer.fetch(event) == b"x" * MEBIBYTE
-    with pytest.raises(ValueError, match="raise feature_store_bytes"):
+    with pytest.raises(ValueError, match="raise feature_cache_bytes"):
         await store.put(other_of(key), memoryview(bytes(MEBIBYTE + 1)), [MEBIBYTE + 1], "uint8", "r")
 
 

@@ -16,6 +16,7 @@ from epd_serve import __version__
 from epd_serve.cache.block_pool import BlockPool
 from epd_serve.config import InstanceOptions
 from epd_serve.engine.pace.measurements import IMAGE_SIDE, Measurements, cache_dir
+from epd_serve.sched.orders import Order, order_of
 from epd_serve.sched.schedule import Budget, ScheduleOutput
 from epd_serve.sched.step_cost import (
     ChunkPace,
@@ -27,7 +28,6 @@ from epd_serve.sched.step_cost import (
     work_done,
 )
 from epd_serve.sched.step_sizes import Limits, StepShape, size_steps
-from epd_serve.sched.turns import Order, order_of
 
 logger = logging.getLogger(__name__)
 
@@ -65,11 +65,7 @@ class StepLimits:
         self._ttft_s, tpot_s = (
             None if slo_ms is None else slo_ms / 1000 for slo_ms in (options.slo.ttft_ms, options.slo.tpot_ms)
         )
-        self.limit_s: float | None = None
-        if options.batching.policy == "stage-level":
-            self.limit_s = latency_limit_s(
-                options.role, ttft_s=self._ttft_s, tpot_s=tpot_s, alpha=options.batching.alpha
-            )
+        self.limit_s = latency_limit_s(options.role, ttft_s=self._ttft_s, tpot_s=tpot_s)
         self.image_budget_pixels = options.image_budget_pixels
         sizes = options.sizes
         self.budget = Budget(max_num_tokens=sizes.max_num_batched_tokens, max_num_seqs=sizes.max_num_seqs)
@@ -136,7 +132,7 @@ class StepLimits:
         return min(_FIRST_CHUNK_ON_CPU, self.budget.max_num_tokens) if is_cpu else self.budget.max_num_tokens
 
     def _report(self, what: str, found: Found, limit_s: float) -> None:
-        slo = "slo.tpot_ms" if self._options.role.decodes else "slo.ttft_ms times batching.alpha"
+        slo = "slo.tpot_ms" if self._options.role.decodes else "half of slo.ttft_ms"
         if found.feasible:
             logger.info(
                 "budget: %d %s take %.1f of %.1f ms", found.size, what, 1000 * found.seconds, 1000 * limit_s
@@ -157,7 +153,7 @@ class StepLimits:
     # ------------------------------------------------------------------ while it serves
 
     def order(self, pool: BlockPool) -> Order:
-        """The order of the waiting queue (:func:`~epd_serve.sched.turns.order_of`)."""
+        """The order of the waiting queue (:func:`~epd_serve.sched.orders.order_of`)."""
         return order_of(self._options.batching.order, pool, self.budget, self._cost, self._ttft_s)
 
     def stepped(self, output: ScheduleOutput, seconds: float) -> None:
@@ -175,7 +171,6 @@ class StepLimits:
             "max_num_batched_tokens": self.budget.max_num_tokens,
             "max_num_seqs": self.budget.max_num_seqs,
             "image_budget_pixels": self.image_budget_pixels,
-            "feature_store_bytes": self._options.sizes.feature_store_bytes,
             "feature_cache_bytes": self._options.sizes.feature_cache_bytes,
             **({} if self.limit_s is None else {"limit_ms": 1000 * self.limit_s}),
             **({"correction": pace.correction} if isinstance(pace, StepPace) else {}),

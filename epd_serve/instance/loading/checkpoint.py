@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 #: The gateway applies the operator's limits; an instance only guards itself.
 _MEDIA_LIMITS = MediaLimits(max_pixels=1 << 28, max_bytes=1 << 30)
+#: CPU seconds that decoding one picture, and one video or sound, may take: many times what an honest file takes.
+_PICTURE_CPU_S, _LONG_CPU_S = 2.0, 10.0
 
 
 class CheckpointModel:
@@ -66,16 +68,8 @@ class CheckpointModel:
         self.max_positions: int = text.max_position_embeddings
         self.feature_token_bytes = self.torch_dtype.itemsize * text.hidden_size
         self._are_reached: bool | None = None
-        self.decoders = DecoderPool(
-            num_media_threads(options.threads), cpu_s=options.media_cpu_s, limits=_MEDIA_LIMITS
-        )
-        self.prepare = partial(
-            tower_inputs,
-            self.decoders,
-            self.family,
-            video_cpu_s=options.video_cpu_s,
-            audio_cpu_s=options.audio_cpu_s,
-        )
+        self.decoders = DecoderPool(num_media_threads(options.threads), cpu_s=_PICTURE_CPU_S, limits=_MEDIA_LIMITS)
+        self.prepare = partial(tower_inputs, self.decoders, self.family)
 
     def tower(self, before_layer: Callable[[], None]) -> Tower:
         # one that is loaded for want of an encoder has no time for graphs
@@ -93,8 +87,8 @@ class CheckpointModel:
         in_area = options.feature_store == "embedded"
         shares = in_area and options.kv_transfer.transport == "auto"
         registers = in_area and self.are_regions_reached(transport)
-        capacity_bytes = options.sizes.feature_store_bytes if (shares or registers) and options.role.encodes else 0
-        if options.feature_store_bytes is None:  # the size by the device's memory, of which others may have most
+        capacity_bytes = options.sizes.feature_cache_bytes if (shares or registers) and options.role.encodes else 0
+        if options.feature_cache_bytes is None:  # the size by the device's memory, of which others may have most
             capacity_bytes = min(capacity_bytes, self.device.headroom() // 4)
         return DeviceFeatureStore(
             self.device,
@@ -130,19 +124,12 @@ async def tower_inputs(
     media: bytes,
     ref: MediaRef,
     place: Place,
-    *,
-    video_cpu_s: float = 10.0,
-    audio_cpu_s: float = 10.0,
 ) -> Any:
-    """Decode a file and prepare it for the tower. Raises InvalidRequest for one that cannot be used.
-
-    Args:
-        video_cpu_s, audio_cpu_s: seconds of CPU time that decoding one video or sound may take.
-    """
+    """Decode a file and prepare it for the tower. Raises InvalidRequest for one that cannot be used."""
     if ref.modality == "video":
         assert family.video is not None, "the family takes videos"
         inputs = family.video.inputs(ref)
-        frames = decoders.frames(media, ref.video, family.video.indices(ref), place, cpu_s=video_cpu_s)
+        frames = decoders.frames(media, ref.video, family.video.indices(ref), place, cpu_s=_LONG_CPU_S)
         async with aclosing(frames):
             async for some in frames:
                 await place.run(inputs.add, some)
@@ -150,7 +137,7 @@ async def tower_inputs(
     if ref.modality == "audio":
         assert family.audio is not None, "the family takes sounds"
         family.audio.check_length(ref)
-        async with decoders.samples(media, ref.audio, family.audio.rate, place, cpu_s=audio_cpu_s) as samples:
+        async with decoders.samples(media, ref.audio, family.audio.rate, place, cpu_s=_LONG_CPU_S) as samples:
             return await place.run(family.audio.inputs, samples)
     size = ref.width, ref.height
     async with decoders.decoded(media, size, place, low_detail=ref.low_detail) as pixels:

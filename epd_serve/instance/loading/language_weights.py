@@ -52,7 +52,7 @@ class LanguageWeights:
         self._model = model
         self.language = LanguageModel(model.path, model.torch_dtype, model.device)
         self.num_parameters = self.language.num_parameters
-        generation = read_generation_config(model.path, model.family.config, options.generation_config)
+        generation = read_generation_config(model.path, model.family.config)
         self.eos_token_ids = generation.eos_token_ids
         self.prompts = PromptProcessor(
             read_texts(model.path, model.family, generation.eos_token_ids),
@@ -231,7 +231,7 @@ class LanguageWeights:
             num_blocks,
             device,
             instance.transport,
-            staging_bytes=options.kv_transfer.staging_bytes,
+            staging_bytes=options.staging_bytes,
             lease_s=options.lease_s,
             shares=options.kv_transfer.transport == "auto",
             registers=self._model.are_regions_reached(instance.transport),

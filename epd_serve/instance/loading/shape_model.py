@@ -257,7 +257,7 @@ class ShapeLanguage:
             num_blocks = blocks_in(options.kv_cache_bytes, block_bytes=block_bytes, block_size=block_size)
         else:
             num_blocks = max(int(self._device.headroom() * _FREE_MEMORY_FOR_KV) // block_bytes, MIN_BLOCKS)
-        staging_bytes = options.kv_transfer.staging_bytes
+        staging_bytes = options.staging_bytes
         return DigestMemory(layout, num_blocks, self._device, transport, token_bytes, staging_bytes)
 
 

@@ -125,8 +125,6 @@ class PromptProcessor:
         Raises InvalidRequest for a prompt that is too long whatever it says. It takes no time.
         """
         max_tokens, num_characters = self._max_prompt_tokens(request), _num_characters(request)
-        if request.prompting.truncate is not None:
-            return num_characters
         if isinstance(request.prompt, list):
             if len(request.prompt) > max(max_tokens, MAX_COUNTED_TOKENS):
                 raise _too_long(f"{len(request.prompt)}", max_tokens, "prompt")
@@ -227,8 +225,6 @@ class PromptProcessor:
             ids = self._read(request, request.prompt, "", with_special=with_special, check=check)
         else:
             ids = self._check_ids(request.prompt or [], "prompt")
-        if options.truncate is not None:
-            ids = ids[-options.truncate :]
         return self._expand(ids, request.items)
 
     def _read(
@@ -240,13 +236,9 @@ class PromptProcessor:
         with_special: bool,
         check: Callable[[], None],
     ) -> list[int]:
-        """The tokens of a text, or the last that ``truncate`` asks for. Raises InvalidRequest for too many."""
-        truncate, max_tokens = request.prompting.truncate, self._max_prompt_tokens(request)
+        """Return the tokens of a text. Raises InvalidRequest for too many."""
+        max_tokens = self._max_prompt_tokens(request)
         param = "prompt" if request.messages is None else "messages"
-        if truncate is not None and not mark:
-            return self._texts.last(text, truncate, add_special_tokens=with_special, check=check)
-        if truncate is not None:
-            max_tokens = max(max_tokens, MAX_COUNTED_TOKENS)
         self._texts.check_length(len(text), max_tokens, param)
         if mark:
             ids = self._texts.encode("", add_special_tokens=with_special, max_tokens=max_tokens)

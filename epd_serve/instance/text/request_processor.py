@@ -6,22 +6,19 @@ import asyncio
 import heapq
 import math
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from itertools import count
 from typing import Literal, ParamSpec, TypeVar
 
 from device.present import num_cores
 from epd_serve.errors import PREPARATION_FULL, Overloaded
 from epd_serve.telemetry.span import Span, Value
 
-#: An item is overtaken by shorter ones that come at most so many times its own length after it.
-_PATIENCE = 4.0
 
-
-class Turns:
-    """A number of places, and the queue for them. It belongs to one event loop.
+class Places:
+    """A number of places for work, given out first come, first served. They belong to one event loop.
 
     Args:
         what: the work that is done in the places, for errors.
@@ -29,22 +26,12 @@ class Turns:
         timeout_s: longest wait.
     """
 
-    def __init__(
-        self,
-        what: str,
-        num_places: int,
-        *,
-        max_waiting: int,
-        timeout_s: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.what = what
+    def __init__(self, what: str, num_places: int, *, max_waiting: int, timeout_s: float) -> None:
+        self._what = what
         self._num_free = num_places
         self._max_waiting = max_waiting
         self._timeout_s = timeout_s
-        self._clock = clock
-        self._waiting: list[tuple[float, int, asyncio.Future[None]]] = []  # when it is due, arrival, its turn
-        self._numbers = count()
+        self._waiting: deque[asyncio.Future[None]] = deque()
 
     @property
     def num_waiting(self) -> int:
@@ -57,18 +44,17 @@ class Turns:
         self._num_free -= 1
         return True
 
-    async def take(self, cost_s: float, timeout_s: float = math.inf) -> None:
-        """Take a place when it is one's turn; :meth:`give_back` must follow.
+    async def take(self, timeout_s: float = math.inf) -> None:
+        """Take a place as soon as there is one; :meth:`give_back` must follow.
 
         Args:
-            cost_s: seconds, about, for which the place will be needed.
             timeout_s: how long this wait may be, where that is less than any may.
 
         Raises Overloaded where too many wait already, or for too long.
         """
         if len(self._waiting) >= self._max_waiting:
             raise Overloaded(
-                f"{self._max_waiting} requests wait to have their {self.what} prepared; try again later",
+                f"{self._max_waiting} requests wait to have their {self._what} prepared; try again later",
                 code=PREPARATION_FULL,
             )
         if self.take_free():
@@ -76,32 +62,31 @@ class Turns:
         timeout_s = min(timeout_s, self._timeout_s)
         try:
             async with asyncio.timeout(timeout_s):
-                await self._wait(self._clock() + _PATIENCE * cost_s)
+                await self._wait()
         except TimeoutError as error:
             raise Overloaded(
-                f"no place was free to prepare the request's {self.what} within {timeout_s:g} s; try again later",
+                f"no place was free to prepare the request's {self._what} within {timeout_s:g} s; try again later",
                 code=PREPARATION_FULL,
             ) from error
 
     def give_back(self) -> None:
         while self._waiting:
-            turn = heapq.heappop(self._waiting)[2]
-            if not turn.done():
-                turn.set_result(None)
+            granted = self._waiting.popleft()
+            if not granted.done():
+                granted.set_result(None)
                 return
         self._num_free += 1
 
-    async def _wait(self, due: float) -> None:
-        entry = (due, next(self._numbers), asyncio.get_running_loop().create_future())
-        heapq.heappush(self._waiting, entry)
+    async def _wait(self) -> None:
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(granted)
         try:
-            await entry[2]
+            await granted
         except BaseException:
-            if entry in self._waiting:
-                self._waiting.remove(entry)
-                heapq.heapify(self._waiting)
-            elif entry[2].done() and not entry[2].cancelled():
-                self.give_back()  # it was its turn in the same moment
+            if granted in self._waiting:
+                self._waiting.remove(granted)
+            elif granted.done() and not granted.cancelled():
+                self.give_back()  # it was granted in the same moment
             raise
 
 
@@ -109,7 +94,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Kind = Literal["text", "media", "grammar"]
 
-#: Estimates, in seconds: for the order in which items get their turn, nothing more.
+#: Estimates, in seconds, that tell long items from short ones.
 S_PER_PIXEL = 5e-8
 S_PER_CHARACTER = 1e-6
 _MAX_MEDIA_THREADS = 8
@@ -129,14 +114,13 @@ def num_media_threads(compute_threads: int | None) -> int:
 class RequestProcessor:
     """Prepares prompts and media on threads of their own, so that no text waits behind a large image.
 
-    An item that waits and is cancelled frees its place and is not processed. Shorter items overtake longer ones,
-    within bounds, so that none waits for ever. Long ones have places of their own, so that no short one waits for
-    the end of a long one; one that turns out to be long steps aside.
+    First come, first served; an item that waits and is cancelled is not processed. Long items have places of their
+    own, so that no short one waits for the end of a long one; one that turns out to be long steps aside.
 
     Args:
         num_threads: for media.
         max_waiting: items of one kind that may wait; more are refused.
-        queue_timeout_s: how long an item may wait for its turn.
+        queue_timeout_s: how long an item may wait for a place.
         put: takes a span for each item that was processed.
     """
 
@@ -146,17 +130,15 @@ class RequestProcessor:
         *,
         queue_timeout_s: float,
         max_waiting: int = 4096,
-        clock: Callable[[], float] = time.monotonic,
         put: Callable[[Span], None] = lambda span: None,
     ) -> None:
         self._lanes: dict[Kind, _Lane] = {
-            "text": _Lane("text", (1, _TEXT_ASIDE), queue_timeout_s, max_waiting, clock),
+            "text": _Lane("text", (1, _TEXT_ASIDE), queue_timeout_s, max_waiting),
             "media": _Lane(
-                "media", (num_threads, max(num_threads, _MIN_MEDIA_ASIDE)), queue_timeout_s, max_waiting, clock
+                "media", (num_threads, max(num_threads, _MIN_MEDIA_ASIDE)), queue_timeout_s, max_waiting
             ),
-            "grammar": _Lane("grammar", (_GRAMMAR_FIRST, _GRAMMAR_ASIDE), queue_timeout_s, max_waiting, clock),
+            "grammar": _Lane("grammar", (_GRAMMAR_FIRST, _GRAMMAR_ASIDE), queue_timeout_s, max_waiting),
         }
-        self._clock = clock
         self._put = put
 
     @property
@@ -166,7 +148,7 @@ class RequestProcessor:
     async def run(
         self, kind: Kind, cost_s: float, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Call ``function`` on a thread, when it is its turn; return or raise what it does.
+        """Call ``function`` on a thread, when a place is free; return or raise what it does.
 
         Args:
             cost_s: about how long it takes.
@@ -183,16 +165,16 @@ class RequestProcessor:
         Args:
             timeout_s: how long the wait may be, where that is less than ``queue_timeout_s``.
         """
-        lane, queued_at = self._lanes[kind], self._clock()
-        turns = lane.aside if cost_s > LONG_S else lane.first
-        await turns.take(cost_s, timeout_s)
-        place, started_at = Place(lane, turns, cost_s, timeout_s), self._clock()
+        lane, queued_at = self._lanes[kind], time.monotonic()
+        places = lane.aside if cost_s > LONG_S else lane.first
+        await places.take(timeout_s)
+        place, started_at = Place(lane, places, timeout_s), time.monotonic()
         try:
             yield place
         finally:
             place.leave()
             about: dict[str, Value] = {"track": place.name, "waited_s": started_at - queued_at}
-            self._put(Span(kind, "", started_at, self._clock(), about))
+            self._put(Span(kind, "", started_at, time.monotonic(), about))
 
     async def close(self) -> None:
         """Return when no thread is at work any more."""
@@ -209,27 +191,24 @@ class _Lane:
         num_places: tuple[int, int],
         timeout_s: float,
         max_waiting: int,
-        clock: Callable[[], float],
     ) -> None:
-        def turns(number: int) -> Turns:
-            return Turns(name, number, max_waiting=max_waiting, timeout_s=timeout_s, clock=clock)
-
-        self.first, self.aside = map(turns, num_places)
+        self.first, self.aside = (
+            Places(name, number, max_waiting=max_waiting, timeout_s=timeout_s) for number in num_places
+        )
         self.threads = ThreadPoolExecutor(sum(num_places), thread_name_prefix=name)
         self.names = [f"{name}_{number}" for number in range(sum(num_places))]  # a heap
 
 
 class Place:
-    """A turn, from when it comes until the work is done.
+    """A place for the work of one item, until that is done.
 
     Attributes:
         name: of the place, for traces.
     """
 
-    def __init__(self, lane: _Lane, turns: Turns, cost_s: float, timeout_s: float) -> None:
+    def __init__(self, lane: _Lane, places: Places, timeout_s: float) -> None:
         self._lane = lane
-        self._turns: Turns | None = turns
-        self._cost_s = cost_s
+        self._places: Places | None = places
         self._timeout_s = timeout_s
         self._num_running = 0
         self._is_left = False
@@ -237,7 +216,7 @@ class Place:
 
     @property
     def is_aside(self) -> bool:
-        return self._turns is self._lane.aside
+        return self._places is self._lane.aside
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call ``function`` on a thread; return or raise what it does."""
@@ -255,16 +234,16 @@ class Place:
 
     def step_aside(self) -> bool:
         """Leave the place to others and go on beside them, if there is room."""
-        if not self.is_aside and self._turns is not None and self._lane.aside.take_free():
-            self._turns.give_back()
-            self._turns = self._lane.aside
+        if not self.is_aside and self._places is not None and self._lane.aside.take_free():
+            self._places.give_back()
+            self._places = self._lane.aside
         return self.is_aside
 
     async def wait_aside(self) -> None:
         """Leave the place to others, and return when there is room beside them. Raises Overloaded."""
         self._free()
-        await self._lane.aside.take(self._cost_s, self._timeout_s)
-        self._turns = self._lane.aside
+        await self._lane.aside.take(self._timeout_s)
+        self._places = self._lane.aside
         self.name = heapq.heappop(self._lane.names)
 
     def leave(self) -> None:
@@ -279,7 +258,7 @@ class Place:
             self._free()
 
     def _free(self) -> None:
-        given, self._turns = self._turns, None
+        given, self._places = self._places, None
         if given is not None:
             heapq.heappush(self._lane.names, self.name)
             given.give_back()

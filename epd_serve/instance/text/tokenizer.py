@@ -105,25 +105,6 @@ class BoundedTokenizer:
             time.sleep(_PAUSE_S)
         return ids + after
 
-    def last(
-        self, text: str, num_tokens: int, *, add_special_tokens: bool, check: Callable[[], None] = _nobody
-    ) -> list[int]:
-        """As many of the last ids of :meth:`encode`. Raises as it does."""
-        if len(text) <= PIECE_CHARACTERS or self._affixes is None:
-            check()
-            _check_uncut(len(text))
-            return self._read(text, add_special_tokens, False)[-num_tokens:]
-        before, after = self._affixes if add_special_tokens else ([], [])
-        read, count = [after], len(after)
-        for start, end in reversed(list(self._pieces(text))):
-            if count >= num_tokens:
-                break
-            check()
-            read.append(self._read(text[start:end], False, False))
-            count += len(read[-1])
-            time.sleep(_PAUSE_S)
-        return [token for ids in (before, *reversed(read)) for token in ids][-num_tokens:]
-
     def _pieces(self, text: str) -> Iterator[tuple[int, int]]:
         start = 0
         while start < len(text):

@@ -1,186 +1,128 @@
-"""Starting processes from a fork server, as its user sees it."""
+"""Processes forked from multiprocessing's fork server, which has imported what instances on CPUs run.
+
+They start at once and share the memory of the modules. The server never computes and opens no device.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import fcntl
+import multiprocessing
 import os
+import runpy
+import select
 import signal
-import socket
 import sys
-from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-import msgspec
-
-from epd_serve.launch.processes.fork_server import Ended, Fork, News, NotStarted, Started, Usable
 from epd_serve.launch.processes.process import ProcessSpec
-from epd_serve.rpc.link import AsyncLink, LinkClosed
 
-_EXIT_GRACE_S = 1.0
-#: Bytes of a command line that ps can show of a forked process.
-_TITLE_BYTES = 4096
-_NEWS: msgspec.msgpack.Decoder[News] = msgspec.msgpack.Decoder(News)
-
-
-class ForkServerGone(OSError):
-    """The fork server cannot be used, or no longer; processes can still be spawned."""
+#: Read when libraries are loaded, so the server has them for all: a fork has no threads but its own.
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
 
 
 class ForkedProcess:
-    """A process that a fork server has started: the part of ``asyncio.subprocess.Process`` that a supervisor uses.
+    """A forked process: the part of ``asyncio.subprocess.Process`` that a supervisor uses.
 
     Attributes:
         returncode: None while it runs; negative: the signal that ended it.
     """
 
-    __slots__ = ("_ended", "pid", "returncode")
+    __slots__ = ("_ended", "_process", "pid")
 
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
+    def __init__(self, process: ForkServerProcess) -> None:
+        assert process.pid is not None
+        self.pid = process.pid
+        self._process = process
         self._ended = asyncio.Event()
+        asyncio.get_running_loop().add_reader(process.sentinel, self._on_end)
+
+    def _on_end(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._process.sentinel)
+        with suppress(ProcessLookupError):  # the rest of its session
+            os.killpg(self.pid, signal.SIGKILL)
+        self._ended.set()
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
 
     async def wait(self) -> int:
         await self._ended.wait()
-        assert self.returncode is not None
-        return self.returncode
+        code = self._process.exitcode
+        assert code is not None, "its sentinel says that it has ended"
+        return code
 
     def terminate(self) -> None:
-        if self.returncode is None:
-            os.kill(self.pid, signal.SIGTERM)
-
-    def has_ended(self, code: int) -> None:
-        self.returncode = code
-        self._ended.set()
+        self._process.terminate()
 
 
-class ForkServer:
-    """A process that has imported ``modules`` and forks others on request. It belongs to one event loop.
+def preload(modules: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Have this process's fork server import ``modules``; nothing happens where it runs already.
 
-    What it forks runs ``python -P -m MODULE ARGUMENTS``, with an environment of its own; of that, what libraries
-    read when they are loaded is the server's.
+    ``environment``: variables that libraries read when they are loaded.
     """
+    multiprocessing.set_forkserver_preload([*modules, "epd_serve.launch.processes.frozen"])
+    added = {**environment, **_ENVIRONMENT}
+    before = {name: os.environ.get(name) for name in added}
+    os.environ.update(added)
+    try:
+        forkserver.ensure_running()
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
-    def __init__(self, modules: Sequence[str], environment: Mapping[str, str], log_file: Path) -> None:
-        self._modules = tuple(modules)
-        # an import that may use several threads keeps them, and a process with threads cannot be forked
-        self._environment = {**environment, "OMP_NUM_THREADS": "1"}
-        self._log_file = log_file
-        self._process: asyncio.subprocess.Process | None = None
-        self._link: AsyncLink[News] | None = None
-        self._reading: asyncio.Task[None] | None = None
-        self._usable: asyncio.Future[bool] | None = None
-        self._is_gone = False
-        self._wanted: deque[asyncio.Future[ForkedProcess]] = deque()
-        self._running: dict[int, ForkedProcess] = {}
 
-    async def start(self) -> None:
-        """Start it; returns before it has imported anything. Raises OSError."""
-        ours, theirs = socket.socketpair()
-        try:
-            with theirs:
-                self._process = await self._spawn(theirs)
-            self._link = await AsyncLink.over(ours, _NEWS)
-        except BaseException:
-            ours.close()
-            raise
-        self._usable = asyncio.get_running_loop().create_future()
-        self._reading = asyncio.create_task(self._read(self._link))
+async def fork(spec: ProcessSpec, log_file: Path) -> ForkedProcess:
+    """Start ``python -P -m MODULE ARGUMENTS`` with an environment of its own. Raises OSError."""
+    context = multiprocessing.get_context("forkserver")
+    process = context.Process(target=_run, args=(spec.command, dict(spec.environment), str(log_file)))
+    await asyncio.to_thread(process.start)  # waits until the server has imported its modules
+    return ForkedProcess(process)
 
-    async def fork(self, spec: ProcessSpec, log_file: Path) -> ForkedProcess:
-        """Start a process once the server has imported its modules.
 
-        Raises:
-            ForkServerGone: it cannot be forked, or has ended.
-            OSError: there is no room for another process now.
-        """
-        assert self._usable is not None and self._link is not None, "not started"
-        if not await asyncio.shield(self._usable) or self._is_gone:
-            raise ForkServerGone("the fork server is gone, or has threads")
-        wanted: asyncio.Future[ForkedProcess] = asyncio.get_running_loop().create_future()
-        order = Fork(
-            command=[os.fsencode(one) for one in spec.command],
-            environment={os.fsencode(name): os.fsencode(value) for name, value in spec.environment.items()},
-            log=os.fsencode(log_file),
-        )
-        self._link.send(order)
-        self._wanted.append(wanted)
-        return await wanted
+def _run(command: Sequence[str], environment: Mapping[str, str], log_file: str) -> None:
+    """Run a command in the forked process."""
+    _die_with_launcher()
+    os.setsid()
+    log = os.open(log_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    for target in (1, 2):
+        os.dup2(log, target)
+    os.close(log)
+    os.environ.clear()
+    os.environ.update(environment)
+    arguments = list(command[4:])
+    if "--parent-pid" in arguments:  # dies with the fork server, too
+        arguments[arguments.index("--parent-pid") + 1] = str(os.getppid())
+    _show(command)
+    sys.argv = [command[3], *arguments]
+    runpy.run_module(command[3], run_name="__main__", alter_sys=True)
 
-    async def close(self) -> None:
-        """End the server, and with it what it has started and still runs."""
-        if self._link is not None:
-            self._link.close()
-        if self._process is not None:
-            try:
-                await asyncio.wait_for(self._process.wait(), _EXIT_GRACE_S)
-            except TimeoutError:
-                self.kill()
-                await self._process.wait()
-        if self._reading is not None:
-            await asyncio.gather(self._reading, return_exceptions=True)
 
-    def kill(self) -> None:
-        """End the server, and with it what it has started, at once. :meth:`close` must still be awaited."""
-        if self._process is not None:
-            with suppress(ProcessLookupError):
-                self._process.kill()
+def _show(command: Sequence[str]) -> None:
+    """Put the command, as far as there is room, where the kernel keeps a process's own (proc(5), cmdline)."""
+    values = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
+    start, end = int(values[45]), int(values[46])  # arg_start and arg_end, counted from behind the name
+    text = os.fsencode("\0".join(command))[: end - start - 1]
+    ctypes.memset(start, 0, end - start)
+    ctypes.memmove(start, text, len(text))
 
-    async def _spawn(self, theirs: socket.socket) -> asyncio.subprocess.Process:
-        command = [sys.executable, "-P", "-m", "epd_serve.launch.processes.fork_server", str(theirs.fileno())]
-        with self._log_file.open("ab") as log:
-            return await asyncio.create_subprocess_exec(
-                *command,
-                str(os.getpid()),
-                *self._modules,
-                " " * _TITLE_BYTES,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=asyncio.subprocess.STDOUT,
-                env=self._environment,
-                start_new_session=True,
-                pass_fds=(theirs.fileno(),),
-            )
 
-    async def _read(self, link: AsyncLink[News]) -> None:
-        assert self._usable is not None
-        try:
-            with suppress(LinkClosed):
-                while True:
-                    self._told(await link.receive())
-        except asyncio.CancelledError:
-            self.kill()
-            raise
-        finally:  # also where it is cancelled: nobody may wait for what will not be told
-            if not self._usable.done():
-                self._usable.set_result(False)
-            self._is_gone = True
-            for wanted in self._wanted:
-                if not wanted.done():
-                    wanted.set_exception(ForkServerGone("the fork server has ended"))
-            for process in self._running.values():  # the kernel has ended them with the server
-                process.has_ended(-signal.SIGKILL)
-
-    def _told(self, news: News) -> None:
-        match news:
-            case Usable():
-                assert self._usable is not None
-                self._usable.set_result(news.yes)
-            case Ended():
-                process = self._running.pop(news.pid, None)
-                if process is not None:
-                    process.has_ended(news.code)
-            case NotStarted():
-                wanted = self._wanted.popleft()
-                if not wanted.done():
-                    wanted.set_exception(OSError(news.reason))
-            case Started():
-                started = self._running[news.pid] = ForkedProcess(news.pid)
-                wanted = self._wanted.popleft()
-                if wanted.done():  # nobody waits for it any more
-                    with suppress(ProcessLookupError):
-                        os.kill(started.pid, signal.SIGKILL)
-                else:
-                    wanted.set_result(started)
+def _die_with_launcher() -> None:
+    """Have the kernel kill this process when the launcher ends, which is not its parent (fcntl(2), F_SETSIG)."""
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+    pipe = launcher.sentinel
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+    if select.select([pipe], [], [], 0)[0]:  # it ended before
+        os.kill(os.getpid(), signal.SIGKILL)

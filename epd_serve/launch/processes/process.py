@@ -67,6 +67,8 @@ class ProcessSpec:
         label: a few words for the progress display.
         environment: all variables of the process.
         url: base URL of its HTTP server; "": it has none, and is ready once it has started.
+        socket: Unix socket at which it is asked in place of ``url``, which another process may share.
+        pass_fds: file descriptors that it inherits.
         ready_file: exists as long as it is ready, where it has no such server; the others start only then.
         first_health: path that is asked instead until it is ready for the first time.
         stops: its turn when the deployment ends; the processes of the turns before it have ended by then.
@@ -82,6 +84,8 @@ class ProcessSpec:
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(repr=False)
     url: str = ""
+    socket: Path | None = None
+    pass_fds: tuple[int, ...] = ()
     ready_file: Path | None = None
     first_health: str = "/health"
     stops: Literal["first", "then", "last"] = "then"
@@ -145,6 +149,7 @@ class ManagedProcess:
         ready_after_s: seconds from its last start until it was ready; None before.
         ready: set while it is ready.
         num_restarts: number of times that it was started again.
+        is_retired: whether another process has its place, and it only finishes what it has.
     """
 
     __slots__ = (
@@ -155,6 +160,7 @@ class ManagedProcess:
         "_process",
         "_start",
         "_started_at",
+        "is_retired",
         "log_file",
         "num_restarts",
         "ready",
@@ -176,6 +182,7 @@ class ManagedProcess:
         self.ready_after_s: float | None = None
         self.ready = asyncio.Event()
         self.num_restarts = 0
+        self.is_retired = False
         self._hung = ""
         self._num_oom_kills = count_oom_kills()
         self._health = spec.first_health
@@ -240,11 +247,15 @@ class ManagedProcess:
         self.enter(ProcessState.READY)
         self.ready.set()
 
-    async def wait_end_or_hang(self, hang_timeout_s: float | None) -> None:
-        """As :meth:`wait_end`; a process that answers nothing for ``hang_timeout_s`` is killed (None: never)."""
-        if hang_timeout_s is None:
-            await self.wait_end()
-            return
+    def retire(self) -> None:
+        """Have the process finish what it has, in the time that this needs, and end: another one has its place."""
+        self.is_retired = True
+        self.enter(ProcessState.STOPPING)
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGQUIT)
+
+    async def wait_end_or_hang(self, hang_timeout_s: float) -> None:
+        """As :meth:`wait_end`; a process that answers nothing for ``hang_timeout_s`` is killed."""
         probe_s, num_failed = hang_timeout_s / _NUM_PROBES, 0
         while self._running.returncode is None:
             started = time.monotonic()
@@ -342,7 +353,9 @@ class ManagedProcess:
         """The status of ``GET /health``; 0 where there is no answer, None where nobody listens."""
         if not self.spec.url:
             return 200 if self.spec.ready_file is None or self.spec.ready_file.exists() else None
-        async with HttpPool(self.spec.name, self.spec.url, tls=tls_files(self.spec.environment)) as pool:
+        tls, path = tls_files(self.spec.environment), self.spec.socket
+        url = "http://socket" if path is not None else self.spec.url
+        async with HttpPool(self.spec.name, url, tls=None if path is not None else tls, path=path) as pool:
             call = HttpCall(pool, "GET", self._health)
             try:
                 async with asyncio.timeout(timeout_s):
@@ -379,4 +392,5 @@ async def spawn(spec: ProcessSpec, log_file: Path, *, shares_output: bool = Fals
             stderr=None if shares_output else log,
             env=dict(spec.environment),
             start_new_session=True,
+            pass_fds=spec.pass_fds,
         )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from epd_serve.config.sections import HANG_TIMEOUT_S
 from epd_serve.launch.processes.process import (
     ManagedProcess,
     ProcessDied,
@@ -63,14 +64,13 @@ class Supervisor:
         finally:
             await supervisor.stop()
 
-    With ``restart``, a process that had been ready once and ends by itself is started again, while the others go
-    on. One that was never ready has died for good: what it lacks it will lack the next time. One that was ready
-    and answers nothing for ``hang_timeout_s`` is killed, and has died too.
+    With ``restart``, a process that was ready once and ends by itself is started again, while the others go on.
+    One that was never ready has died for good: what it lacks it will lack the next time. One that was ready and
+    answers nothing for ``hang_timeout_s`` is killed, and has died too.
 
     It must be used from one event loop whose thread outlives the processes (see :mod:`epd_serve.lifeline`).
 
     Args:
-        hang_timeout_s: None: a process that hangs is left alone.
         on_change: called at each change of a process's state.
         on_death: called with each death, and the seconds after which the process is started again.
         start: starts a process; all are started at once, but for those that measure the same device.
@@ -86,7 +86,7 @@ class Supervisor:
         log_dir: Path,
         *,
         restart: bool = True,
-        hang_timeout_s: float | None = None,
+        hang_timeout_s: float = HANG_TIMEOUT_S,
         backoff: Callable[[], Backoff] = Backoff,
         on_change: Callable[[ManagedProcess], None] = lambda process: None,
         on_death: Callable[[ProcessDied, float], None] = lambda death, delay_s: None,
@@ -104,13 +104,14 @@ class Supervisor:
         self._watches: dict[str, asyncio.Task[ProcessDied]] = {}
         self._changed = asyncio.Event()
         self._turns: list[asyncio.Task[None]] = []
+        self._retiring: list[asyncio.Task[None]] = []
         self.num_deaths = 0
         self.has_started = False
 
     @property
     def processes(self) -> tuple[ManagedProcess, ...]:
         """The started processes, in the order of their specs; those that were added come before the gateway."""
-        return tuple(self._processes)
+        return tuple(one for one in self._processes if not one.is_retired)
 
     async def start(self) -> None:
         """Start all processes but those that have to wait for their turn; returns before any of them is ready.
@@ -233,9 +234,22 @@ class Supervisor:
         await asyncio.shield(_stop(process))
         self._processes.remove(process)
 
-    def respecify(self, spec: ProcessSpec) -> None:
-        """Replace the spec with which the process of that name is started again."""
-        next(one for one in self._processes if one.spec.name == spec.name).spec = spec
+    async def replace(self, spec: ProcessSpec, timeout_s: float) -> None:
+        """Start another process in the place of the one with its name; returns when it is ready.
+
+        The old one is asked to finish what it has (SIGQUIT), and takes the time that this needs. Raises as
+        :meth:`add`; the old one goes on then.
+        """
+        old = next(one for one in self._processes if one.spec.name == spec.name)
+        watch = self._watches.pop(spec.name)
+        try:
+            await self.add(spec, timeout_s)
+        except BaseException:
+            self._watches[spec.name] = watch
+            raise
+        await _cancel([watch])
+        old.retire()
+        self._retiring.append(asyncio.create_task(old.wait_end()))
 
     def _tell_changed(self) -> None:
         """Let those that wait for a failure look at the present processes."""
@@ -250,6 +264,7 @@ class Supervisor:
         for turn in GRACES_S:
             chosen = [process for process in self._processes if process.spec.stops == turn]
             await asyncio.gather(*(_stop(process) for process in chosen))
+        await asyncio.gather(*self._retiring)
 
     def kill(self) -> None:
         """End all processes at once, without a chance to finish anything. :meth:`stop` must still be awaited."""

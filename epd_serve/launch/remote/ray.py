@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import re
 import secrets
 import socket
 import subprocess
@@ -25,17 +24,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from device.datasheets import emulated_kind, is_measured
+from device.datasheets import emulated_kind
 from device.present import num_cores
-from epd_serve.backends.vllm_command import shell_line
 from epd_serve.config import DeploymentConfig, change_config
 from epd_serve.config.gateway import read_secret
 from epd_serve.config.keys import ADMIN_KEY
 from epd_serve.launch.commands import PROGRAM
 from epd_serve.launch.deployment_record import resolved
 from epd_serve.launch.processes.ports import ports_each
-from epd_serve.launch.processes.supervisor import Backoff
-from epd_serve.launch.remote.unit import BASE_PORT
+from epd_serve.launch.remote.unit import BASE_PORT, check_portable
 from epd_serve.protocol.addresses import is_loopback, is_wildcard, url_of
 from epd_serve.rpc.admin import AdminClient, AdminRefused, AdminUnreachable
 from epd_serve.rpc.cluster import CLUSTER_KEY
@@ -46,14 +43,11 @@ Spread = Literal["pack", "host"]
 #: Of all actors of epd-serve.
 NAMESPACE = "epd-serve"
 _STRATEGIES = {"pack": "PACK", "host": "SPREAD"}
-_GATEWAY = "gateway"
-_PROXY = ("proxy", "--config", "FILE")
-_ADMIN_PORT = 8001
-_API_KEY = "EPD_SERVE_API_KEY"
-#: An actor that only has to be on a node takes so much of the resource that each node has of its own.
+_GATEWAY, _ADMIN_PORT, _API_KEY = "gateway", 8001, "EPD_SERVE_API_KEY"
+#: A gateway only has to be on a node: it takes this much of the resource that each node has of its own.
 _A_LITTLE = 0.001
-_PLACEMENT_TIMEOUT_S = 300.0
-_ANSWER_TIMEOUT_S = 5.0
+#: Ray may have to add nodes first; an actor may be starting; a command that ends by itself is started again.
+_PLACEMENT_TIMEOUT_S, _ANSWER_TIMEOUT_S, _AGAIN_S = 300.0, 5.0, 2.0
 #: Beyond what a process needs by itself to end.
 _GRACE_S = 15.0
 
@@ -63,7 +57,6 @@ class Group:
     """The instances of one bundle.
 
     Attributes:
-        name: as in ``e0-p0``.
         unit, replica: of the topology.
         resource, amount: that they take of one host, as in ``NPU``, 1.
         num_ranks: processes with threads of their own.
@@ -80,22 +73,25 @@ class Group:
 
 
 def groups(config: DeploymentConfig) -> tuple[Group, ...]:
-    """The device groups in placement order. Raises ValueError for a deployment that cannot run on Ray as it is."""
-    _check(config)
+    """Return the device groups in placement order. Raises ValueError for a deployment that cannot run on Ray."""
+    check_portable(config)
+    if config.starts_master:
+        raise ValueError("feature_store: mooncake needs the address of its master; set mooncake.master")
+    if config.gateway.port == 0:
+        raise ValueError("gateway.port 0 would be a port that nobody knows; write one, as in 8000")
     found: list[Group] = []
     port, step = config.instances.base_port or BASE_PORT, ports_each(config)
     for unit, replicas in enumerate(place_units(config.topology, config.devices)):
         for replica, here in enumerate(replicas):
             devices = {device for one in here for device in one.devices}
-            on_cpu = devices == {CPU}
             threads = sum((config.settings_for(str(one.role)).threads or 1) * one.tensor_parallel for one in here)
             found.append(
                 Group(
                     name="-".join(one.name for one in here),
                     unit=unit,
                     replica=replica,
-                    resource="CPU" if on_cpu else _resource(here[0].devices[0]),
-                    amount=threads if on_cpu else len(devices),
+                    resource="CPU" if devices == {CPU} else _resource(here[0].devices[0]),
+                    amount=threads if devices == {CPU} else len(devices),
                     num_ranks=sum(one.tensor_parallel for one in here),
                     base_port=port,
                 )
@@ -105,50 +101,9 @@ def groups(config: DeploymentConfig) -> tuple[Group, ...]:
 
 
 def _resource(device: str) -> str:
-    """Ray's name for a kind of device; an emulated one counts as what it stands for."""
+    """Return Ray's name for a kind of device; an emulated one counts as what it stands for."""
     kind = emulated_kind(device) if device.startswith("emulated:") else device
     return "NPU" if kind.startswith(("npu", "ascend")) else "GPU"
-
-
-def _check(config: DeploymentConfig) -> None:
-    """Raise ValueError for what is tied to one machine."""
-    kinds = {device.partition(":")[0] for one in config.placement() for device in one.devices}
-    if config.engine == "auto" and kinds & {"cuda", "npu"}:
-        raise ValueError("engine: auto looks at the machine that it is on; write engine: native or engine: vllm")
-    if config.elastic.enabled:
-        raise ValueError(
-            "elastic is a process of 'epd-serve up' on one machine; take it out, and run "
-            "'epd-serve autoscale FILE --admin URL' beside the gateway"
-        )
-    if config.starts_master:
-        raise ValueError("feature_store: mooncake needs the address of its master; set mooncake.master")
-    if measured := next((one for one in config.devices if is_measured(emulated_kind(one))), None):
-        raise ValueError(f"devices: {measured} does not say whether it is a GPU or an NPU; name a data sheet's")
-    if config.tls is not None:
-        raise ValueError("tls: Ray chooses the hosts, and no certificate names their addresses; take it out")
-    if config.gateway.port == 0:
-        raise ValueError("gateway.port 0 would be a port that nobody knows; write one, as in 8000")
-
-
-def _command(group: Group, admin: str) -> tuple[str, ...]:
-    """The arguments of ``epd-serve`` as of :class:`Agent`."""
-    part = ("--unit", str(group.unit), "--replica", str(group.replica))
-    return ("instance", "--config", "FILE", *part, "--host", "HOST", "--join", admin)
-
-
-def dry_run(config: DeploymentConfig, name: str, spread: Spread) -> Iterator[str]:
-    """Lines: each bundle and what runs in it."""
-    found = groups(config)
-    admin = f"http://GATEWAY:{config.gateway.admin.port or _ADMIN_PORT}"
-    yield f"# placement group {name}: {_STRATEGIES[spread]}, {len(found)} bundles"
-    for group in found:
-        yield f"\n# actor {name}/{group.name}: {group.resource} {group.amount}, ports from {group.base_port} on"
-        yield shell_line(("epd-serve", *_command(group, admin)), {})
-    yield f"\n# actor {name}/{_GATEWAY}: on the node of gateway.host, else on the head"
-    yield shell_line(("epd-serve", *_PROXY), {})
-
-
-# ---------------------------------------------------------------------- in the cluster
 
 
 class Agent:
@@ -192,29 +147,22 @@ class Agent:
     def _run(self) -> None:
         # The kernel ends the process with this thread, which ends with the actor.
         tied = [sys.executable, "-P", "-m", "epd_serve.lifeline", str(os.getpid()), *self._command]
-        backoff = Backoff()
+        pipes: dict[str, Any] = {
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.STDOUT,
+            "stdin": subprocess.DEVNULL,
+        }
         while not self._stop.is_set():
-            started = time.monotonic()
-            self._process = subprocess.Popen(
-                tied,
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-            )
-            with self._process as process:
-                assert process.stdout is not None
-                for line in process.stdout:  # the actor's own output is what Ray's dashboard shows
+            with subprocess.Popen(tied, env=self._environment, text=True, errors="replace", **pipes) as process:
+                self._process = process
+                for line in process.stdout or ():  # the actor's own output is what Ray's dashboard shows
                     print(line, end="", flush=True)
                     self._last_lines.append(line)
-            if not self._stop.is_set():
-                self._num_deaths += 1
-                self._stop.wait(backoff.next_delay_s(time.monotonic() - started))
+            self._num_deaths += not self._stop.is_set()
+            self._stop.wait(_AGAIN_S)
 
     def deaths(self) -> tuple[int, str]:
-        """The number of times that the command has ended by itself, and its last lines."""
+        """Return the number of times that the command has ended by itself, and its last lines."""
         return self._num_deaths, "".join(self._last_lines)
 
     def stop(self) -> None:
@@ -226,22 +174,18 @@ class Agent:
         self._directory.cleanup()
 
 
-# ---------------------------------------------------------------------- what commands do
-
-
 def up(config: DeploymentConfig, name: str, address: str, spread: Spread) -> str:
     """Start a deployment on a Ray cluster and wait until it is ready; return what to tell the user.
 
     Args:
-        name: of the placement group, and what the names of its actors begin with.
+        name: of the placement group, and prefix of its actors' names.
         address: of the cluster's head; "": the cluster of this machine, or of RAY_ADDRESS.
 
     Raises ValueError where Ray, the cluster, a key or resources are missing, or where a process dies before the
     deployment is ready; then nothing of it is left.
     """
     config = resolved(config)
-    found = groups(config)
-    keys = _keys(config)
+    found, keys = groups(config), _keys(config)
     proof = CLUSTER_KEY if CLUSTER_KEY in keys else ADMIN_KEY  # with which instances join
     with _connected(address, logs=True) as ray:
         if _names(ray, name):
@@ -252,18 +196,19 @@ def up(config: DeploymentConfig, name: str, address: str, spread: Spread) -> str
         kept = {"lifetime": "detached", "max_restarts": -1, "num_cpus": 0}
         try:
             placed = _place(ray, name, found, spread)
-            actor = ray.remote(Agent)
-            actors = {
-                _GATEWAY: actor.options(**kept, name=f"{name}/{_GATEWAY}", resources={node: _A_LITTLE}).remote(
-                    _GATEWAY, _file(config, BASE_PORT, ip, port), _PROXY, keys, None
-                )
-            }
+            actor, actors = ray.remote(Agent), {}
+            options = {**kept, "name": f"{name}/{_GATEWAY}", "resources": {node: _A_LITTLE}}
+            command: tuple[str, ...] = ("proxy", "--config", "FILE")
+            file = _file(config, BASE_PORT, ip, port)
+            actors[_GATEWAY] = actor.options(**options).remote(_GATEWAY, file, command, keys, None)
             for index, group in enumerate(found):
                 bundle = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(placed, index)
                 options = {**kept, **_needs(group), "name": f"{name}/{group.name}", "scheduling_strategy": bundle}
+                part = ("--unit", str(group.unit), "--replica", str(group.replica))
+                command = ("instance", "--config", "FILE", *part, "--host", "HOST", "--join", admin)
                 file = _file(config, group.base_port, ip, port)
                 actors[group.name] = actor.options(**options).remote(
-                    group.name, file, _command(group, admin), {proof: keys[proof]}, group
+                    group.name, file, command, {proof: keys[proof]}, group
                 )
             client = AdminClient(admin, {"authorization": f"Bearer {keys[ADMIN_KEY]}"})
             _wait_ready(ray, actors, client, {one.name for one in config.placement()})
@@ -277,19 +222,6 @@ def up(config: DeploymentConfig, name: str, address: str, spread: Spread) -> str
     )
 
 
-def _keys(config: DeploymentConfig) -> dict[str, str]:
-    """The gateway's keys by their variables; the cluster's is made where there is none. Raises ValueError."""
-    admin = read_secret(config.gateway.admin.key, "gateway.admin.key") or os.environ.get(ADMIN_KEY, "").strip()
-    if not admin:
-        raise ValueError(f"instances of other hosts join through the admin plane: put a key into {ADMIN_KEY}")
-    keys = {ADMIN_KEY: admin}
-    if config.engine != "vllm":
-        keys[CLUSTER_KEY] = config.read_cluster_key() or secrets.token_urlsafe(32)
-    if (api := read_secret(config.gateway.api_key, "gateway.api_key")) is not None:
-        keys[_API_KEY] = api
-    return keys
-
-
 def down(config: DeploymentConfig, name: str, address: str) -> None:
     """End a deployment: the gateway finishes its requests, then the instances leave.
 
@@ -301,6 +233,19 @@ def down(config: DeploymentConfig, name: str, address: str) -> None:
             raise ValueError(f"there is no {name} on this cluster; there is: {', '.join(others) or 'nothing'}")
 
 
+def _keys(config: DeploymentConfig) -> dict[str, str]:
+    """Return the gateway's keys by variable; the cluster's is made where there is none. Raises ValueError."""
+    admin = read_secret(config.gateway.admin.key, "gateway.admin.key") or os.environ.get(ADMIN_KEY, "").strip()
+    if not admin:
+        raise ValueError(f"instances of other hosts join through the admin plane: put a key into {ADMIN_KEY}")
+    keys = {ADMIN_KEY: admin}
+    if config.engine != "vllm":
+        keys[CLUSTER_KEY] = config.read_cluster_key() or secrets.token_urlsafe(32)
+    if (api := read_secret(config.gateway.api_key, "gateway.api_key")) is not None:
+        keys[_API_KEY] = api
+    return keys
+
+
 @contextmanager
 def _connected(address: str, *, logs: bool) -> Iterator[Any]:
     """Ray, connected to a cluster within."""
@@ -308,11 +253,9 @@ def _connected(address: str, *, logs: bool) -> Iterator[Any]:
         import ray
         import ray.util.scheduling_strategies
     except ModuleNotFoundError as error:
-        raise ValueError(
-            f"--on ray: {error.name} is not installed; run in epd-serve's clone: pip install '.[ray]'"
-        ) from error
+        raise ValueError(f"--on ray: {error.name} is not installed; run: pip install '.[ray]'") from error
     try:
-        if re.fullmatch(r"[^/]+:[0-9]+", address):  # Ray itself would try for minutes
+        if ":" in address and "/" not in address:  # Ray itself would try for minutes
             host, _, port = address.rpartition(":")
             socket.create_connection((host, int(port)), _ANSWER_TIMEOUT_S).close()
         ray.init(address or "auto", namespace=NAMESPACE, log_to_driver=logs, logging_level=logging.ERROR)
@@ -328,54 +271,43 @@ def _connected(address: str, *, logs: bool) -> Iterator[Any]:
 
 
 def _names(ray: Any, name: str) -> list[str]:
-    """The actors of a deployment."""
+    """Return the actors of a deployment."""
     return [one for one in ray.util.list_named_actors() if one.startswith(f"{name}/")]
 
 
 def _gateway_node(ray: Any, host: str) -> tuple[str, str]:
-    """The address of the gateway's node, and the resource that this node alone has. Raises ValueError."""
-    nodes = [node for node in ray.nodes() if node["Alive"]]
+    """Return the address of the gateway's node, and the resource of this node alone. Raises ValueError."""
+    nodes = {str(node["NodeManagerAddress"]): node["Resources"] for node in ray.nodes() if node["Alive"]}
     head = "node:__internal_head__"
-    for node in nodes:
-        ip = str(node["NodeManagerAddress"])
-        if is_wildcard(host) or is_loopback(host):
-            if head in node["Resources"]:
-                return ip, head
-        elif ip == host:
-            return ip, f"node:{ip}"
-    listed = ", ".join(sorted(node["NodeManagerAddress"] for node in nodes))
-    raise ValueError(
-        f"gateway.host (--host) {host} is no node of the cluster; there are {listed}, or write 0.0.0.0"
-    )
+    if is_wildcard(host) or is_loopback(host):
+        return next(ip for ip, resources in nodes.items() if head in resources), head
+    if host not in nodes:
+        listed = ", ".join(sorted(nodes))
+        raise ValueError(f"gateway.host (--host) {host} is no node of the cluster; there are {listed}, or 0.0.0.0")
+    return host, f"node:{host}"
 
 
 def _place(ray: Any, name: str, found: Sequence[Group], spread: Spread) -> Any:
-    """A placement group whose bundles have been reserved. Raises ValueError where the cluster has no room."""
+    """Return a placement group whose bundles are reserved. Raises ValueError where the cluster has no room."""
     bundles = [{group.resource: group.amount} for group in found]
     placed = ray.util.placement_group(bundles, strategy=_STRATEGIES[spread], name=name, lifetime="detached")
     if not placed.wait(_PLACEMENT_TIMEOUT_S):
         needed = ", ".join(f"{one.name} ({one.resource} {one.amount})" for one in found)
-        free = ray.available_resources()
-        left = ", ".join(f"{kind} {free.get(kind, 0):g}" for kind in sorted({one.resource for one in found}))
         raise ValueError(
-            f"for {_PLACEMENT_TIMEOUT_S:g} s the cluster had no room for {needed}, each on one host; free: {left}"
+            f"the cluster had no room for {needed}, each on one host; it has {ray.available_resources()}"
         )
     return placed
 
 
 def _needs(group: Group) -> dict[str, Any]:
-    """The options of an actor that takes a whole bundle."""
-    match group.resource:
-        case "CPU":
-            return {"num_cpus": group.amount}
-        case "GPU":
-            return {"num_gpus": group.amount}
-    return {"resources": {group.resource: group.amount}}
+    """Return the options of an actor that takes a whole bundle."""
+    plain = {"CPU": "num_cpus", "GPU": "num_gpus"}.get(group.resource)
+    return {"resources": {group.resource: group.amount}} if plain is None else {plain: group.amount}
 
 
 def _file(config: DeploymentConfig, base_port: int, ip: str, admin_port: int) -> str:
-    """The deployment file in the cluster, without its secrets."""
-    emptied = {"instances": None, "admin": {"port": None, "key": None, "join_key": None}, "api_key": None}
+    """Return the deployment file in the cluster, without its secrets."""
+    emptied = {"instances": None, "admin": {"port": None, "key": None}, "api_key": None}
     whole = change_config(config, {"gateway": emptied, "cluster_key": None, "instances": {"base_port": base_port}})
     admin = {"host": ip, "port": admin_port, "key": {"env": ADMIN_KEY}}
     gateway: dict[str, Any] = {"instances": {}, "admin": admin}
@@ -404,20 +336,14 @@ def _wait_ready(ray: Any, actors: Mapping[str, Any], admin: AdminClient, names: 
 
 
 def _end(ray: Any, name: str, config: DeploymentConfig) -> bool:
-    """End what there is of a deployment; return whether there was anything."""
+    """End what there is of a deployment, the gateway first; return whether there was anything."""
     drain_s = max(config.settings_for(str(one.role)).drain_s for one in config.placement())
-    graces = (config.gateway.shutdown_grace_s, drain_s)
-    names = _names(ray, name)
-    of_gateway = [one for one in names if one.endswith(f"/{_GATEWAY}")]
-    for some, grace_s in zip((of_gateway, [one for one in names if one not in of_gateway]), graces, strict=True):
+    names = sorted(_names(ray, name), key=lambda one: not one.endswith(f"/{_GATEWAY}"))
+    for some in (names[:1], names[1:]):
         actors = [ray.get_actor(one) for one in some]
-        answers = {actor.deaths.remote(): actor for actor in actors}
-        there, _ = (
-            ray.wait([*answers], num_returns=len(answers), timeout=_ANSWER_TIMEOUT_S) if answers else ([], [])
-        )
-        stops = [answers[one].stop.remote() for one in there]
+        stops = [actor.stop.remote() for actor in actors]
         if stops:
-            ray.wait(stops, num_returns=len(stops), timeout=grace_s + _GRACE_S)
+            ray.wait(stops, num_returns=len(stops), timeout=drain_s + _GRACE_S)
         for actor in actors:
             ray.kill(actor, no_restart=True)
     try:

@@ -20,10 +20,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from device.datasheets import emulated_kind, is_measured
 from device.present import num_cores
 from epd_serve.config import DeploymentConfig
 from epd_serve.config.gateway import read_secret
-from epd_serve.config.keys import join_headers
+from epd_serve.config.keys import admin_headers
 from epd_serve.launch.commands import mps_note, with_trust
 from epd_serve.launch.deployment_record import DeploymentRecord, Prepared
 from epd_serve.launch.engine_choice import choose_engine
@@ -46,9 +47,35 @@ BASE_PORT = 8100
 #: Beyond the time for requests in progress, until a process is ended by force.
 _GRACE_S = 5.0
 
+#: Arguments of vLLM for one engine on several hosts.
+_OVER_HOSTS = {"nnodes", "node_rank", "master_addr"}
+
 #: Returns the instances of a unit, with the names that they have at the gateway and the devices that they have on
 #: this machine. Raises ValueError where the deployment has no such unit.
 Place = Callable[[DeploymentConfig], tuple[InstancePlacement, ...]]
+
+
+def check_portable(config: DeploymentConfig) -> None:
+    """Raise ValueError for what is tied to one machine."""
+    kinds = {device.partition(":")[0] for one in config.placement() for device in one.devices}
+    if config.engine == "auto" and kinds & {"cuda", "npu"}:
+        raise ValueError("engine: auto looks at the machine that it is on; write engine: native or engine: vllm")
+    if config.tls is not None:
+        raise ValueError("tls: no certificate names the addresses that instances get there; take it out")
+    if config.elastic.enabled:
+        raise ValueError("elastic is a process of 'epd-serve up' on one machine; take it out of the file")
+    files = {
+        "trace": config.trace,
+        "gateway.access_log": None if config.gateway.access_log in (None, "-") else config.gateway.access_log,
+        "gateway.media.allowed_file_dirs": config.gateway.media.allowed_file_dirs or None,
+        "devices": next((one for one in config.devices if is_measured(emulated_kind(one))), None),
+    }
+    for key, path in files.items():
+        if path is not None:
+            raise ValueError(f"{key} names a file of this machine, which no other has; take it out of the file")
+    for role in {str(one.role) for one in config.placement()}:
+        for argument in sorted(_OVER_HOSTS & config.settings_for(role).engine_args.keys()):
+            raise ValueError(f"engine_args of {role}: {argument}: an instance is on one host here; take it out")
 
 
 def unit_placement(
@@ -117,18 +144,20 @@ class UnitRecord(DeploymentRecord):
             place=place,
         )
 
-    def placement(self, config: DeploymentConfig) -> Sequence[InstancePlacement]:
-        return self.place(config)
+    def placement(self) -> Sequence[InstancePlacement]:
+        return self.place(self.config)
 
-    def spec_of(self, instance: Prepared) -> ProcessSpec:
-        """The process may take the time to finish what it has, and vLLM's has a number of its own."""
-        options = instance.options
+    def add(self, instance: Prepared) -> None:
+        """Add an instance; vLLM's has a number of its own in the cluster."""
         if isinstance(instance, VllmProcess):
-            numbered = replace(instance.options, number=crc32(options.name.encode()))
+            numbered = replace(instance.options, number=crc32(instance.options.name.encode()))
             instance = replace(instance, options=numbered)
-        spec = DeploymentRecord.spec_of(self, instance)
-        grace_s = self.config.settings_for(str(options.role)).drain_s + _GRACE_S
-        return replace(spec, can_fork=False, grace_s=grace_s)
+        DeploymentRecord.add(self, instance)
+
+    def spec(self, name: str) -> ProcessSpec:
+        """Return the process of an instance, which may take the time to finish what it has."""
+        grace_s = self.config.settings_for(str(self.live[name].options.role)).drain_s + _GRACE_S
+        return replace(DeploymentRecord.spec(self, name), can_fork=False, grace_s=grace_s)
 
 
 async def run_unit(
@@ -156,13 +185,11 @@ async def run_unit(
 
         def died(death: ProcessDied, delay_s: float) -> None:
             logger.warning("%s; it is started again in %g s", death.end, delay_s)
-            record.restarts(death.name)
 
         supervisor = Supervisor(
             specs,
             directory,
             restart=record.config.restart == "on-failure",
-            hang_timeout_s=record.config.hang_timeout_s,
             on_change=memberships.follow,
             on_death=died,
             start=partial(spawn, shares_output=True),  # Kubernetes and Ray collect it
@@ -226,7 +253,7 @@ class _Memberships:
         is_vllm = record.config.engine == "vllm"
         self._roles = {name: str(one.options.role) for name, one in record.live.items()} if is_vllm else {}
         self._gateways = gateways
-        self._headers = join_headers()
+        self._headers = admin_headers()
         self._key = secret
         self._tls = tls
         self._joined: dict[str, asyncio.Task[None]] = {}

@@ -65,9 +65,6 @@ class VllmProcess:
     chose_threads: bool
     chose_memory: bool
 
-    #: No file is shared by those in parentheses.
-    slot: ClassVar[None] = None
-
     @property
     def command(self) -> tuple[str, ...]:
         return command_of(self.options)
@@ -80,8 +77,9 @@ class VllmProcess:
     def roles(self) -> frozenset[Role]:
         return roles_of(self.options.role, self.options.connectors)
 
-    def kind(self, board: str | None) -> Hashable:
-        """All that another process would have to be started for."""
+    @property
+    def kind(self) -> Hashable:
+        """All that the process keeps for as long as it lives."""
         options = replace(self.options, name="", port=0, number=0)
         if self.chose_threads:
             options = replace(options, threads=0)
@@ -90,18 +88,11 @@ class VllmProcess:
         alike = replace(self, options=options, placement=replace(self.placement, index=0))
         return self.placement.devices, alike.command, tuple(sorted(alike.variables.items()))
 
-    def is_current(self, settings: InstanceSettings) -> bool:
-        return True
-
-    def placed(self, placement: InstancePlacement, port: int, slot: str | None) -> VllmProcess:
-        options = replace(self.options, name=placement.name, port=port, number=placement.index)
-        return replace(self, placement=placement, options=options)
+    #: All of them are in its command.
+    settings: ClassVar[None] = None
 
     def switched(self, role: Role, settings: InstanceSettings) -> VllmProcess:
         return replace(self, options=replace(self.options, role=role))
-
-    def started_again(self, settings: InstanceSettings) -> VllmProcess:
-        return self
 
     def spec(self, config: DeploymentConfig, environment: Mapping[str, str]) -> ProcessSpec:
         options, devices = self.options, self.placement.devices
@@ -129,7 +120,7 @@ def connectors_of(config: DeploymentConfig, feature_dir: str = "") -> Connectors
         kv=kv,
         pulls=pulls(config.placement(), kv),
         feature_dir=feature_dir,
-        store_bytes=config.settings_for("E").feature_store_bytes or StepSizes().feature_store_bytes,
+        store_bytes=config.settings_for("E").feature_cache_bytes or StepSizes().feature_cache_bytes,
         cache_bytes=prefill.feature_cache_bytes or StepSizes().feature_cache_bytes,
         feature_timeout_s=prefill.feature_timeout_s,
         widths=(_width(config, Stage.PREFILL), _width(config, Stage.DECODE)),
@@ -272,8 +263,6 @@ def _options(
         for key, flag in _SAME.items()
         if key in settings.model_fields_set and getattr(settings, key) is not None
     }
-    if config.generation_config != "auto":
-        given["generation_config"] = "vllm" if config.generation_config == "off" else config.generation_config
     memory = settings.memory_share or (share.share * _ALL_MEMORY if share else None)
     if memory is None and instance.shares_device_with:
         memory = _ALL_MEMORY / (1 + len(instance.shares_device_with))

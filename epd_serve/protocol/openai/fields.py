@@ -1,33 +1,43 @@
-"""Building blocks of the models of requests: their base, text and number fields, stop strings, unsupported fields.
+"""Building blocks of the models of requests: their base, number and text fields, options without effect, errors.
 
-An option that epd-serve knows and does not act on may be absent, null or hold a value that asks for what happens
-anyway; any other value, and an option that is unknown, is refused by name. Labels, which change no token, may hold
-anything. Messages may have fields that are unknown: client libraries add some, and send them back.
+A misspelt option is refused by name. Messages may have unknown fields: client libraries send some back.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterable, Mapping
 from difflib import get_close_matches
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
+import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from epd_serve.errors import InvalidRequest
 
 MAX_STOP_STRINGS = 16
-#: Characters of a field's name that are shown, and looked at.
+#: Characters of a field's name shown in an error.
 _MAX_NAME = 100
-#: What an instance can be told: msgpack knows no longer integers.
+#: msgpack has no longer integers.
 WIRE_INTEGERS = 2**63
 
 logger = logging.getLogger(__name__)
+_decode = msgspec.json.Decoder(dict[str, Any]).decode
+_LABEL = "A label of the caller's own; it changes no token."
+
+
+def decode_object(body: bytes | bytearray) -> dict[str, Any]:
+    """Decode a body. Raises InvalidRequest with the place where the text stops being a JSON object."""
+    if body[:3] == b"\xef\xbb\xbf":  # a byte order mark (RFC 8259, section 8.1)
+        body = body[3:]
+    try:
+        return _decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"the body is not a valid JSON object: {error}", code="invalid_json") from error
 
 
 class RequestModel(BaseModel):
-    """No field but the declared ones, no value of another type."""
+    """Takes the declared fields only, and no value of another type."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
@@ -63,8 +73,6 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-#: As in vLLM: requests of another salt share no cached prefix and no encoded picture.
-CacheSalt = Annotated[str, Field(min_length=1, max_length=4096)]
 StopString = Annotated[str, Field(min_length=1)]
 StopStrings = Annotated[
     list[StopString],
@@ -72,23 +80,23 @@ StopStrings = Annotated[
     Field(max_length=MAX_STOP_STRINGS),
 ]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-#: Reading ends at the first that is none.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True), BeforeValidator(_as_integers)]
 
 
-def explain(refusal: ValidationError, model: type[BaseModel], others: Iterable[str] = ()) -> InvalidRequest:
-    """Describe the first fault that pydantic found in a sentence, with ``param`` as in ``messages[0].content``.
-
-    Args:
-        model: the model that refused the body.
-        others: fields of the body that are known without being the model's.
-    """
+def explain(refusal: ValidationError, model: type[BaseModel]) -> InvalidRequest:
+    """Describe the first fault that ``model`` found, with ``param`` as in ``messages[0].content``."""
     error, *more = refusal.errors(include_url=False)
-    if error["type"] == "missing":  # where it is there, but misspelt, that is the first thing to say
-        beside = (one for one in more if one["type"] == "extra_forbidden" and one["loc"][:-1] == error["loc"][:-1])
+    if error["type"] == "missing":  # a misspelt field, or another type, explains a missing one
+        causes = ("extra_forbidden", "literal_error")
+        beside = (one for one in more if one["type"] in causes and one["loc"][:-1] == error["loc"][:-1])
         error = next(beside, error)
-    if error["type"] == "literal_error" and isinstance(error["input"], dict):  # who takes an object says more
+    if error["type"] == "literal_error" and isinstance(error["input"], dict):
+        # the member of the union that takes an object says more
         error = next((one for one in more if one["loc"][: len(error["loc"]) - 1] == error["loc"][:-1]), error)
+    option = str(error["loc"][0]) if error["loc"] else ""
+    if any(NoEffect in base.__bases__ and option in base.__annotations__ for base in model.__mro__):
+        advice = model.model_fields[option].description
+        return InvalidRequest(f"{option}: {advice}", param=option, code="unsupported_parameter")
     param = ""
     unknown = error["type"] == "extra_forbidden"
     for place, step in enumerate(error["loc"], start=1):
@@ -102,15 +110,12 @@ def explain(refusal: ValidationError, model: type[BaseModel], others: Iterable[s
             param += f".{step}" if param else step
     if unknown:
         *above, name = error["loc"]
-        known = [*_field_names(model, above), *(others if not above else ())]
-        meant = get_close_matches(str(name)[:_MAX_NAME], known, n=1)
+        meant = get_close_matches(str(name)[:_MAX_NAME], _field_names(model, above), n=1)
         advice = f"did you mean {meant[0]!r}?" if meant else "remove it"
         return InvalidRequest(f"unknown field {param!r}; {advice}", param=param, code="unknown_parameter")
     if error["type"] == "missing":
         return InvalidRequest(f"{param} is required", param=param, code="missing_required_parameter")
     value = error["input"]
-    if error["loc"][-1:] == ("type",) and isinstance(value, str) and value in OTHER_PARTS:
-        return InvalidRequest(f"{param}: {OTHER_PARTS[value]}", param=param, code="unsupported_parameter")
     short = value is None or isinstance(value, int | float) or (isinstance(value, str) and len(value) <= 60)
     found = f" (got {value!r})" if short else ""
     message = error["msg"].removeprefix("Value error, ").replace(" after validation", "")
@@ -120,8 +125,8 @@ def explain(refusal: ValidationError, model: type[BaseModel], others: Iterable[s
     return InvalidRequest(f"{param}: {message}{found}", param=param, code="invalid_value")
 
 
-def _field_names(model: type[BaseModel], place: Iterable[int | str]) -> list[str]:
-    """The fields of the objects that may stand at a place, as clients write them."""
+def _field_names(model: type[BaseModel], place: list[int | str]) -> list[str]:
+    """Return the fields of the objects allowed at a place, as clients write them."""
     models = [model]
     for step in place:
         if isinstance(step, int):
@@ -137,95 +142,44 @@ def _by_alias(model: type[BaseModel], alias: str) -> FieldInfo | None:
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:
-    """The models that a type names anywhere within."""
+    """Return the models that a type names anywhere within."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [found for inner in get_args(annotation) for found in _models(inner)]
 
 
-#: Labels of the caller's own; they change no token.
-LABELS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key", "request_id"})
+class Labels(RequestModel):
+    """Labels of the caller's own, which change no token."""
 
-#: Field → (values that ask for what happens anyway, what to do instead).
-OLD_TOOLS = "functions are today's tools; send tools and tool_choice instead"
-TEXT_ONLY = "answers are text only; leave the field out"
-NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
-    "functions": (([],), OLD_TOOLS),
-    "function_call": (("none", "auto"), OLD_TOOLS),
-    "audio": ((), TEXT_ONLY),
-    "modalities": ((["text"],), TEXT_ONLY),
-    "prediction": ((), "predicted outputs are not supported; leave the field out"),
-    "web_search_options": ((), "web search is not supported; leave the field out"),
-    "store": ((False,), "answers are not stored; leave the field out or send false"),
-    "service_tier": (("auto", "default"), "there is one service tier; use 'auto' or leave the field out"),
-    "prompt_cache_retention": ((), "the prefix cache keeps no entry by time; leave the field out"),
-    "best_of": ((1,), "best_of is not supported; use n and choose among the answers"),
-    "suffix": (("",), "completing before a suffix is not supported; leave the field out"),
-    "prompt_logprobs": ((), "only engine: vllm has this; send echo and logprobs to /v1/completions"),
-    "return_token_ids": ((False,), "only engine: vllm has this; leave the field out"),
-    "chat_template": ((), "the model's own chat template is used; leave the field out"),
-    "media_io_kwargs": (({},), "goes with the videos of a chat; leave the field out"),
-    "mm_processor_kwargs": (({},), "goes with the media of a chat; leave the field out"),
-    "cache_salt": ((), "nothing is cached here; leave the field out"),
-}
-
-#: The same for ``/v1/responses``.
-_NOT_STORED = "answers are not stored; send the conversation as input"
-RESPONSES_NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
-    "store": ((False,), _NOT_STORED),
-    "previous_response_id": ((), _NOT_STORED),
-    "conversation": ((), _NOT_STORED),
-    "prompt": ((), "prompts are not stored; send instructions and input"),
-    "background": ((False,), "answers are not stored, so none can be fetched later; leave the field out"),
-    "truncation": (("disabled",), "prompts are never cut; shorten the input"),
-    "max_tool_calls": ((), "the client calls the tools, and counts its calls; leave the field out"),
-    "service_tier": (("auto", "default"), "there is one service tier; use 'auto' or leave the field out"),
-    "prompt_cache_retention": ((), "the prefix cache keeps no entry by time; leave the field out"),
-}
-
-_VIDEO, _AUDIO, _FILE = (
-    "send a video to /v1/chat/completions, as a part of type 'video_url'",
-    "send a sound to /v1/chat/completions, as a part of type 'input_audio' or 'audio_url'",
-    "files are not supported; send their text, or pictures of their pages as image_url parts",
-)
-#: Types of a message's parts that other servers take, and what to send instead.
-OTHER_PARTS = {
-    **dict.fromkeys(("video_url", "video", "input_video"), _VIDEO),
-    **dict.fromkeys(("audio_url", "audio", "input_audio"), _AUDIO),
-    **dict.fromkeys(("file", "input_file"), _FILE),
-}
+    user: Any = Field(None, description=_LABEL)
+    metadata: Any = Field(None, description=_LABEL)
+    safety_identifier: Any = Field(None, description=_LABEL)
+    prompt_cache_key: Any = Field(None, description=_LABEL)
+    request_id: Any = Field(None, description=_LABEL)
 
 
-def drop_neutral(
-    fields: dict[str, Any],
-    neutral: Mapping[str, tuple[tuple[Any, ...], str]],
-    path: str = "",
-    *,
-    own: Container[str] = (),
-) -> dict[str, Any]:
-    """The fields without those that are known and ask for nothing special.
-
-    Args:
-        fields: a JSON object as decoded.
-        neutral: as :data:`NEUTRAL`.
-        path: goes before the field's name in the error's ``param``.
-        own: fields that are known to mean something all the same.
-
-    Raises InvalidRequest that names the first field which asks for something unsupported.
-    """
-    kept: dict[str, Any] = {}
-    for name, value in fields.items():
-        if name in neutral and name not in own:
-            accepted, advice = neutral[name]
-            if value is not None and not any(_same(value, one) for one in accepted):
-                raise InvalidRequest(
-                    f"{path}{name}: {advice}", param=f"{path}{name}", code="unsupported_parameter"
-                )
-        else:
-            kept[name] = value
-    return kept
+class NoEffect(RequestModel):
+    """Base of options without effect here: each may be absent, null or ask for the default; its description says
+    what to do instead."""
 
 
-def _same(value: Any, accepted: Any) -> bool:
-    """Equality in which JSON's ``true`` is not 1."""
-    return isinstance(value, bool) == isinstance(accepted, bool) and bool(value == accepted)
+class CommonNoEffect(NoEffect):
+    """Options of all requests without effect."""
+
+    store: Literal[False] | None = Field(None, description="Answers are not stored: send the conversation.")
+    service_tier: Literal["auto", "default"] | None = Field(None, description="There is one service tier.")
+    prompt_cache_retention: None = Field(None, description="The prefix cache keeps no entry by time.")
+
+
+class ChatNoEffect(NoEffect):
+    """Options of chats and completions without effect."""
+
+    functions: list[Any] | None = Field(None, max_length=0, description="Send tools instead.")
+    function_call: Literal["none", "auto"] | None = Field(None, description="Send tool_choice instead.")
+    audio: None = Field(None, description="Answers are text only.")
+    modalities: list[Literal["text"]] | None = Field(None, description="Answers are text only.")
+    prediction: None = Field(None, description="Predicted outputs are not supported.")
+    web_search_options: None = Field(None, description="Web search is not supported.")
+    best_of: Literal[1] | None = Field(None, description="Use n and choose among the answers.")
+    suffix: Literal[""] | None = Field(None, description="Completing before a suffix is not supported.")
+    chat_template: None = Field(None, description="The model's own chat template is used.")

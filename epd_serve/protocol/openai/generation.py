@@ -7,23 +7,23 @@ InvalidRequest with ``param`` set and a sentence that says what would be right.
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
 
 import msgspec
 from pydantic import BeforeValidator, Field, ValidationError
 
 from epd_serve.errors import InvalidRequest
 from epd_serve.protocol.openai.fields import (
-    LABELS,
-    NEUTRAL,
     WIRE_INTEGERS,
-    CacheSalt,
+    ChatNoEffect,
+    CommonNoEffect,
     Integer,
+    Labels,
     RequestModel,
     StopString,
     StopStrings,
     TokenIds,
-    drop_neutral,
+    decode_object,
     explain,
 )
 from epd_serve.protocol.openai.messages import (
@@ -36,7 +36,6 @@ from epd_serve.protocol.openai.messages import (
     media_of,
     wire_messages,
 )
-from epd_serve.protocol.openai.strict_json import decode_object
 from epd_serve.protocol.openai.tools import (
     MAX_TOOLS,
     ResponseFormat,
@@ -58,8 +57,6 @@ MAX_STOP_TOKENS = 4096
 MAX_PROMPTS = 128
 #: OpenAI's default for /v1/completions; a chat without max_tokens may fill the context.
 COMPLETION_MAX_TOKENS = 16
-#: Fields of a body that mean something else, or nothing, to the models below.
-_BESIDE = LABELS | NEUTRAL.keys()
 #: Fields of sampling that few requests set.
 _RARE = frozenset(
     (
@@ -80,64 +77,100 @@ _RARE = frozenset(
 )
 
 
+class Translation(Protocol):
+    """Makes the answer of another API from a chat's. ``content_type`` is that of a whole answer."""
+
+    content_type: bytes
+
+    def whole(self, answer: bytes) -> bytes:
+        """Return the answer made of a chat.completion."""
+        ...
+
+    def events(self, data: bytes) -> bytes:
+        """Return the events made of a chat.completion.chunk, an error, or the end of the answer ("[DONE]")."""
+        ...
+
+
 class StreamOptions(RequestModel):
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
-    include_obfuscation: Literal[False] | None = None
+    """Options of a streamed answer."""
+
+    include_usage: bool | None = Field(None, description="Send a last event with the usage.")
+    continuous_usage_stats: bool | None = Field(None, description="Send the usage so far with every event.")
+    include_obfuscation: Literal[False] | None = Field(None, description="Events are not padded.")
 
 
 Bias = Annotated[float, Field(ge=-100, le=100)]
 TokenText = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 
 
-class GenerationRequest(RequestModel):
+class CommonRequest(Labels, CommonNoEffect):
+    """The fields that all requests for an answer share."""
+
+    model: str | None = Field(None, description="Name of the model; the only one that is served, if absent.")
+    temperature: float | None = Field(None, ge=0, le=2, description="0 takes the likeliest token; default 1.")
+    top_p: float | None = Field(None, gt=0, le=1, description="Sample among the likeliest tokens of this sum.")
+    seed: Integer | None = Field(None, ge=-WIRE_INTEGERS, lt=WIRE_INTEGERS, description="Makes samples repeat.")
+    priority: Integer | None = Field(None, ge=-(2**31), lt=2**31, description="Lower values run first.")
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=4096, description="Only requests with the same salt share cached prefixes."
+    )
+    stream: bool | None = Field(None, description="Send the answer as server-sent events.")
+    stream_options: StreamOptions | None = Field(None, description="Options of a streamed answer.")
+
+
+class GenerationRequest(CommonRequest, ChatNoEffect):
     """The fields that chats and completions share. Null means: as if the field were absent."""
 
-    #: Whether an answer of a given structure is over where that is.
+    #: Whether an answer of a given structure ends where the structure does.
     ends_with_structure: ClassVar[bool] = True
     kind: ClassVar[Literal["chat", "completion"]]
     id_prefix: ClassVar[str]
 
-    model: str | None = None
-    max_tokens: Integer | None = Field(None, ge=1, lt=WIRE_INTEGERS)
-    min_tokens: Integer | None = Field(None, ge=0, lt=WIRE_INTEGERS)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: Integer | None = Field(None, ge=-1, lt=2**31)
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    seed: Integer | None = Field(None, ge=-WIRE_INTEGERS, lt=WIRE_INTEGERS)
-    stop: StopStrings | None = None
-    stop_token_ids: TokenIds | None = Field(None, max_length=MAX_STOP_TOKENS)
-    include_stop_str_in_output: bool | None = None
-    logit_bias: dict[TokenText, Bias] | None = Field(None, max_length=MAX_BIASED_TOKENS)
-    allowed_token_ids: TokenIds | None = Field(None, min_length=1)
-    bad_words: list[StopString] | None = Field(None, max_length=MAX_BAD_WORDS)
-    truncate_prompt_tokens: Integer | None = Field(None, ge=1, lt=WIRE_INTEGERS)
-    add_special_tokens: bool | None = None
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    n: Integer | None = Field(None, ge=1, le=128)
-    priority: Integer | None = Field(None, ge=-(2**31), lt=2**31)
-    cache_salt: CacheSalt | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    max_tokens: Integer | None = Field(None, ge=1, lt=WIRE_INTEGERS, description="Most tokens of an answer.")
+    min_tokens: Integer | None = Field(None, ge=0, lt=WIRE_INTEGERS, description="Least tokens of an answer.")
+    top_k: Integer | None = Field(
+        None, ge=-1, lt=2**31, description="Sample among this many tokens; 0 or -1: all."
+    )
+    min_p: float | None = Field(
+        None, ge=0, le=1, description="Least probability of a token relative to the likeliest."
+    )
+    repetition_penalty: float | None = Field(
+        None, gt=0, le=100, description="Divides the logits of tokens that occurred in prompt or answer."
+    )
+    presence_penalty: float | None = Field(None, ge=-2, le=2, description="Penalty for tokens of the answer.")
+    frequency_penalty: float | None = Field(
+        None, ge=-2, le=2, description="Penalty for each occurrence of a token in the answer."
+    )
+    stop: StopStrings | None = Field(None, description="Texts before which an answer ends.")
+    stop_token_ids: TokenIds | None = Field(
+        None, max_length=MAX_STOP_TOKENS, description="Tokens that end an answer."
+    )
+    include_stop_str_in_output: bool | None = Field(None, description="Keep the stop text in the answer.")
+    logit_bias: dict[TokenText, Bias] | None = Field(
+        None, max_length=MAX_BIASED_TOKENS, description="Added to the logits, by token id."
+    )
+    allowed_token_ids: TokenIds | None = Field(None, min_length=1, description="The only tokens of an answer.")
+    bad_words: list[StopString] | None = Field(
+        None, max_length=MAX_BAD_WORDS, description="Texts that an answer never contains."
+    )
+    add_special_tokens: bool | None = Field(None, description="Add the tokenizer's special tokens to the prompt.")
+    response_format: ResponseFormat | None = Field(None, description="Structure of the answer.")
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description="Structure of the answer, in vLLM's form."
+    )
+    ignore_eos: bool | None = Field(None, description="Go on after the end-of-sequence token, for benchmarks.")
+    skip_special_tokens: bool | None = Field(
+        None, description="Leave special tokens out of the text; default true."
+    )
+    n: Integer | None = Field(None, ge=1, le=128, description="Number of answers; default 1.")
 
     @classmethod
     def parse(cls, body: bytes | bytearray) -> Self:
         """Decode and check a body. Raises InvalidRequest that names the field in ``param``."""
-        fields = decode_object(body)
-        if not _BESIDE.isdisjoint(fields):
-            fields = {name: value for name, value in fields.items() if name not in LABELS}
-            fields = drop_neutral(fields, NEUTRAL, own=cls.model_fields)
         try:
-            request = cls.model_validate(fields)
+            request = cls.model_validate(decode_object(body))
         except ValidationError as error:
-            raise explain(error, cls, (*NEUTRAL, *LABELS)) from error
+            raise explain(error, cls) from error
         request._check()
         return request
 
@@ -184,16 +217,20 @@ class GenerationRequest(RequestModel):
 
     def output(self, *, id: str, created: int, model: str) -> OutputOptions:
         """The shape of the answer; ``created`` is in seconds since the epoch."""
-        options = (self.stream_options if self.stream else None) or StreamOptions()
+        options = self.stream_options if self.stream else None
         return OutputOptions(
             kind=self.kind,
             id=f"{self.id_prefix}-{id}",
             created=created,
             model=model,
             stream=bool(self.stream),
-            include_usage=bool(options.include_usage),
-            continuous_usage=bool(options.continuous_usage_stats),
+            include_usage=options is not None and options.include_usage is True,
+            continuous_usage=options is not None and options.continuous_usage_stats is True,
         )
+
+    def translation(self, *, id: str, created: int, model: str) -> Translation | None:
+        """Return the maker of another API's answers from a chat's; None for a chat or completion."""
+        return None
 
     @abstractmethod
     def prompting(self) -> PromptOptions:
@@ -245,20 +282,23 @@ class ChatCompletionRequest(GenerationRequest):
     id_prefix: ClassVar[str] = "chatcmpl"
 
     messages: Messages
-    max_completion_tokens: Integer | None = Field(None, ge=1, lt=WIRE_INTEGERS)
-    logprobs: bool | None = None
-    top_logprobs: Integer | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
-    tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    enable_thinking: bool | None = None
-    reasoning_effort: str | None = None
-    verbosity: str | None = None
-    media_io_kwargs: MediaIoKwargs | None = None
-    mm_processor_kwargs: ProcessorKwargs | None = None
+    max_completion_tokens: Integer | None = Field(
+        None, ge=1, lt=WIRE_INTEGERS, description="Today's name of max_tokens."
+    )
+    logprobs: bool | None = Field(None, description="Return the log-probabilities of the tokens.")
+    top_logprobs: Integer | None = Field(
+        None, ge=0, le=MAX_TOP_LOGPROBS, description="Return those of the likeliest alternatives, too."
+    )
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS, description="Functions the model may call.")
+    tool_choice: ToolChoice | None = Field(None, description="Whether, or which, function is called.")
+    parallel_tool_calls: bool | None = Field(None, description="Allow several calls in an answer; default true.")
+    add_generation_prompt: bool | None = Field(None, description="End the prompt with the assistant's header.")
+    continue_final_message: bool | None = Field(None, description="Go on with the assistant's last message.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the chat template.")
+    reasoning_effort: str | None = Field(None, description="A variable of the chat template.")
+    verbosity: str | None = Field(None, description="Changes no token.")
+    media_io_kwargs: MediaIoKwargs | None = Field(None, description="How media are read.")
+    mm_processor_kwargs: ProcessorKwargs | None = Field(None, description="How the processor prepares media.")
 
     def _check(self) -> None:
         super()._check()
@@ -285,11 +325,6 @@ class ChatCompletionRequest(GenerationRequest):
             raise InvalidRequest(
                 "continue_final_message: the last message must be the assistant's", param="continue_final_message"
             )
-        if self.truncate_prompt_tokens is not None and self.media():
-            raise InvalidRequest(
-                "truncate_prompt_tokens: a prompt with media cannot be cut; leave the field out",
-                param="truncate_prompt_tokens",
-            )
 
     def token_limit(self) -> int | None:
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
@@ -311,12 +346,10 @@ class ChatCompletionRequest(GenerationRequest):
 
     def prompting(self) -> PromptOptions:
         kwargs = self.chat_template_kwargs
-        if self.enable_thinking is not None or self.reasoning_effort is not None:
-            own = {"enable_thinking": self.enable_thinking, "reasoning_effort": self.reasoning_effort}
-            kwargs = {**{name: value for name, value in own.items() if value is not None}, **(kwargs or {})}
+        if self.reasoning_effort is not None:
+            kwargs = {"reasoning_effort": self.reasoning_effort, **(kwargs or {})}
         return PromptOptions(
             add_special_tokens=self.add_special_tokens,
-            truncate=self.truncate_prompt_tokens,
             cache_salt=self.cache_salt or "",
             add_generation_prompt=not self.continue_final_message and self.add_generation_prompt is not False,
             continue_final_message=bool(self.continue_final_message),
@@ -351,11 +384,15 @@ class CompletionRequest(GenerationRequest):
     prompt: Annotated[
         Annotated[list[OnePrompt], Field(fail_fast=True)],
         BeforeValidator(_as_prompts, json_schema_input_type=OnePrompt | list[OnePrompt]),
-        Field(min_length=1, max_length=MAX_PROMPTS),
+        Field(min_length=1, max_length=MAX_PROMPTS, description="A text, token ids, or a list of these."),
     ]
-    max_tokens: Integer | None = Field(None, ge=0, lt=WIRE_INTEGERS)
-    logprobs: Integer | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    echo: bool | None = None
+    max_tokens: Integer | None = Field(
+        None, ge=0, lt=WIRE_INTEGERS, description=f"Most tokens of an answer; default {COMPLETION_MAX_TOKENS}."
+    )
+    logprobs: Integer | None = Field(
+        None, ge=0, le=MAX_TOP_LOGPROBS, description="Return log-probabilities, and those of so many alternatives."
+    )
+    echo: bool | None = Field(None, description="Put the prompt before the answer.")
 
     def token_limit(self) -> int | None:
         return COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
@@ -390,7 +427,6 @@ class CompletionRequest(GenerationRequest):
     def prompting(self) -> PromptOptions:
         return PromptOptions(
             add_special_tokens=self.add_special_tokens,
-            truncate=self.truncate_prompt_tokens,
             cache_salt=self.cache_salt or "",
         )
 
@@ -407,8 +443,10 @@ class VllmFields(GenerationRequest):
 
     ends_with_structure: ClassVar[bool] = False
 
-    return_token_ids: bool | None = None
-    prompt_logprobs: Integer | None = Field(None, ge=-1, le=1 << 20)
+    return_token_ids: bool | None = Field(None, description="Return the ids of prompt and answer.")
+    prompt_logprobs: Integer | None = Field(
+        None, ge=-1, le=1 << 20, description="Return log-probabilities of the prompt."
+    )
 
     def output(self, *, id: str, created: int, model: str) -> OutputOptions:
         options = super().output(id=id, created=created, model=model)

@@ -8,15 +8,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from epd_serve.errors import InvalidRequest, TooLarge
-from epd_serve.protocol.openai import strict_json
+from epd_serve.errors import InvalidRequest
 from epd_serve.protocol.openai.fields import (
-    OLD_TOOLS,
-    TEXT_ONLY,
     Integer,
     MessageModel,
     RequestModel,
-    drop_neutral,
 )
 from epd_serve.protocol.openai.tool_format import is_object, written_calls
 from epd_serve.protocol.wire import CalledFunction, ChatMessage, Part
@@ -56,38 +52,38 @@ class MediaSource(msgspec.Struct, frozen=True, kw_only=True):
 class ImageUrl(MessageModel):
     """``detail`` "low" has the picture scaled down to fit 512x512 pixels; "auto" and "high" leave it as it is."""
 
-    url: str
-    detail: Literal["auto", "high", "low"] | None = None
+    url: str = Field(description="http(s)://, data:image/...;base64, or file:// in a folder that is allowed.")
+    detail: Literal["auto", "high", "low"] | None = Field(None, description="low: scaled down to 512x512 pixels.")
 
 
 class VideoUrl(MessageModel):
-    url: str
+    url: str = Field(description="As of a picture; or data:video/jpeg;base64, and frames with commas between.")
 
 
 class AudioUrl(MessageModel):
-    url: str
+    url: str = Field(description="As of a picture.")
 
 
 class InputAudio(MessageModel):
     """A file in base64, and what it is."""
 
-    data: str
-    format: Literal["wav", "mp3", "flac", "ogg"]
+    data: str = Field(description="The file in base64.")
+    format: Literal["wav", "mp3", "flac", "ogg"] = Field(description="Format of the file.")
 
 
 class VideoFrames(RequestModel):
     """``num_frames``, and ``fps`` a second; together the fewer of both."""
 
-    num_frames: Integer | None = Field(None, ge=1, lt=1 << 20)
-    fps: float | None = Field(None, gt=0, le=1000)
+    num_frames: Integer | None = Field(None, ge=1, lt=1 << 20, description="Frames of a video, evenly spaced.")
+    fps: float | None = Field(None, gt=0, le=1000, description="Frames a second.")
 
 
 class ProcessorKwargs(VideoFrames):
     """``fps`` and ``num_frames`` of a video exclude each other; the model's processor resizes a picture to have
     between ``min_pixels`` and ``max_pixels``."""
 
-    min_pixels: Integer | None = Field(None, ge=1)
-    max_pixels: Integer | None = Field(None, ge=1)
+    min_pixels: Integer | None = Field(None, ge=1, description="Least pixels of a picture after resizing.")
+    max_pixels: Integer | None = Field(None, ge=1, description="Most pixels of a picture after resizing.")
 
 
 class AnyProcessorKwargs(ProcessorKwargs):
@@ -100,7 +96,7 @@ class MediaIoKwargs(RequestModel):
     """The frames that are read of each video, evenly spaced; the first ``num_frames`` of a frame list, whose rate
     is ``fps`` (1 where it is not there)."""
 
-    video: VideoFrames | None = None
+    video: VideoFrames | None = Field(None, description="The frames that are read of each video.")
 
 
 def video_sampling(reading: MediaIoKwargs | None, processing: ProcessorKwargs | None) -> VideoSampling:
@@ -143,31 +139,27 @@ def processing_of(kwargs: ProcessorKwargs | None, messages: Sequence[Message]) -
 
 
 def _as_url(value: Any) -> Any:
-    """A URL in place of the object that has it."""
+    """Return an object for a bare URL."""
     return {"url": value} if isinstance(value, str) else value
 
 
 class ContentPart(MessageModel):
-    """``text`` goes with type "text", ``image_url``, which may be the URL itself, with type "image_url", and
-    ``video_url`` with "video_url": of a file, or ``data:video/jpeg;base64,`` and frames with commas between them.
-    A sound is ``audio_url`` or ``input_audio``.
+    """A part of type T has exactly the field T."""
 
-    ``uuid``, by which vLLM knows an item, says nothing here: media are named by their content.
-    """
-
-    type: Literal["text", "image_url", "video_url", "audio_url", "input_audio"]
-    text: str | None = None
+    type: Literal["text", "image_url", "video_url", "audio_url", "input_audio"] = Field(
+        description="The field that the part has."
+    )
+    text: str | None = Field(None, description="A text.")
     image_url: Annotated[
         ImageUrl | None, BeforeValidator(_as_url, json_schema_input_type=ImageUrl | str | None)
-    ] = None
+    ] = Field(None, description="A picture.")
     video_url: Annotated[
         VideoUrl | None, BeforeValidator(_as_url, json_schema_input_type=VideoUrl | str | None)
-    ] = None
+    ] = Field(None, description="A video.")
     audio_url: Annotated[
         AudioUrl | None, BeforeValidator(_as_url, json_schema_input_type=AudioUrl | str | None)
-    ] = None
-    input_audio: InputAudio | None = None
-    uuid: str | None = None
+    ] = Field(None, description="A sound by URL.")
+    input_audio: InputAudio | None = Field(None, description="A sound as a file.")
 
 
 def _as_parts(content: Any) -> Any:
@@ -180,14 +172,14 @@ def _as_parts(content: Any) -> Any:
 class FunctionCall(MessageModel):
     """``arguments`` is the text of a JSON object, or its beginning where the call was cut off."""
 
-    name: str = Field(min_length=1)
-    arguments: str
+    name: str = Field(min_length=1, description="Name of the function.")
+    arguments: str = Field(description="A JSON object as text.")
 
 
 class ToolCall(MessageModel):
-    id: str
-    type: Literal["function"] = "function"
-    function: FunctionCall
+    id: str = Field(description="By which the tool's message refers to the call.")
+    type: Literal["function"] = Field("function", description="All tools are functions.")
+    function: FunctionCall = Field(description="The call.")
 
 
 class Message(MessageModel):
@@ -195,39 +187,25 @@ class Message(MessageModel):
     ``tool_call_id``. ``name``, and an assistant's ``reasoning_content`` (or ``reasoning``), are for chat templates
     that show them."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool"] = Field(description="Author of the message.")
     content: Annotated[
         Annotated[list[ContentPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)] | None,
         BeforeValidator(_as_parts, json_schema_input_type=str | list[ContentPart] | None),
-    ] = None
-    tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_CALLS, fail_fast=True)
-    tool_call_id: str | None = None
-    name: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-
-
-#: Of a message of a chat, as :data:`~epd_serve.protocol.openai.fields.NEUTRAL`.
-MESSAGE_NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
-    "function_call": ((), OLD_TOOLS),
-    "audio": ((), TEXT_ONLY),
-}
-
-
-def _without_neutral(messages: Any) -> Any:
-    """The messages without fields that are known and ask for nothing special. Raises InvalidRequest for others."""
-    for message in messages if isinstance(messages, list) else ():
-        if isinstance(message, dict) and not MESSAGE_NEUTRAL.keys().isdisjoint(message):
-            return [
-                drop_neutral(one, MESSAGE_NEUTRAL, f"messages[{index}].") if isinstance(one, dict) else one
-                for index, one in enumerate(messages)
-            ]
-    return messages
+    ] = Field(None, description="A text, or a list of parts.")
+    tool_calls: list[ToolCall] | None = Field(
+        None, max_length=MAX_CALLS, fail_fast=True, description="Calls that the assistant made."
+    )
+    tool_call_id: str | None = Field(None, description="The call that a tool's message answers.")
+    name: str | None = Field(None, description="For chat templates that show it.")
+    reasoning_content: str | None = Field(None, description="For chat templates that show it.")
+    reasoning: str | None = Field(None, description="Another name of reasoning_content.")
+    function_call: None = Field(None, description="Send tool_calls instead.")
+    audio: None = Field(None, description="Answers are text only.")
 
 
 Messages = Annotated[
-    Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)],
-    BeforeValidator(_without_neutral),
+    list[Message],
+    Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True, description="The conversation so far."),
 ]
 
 
@@ -277,14 +255,6 @@ def _check_message(message: Message, place: str) -> None:
             f"{place}: a tool message, and no other, has the tool_call_id of the call that it answers",
             param=f"{place}.tool_call_id",
         )
-    for k, call in enumerate(message.tool_calls or ()):
-        param = f"{place}.tool_calls[{k}].function.arguments"
-        try:
-            strict_json.check_size(call.function.arguments.encode())
-        except strict_json.JSONTooLarge as error:
-            raise TooLarge(f"{param}: {error}", param=param) from error
-        except UnicodeError as error:
-            raise InvalidRequest(f"{param}: cannot be written as JSON: {error}", param=param) from error
 
 
 def media_of(

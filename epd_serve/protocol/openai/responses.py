@@ -1,73 +1,44 @@
-"""Body of ``POST /v1/responses``, checked field by field, and the chat that it asks for.
+"""``POST /v1/responses`` as a chat: the request becomes a chat's, and the chat's answer becomes a response.
 
-Nothing is stored, so ``store`` and ``previous_response_id`` are refused by name: a client sends the conversation.
+Nothing is stored: a client sends the whole conversation.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+import msgspec
+from msgspec.structs import replace
+from pydantic import BeforeValidator, Field, ValidationError
 
 from epd_serve.errors import InvalidRequest
 from epd_serve.protocol.openai.answers import InputTokens
 from epd_serve.protocol.openai.fields import (
-    RESPONSES_NEUTRAL,
     WIRE_INTEGERS,
-    CacheSalt,
     Integer,
     MessageModel,
+    NoEffect,
     RequestModel,
-    drop_neutral,
+    decode_object,
     explain,
 )
-from epd_serve.protocol.openai.generation import MAX_TOP_LOGPROBS, ChatCompletionRequest, StreamOptions
-from epd_serve.protocol.openai.messages import (
-    MAX_MESSAGES,
-    MAX_PARTS,
-    FunctionCall,
-    ImageUrl,
-    MediaSource,
-    Message,
-    ToolCall,
-    too_many_parts,
-)
-from epd_serve.protocol.openai.messages import ContentPart as ChatPart
-from epd_serve.protocol.openai.strict_json import decode_object
-from epd_serve.protocol.openai.tools import (
-    MAX_TOOLS,
-    FunctionDefinition,
-    FunctionName,
-    JsonSchema,
-    NamedFunction,
-    NamedTool,
-    ResponseFormat,
-    Schema,
-    Tool,
-)
+from epd_serve.protocol.openai.generation import MAX_TOP_LOGPROBS, ChatCompletionRequest, CommonRequest
+from epd_serve.protocol.openai.messages import MAX_MESSAGES, MAX_PARTS, MediaSource
+from epd_serve.protocol.openai.tools import MAX_TOOLS, FunctionDefinition, FunctionName, NamedFunction, Schema
 from epd_serve.protocol.wire import MediaRef, TokenizeReply, TokenizeRequest
 
 LOGPROBS = "message.output_text.logprobs"
-
-
-def _without_nulls(item: Any) -> Any:
-    """A null means that the field is absent. Client libraries write every field that they know of an earlier
-    answer's items so, and know more of them with each release."""
-    if not isinstance(item, dict) or None not in item.values():
-        return item
-    return {name: value for name, value in item.items() if value is not None}
+_encode = msgspec.json.Encoder().encode
 
 
 class InputPart(MessageModel):
-    """A piece of text (of the user's or an earlier answer's) or a picture by URL."""
+    """A text, of the user's or an earlier answer's, or a picture."""
 
-    drop_nulls = model_validator(mode="before")(_without_nulls)
-
-    type: Literal["input_text", "output_text", "input_image"]
-    text: str | None = None
-    image_url: str | None = None
-    detail: Literal["auto", "high", "low"] | None = None
-    file_id: None = None
+    type: Literal["input_text", "output_text", "input_image"] = Field(description="Kind of the part.")
+    text: str | None = Field(None, description="A text.")
+    image_url: str | None = Field(None, description="URL of a picture.")
+    detail: Literal["auto", "high", "low"] | None = Field(None, description="low: scaled down to 512x512 pixels.")
 
 
 def _as_parts(content: Any) -> Any:
@@ -75,287 +46,376 @@ def _as_parts(content: Any) -> Any:
 
 
 Content = Annotated[
-    Annotated[list[InputPart], Field(fail_fast=True)],
+    list[InputPart],
+    Field(min_length=1, max_length=MAX_PARTS, fail_fast=True, description="A text, or a list of parts."),
     BeforeValidator(_as_parts, json_schema_input_type=str | list[InputPart]),
-    Field(min_length=1, max_length=MAX_PARTS),
 ]
 
 
 class InputItem(MessageModel):
-    """One turn: a message (``role`` and ``content``), a "function_call" of an earlier answer (``call_id``,
-    ``name``, ``arguments``) or its "function_call_output" (``call_id``, ``output``). ``id`` and ``status`` are
-    labels."""
+    """A message, a function call of an earlier answer, or the output of that function."""
 
-    drop_nulls = model_validator(mode="before")(_without_nulls)
-
-    type: Literal["message", "function_call", "function_call_output"] = "message"
-    role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: Content | None = None
-    call_id: str | None = None
-    name: str | None = None
-    arguments: str | None = None
-    output: Content | None = None
-    id: str | None = None
-    status: Literal["in_progress", "completed", "incomplete"] | None = None
-
-    def check(self, place: str) -> None:
-        """Each type has its own fields. Raises InvalidRequest."""
-        wanted = _ITEM_FIELDS[self.type]
-        for name in ("role", "content", "call_id", "name", "arguments", "output"):
-            if (getattr(self, name) is None) == (name in wanted):
-                problem = f"needs {', '.join(wanted)}" if name in wanted else f"has no {name}"
-                raise InvalidRequest(f"{place}: an item of type {self.type!r} {problem}", param=f"{place}.{name}")
+    type: Literal["message", "function_call", "function_call_output"] | None = Field(None, description="Kind.")
+    role: Literal["user", "assistant", "system", "developer"] | None = Field(None, description="Of a message.")
+    content: Content | None = Field(None, description="Of a message: a text, or a list of parts.")
+    call_id: str | None = Field(None, description="Of a call and its output.")
+    name: str | None = Field(None, description="Of a called function.")
+    arguments: str | None = Field(None, description="Of a called function: a JSON object as text.")
+    output: Content | None = Field(None, description="Of a function: a text, or a list of parts.")
 
 
-_ITEM_FIELDS = {
+_REQUIRED = {
     "message": ("role", "content"),
     "function_call": ("call_id", "name", "arguments"),
     "function_call_output": ("call_id", "output"),
 }
 
 
-class FunctionTool(RequestModel):
-    type: Literal["function"]
-    name: FunctionName
-    description: str | None = None
-    parameters: Schema | None = None
-    strict: bool | None = None
+class FunctionTool(FunctionDefinition):
+    """A function that the model may call."""
+
+    type: Literal["function"] = Field(description="All tools are functions.")
 
 
-class FunctionChoice(RequestModel):
-    type: Literal["function"]
-    name: FunctionName
+class FunctionChoice(NamedFunction):
+    """The function to call."""
+
+    type: Literal["function"] = Field(description="All tools are functions.")
+
+
+ToolChoice = Literal["none", "auto", "required"] | FunctionChoice
 
 
 class TextFormat(RequestModel):
-    """``name``, ``schema``, ``strict`` and ``description`` go with type "json_schema"."""
+    """Structure of the answer; the other fields go with type "json_schema"."""
 
-    type: Literal["text", "json_object", "json_schema"]
-    name: FunctionName | None = None
-    description: str | None = None
-    schema_: Schema | None = Field(None, alias="schema")
-    strict: bool | None = None
+    type: Literal["text", "json_object", "json_schema"] = Field(description="Kind of structure.")
+    name: FunctionName | None = Field(None, description="Name of the schema.")
+    description: str | None = Field(None, description="Changes no token.")
+    schema_: Schema | None = Field(None, alias="schema", description="JSON Schema of the answer.")
+    strict: bool | None = Field(None, description="Refuse a schema that cannot be enforced in full.")
 
 
 class TextOptions(RequestModel):
-    format: TextFormat | None = None
-    verbosity: str | None = None
+    """Options of the answer's text."""
+
+    format: TextFormat | None = Field(None, description="Structure of the answer.")
+    verbosity: str | None = Field(None, description="Changes no token.")
 
 
 class Reasoning(MessageModel):
-    effort: str | None = None
+    """Options of reasoning models."""
+
+    effort: str | None = Field(None, description="The chat template's reasoning_effort.")
+
+
+class ResponsesNoEffect(NoEffect):
+    """Options of responses without effect."""
+
+    previous_response_id: None = Field(None, description="Answers are not stored: send the conversation.")
+    conversation: None = Field(None, description="Answers are not stored: send the conversation.")
+    prompt: None = Field(None, description="Prompts are not stored: send instructions and input.")
+    background: Literal[False] | None = Field(None, description="Answers are not stored to be fetched later.")
+    truncation: Literal["disabled"] | None = Field(None, description="Prompts are never cut.")
+    max_tool_calls: None = Field(None, description="The client calls the tools.")
+
+
+Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 
 
 def _as_items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-class ResponsesRequest(RequestModel):
+class ResponsesRequest(CommonRequest, ResponsesNoEffect):
     """Body of ``POST /v1/responses``. Null means: as if the field were absent."""
 
-    model: str | None = None
     input: Annotated[
-        Annotated[list[InputItem], Field(fail_fast=True)],
+        list[InputItem],
+        Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True, description="A text, or the conversation."),
         BeforeValidator(_as_items, json_schema_input_type=str | list[InputItem]),
-        Field(min_length=1, max_length=MAX_MESSAGES),
     ]
-    instructions: str | None = None
-    max_output_tokens: Integer | None = Field(None, ge=1, lt=WIRE_INTEGERS)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_logprobs: Integer | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    seed: Integer | None = Field(None, ge=-WIRE_INTEGERS, lt=WIRE_INTEGERS)
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = Field(
-        None, max_length=16
-    )
-    text: TextOptions | None = None
-    reasoning: Reasoning | None = None
-    tools: list[FunctionTool] | None = Field(None, max_length=MAX_TOOLS)
-    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
-    parallel_tool_calls: bool | None = None
-    metadata: dict[str, str] | None = Field(None, max_length=16)
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    priority: Integer | None = Field(None, ge=-(2**31), lt=2**31)
-    cache_salt: CacheSalt | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-
-    @classmethod
-    def parse(cls, body: bytes | bytearray) -> ResponsesCall:
-        """Body → checked request, with the chat that it asks for. Raises InvalidRequest with ``param`` set."""
-        fields = decode_object(body)
-        try:
-            request = cls.model_validate(drop_neutral(fields, RESPONSES_NEUTRAL))
-        except ValidationError as error:
-            raise explain(error, cls, RESPONSES_NEUTRAL) from error
-        return ResponsesCall.of(request)
-
-    @property
-    def wants_logprobs(self) -> bool:
-        return LOGPROBS in (self.include or ())
-
-    def check(self) -> None:
-        """Rules that join several fields. Raises InvalidRequest."""
-        num_parts = sum(len(item.content or ()) + len(item.output or ()) for item in self.input)
-        if num_parts > MAX_PARTS:
-            raise too_many_parts(num_parts, "input")
-        for index, item in enumerate(self.input):
-            item.check(f"input[{index}]")
-            for field in ("content", "output"):
-                for number, part in enumerate(getattr(item, field) or ()):
-                    _check_part(part, f"input[{index}].{field}[{number}]")
-        if self.top_logprobs is not None and not self.wants_logprobs:
-            raise InvalidRequest(f"top_logprobs needs include: [{LOGPROBS!r}]", param="top_logprobs")
-
-
-def _check_part(part: InputPart, place: str) -> None:
-    wanted, other = ("image_url", "text") if part.type == "input_image" else ("text", "image_url")
-    if getattr(part, wanted) is None or getattr(part, other) is not None:
-        raise InvalidRequest(
-            f"{place}: a part of type {part.type!r} needs exactly the field {wanted!r}", param=f"{place}.{wanted}"
-        )
+    instructions: str | None = Field(None, description="The system message.")
+    max_output_tokens: Integer | None = Field(None, ge=1, lt=WIRE_INTEGERS, description="Most tokens.")
+    top_logprobs: Integer | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, description="Alternatives of a token.")
+    include: list[Included] | None = Field(None, max_length=16, description="Further parts of the answer.")
+    text: TextOptions | None = Field(None, description="Options of the answer's text.")
+    reasoning: Reasoning | None = Field(None, description="Options of reasoning models.")
+    tools: list[FunctionTool] | None = Field(None, max_length=MAX_TOOLS, description="Functions to call.")
+    tool_choice: ToolChoice | None = Field(None, description="Whether, or which, function is called.")
+    parallel_tool_calls: bool | None = Field(None, description="Allow several calls in an answer; default true.")
 
 
 class ResponsesCall(ChatCompletionRequest):
-    """The chat of a :class:`ResponsesRequest`, which it keeps as ``asked``."""
+    """The chat of a :class:`ResponsesRequest`; ``places`` are the input fields that its messages come from."""
 
     asked: ResponsesRequest
-    sources: list[Any]
-
-    @classmethod
-    def of(cls, asked: ResponsesRequest) -> Self:
-        """Raises InvalidRequest for contradictions."""
-        asked.check()
-        messages, sources = _messages(asked)
-        try:
-            request = cls.model_validate(
-                {
-                    "asked": asked,
-                    "sources": sources,
-                    "model": asked.model,
-                    "messages": messages,
-                    "max_completion_tokens": asked.max_output_tokens,
-                    "temperature": asked.temperature,
-                    "top_p": asked.top_p,
-                    "seed": asked.seed,
-                    "logprobs": True if asked.wants_logprobs else None,
-                    "top_logprobs": asked.top_logprobs,
-                    "tools": _tools(asked.tools),
-                    "tool_choice": _choice(asked.tool_choice),
-                    "parallel_tool_calls": asked.parallel_tool_calls,
-                    "response_format": _format(asked.text),
-                    "reasoning_effort": None if asked.reasoning is None else asked.reasoning.effort,
-                    "priority": asked.priority,
-                    "cache_salt": asked.cache_salt,
-                    "stream": asked.stream,
-                    "stream_options": StreamOptions(include_usage=True) if asked.stream else None,
-                }
-            )
-        except ValidationError as error:
-            raise explain(error, cls) from error
-        try:
-            request._check()
-            request.grammar()
-        except InvalidRequest as error:
-            error.param = (error.param or "").replace("response_format.json_schema", "text.format") or None
-            error.param = (error.param or "").replace("messages[", "input[") or None
-            raise
-        return request
-
-    def media(self) -> list[MediaSource]:
-        return self.sources
-
-
-class InputTokensCall:
-    """The same body as ``/v1/responses`` has, asked for its length alone
-    (:class:`epd_serve.protocol.openai.tokenizing.TokenQuestion`)."""
-
-    def __init__(self, call: ResponsesCall) -> None:
-        self.model = call.model
-        self._call = call
+    places: list[str]
 
     @classmethod
     def parse(cls, body: bytes | bytearray) -> Self:
         """Raises InvalidRequest with ``param`` set."""
-        return cls(ResponsesRequest.parse(body))
+        try:
+            asked = ResponsesRequest.model_validate(decode_object(body))
+        except ValidationError as error:
+            raise explain(error, ResponsesRequest) from error
+        wants_logprobs = LOGPROBS in (asked.include or ())
+        if asked.top_logprobs is not None and not wants_logprobs:
+            raise InvalidRequest(f"top_logprobs needs include: [{LOGPROBS!r}]", param="top_logprobs")
+        messages, places = _messages(asked)
+        fields = {
+            **asked.model_dump(include=_SAME_FIELDS),
+            "asked": asked,
+            "places": places,
+            "messages": messages,
+            "max_completion_tokens": asked.max_output_tokens,
+            "logprobs": wants_logprobs or None,
+            "tools": None if asked.tools is None else [_in_function(tool) for tool in asked.tools],
+            "tool_choice": _in_function(asked.tool_choice),
+            "response_format": _format(asked.text),
+            "reasoning_effort": None if asked.reasoning is None else asked.reasoning.effort,
+            "stream_options": {"include_usage": True} if asked.stream else None,
+        }
+        try:
+            request = cls.model_validate(fields)
+            request._check()
+            request.grammar()
+        except (ValidationError, InvalidRequest) as error:
+            failure = explain(error, cls) if isinstance(error, ValidationError) else error
+            failure.param = _place(failure.param, places)
+            raise failure from error
+        return request
 
     def media(self) -> list[MediaSource]:
-        return self._call.media()
+        return [replace(source, param=_place(source.param, self.places) or "") for source in super().media()]
 
     def message(self, items: list[MediaRef]) -> TokenizeRequest:
-        return TokenizeRequest(items=items, messages=self._call.chat(), prompting=self._call.prompting())
+        """Return the question for the length of the input."""
+        return TokenizeRequest(items=items, messages=self.chat(), prompting=self.prompting())
 
     def answer(self, reply: TokenizeReply, max_model_len: int) -> InputTokens:
+        """Return the answer to it."""
         return InputTokens(object="response.input_tokens", input_tokens=len(reply.tokens))
 
+    def translation(self, *, id: str, created: int, model: str) -> ResponseBuilder:
+        return ResponseBuilder(self.asked, id=id, created=created, model=model)
 
-def _messages(asked: ResponsesRequest) -> tuple[list[Message], list[MediaSource]]:
-    messages: list[Message] = []
-    sources: list[MediaSource] = []
+
+_SAME_FIELDS = {*CommonRequest.model_fields, "top_logprobs", "parallel_tool_calls"}
+
+
+def _messages(asked: ResponsesRequest) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the chat's messages and the field that each comes from."""
+    messages: list[dict[str, Any]] = []
+    places: list[str] = []
     if asked.instructions is not None:
-        messages.append(_message("system", [ChatPart(type="text", text=asked.instructions)]))
+        messages.append({"role": "system", "content": asked.instructions})
+        places.append("instructions")
     for index, item in enumerate(asked.input):
-        if item.type == "function_call":
-            call = ToolCall(
-                id=item.call_id or "",
-                function=FunctionCall(name=item.name or "", arguments=item.arguments or "{}"),
-            )
-            if messages and messages[-1].role == "assistant":
-                last = messages.pop()
-                messages.append(last.model_copy(update={"tool_calls": [*(last.tool_calls or []), call]}))
-            else:
-                messages.append(Message.model_construct(role="assistant", content=None, tool_calls=[call]))
-            continue
-        field = "content" if item.type == "message" else "output"
-        parts: list[ChatPart] = []
-        for number, part in enumerate(getattr(item, field)):
-            if part.image_url is None:
-                parts.append(ChatPart(type="text", text=part.text))
-                continue
-            parts.append(ChatPart(type="image_url", image_url=ImageUrl(url=part.image_url, detail=part.detail)))
-            param = f"input[{index}].{field}[{number}].image_url"
-            sources.append(MediaSource(url=part.image_url, param=param, low_detail=part.detail == "low"))
-        messages.append(_message(item.role or "tool", parts, item.call_id))
-    return messages, sources
+        kind = item.type or "message"
+        for name in _REQUIRED[kind]:
+            if getattr(item, name) is None:
+                param = f"input[{index}].{name}"
+                raise InvalidRequest(f"{param} is required", param=param, code="missing_required_parameter")
+        if kind == "function_call":
+            call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant"})
+                places.append(f"input[{index}]")
+            messages[-1].setdefault("tool_calls", []).append(call)
+        elif kind == "message":
+            messages.append({"role": item.role, "content": _parts(item.content)})
+            places.append(f"input[{index}].content")
+        else:
+            messages.append({"role": "tool", "content": _parts(item.output), "tool_call_id": item.call_id})
+            places.append(f"input[{index}].output")
+    return messages, places
 
 
-def _message(role: Any, parts: list[ChatPart], call_id: str | None = None) -> Message:
-    return Message.model_construct(role=role, content=parts, tool_calls=None, tool_call_id=call_id)
-
-
-def _tools(tools: list[FunctionTool] | None) -> list[Tool] | None:
-    if tools is None:
-        return None
+def _parts(parts: list[InputPart] | None) -> list[dict[str, Any]]:
     return [
-        Tool(
-            type="function",
-            function=FunctionDefinition(
-                name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
-            ),
-        )
-        for tool in tools
+        {"type": "image_url", "image_url": part.image_url and {"url": part.image_url, "detail": part.detail}}
+        if part.type == "input_image"
+        else {"type": "text", "text": part.text}
+        for part in parts or ()
     ]
 
 
-def _choice(choice: Any) -> Any:
-    if not isinstance(choice, FunctionChoice):
-        return choice
-    return NamedTool(type="function", function=NamedFunction(name=choice.name))
+def _in_function(tool: FunctionTool | FunctionChoice | str | None) -> Any:
+    """Return a tool, or the choice of one, as a chat has it; a word as it is."""
+    if isinstance(tool, str | None):
+        return tool
+    return {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
 
 
-def _format(text: TextOptions | None) -> ResponseFormat | None:
+def _format(text: TextOptions | None) -> dict[str, Any] | None:
     asked = None if text is None else text.format
     if asked is None:
         return None
     if asked.type != "json_schema":
-        if asked.schema_ is not None or asked.name is not None:
-            raise InvalidRequest("text.format: name and schema go with type 'json_schema'", param="text.format")
-        return ResponseFormat(type=asked.type)
+        return {"type": asked.type}
     if asked.schema_ is None or asked.name is None:
         raise InvalidRequest("text.format: type 'json_schema' needs name and schema", param="text.format.schema")
-    schema = JsonSchema.model_construct(
-        name=asked.name, description=asked.description, schema_=asked.schema_, strict=asked.strict
-    )
-    return ResponseFormat(type="json_schema", json_schema=schema)
+    schema = asked.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def _place(param: str | None, places: list[str]) -> str | None:
+    """Return the request's name of a chat's field."""
+    found = re.match(r"messages\[(\d+)\](?:\.content)?(.*)", param or "")
+    if found is not None:
+        return places[int(found[1])] + found[2].removesuffix(".url")
+    return param and param.replace("response_format.json_schema", "text.format")
+
+
+class ResponseBuilder:
+    """Makes the response, or its events, of a chat's answer.
+
+    Args:
+        id: hex digits for the ids of the response and its items.
+        created: seconds since the epoch.
+    """
+
+    content_type = b"application/json"
+
+    def __init__(self, asked: ResponsesRequest, *, id: str, created: int, model: str) -> None:
+        self._asked = asked
+        self._id, self._created, self._model = id, created, model
+        self._sent: list[bytes] = []
+        self._number = 0
+        self._output: list[dict[str, Any]] = []
+        self._open: dict[str, Any] | None = None
+        self._usage: dict[str, Any] | None = None
+        self._finish_reason = "stop"
+
+    def whole(self, answer: bytes) -> bytes:
+        """Return the response of a chat.completion."""
+        body = msgspec.json.decode(answer)
+        [choice] = body["choices"]
+        self._usage, self._finish_reason = body["usage"], choice["finish_reason"]
+        self._take(choice["message"], choice.get("logprobs"))
+        self._close_item()
+        return _encode(self._response())
+
+    def events(self, data: bytes) -> bytes:
+        """Return the events of a chat.completion.chunk, an error, or the end of the answer ("[DONE]")."""
+        if not self._number:
+            self._emit("response.created", response=self._response("in_progress"))
+            self._emit("response.in_progress", response=self._response("in_progress"))
+        chunk = None if data == b"[DONE]" else msgspec.json.decode(data)
+        if chunk is None:
+            self._close_item()
+            response = self._response()
+            self._emit(f"response.{response['status']}", response=response)
+        elif "error" in chunk:
+            error = {"code": chunk["error"].get("code") or "server_error", "message": chunk["error"]["message"]}
+            self._emit("response.failed", response=self._response("failed", error))
+            self._emit("error", **error, param=None, error=chunk["error"])
+        else:
+            self._usage = chunk.get("usage") or self._usage
+            for choice in chunk["choices"]:
+                self._take(choice["delta"], choice.get("logprobs"))
+                self._finish_reason = choice["finish_reason"] or self._finish_reason
+        sent, self._sent = b"".join(self._sent), []
+        return sent
+
+    def _take(self, delta: dict[str, Any], logprobs: dict[str, Any] | None) -> None:
+        if text := delta.get("content"):
+            self._take_text(text, (logprobs or {}).get("content") or [])
+        for call in delta.get("tool_calls") or ():
+            function = call["function"]
+            if function.get("name"):
+                self._close_item()
+                about = {"call_id": call["id"], "name": function["name"], "arguments": ""}
+                self._open_item("fc", {"type": "function_call", **about})
+            assert self._open is not None, "a call begins with its name"
+            if function["arguments"]:
+                self._open["arguments"] += function["arguments"]
+                self._emit("response.function_call_arguments.delta", delta=function["arguments"], **self._place())
+
+    def _take_text(self, text: str, logprobs: list[dict[str, Any]]) -> None:
+        if self._open is None or self._open["type"] != "message":
+            if not text.strip() and self._open is None and self._output:
+                return  # blanks between two calls
+            self._close_item()
+            item = self._open_item("msg", {"type": "message", "role": "assistant", "content": []})
+            item["content"].append({"type": "output_text", "text": "", "annotations": [], "logprobs": []})
+            self._emit("response.content_part.added", **self._place(), content_index=0, part=item["content"][0])
+        assert self._open is not None
+        part = self._open["content"][0]
+        part["text"] += text
+        part["logprobs"] += logprobs
+        self._emit("response.output_text.delta", **self._place(), content_index=0, delta=text, logprobs=logprobs)
+
+    def _open_item(self, prefix: str, about: dict[str, Any]) -> dict[str, Any]:
+        item_id = f"{prefix}_{self._id}_{len(self._output)}"
+        self._open = {"id": item_id, "status": "in_progress", **about}
+        self._emit("response.output_item.added", output_index=len(self._output), item=self._open)
+        return self._open
+
+    def _close_item(self) -> None:
+        item = self._open
+        if item is None:
+            return
+        if item["type"] == "message":
+            part, place = item["content"][0], {**self._place(), "content_index": 0}
+            self._emit("response.output_text.done", **place, text=part["text"], logprobs=part["logprobs"])
+            self._emit("response.content_part.done", **place, part=part)
+        else:
+            done = {"name": item["name"], "arguments": item["arguments"]}
+            self._emit("response.function_call_arguments.done", **self._place(), **done)
+        item["status"] = "incomplete" if self._finish_reason == "length" else "completed"
+        self._emit("response.output_item.done", output_index=len(self._output), item=item)
+        self._output.append(item)
+        self._open = None
+
+    def _place(self) -> dict[str, Any]:
+        assert self._open is not None
+        return {"item_id": self._open["id"], "output_index": len(self._output)}
+
+    def _emit(self, name: str, /, **fields: Any) -> None:
+        data = _encode({"type": name, "sequence_number": self._number, **fields})
+        self._sent.append(b"event: %b\ndata: %b\n\n" % (name.encode(), data))
+        self._number += 1
+
+    def _response(self, status: str = "", error: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Return the response object; without a status: of the complete answer."""
+        asked, usage, is_cut = self._asked, self._usage, self._finish_reason == "length"
+        named = asked.model_dump(mode="json", by_alias=True, exclude_none=True)
+        echoed = ("instructions", "max_output_tokens", "prompt_cache_key", "safety_identifier", "user")
+        return {
+            "id": f"resp_{self._id}",
+            "object": "response",
+            "created_at": self._created,
+            "status": status or ("incomplete" if is_cut else "completed"),
+            "error": error,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut and not status else None,
+            "model": self._model,
+            "output": self._output,
+            **{name: getattr(asked, name) for name in (*echoed, "max_tool_calls", "previous_response_id")},
+            "background": False,
+            "metadata": asked.metadata or {},
+            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "reasoning": {"effort": None, "summary": None},
+            "service_tier": "default",
+            "store": False,
+            "temperature": 1.0 if asked.temperature is None else asked.temperature,
+            "text": {"format": {"type": "text"}, "verbosity": "medium", **named.get("text", {})},
+            "tool_choice": named.get("tool_choice", "auto"),
+            "tools": [{"strict": True, "parameters": {}, **tool} for tool in named.get("tools", [])],
+            "top_logprobs": asked.top_logprobs or 0,
+            "top_p": 1.0 if asked.top_p is None else asked.top_p,
+            "truncation": "disabled",
+            "usage": usage and _usage(usage),
+        }
+
+
+def _usage(usage: dict[str, Any]) -> dict[str, Any]:
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage["total_tokens"],
+    }

@@ -9,11 +9,9 @@ from pydantic import BaseModel, Field, ValidationError
 from epd_serve.errors import InvalidRequest
 from epd_serve.protocol.openai.answers import DetokenizeResult, TokenizeResult
 from epd_serve.protocol.openai.fields import (
-    LABELS,
-    NEUTRAL,
-    RequestModel,
+    Labels,
     TokenIds,
-    drop_neutral,
+    decode_object,
     explain,
 )
 from epd_serve.protocol.openai.messages import (
@@ -25,7 +23,6 @@ from epd_serve.protocol.openai.messages import (
     media_of,
     wire_messages,
 )
-from epd_serve.protocol.openai.strict_json import decode_object
 from epd_serve.protocol.openai.tools import MAX_TOOLS, Tool, json_text, tools_text
 from epd_serve.protocol.wire import (
     DetokenizeReply,
@@ -37,15 +34,14 @@ from epd_serve.protocol.wire import (
 )
 
 
-class _Call(RequestModel):
-    model: str | None = None
+class _Call(Labels):
+    model: str | None = Field(None, description="Name of the model; the only one that is served, if absent.")
 
     @classmethod
     def parse(cls, body: bytes | bytearray) -> Self:
         """Body → checked request. Raises InvalidRequest that names the field in ``param``."""
-        fields = {name: value for name, value in decode_object(body).items() if name not in LABELS}
         try:
-            request = cls.model_validate(drop_neutral(fields, NEUTRAL))
+            request = cls.model_validate(decode_object(body))
         except ValidationError as error:
             raise explain(error, cls) from error
         request._check()
@@ -80,16 +76,16 @@ class TokenQuestion(Protocol):
 class TokenizeBody(_Call):
     """Exactly one of ``prompt`` and ``messages``; images of messages count as many tokens as they take."""
 
-    prompt: str | None = None
-    messages: Messages | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
-    return_token_strs: bool | None = None
-    media_io_kwargs: MediaIoKwargs | None = None
-    mm_processor_kwargs: ProcessorKwargs | None = None
+    prompt: str | None = Field(None, description="A text.")
+    messages: Messages | None = Field(None, description="A chat.")
+    add_special_tokens: bool | None = Field(None, description="Add the tokenizer's special tokens.")
+    add_generation_prompt: bool | None = Field(None, description="End the prompt with the assistant's header.")
+    continue_final_message: bool | None = Field(None, description="Go on with the assistant's last message.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the chat template.")
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS, description="Functions the model may call.")
+    return_token_strs: bool | None = Field(None, description="Return the tokens' texts, too.")
+    media_io_kwargs: MediaIoKwargs | None = Field(None, description="How media are read.")
+    mm_processor_kwargs: ProcessorKwargs | None = Field(None, description="How the processor prepares media.")
 
     def _check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
@@ -143,7 +139,7 @@ class TokenizeBody(_Call):
 
 
 class DetokenizeBody(_Call):
-    tokens: TokenIds
+    tokens: TokenIds = Field(description="Token ids.")
 
     def message(self, items: list[MediaRef]) -> DetokenizeRequest:
         """The message to an instance; it has no ``items``."""

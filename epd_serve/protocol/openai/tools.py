@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import ConfigDict, Field
 
-from epd_serve.errors import InvalidRequest, TooLarge
-from epd_serve.protocol.openai import strict_json
+from epd_serve.errors import InvalidRequest
 from epd_serve.protocol.openai.fields import RequestModel
 from epd_serve.types import Grammar, ToolSchema
 
@@ -16,7 +15,7 @@ MAX_TOOLS = 128
 MAX_CHOICES = 1000
 #: Characters of a regular expression.
 MAX_REGEX = 65_536
-FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$", description="Its name.")]
 #: Keywords of JSON Schema may hold anything; the instance enforces those that its grammar engine knows.
 Schema = dict[str, Any]
 
@@ -25,14 +24,14 @@ class FunctionDefinition(RequestModel):
     """Calls follow ``parameters``; with ``strict``, parameters are refused that cannot be enforced in full."""
 
     name: FunctionName
-    description: str | None = None
-    parameters: Schema | None = None
-    strict: bool | None = None
+    description: str | None = Field(None, description="What it does, for the model.")
+    parameters: Schema | None = Field(None, description="JSON Schema of the arguments, an object.")
+    strict: bool | None = Field(None, description="Refuse parameters that cannot be enforced in full.")
 
 
 class Tool(RequestModel):
-    type: Literal["function"]
-    function: FunctionDefinition
+    type: Literal["function"] = Field(description="All tools are functions.")
+    function: FunctionDefinition = Field(description="The function.")
 
 
 class NamedFunction(RequestModel):
@@ -40,8 +39,8 @@ class NamedFunction(RequestModel):
 
 
 class NamedTool(RequestModel):
-    type: Literal["function"]
-    function: NamedFunction
+    type: Literal["function"] = Field(description="All tools are functions.")
+    function: NamedFunction = Field(description="The function to call.")
 
 
 class JsonSchema(RequestModel):
@@ -52,25 +51,27 @@ class JsonSchema(RequestModel):
     )
 
     name: FunctionName
-    description: str | None = None
-    schema_: Schema | bool | None = Field(None, alias="schema")
-    strict: bool | None = None
+    description: str | None = Field(None, description="Changes no token.")
+    schema_: Schema | bool | None = Field(None, alias="schema", description="JSON Schema of the answer.")
+    strict: bool | None = Field(None, description="Refuse a schema that cannot be enforced in full.")
 
 
 class ResponseFormat(RequestModel):
     """``json_schema`` goes with type "json_schema", and only with it."""
 
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
+    type: Literal["text", "json_object", "json_schema"] = Field(description="Kind of structure.")
+    json_schema: JsonSchema | None = Field(None, description="The schema.")
 
 
 class StructuredOutputs(RequestModel):
     """vLLM's name for the same: exactly one of the fields."""
 
-    json_: Schema | str | None = Field(None, alias="json")
-    regex: str | None = Field(None, min_length=1, max_length=MAX_REGEX)
-    choice: list[Annotated[str, Field(min_length=1)]] | None = Field(None, min_length=1, max_length=MAX_CHOICES)
-    json_object: bool | None = None
+    json_: Schema | str | None = Field(None, alias="json", description="A JSON Schema, or its text.")
+    regex: str | None = Field(None, min_length=1, max_length=MAX_REGEX, description="A regular expression.")
+    choice: list[Annotated[str, Field(min_length=1)]] | None = Field(
+        None, min_length=1, max_length=MAX_CHOICES, description="The possible answers."
+    )
+    json_object: bool | None = Field(None, description="Any JSON object.")
 
 
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
@@ -81,11 +82,7 @@ def schema_text(schema: Any, param: str) -> str:
     """A schema as text; ``True`` and a missing one stand for any JSON. Raises InvalidRequest."""
     if isinstance(schema, str):
         try:
-            text = schema.encode()
-            strict_json.check_size(text)
-            schema = msgspec.json.decode(text)
-        except strict_json.JSONTooLarge as error:
-            raise TooLarge(f"{param}: {error}", param=param) from error
+            schema = msgspec.json.decode(schema)
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             raise InvalidRequest(f"{param}: not valid JSON: {error}", param=param) from error
     if schema is None or schema is True:

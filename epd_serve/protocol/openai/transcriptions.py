@@ -1,127 +1,119 @@
-"""Body of ``POST /v1/audio/transcriptions``, checked field by field, and the chat that it asks for.
-
-Models that take sounds answer chats: the file is the chat's one item, behind it stands an instruction.
-"""
+"""``POST /v1/audio/transcriptions`` as a chat: the file, and an instruction to write down its speech."""
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, ValidationError
+import msgspec
+from pydantic import ConfigDict, Field, ValidationError
 
 from epd_serve.errors import InvalidRequest
 from epd_serve.protocol.openai.fields import RequestModel, explain
-from epd_serve.protocol.openai.generation import ChatCompletionRequest, StreamOptions
+from epd_serve.protocol.openai.generation import ChatCompletionRequest
 from epd_serve.protocol.openai.messages import MediaSource
 
-_INSTRUCTION = "Transcribe what is said. Answer with the transcript alone."
-
-
-def _from_text(value: Any) -> Any:
-    """A form's text as the number or truth value that it is."""
-    if value in ("true", "false"):
-        return value == "true"
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return value
+_NAME = re.compile(rb'[;\s]name=(?:"([^"]*)"|([^\s;"]+))', re.IGNORECASE)
 
 
 class TranscriptionRequest(RequestModel):
-    """Body of ``POST /v1/audio/transcriptions``, a form. ``language`` is a code as "en", or a name; the transcript
-    goes on behind ``prompt``."""
+    """Body of ``POST /v1/audio/transcriptions``, a form."""
 
-    file: bytes
-    model: str | None = None
-    language: str | None = Field(None, min_length=1, max_length=40, pattern=r"^[\w -]+$")
-    prompt: str | None = Field(None, max_length=1 << 16)
-    response_format: Literal["json", "text"] = "json"
-    temperature: Annotated[float | None, BeforeValidator(_from_text)] = Field(None, ge=0, le=2)
-    stream: Annotated[bool | None, BeforeValidator(_from_text)] = None
+    model_config = ConfigDict(strict=False)
 
-    @classmethod
-    def parse(cls, body: bytes | bytearray) -> TranscriptionCall:
-        """Raises InvalidRequest with ``param`` set."""
-        fields: dict[str, Any] = {}
-        for name, value in read_form(body).items():
-            try:
-                fields[name] = value if name == "file" else value.decode()
-            except UnicodeDecodeError as error:
-                raise InvalidRequest(f"{name[:100]}: the text is not UTF-8", param=name[:100]) from error
-        try:
-            asked = cls.model_validate(fields)
-        except ValidationError as error:
-            raise explain(error, cls) from error
-        return TranscriptionCall.of(asked)
-
-    @property
-    def instruction(self) -> str:
-        """The text behind the item."""
-        words = [_INSTRUCTION]
-        if self.language is not None:
-            words.append(f"The language is {self.language}.")
-        if self.prompt:
-            words.append(f"It goes on behind this text: {self.prompt}")
-        return " ".join(words)
+    file: bytes = Field(description="The sound.")
+    model: str | None = Field(None, description="Name of the model; the only one that is served, if absent.")
+    language: str | None = Field(
+        None, min_length=1, max_length=40, pattern=r"^[\w -]+$", description="A code such as en, or a name."
+    )
+    prompt: str | None = Field(None, max_length=1 << 16, description="Text that the transcript continues.")
+    response_format: Literal["json", "text"] = Field("json", description="Form of the answer.")
+    temperature: float | None = Field(None, ge=0, le=2, description="0 takes the likeliest token; default 0.")
+    stream: bool | None = Field(None, description="Send the transcript as server-sent events.")
 
 
 class TranscriptionCall(ChatCompletionRequest):
-    """The chat of a :class:`TranscriptionRequest`, which it keeps as ``asked``."""
+    """The chat of a :class:`TranscriptionRequest`."""
 
     asked: TranscriptionRequest
 
     @classmethod
-    def of(cls, asked: TranscriptionRequest) -> Self:
-        item = {"type": "audio_url", "audio_url": {"url": "data:"}}
-        content = [item, {"type": "text", "text": asked.instruction}]
-        request = cls.model_validate(
-            {
-                "asked": asked,
-                "model": asked.model,
-                "messages": [{"role": "user", "content": content}],
-                "temperature": asked.temperature or 0.0,
-                "stream": asked.stream,
-                "stream_options": StreamOptions(include_usage=True) if asked.stream else None,
-            }
-        )
-        request._check()
-        return request
+    def parse(cls, body: bytes | bytearray) -> Self:
+        """Raises InvalidRequest with ``param`` set."""
+        try:
+            asked = TranscriptionRequest.model_validate(read_form(body))
+        except ValidationError as error:
+            raise explain(error, TranscriptionRequest) from error
+        words = ["Transcribe what is said. Answer with the transcript alone."]
+        words += [f"The language is {asked.language}."] if asked.language else []
+        words += [f"It goes on behind this text: {asked.prompt}"] if asked.prompt else []
+        sound = {"type": "audio_url", "audio_url": {"url": "data:"}}
+        content = [sound, {"type": "text", "text": " ".join(words)}]
+        fields = {
+            "asked": asked,
+            "model": asked.model,
+            "messages": [{"role": "user", "content": content}],
+            "temperature": asked.temperature or 0.0,
+            "stream": asked.stream,
+            "stream_options": {"include_usage": True} if asked.stream else None,
+        }
+        return cls.model_validate(fields)
 
     def media(self) -> list[MediaSource]:
         return [MediaSource(url="data:", param="file", modality="audio", raw=self.asked.file)]
 
+    def translation(self, **_: Any) -> Transcript:
+        return Transcript(is_text=self.asked.response_format == "text")
 
-_MAX_PARTS = 32
-_MAX_HEAD = 4096
-_NAME = re.compile(rb'[;\s]name=(?:"([^"]*)"|([^\s;"]+))', re.IGNORECASE)
+
+class Transcript:
+    """Makes the transcript, or its events, of a chat's answer."""
+
+    def __init__(self, *, is_text: bool) -> None:
+        self._is_text = is_text
+        self.content_type = b"text/plain; charset=utf-8" if is_text else b"application/json"
+        self._text = ""
+        self._usage: dict[str, Any] = {}
+
+    def whole(self, answer: bytes) -> bytes:
+        """Return the answer to a chat.completion."""
+        body = msgspec.json.decode(answer)
+        text = body["choices"][0]["message"]["content"] or ""
+        return (
+            f"{text}\n".encode() if self._is_text else msgspec.json.encode({"text": text, **_usage(body["usage"])})
+        )
+
+    def events(self, data: bytes) -> bytes:
+        """Return the event of a chat.completion.chunk, an error, or the end of the answer ("[DONE]")."""
+        chunk = {} if data == b"[DONE]" else msgspec.json.decode(data)
+        if chunk.get("usage"):
+            self._usage = _usage(chunk["usage"])
+        delta = "".join(choice["delta"].get("content") or "" for choice in chunk.get("choices", ()))
+        self._text += delta
+        if not chunk:
+            chunk = {"type": "transcript.text.done", "text": self._text, **self._usage}
+        elif delta:
+            chunk = {"type": "transcript.text.delta", "delta": delta}
+        elif "error" not in chunk:
+            return b""
+        return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+
+
+def _usage(usage: dict[str, Any]) -> dict[str, Any]:
+    counts = {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]}
+    return {"usage": {"type": "tokens", **counts, "total_tokens": usage["total_tokens"]}}
 
 
 def read_form(body: bytes | bytearray) -> dict[str, bytes]:
-    """The fields by name; of a file its content. The boundary is the body's first line.
-
-    Raises InvalidRequest for a body that is no form, is cut off, or has a field twice.
-    """
-    boundary = bytes(body[: body.find(b"\r\n", 0, 256)]) if body[:2] == b"--" else b""
-    if not 2 < len(boundary) <= 72:
-        raise InvalidRequest("the body must be multipart/form-data with a field 'file'", code="invalid_form")
+    """Return the fields of a multipart form by name. Raises InvalidRequest for a broken form."""
+    boundary = b"\r\n" + bytes(body[: max(0, body.find(b"\r\n", 0, 256))])
     fields: dict[str, bytes] = {}
-    position = len(boundary) + 2
-    while True:
-        end = body.find(b"\r\n" + boundary, position)
-        split = body.find(b"\r\n\r\n", position, position + _MAX_HEAD)
-        if end < 0 or split < 0 or split > end or len(fields) == _MAX_PARTS:
-            raise InvalidRequest("the form is cut off, or broken", code="invalid_form")
-        found = _NAME.search(body, position, split)
-        if found is None:
-            raise InvalidRequest("a part of the form has no name", code="invalid_form")
-        name = (found[1] or found[2] or b"").decode("utf-8", "replace")
-        if name in fields:
-            raise InvalidRequest(f"the form has the field {name[:100]!r} twice", param=name[:100])
-        fields[name] = bytes(body[split + 4 : end])
-        position = end + 2 + len(boundary)
-        if body[position : position + 2] == b"--":
+    for part in (b"\r\n" + body).split(boundary)[1:] if boundary.startswith(b"\r\n--") else ():
+        if part.startswith(b"--"):
             return fields
-        if body[position : position + 2] != b"\r\n":
-            raise InvalidRequest("the form is cut off, or broken", code="invalid_form")
-        position += 2
+        head, _, content = part.partition(b"\r\n\r\n")
+        name = _NAME.search(head)
+        if name is None:
+            break
+        fields[(name[1] or name[2]).decode("utf-8", "replace")] = content
+    raise InvalidRequest("the body must be multipart/form-data with a field 'file'", code="invalid_form")

@@ -405,8 +405,6 @@ class StagingPool:
         Raises TransferError where there is no room within ``timeout_s``, or ever.
         """
         if nbytes > self.nbytes:
-            raise TransferError(
-                f"{nbytes} bytes do not fit a staging pool of {self.nbytes}; raise mooncake.staging_bytes"
-            )
+            raise TransferError(f"{nbytes} bytes do not fit a staging pool of {self.nbytes}")
         with self._bytes.lend(nbytes, timeout_s) as start:
             yield Staged(self.address + start, self._slab.buffer[start : start + nbytes])

@@ -1,101 +1,19 @@
-"""The orders in which waiting sequences are admitted, and turns among keys, requests and choices.
+"""The orders in which waiting sequences are admitted.
 
-The order in which waiting sequences are admitted is a pure function of the queue and the time that returns a
-permutation of ``waiting``. Preempted sequences come first in all of them, oldest first: clients have seen the
-beginning of their answers. Among equals the order of the queue stays.
+An order is a pure function of the queue and the time that returns a permutation of ``waiting``. Among equals the
+order of the queue stays.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as AbstractSequence
-from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter, itemgetter
-from typing import Any
 
 from epd_serve.cache.block_pool import BlockPool
 from epd_serve.sched.schedule import Budget
 from epd_serve.sched.sequence import Sequence
 from epd_serve.sched.step_cost import StepCost
-
-
-@dataclass(frozen=True, slots=True)
-class Asker:
-    """Who a sequence is computed for.
-
-    Attributes:
-        key: stands for the API key, opaque; "" where there are none.
-        request_id: of the client's request, which may be several here.
-        priority: as in vLLM, a lower number is more urgent.
-    """
-
-    key: str = ""
-    request_id: str = ""
-    priority: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """A sequence's claim to a place among those that decode.
-
-    Attributes:
-        age: the smaller, the older.
-        num_tokens: that it reads when it decodes.
-        item: the sequence; None for one that is still to come.
-    """
-
-    asker: Asker
-    age: tuple[float, int]
-    num_tokens: int
-    item: Any = None
-
-
-def in_turn(claims: Iterable[Claim]) -> list[Claim]:
-    """The keys take turns, the requests of a key, and the choices of a request, each the oldest first.
-
-    So each key has as many of the first places as any other that could use more, and so has each request of a key.
-    """
-    of_requests = _numbered(sorted(claims, key=attrgetter("age")), attrgetter("asker.key", "asker.request_id"))
-    return _numbered(of_requests, attrgetter("asker.key"))
-
-
-def _numbered(claims: list[Claim], party: Callable[[Claim], Any]) -> list[Claim]:
-    """Each party's first, then each party's second ..."""
-    counts: Counter[Any] = Counter()
-    numbered = []
-    for claim in claims:
-        number = counts[party(claim)] = counts[party(claim)] + 1
-        numbered.append((number, claim))
-    return [claim for _, claim in sorted(numbered, key=itemgetter(0))]
-
-
-ANYBODY = Asker()
-
-
-def asker_of(sequence: Sequence) -> Asker:
-    sampling = sequence.sampling
-    return Asker(sampling.key, sampling.group or sequence.request_id, sampling.priority)
-
-
-def claim_of(sequence: Sequence) -> Claim:
-    return Claim(asker_of(sequence), (sequence.arrival_s, sequence.index), sequence.num_tokens, sequence)
-
-
-def has_each_a_turn(sequences: AbstractSequence[Sequence]) -> bool:
-    """Whether all are of one key and each of a request of its own: in turn is by age then."""
-    if len({s.sampling.key for s in sequences}) > 1:
-        return False
-    return len({s.sampling.group or s.request_id for s in sequences}) == len(sequences)
-
-
-def sequences_in_turn(sequences: AbstractSequence[Sequence]) -> list[Sequence]:
-    """See :func:`in_turn`."""
-    if has_each_a_turn(sequences):
-        return sorted(sequences, key=attrgetter("arrival_s", "index"))
-    return [claim.item for claim in in_turn(map(claim_of, sequences))]
-
 
 #: The waiting sequences in the order in which they are to be admitted, at a time (monotonic seconds). Pure.
 Order = Callable[[AbstractSequence[Sequence], float], list[Sequence]]

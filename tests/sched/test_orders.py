@@ -5,8 +5,8 @@ from functools import partial
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from epd_serve.sched.orders import PATIENCE, Order, fcfs, sjf, slack
 from epd_serve.sched.sequence import Sequence
-from epd_serve.sched.turns import PATIENCE, Order, fcfs, sjf, slack
 from epd_serve.types import SamplingParams
 
 TTFT_S = 2.0

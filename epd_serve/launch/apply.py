@@ -1,0 +1,355 @@
+"""``epd-serve apply``: changes a deployment while it serves, by starts, role switches and stops.
+
+The gateway's admin API carries out switches and stops. A change of the gateway's own options starts another
+gateway on the same listening socket; the old one ends after its last stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from epd_serve.config import DeploymentConfig, change_config
+from epd_serve.config.role_files import write_role_settings
+from epd_serve.config.vllm import connectors
+from epd_serve.launch.commands import check_mps
+from epd_serve.launch.deployment_record import DeploymentRecord, Prepared, resolved
+from epd_serve.launch.processes.ports import Ports, next_port
+from epd_serve.launch.processes.process import ProcessDied, ProcessSpec, ProcessState
+from epd_serve.launch.processes.supervisor import Supervisor
+from epd_serve.protocol.addresses import is_loopback
+from epd_serve.rpc.admin import AdminClient, AdminRefused, AdminUnreachable
+from epd_serve.topology.change import Part, Step, StepKind, plan_change
+
+logger = logging.getLogger(__name__)
+
+#: Limit of one step: weights of any size may have to be read from a disk.
+_STEP_S = 600.0
+#: Answers that run at an instance may end there for this long, then they continue at other instances.
+_PATIENCE_S = 1.0
+_AGAIN_S = 0.1
+#: The gateway is starting again, or the instance is on its way to another role.
+_PASSING = frozenset({409, 429, 502, 503})
+#: Values of these options are never shown.
+_SECRETS = frozenset({"api_key", "cluster_key", "key", "hash"})
+#: Options that a running deployment can change. A prefix ends with a dot.
+_CHANGEABLE = ("topology", "devices", "roles", "instances.", "slo.", "gateway.")
+_FIXED = ("instances.host", "gateway.host", "gateway.port", "gateway.admin.")
+#: Options that the gateway takes from its instances, so that it stays when they change.
+_OF_INSTANCES = ("topology", "devices", "roles", "instances.")
+
+
+class ApplyStopped(ValueError):
+    """A step failed. The steps before it stay, the deployment serves, and another apply continues from there."""
+
+
+def changed_options(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (option, line) for each option that differs, as in ``gateway.max_queue: 4096 -> 10``.
+
+    ``old`` and ``new`` are deployments as ``model_dump(mode="json")`` has them.
+    """
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in old | new:
+            yield from changed_options(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+    elif old != new:
+        yield path, f"{path}: {_shown(path, old)} -> {_shown(path, new)}"
+
+
+def _shown(path: str, value: Any) -> str:
+    if path == "gateway.api_keys":
+        return ", ".join(key["name"] for key in value or ()) or "none"
+    if _SECRETS & {*path.split(".")}:
+        return "none" if value is None else "a secret"
+    return json.dumps(value)
+
+
+def check_open_api(old: DeploymentConfig, new: DeploymentConfig) -> tuple[str, ...]:
+    """Return a warning where the new deployment no longer asks for an API key.
+
+    Raises ValueError where the gateway listens beyond the loopback interface.
+    """
+    if not old.gateway.needs_key or new.gateway.needs_key:
+        return ()
+    where = f"{old.gateway.host} port {old.gateway.port}"
+    if not is_loopback(old.gateway.host):
+        raise ValueError(
+            f"the file has no API key, and the API at {where} would be open to everybody who reaches it: add "
+            "gateway.api_keys; to open the API, stop the deployment and start it from the file"
+        )
+    return (f"THE API BECOMES OPEN: the file has no API key; every user of this machine reaches {where}",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The change from the running deployment to another one.
+
+    Attributes:
+        lines: changed options and warnings, for people.
+        to_start: the instances of the starting steps, by name.
+        replaces_gateway: whether an option of the gateway itself changes.
+    """
+
+    config: DeploymentConfig
+    lines: tuple[str, ...]
+    steps: tuple[Step, ...]
+    to_start: Mapping[str, Prepared]
+    replaces_gateway: bool
+
+    def shown(self) -> list[str]:
+        gateway = ["replace gateway"] if self.replaces_gateway else []
+        return [*self.lines, *map(str, self.steps), *gateway] or ["nothing has to change"]
+
+
+class Applier:
+    """Carries out one change of a local deployment at a time.
+
+    Args:
+        admin: socket of the gateway's admin API.
+        gateway_spec: returns the process of the next gateway, with a socket of its own.
+    """
+
+    def __init__(
+        self,
+        record: DeploymentRecord,
+        supervisor: Supervisor,
+        admin: Path,
+        gateway_spec: Callable[[], ProcessSpec],
+    ) -> None:
+        self._record = record
+        self._supervisor = supervisor
+        self._admin = AdminClient(admin)
+        self._gateway_spec = gateway_spec
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def config(self) -> DeploymentConfig:
+        """The deployment that was started, or applied last."""
+        return self._record.config
+
+    def plan(self, config: DeploymentConfig) -> Plan:
+        """Plan the change to ``config``. Raises ValueError for a change that is impossible."""
+        record = self._record
+        if any(not one.ready.is_set() and one.num_restarts == 0 for one in self._supervisor.processes):
+            raise ValueError("the deployment is still starting; wait until it is ready")
+        old = record.config
+        address: dict[str, Any] = {"gateway": {"host": old.gateway.host, "port": old.gateway.port}}
+        if config.engine == "auto":
+            address["engine"] = old.engine
+        lines: list[str] = []
+        if (config.gateway.host, config.gateway.port) != (old.gateway.host, old.gateway.port):
+            lines.append(f"the gateway stays at {old.gateway.host} port {record.ports.gateway}")
+        config = resolved(change_config(config, address))
+        changes = dict(changed_options(old.model_dump(mode="json"), config.model_dump(mode="json")))
+        other = [path for path in changes if not path.startswith(_CHANGEABLE) or path.startswith(_FIXED)]
+        if other:
+            raise ValueError(
+                f"a change of {', '.join(other)} needs another start: stop the deployment and start it anew"
+            )
+        lines += [*check_open_api(old, config), *changes.values()]
+        before, after = (connectors(one.placement(), one.vllm) for one in (old, config))
+        if config.engine == "vllm" and before != after:
+            raise ValueError(
+                f"the instances hand on features by {before[0]} and KV by {before[1]}; the file's would do it by "
+                f"{after[0]} and {after[1]}: stop the deployment and start it from the file"
+            )
+        record.look()
+        placement = config.placement()
+        check_mps(config, record.environment, placement)
+        prepared = record.prepare(config, placement, replace(record.ports, instances=(1,) * len(placement)))
+        running, wanted = ([_part(one) for one in some] for some in (record.live.values(), prepared))
+        change = plan_change(running, wanted)
+        started = {step.name for step in change.steps if step.kind is StepKind.START}
+        return Plan(
+            config=config,
+            lines=tuple(lines),
+            steps=change.steps,
+            to_start=self._named(config, change.names, started) if started else {},
+            replaces_gateway=any(not path.startswith(_OF_INSTANCES) for path in changes),
+        )
+
+    def _named(
+        self, config: DeploymentConfig, names: tuple[str, ...], started: set[str]
+    ) -> Mapping[str, Prepared]:
+        """Prepare the instances of ``config`` again, with names, ports and numbers that none of the others has."""
+        record = self._record
+        ports = {one.options.port for one in record.live.values()} | {record.ports.gateway}
+        numbers = {one.placement.index for one in record.live.values()}
+        placement, own_ports = [], []
+        renamed = {one.name: name for one, name in zip(config.placement(), names, strict=True)}
+        for one in config.placement():
+            name = renamed[one.name]
+            shared = tuple(renamed[other] for other in one.shares_device_with)
+            if name in started:
+                port, index = next_port(config, ports, name), next(n for n in range(1 << 16) if n not in numbers)
+                ports.add(port)
+                numbers.add(index)
+            else:
+                port, index = record.live[name].options.port, record.live[name].placement.index
+            placement.append(replace(one, name=name, shares_device_with=shared, index=index))
+            own_ports.append(port)
+        prepared = record.prepare(
+            config, placement, Ports(gateway=record.ports.gateway, instances=tuple(own_ports))
+        )
+        return {one.options.name: one for one in prepared if one.options.name in started}
+
+    async def apply(self, config: DeploymentConfig, say: Callable[[str], None] = lambda text: None) -> None:
+        """Return when the deployment is as ``config`` describes it; ``say`` is called with each line and step.
+
+        Raises ValueError for a change that is impossible, also while another change is under way, and ApplyStopped
+        where a step failed.
+        """
+        if self._task is not None and not self._task.done():
+            raise ValueError("another apply is under way; wait for its end")
+        self._task = asyncio.create_task(self._apply(config, say))
+        await asyncio.shield(self._task)  # a caller that leaves stops no change midway
+
+    async def close(self) -> None:
+        """Give up the change under way: the deployment ends."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _apply(self, config: DeploymentConfig, say: Callable[[str], None]) -> None:
+        plan = self.plan(config)
+        for line in plan.lines:
+            say(line)
+        record = self._record
+        old, record.config = record.config, plan.config
+        write_role_settings(record.directory, plan.config)
+        doing: Step | str = ""
+        try:
+            for number, doing in enumerate(plan.steps, start=1):
+                say(f"step {number} of {len(plan.steps)}: {doing}")
+                async with asyncio.timeout(_STEP_S):
+                    await self._take(doing, plan)
+            if plan.replaces_gateway:
+                doing = "replace gateway"
+                say(doing)
+                record.write_gateway_file()
+                await self._supervisor.replace(self._gateway_spec(), _STEP_S)
+        except (AdminRefused, ProcessDied, TimeoutError, OSError) as error:
+            gateway = {"gateway": old.model_dump(exclude_unset=True).get("gateway", {})}
+            record.config = old if not plan.replaces_gateway else change_config(plan.config, gateway)
+            record.look()
+            now = ", ".join(f"{name} ({one.options.role})" for name, one in record.live.items())
+            raise ApplyStopped(
+                f"{doing} failed: {str(error) or 'it took too long'}\nThe deployment serves on with {now}; "
+                "apply a file again to continue from there"
+            ) from error
+
+    async def _take(self, step: Step, plan: Plan) -> None:
+        record, order = self._record, {"deadline_s": _STEP_S, "patience_s": _PATIENCE_S}
+        if step.kind is StepKind.START:
+            record.add(plan.to_start[step.name])
+            try:
+                await self._supervisor.add(record.spec(step.name), _STEP_S)
+            except BaseException:
+                record.remove(step.name)
+                raise
+            await self._tell_instances()
+            while step.name not in (await self._order("GET", "/ready"))["ready"]:  # noqa: ASYNC110
+                await asyncio.sleep(_AGAIN_S)
+        elif step.kind is StepKind.SWITCH:
+            await self._order("POST", f"/instances/{step.name}/role", order | {"role": str(step.role)})
+            record.look()
+        else:
+            process = next(one for one in self._supervisor.processes if one.spec.name == step.name)
+            if process.state is ProcessState.READY:
+                await self._order("POST", f"/instances/{step.name}/leave", order)
+            record.remove(step.name)
+            await self._tell_instances()
+            await self._supervisor.remove(step.name)
+
+    async def _tell_instances(self) -> None:
+        """Tell the gateway which instances there are; one that starts again reads the file."""
+        record = self._record
+        record.write_gateway_file()
+        instances = {
+            name: {"url": record.spec(name).url, "role": str(one.options.role)}
+            for name, one in record.live.items()
+        }
+        await self._order("PUT", "/instances", {"topology": str(record.config.topology), "instances": instances})
+
+    async def _order(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        """Return the gateway's answer; an order is repeated while what is in its way may pass."""
+        while True:
+            try:
+                return await self._admin.ask(method, path, body, _STEP_S)
+            except AdminUnreachable:
+                pass
+            except AdminRefused as refusal:
+                if refusal.status not in _PASSING:
+                    raise
+            await asyncio.sleep(_AGAIN_S)
+
+
+def _part(one: Prepared) -> Part:
+    return Part(
+        name=one.options.name,
+        role=one.options.role,
+        kind=one.kind,
+        settings=one.settings,
+        devices=one.placement.devices,
+        roles=one.roles,
+    )
+
+
+# ---------------------------------------------------------------------- between the command and the launcher
+
+
+async def serve_applies(path: Path, applier: Applier) -> asyncio.Server:
+    """Serve ``epd-serve apply`` at a Unix socket, whose directory its user alone can enter: lines of JSON."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        def say(text: str, **more: Any) -> None:
+            writer.write(json.dumps({"say": text, **more}).encode() + b"\n")
+
+        try:
+            request = json.loads(await reader.readline())
+            config = DeploymentConfig.model_validate(
+                request["config"] or applier.config.model_dump(exclude_unset=True)
+            )
+            config = change_config(config, request["changes"])
+            if request["dry_run"]:
+                for line in applier.plan(config).shown():
+                    say(line)
+            else:
+                await applier.apply(config, say)
+            say("", done=True)
+        except (ValueError, LookupError, asyncio.CancelledError) as error:
+            say(str(error) or "the deployment is being stopped", failed=True)
+        finally:
+            with suppress(ConnectionError):
+                await writer.drain()
+            writer.close()
+
+    return await asyncio.start_unix_server(answer, path, limit=1 << 24)
+
+
+async def ask_apply(path: Path, request: Mapping[str, Any], say: Callable[[str], None]) -> None:
+    """Have a launcher apply ``request``: ``config`` (None: the running one), ``changes``, ``dry_run``.
+
+    Raises ValueError with its reason for a refusal, and where it ends.
+    """
+    try:
+        reader, writer = await asyncio.open_unix_connection(path, limit=1 << 24)
+    except OSError as error:
+        raise ValueError(f"nothing answers at {path} ({error})") from error
+    writer.write(json.dumps(request).encode() + b"\n")
+    try:
+        while line := await reader.readline():
+            news = json.loads(line)
+            if news.get("done"):
+                return
+            if news.get("failed"):
+                raise ValueError(news["say"])
+            say(news["say"])
+        raise ValueError("the deployment has ended")
+    finally:
+        writer.close()

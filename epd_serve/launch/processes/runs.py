@@ -1,0 +1,181 @@
+"""The runs of this user's deployments: a directory each, with its logs and with where its launcher is found."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+TAIL_LINES = 20
+#: Runs whose logs are kept.
+NUM_KEPT = 10
+_RUN_FILE = "run.json"
+#: Bytes of a log that are read at once.
+_MOST_BYTES = 1 << 20
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of a deployment.
+
+    Attributes:
+        address: ``HOST:PORT`` of its gateway.
+        pid: of its launcher.
+        sockets: directory of its sockets, and of the files that its processes share.
+        file: its deployment file, with its whole path; None: it was started without one.
+    """
+
+    address: str
+    pid: int
+    sockets: str
+    file: str | None = None
+
+    @property
+    def control(self) -> Path:
+        """The launcher's socket (launch/apply.py)."""
+        return Path(self.sockets) / "control"
+
+    @property
+    def admin(self) -> Path:
+        """The socket of the gateway's admin API; a link to that of the present gateway."""
+        return Path(self.sockets) / "admin"
+
+    def is_called(self, wanted: str) -> bool:
+        """Whether ``wanted`` is its gateway's address or port, or its deployment file."""
+        names = (self.address, self.address.rpartition(":")[2])
+        return wanted in names or (self.file is not None and str(Path(wanted).resolve()) == self.file)
+
+    def __str__(self) -> str:
+        return self.address if self.file is None else f"{self.address} ({Path(self.file).name})"
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """The directory of a run of this process; a lock on it says that the run lasts."""
+
+    path: Path
+    run: Run
+    _lock: int
+
+    @classmethod
+    def make(cls, address: str, file: Path | None) -> RunDirectory:
+        """Make a directory for a run, and remove those of old ones. Raises ValueError where none can be made."""
+        try:
+            log_root().mkdir(parents=True, exist_ok=True, mode=0o700)
+            _prune()
+            stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-"
+            path = Path(tempfile.mkdtemp(prefix=stem, dir=log_root()))
+            run = Run(
+                address=address,
+                pid=os.getpid(),
+                sockets=tempfile.mkdtemp(prefix="epd-serve-"),
+                file=None if file is None else str(file.resolve()),
+            )
+            (path / _RUN_FILE).write_bytes(msgspec.json.encode(run))
+        except OSError as error:
+            raise ValueError(
+                f"logs and sockets of this run have no place ({error}); set EPD_SERVE_LOG_DIR and TMPDIR to "
+                "directories that can be written to"
+            ) from error
+        lock = os.open(path, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return cls(path, run, lock)
+
+    @property
+    def sockets(self) -> Path:
+        return Path(self.run.sockets)
+
+    def close(self, *, keep_logs: bool) -> None:
+        """End the run: its logs may stay."""
+        shutil.rmtree(self.sockets, ignore_errors=True)
+        if not keep_logs:
+            shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def log_root() -> Path:
+    """``EPD_SERVE_LOG_DIR``, or a directory in that for the user's state."""
+    if own := os.environ.get("EPD_SERVE_LOG_DIR"):
+        return Path(own).expanduser()
+    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(state).expanduser() / "epd-serve" / "logs"
+
+
+def all_runs() -> dict[Path, Run]:
+    """The runs whose logs are kept by their directories, the latest first."""
+    files = sorted(log_root().glob(f"*/{_RUN_FILE}"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
+    return {file.parent: msgspec.json.decode(file.read_bytes(), type=Run) for file in files}
+
+
+def running() -> dict[Path, Run]:
+    """The runs that last."""
+    return {directory: run for directory, run in all_runs().items() if _is_running(directory)}
+
+
+def find_run(wanted: str | None, preferred_port: int | None = None) -> tuple[Path, Run]:
+    """Return a run that lasts, and its directory.
+
+    ``wanted`` is its ``HOST:PORT``, its port or the file that it was started from. Without it the only one that
+    runs, of several the one with ``preferred_port``. Raises ValueError where none, or more than one, is meant.
+    """
+    found = running()
+    if not found:
+        raise ValueError("no deployment of this user is running; start one with 'epd-serve up'")
+    names = ", ".join(map(str, found.values()))
+    if wanted is not None or len(found) > 1:
+        chosen = [one for one in found.items() if one[1].is_called(wanted or str(preferred_port))]
+    else:
+        chosen = [*found.items()]
+    if not chosen and wanted is not None:
+        raise ValueError(f"no deployment of this user is called {wanted}; those that run: {names}")
+    if len(chosen) != 1:
+        raise ValueError(f"several deployments are running; choose one by address or port: {names}")
+    return chosen[0]
+
+
+def log_files(directory: Path) -> dict[str, Path]:
+    """The logs of a run by the names of their processes."""
+    return {file.stem: file for file in sorted(directory.glob("*.log"))}
+
+
+def read_log(file: Path, after: int | None) -> tuple[str, int]:
+    """Return the whole lines from the byte ``after`` on, at most 1 MiB of them, and the byte behind them.
+
+    ``after`` None: the last lines. Raises OSError.
+    """
+    with file.open("rb") as stream:
+        size = stream.seek(0, 2)
+        begin = max(0, size - _MOST_BYTES) if after is None else after
+        stream.seek(begin)
+        data = stream.read(_MOST_BYTES)
+    # A line that is being written comes with the next piece, unless it is longer than any.
+    whole = data[: data.rfind(b"\n") + 1] or (data if len(data) == _MOST_BYTES else b"")
+    lines = whole.decode("utf-8", "replace")
+    if after is None:
+        lines = "".join(lines.splitlines(keepends=True)[-TAIL_LINES:])
+    return lines, begin + len(whole)
+
+
+def _is_running(directory: Path) -> bool:
+    lock = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
+def _prune() -> None:
+    """Remove what killed launchers left, and all but the latest logs."""
+    ended = [(directory, run) for directory, run in all_runs().items() if not _is_running(directory)]
+    for number, (directory, run) in enumerate(ended):
+        shutil.rmtree(run.sockets, ignore_errors=True)
+        if number >= NUM_KEPT:
+            shutil.rmtree(directory, ignore_errors=True)

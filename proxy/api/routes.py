@@ -1,0 +1,96 @@
+"""The routes that take a body: FastAPI documents and finds them, the endpoint reads and answers the request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Annotated, Any, cast
+
+from fastapi import FastAPI, Header, Request, Response, Security
+from fastapi.routing import APIRoute
+from fastapi.security import HTTPBearer
+from pydantic import BaseModel
+from starlette.types import ASGIApp
+
+from epd_serve.protocol.openai import answers
+from epd_serve.protocol.openai.generation import ChatCompletionRequest, CompletionRequest
+from epd_serve.protocol.openai.responses import ResponsesRequest
+from epd_serve.protocol.openai.tokenizing import DetokenizeBody, TokenizeBody
+from epd_serve.protocol.openai.transcriptions import TranscriptionRequest
+
+bearer = HTTPBearer(auto_error=False, description="An API key, where the gateway has any.")
+RequestId = Annotated[str | None, Header(alias="x-request-id", description="Returned, and named in logs.")]
+
+_ERRORS = {
+    400: "The request is wrong; `param` names the field.",
+    401: "The API key is missing or wrong.",
+    404: "There is no such model.",
+    413: "The body or a media item is too large.",
+    429: "Too many requests; `Retry-After` says when to try again.",
+    500: "An error inside the gateway.",
+    502: "An instance failed.",
+    503: "No instance can take the request now.",
+    504: "The request took too long.",
+}
+#: Path → (body, answer, summary).
+_ROUTES: dict[str, tuple[type[BaseModel], type[BaseModel], str]] = {
+    "/v1/chat/completions": (ChatCompletionRequest, answers.ChatCompletion, "Answer a chat with text and media"),
+    "/v1/completions": (CompletionRequest, answers.Completion, "Continue prompts"),
+    "/v1/responses": (ResponsesRequest, answers.ResponseAnswer, "Answer in the form of a response"),
+    "/v1/responses/input_tokens": (ResponsesRequest, answers.InputTokens, "Count the tokens of an input"),
+    "/v1/audio/transcriptions": (TranscriptionRequest, answers.Transcript, "Write down speech"),
+    "/tokenize": (TokenizeBody, answers.TokenizeResult, "Return the tokens of a prompt or chat"),
+    "/detokenize": (DetokenizeBody, answers.DetokenizeResult, "Return the text of tokens"),
+}
+
+
+def error_answers(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Return the documentation of error answers; without statuses: of all."""
+    error: dict[str, Any] = {"model": answers.ErrorAnswer}
+    known: dict[int | str, dict[str, Any]] = {"default": {**error, "description": "An error."}}
+    for status in statuses or _ERRORS:
+        known[status] = {**error, "description": _ERRORS[status]}
+    return known
+
+
+def _route_to(endpoint: ASGIApp) -> type[APIRoute]:
+    """Return a class of routes to an ASGI application; the signature of their endpoint is documentation alone."""
+
+    class BodyRoute(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            async def handle(_: Request) -> Response:
+                return cast(Response, endpoint)  # called as a response is
+
+            return handle
+
+    return BodyRoute
+
+
+def add_body_route(app: FastAPI, path: str, endpoint: ASGIApp) -> None:
+    """Route POST requests of a documented path to ``endpoint``."""
+    body, answer, summary = _ROUTES[path]
+
+    def documented(body: Any, x_request_id: RequestId = None) -> None:
+        """Stands for the endpoint in the documentation."""
+
+    extra: dict[str, Any] = {}
+    documented.__annotations__["body"] = body
+    if body is TranscriptionRequest:
+        del documented.__annotations__["body"]
+        form = {"multipart/form-data": {"schema": body.model_json_schema()}}
+        extra["requestBody"] = {"required": True, "content": form}
+    whole: dict[str, Any] = {"model": answer, "description": "The answer"}
+    if "stream" in body.model_fields and answer is not answers.InputTokens:
+        events = {"type": "string", "description": "Server-sent events, with stream: true."}
+        whole["content"] = {"text/event-stream": {"schema": events}}
+    app.router.add_api_route(
+        path,
+        documented,
+        methods=["POST"],
+        route_class_override=_route_to(endpoint),
+        response_model=None,
+        responses={200: whole, **error_answers()},
+        dependencies=[Security(bearer)],
+        openapi_extra=extra,
+        operation_id=path.strip("/").replace("/", "_"),
+        summary=summary,
+    )

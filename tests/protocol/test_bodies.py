@@ -1,0 +1,89 @@
+"""Bodies of requests: JSON, options without effect, and forms."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epd_serve.errors import InvalidRequest
+from epd_serve.protocol.openai.fields import decode_object
+from epd_serve.protocol.openai.generation import ChatCompletionRequest
+from epd_serve.protocol.openai.responses import ResponsesCall
+from epd_serve.protocol.openai.transcriptions import TranscriptionCall, read_form
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b'{"a":', b"\xff{}", b'{"a": 1} x', b'{"a":' * 100_000], ids=lambda body: str(body[:9])
+)
+def test_text_that_is_no_json_object_is_refused(body: bytes) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        decode_object(bytearray(body))
+    assert refused.value.code == "invalid_json"
+
+
+def test_a_byte_order_mark_is_skipped() -> None:
+    assert decode_object(b'\xef\xbb\xbf{"a": 1}') == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("field", "accepted", "refused"),
+    [
+        ("store", False, True),
+        ("functions", [], [{"name": "f"}]),
+        ("modalities", ["text"], ["text", "audio"]),
+        ("best_of", 1, 2),
+        ("suffix", "", "x"),
+        ("service_tier", "auto", "flex"),
+    ],
+)
+def test_an_option_without_effect_may_ask_for_the_default(field: str, accepted: object, refused: object) -> None:
+    for value in (accepted, None):
+        ChatCompletionRequest.parse(json.dumps({**CHAT, field: value}).encode())
+    with pytest.raises(InvalidRequest) as told:
+        ChatCompletionRequest.parse(json.dumps({**CHAT, field: refused}).encode())
+    assert (told.value.code, told.value.param) == ("unsupported_parameter", field)
+
+
+def test_a_part_of_a_response_is_named_by_its_place_in_the_input() -> None:
+    turns = [
+        {"role": "user", "content": "Hi"},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_image", "image_url": "x"}]},
+    ]
+    call = ResponsesCall.parse(json.dumps({"instructions": "Be brief.", "input": turns}).encode())
+    assert [source.param for source in call.media()] == ["input[2].output[0].image_url"]
+
+
+def form(fields: dict[str, bytes]) -> bytes:
+    parts = (
+        b'--xyz\r\nContent-Disposition: form-data; name="%b"; filename="a"\r\n\r\n%b\r\n'
+        % (name.encode(), content)
+        for name, content in fields.items()
+    )
+    return b"".join(parts) + b"--xyz--\r\n"
+
+
+@given(st.dictionaries(st.sampled_from(["file", "model", "prompt"]), st.binary(max_size=99)))
+def test_a_form_round_trips(fields: dict[str, bytes]) -> None:
+    if fields and not any(b"--xyz" in content for content in fields.values()):
+        assert read_form(bytearray(form(fields))) == fields
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{}", b"--b--", b"--xyz", form({"file": b"x"})[:-9], b"--xyz\r\nNothing: here\r\n\r\nx\r\n--xyz--\r\n"],
+)
+def test_a_broken_form_is_refused(body: bytes) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        TranscriptionCall.parse(bytearray(body))
+    assert refused.value.code == "invalid_form"
+
+
+def test_numbers_and_truth_values_of_a_form_are_text() -> None:
+    call = TranscriptionCall.parse(form({"file": b"RIFF", "temperature": b"0.5", "stream": b"true"}))
+    assert (call.temperature, call.stream, call.asked.file) == (0.5, True, b"RIFF")
