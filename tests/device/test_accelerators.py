@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-import chip  # noqa: F401 - makes its device known
+import chip.chip  # noqa: F401 - makes its device known
 import pytest
 import torch
 from attention_contract import (

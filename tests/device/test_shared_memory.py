@@ -20,7 +20,7 @@ from device.registry import get_device
 
 DEVICE = "chip:0"
 OWNER = """
-import sys, chip
+import sys, chip.chip
 from device.registry import get_device
 device = get_device(sys.argv[1])
 memory, handle = device.share_memory(8)

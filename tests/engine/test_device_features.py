@@ -25,7 +25,7 @@ from epd_serve.transfer.transport import NotMapped, PeerGone, TransferError
 
 DEVICE = get_device(CHIP)
 ENCODER = f"""
-import asyncio, chip, sys, torch
+import asyncio, chip.chip, sys, torch
 from device.registry import get_device
 from epd_serve.engine.device_features import SLOT_BYTES, DeviceFeatureStore
 from epd_serve.protocol import wire

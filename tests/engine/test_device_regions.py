@@ -41,7 +41,7 @@ pytestmark = needs_mooncake
 DEVICE = get_device(CHIP)
 LAYOUT = wire.KVLayout(num_layers=3, num_kv_heads=4, head_dim=2, block_size=2, dtype="float32", model="m")
 ENCODER = f"""
-import asyncio, chip, sys, torch
+import asyncio, chip.chip, sys, torch
 from device.registry import get_device
 from epd_serve.engine.device_features import SLOT_BYTES, DeviceFeatureStore
 from epd_serve.protocol import wire

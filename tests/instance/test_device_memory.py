@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import chip  # noqa: F401 - makes its device known
+import chip.chip  # noqa: F401 - makes its device known
 import pytest
 import tiny_models
 

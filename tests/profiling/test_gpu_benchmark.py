@@ -53,10 +53,3 @@ def test_what_a_part_measured_before_its_time_limit_is_kept(tmp_path: Path) -> N
     code, parts = run(tmp_path, "--device", "cpu", "--only", "startup", "sampling", "--limit", "0.01")
     assert code == 1
     assert {part["ended"] for part in parts.values()} <= {"time limit of 0 s", "time limit of 1 s"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", ["engine", "handoff", "colocation", "attention", "sampling"])
-def test_a_part_runs_on_an_emulated_device(part: str, tmp_path: Path) -> None:
-    code, parts = run(tmp_path, "--device", "emulated:h200:0", "--only", part, "--limit", "10")
-    assert (code, parts[part]["ended"]) == (0, "done"), parts

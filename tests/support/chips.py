@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import chip  # noqa: F401 - makes its device known
+import chip.chip  # noqa: F401 - makes its device known
 import pytest
 
 from device.registry import get_device

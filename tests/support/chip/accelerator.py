@@ -11,10 +11,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
 import torch
+from chip.chip import CAPABILITY, TYPE, Chip, Event, Stream, record_apart, recorded
+from chip.tensors import ChipTensor, add_chip, mapped_memory, pin, pinned, share_memory, unknown
 from torch import Tensor
 
-from chip.chip import TYPE, Chip, Event, Stream, record_apart, recorded
-from chip.tensors import ChipTensor, add_chip, mapped_memory, pin, pinned, share_memory, unknown
 from device import base, host
 from device.base import (
     AttentionPlan,
@@ -26,7 +26,6 @@ from device.base import (
 )
 from device.ops.plain import PlainOps
 from device.shares import check_share
-from device.transport import TransportCapability
 
 #: Of each chip.
 MEMORY_BYTES = 24_000_000_000
@@ -180,7 +179,7 @@ class ChipDevice:
     type = TYPE
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
     cores: int | None = None
-    transport = TransportCapability(mooncake_protocols=("tcp", "rdma"), device_protocols=("tcp", "rdma"))
+    transport = CAPABILITY
     has_streams = True
     partition = Partition(strength=PartitionStrength.COOPERATIVE, mechanisms=("memory fraction",))
     description = "a chip of tests"

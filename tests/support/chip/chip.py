@@ -17,8 +17,12 @@ import torch
 
 from device import base
 from device.base import DeviceLost
+from device.registry import BACKENDS
+from device.transport import TRANSPORTS, TransportCapability
 
 TYPE = "chip"
+CAPABILITY = TransportCapability(mooncake_protocols=("tcp", "rdma"), device_protocols=("tcp", "rdma"))
+BACKENDS[TYPE], TRANSPORTS[TYPE] = "chip.accelerator", CAPABILITY
 _LOCAL = threading.local()
 
 
