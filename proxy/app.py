@@ -48,7 +48,7 @@ from proxy.media.loader import MediaLoader
 from proxy.media.probe import MediaProbe
 from proxy.observe.metrics import GatewayMetrics
 from proxy.observe.observer import Observer
-from proxy.settings import Current, GatewaySettings
+from proxy.settings import GatewaySettings
 
 logger = logging.getLogger(__name__)
 
@@ -68,20 +68,20 @@ def create_app(
     ``app.state.admin_url`` its admin plane, where it has one. Connections and polling live as long as the
     application's lifespan; should polling end before, ``app.state.give_up`` is called, which its server sets.
     """
-    config, gateway, current = settings.config, settings.gateway, Current(settings)
+    config, gateway = settings.config, settings.gateway
     engine = "vllm" if config.engine == "vllm" else "native"
     table = InstanceTable(instances)
     metrics = GatewayMetrics()
-    admission = new_admission(current, metrics)
+    admission = new_admission(settings, metrics)
     connections = NativeConnections(settings.cluster_key, settings.tls)
     connect = connector(connections, vllm_targets(config) if engine == "vllm" else None, switch_dir)
     calls: dict[str, StageCalls] = {name: connect(name, url) for name, url in instances}
-    fetcher = MediaFetcher(current)
+    fetcher = MediaFetcher(settings)
     observer = Observer(config, metrics)
     served_requests = ServedRequests()
     if config.elastic.enabled:
         observer.subscribe(served_requests.put)
-    monitor = Monitor(table, calls, current)
+    monitor = Monitor(table, calls, settings)
     dispatcher = Dispatcher(
         Instances(
             table=table,
@@ -89,12 +89,12 @@ def create_app(
             router=router or router_of(gateway.routing),
             monitor=monitor,
             metrics=metrics,
-            settings=current,
+            settings=settings,
         )
     )
     switches = Switches(table, calls)
-    probe = MediaProbe(current)
-    loader = MediaLoader(current, fetcher, probe)
+    probe = MediaProbe(settings)
+    loader = MediaLoader(settings, fetcher, probe)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -147,7 +147,7 @@ def create_app(
         "loader": loader,
         "observer": observer,
         "admission": admission,
-        "settings": current,
+        "settings": settings,
     }
     for path, endpoint in endpoints(dispatcher, calls, shared, for_vllm=engine == "vllm"):
         add_body_route(app, path, endpoint)
@@ -160,7 +160,7 @@ def create_app(
     app.include_router(health_router(table, metrics, monitor))
     app.include_router(home_router(table, admission.authenticator, dashboard=gateway.dashboard))
     if gateway.dashboard:
-        app.include_router(dashboard_router(table, observer, admission, current, members))
+        app.include_router(dashboard_router(table, observer, admission, settings, members))
     install_cors(app, gateway.cors)
     if settings.is_local and not gateway.needs_key:
         app.add_middleware(LocalGuard)

@@ -120,12 +120,3 @@ class GatewaySettings:
             return 0.0
         replaced_s = _START_MARGIN * (HANG_TIMEOUT_S + start_s) + _PAUSE_S
         return min(self.gateway.request_timeout_s, replaced_s)
-
-
-class Current:
-    """Holds the settings of now. The parts of a gateway read them here at each use, and keep none."""
-
-    __slots__ = ("now",)
-
-    def __init__(self, now: GatewaySettings) -> None:
-        self.now = now

@@ -13,7 +13,7 @@ from epd_serve.errors import Overloaded
 from proxy.admission.keys import Authenticator, Client
 from proxy.admission.queue import AdmissionQueue, Ticket
 from proxy.observe.metrics import GatewayMetrics
-from proxy.settings import Current, GatewaySettings
+from proxy.settings import GatewaySettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class AdmissionControl:
 
     authenticator: Authenticator
     queue: AdmissionQueue
-    settings: Current
+    settings: GatewaySettings
     metrics: GatewayMetrics
 
     def enter(self, authorization: str | bytes | None) -> Visit:
@@ -78,7 +78,7 @@ class Visit(msgspec.Struct, eq=False):
             if ticket.admitted is None:
                 return False
             began_s = time.monotonic()
-            limit_s = admission.settings.now.gateway.queue_timeout_s
+            limit_s = admission.settings.gateway.queue_timeout_s
             try:
                 async with asyncio.timeout(limit_s):
                     await ticket.admitted
@@ -103,13 +103,13 @@ class Visit(msgspec.Struct, eq=False):
             self._admission.queue.leave(self._ticket)
 
 
-def new_admission(current: Current, metrics: GatewayMetrics) -> AdmissionControl:
+def new_admission(settings: GatewaySettings, metrics: GatewayMetrics) -> AdmissionControl:
     """Return admission by the gateway's settings; ``metrics`` show what it does."""
-    gateway = current.now.gateway
+    gateway = settings.gateway
     queue = AdmissionQueue(gateway.max_in_flight, gateway.max_queue)
     metrics.watch_admission(lambda: queue.num_running, lambda: queue.num_waiting)
-    authenticator = Authenticator(key_holders(current.now))
-    return AdmissionControl(authenticator=authenticator, queue=queue, settings=current, metrics=metrics)
+    authenticator = Authenticator(key_holders(settings))
+    return AdmissionControl(authenticator=authenticator, queue=queue, settings=settings, metrics=metrics)
 
 
 def key_holders(settings: GatewaySettings) -> list[tuple[str, Client]]:

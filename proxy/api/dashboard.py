@@ -30,7 +30,7 @@ from proxy.observe.figures import RANGES_S
 from proxy.observe.metrics import kv_usage, pending_s
 from proxy.observe.observer import Observer
 from proxy.observe.record import RequestRecord
-from proxy.settings import Current
+from proxy.settings import GatewaySettings
 
 _PAGE = Path(__file__).with_name("dashboard.html")
 
@@ -49,7 +49,11 @@ def page() -> tuple[str, str]:
 
 
 def dashboard_router(
-    table: InstanceTable, observer: Observer, admission: AdmissionControl, settings: Current, members: Members
+    table: InstanceTable,
+    observer: Observer,
+    admission: AdmissionControl,
+    settings: GatewaySettings,
+    members: Members,
 ) -> APIRouter:
     """The page is open to all and shows nothing by itself; its data need an API key where there are any, and
     without keys no page of another site may read them."""
@@ -58,7 +62,7 @@ def dashboard_router(
 
     async def guard(request: Request) -> None:
         await check_key(request)
-        is_local = settings.now.is_local
+        is_local = settings.is_local
         if admission.authenticator.anonymous and (
             problem := cross_site(request.scope["headers"], is_local=is_local)
         ):
@@ -77,7 +81,7 @@ def dashboard_router(
 
     @router.get("/dashboard/data", dependencies=[Depends(guard)])
     async def data(range_s: int = 60) -> Response:
-        config = settings.now.config.model_copy(update={"topology": members.topology})
+        config = settings.config.model_copy(update={"topology": members.topology})
         shown = snapshot(table, observer, admission, config, range_s)
         return Response(msgspec.json.encode(shown), 200, {"cache-control": "no-store"}, "application/json")
 

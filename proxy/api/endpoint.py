@@ -43,7 +43,7 @@ from proxy.http.client import (
 from proxy.media.loader import MediaItem, MediaLoader
 from proxy.observe.observer import Observer
 from proxy.observe.record import RequestRecord
-from proxy.settings import Current
+from proxy.settings import GatewaySettings
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class Endpoint:
     loader: MediaLoader
     admission: AdmissionControl
     observer: Observer
-    settings: Current
+    settings: GatewaySettings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, as an ASGI application.
@@ -96,7 +96,7 @@ class Endpoint:
             client.close()
 
     async def _answer(self, exchange: Exchange) -> None:
-        client, record, gateway = exchange.client, exchange.record, self.settings.now.gateway
+        client, record, gateway = exchange.client, exchange.record, self.settings.gateway
         request_id = client.headers.get(_REQUEST_ID, b"").decode("latin-1")
         if _TRACE_ID.fullmatch(request_id):  # any other is replaced by ours
             record.request_id = request_id

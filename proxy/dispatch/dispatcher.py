@@ -70,7 +70,7 @@ class Dispatcher:
         self, job: Job, answer: Forwarding, generated: list[int], history: TryHistory | None = None
     ) -> Dispatch:
         """A request ready to be carried out, with the settings of now."""
-        instances, settings = self._instances, self._instances.settings.now
+        instances, settings = self._instances, self._instances.settings
         if self._settings is not settings:
             self._settings = settings
             self._fleet = Fleet(

@@ -18,7 +18,7 @@ from proxy.fleet.monitor import Monitor
 from proxy.media.loader import MediaItem
 from proxy.observe.metrics import GatewayMetrics
 from proxy.observe.record import RequestRecord
-from proxy.settings import Current
+from proxy.settings import GatewaySettings
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,7 +50,7 @@ class Instances:
     router: Router
     monitor: Monitor
     metrics: GatewayMetrics
-    settings: Current
+    settings: GatewaySettings
 
 
 #: Beginnings of a prompt are hashed at this many characters and at each doubling: a match is at least half of

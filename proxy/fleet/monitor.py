@@ -22,7 +22,7 @@ from epd_serve.errors import (
 from epd_serve.flow.events import Lost
 from epd_serve.protocol.instance_state import InstanceInfo
 from epd_serve.routing.table import InstanceTable
-from proxy.settings import Current
+from proxy.settings import GatewaySettings
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Monitor:
         complete_at_s: when each stage had an instance last, on the loop's clock; None: never.
     """
 
-    def __init__(self, table: InstanceTable, calls: Mapping[str, StageCalls], settings: Current) -> None:
+    def __init__(self, table: InstanceTable, calls: Mapping[str, StageCalls], settings: GatewaySettings) -> None:
         self.started = asyncio.Event()
         self.watchers: set[Watcher] = set()
         self.complete_at_s: float | None = None
@@ -72,7 +72,7 @@ class Monitor:
     @property
     def wait_s(self) -> float:
         """Seconds for which a request waits for an instance where none is left for a stage."""
-        return self._settings.now.replacement_wait_s(self._table.first_start_s)
+        return self._settings.replacement_wait_s(self._table.first_start_s)
 
     @property
     def is_awaited(self) -> bool:
@@ -113,7 +113,7 @@ class Monitor:
     async def run(self) -> None:
         """Until cancelled; a slow instance delays no other."""
         loop = asyncio.get_running_loop()
-        loop.call_later(self._settings.now.startup_wait_s, self.started.set)
+        loop.call_later(self._settings.startup_wait_s, self.started.set)
         async with asyncio.TaskGroup() as group:
             self._group = group
             self._watching = {name: group.create_task(self._watch(name)) for name in self._calls}
@@ -130,7 +130,7 @@ class Monitor:
         while True:
             if is_silent or (not reports and loop.time() >= probe_at):
                 is_silent = not await self._answers(name)
-                probe_at = loop.time() + self._settings.now.gateway.probe_timeout_s / 2
+                probe_at = loop.time() + self._settings.gateway.probe_timeout_s / 2
             if not is_silent:
                 doubted = doubt.is_set() or not record.ready
                 doubt.clear()  # before the question: what is reported during it is asked about again
@@ -147,7 +147,7 @@ class Monitor:
                     self._lost(name, error)
                     is_silent = reports = True  # what comes back may be another version
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._settings.now.poll_interval_s):
+                async with asyncio.timeout(self._settings.poll_interval_s):
                     await doubt.wait()
 
     async def _answers(self, name: str) -> bool:
@@ -158,7 +158,7 @@ class Monitor:
         failure: ServeError | None = None
         for _ in range(2):
             try:
-                await self._calls[name].probe(self._settings.now.gateway.probe_timeout_s / 2)
+                await self._calls[name].probe(self._settings.gateway.probe_timeout_s / 2)
                 return True
             except InstanceUnreachable as error:
                 if error.is_refused:

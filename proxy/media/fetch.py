@@ -21,7 +21,7 @@ from yarl import URL
 from epd_serve.config.gateway import MediaConfig
 from epd_serve.errors import InvalidRequest, ServeError, TooLarge
 from proxy.media.resolver import Lookups, is_public, parse_address
-from proxy.settings import Current
+from proxy.settings import GatewaySettings
 
 logger = logging.getLogger(__name__)
 
@@ -104,13 +104,13 @@ class MediaFetcher:
     it, be the server's bytes ever so slow to come.
     """
 
-    def __init__(self, settings: Current, timeout_s: float = FETCH_TIMEOUT_S) -> None:
+    def __init__(self, settings: GatewaySettings, timeout_s: float = FETCH_TIMEOUT_S) -> None:
         self._settings = settings
         self._timeout_s = timeout_s
 
     @property
     def _media(self) -> MediaConfig:
-        return self._settings.now.gateway.media
+        return self._settings.gateway.media
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
@@ -215,7 +215,7 @@ class MediaFetcher:
         """Called by the connector for each address that it is about to connect to."""
         family, kind, protocol, _, target = info
         address = target[0]
-        if not self._settings.now.allow_private and not is_public(parse_address(address)):
+        if not self._settings.allow_private and not is_public(parse_address(address)):
             raise AddressRefused(address)
         return socket.socket(family=family, type=kind, proto=protocol)
 
@@ -229,7 +229,7 @@ class MediaFetcher:
         try:
             path = Path(unquote(parts.path)).resolve(strict=True)
             if (
-                not any(path.is_relative_to(folder) for folder in self._settings.now.allowed_file_dirs)
+                not any(path.is_relative_to(folder) for folder in self._settings.allowed_file_dirs)
                 or not path.is_file()
             ):
                 raise refusal

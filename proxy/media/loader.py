@@ -21,7 +21,7 @@ from epd_serve.protocol.wire import MediaRef
 from epd_serve.types import MODALITIES, Modality, VideoFacts
 from proxy.media.fetch import MediaFetcher
 from proxy.media.probe import MediaProbe
-from proxy.settings import Current
+from proxy.settings import GatewaySettings
 
 #: Items of a request that are fetched at a time.
 MAX_FETCHES = 8
@@ -59,7 +59,7 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
 class MediaLoader:
     """Loads the media of requests. Those of one request together are bounded as its body is."""
 
-    def __init__(self, settings: Current, fetcher: MediaFetcher, probe: MediaProbe) -> None:
+    def __init__(self, settings: GatewaySettings, fetcher: MediaFetcher, probe: MediaProbe) -> None:
         self._settings = settings
         self._fetcher = fetcher
         self._probe = probe
@@ -71,7 +71,7 @@ class MediaLoader:
         likely for, while their bytes are at hand; "": not yet.
         Items of another ``salt`` have other names.
         """
-        gateway = self._settings.now.gateway
+        gateway = self._settings.gateway
         if len(sources) > (most := gateway.media.max_items):
             raise InvalidRequest(
                 f"the request has {len(sources)} media items over all messages; at most {most} are accepted",
@@ -119,7 +119,7 @@ class MediaLoader:
                 ref = msgspec.structs.replace(ref, processing=source.processing)
                 return MediaItem(data=data, ref=ref, param=source.param, salt=salt)
             if source.modality == "audio":
-                data = await self._bytes(source, fetches, self._settings.now.audio_limits.max_bytes)
+                data = await self._bytes(source, fetches, self._settings.audio_limits.max_bytes)
                 audio = await self._probe.audio(data, source.format)
                 ref = msgspec.structs.replace(MediaRef.of_audio(audio), processing=source.processing)
                 return MediaItem(data=data, ref=ref, param=source.param, salt=salt)
@@ -134,7 +134,7 @@ class MediaLoader:
             size = self._plain_size(data)
             if size is None:
                 # Always in a thread: a small file can have thousands of parts.
-                size = await asyncio.to_thread(pixel_size, data, self._settings.now.media_limits)
+                size = await asyncio.to_thread(pixel_size, data, self._settings.media_limits)
         except InvalidRequest as error:
             error.param = source.param
             raise
@@ -143,7 +143,7 @@ class MediaLoader:
     def _read(self, source: MediaSource, fingerprint: str, salt: str) -> MediaItem | bytes:
         """An image of the request's own; its bytes where its size is not plain to see."""
         try:
-            data = _decoded(source, self._settings.now.media_limits.max_bytes)[1]
+            data = _decoded(source, self._settings.media_limits.max_bytes)[1]
         except InvalidRequest as error:
             error.param = source.param
             raise
@@ -152,7 +152,7 @@ class MediaLoader:
 
     async def _video(self, source: MediaSource, fetches: asyncio.Semaphore) -> tuple[bytes, MediaRef]:
         """The bytes of a video, without a name as yet."""
-        settings = self._settings.now
+        settings = self._settings
         limits = settings.video_limits
         is_list = source.is_inline and source.url[: len(_FRAME_LIST)].lower() == _FRAME_LIST
         if is_list:
@@ -178,7 +178,7 @@ class MediaLoader:
 
     def _plain_size(self, data: bytes) -> tuple[int, int] | None:
         """Within the limits; what is not is Pillow's to explain."""
-        limits = self._settings.now.media_limits
+        limits = self._settings.media_limits
         size = plain_size(data) if len(data) <= limits.max_bytes else None
         return size if size is not None and size[0] * size[1] <= limits.max_pixels else None
 

@@ -10,7 +10,7 @@ from epd_serve.media.decoder_pool import DecoderPool
 from epd_serve.media.picture import MediaLimits
 from epd_serve.media.video import load_pyav
 from epd_serve.types import AudioFacts, VideoFacts
-from proxy.settings import Current
+from proxy.settings import GatewaySettings
 
 #: Files that are read at once.
 _MAX_READS = 2
@@ -33,7 +33,7 @@ class _Place:
 class MediaProbe:
     """Reads the facts of videos and sounds. It belongs to one event loop, and is closed."""
 
-    def __init__(self, settings: Current) -> None:
+    def __init__(self, settings: GatewaySettings) -> None:
         self._settings = settings
         self._reads = asyncio.Semaphore(_MAX_READS)
         self._pool: DecoderPool | None = None
@@ -42,19 +42,19 @@ class MediaProbe:
         """Raises InvalidRequest for a file that is no video or beyond a limit."""
         load_pyav("videos")  # for an error, before a process is started
         async with self._reads:
-            return await self._decoders().facts(data, self._settings.now.video_limits, _Place())
+            return await self._decoders().facts(data, self._settings.video_limits, _Place())
 
     async def audio(self, data: bytes, file_format: str) -> AudioFacts:
         """The same of a sound. ``file_format``: that the request says; "": none."""
         load_pyav("sounds")
-        settings = self._settings.now
+        settings = self._settings
         limits = replace(settings.audio_limits, format=file_format)
         async with self._reads:
             return await self._decoders().audio_facts(data, limits, _Place(), cpu_s=_SOUND_CPU_S)
 
     def _decoders(self) -> DecoderPool:
         if self._pool is None:
-            limits = MediaLimits(max_pixels=self._settings.now.gateway.media.max_pixels, max_bytes=0)
+            limits = MediaLimits(max_pixels=self._settings.gateway.media.max_pixels, max_bytes=0)
             self._pool = DecoderPool(1, cpu_s=_VIDEO_CPU_S, limits=limits)
         return self._pool
 

@@ -12,7 +12,6 @@ from epd_serve.errors import InvalidRequest
 from epd_serve.routing.routes import Router
 from epd_serve.routing.table import InstanceTable
 from proxy.fleet.monitor import Monitor
-from proxy.settings import Current
 
 STREAMS = pytest.mark.parametrize("stream", [True, False])
 
@@ -234,7 +233,7 @@ async def test_a_loss_reported_during_a_poll_is_asked_about_at_once():
             raise InvalidRequest("it makes none")
             yield  # a generator
 
-    monitor = Monitor(table, {"p0": Calls()}, Current(gateway_settings(poll_interval_s=0.01)))
+    monitor = Monitor(table, {"p0": Calls()}, gateway_settings(poll_interval_s=0.01))
     polling = asyncio.create_task(monitor.run())
     await asyncio.sleep(0.01)
     monitor.report_lost("p0")

@@ -17,7 +17,6 @@ from proxy.media import fetch
 from proxy.media import resolver as lookups
 from proxy.media.fetch import MediaFetcher
 from proxy.media.resolver import is_public, parse_address
-from proxy.settings import Current
 
 PRIVATE_V4 = [
     "0.0.0.0/8",
@@ -127,7 +126,7 @@ async def site():
 
 
 def fetcher(timeout_s: float = 60.0, **media) -> MediaFetcher:
-    return MediaFetcher(Current(gateway_settings(media={"max_bytes": 5000} | media)), timeout_s)
+    return MediaFetcher(gateway_settings(media={"max_bytes": 5000} | media), timeout_s)
 
 
 @pytest.fixture

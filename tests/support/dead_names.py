@@ -17,7 +17,6 @@ from epd_serve.protocol.openai.messages import MediaSource
 from proxy.media.fetch import MediaFetcher
 from proxy.media.loader import MediaLoader
 from proxy.media.probe import MediaProbe
-from proxy.settings import Current
 
 
 class NameServer(asyncio.DatagramProtocol):
@@ -56,7 +55,7 @@ async def main() -> None:
 
     seen: dict[str, Any] = {}
     seconds: dict[str, float] = {}
-    settings = Current(gateway_settings(media={}))
+    settings = gateway_settings(media={})
     async with MediaFetcher(settings) as fetcher:
         loader = MediaLoader(settings, fetcher, MediaProbe(settings))
 
