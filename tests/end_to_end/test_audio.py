@@ -31,7 +31,7 @@ from epd_serve.launch.deployment import LocalDeployment
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 MAX_BYTES = 1 << 20
-LIMITS = {"audio": {"max_bytes": MAX_BYTES, "max_seconds": 60}}
+LIMITS = {"max_bytes": MAX_BYTES, "max_seconds": 60}
 
 
 @pytest.fixture(scope="module")
