@@ -227,7 +227,7 @@ def _feature_store(
     device_name: str, capacity_bytes: int, way: str
 ) -> tuple[EmbeddedTransport | MooncakeTransport, DeviceFeatureStore]:
     transport = _transport(device_name, way)
-    host = EmbeddedFeatureStore(transport, _STAGING_BYTES, transport.stored)
+    host = EmbeddedFeatureStore(transport, _STAGING_BYTES)
     shares, registers = way == "auto", way == "mooncake"
     capacity_bytes = capacity_bytes if shares or registers else 0
     device = get_device(device_name)
