@@ -114,9 +114,9 @@ class GatewaySettings:
 
         They are those that it takes to replace an instance that hangs: a supervisor notices that within 4/3 of
         ``HANG_TIMEOUT_S``, pauses for a second or more, and a start beside load takes longer than the first one,
-        which took ``start_s``. With ``restart: never`` none comes.
+        which took ``start_s``. With ``restart: never`` none comes, but one that is silent may report again.
         """
         if self.config.restart == "never":
-            return 0.0
+            return min(self.gateway.request_timeout_s, self.gateway.probe_timeout_s)
         replaced_s = _START_MARGIN * (HANG_TIMEOUT_S + start_s) + _PAUSE_S
         return min(self.gateway.request_timeout_s, replaced_s)

@@ -95,7 +95,7 @@ async def test_a_late_stage_is_ordered_and_reported_also_after_the_gateway_was_a
                 await until(running, lambda: gateway.orders and any(one["order"] for one in gateway.reported))
         finally:
             await end(running)
-    assert gateway.orders[0] == ("/instances/e0/role", {"role": "D", "deadline_s": 30.0, "automatic": True})
+    assert gateway.orders[0] == ("/instances/e0/role", {"role": "D", "deadline_s": 30.0})
 
 
 async def test_served_requests_show_a_drift(caplog: pytest.LogCaptureFixture) -> None:

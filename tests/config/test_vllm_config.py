@@ -82,7 +82,7 @@ def test_the_deployments_in_deploy_are_valid_and_their_paths_are_theirs(file: Pa
         ("", 4.0, 61.0),
         ("engine: vllm", 60.0, 145.0),
         ("gateway: {request_timeout_s: 20}", 4.0, 20.0),
-        ("restart: never", 4.0, 0.0),
+        ("restart: never", 4.0, 6.0),
     ],
 )
 def test_a_request_waits_as_long_as_the_replacement_takes(text: str, start_s: float, waits_s: float) -> None:

@@ -74,7 +74,7 @@ async def test_no_block_and_no_feature_leaks() -> None:
             while True:  # the gateway's own books of who left may follow those of the instances
                 lines = (await client.get("/metrics")).text.splitlines()
                 samples = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-                if not any(float(samples[f"epd_serve_requests_{state}"]) for state in ("running", "waiting")):
+                if not any(float(samples[f"epd_serve_num_requests_{state}"]) for state in ("running", "waiting")):
                     break
                 await asyncio.sleep(0.05)
         assert float(samples["epd_serve_request_queue_time_seconds_count"]) > NUM_REQUESTS // 10

@@ -10,7 +10,6 @@ import pytest
 from PIL import Image
 
 from epd_serve.sim.workloads import IMAGE_PIXELS, Load, SimRequest, read_load
-from proxy.observe.access_log import Line, StageLine
 
 
 def written(path: Path, *lines: object) -> str:
@@ -39,43 +38,43 @@ def test_a_mooncake_trace_keeps_its_prefixes(tmp_path: Path) -> None:
 
 
 def test_the_gateways_history(tmp_path: Path) -> None:
-    line = Line(
-        time="2026-01-02T03:04:05.500Z",
-        request_id="r1",
-        trace_id="",
-        key=None,
-        endpoint="chat",
-        model="m",
-        modality="image",
-        images=2,
-        videos=0,
-        sounds=0,
-        pixels=(640 * 480, 28 * 28),
-        media_bytes=1,
-        stream=True,
-        status=200,
-        error=None,
-        finish_reason="stop",
-        prompt_tokens=1100,
-        completion_tokens=9,
-        ttft_ms=1.0,
-        tpot_ms=1.0,
-        duration_ms=1.0,
-        queue_ms=0.0,
-        prefill="p0",
-        decode="d0",
-        stages=[StageLine("encode", 0.0, 1.0, item="cat"), StageLine("encode", 0.0, 1.0, item="cat")],
-        retries=0,
-        continuations=0,
-        encode_retries=0,
-    )
+    line = {
+        "time": "2026-01-02T03:04:05.500Z",
+        "request_id": "r1",
+        "trace_id": "",
+        "key": None,
+        "endpoint": "chat",
+        "model": "m",
+        "modality": "image",
+        "images": 2,
+        "videos": 0,
+        "sounds": 0,
+        "pixels": (640 * 480, 28 * 28),
+        "media_bytes": 1,
+        "stream": True,
+        "status": 200,
+        "error": None,
+        "finish_reason": "stop",
+        "prompt_tokens": 1100,
+        "completion_tokens": 9,
+        "ttft_ms": 1.0,
+        "tpot_ms": 1.0,
+        "duration_ms": 1.0,
+        "queue_ms": 0.0,
+        "prefill": "p0",
+        "decode": "d0",
+        "stages": [{"stage": "encode", "start_ms": 0.0, "ms": 1.0, "item": "cat"}] * 2,
+        "retries": 0,
+        "continuations": 0,
+        "encode_retries": 0,
+    }
     log = tmp_path / "access.jsonl"
-    refused = msgspec.structs.replace(line, prompt_tokens=None, completion_tokens=None, status=400)
+    refused = line | {"prompt_tokens": None, "completion_tokens": None, "status": 400}
     log.write_bytes(b"\n".join(msgspec.json.encode(one) for one in (line, refused)))
     (request,) = read_requests(str(log), tokens_of_image=500)
     assert (request.num_text_tokens, request.num_output_tokens) == (100, 9)
     assert request.images == (("cat", 640 * 480), ("r1/0", 28 * 28))
-    before = {name: value for name, value in msgspec.to_builtins(line).items() if name != "pixels"}
+    before = {name: value for name, value in line.items() if name != "pixels"}
     log.write_bytes(msgspec.json.encode(before))
     (request,) = read_requests(str(log))
     assert {pixels for _, pixels in request.images} == {IMAGE_PIXELS}

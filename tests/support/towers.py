@@ -9,7 +9,7 @@ from typing import Any
 from pictures import LIMITS
 
 from epd_serve.instance.loading.checkpoint import tower_inputs
-from epd_serve.instance.loading.model import no_time, tensor_data
+from epd_serve.instance.loading.model import tensor_data
 from epd_serve.media.decoder_pool import DecoderPool
 
 
@@ -17,7 +17,7 @@ class TowerModel:
     """Loads a tower that is there already; its media are decoded in processes."""
 
     producer = ""
-    data_of, encoding = staticmethod(tensor_data), staticmethod(no_time)
+    data_of = staticmethod(tensor_data)
 
     def __init__(self, tower: Any, family: Any) -> None:
         self._tower, self.family = tower, family
