@@ -42,9 +42,9 @@ async def deployment() -> AsyncIterator[LocalDeployment]:
 
 
 def endless(num_scans: int) -> bytes:
-    """A small progressive JPEG of 12 megapixels, whose last scan is repeated."""
+    """A small progressive JPEG of 33 megapixels, whose last scan is repeated."""
     file = io.BytesIO()
-    Image.new("RGB", (4000, 3000), "teal").save(file, "JPEG", progressive=True)
+    Image.new("RGB", (7500, 4400), "teal").save(file, "JPEG", progressive=True)
     data = file.getvalue()
     last, end = data.rindex(b"\xff\xda"), data.rindex(b"\xff\xd9")
     return data[:end] + data[last:end] * (num_scans - data.count(b"\xff\xda")) + data[end:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -69,7 +70,7 @@ async def test_secrets_are_shown_nowhere(tmp_path: Path, monkeypatch: pytest.Mon
     )
     texts: dict[str, bytes] = {}
     async with (
-        LocalDeployment(config, ready_timeout_s=300) as deployment,
+        LocalDeployment(config, keep_logs=True, ready_timeout_s=300) as deployment,
         http_client(deployment.gateway_url) as client,
     ):
         instance = deployment.instances["p0"]
@@ -106,8 +107,9 @@ async def test_secrets_are_shown_nowhere(tmp_path: Path, monkeypatch: pytest.Mon
         family += [child for process in family for child in process.children(recursive=True)]
         for process in family:
             texts[f"command of {process.pid}"] = " ".join(process.cmdline()).encode()
-    files = [path for path in shown.rglob("*") if path.is_file()]
+    files = [path for folder in (shown, deployment.log_dir) for path in folder.rglob("*") if path.is_file()]
     assert {"access.log", "p0.log", "gateway.log"} <= {path.name for path in files}
     assert any(path.parent.name == "trace" and path.stat().st_size for path in files)
     texts |= {str(path): path.read_bytes() for path in files}
+    shutil.rmtree(deployment.log_dir)
     assert places_of_secrets(texts) == []
