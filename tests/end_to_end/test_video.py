@@ -154,11 +154,6 @@ def _grows(before: dict[str, tuple[int, int, int]], after: dict[str, tuple[int, 
 @pytest.mark.parametrize(
     ("options", "param", "words"),
     [
-        (
-            {"media_io_kwargs": {"video": {"num_frames": 769}}},
-            "messages[0].content[0].video_url.url",
-            "at most 768",
-        ),
         ({"mm_processor_kwargs": {"fps": 1, "num_frames": 4}}, "mm_processor_kwargs", "exclude each other"),
         ({"media_io_kwargs": {"video": {"fps": 0}}}, "media_io_kwargs.video.fps", "greater than 0"),
         (
