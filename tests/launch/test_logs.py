@@ -70,6 +70,13 @@ def test_what_a_killed_launcher_left_is_removed_by_the_next(folder: Path) -> Non
     assert not left.exists()
 
 
+def test_a_run_of_another_version_is_passed_over() -> None:
+    old = make()
+    (old.path / "run.json").write_text('{"address": "127.0.0.1:8000"}')
+    assert all_runs() == {}
+    old.close(keep_logs=False)
+
+
 def test_a_run_is_found_by_its_address_port_or_file() -> None:
     with pytest.raises(ValueError, match="no deployment of this user is running"):
         find_run(None)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from itertools import permutations
 from pathlib import Path
@@ -134,7 +134,7 @@ async def hosts(names: Sequence[str], log_dir: Path) -> AsyncIterator[Hosts]:
                 stdout=asyncio.subprocess.PIPE,
             )
             stack.push_async_callback(process.wait)
-            stack.callback(process.kill)
+            stack.callback(_kill, process)
             assert process.stdout is not None
             assert await process.stdout.readline(), "a host could not be made"
             host = Host(name, f"10.77.0.{index}", _child_of(process.pid), log_dir)
@@ -144,6 +144,11 @@ async def hosts(names: Sequence[str], log_dir: Path) -> AsyncIterator[Hosts]:
             subprocess.run(enter, input=lines, text=True, check=True)  # noqa: ASYNC221
             made[name] = host
         yield Hosts(made, wire)
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    with suppress(ProcessLookupError):  # it lost power in the test
+        process.kill()
 
 
 def _can_be_made() -> bool:

@@ -7,7 +7,9 @@ import os
 import shutil
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 
 import msgspec
@@ -107,9 +109,12 @@ def log_root() -> Path:
 
 
 def all_runs() -> dict[Path, Run]:
-    """The runs whose logs are kept by their directories, the latest first."""
-    files = sorted(log_root().glob(f"*/{_RUN_FILE}"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
-    return {file.parent: msgspec.json.decode(file.read_bytes(), type=Run) for file in files}
+    """Return the runs whose logs are kept by their directories, the latest first."""
+    found: list[tuple[int, Path, Run]] = []
+    for file in log_root().glob(f"*/{_RUN_FILE}"):
+        with suppress(OSError, msgspec.DecodeError):  # it is being removed, or of another version
+            found.append((file.stat().st_mtime_ns, file.parent, msgspec.json.decode(file.read_bytes(), type=Run)))
+    return {directory: run for _, directory, run in sorted(found, key=itemgetter(0), reverse=True)}
 
 
 def running() -> dict[Path, Run]:
@@ -162,7 +167,10 @@ def read_log(file: Path, after: int | None) -> tuple[str, int]:
 
 
 def _is_running(directory: Path) -> bool:
-    lock = os.open(directory, os.O_RDONLY)
+    try:
+        lock = os.open(directory, os.O_RDONLY)
+    except FileNotFoundError:  # removed since it was listed
+        return False
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
