@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -49,7 +51,7 @@ async def test_the_only_one_of_a_stage_is_replaced(fleet: Callable[..., Any], vi
                 await asyncio.sleep(0.1)
 
         await ask_for(1)
-        running.hosts[victim].server.kill()
+        os.kill(running.hosts[victim].pid, signal.SIGKILL)
         await ask_for(1)
         await running.start(spare)
         while not (await running.instances()).get(spare, {}).get("ready"):

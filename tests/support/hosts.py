@@ -12,7 +12,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import permutations
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,17 +34,20 @@ class Host:
     ip: str
     pid: int
     log_dir: Path
+    started: list[asyncio.subprocess.Process] = field(default_factory=list)
 
     async def start(self, name: str, command: Sequence[str], **environment: str) -> asyncio.subprocess.Process:
         """Run ``python -P -m MODULE ARGUMENTS`` on it; ``command`` is from MODULE on."""
         enter = ("nsenter", "-t", str(self.pid), "--net", "--pid", "--mount", "--ipc", "--uts")
         with (self.log_dir / f"{name}.log").open("ab") as log:
-            return await asyncio.create_subprocess_exec(
+            process = await asyncio.create_subprocess_exec(
                 *(*enter, sys.executable, "-P", "-m", *command),
                 stdout=log,
                 stderr=log,
                 env={"GLIBC_TUNABLES": HEAP_TUNABLES, **os.environ, "OMP_NUM_THREADS": "1", **environment},
             )
+        self.started.append(process)
+        return process
 
     def terminate(self, process: asyncio.subprocess.Process) -> None:
         """Send SIGTERM to the program; nsenter waits for it."""
@@ -133,8 +136,6 @@ async def hosts(names: Sequence[str], log_dir: Path) -> AsyncIterator[Hosts]:
                 *("sh", "-c", first),
                 stdout=asyncio.subprocess.PIPE,
             )
-            stack.push_async_callback(process.wait)
-            stack.callback(_kill, process)
             assert process.stdout is not None
             assert await process.stdout.readline(), "a host could not be made"
             host = Host(name, f"10.77.0.{index}", _child_of(process.pid), log_dir)
@@ -143,12 +144,15 @@ async def hosts(names: Sequence[str], log_dir: Path) -> AsyncIterator[Hosts]:
             enter = ["nsenter", "-t", str(host.pid), "--net", "ip", "-batch", "-"]
             subprocess.run(enter, input=lines, text=True, check=True)  # noqa: ASYNC221
             made[name] = host
+            stack.push_async_callback(_ended, host, process)
         yield Hosts(made, wire)
 
 
-def _kill(process: asyncio.subprocess.Process) -> None:
+async def _ended(host: Host, first: asyncio.subprocess.Process) -> None:
+    """End a host with all that was started on it."""
     with suppress(ProcessLookupError):  # it lost power in the test
-        process.kill()
+        first.kill()
+    await asyncio.gather(first.wait(), *(process.wait() for process in host.started))
 
 
 def _can_be_made() -> bool:
