@@ -33,10 +33,8 @@ from benchmarks.common import ROOT, argument_parser, data_url, greedy_chat, mach
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 from hosts import Hosts, hosts
-from zygote import zygote
 
 from epd_serve.config.keys import ADMIN_KEY
-from epd_serve.launch import deployment
 
 KEY = "admin-key-of-the-benchmark"
 TUNED = {
@@ -279,10 +277,8 @@ def say(*words: object) -> None:
 async def run(*, tuned: bool, redis: bool) -> dict[str, Any]:
     directory = Path(tempfile.mkdtemp(prefix="epd-serve-ray-bench-"))
     try:
-        deployment._PRELOADED = ()  # the hosts fork nothing
-        with zygote():
-            async with hosts(["head", "gw", *WORKERS], directory) as lab:
-                return measure(Cluster(lab, directory, tuned=tuned, redis=redis))
+        async with hosts(["head", "gw", *WORKERS], directory) as lab:
+            return measure(Cluster(lab, directory, tuned=tuned, redis=redis))
     finally:
         if sys.exc_info()[0] is None:
             shutil.rmtree(directory)

@@ -63,11 +63,6 @@ class AdmissionMachine(RuleBasedStateMachine):
         *_, ticket = self.waiting.pop(data.draw(st.integers(0, len(self.waiting) - 1)))
         self.call(self.queue.leave, ticket)
 
-    @rule(max_in_flight=st.integers(1, 4), max_queue=st.integers(0, 6))
-    def resize(self, max_in_flight, max_queue):
-        self.call(self.queue.resize, max_in_flight, max_queue)
-        self.admit()
-
     @invariant()
     def agrees(self):
         queue = self.queue

@@ -94,6 +94,7 @@ class BoundedTokenizer:
         ids: list[int] = []
         if len(text) <= PIECE_CHARACTERS or self._affixes is None:
             check()
+            _check_uncut(len(text))
             return self._read(text, add_special_tokens, split_special_tokens)
         before, after = self._affixes if add_special_tokens else ([], [])
         ids += before
