@@ -27,7 +27,7 @@ from proxy.settings import GatewaySettings
 logger = logging.getLogger(__name__)
 
 #: Instances report five times a second. One that has been silent for so long gets no new request until it reports.
-SILENT_S = 2.0
+SILENT_S = 5.0
 #: How often an instance that reports is asked for what its reports do not contain.
 INFO_INTERVAL_S = 5.0
 _TICK_S = 0.1
