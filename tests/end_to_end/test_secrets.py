@@ -54,6 +54,7 @@ async def test_secrets_are_shown_nowhere(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("HF_TOKEN", SECRETS["huggingface"])
     monkeypatch.setenv("EPD_SERVE_API_KEY", SECRETS["plain"])
     shown = tmp_path / "shown"
+    shown.mkdir()
     admin = free_port("127.0.0.1")
     config = DeploymentConfig(
         topology="E-P-D",
