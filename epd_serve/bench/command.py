@@ -34,7 +34,7 @@ _FILE_WIDTH = 120
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """Where the figures of finished runs go.
+    """Destinations of the figures of finished runs.
 
     Attributes:
         report: whether to write report.html; without plotly it is left out with a remark.

@@ -175,7 +175,7 @@ class SLO(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class ClientLoad(msgspec.Struct, kw_only=True):
-    """How busy the tester's own process was during a run: cpu_s / wall_s near 1 means that it is the limit."""
+    """Load of the tester's own process during a run: cpu_s / wall_s near 1 means that it is the limit."""
 
     wall_s: float
     cpu_s: float

@@ -1,4 +1,4 @@
-"""How the KV of a prompt gets to the decode instance: reserve, announce groups of layers, hand over."""
+"""Delivery of the KV of a prompt to the decode instance: reserve, announce groups of layers, hand over."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ reservation of one that is gone.
 
 from __future__ import annotations
 
-import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -153,7 +152,6 @@ class ReservationTable:
         elif transfer_id in self._reading:
             if reservation.state is ReservationState.GRANTED:
                 reservation.move_to(ReservationState.ENDING)
-            reservation.deadline = math.inf
         else:
             self._end(reservation, ReservationState.RELEASED)
             if reservation.blocks is not None:
