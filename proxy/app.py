@@ -79,7 +79,7 @@ def create_app(
     fetcher = MediaFetcher(settings)
     observer = Observer(config, metrics)
     served_requests = ServedRequests()
-    if config.elastic.enabled:
+    if config.elastic is not None:
         observer.subscribe(served_requests.put)
     monitor = Monitor(table, calls, settings)
     dispatcher = Dispatcher(
@@ -158,9 +158,8 @@ def create_app(
     app.state.give_up = lambda: None
     app.include_router(models_router(table, monitor, admission.authenticator))
     app.include_router(health_router(table, metrics, monitor))
-    app.include_router(home_router(table, admission.authenticator, dashboard=gateway.dashboard))
-    if gateway.dashboard:
-        app.include_router(dashboard_router(table, observer, admission, settings, members))
+    app.include_router(home_router())
+    app.include_router(dashboard_router(table, observer, admission, settings, members))
     install_cors(app, gateway.cors)
     if settings.is_local and not gateway.needs_key:
         app.add_middleware(LocalGuard)

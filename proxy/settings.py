@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 
 from epd_serve.config import DeploymentConfig, GatewayConfig
 from epd_serve.config.gateway import check_admin_key, read_secret
@@ -98,11 +97,6 @@ class GatewaySettings:
         """
         chosen = self.gateway.media.allow_private
         return self.is_local and not self.gateway.needs_key if chosen is None else chosen
-
-    @cached_property
-    def allowed_file_dirs(self) -> tuple[Path, ...]:
-        """Directories, resolved, whose files a ``file://`` URL may name."""
-        return tuple(Path(folder).expanduser().resolve() for folder in self.gateway.media.allowed_file_dirs)
 
     @cached_property
     def encode_timeout_s(self) -> float:

@@ -103,8 +103,8 @@ def table(
     end_s = 0.0
     for seed, every in loads.items():
         switching = Switching(
-            Controller(ElasticConfig(cooldown_s=3.0, interval_s=0.5), LIMITS),
-            interval_s=0.5,
+            Controller(ElasticConfig(cooldown_s=3.0), LIMITS),
+            interval_s=0.3,
             num_blocks=1 << 14,
         )
         outcome = run(start, every, switching)

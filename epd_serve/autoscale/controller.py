@@ -66,8 +66,7 @@ class Decision:
     """The controller's decision at one moment.
 
     Attributes:
-        order: to be carried out; None: no order, or a dry run.
-        would: the order that a dry run would have given.
+        order: to be carried out; None: no order.
         reason: in plain words.
         pressures: of each stage as measured; at 1 it just keeps the SLO.
     """
@@ -76,7 +75,6 @@ class Decision:
     kind: Kind
     reason: str
     order: Order | None = None
-    would: Order | None = None
     pressures: Mapping[Stage, float] = field(default_factory=dict)
 
 
@@ -154,13 +152,11 @@ class Controller:
         self._is_starting = False
         loads, recent = self._observe(now_s, instances)
         kind, reason, order = self._judge(now_s, instances, loads, recent)
-        dry = self.options.dry_run
         return Decision(
             at_s=now_s,
             kind=kind,
-            reason=f"dry run, nothing is ordered: {reason}" if dry and order is not None else reason,
-            order=None if dry else order,
-            would=order if dry else None,
+            reason=reason,
+            order=order,
             pressures={stage: load.pressure for stage, load in loads.items()},
         )
 
@@ -343,10 +339,9 @@ class Controller:
 
     def _take(self, now_s: float, move: _Move, order: Order, here: Sequence[InstanceLoad], worst: float) -> None:
         self._ordered_s = self._since_s = now_s
-        if not self.options.dry_run:
-            self._layout = _layout([one.role for one in here])
-            self._left[self._layout] = (now_s, worst)
-            self._order, self._from = order, move.instance.role
+        self._layout = _layout([one.role for one in here])
+        self._left[self._layout] = (now_s, worst)
+        self._order, self._from = order, move.instance.role
 
 
 def _tail(samples: Sequence[_At], since_s: float) -> Sequence[_At]:

@@ -39,10 +39,11 @@ class RoleLoop:
     def __init__(self, config: DeploymentConfig, admin: AdminClient) -> None:
         slo = config.slo
         assert slo.ttft_ms is not None and slo.tpot_ms is not None
+        assert config.elastic is not None
         self._options = config.elastic
         self._admin = admin
         self._controller = Controller(
-            config.elastic,
+            self._options,
             Limits(ttft_s=slo.ttft_ms / 1e3, tpot_s=slo.tpot_ms / 1e3),
             needed=tuple(stage for stage in Stage if stage in config.topology.stages),
             rebuild_s=_REBUILD_S,
@@ -91,7 +92,7 @@ class RoleLoop:
 
     def _note(self, decision: Decision) -> dict[str, Any] | None:
         """Log a decision with its reason; return it for the report. A row of equal ones is noted once."""
-        order = decision.order or decision.would
+        order = decision.order
         if decision.kind is self._last and order is None:
             return None
         self._last = decision.kind
@@ -122,7 +123,7 @@ class RoleLoop:
 
 
 async def autoscale(config: DeploymentConfig, admin: AdminClient) -> None:
-    """Switch roles by load and log drifts of the load, until cancelled."""
+    """Switch roles by load and log drifts of the load, until cancelled; ``config`` has a section ``elastic``."""
     async with asyncio.TaskGroup() as group:
         group.create_task(RoleLoop(config, admin).run())
         group.create_task(_watch_drift(config, admin))
@@ -130,6 +131,7 @@ async def autoscale(config: DeploymentConfig, admin: AdminClient) -> None:
 
 async def _watch_drift(config: DeploymentConfig, admin: AdminClient) -> None:
     """Compare the requests that the gateway has served, and log each drift with the command that plans for it."""
+    assert config.elastic is not None
     detector, last, problem = DriftDetector(), 0, ""
     while True:
         before, problem = problem, ""

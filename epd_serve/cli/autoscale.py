@@ -25,15 +25,15 @@ def autoscale(
 ) -> None:
     """Switch roles of instances by load, and log when the load has drifted from what was planned for.
 
-    'epd-serve up' starts it where the deployment file enables elastic. The key of the admin API
+    'epd-serve up' starts it where the deployment file has the section elastic. The key of the admin API
     is read from EPD_SERVE_ADMIN_KEY.
     """
     tie_to(parent_pid)
     from epd_serve.autoscale.role_loop import autoscale as run
 
     config = load_config(file)
-    if not config.elastic.enabled:
-        raise ValueError(f"{file} does not enable elastic; set elastic: {{enabled: true}}")
+    if config.elastic is None:
+        raise ValueError(f"{file} has no section elastic; write elastic: {{}}")
     if admin is None and socket is None:
         raise ValueError("say which deployment: --admin with the URL of its gateway's admin API")
     logging.basicConfig(format="%(asctime)s autoscale %(levelname)s %(message)s", level=logging.INFO)

@@ -2,8 +2,9 @@
 
 from epd_serve.config.gateway import GatewayConfig, MediaConfig
 from epd_serve.config.load import ConfigError, change_config, load_config, parse_config
+from epd_serve.config.model_files import DEMO_MODEL, model_path
 from epd_serve.config.options import InstanceOptions, decode_graph_sizes
-from epd_serve.config.schema import DEMO_MODEL, DeploymentConfig, deployment_schema, model_path
+from epd_serve.config.schema import DeploymentConfig, deployment_schema
 from epd_serve.config.sections import (
     InstancesConfig,
     InstanceSettings,

@@ -3,58 +3,30 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    PlainValidator,
-    ValidationError,
-    ValidationInfo,
-    WithJsonSchema,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 
 from epd_serve.config.sections import FilePath, Port, Seconds, Section, resolved_path
 from epd_serve.config.sizes import Bytes
 from epd_serve.protocol.addresses import is_loopback
 from epd_serve.types import Routing
 
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_DOMAIN = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"
 
-
-def _check_name(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name):
-        raise ValueError(f"{name!r} is no name for an instance; use up to 64 of A-Z, a-z, 0-9, '_', '-' and '.'")
-    return name
-
-
-def _check_url(url: str) -> str:
-    if not re.fullmatch(r"https?://[^/?#\s@]+", url.rstrip("/")):
-        raise ValueError(f"{url!r} is no control URL; write one as in http://127.0.0.1:8100")
-    return url.rstrip("/")
-
-
-InstanceName = Annotated[str, AfterValidator(_check_name)]
-InstanceUrl = Annotated[str, AfterValidator(_check_url)]
-
-
-_SHA256 = re.compile(r"sha256:[0-9a-f]{64}")
-_ORIGIN = re.compile(r"https?://([a-z0-9.-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
-_DOMAIN = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
+InstanceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+InstanceUrl = Annotated[
+    str, Field(pattern=r"^https?://[^/?#\s@]+/?$"), AfterValidator(lambda url: url.rstrip("/"))
+]
+#: A host, or ``*.example.com`` for all below one.
+Domain = Annotated[str, Field(pattern=rf"^(\*\.)?{_DOMAIN}(\.{_DOMAIN})*$")]
+#: As browsers send it, without a path; ``*`` for all.
+Origin = Annotated[str, Field(pattern=r"^(\*|https?://([a-z0-9.-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?)$")]
 
 
 class SecretSource(BaseModel):
-    """A place of a secret, read at the gateway's start: it need not stand in the deployment file.
-
-    It is the name of an environment variable, or a file, relative to the deployment's. Blanks around the secret
-    do not count.
-    """
+    """The place of a secret that does not stand in the deployment file; blanks around the secret do not count."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -64,48 +36,12 @@ class SecretSource(BaseModel):
     @model_validator(mode="after")
     def _one_source(self) -> SecretSource:
         if (self.env is None) == (self.file is None):
-            raise ValueError
+            raise ValueError("write either {env: VARIABLE} or {file: PATH}")
         return self
 
 
-def _parse_secret(value: object, info: ValidationInfo) -> object:
-    """Text or a source; the error never shows what was given."""
-    if isinstance(value, SecretSource) or (isinstance(value, str) and value):
-        return value
-    try:
-        if isinstance(value, dict):
-            return SecretSource.model_validate(value, context=info.context)
-    except ValidationError:
-        pass
-    raise ValueError("write text in quotes, {env: VARIABLE} or {file: PATH}") from None
-
-
-def _dump_secret(value: str | SecretSource) -> object:
-    return value if isinstance(value, str) else value.model_dump(mode="json", exclude_none=True)
-
-
 #: A secret as it is, or where to read it.
-Secret = Annotated[
-    str | SecretSource,
-    PlainValidator(_parse_secret),
-    PlainSerializer(_dump_secret),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string", "minLength": 1},
-                *(
-                    {
-                        "type": "object",
-                        "properties": {key: {"type": "string"}},
-                        "required": [key],
-                        "additionalProperties": False,
-                    }
-                    for key in ("env", "file")
-                ),
-            ]
-        }
-    ),
-]
+Secret = Annotated[str, Field(min_length=1)] | SecretSource
 
 
 def read_secret(secret: str | SecretSource | None, key: str) -> str | None:
@@ -131,12 +67,6 @@ def read_secret(secret: str | SecretSource | None, key: str) -> str | None:
     return text
 
 
-def _check_hash(text: str) -> str:
-    if not _SHA256.fullmatch(text):
-        raise ValueError("a key's hash looks like 'sha256:' and 64 hex digits; 'epd-serve key new NAME' makes one")
-    return text
-
-
 class KeyLimits(Section):
     """Limits of the holder of an API key."""
 
@@ -149,8 +79,9 @@ class ApiKeyConfig(KeyLimits):
     """One API key, by its hash."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$", description="For logs and metrics.")
-    hash: Annotated[str, AfterValidator(_check_hash)] = Field(
-        description="sha256: and 64 hex digits, as 'epd-serve key new NAME' prints them."
+    hash: str = Field(
+        pattern=r"^sha256:[0-9a-f]{64}$",
+        description="sha256: and 64 hex digits, as 'epd-serve key new NAME' prints them.",
     )
 
 
@@ -184,25 +115,6 @@ def check_admin_key(admin: AdminConfig) -> None:
         )
 
 
-def _check_domains(domains: tuple[str, ...]) -> tuple[str, ...]:
-    for domain in domains:
-        if not _DOMAIN.fullmatch(domain.removeprefix("*.")):
-            raise ValueError(
-                f"{domain!r} is no domain; write 'images.example.com', or '*.example.com' for all below"
-            )
-    return domains
-
-
-def _check_origins(origins: tuple[str, ...]) -> tuple[str, ...]:
-    for origin in origins:
-        if origin != "*" and not _ORIGIN.fullmatch(origin):
-            raise ValueError(
-                f"{origin!r} is no origin; write what browsers send, as in 'https://chat.example.com' or "
-                "'http://localhost:3000', without a path, or '*' for all"
-            )
-    return origins
-
-
 class MediaConfig(Section):
     """The media that the gateway accepts and the places from which it may fetch them."""
 
@@ -223,13 +135,10 @@ class MediaConfig(Section):
         description="Whether media URLs may lead into private networks. "
         "null: only while the gateway listens on the loopback interface and has no API keys.",
     )
-    allowed_domains: Annotated[tuple[str, ...], AfterValidator(_check_domains)] | None = Field(
+    allowed_domains: tuple[Domain, ...] | None = Field(
         default=None,
         description="Hosts that media URLs, redirects included, may name; '*.example.com' for all below one. "
         "null: any.",
-    )
-    allowed_file_dirs: tuple[FilePath, ...] = Field(
-        default=(), description="Directories whose files file:// URLs may name."
     )
 
 
@@ -286,13 +195,10 @@ class GatewayConfig(Section):
         description="File, relative to this one, that gets a line of JSON for each request; '-' is the standard "
         "output. It may be moved away at any time. null: there is none.",
     )
-    cors: Annotated[tuple[str, ...], AfterValidator(_check_origins)] = Field(
+    cors: tuple[Origin, ...] = Field(
         default=(),
         description='Origins whose web pages may call the API from a browser, as in ["https://chat.example.com"]; '
         '["*"] for all. []: none.',
-    )
-    dashboard: bool = Field(
-        default=True, description="Whether /dashboard shows the deployment live; its data ask for an API key, too."
     )
 
     @property

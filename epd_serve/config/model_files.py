@@ -5,15 +5,16 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import os
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import msgspec
+from epd_serve.demo import weights_dir
 
+DEMO_MODEL = "demo"
+
+_AGAIN = "download the file again, or run 'git lfs pull' there"
 _NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
 
 
@@ -31,12 +32,13 @@ class HubModel:
         return cls(repo=match["repo"], revision=match["revision"] or "main") if match else None
 
     def cached(self) -> Path | None:
-        """The directory of the cache that holds the model, or a part of it; None where there is none."""
-        folder = _cache() / f"models--{self.repo.replace('/', '--')}"
-        reference = folder / "refs" / self.revision
-        commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else self.revision
-        found = folder / "snapshots" / commit
-        return found if found.is_dir() else None
+        """Return the directory of the local cache with the model, or a part of it; None where there is none."""
+        if importlib.util.find_spec("huggingface_hub") is None:
+            return None
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(self.repo, "config.json", revision=self.revision)
+        return Path(found).parent if isinstance(found, str) else None
 
     @property
     def command(self) -> str:
@@ -50,23 +52,32 @@ def beside(model: str, here: Path) -> str:
     return model if HubModel.parse(model) is not None and not path.is_dir() else str(path)
 
 
-def _cache() -> Path:
-    """As huggingface_hub has it, by the same variables."""
-    if explicit := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
-        return Path(explicit).expanduser()
-    home = os.environ.get("HF_HOME") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
-    return Path(home).expanduser() / "hub"
+def model_path(model: str) -> Path:
+    """Return a model's directory: the built-in one for ``demo``, the named one, or that of the hub's cache.
+
+    Raises ValueError that says what is missing.
+    """
+    if model == DEMO_MODEL:
+        return weights_dir()
+    path, named = Path(model).expanduser().resolve(), HubModel.parse(model)
+    if not path.is_dir() and named is not None:
+        if (found := named.cached()) is None:
+            raise ValueError(
+                f"model {model!r}: there is no directory {path}, and the Hugging Face cache has no model of that "
+                f"name; download it with '{named.command}', as 'epd-serve up' does"
+            )
+        return found
+    if not (path / "config.json").is_file():
+        raise ValueError(
+            f"model {model!r}: {path} is no directory with a config.json; name one with a model of "
+            "transformers, or the model's name on the Hugging Face hub"
+        )
+    return path
 
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
-_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
-_INDEX = "model.safetensors.index.json"
 #: In the names of the tower's weights and of its projector's.
 _TOWER = re.compile(r"visual|vision|audio|projector|connector|merger|image_newline")
-_LFS = b"version https://git-lfs"
-#: The longest header that the format allows.
-_MAX_HEADER_BYTES = 100_000_000
-_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def read_model_config(path: Path) -> dict[str, Any]:
@@ -81,34 +92,22 @@ def read_model_config(path: Path) -> dict[str, Any]:
 
 
 def check_model_files(path: Path) -> dict[str, int]:
-    """The number of weights of ``tower`` and ``language``, by the headers of the files.
+    """Return the number of weights of ``tower`` and ``language``, by the headers of the files.
 
-    Raises ValueError that names the file which is missing, cut short or no JSON. The format of
-    safetensors: eight bytes with the header's length, the header as JSON, the tensors' bytes.
+    Raises ValueError that names the file which is missing or broken.
     """
-    needed: list[tuple[tuple[str, ...], str]] = [(_TOKENIZERS, "tokenizer")]
-    config = read_model_config(path)
-    if "vision_config" in config or "audio_config" in config:
-        needed.append((_PROCESSORS, "image processor" if "vision_config" in config else "feature extractor"))
-    for names, what in needed:
-        present = [path / name for name in names if (path / name).is_file()]
-        if not present:
-            raise ValueError(f"{path}: there is no {names[0]}, so the model has no {what}; copy it from the model")
-        for file in present:
-            if file.suffix == ".json":
-                _read_json(file, _OBJECT.decode)  # a tokenizer has megabytes
-    whole = path / "model.safetensors"
-    if (path / _INDEX).is_file() and not whole.is_file():  # transformers reads no index beside the whole
-        weights = _read_json(path / _INDEX).get("weight_map")
-        if not isinstance(weights, dict):
-            raise ValueError(f"{path / _INDEX}: there is no weight_map in it; download the file again")
-        files = sorted({path / str(name) for name in weights.values()})
-    else:
-        files = [whole]
+    read_model_config(path)
+    if not any((path / name).is_file() for name in _TOKENIZERS):
+        raise ValueError(
+            f"{path}: there is no {_TOKENIZERS[0]}, so the model has no tokenizer; copy it from the model"
+        )
+    files, index = [path / "model.safetensors"], path / "model.safetensors.index.json"
+    if index.is_file() and not files[0].is_file():  # transformers reads no index beside the whole
+        files = sorted({path / str(name) for name in dict(_read_json(index).get("weight_map") or {}).values()})
     check_template(chat_template(path), path)
     counts = {"tower": 0, "language": 0}
     for file in files:
-        for name, num_weights in _check_safetensors(file):
+        for name, num_weights in _count_weights(file).items():
             counts["tower" if _TOWER.search(name) else "language"] += num_weights
     return counts
 
@@ -151,46 +150,24 @@ def parse_template(environment: Any, source: str) -> Any:
     return environment.parse(re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", source))
 
 
-def _read_json(file: Path, parse: Callable[[bytes], Any] | None = None) -> dict[str, Any]:
+def _read_json(file: Path) -> dict[str, Any]:
     try:
-        data = file.read_bytes()
-        content = json.loads(data.decode()) if parse is None else parse(data)  # UTF-8 alone, as transformers
+        content = json.loads(file.read_bytes().decode())  # UTF-8 alone, as transformers
     except OSError as error:
         raise ValueError(f"{file}: it cannot be read: {error.strerror}") from error
     except ValueError as error:
-        pointer = _pointer(file)
-        raise ValueError(f"{file}: {pointer or f'it is no JSON: {error}'}") from error
+        raise ValueError(f"{file}: it is no JSON: {error}; {_AGAIN}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file}: it must be a JSON object")
     return content
 
 
-def _check_safetensors(file: Path) -> list[tuple[str, int]]:
-    """(name, number of values) of each tensor."""
-    again = "download the file again"
-    if not file.is_file():
-        pickled = "; pytorch_model.bin is a pickle, save it again with save_pretrained of transformers"
-        told = pickled if (file.parent / "pytorch_model.bin").exists() else ""
-        raise ValueError(f"{file}: there is no such file; weights are read from safetensors files alone{told}")
-    if pointer := _pointer(file):
-        raise ValueError(f"{file}: {pointer}")
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):
-            raise ValueError(f"{file}: it is no safetensors file, or was cut short; {again}")
-        try:
-            header = json.loads(stream.read(length))
-            header.pop("__metadata__", None)
-            end = max((one["data_offsets"][1] for one in header.values()), default=0)
-            sizes = [(name, math.prod(one["shape"])) for name, one in header.items()]
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise ValueError(f"{file}: its header is none of a safetensors file; {again}") from error
-    if size != 8 + length + end:
-        raise ValueError(f"{file}: it has {size} bytes and by its header {8 + length + end}; {again}")
-    return sizes
+def _count_weights(file: Path) -> dict[str, int]:
+    """Return the number of values of each tensor of a file. Raises ValueError where it is broken."""
+    from safetensors import SafetensorError, safe_open
 
-
-def _pointer(file: Path) -> str:
-    with file.open("rb") as stream:
-        return "it is a Git LFS pointer; run 'git lfs pull' there" if stream.read(len(_LFS)) == _LFS else ""
+    try:
+        with safe_open(file, framework="np") as tensors:
+            return {name: math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{file}: {error}; weights are read from safetensors files alone; {_AGAIN}") from error

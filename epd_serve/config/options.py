@@ -38,6 +38,7 @@ class InstanceOptions(SharedConfig, InstanceSettings):
         device_memory_bytes: of the device, once it is open: the share of it that the instance may use.
         join: admin planes of gateways that it joins once it is ready; none: whoever started it tells the gateway.
         queue_timeout_s: how long a request waits for room in D's KV cache; then the client gets a 429.
+        block_size: tokens per KV block; None: 128 on an NPU, 16 elsewhere.
         staging_bytes: host memory through which KV of an accelerator goes that cannot go from device to device,
             and registered memory of Mooncake; larger pieces go in rounds.
     """
@@ -59,6 +60,7 @@ class InstanceOptions(SharedConfig, InstanceSettings):
     join: tuple[str, ...] = ()
     queue_timeout_s: float = 60.0
     staging_bytes: int = 256 << 20
+    block_size: int | None = None
 
     @property
     def tokens_per_block(self) -> int:

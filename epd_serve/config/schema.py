@@ -22,10 +22,9 @@ from pydantic import (
 from device.datasheets import emulated_kind, is_measured, spec_of
 from epd_serve.config.elastic import ElasticConfig, RoleName
 from epd_serve.config.gateway import GatewayConfig, Secret, check_admin_key, read_secret
-from epd_serve.config.model_files import HubModel, beside
+from epd_serve.config.model_files import DEMO_MODEL, HubModel, beside, model_path
 from epd_serve.config.options import InstanceOptions
 from epd_serve.config.sections import (
-    MIN_SEGMENT_BYTES,
     FilePath,
     InstancesConfig,
     InstanceSettings,
@@ -38,14 +37,12 @@ from epd_serve.config.shares import DeviceShare, device_shares
 from epd_serve.config.vllm import VllmConfig, check_vllm
 from epd_serve.cost.device_time import DeviceTime
 from epd_serve.cost.shape import shape_of
-from epd_serve.demo import weights_dir
 from epd_serve.protocol.addresses import is_wildcard
 from epd_serve.rpc.cluster import check_cluster_key, cluster_key
 from epd_serve.rpc.tls import TlsFiles, tls_files
 from epd_serve.topology import InstancePlacement, Topology, parse_topology, place
 from epd_serve.types import Role
 
-DEMO_MODEL = "demo"
 #: Of a device's memory, for the language models on it together: each would take what it sees free.
 _LANGUAGE_MEMORY = 0.9
 
@@ -58,30 +55,17 @@ def _read_topology(value: object) -> Topology:
     return parse_topology(value)
 
 
-def _check_device(name: str) -> str:
+def _read_device(name: str, info: ValidationInfo) -> str:
+    """Check a device's name. A profile's file gets an absolute path. Raises ValueError."""
     if name == "cpu" or re.fullmatch(r"(cuda|npu):\d+", name):
         return name
-    kind, _, chip = name.partition(":")
-    if kind == "emulated" and chip:
-        sheet, _, index = chip.rpartition(":") if ":" in chip else (chip, "", "")
-        if not is_measured(sheet):
-            spec_of(sheet)
-        if index.isdecimal():
-            return name
-    if kind in ("cuda", "npu", "emulated"):
-        full = "emulated:h200" if name == "emulated" else name
-        raise ValueError(f"{name!r} lacks an index; write {full}:0")
-    if re.fullmatch(r"cpu(:| x )\d+", name):
-        raise ValueError(f"{name!r}: a CPU has no numbers; write cpu, once for all instances")
-    raise ValueError(f"{name!r} is no device; write cpu, cuda:0, npu:0 or emulated:h200:0")
-
-
-def _resolve_device(name: str, info: ValidationInfo) -> str:
-    """Return a device that is a profile's file with the file's absolute path."""
-    kind = emulated_kind(name)
-    if not is_measured(kind):
+    if match := re.fullmatch(r"emulated:(.+):(\d+)", name):
+        kind, index = match.groups()
+        if is_measured(kind):
+            return f"emulated:{resolved_path(Path(kind), info)}:{index}"
+        spec_of(kind)
         return name
-    return f"emulated:{resolved_path(Path(kind), info)}:{name.rpartition(':')[2]}"
+    raise ValueError(f"{name!r} is no device; write cpu, cuda:0, npu:0 or emulated:h200:0")
 
 
 def _resolve_model(model: object, info: ValidationInfo) -> object:
@@ -153,7 +137,7 @@ class DeploymentConfig(SharedConfig):
     )
     vllm: VllmConfig = VllmConfig()
     devices: Annotated[
-        tuple[Annotated[str, AfterValidator(_check_device), AfterValidator(_resolve_device)], ...],
+        tuple[Annotated[str, AfterValidator(_read_device)], ...],
         BeforeValidator(_read_devices),
         WithJsonSchema(
             {"anyOf": [{"const": "auto", "type": "string"}, {"items": {"type": "string"}, "type": "array"}]}
@@ -174,7 +158,7 @@ class DeploymentConfig(SharedConfig):
         "4 ... 30 s, while the others serve. never: its end ends the deployment.",
     )
     gateway: GatewayConfig = GatewayConfig()
-    elastic: ElasticConfig = ElasticConfig()
+    elastic: ElasticConfig | None = None
     instances: InstancesConfig = InstancesConfig()
     cluster_key: Secret | None = Field(
         default=None,
@@ -216,107 +200,66 @@ class DeploymentConfig(SharedConfig):
         return devices
 
     @model_validator(mode="after")
-    def _engine_can(self) -> DeploymentConfig:
+    def _parts_fit(self) -> DeploymentConfig:
         placement = self.placement()
         settings = {str(one.role): self.settings_for(str(one.role)) for one in placement}
+        self.device_shares()
+        self._check_devices(placement)
+        if self.engine == "vllm":
+            check_vllm(placement, settings, self.vllm, self.model_fields_set)
+            if self.cluster_key is not None and self.tls is None:
+                raise ValueError(
+                    "cluster_key: vLLM's own server asks for none; set tls, too"
+                )
+        elif "vllm" in self.model_fields_set or any(one.engine_args for one in settings.values()):
+            raise ValueError("vllm and engine_args are for engine: vllm; write that, or leave them out")
+        if self.cluster_key is not None:
+            check_admin_key(self.gateway.admin)
+        all_settings = [self.instances, *map(self.settings_for, self.roles)]
+        if any(one.batching.order == "slack" for one in all_settings) and self.slo.ttft_ms is None:
+            raise ValueError("batching.order: slack needs a time to be kept; set slo.ttft_ms")
+        if self.elastic is not None and (self.slo.ttft_ms is None or self.slo.tpot_ms is None):
+            raise ValueError("elastic needs to know what is late: set slo.ttft_ms and slo.tpot_ms")
+        if self.elastic is not None and self.engine == "vllm":
+            raise ValueError("elastic is for engine: native; switch roles of vLLM's instances by hand")
+        movers = {str(one.role) for one in placement if one.role.has_language_model}
+        over = sorted(role for role in movers if settings[role].kv_transfer.transport == "mooncake")
+        if over and len(over) < len(movers):
+            raise ValueError(
+                f"kv_transfer.transport is mooncake for {', '.join(over)} alone; KV moves between instances that "
+                f"have the same: {', '.join(sorted(movers))}"
+            )
+        return self
+
+    def _check_devices(self, placement: Sequence[InstancePlacement]) -> None:
+        """Raise ValueError for devices on which the engine cannot compute the model."""
         emulated = [one for one in placement if one.devices[0].startswith("emulated:")]
         if emulated and self.engine == "vllm":
-            raise ValueError(
-                "devices: vLLM runs on no emulated device; write engine: native, or a device of yours"
-            )
+            raise ValueError("devices: vLLM runs on no emulated device; write engine: native")
         wide = next((one for one in placement if one.tensor_parallel > 1), None)
         if wide is not None and (self.engine == "native" or emulated):
             raise ValueError(
                 f"topology: @tp{wide.tensor_parallel} needs engine: vllm; the native engine runs each instance on "
                 "one device"
             )
-        if self.engine == "vllm":
-            check_vllm(placement, settings, self.vllm, self.model_fields_set)
-        elif "vllm" in self.model_fields_set or any(one.engine_args for one in settings.values()):
-            raise ValueError("vllm and engine_args are for engine: vllm; write that, or leave them out")
-        if self.engine == "vllm" and self.cluster_key is not None and self.tls is None:
-            raise ValueError(
-                "cluster_key: vLLM's own server asks for none; set tls, too, whose certificates it asks for, or "
-                "leave the key out, and vLLM in a network of its own"
-            )
-        if self.cluster_key is not None:
-            check_admin_key(self.gateway.admin)
-        return self
-
-    @model_validator(mode="after")
-    def _shapes_compute_nothing(self) -> DeploymentConfig:
-        names = [name for one in self.placement() for name in one.devices]
-        real = [name for name in names if not name.startswith("emulated:")]
         if isinstance(self.model, str):
-            if len(real) < len(names):
+            if emulated:
                 raise ValueError(
                     "devices: emulated devices compute nothing; write model: {shape_of: NAME}, as in qwen2.5-vl-7b"
                 )
-            return self
-        if real:
+            return
+        if len(emulated) < len(placement):
             raise ValueError(
-                f"model: shape_of has no weights, so {real[0]} has nothing to compute; write devices such as "
+                "model: shape_of has no weights, so real devices have nothing to compute; write devices such as "
                 "[emulated:ascend-910b3 x 8], or the model's directory"
             )
         if "dtype" in self.model_fields_set and self.dtype == "float32":
             raise ValueError("dtype: shape_of has the sizes of half precision; write bfloat16, or leave it out")
         vision = shape_of(self.model.shape_of).vision
-        if vision is None and any(not one.role.has_language_model for one in self.placement()):
+        if vision is None and any(not one.role.has_language_model for one in placement):
             raise ValueError(
                 f"topology: {self.topology} has E by itself, and {self.model.shape_of} takes text alone"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _slack_has_a_limit(self) -> DeploymentConfig:
-        slack = [role for role in ("instances", *self.roles) if self.settings_for(role).batching.order == "slack"]
-        if slack and self.slo.ttft_ms is None:
-            raise ValueError("batching.order: slack needs a time to be kept; set slo.ttft_ms")
-        return self
-
-    @model_validator(mode="after")
-    def _elasticity_has_a_goal(self) -> DeploymentConfig:
-        if not self.elastic.enabled:
-            return self
-        if self.slo.ttft_ms is None or self.slo.tpot_ms is None:
-            raise ValueError("elastic.enabled needs to know what is late: set slo.ttft_ms and slo.tpot_ms")
-        if self.engine == "vllm":
-            raise ValueError(
-                "elastic.enabled is for engine: native; order roles of vLLM's instances with epd-serve switch"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _one_kv_transport(self) -> DeploymentConfig:
-        named = {
-            str(instance.role): self.settings_for(str(instance.role)).kv_transfer.transport
-            for instance in self.placement()
-            if instance.role.has_language_model
-        }
-        over = [role for role, transport in named.items() if transport == "mooncake"]
-        if over and len(over) < len(named):
-            raise ValueError(
-                f"kv_transfer.transport is mooncake for {', '.join(over)} alone; KV moves between instances that "
-                f"have the same: {', '.join(sorted(named))}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _shares_fit(self) -> DeploymentConfig:
-        self.device_shares()
-        return self
-
-    @model_validator(mode="after")
-    def _segments_are_large_enough(self) -> DeploymentConfig:
-        if self.feature_store == "mooncake":
-            for role in (str(instance.role) for instance in self.placement() if instance.role.encodes):
-                nbytes = self.settings_for(role).feature_cache_bytes
-                if nbytes is not None and nbytes < MIN_SEGMENT_BYTES:
-                    raise ValueError(
-                        f"feature_cache_bytes of {role} is {nbytes}, which an instance lends to Mooncake Store, "
-                        f"and that takes no less than {MIN_SEGMENT_BYTES}; write 16MiB or more"
-                    )
-        return self
 
     def device_shares(self, placement: Sequence[InstancePlacement] | None = None) -> dict[str, DeviceShare]:
         """Return the shares of instances by name; instances without a limit are left out.
@@ -337,7 +280,7 @@ class DeploymentConfig(SharedConfig):
         """Return whose weights an instance keeps loaded: those of its role, or of all stages."""
         if (chosen := self.settings_for(str(instance.role)).resident) is not None:
             return chosen
-        may_switch = self.gateway.admin.port is not None or self.elastic.enabled
+        may_switch = self.gateway.admin.port is not None or self.elastic is not None
         return "all" if may_switch and instance.devices[0] == "cpu" else "role"
 
     @property
@@ -476,45 +419,6 @@ class DeploymentConfig(SharedConfig):
             )
         own = {"host": chosen, "join": tuple(join), "advertise": advertise, "data_port": data_port}
         return options.model_copy(update=own)
-
-
-def model_path(model: str) -> Path:
-    """The directory of a model: the built-in one for ``demo``, the one that is named, or the hub's cache has.
-
-    Raises ValueError that says what is missing.
-    """
-    if model == DEMO_MODEL:
-        return weights_dir()
-    path = Path(model).expanduser().resolve()
-    if not path.is_dir() and (named := HubModel.parse(model)) is not None:
-        if (found := named.cached()) is None:
-            raise ValueError(
-                f"model {model!r}: there is no directory {path}, and the Hugging Face cache has no model of that "
-                f"name; download it with '{named.command}', as 'epd-serve up' does"
-            )
-        path = found
-    if path.is_file():
-        raise ValueError(f"model {model!r}: {path} is a file; {_other_format(path.suffix) or _WANTED}")
-    if not path.is_dir():
-        hint = "; download a model from the Hugging Face hub first, as in 'hf download NAME --local-dir DIR'"
-        raise ValueError(f"model {model!r}: there is no directory {path}{hint}")
-    if not (path / "config.json").is_file():
-        others = [_other_format(file.name) or _other_format(file.suffix) for file in sorted(path.iterdir())]
-        other = next(filter(None, others), "it is no transformers model")
-        raise ValueError(f"model {model!r}: {path} holds no config.json: {other}")
-    return path
-
-
-_WANTED = "name a directory with config.json and safetensors files"
-
-
-def _other_format(name: str) -> str:
-    """Say what a file of this name or suffix belongs to, where that is no model of transformers."""
-    if name == ".gguf":
-        return f"GGUF files are llama.cpp's: {_WANTED}, from which they were made"
-    if name == "adapter_config.json":
-        return "it is an adapter: merge it into its base model, as with peft's merge_and_unload"
-    return ""
 
 
 def deployment_schema() -> dict[str, Any]:

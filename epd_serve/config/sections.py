@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 
 from epd_serve.config.sizes import Bytes
 from epd_serve.cost.shape import shape_of
@@ -20,12 +19,9 @@ class Section(BaseModel):
 
 
 def resolved_path(path: Path, info: ValidationInfo) -> Path:
-    """Return a path relative to the deployment file as an absolute one. Raises ValueError for a bad ``~user``."""
+    """Return a path relative to the deployment file as an absolute one."""
     directory: Path | None = (info.context or {}).get("directory")
-    try:
-        return path if directory is None else directory / path.expanduser()
-    except RuntimeError as error:
-        raise ValueError(f"{path}: {error}") from error
+    return path if directory is None else directory / path.expanduser()
 
 
 #: A path relative to the deployment file.
@@ -44,7 +40,6 @@ _DECIDED = {
     "max_model_len": "instances.max_model_len",
     "max_num_seqs": "instances.max_num_seqs",
     "max_num_batched_tokens": "instances.max_num_batched_tokens",
-    "block_size": "instances.block_size",
     "num_gpu_blocks_override": "instances.num_blocks",
     "kv_cache_memory_bytes": "instances.kv_cache_bytes",
     "gpu_memory_utilization": "instances.memory_share, or instances.share for instances in parentheses",
@@ -57,22 +52,15 @@ _DECIDED = {
 }
 
 
-def check_engine_args(arguments: dict[str, ArgumentValue]) -> dict[str, ArgumentValue]:
-    """Arguments of ``vllm serve`` by name without the dashes, ``_`` for ``-``. Raises ValueError."""
-    checked: dict[str, ArgumentValue] = {}
-    for name, value in arguments.items():
-        plain = name.removeprefix("--").replace("-", "_")
-        if not re.fullmatch(r"[a-z][a-z0-9_]*", plain):
-            raise ValueError(f"{name!r} is no flag of vllm serve; write its name, as in max_num_seqs: 64")
-        if plain in _DECIDED:
-            raise ValueError(f"{name} is not set here; use {_DECIDED[plain]}")
-        if plain in checked:
-            raise ValueError(f"{name} is set twice")
-        checked[plain] = value
+def _check_engine_args(arguments: dict[str, ArgumentValue]) -> dict[str, ArgumentValue]:
+    """Return the flags by name without the dashes, with ``_`` for ``-``."""
+    checked = {name.removeprefix("--").replace("-", "_"): value for name, value in arguments.items()}
+    for name in checked.keys() & _DECIDED.keys():
+        raise ValueError(f"{name} is not set here; use {_DECIDED[name]}")
     return checked
 
 
-EngineArgs = Annotated[dict[str, ArgumentValue], AfterValidator(check_engine_args)]
+EngineArgs = Annotated[dict[str, ArgumentValue], AfterValidator(_check_engine_args)]
 
 
 BatchingOrder = Literal["fcfs", "sjf", "slack"]
@@ -89,12 +77,6 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-def _check_group_layers(value: object) -> object:
-    if value != "auto" and (not isinstance(value, int) or value < 1):
-        raise ValueError(f"{value!r} is not possible here; write auto or a number of layers")
-    return value
-
-
 class KVTransferConfig(Section):
     """The KV cache's move from prefill to decode."""
 
@@ -103,7 +85,7 @@ class KVTransferConfig(Section):
         description="auto: from device to device or in shared memory on one host, else TCP. mooncake: its "
         "Transfer Engine.",
     )
-    group_layers: Annotated[Literal["auto"] | int, BeforeValidator(_check_group_layers)] = Field(
+    group_layers: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         default="auto", description="Layers sent together; auto chooses from measured times."
     )
 
@@ -130,31 +112,18 @@ class BatchingConfig(Section):
     )
 
 
-def _check_master(value: str | None) -> str | None:
-    if value is not None and not re.fullmatch(r"[^\s:/]+:\d{1,5}", value):
-        raise ValueError(f"{value!r} is no address of a master; write host:port")
-    return value
-
-
-def _check_protocol(value: object) -> object:
-    if value == "nvlink":
-        raise ValueError("nvlink moves GPU memory, and instances offer host memory; write auto, tcp or rdma")
-    return value
-
-
 class MooncakeConfig(Section):
     """Mooncake, where kv_transfer.transport or feature_store names it."""
 
-    master: Annotated[str | None, AfterValidator(_check_master)] = Field(
+    master: str | None = Field(
         default=None,
+        pattern=r"^[^\s:/]+:\d{1,5}$",
         description="host:port of a mooncake_master that runs already; null: 'epd-serve up' starts one.",
     )
-    protocol: Annotated[Literal["auto", "tcp", "rdma", "ascend"], BeforeValidator(_check_protocol)] = Field(
-        default="auto",
-        description="Of its transfer engine; auto: tcp, and ascend on an NPU.",
-    )
     devices: str | None = Field(
-        default=None, min_length=1, description="RDMA devices, with commas between them; null: all."
+        default=None,
+        min_length=1,
+        description="RDMA devices, with commas between them; null: it uses TCP, and on NPUs their own links.",
     )
 
 
@@ -225,9 +194,6 @@ class InstanceSettings(Section):
         "so that it takes another role in milliseconds. null: all on a CPU where roles may be switched, by "
         "gateway.admin or elastic; else role.",
     )
-    block_size: int | None = Field(
-        default=None, ge=1, description="Tokens per KV block; null: 128 on an NPU, 16 elsewhere."
-    )
     num_blocks: int | None = Field(default=None, ge=1, description="KV blocks; null: chosen from the memory.")
     kv_cache_bytes: Bytes | None = Field(default=None, description="KV cache size, instead of num_blocks.")
     max_num_batched_tokens: int | None = Field(
@@ -278,10 +244,10 @@ class InstanceSettings(Section):
 
     def overridden_by(self, override: InstanceSettings) -> InstanceSettings:
         """These settings with those that ``override`` was given explicitly put in their place."""
+        own = self.model_dump(include=set(InstanceSettings.model_fields), exclude_unset=True)
         changes = override.model_dump(exclude_unset=True)
         if "num_blocks" in changes or "kv_cache_bytes" in changes:
             changes = {"num_blocks": None, "kv_cache_bytes": None} | changes
-        own = self.model_dump(include=set(InstanceSettings.model_fields), exclude_unset=True)
         return InstanceSettings.model_validate(overlay(own, changes))
 
 

@@ -35,7 +35,7 @@ _NATIVE_SECTIONS = {
 
 
 class VllmConfig(Section):
-    """vLLM and vllm-ascend, where ``engine`` is vllm."""
+    """vLLM and vllm-ascend, where ``engine`` is vllm. Their processes have the environment of 'epd-serve up'."""
 
     python: FilePath | dict[RoleName, FilePath] | None = Field(
         default=None,
@@ -46,10 +46,6 @@ class VllmConfig(Section):
     kv: KVConnector | None = Field(
         default=None,
         description="vLLM's connector that moves KV from P to D. null: nixl on GPUs, mooncake on CPUs and NPUs.",
-    )
-
-    environment: dict[str, str] = Field(
-        default_factory=dict, description="Variables for all vLLM processes, as in VLLM_LOGGING_LEVEL: DEBUG."
     )
 
     def python_of(self, role: str) -> str:

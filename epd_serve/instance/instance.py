@@ -469,14 +469,11 @@ def start_feature_store(
 
 def _mooncake_options(options: InstanceOptions, device: BareDevice) -> MooncakeOptions:
     capability = TRANSPORTS[device.type]
-    protocol = options.mooncake.protocol
-    if protocol == "auto":
-        protocol = capability.mooncake_protocols[0]  # type: ignore[assignment]
-    if protocol not in capability.mooncake_protocols:
-        raise ValueError(
-            f"mooncake.protocol {protocol} does not reach memory of {device.type}; "
-            f"write {' or '.join(capability.mooncake_protocols)}"
-        )
+    protocol = capability.mooncake_protocols[0]
+    if options.mooncake.devices is not None:
+        protocol = "rdma"
+        if protocol not in capability.mooncake_protocols:
+            raise ValueError(f"mooncake.devices: RDMA does not reach memory of {device.type}; leave them out")
     return MooncakeOptions(
         host=options.advertise or options.host,
         protocol=protocol,

@@ -112,7 +112,7 @@ class LocalDeployment:
         gateway = self._next_gateway()
         self.gateway_url = gateway.url
         others = []
-        if config.elastic.enabled:
+        if config.elastic is not None:
             others = [autoscale_spec(record.write_gateway_file(), record.environment, self._run.run.admin)]
         self._ready_timeout_s = ready_timeout_s
         self._supervisor = Supervisor(

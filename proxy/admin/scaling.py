@@ -56,7 +56,7 @@ def scaling_router(table: InstanceTable, served: ServedRequests) -> APIRouter:
     async def requests_served(after: int = 0) -> Response:
         """The lines of the access log after that number, and ``last``, the number of the last one.
 
-        They are kept where ``elastic`` is enabled.
+        They are kept where the deployment has the section ``elastic``.
         """
         last, lines = served.after(after)
         content = {"last": last, "requests": [msgspec.Raw(line) for line in lines]}

@@ -1,4 +1,4 @@
-"""Media by URL: ``http(s)://`` within limits of size, time and address, ``file://`` from named folders."""
+"""Media by URL: ``http(s)://`` within limits of size, time and address."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import logging
 import re
 import socket
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
-from urllib.parse import unquote, urljoin, urlsplit
+from urllib.parse import urljoin
 
 import aiohttp
 from aiohttp import StreamReader
@@ -149,8 +148,6 @@ class MediaFetcher:
         max_bytes = max_bytes or self._media.max_bytes
         if len(url) > MAX_URL_LENGTH:
             raise InvalidRequest(f"{_short(url)} has {len(url)} characters; at most {MAX_URL_LENGTH} are accepted")
-        if url[:5].lower() == "file:":
-            return await asyncio.to_thread(self._read_file, url, max_bytes)
         timeout_s = self._timeout_s
         try:
             async with asyncio.timeout(timeout_s):
@@ -218,32 +215,6 @@ class MediaFetcher:
         if not self._settings.allow_private and not is_public(parse_address(address)):
             raise AddressRefused(address)
         return socket.socket(family=family, type=kind, proto=protocol)
-
-    def _read_file(self, url: str, max_bytes: int) -> bytes:
-        parts = urlsplit(url)
-        refusal = InvalidRequest(
-            f"{_short(url)}: file URLs are only read from the directories that the gateway allows"
-        )
-        if parts.netloc not in ("", "localhost"):
-            raise refusal
-        try:
-            path = Path(unquote(parts.path)).resolve(strict=True)
-            if (
-                not any(path.is_relative_to(folder) for folder in self._settings.allowed_file_dirs)
-                or not path.is_file()
-            ):
-                raise refusal
-            with path.open("rb") as file:
-                data = file.read(max_bytes + 1)
-        except (
-            OSError,
-            ValueError,
-            RuntimeError,
-        ) as error:  # the same answer as above: files elsewhere stay unknown
-            raise refusal from error
-        if len(data) > max_bytes:
-            raise _too_large(url, max_bytes)
-        return data
 
 
 def _too_large(url: str, max_bytes: int) -> ServeError:

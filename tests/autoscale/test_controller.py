@@ -121,16 +121,6 @@ def test_the_reason_says_what_is_late_and_what_is_done() -> None:
     assert fluid.layout() == ["D", "D", "D", "E", "P"]
 
 
-def test_a_dry_run_orders_nothing_and_says_what_it_would() -> None:
-    options = ElasticConfig(dry_run=True)
-    fluid, one = Fluid(roles=["E", "E", "P", "D"], load={Stage.DECODE: 2 * MOST_TOKENS}), controller(options)
-    fluid.flow(one, 60.0)
-    assert not fluid.orders
-    would = [decision for decision in fluid.decisions if decision.would is not None]
-    assert would and would[0].reason.startswith("dry run, nothing is ordered: decode is at ")
-    assert all(b.at_s - a.at_s >= OPTIONS.cooldown_s for a, b in itertools.pairwise(would))
-
-
 def test_a_switch_that_does_not_come_fails_at_its_deadline() -> None:
     one = controller()
     fluid = Fluid(roles=["E", "E", "P", "D"], load={Stage.DECODE: 2 * MOST_TOKENS}, switch_s=1e9)

@@ -22,7 +22,7 @@ from epd_serve.rpc.admin import AdminClient
 from epd_serve.types import Role, StageRate
 
 SLO = {"ttft_ms": 2000, "tpot_ms": 50}
-QUICK = {"enabled": True, "cooldown_s": 0.05, "interval_s": 0.01}
+QUICK = {"cooldown_s": 0.1}
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -54,34 +55,26 @@ def test_the_files_that_transformers_reads_are_looked_at_alone(model: Path) -> N
     assert check_model_files(model) == counts
     (model / "model.safetensors").unlink()
     (model / "model.safetensors.index.json").unlink()
-    with pytest.raises(ValueError, match=r"model\.safetensors: there is no such file"):
+    with pytest.raises(ValueError, match=r"model\.safetensors"):
         check_model_files(model)
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("spoil", "named"),
     [
-        (lambda model: (model / "config.json").write_text("{"), r"config\.json: it is no JSON"),
-        (
-            lambda model: (model / "config.json").write_text((model / "config.json").read_text(), "utf-8-sig"),
-            r"config\.json: it is no JSON: Unexpected UTF-8 BOM",
-        ),
-        (lambda model: (model / "config.json").write_text("[]"), r"config\.json: it must be a JSON object"),
-        (lambda model: (model / "preprocessor_config.json").unlink(), r"no preprocessor_config\.json"),
-        (lambda model: (model / "tokenizer.json").unlink(), r"no tokenizer\.json"),
-        (lambda model: (model / "tokenizer.json").write_text("x"), r"tokenizer\.json: it is no JSON"),
-        (lambda model: (model / "model.safetensors").unlink(), r"model\.safetensors: there is no such file"),
-        (
-            lambda model: (model / "model.safetensors").rename(model / "pytorch_model.bin"),
-            r"safetensors files alone; pytorch_model\.bin is a pickle",
-        ),
-        (cut, r"model\.safetensors: it has \d+ bytes and by its header \d+"),
-        (cut_in_header, r"model\.safetensors: it is no safetensors file, or was cut short"),
-        (pointer, r"model\.safetensors: it is a Git LFS pointer; run 'git lfs pull' there"),
-        (sharded, r"model-00002-of-00002\.safetensors: there is no such file"),
+        (lambda model: (model / "config.json").write_text("{"), "config.json"),
+        (lambda model: (model / "config.json").write_text("{}", "utf-8-sig"), "config.json"),
+        (lambda model: (model / "config.json").write_text("[]"), "config.json"),
+        (lambda model: (model / "tokenizer.json").unlink(), "tokenizer.json"),
+        (lambda model: (model / "chat_template.jinja").write_text("{{"), "chat template"),
+        (lambda model: (model / "model.safetensors").unlink(), "model.safetensors"),
+        (cut, "model.safetensors"),
+        (cut_in_header, "model.safetensors"),
+        (pointer, "model.safetensors"),
+        (sharded, "model-00002-of-00002.safetensors"),
     ],
 )
-def test_a_file_that_is_wrong_is_named(model: Path, spoil: Callable[[Path], object], message: str) -> None:
+def test_a_file_that_is_wrong_is_named(model: Path, spoil: Callable[[Path], object], named: str) -> None:
     spoil(model)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=re.escape(named)):
         check_model_files(model)

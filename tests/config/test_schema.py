@@ -88,7 +88,7 @@ def test_every_setting_reaches_the_instance() -> None:
         for name, field in InstanceSettings.model_fields.items()
         if isinstance(field.default, int | float | None) and not isinstance(field.default, bool)
     }
-    values |= {"memory_share": 0.25, "share": 0.5, "block_size": 32}
+    values |= {"memory_share": 0.25, "share": 0.5}
     values |= {"tower_share": 0.75}
     values.pop("kv_cache_bytes", None)  # the same thing as num_blocks
     values.pop("resident")  # a word

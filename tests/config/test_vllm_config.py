@@ -2,46 +2,11 @@ from pathlib import Path
 
 import pytest
 
-from epd_serve.config import ConfigError, load_config, parse_config
+from epd_serve.config import load_config, parse_config
 from epd_serve.config.vllm import connectors
 from proxy.settings import GatewaySettings
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("topology: ED-P", "ED: a vLLM instance that encodes for others does not decode; write E-P-D"),
-        ("topology: E-EP-D", "E beside EP or EPD: these keep their features to themselves"),
-        ("instances: {engine_args: {tensor-parallel-size: 2}}", "use the topology's @tp"),
-        ("instances: {engine_args: {'--seed x': 1}}", "is no flag of vllm serve"),
-        ("instances: {engine_args: {max-seqs: 1, max_seqs: 2}}", "max_seqs is set twice"),
-        ("instances: {tower_share: 0.3}", "tower_share (of E) has no effect with engine: vllm"),
-        ("roles: {D: {batching: {order: sjf}}}", "batching (of D) has no effect"),
-        ("feature_store: mooncake", "feature_store has no effect with engine: vllm"),
-        ("topology: P-D@tp2\ndevices: ['npu:0', 'npu:1', 'npu:2']", "P's width must be a multiple of D's"),
-        ("topology: P-D\ndevices: ['npu:0', 'npu:1']\nvllm: {kv: nixl}", "nixl knows no NPU; write mooncake"),
-        ("topology: P-D\ndevices: ['npu:0', 'cuda:0']", "P and D of one kind, and these are on cuda and npu"),
-        ("vllm: {python: {X: python}}", "vllm.python"),
-        ("roles: {P: {engine_args: {mm-processor-cache-gb: 0}}}", "engine_args of P: mm_processor_cache_gb: 0"),
-        ("vllm: {kv: files}", "vllm.kv"),
-    ],
-)
-def test_what_vllm_cannot_have_is_refused(text: str, words: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse_config(f"engine: vllm\n{text}")
-    assert words in str(caught.value)
-
-
-def test_keys_of_vllm_are_refused_for_the_native_engine() -> None:
-    for text in (
-        "vllm: {kv: nixl}",
-        "instances: {engine_args: {seed: 1}}",
-        "roles: {P: {engine_args: {seed: 1}}}",
-    ):
-        with pytest.raises(ConfigError, match="are for engine: vllm"):
-            parse_config(text)
 
 
 def test_flags_of_a_role_go_over_those_of_all() -> None:

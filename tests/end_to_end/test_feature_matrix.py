@@ -15,7 +15,7 @@ from benchmarks.ablations.processes import environment
 #: So little is to be measured where budgets are searched for.
 SMALL_BUDGETS = {"image_budget_pixels": 10 * 140 * 140, "max_num_seqs": 16}
 #: Of a pool in which the eight questions cannot all run at once: sequences are preempted and go on.
-SMALL_POOL = 20
+SMALL_POOL = 11
 
 CASES: dict[str, dict[str, Any]] = {
     "budgets, slack, encodes after prefill, small pool, trace": {

@@ -70,7 +70,6 @@ async def test_the_way_of_the_kv_changes_no_token_and_leaves_nothing_behind(
     settings = {
         "lease_s": 10,
         "max_num_batched_tokens": 20,
-        "block_size": 8,
         "kv_transfer": WAYS[way],
     }
     baselines = BASELINES.get(way, {}) | {"bandwidth": "2MB/s", "latency_ms": 5}

@@ -72,7 +72,6 @@ def config(model: Path, master: str | None) -> DeploymentConfig:
                 "base_port": 0,
                 "threads": 1,
                 "max_num_batched_tokens": 20,
-                "block_size": 8,
                 "feature_cache_bytes": "16MiB",
                 "kv_transfer": {"transport": "mooncake", "group_layers": 2},
             },

@@ -41,7 +41,7 @@ async def test_images_of_a_request_are_encoded_in_several_places_and_stay_in_ord
         model=str(model),
         dtype="float32",
         gateway={"port": 0},
-        instances={"base_port": 0, "threads": 1, "block_size": 8},
+        instances={"base_port": 0, "threads": 1},
     )
     fields = {
         "model": "model",

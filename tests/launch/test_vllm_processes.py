@@ -238,14 +238,12 @@ def test_each_kind_of_device_has_its_own_vllm(
 def test_settings_and_flags_are_passed_on(model: Path) -> None:
     one = processes(
         "topology: PD\ndtype: bfloat16\nserved_model_name: mine\n"
-        "instances: {max_model_len: 99, engine_args: {enforce_eager: true, seed: 3, async_scheduling: false}}\n"
-        "vllm: {environment: {VLLM_LOGGING_LEVEL: DEBUG}}",
+        "instances: {max_model_len: 99, engine_args: {enforce_eager: true, seed: 3, async_scheduling: false}}",
         model,
     )["pd0"]
     assert (flag(one, "max-model-len"), flag(one, "seed"), flag(one, "dtype")) == ("99", "3", "bfloat16")
     assert flag(one, "served-model-name") == "mine"
     assert {"--enforce-eager", "--no-async-scheduling"} <= set(one.command)
-    assert one.variables["VLLM_LOGGING_LEVEL"] == "DEBUG"
     assert flag(one, "max-num-seqs") is None, "vLLM's own default"
 
 

@@ -51,7 +51,7 @@ async def test_operators_see_instances_and_requests_with_their_own_key(start, ki
 
 async def test_what_autoscale_asks_and_says(start):
     gateway = await start(
-        "e0:E", "p0:P", "d0:D", admin=admin_plane(), slo={"ttft_ms": 9, "tpot_ms": 9}, elastic={"enabled": True}
+        "e0:E", "p0:P", "d0:D", admin=admin_plane(), slo={"ttft_ms": 9, "tpot_ms": 9}, elastic={}
     )
     url, session = gateway.app.state.admin_url, gateway.session
     async with session.get(f"{url}/load") as answer:

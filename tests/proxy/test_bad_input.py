@@ -185,16 +185,6 @@ async def test_private_addresses_are_refused_while_serving_publicly(start, kit):
     assert not any(fake.calls for fake in gateway.fakes.values())
 
 
-async def test_images_count_together_as_if_sent_in_the_body(start, kit, tmp_path):
-    file = tmp_path / "red.png"
-    file.write_bytes(kit.picture() + bytes(5000))
-    gateway = await start("pd0:PD", max_body_bytes=22_000, media={"allowed_file_dirs": (tmp_path,)})
-    assert await gateway.answer(kit.chat(file.as_uri())) == (200, kit.WHOLE)
-    status, error = await gateway.error(kit.chat(*[file.as_uri()] * 5))
-    assert (status, error["code"]) == (413, "request_too_large")
-    assert "together" in error["message"]
-
-
 async def test_a_request_has_so_many_images_at_most(start, kit):
     gateway = await start("pd0:PD", media={"max_items": 2})
     picture = kit.data_url(kit.picture())

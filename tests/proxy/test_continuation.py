@@ -113,7 +113,7 @@ def of_choice(choice, number):
 
 async def test_several_choices_go_on_each_by_itself(start, kit):
     """The first of three has ended, the last has no token yet; another death on the way is one of one choice."""
-    gateway = await start("a0:EPD", "a1:EPD", "a2:EPD", dashboard=True)
+    gateway = await start("a0:EPD", "a1:EPD", "a2:EPD")
     whole = {0: [1, 2], 1: [11, 12, 13], 2: [21, 22]}
     usage = b'data: {"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":%d,"total_tokens":0}}\n\n'
     died = []
@@ -158,7 +158,7 @@ async def counted(gateway):
 
 async def test_tokens_that_come_in_no_frames_are_those_that_the_answer_tells(start, kit):
     """P gives an empty answer in frames, as vLLM's does."""
-    gateway = await start("p0:P", "d0:D", dashboard=True)
+    gateway = await start("p0:P", "d0:D")
     usage = b'data: {"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":3,"total_tokens":8}}\n\n'
     gateway["p0"].scripts["/stage/prefill"] = lambda _: [kit.FRAMES_THEN_DECODE]
     gateway["d0"].scripts["/stage/decode"] = lambda _: [0.05, (200, {}), kit.FIRST, usage, kit.DONE]

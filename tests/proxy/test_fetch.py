@@ -314,31 +314,6 @@ async def test_what_a_name_resolves_to_is_what_is_checked(site, choosy, monkeypa
     assert len(hits) == 1
 
 
-async def test_files_only_from_allowed_directories(tmp_path):
-    allowed, secret = tmp_path / "open", tmp_path / "secret.png"
-    allowed.mkdir()
-    (allowed / "a picture.png").write_bytes(b"picture")
-    (allowed / "large.png").write_bytes(b"x" * 6000)
-    (allowed / "link.png").symlink_to(secret)
-    secret.write_bytes(b"secret")
-    async with fetcher(allowed_file_dirs=(allowed,)) as fetch:
-        assert await fetch.fetch(f"file://{allowed}/a%20picture.png") == b"picture"
-        with pytest.raises(TooLarge):
-            await fetch.fetch(f"file://{allowed}/large.png")
-        for url in (
-            f"file://{secret}",
-            f"file://{allowed}/../secret.png",
-            f"file://{allowed}/%2e%2e/secret.png",
-            f"file://{allowed}/link.png",
-            f"file://{allowed}",
-            f"file://{allowed}/missing.png",
-            f"file://elsewhere{allowed}/large.png",
-            f"file://{allowed}/%00",
-        ):
-            with pytest.raises(InvalidRequest, match="only read from the directories"):
-                await fetch.fetch(url)
-
-
 ENDLESS = {
     "interim answers": (b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 1000),
     "early hints": (b"", b"HTTP/1.1 103 Early Hints\r\n\r\n" * 1000),

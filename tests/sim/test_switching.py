@@ -58,9 +58,7 @@ def test_steps_of_rebuilt_instances_count() -> None:
 def test_table_6_of_epd() -> None:
     """The paper: latency 2.2 times and TPOT 2.4 times lower, and 5E1P2D becomes 2E1P5D."""
     every = requests(200, 3.0, seed=1)
-    switching = Switching(
-        Controller(ElasticConfig(cooldown_s=3.0, interval_s=0.5), LIMITS), interval_s=0.5, num_blocks=1 << 14
-    )
+    switching = Switching(Controller(ElasticConfig(cooldown_s=3.0), LIMITS), interval_s=0.3, num_blocks=1 << 14)
     with_switches, without = figures(run(START, every, switching)), figures(run(START, every, None))
     assert without["latency_s"] > 2 * with_switches["latency_s"]
     assert without["tpot_s"] > 2 * with_switches["tpot_s"]
@@ -74,9 +72,7 @@ def test_table_6_of_epd() -> None:
 def test_no_first_token_pays_for_the_others() -> None:
     """Encoders are given to decode as long as the others can bear what comes."""
     every = requests(200, 3.0, seed=0)
-    switching = Switching(
-        Controller(ElasticConfig(cooldown_s=3.0, interval_s=0.5), LIMITS), interval_s=0.5, num_blocks=1 << 14
-    )
+    switching = Switching(Controller(ElasticConfig(cooldown_s=3.0), LIMITS), interval_s=0.3, num_blocks=1 << 14)
     with_switches, without = figures(run(START, every, switching)), figures(run(START, every, None))
     assert with_switches["ttft_s"] < 1.25 * without["ttft_s"]
     assert without["latency_s"] > 2.5 * with_switches["latency_s"]
@@ -85,9 +81,7 @@ def test_no_first_token_pays_for_the_others() -> None:
 def test_the_opposite_of_table_6() -> None:
     """Images behind long answers: decode instances become encoders."""
     every = opposite(200, 3.0)
-    switching = Switching(
-        Controller(ElasticConfig(cooldown_s=3.0, interval_s=0.5), LIMITS), interval_s=0.5, num_blocks=1 << 14
-    )
+    switching = Switching(Controller(ElasticConfig(cooldown_s=3.0), LIMITS), interval_s=0.3, num_blocks=1 << 14)
     with_switches, without = figures(run(DECODERS, every, switching)), figures(run(DECODERS, every, None))
     assert with_switches["ttft_s"] < LIMITS.ttft_s < without["ttft_s"]
     assert without["latency_s"] > 2 * with_switches["latency_s"]
@@ -96,8 +90,8 @@ def test_the_opposite_of_table_6() -> None:
 
 def test_the_same_arguments_give_the_same_switches() -> None:
     def once() -> tuple[float, list[tuple[str, str, float]]]:
-        controller = Controller(ElasticConfig(cooldown_s=3.0, interval_s=0.5), LIMITS)
-        switching = Switching(controller, interval_s=0.5, num_blocks=1 << 14)
+        controller = Controller(ElasticConfig(cooldown_s=3.0), LIMITS)
+        switching = Switching(controller, interval_s=0.3, num_blocks=1 << 14)
         outcome = run(START, requests(80, 3.0), switching)
         return outcome.seconds, [(span.instance, span.state, span.from_s) for span in switching.spans]
 

@@ -181,7 +181,6 @@ async def start_fleet(
             "base_port": 0,
             "threads": 1,
             "max_num_batched_tokens": max(13, load_family(path).both_ways_tokens),
-            "block_size": 8,
             **(instances or {}),
         },
         **settings,

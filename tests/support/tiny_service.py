@@ -29,7 +29,7 @@ async def serving(
         dtype="float32",
         restart="never",
         gateway={"port": 0, "media": media or {}},
-        instances={"base_port": 0, "threads": 1, "block_size": 8, "feature_timeout_s": 20, **instances},
+        instances={"base_port": 0, "threads": 1, "feature_timeout_s": 20, **instances},
     )
     async with LocalDeployment(config, ready_timeout_s=300) as deployment:
         yield deployment

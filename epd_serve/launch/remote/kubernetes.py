@@ -156,7 +156,6 @@ class _Cluster:
             made["mooncake"] = {**(own.get("mooncake") or {}), "master": f"{self._values.name}-master:{_STORE}"}
         if self._is_vllm:
             made["vllm"] = {key: value for key, value in (own.get("vllm") or {}).items() if key != "python"}
-            (made["vllm"].get("environment") or {}).pop("HCCL_IF_IP", None)  # that of the pod
         else:
             made["cluster_key"] = {"env": CLUSTER_KEY}
         return made

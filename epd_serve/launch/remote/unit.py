@@ -62,12 +62,11 @@ def check_portable(config: DeploymentConfig) -> None:
         raise ValueError("engine: auto looks at the machine that it is on; write engine: native or engine: vllm")
     if config.tls is not None:
         raise ValueError("tls: no certificate names the addresses that instances get there; take it out")
-    if config.elastic.enabled:
+    if config.elastic is not None:
         raise ValueError("elastic is a process of 'epd-serve up' on one machine; take it out of the file")
     files = {
         "trace": config.trace,
         "gateway.access_log": None if config.gateway.access_log in (None, "-") else config.gateway.access_log,
-        "gateway.media.allowed_file_dirs": config.gateway.media.allowed_file_dirs or None,
         "devices": next((one for one in config.devices if is_measured(emulated_kind(one))), None),
     }
     for key, path in files.items():

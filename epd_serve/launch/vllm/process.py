@@ -40,7 +40,6 @@ _SAME = {
     "max_model_len": "max_model_len",
     "max_num_seqs": "max_num_seqs",
     "max_num_batched_tokens": "max_num_batched_tokens",
-    "block_size": "block_size",
     "num_blocks": "num_gpu_blocks_override",
 }
 #: Of a device's memory where nothing else is said, as vLLM's own default.
@@ -167,7 +166,7 @@ def vllm_processes(
             VllmProcess(
                 placement=instance,
                 options=options,
-                own={**own, **config.vllm.environment},
+                own=own,
                 chose_threads=settings.threads is None and share is None,
                 chose_memory=settings.memory_share is None and share is None,
             )

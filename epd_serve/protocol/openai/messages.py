@@ -52,7 +52,7 @@ class MediaSource(msgspec.Struct, frozen=True, kw_only=True):
 class ImageUrl(MessageModel):
     """``detail`` "low" has the picture scaled down to fit 512x512 pixels; "auto" and "high" leave it as it is."""
 
-    url: str = Field(description="http(s)://, data:image/...;base64, or file:// in a folder that is allowed.")
+    url: str = Field(description="http(s):// or data:image/...;base64.")
     detail: Literal["auto", "high", "low"] | None = Field(None, description="low: scaled down to 512x512 pixels.")
 
 
