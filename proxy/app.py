@@ -27,7 +27,7 @@ from epd_serve.protocol.openai.tokenizing import DetokenizeBody, TokenizeBody
 from epd_serve.protocol.openai.transcriptions import TranscriptionCall
 from epd_serve.routing.routes import Router, router_of
 from epd_serve.routing.table import InstanceTable
-from proxy.admin.apply import apply_router, instances_router
+from proxy.admin.apply import instances_router, leave_router
 from proxy.admin.plane import create_admin_app, running_admin, running_on_path
 from proxy.admin.scaling import ServedRequests, scaling_router
 from proxy.admin.switches import Switches, operations_router, switches_router
@@ -103,7 +103,7 @@ def create_app(
             await stack.enter_async_context(fetcher)
             stack.callback(probe.close)
             routers = [operations_router(table, switches), scaling_router(table, served_requests)]
-            orders = [switches_router(switches), apply_router(table, switches)]
+            orders = [switches_router(switches), leave_router(switches)]
             joining = leases_router(leases, needs_tls=settings.tls is not None)
             if gateway.admin.port is not None:
                 admin = create_admin_app(

@@ -29,7 +29,7 @@ def apply(
     step that fails ends it; the deployment serves on, and another apply continues from there.
     """
     from epd_serve.launch.apply import ask_apply
-    from epd_serve.launch.layout_choice import choose_layout
+    from epd_serve.launch.choices import choose_layout
     from epd_serve.launch.processes.runs import find_run
 
     if file is None and topology is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -111,7 +110,7 @@ def _run_unit(
 
         if isinstance(deployment.model, str):
             download(deployment.model)
-        place = partial(unit_placement, unit=unit, name=name, replica=replica or 0)
+        here = unit_placement(deployment, unit, name, replica or 0)
     raise typer.Exit(
-        asyncio.run(run_unit(deployment, place, address=address, gateways=gateways, health_port=health_port))
+        asyncio.run(run_unit(deployment, here, address=address, gateways=gateways, health_port=health_port))
     )

@@ -47,7 +47,7 @@ def profile(
         from epd_serve.engine.kv_memory import resolve_dtype
         from epd_serve.models.loader import load_family
         from epd_serve.profiling.device_profile import GridOptions, profile_device
-    from epd_serve.config.schema import model_path
+    from epd_serve.config import model_path
 
     path = model_path(model)
     options = GridOptions(

@@ -9,7 +9,8 @@ import typer
 
 from epd_serve.cli.flags import Host, ParentPid, Port, tie_to
 from epd_serve.config import DeploymentConfig, load_config
-from epd_serve.launch.processes.ports import instance_urls, name_and_url
+from epd_serve.launch.processes.ports import ports_each
+from epd_serve.protocol.addresses import url_of
 
 
 def proxy(
@@ -38,7 +39,7 @@ def proxy(
     tie_to(parent_pid)
     deployment = load_config(config) if config else DeploymentConfig()
 
-    instances = [name_and_url(text) for text in instance or ()] or instance_urls(deployment)
+    instances = [_name_and_url(text) for text in instance or ()] or _instance_urls(deployment)
     names = [name for name, _ in instances]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"instance {', '.join(sorted(twice))} is named twice; names must differ")
@@ -56,3 +57,26 @@ def proxy(
     )
     if code:
         raise typer.Exit(code)
+
+
+def _name_and_url(text: str) -> tuple[str, str]:
+    name, _, url = text.partition("=")
+    if not name or not url.startswith(("http://", "https://")):
+        raise ValueError(f"--instance {text}: write NAME=URL, as in e0=http://127.0.0.1:8100")
+    return name, url.rstrip("/")
+
+
+def _instance_urls(deployment: DeploymentConfig) -> list[tuple[str, str]]:
+    """Return name and URL of each instance of a deployment with fixed ports."""
+    if deployment.gateway.instances is not None:
+        return list(deployment.gateway.instances.items())
+    host, base, each = deployment.instances.host, deployment.instances.base_port, ports_each(deployment)
+    if not base:
+        raise ValueError(
+            "instances.base_port is 0: set it in the file and for 'up', or add --instance NAME=URL for each, "
+            "as in e0=http://127.0.0.1:8100"
+        )
+    tls = deployment.read_tls() is not None
+    return [
+        (one.name, url_of(host, base + index * each, tls=tls)) for index, one in enumerate(deployment.placement())
+    ]

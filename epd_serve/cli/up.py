@@ -61,11 +61,9 @@ def up(
         if isinstance(config.model, str):
             download(config.model)
     with ended_by_ctrl_c():
-        from epd_serve.launch.engine_choice import choose_engine
-        from epd_serve.launch.layout_choice import choose_layout
+        from epd_serve.launch.choices import choose_all
 
-        config, layout = choose_layout(config)
-        config, reason = choose_engine(config)
+        config, reasons = choose_all(config)
         if config.engine == "native" or not dry:  # vLLM's command lines may be for another machine
             from epd_serve.launch.preflight import check_deployment
 
@@ -73,9 +71,9 @@ def up(
     if dry:
         from epd_serve.launch.dry_run import dry_run
 
-        for line in dry_run(config, file, os.environ, reason):
+        for line in (*(f"# {reason}" for reason in reasons), *dry_run(config, file, os.environ)):
             typer.echo(line)
         return
     with ended_by_ctrl_c():
         from epd_serve.launch.up import Terminal, run_up
-    raise typer.Exit(asyncio.run(run_up(config, Terminal(), reason, layout, file)))
+    raise typer.Exit(asyncio.run(run_up(config, Terminal(), reasons, file)))

@@ -208,9 +208,7 @@ class DeploymentConfig(SharedConfig):
         if self.engine == "vllm":
             check_vllm(placement, settings, self.vllm, self.model_fields_set)
             if self.cluster_key is not None and self.tls is None:
-                raise ValueError(
-                    "cluster_key: vLLM's own server asks for none; set tls, too"
-                )
+                raise ValueError("cluster_key: vLLM's own server asks for none; set tls, too")
         elif "vllm" in self.model_fields_set or any(one.engine_args for one in settings.values()):
             raise ValueError("vllm and engine_args are for engine: vllm; write that, or leave them out")
         if self.cluster_key is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -20,14 +19,12 @@ from epd_serve.config.role_files import write_role_settings
 from epd_serve.config.vllm import connectors
 from epd_serve.launch.commands import check_mps
 from epd_serve.launch.deployment_record import DeploymentRecord, Prepared, resolved
-from epd_serve.launch.processes.ports import Ports, next_port
+from epd_serve.launch.processes.ports import next_port
 from epd_serve.launch.processes.process import ProcessDied, ProcessSpec, ProcessState
 from epd_serve.launch.processes.supervisor import Supervisor
 from epd_serve.protocol.addresses import is_loopback
 from epd_serve.rpc.admin import AdminClient, AdminRefused, AdminUnreachable
 from epd_serve.topology.change import Part, Step, StepKind, plan_change
-
-logger = logging.getLogger(__name__)
 
 #: Limit of one step: weights of any size may have to be read from a disk.
 _STEP_S = 600.0
@@ -69,20 +66,20 @@ def _shown(path: str, value: Any) -> str:
     return json.dumps(value)
 
 
-def check_open_api(old: DeploymentConfig, new: DeploymentConfig) -> tuple[str, ...]:
+def check_open_api(old: DeploymentConfig, new: DeploymentConfig) -> list[str]:
     """Return a warning where the new deployment no longer asks for an API key.
 
     Raises ValueError where the gateway listens beyond the loopback interface.
     """
     if not old.gateway.needs_key or new.gateway.needs_key:
-        return ()
+        return []
     where = f"{old.gateway.host} port {old.gateway.port}"
     if not is_loopback(old.gateway.host):
         raise ValueError(
             f"the file has no API key, and the API at {where} would be open to everybody who reaches it: add "
             "gateway.api_keys; to open the API, stop the deployment and start it from the file"
         )
-    return (f"THE API BECOMES OPEN: the file has no API key; every user of this machine reaches {where}",)
+    return [f"THE API BECOMES OPEN: the file has no API key; every user of this machine reaches {where}"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +93,7 @@ class Plan:
     """
 
     config: DeploymentConfig
-    lines: tuple[str, ...]
+    lines: list[str]
     steps: tuple[Step, ...]
     to_start: Mapping[str, Prepared]
     replaces_gateway: bool
@@ -127,76 +124,61 @@ class Applier:
         self._gateway_spec = gateway_spec
         self._task: asyncio.Task[None] | None = None
 
-    @property
-    def config(self) -> DeploymentConfig:
-        """The deployment that was started, or applied last."""
-        return self._record.config
-
     def plan(self, config: DeploymentConfig) -> Plan:
         """Plan the change to ``config``. Raises ValueError for a change that is impossible."""
-        record = self._record
-        if any(not one.ready.is_set() and one.num_restarts == 0 for one in self._supervisor.processes):
+        record, old = self._record, self._record.config
+        if any(one.num_starts < 2 and not one.ready.is_set() for one in self._supervisor.processes):
             raise ValueError("the deployment is still starting; wait until it is ready")
-        old = record.config
-        address: dict[str, Any] = {"gateway": {"host": old.gateway.host, "port": old.gateway.port}}
-        if config.engine == "auto":
-            address["engine"] = old.engine
         lines: list[str] = []
+        stays: dict[str, Any] = {"gateway": {"host": old.gateway.host, "port": old.gateway.port}}
         if (config.gateway.host, config.gateway.port) != (old.gateway.host, old.gateway.port):
             lines.append(f"the gateway stays at {old.gateway.host} port {record.ports.gateway}")
-        config = resolved(change_config(config, address))
+        if config.engine == "auto":
+            stays["engine"] = old.engine
+        config = resolved(change_config(config, stays))
         changes = dict(changed_options(old.model_dump(mode="json"), config.model_dump(mode="json")))
         other = [path for path in changes if not path.startswith(_CHANGEABLE) or path.startswith(_FIXED)]
+        if config.engine == "vllm" and connectors(old.placement(), old.vllm) != connectors(
+            config.placement(), config.vllm
+        ):
+            other.append("the connectors that hand on features and KV")
         if other:
             raise ValueError(
                 f"a change of {', '.join(other)} needs another start: stop the deployment and start it anew"
             )
         lines += [*check_open_api(old, config), *changes.values()]
-        before, after = (connectors(one.placement(), one.vllm) for one in (old, config))
-        if config.engine == "vllm" and before != after:
-            raise ValueError(
-                f"the instances hand on features by {before[0]} and KV by {before[1]}; the file's would do it by "
-                f"{after[0]} and {after[1]}: stop the deployment and start it from the file"
-            )
+        check_mps(config, record.environment, config.placement())
         record.look()
-        placement = config.placement()
-        check_mps(config, record.environment, placement)
-        prepared = record.prepare(config, placement, replace(record.ports, instances=(1,) * len(placement)))
-        running, wanted = ([_part(one) for one in some] for some in (record.live.values(), prepared))
-        change = plan_change(running, wanted)
-        started = {step.name for step in change.steps if step.kind is StepKind.START}
+        prepared = record.prepare(config, config.placement(), [1] * len(config.placement()))
+        change = plan_change([*map(_part, record.live.values())], [*map(_part, prepared)])
         return Plan(
             config=config,
-            lines=tuple(lines),
+            lines=lines,
             steps=change.steps,
-            to_start=self._named(config, change.names, started) if started else {},
+            to_start=self._prepare_new(config, change.names),
             replaces_gateway=any(not path.startswith(_OF_INSTANCES) for path in changes),
         )
 
-    def _named(
-        self, config: DeploymentConfig, names: tuple[str, ...], started: set[str]
-    ) -> Mapping[str, Prepared]:
-        """Prepare the instances of ``config`` again, with names, ports and numbers that none of the others has."""
-        record = self._record
-        ports = {one.options.port for one in record.live.values()} | {record.ports.gateway}
+    def _prepare_new(self, config: DeploymentConfig, names: tuple[str, ...]) -> Mapping[str, Prepared]:
+        """Prepare the new instances of ``config``, with ports and numbers that none of the others has."""
+        record, placement, ports = self._record, [], []
+        taken = {one.options.port for one in record.live.values()} | {record.ports.gateway}
         numbers = {one.placement.index for one in record.live.values()}
-        placement, own_ports = [], []
         renamed = {one.name: name for one, name in zip(config.placement(), names, strict=True)}
         for one in config.placement():
-            name = renamed[one.name]
-            shared = tuple(renamed[other] for other in one.shares_device_with)
-            if name in started:
-                port, index = next_port(config, ports, name), next(n for n in range(1 << 16) if n not in numbers)
-                ports.add(port)
-                numbers.add(index)
+            name, shared = renamed[one.name], tuple(renamed[other] for other in one.shares_device_with)
+            if (kept := record.live.get(name)) is not None:
+                port, index = kept.options.port, kept.placement.index
             else:
-                port, index = record.live[name].options.port, record.live[name].placement.index
+                port, index = next_port(config, taken, name), min({*range(len(numbers) + 1)} - numbers)
+            taken.add(port)
+            numbers.add(index)
             placement.append(replace(one, name=name, shares_device_with=shared, index=index))
-            own_ports.append(port)
-        prepared = record.prepare(
-            config, placement, Ports(gateway=record.ports.gateway, instances=tuple(own_ports))
-        )
-        return {one.options.name: one for one in prepared if one.options.name in started}
+            ports.append(port)
+        if record.live.keys() >= {*names}:
+            return {}
+        prepared = record.prepare(config, placement, ports)
+        return {one.options.name: one for one in prepared if one.options.name not in record.live}
 
     async def apply(self, config: DeploymentConfig, say: Callable[[str], None] = lambda text: None) -> None:
         """Return when the deployment is as ``config`` describes it; ``say`` is called with each line and step.
@@ -216,10 +198,9 @@ class Applier:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _apply(self, config: DeploymentConfig, say: Callable[[str], None]) -> None:
-        plan = self.plan(config)
+        plan, record = self.plan(config), self._record
         for line in plan.lines:
             say(line)
-        record = self._record
         old, record.config = record.config, plan.config
         write_role_settings(record.directory, plan.config)
         doing: Step | str = ""
@@ -253,18 +234,21 @@ class Applier:
                 record.remove(step.name)
                 raise
             await self._tell_instances()
-            while step.name not in (await self._order("GET", "/ready"))["ready"]:  # noqa: ASYNC110
+            while True:
+                shown = await self._order("GET", "/admin/instances")
+                if any(one["name"] == step.name and one["state"] == "up" for one in shown["instances"]):
+                    return
                 await asyncio.sleep(_AGAIN_S)
-        elif step.kind is StepKind.SWITCH:
+        if step.kind is StepKind.SWITCH:
             await self._order("POST", f"/instances/{step.name}/role", order | {"role": str(step.role)})
             record.look()
-        else:
-            process = next(one for one in self._supervisor.processes if one.spec.name == step.name)
-            if process.state is ProcessState.READY:
-                await self._order("POST", f"/instances/{step.name}/leave", order)
-            record.remove(step.name)
-            await self._tell_instances()
-            await self._supervisor.remove(step.name)
+            return
+        process = next(one for one in self._supervisor.processes if one.spec.name == step.name)
+        if process.state is ProcessState.READY:
+            await self._order("POST", f"/instances/{step.name}/leave", order)
+        record.remove(step.name)
+        await self._tell_instances()
+        await self._supervisor.remove(step.name)
 
     async def _tell_instances(self) -> None:
         """Tell the gateway which instances there are; one that starts again reads the file."""
@@ -290,9 +274,10 @@ class Applier:
 
 
 def _part(one: Prepared) -> Part:
+    options = one.options
     return Part(
-        name=one.options.name,
-        role=one.options.role,
+        name=options.name,
+        role=options.role,
         kind=one.kind,
         settings=one.settings,
         devices=one.placement.devices,
@@ -300,10 +285,7 @@ def _part(one: Prepared) -> Part:
     )
 
 
-# ---------------------------------------------------------------------- between the command and the launcher
-
-
-async def serve_applies(path: Path, applier: Applier) -> asyncio.Server:
+async def serve_applies(path: Path, applier: Applier, running: Callable[[], DeploymentConfig]) -> asyncio.Server:
     """Serve ``epd-serve apply`` at a Unix socket, whose directory its user alone can enter: lines of JSON."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -312,17 +294,15 @@ async def serve_applies(path: Path, applier: Applier) -> asyncio.Server:
 
         try:
             request = json.loads(await reader.readline())
-            config = DeploymentConfig.model_validate(
-                request["config"] or applier.config.model_dump(exclude_unset=True)
-            )
-            config = change_config(config, request["changes"])
+            values = request["config"] or running().model_dump(exclude_unset=True)
+            config = change_config(DeploymentConfig.model_validate(values), request["changes"])
             if request["dry_run"]:
                 for line in applier.plan(config).shown():
                     say(line)
             else:
                 await applier.apply(config, say)
             say("", done=True)
-        except (ValueError, LookupError, asyncio.CancelledError) as error:
+        except (ValueError, asyncio.CancelledError) as error:
             say(str(error) or "the deployment is being stopped", failed=True)
         finally:
             with suppress(ConnectionError):
@@ -345,10 +325,10 @@ async def ask_apply(path: Path, request: Mapping[str, Any], say: Callable[[str],
     try:
         while line := await reader.readline():
             news = json.loads(line)
-            if news.get("done"):
-                return
             if news.get("failed"):
                 raise ValueError(news["say"])
+            if news.get("done"):
+                return
             say(news["say"])
         raise ValueError("the deployment has ended")
     finally:

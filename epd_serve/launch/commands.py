@@ -101,23 +101,24 @@ class PreparedInstance:
 def prepare_instances(
     config: DeploymentConfig,
     placement: Sequence[InstancePlacement],
-    ports: Ports,
+    ports: Sequence[int],
     environment: Mapping[str, str],
     directory: Path | None = None,
+    master: str | None = None,
 ) -> tuple[PreparedInstance, ...]:
     """The native instances of ``placement``, those of one machine, in its order.
 
     ``directory`` takes the files that instances on one device share; without it they know nothing of each other.
-    Raises ValueError where the model is not there, or an NPU has too few streams or graph tasks.
+    ``master`` is the address of the mooncake_master that the deployment starts. Raises ValueError where the model
+    is not there, or an NPU has too few streams or graph tasks.
     """
     num_ranks = sum(instance.tensor_parallel for instance in placement)
-    master = f"{config.instances.host}:{ports.master[0]}" if ports.master else None
     shares = config.device_shares(placement)
     boards = _device_boards(placement, directory) if directory else {}
     common = config.model_dump_json(include={"model", *SharedConfig.model_fields})
     roles = {one.name: str(one.role) for one in placement}
     prepared = []
-    for instance, port in zip(placement, ports.instances, strict=True):
+    for instance, port in zip(placement, ports, strict=True):
         share, settings = shares.get(instance.name), config.settings_for(str(instance.role))
         variables, local_devices = visibility(instance.devices, environment)
         options = config.options_for(
@@ -135,14 +136,13 @@ def prepare_instances(
             variables[EMULATED_MEMORY] = str(directory)
         if share and instance.devices[0].startswith("cuda:"):
             variables |= mps.share_variables(share.share)
+        together = (instance.name, *instance.shares_device_with) if instance.shares_device_with else ()
         prepared.append(
             PreparedInstance(
                 placement=instance,
                 options=options,
                 variables=variables,
-                group=tuple(sorted(roles[name] for name in (instance.name, *instance.shares_device_with)))
-                if instance.shares_device_with
-                else (),
+                group=tuple(sorted(roles[name] for name in together)),
                 deployment=common,
                 chose_threads=settings.threads is None and share is None,
                 chose_memory=settings.memory_share is None,
@@ -159,9 +159,8 @@ def with_trust(config: DeploymentConfig, environment: Mapping[str, str]) -> dict
     return {**environment, **({CLUSTER_KEY: key} if key else {}), **(tls.environment if tls else {})}
 
 
-def parts_gpus(config: DeploymentConfig, placement: Sequence[InstancePlacement] | None = None) -> bool:
-    """Whether instances of ``placement`` (None: of the deployment) have shares of a GPU."""
-    placement = config.placement() if placement is None else placement
+def _parts_gpus(config: DeploymentConfig, placement: Sequence[InstancePlacement]) -> bool:
+    """Whether instances have shares of a GPU."""
     shared = [one for one in placement if one.devices[0].startswith("cuda:")]
     shares = config.device_shares(placement) if shared else {}
     return any(one.name in shares for one in shared)
@@ -171,25 +170,23 @@ def with_mps(
     config: DeploymentConfig,
     environment: Mapping[str, str],
     directory: Path,
-    placement: Sequence[InstancePlacement] | None = None,
+    placement: Sequence[InstancePlacement],
 ) -> dict[str, str]:
     """The environment, with the variables of an MPS daemon of its own where shares of GPUs need one.
 
-    A daemon that runs already is used. ``directory`` takes the files of the other one. ``placement``: as
-    :func:`parts_gpus`. Raises ValueError where it cannot be started.
+    A daemon that runs already is used. ``directory`` takes the files of the other one. Raises ValueError where it
+    cannot be started.
     """
-    if not parts_gpus(config, placement) or mps.is_running(environment):
+    if not _parts_gpus(config, placement) or mps.is_running(environment):
         return dict(environment)
     return {**environment, **mps.own_daemon(directory / _MPS, environment)}
 
 
 def check_mps(
-    config: DeploymentConfig,
-    environment: Mapping[str, str],
-    placement: Sequence[InstancePlacement] | None = None,
+    config: DeploymentConfig, environment: Mapping[str, str], placement: Sequence[InstancePlacement]
 ) -> None:
     """Raise ValueError where a deployment that runs would get shares of a GPU, and MPS does not run."""
-    if parts_gpus(config, placement) and not mps.is_running(environment):
+    if _parts_gpus(config, placement) and not mps.is_running(environment):
         raise ValueError("shares of a GPU need MPS, which does not run here; start the deployment anew")
 
 
@@ -209,18 +206,15 @@ def mps_spec(environment: Mapping[str, str], directory: Path) -> ProcessSpec | N
 
 
 def mps_note(
-    config: DeploymentConfig,
-    environment: Mapping[str, str],
-    placement: Sequence[InstancePlacement] | None = None,
+    config: DeploymentConfig, environment: Mapping[str, str], placement: Sequence[InstancePlacement]
 ) -> str:
-    """Whether processes that share GPUs compute at once there; "": none of ``placement`` (None: of all) does."""
-    placement = config.placement() if placement is None else placement
+    """Whether processes that share GPUs compute at once there; "": none of them does."""
     shared = [one for one in placement if one.shares_device_with and one.devices[0].startswith("cuda:")]
     if not shared:
         return ""
     if mps.is_running(environment):
-        return f"MPS: on, by the daemon of {mps.pid_file(environment).parent}, which goes on when this ends"
-    if parts_gpus(config, placement):
+        return f"MPS: on, by the daemon of {mps.pid_file(environment).parent}"
+    if _parts_gpus(config, placement):
         return f"MPS: comes with 'epd-serve up', for the shares of GPUs; by hand: {mps.PIPES}=DIR {mps.CONTROL} -d"
     where = ", ".join(dict.fromkeys(device for one in shared for device in one.devices))
     return f"MPS: off, so the instances on {where} take turns there; write shares, as in instances: {{share: 0.5}}"
@@ -235,9 +229,15 @@ def instance_specs(
     config: DeploymentConfig, ports: Ports, environment: Mapping[str, str], directory: Path | None = None
 ) -> tuple[ProcessSpec, ...]:
     """One process for each instance of a deployment on one machine; as :func:`prepare_instances`."""
-    prepared = prepare_instances(config, config.placement(), ports, environment, directory)
+    master = master_address(config, ports)
+    prepared = prepare_instances(config, config.placement(), ports.instances, environment, directory, master)
     environment = with_trust(config, environment)
     return tuple(instance.spec(config, environment) for instance in prepared)
+
+
+def master_address(config: DeploymentConfig, ports: Ports) -> str | None:
+    """The address of the mooncake_master that belongs to a deployment."""
+    return f"{config.instances.host}:{ports.master[0]}" if ports.master else None
 
 
 def master_spec(config: DeploymentConfig, ports: Ports, environment: Mapping[str, str]) -> ProcessSpec | None:

@@ -30,14 +30,8 @@ from epd_serve.launch.processes.runs import RunDirectory
 from epd_serve.launch.processes.supervisor import Backoff, Supervisor
 from epd_serve.types import Role
 
-#: What instances on CPUs run, transformers' part of it included that is imported when a model is loaded.
-_PRELOADED = ("epd_serve.cli.instance", "epd_serve.instance.main", "epd_serve.instance.loading.checkpoint")
-#: What instances of a model without weights run.
-_PRELOADED_OF_SHAPES = (
-    "epd_serve.cli.instance",
-    "epd_serve.instance.main",
-    "epd_serve.instance.loading.shape_model",
-)
+#: Modules of all instances that are forked.
+_PRELOADED = ("epd_serve.cli.instance", "epd_serve.instance.main")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,9 +77,9 @@ class LocalDeployment:
         """
         config = resolved(config)
         check_deployment(config, os.environ)
-        ports = choose_ports(config)
-        environment = with_trust(config, os.environ)
+        ports, environment = choose_ports(config), with_trust(config, os.environ)
         master = master_spec(config, ports, environment)
+        self._keep_logs, self._num_gateways = keep_logs, 0
         self._listener = listen(config.gateway.host, ports.gateway)
         try:
             self._run = RunDirectory.make(f"{config.gateway.host}:{ports.gateway}", file)
@@ -93,30 +87,28 @@ class LocalDeployment:
             self._listener.close()
             raise
         self.log_dir = self._run.path
-        self._keep_logs = keep_logs
         self._record = record = DeploymentRecord(
             config=config, ports=ports, environment=environment, directory=self._run.sockets
         )
-        self._num_gateways = 0
         try:
-            specs = record.begin()
+            specs = record.begin(config.placement())
         except BaseException:
             self._give_back(keep_logs=False)
             raise
         if any(spec.can_fork for spec in specs):
-            has_weights = isinstance(config.model, str)
-            preload(
-                _PRELOADED if has_weights else _PRELOADED_OF_SHAPES,
-                {"GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", HEAP_TUNABLES)} if has_weights else {},
-            )
+            model, tunables = "shape_model", {}
+            if isinstance(config.model, str):
+                model = "checkpoint"
+                tunables = {"GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", HEAP_TUNABLES)}
+            preload((*_PRELOADED, f"epd_serve.instance.loading.{model}"), tunables)
         gateway = self._next_gateway()
         self.gateway_url = gateway.url
-        others = []
+        specs = [*([] if master is None else [master]), *specs, gateway]
         if config.elastic is not None:
-            others = [autoscale_spec(record.write_gateway_file(), record.environment, self._run.run.admin)]
+            specs.append(autoscale_spec(record.write_gateway_file(), record.environment, self.admin_socket))
         self._ready_timeout_s = ready_timeout_s
         self._supervisor = Supervisor(
-            [*([] if master is None else [master]), *specs, gateway, *others],
+            specs,
             self.log_dir,
             restart=config.restart == "on-failure",
             hang_timeout_s=hang_timeout_s,
@@ -125,7 +117,7 @@ class LocalDeployment:
             on_death=on_death,
             start=_start,
         )
-        self._applier = Applier(record, self._supervisor, self._run.run.admin, self._next_gateway)
+        self._applier = Applier(record, self._supervisor, self.admin_socket, self._next_gateway)
         self._control: asyncio.Server | None = None
 
     async def __aenter__(self) -> Self:
@@ -150,7 +142,7 @@ class LocalDeployment:
     @property
     def processes(self) -> tuple[ManagedProcess, ...]:
         """The mooncake_master and MPS if it has them, instances in placement order, the gateway and, where it is
-        enabled, ``epd-serve autoscale``; none before the start."""
+        enabled, ``epd-serve autoscale``."""
         return self._supervisor.processes
 
     @property
@@ -169,9 +161,9 @@ class LocalDeployment:
         return self._run.run.admin
 
     async def start(self) -> None:
-        """Start all processes; returns before they are ready. Raises ProcessDied where MPS does not start."""
-        self._control = await serve_applies(self._run.run.control, self._applier)
-        await self._supervisor.start()
+        """Start all processes; returns before they are ready."""
+        self._control = await serve_applies(self._run.run.control, self._applier, lambda: self.config)
+        self._supervisor.start()
 
     async def wait_ready(self) -> None:
         """Return when instances and gateway are ready. Raises ProcessDied, or TimeoutError after the limit."""
@@ -204,7 +196,7 @@ class LocalDeployment:
 
     def _next_gateway(self) -> ProcessSpec:
         """Return the process of another gateway, and have the link to the admin socket lead to its own."""
-        record, admin = self._record, self._run.run.admin
+        record, admin = self._record, self.admin_socket
         self._num_gateways += 1
         own = admin.with_name(f"admin.{self._num_gateways}")
         link = admin.with_name("admin.new")

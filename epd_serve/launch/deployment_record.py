@@ -9,9 +9,8 @@ from typing import Any
 
 from epd_serve.config import DeploymentConfig, change_config
 from epd_serve.config.role_files import write_role_settings
-from epd_serve.launch.commands import PreparedInstance, mps_spec, prepare_instances, with_mps
-from epd_serve.launch.engine_choice import choose_engine
-from epd_serve.launch.layout_choice import choose_layout
+from epd_serve.launch.choices import choose_all
+from epd_serve.launch.commands import PreparedInstance, master_address, mps_spec, prepare_instances, with_mps
 from epd_serve.launch.processes.ports import Ports
 from epd_serve.launch.processes.process import ProcessSpec
 from epd_serve.launch.vllm.installed import VllmFound
@@ -42,30 +41,26 @@ class DeploymentRecord:
     live: dict[str, Prepared] = field(default_factory=dict)
     engines: dict[str, VllmFound] = field(default_factory=dict)
 
-    def begin(self) -> list[ProcessSpec]:
-        """Return the processes of all instances; an MPS daemon, where they need one, comes first.
+    def begin(self, placement: Sequence[InstancePlacement]) -> list[ProcessSpec]:
+        """Return the processes of the instances; an MPS daemon, where they need one, comes first.
 
         Raises ValueError where the model or a package is not there.
         """
-        placement = self.placement()
         write_role_settings(self.directory, self.config)
         self.environment = with_mps(self.config, self.environment, self.directory, placement)
-        for instance in self.prepare(self.config, placement, self.ports):
+        for instance in self.prepare(self.config, placement, self.ports.instances):
             self.add(instance)
         daemon = mps_spec(self.environment, self.directory)
         return [*([] if daemon is None else [daemon]), *(self.spec(name) for name in self.live)]
 
     def prepare(
-        self, config: DeploymentConfig, placement: Sequence[InstancePlacement], ports: Ports
+        self, config: DeploymentConfig, placement: Sequence[InstancePlacement], ports: Sequence[int]
     ) -> Sequence[Prepared]:
         """Prepare the instances of a deployment. Raises ValueError where they cannot be started here."""
         if config.engine == "vllm":
-            return prepare_vllm(config, placement, ports.instances, self.environment, self.directory, self.engines)
-        return prepare_instances(config, placement, ports, self.environment, self.directory)
-
-    def placement(self) -> Sequence[InstancePlacement]:
-        """The instances of the deployment that belong here."""
-        return self.config.placement()
+            return prepare_vllm(config, placement, ports, self.environment, self.directory, self.engines)
+        master = master_address(config, self.ports)
+        return prepare_instances(config, placement, ports, self.environment, self.directory, master)
 
     def spec(self, name: str) -> ProcessSpec:
         """Return the process of an instance, with the role that it has now."""
@@ -114,7 +109,7 @@ class DeploymentRecord:
 
 def resolved(config: DeploymentConfig) -> DeploymentConfig:
     """Return the config with its engine chosen and with absolute paths: the gateway reads it elsewhere."""
-    config = choose_engine(choose_layout(config).config).config
+    config, _ = choose_all(config)
     changes: dict[str, Any] = {}
     if config.trace is not None:
         changes["trace"] = str(config.trace.absolute())

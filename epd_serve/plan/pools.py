@@ -12,9 +12,8 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from device.datasheets import DEVICE_SPECS, is_measured, spec_of
-from epd_serve.config import DEMO_MODEL
+from epd_serve.config import DEMO_MODEL, model_path
 from epd_serve.config.model_files import HubModel
-from epd_serve.config.schema import model_path
 from epd_serve.cost.profile import Profile
 from epd_serve.cost.roofline import analytic_profile
 from epd_serve.cost.shape import HUB_NAMES, KNOWN_SHAPES, ModelShape, shape_of

@@ -17,6 +17,7 @@ from epd_serve.types import Role, Stage
 
 #: A stage that has an instance keeps one at every moment. E may be missing: P encodes in its place.
 _FLOOR = frozenset({Stage.PREFILL, Stage.DECODE})
+_ELSE = "list another device, or stop the deployment and start it anew"
 
 
 class ChangeImpossible(ValueError):
@@ -41,17 +42,10 @@ class Part:
     devices: tuple[str, ...] = (CPU,)
     roles: frozenset[Role] | None = None
 
-    def is_like(self, other: Part) -> bool:
-        return (self.kind, self.role, self.settings) == (other.kind, other.role, other.settings)
-
     def can_become(self, other: Part) -> bool:
         """Whether a switch makes this instance the other one."""
         is_able = self.roles is None or other.role in self.roles
         return self.kind == other.kind and self.role != other.role and is_able
-
-    @property
-    def accelerators(self) -> frozenset[str]:
-        return frozenset(self.devices) - {CPU}
 
 
 class StepKind(IntEnum):
@@ -91,25 +85,25 @@ def plan_change(running: Sequence[Part], wanted: Sequence[Part]) -> Change:
     A process stays where an instance of its kind and role is wanted, and is switched where one of its kind is. An
     instance on a CPU that no other can stand in for is replaced instead. Raises ChangeImpossible.
     """
-    spare = {part.name: part for part in running}
-    names: dict[int, str] = {}
+    spare, names = {part.name: part for part in running}, dict[int, str]()
     for index, part in enumerate(wanted):
-        same = (name for name, one in spare.items() if one.is_like(part))
+        alike = (part.kind, part.role, part.settings)
+        same = (name for name, one in spare.items() if (one.kind, one.role, one.settings) == alike)
         if (kept := next(same, None)) is not None:
             names[index] = kept
             del spare[kept]
 
     serving = Counter(stage for one in running for stage in one.role.stages)
-    occupied = {device for one in running for device in one.accelerators}
+    occupied = {device for one in running for device in one.devices} - {CPU}
     taken = {part.name for part in running}
     starts: list[Step] = []
+    switches: list[Step] = []
 
     def start(index: int) -> None:
         part = wanted[index]
-        if part.accelerators & occupied:
+        if full := sorted(occupied & {*part.devices}):
             raise ChangeImpossible(
-                f"{', '.join(sorted(part.accelerators & occupied))} has no room for {part.name} ({part.role}) "
-                "beside what runs there: list another device, or stop the deployment and start it anew"
+                f"{', '.join(full)} has no room for {part.name} ({part.role}) beside what runs there: {_ELSE}"
             )
         stem = re.sub(r"\d+$", "", part.name)
         names[index] = next(name for number in count() if (name := f"{stem}{number}") not in taken)
@@ -118,19 +112,17 @@ def plan_change(running: Sequence[Part], wanted: Sequence[Part]) -> Change:
         starts.append(Step(kind=StepKind.START, name=names[index], role=part.role))
 
     moves: list[tuple[str, int]] = []
-    candidates = dict(spare)
     for index in [index for index in range(len(wanted)) if index not in names]:
-        part = wanted[index]
-        able = (name for name, one in candidates.items() if one.can_become(part))
+        moving = {name for name, _ in moves}
+        able = (name for name, one in spare.items() if name not in moving and one.can_become(wanted[index]))
         if (name := next(able, None)) is None:
             start(index)
         else:
-            del candidates[name]
             moves.append((name, index))
 
-    switches: list[Step] = []
     while moves:
         free = (one for one in moves if all(serving[stage] > 1 for stage in spare[one[0]].role.stages & _FLOOR))
+        on_cpu = (one for one in moves if {*wanted[one[1]].devices} == {CPU})
         if (move := next(free, None)) is not None:
             name, index = move
             old, new = spare.pop(name).role, wanted[index].role
@@ -138,14 +130,11 @@ def plan_change(running: Sequence[Part], wanted: Sequence[Part]) -> Change:
             serving.update(new.stages)
             names[index] = name
             switches.append(Step(kind=StepKind.SWITCH, name=name, role=new, old=old))
-        elif (move := next((one for one in moves if not wanted[one[1]].accelerators), None)) is not None:
+        elif (move := next(on_cpu, None)) is not None:
             start(move[1])  # the other is stopped in the end
         else:
             listed = ", ".join(f"{name} ({spare[name].role}) cannot become {wanted[i].role}" for name, i in moves)
-            raise ChangeImpossible(
-                f"{listed} while the deployment serves: no other instance has its stages meanwhile; list another "
-                "device, or stop the deployment and start it anew"
-            )
+            raise ChangeImpossible(f"{listed}, since no other instance has its stages meanwhile: {_ELSE}")
         moves.remove(move)
     stops = [Step(kind=StepKind.STOP, name=one.name, role=one.role, old=one.role) for one in spare.values()]
     return Change(steps=(*starts, *switches, *stops), names=tuple(names[index] for index in range(len(wanted))))

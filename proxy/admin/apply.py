@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine
-from typing import Any
-
 import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 from epd_serve.errors import InvalidRequest
 from epd_serve.protocol.instance_state import LeaveOrder
-from epd_serve.routing.table import InstanceTable
 from epd_serve.topology import parse_topology
 from proxy.admin.switches import Switches, decoded
 from proxy.fleet.members import Member, Members
@@ -25,20 +20,14 @@ class InstancesBody(msgspec.Struct, frozen=True, kw_only=True):
     instances: dict[str, Member]
 
 
-def apply_router(table: InstanceTable, switches: Switches) -> APIRouter:
-    """``GET /ready`` and ``POST /instances/{name}/leave``."""
+def leave_router(switches: Switches) -> APIRouter:
+    """``POST /instances/{name}/leave``."""
     router = APIRouter()
-
-    @router.get("/ready")
-    async def ready() -> JSONResponse:
-        """Name the instances to which the gateway gives work."""
-        return JSONResponse({"ready": sorted(one.name for one in table if one.state == "up")})
 
     @router.post("/instances/{name}/leave")
     async def leave(name: str, request: Request) -> JSONResponse:
-        """Answer when nothing is left of what it had; if the caller does not wait for that, it serves on."""
-        order = decoded(await request.body(), LeaveOrder)
-        seconds = await _while_asked(request, switches.leave(name, order))
+        """Answer when nothing is left of what it had."""
+        seconds = await switches.leave(name, decoded(await request.body(), LeaveOrder))
         return JSONResponse({"instance": name, "seconds": seconds})
 
     return router
@@ -59,20 +48,3 @@ def instances_router(members: Members) -> APIRouter:
         return JSONResponse({})
 
     return router
-
-
-async def _while_asked(request: Request, work: Coroutine[Any, Any, float]) -> float | None:
-    """Return the work's result; None where the caller left before, and the work is cancelled then."""
-    task, gone = asyncio.create_task(work), asyncio.create_task(_gone(request))
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        return await task if task.done() else None
-    finally:
-        task.cancel()
-        gone.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

@@ -23,7 +23,6 @@ from chat import chat, data_url
 from fleet import Books, is_up, wait_until
 from http_client import http_client
 from program import read_until
-from told import told
 from transports import needs_mooncake
 
 from epd_serve.config import change_config, load_config
@@ -200,16 +199,15 @@ def test_what_dies_is_started_again_and_ctrl_c_stops_everything(deployment_file:
     def running() -> dict[str, psutil.Process]:
         found = {}
         for child in psutil.Process(process.pid).children(recursive=True):
-            try:
-                command = child.cmdline()
-            except psutil.NoSuchProcess:  # a decoder, say, that has just ended
-                continue
-            if "proxy" in command or "--options" in command:
-                found["gateway" if "proxy" in command else str(told(command).role)] = child
+            with suppress(psutil.NoSuchProcess):  # a decoder, say, that has just ended
+                if child.name().startswith("epd-serve "):
+                    found[child.name()[-2].upper()] = child
+                elif "proxy" in child.cmdline():
+                    found["gateway"] = child
         return found
 
     with start_up(str(deployment_file), "--port", str(port)) as process:
-        assert "curl" in read_until(process, "From Python"), "what to type next"
+        assert "curl" in read_until(process, "Chat: "), "what to type next"
         what = "three instances, the gateway, a decoder, what forked instances and decoder, and a resource tracker"
         wait_until(lambda: len(psutil.Process(process.pid).children(recursive=True)) == 8, what)
         assert answers(url)

@@ -7,7 +7,7 @@ import json
 import shutil
 import subprocess
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from epd_serve.cli.app import app
 from epd_serve.config import load_config, parse_config
 from epd_serve.launch.remote.kubernetes import Values, load_values, manifests, render
-from epd_serve.launch.remote.unit import UnitRecord, unit_placement
+from epd_serve.launch.remote.unit import prepare_unit, unit_placement
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 FILES = sorted(DEPLOY.glob("*.yaml"))
@@ -147,15 +147,15 @@ def test_secrets_stay_out_of_the_manifests(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("devices: [cuda:0, cuda:1, cuda:2]", "write engine: native or engine: vllm"),
-        ("{elastic: {}, slo: {ttft_ms: 900, tpot_ms: 50}}", "elastic is a process"),
-        ("trace: ./spans", "trace names a file of this machine"),
-        ("gateway: {access_log: ./log}", "access_log names a file"),
+        ("devices: [cuda:0, cuda:1, cuda:2]", "engine: auto"),
+        ("{elastic: {}, slo: {ttft_ms: 900, tpot_ms: 50}}", "elastic is for one machine"),
+        ("trace: ./spans", "trace is for one machine"),
+        ("gateway: {access_log: ./log}", "access_log is for one machine"),
         (
             "{engine: vllm, model: org/name, devices: ['cuda x 3'], roles: {P: {engine_args: {nnodes: 2}}}}",
-            "nnodes: an instance is on one host here",
+            "nnodes",
         ),
-        ("tls: {ca: ca.pem, cert: c.pem, key: k.pem}", "no certificate names"),
+        ("tls: {ca: ca.pem, cert: c.pem, key: k.pem}", "tls is for one machine"),
     ],
 )
 def test_what_is_tied_to_a_machine_is_refused(tmp_path: Path, text: str, sentence: str) -> None:
@@ -182,17 +182,16 @@ def test_devices_rollouts_and_roles(tmp_path: Path) -> None:
 
 def test_a_part_counts_its_own_devices_and_bears_its_own_names(tmp_path: Path) -> None:
     config = parse_config("{topology: 2(E-P)-D, devices: [cpu]}")
-    place = partial(unit_placement, unit=0, name="epd-e-p-7c9d")
-    specs = UnitRecord.of(config, place, "10.0.0.7", {"OMP_NUM_THREADS": "1"}, tmp_path).begin()
+    here = unit_placement(config, 0, "epd-e-p-7c9d")
+    specs = prepare_unit(config, here, "10.0.0.7", {"OMP_NUM_THREADS": "1"}, tmp_path).specs
     assert [spec.name for spec in specs] == ["epd-e-p-7c9d-e0", "epd-e-p-7c9d-p0"]
     assert [spec.url for spec in specs] == ["http://10.0.0.7:8100", "http://10.0.0.7:8101"]
     options = [json.loads(spec.command[spec.command.index("--options") + 1]) for spec in specs]
     assert [one["name"] for one in options] == [spec.name for spec in specs]
     emulated = parse_config("{topology: E-2P-D, devices: ['emulated:h200 x 4'], model: {shape_of: qwen2.5-vl-7b}}")
-    place = partial(unit_placement, unit=1, name="p-1")
-    (spec,) = UnitRecord.of(emulated, place, "10.0.0.8", {}, tmp_path).begin()
+    (spec,) = prepare_unit(emulated, unit_placement(emulated, 1, "p-1"), "10.0.0.8", {}, tmp_path).specs
     assert json.loads(spec.command[spec.command.index("--options") + 1])["device"] == "emulated:h200:0"
-    with pytest.raises(ValueError, match="units 0 to 1; there is no unit 7"):
+    with pytest.raises(ValueError, match="no replica 0 of a unit 7"):
         unit_placement(config, 7, "x")
 
 

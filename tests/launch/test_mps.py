@@ -11,7 +11,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,7 @@ from epd_serve.launch.commands import check_mps, instance_specs, mps_note, mps_s
 from epd_serve.launch.processes.ports import choose_ports
 from epd_serve.launch.processes.process import ProcessDied, ProcessSpec
 from epd_serve.launch.processes.supervisor import Backoff, Supervisor
-from epd_serve.launch.remote.unit import UnitRecord, unit_placement
+from epd_serve.launch.remote.unit import prepare_unit, unit_placement
 
 SHARED = "topology: (E-PD)\ndevices: [cuda:0]\nroles: {E: {share: 0.5}}\ngateway: {port: 0}\n"
 
@@ -62,7 +61,7 @@ async def until(holds: Callable[[], object], timeout_s: float = 30.0) -> None:
 async def test_a_deployment_has_its_own_daemon_before_its_instances(
     config: DeploymentConfig, environment: dict[str, str], tmp_path: Path
 ) -> None:
-    environment = with_mps(config, environment, tmp_path)
+    environment = with_mps(config, environment, tmp_path, config.placement())
     daemon_spec = mps_spec(environment, tmp_path)
     assert daemon_spec is not None and daemon_spec.stops == "last"
     encode, language = instance_specs(config, choose_ports(config), environment, tmp_path)
@@ -77,7 +76,7 @@ async def test_a_deployment_has_its_own_daemon_before_its_instances(
     )
     supervisor = Supervisor([daemon_spec, client], tmp_path, backoff=lambda: Backoff(first_s=0.1))
     try:
-        await supervisor.start()
+        supervisor.start()
         await supervisor.wait_ready(30)
         first = daemon(environment)
         await until(lambda: "there" in (tmp_path / "client.log").read_text())
@@ -105,7 +104,7 @@ time.sleep(600)
 async def test_it_ends_with_the_process_that_keeps_it_however_that_ends(
     config: DeploymentConfig, environment: dict[str, str], tmp_path: Path
 ) -> None:
-    environment = with_mps(config, environment, tmp_path)
+    environment = with_mps(config, environment, tmp_path, config.placement())
     command = [sys.executable, "-P", "-m", "device.mps", str(os.getpid())]
     keeper = await asyncio.create_subprocess_exec(*command, env=environment)
     await until(lambda: daemon(environment))
@@ -124,22 +123,23 @@ async def test_a_daemon_of_somebody_else_is_used_and_not_ended(
     started = await asyncio.create_subprocess_exec(mps.CONTROL, "-d", env=theirs)
     assert await started.wait() == 0
     await until(lambda: daemon(theirs))
-    used = with_mps(config, theirs, tmp_path)
+    used = with_mps(config, theirs, tmp_path, config.placement())
     assert used == theirs and mps_spec(used, tmp_path) is None
-    assert mps_note(config, theirs).startswith(f"MPS: on, by the daemon of {tmp_path / 'theirs'}, which goes on")
+    assert mps_note(config, theirs, config.placement()) == f"MPS: on, by the daemon of {tmp_path / 'theirs'}"
     assert lives(daemon(theirs))
 
 
 async def test_a_daemon_that_does_not_start_ends_the_deployment(
     config: DeploymentConfig, environment: dict[str, str], tmp_path: Path
 ) -> None:
-    environment = with_mps(config, environment, tmp_path)
+    environment = with_mps(config, environment, tmp_path, config.placement())
     (tmp_path / "bin" / mps.CONTROL).write_text("#!/bin/sh\necho No GPU may be used\nexit 1\n")
     spec = mps_spec(environment, tmp_path)
     assert spec is not None
     supervisor = Supervisor([spec], tmp_path)
+    supervisor.start()
     with pytest.raises(ProcessDied, match=r"(?s)No GPU may be used.*mps-control -d does not run: exit code 1"):
-        await supervisor.start()
+        await supervisor.wait_ready(30)
     await supervisor.stop()
 
 
@@ -148,32 +148,36 @@ def test_shares_without_mps_are_refused_and_no_shares_need_none(
 ) -> None:
     bare = environment | {"PATH": str(tmp_path)}
     with pytest.raises(ValueError, match="shares of a GPU need MPS, and there is no nvidia-cuda-mps-control"):
-        with_mps(config, bare, tmp_path)
+        with_mps(config, bare, tmp_path, config.placement())
     plain = parse_config(SHARED.replace("share: 0.5", ""))
-    assert with_mps(plain, bare, tmp_path) == bare
-    assert mps_note(plain, bare).startswith("MPS: off, so the instances on cuda:0 take turns there; write shares")
-    assert mps_note(config, environment).startswith("MPS: comes with 'epd-serve up'")
-    assert mps_note(parse_config("topology: E-PD\ndevices: [cuda:0, cuda:1]"), environment) == ""
-    assert with_mps(parse_config(SHARED.replace("cuda:0", "cpu")), bare, tmp_path) == bare
+    assert with_mps(plain, bare, tmp_path, plain.placement()) == bare
+    assert mps_note(plain, bare, plain.placement()).startswith(
+        "MPS: off, so the instances on cuda:0 take turns there; write shares"
+    )
+    assert mps_note(config, environment, config.placement()).startswith("MPS: comes with 'epd-serve up'")
+    apart = parse_config("topology: E-PD\ndevices: [cuda:0, cuda:1]")
+    assert mps_note(apart, environment, apart.placement()) == ""
+    on_cpu = parse_config(SHARED.replace("cuda:0", "cpu"))
+    assert with_mps(on_cpu, bare, tmp_path, on_cpu.placement()) == bare
 
 
 def test_a_running_deployment_gets_no_shares_that_nothing_would_give(
     config: DeploymentConfig, environment: dict[str, str], tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match="shares of a GPU need MPS, which does not run here"):
-        check_mps(config, environment)
-    check_mps(config, environment, placement=())
+        check_mps(config, environment, config.placement())
+    check_mps(config, environment, ())
     running = environment | {mps.PIPES: str(tmp_path)}
     mps.pid_file(running).touch()
-    check_mps(config, running)
+    check_mps(config, running, config.placement())
     mps.pid_file(running).unlink()
 
 
 def test_a_part_on_another_host_has_a_daemon_of_its_own(environment: dict[str, str], tmp_path: Path) -> None:
     several = parse_config(SHARED.replace("(E-PD)", "(E-PD)-D").replace("[cuda:0]", "[cuda:0, cuda:1]"))
-    here, there = (partial(unit_placement, unit=unit, name=None) for unit in range(2))
-    daemon_spec, *specs = UnitRecord.of(several, here, "127.0.0.1", environment, tmp_path).begin()
+    here, there = (unit_placement(several, unit, None) for unit in range(2))
+    daemon_spec, *specs = prepare_unit(several, here, "127.0.0.1", environment, tmp_path).specs
     assert daemon_spec.name == "mps" and [one.environment[mps.SHARE] for one in specs] == ["50", "50"]
-    assert mps_note(several, environment, there(several)) == "" != mps_note(several, environment, here(several))
-    [alone] = UnitRecord.of(several, there, "127.0.0.1", environment, tmp_path).begin()
+    assert mps_note(several, environment, there) == "" != mps_note(several, environment, here)
+    [alone] = prepare_unit(several, there, "127.0.0.1", environment, tmp_path).specs
     assert mps.PIPES not in alone.environment

@@ -68,5 +68,3 @@ def test_a_block_has_the_size_that_suits_the_device(model: Path, device: str, si
     (instance,) = config.placement()
     options = config.options_for(instance, device=device, port=1, threads=1)
     assert options.tokens_per_block == size
-    chosen = DeploymentConfig(topology="EPD", model=str(model), devices=[device], instances={"block_size": 64})
-    assert chosen.options_for(instance, device=device, port=1, threads=1).tokens_per_block == 64

@@ -11,7 +11,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from epd_serve.config import parse_config
 from epd_serve.config.keys import ADMIN_KEY
 from epd_serve.launch.processes.ports import free_port
 from epd_serve.launch.remote import ray as on_ray
-from epd_serve.launch.remote.unit import UnitRecord, unit_placement
+from epd_serve.launch.remote.unit import prepare_unit, unit_placement
 from epd_serve.launch.vllm.process import vllm_processes
 
 ROOT = Path(__file__).parents[2]
@@ -60,12 +59,12 @@ def test_agents_have_the_ports_and_names_of_the_whole_deployment(tmp_path: Path)
     urls = {}
     for group in on_ray.groups(config):
         file = parse_config(on_ray._file(config, group.base_port, "10.0.0.1", 8001))
-        place = partial(unit_placement, unit=group.unit, name=None, replica=group.replica)
-        specs = UnitRecord.of(file, place, "10.0.0.2", {}, tmp_path).begin()
+        here = unit_placement(file, group.unit, None, group.replica)
+        specs = prepare_unit(file, here, "10.0.0.2", {}, tmp_path).specs
         urls |= {spec.name: spec.url for spec in specs}
     names = [one.name for one in config.placement()]
     assert urls == {name: f"http://10.0.0.2:{8100 + index}" for index, name in enumerate(names)}
-    with pytest.raises(ValueError, match="replicas 0 to 1, not 2"):
+    with pytest.raises(ValueError, match="no replica 2 of a unit 0"):
         unit_placement(config, 0, None, 2)
 
 
@@ -78,8 +77,8 @@ def test_instances_see_the_devices_that_ray_shows(tmp_path: Path) -> None:
     assert p0.command[p0.command.index("--tensor-parallel-size") + 1] == "2"
     assert not any("executor" in word for word in p0.command), "vLLM's own choice within a host"
     config = parse_config("{topology: E-PD, engine: native, devices: ['cuda x 2'], model: demo}")
-    place = partial(unit_placement, unit=1, name=None)
-    (spec,) = UnitRecord.of(config, place, "10.0.0.2", {"CUDA_VISIBLE_DEVICES": "GPU-7"}, tmp_path).begin()
+    here, shown = unit_placement(config, 1, None), {"CUDA_VISIBLE_DEVICES": "GPU-7"}
+    (spec,) = prepare_unit(config, here, "10.0.0.2", shown, tmp_path).specs
     assert spec.environment["CUDA_VISIBLE_DEVICES"] == "GPU-7"
 
 

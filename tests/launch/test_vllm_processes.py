@@ -17,7 +17,7 @@ from rich.console import Console
 from epd_serve.config import change_config, load_config, parse_config
 from epd_serve.launch.commands import with_trust
 from epd_serve.launch.dry_run import dry_run
-from epd_serve.launch.vllm.installed import VllmFound, check_found, check_model, find_vllm, lacks, show_vllm
+from epd_serve.launch.vllm.installed import VllmFound, check_found, find_vllm, lacks, show_vllm
 from epd_serve.launch.vllm.process import VllmProcess, check_engines, link_plugin, vllm_processes
 
 ROOT = Path(__file__).parents[2]
@@ -319,35 +319,6 @@ def test_an_unsuitable_vllm_is_refused_with_what_would_do(
     check_found(good, python="/x/python", needs=["store"])
     with pytest.raises(ValueError, match=words):
         check_found(changed(good, **fields), python="/x/python", needs=needs)
-
-
-@pytest.mark.parametrize(
-    ("content", "encodes", "says", "fault"),
-    [
-        ({"architectures": ["Known"], "vision_config": {}}, True, "exit 9", ""),
-        ({"architectures": ["Known"]}, False, "exit 9", ""),
-        ({"architectures": ["Known"]}, True, "echo a note; echo True", ""),
-        ({"architectures": ["Known"]}, True, "echo False", "Known takes text alone.*write topology: P-D"),
-        ({"architectures": ["Other"]}, False, "echo False", ""),
-        (
-            {"architectures": ["Other"]},
-            False,
-            "echo unknown >&2; exit 1",
-            "serve Other: unknown",
-        ),
-    ],
-)
-def test_a_model_that_is_in_doubt_is_read_by_its_vllm(
-    content: dict[str, Any], encodes: bool, says: str, fault: str, good: VllmFound, tmp_path: Path
-) -> None:
-    python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\n{says}\n")
-    python.chmod(0o700)
-    if not fault:
-        check_model(good, content, python=python, model="/m", encodes=encodes)
-        return
-    with pytest.raises(ValueError, match=fault):
-        check_model(good, content, python=python, model="/m", encodes=encodes)
 
 
 @pytest.mark.parametrize(

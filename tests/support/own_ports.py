@@ -7,12 +7,11 @@ below the ports that Mooncake's transfer engines take at random, and those that 
 
 from __future__ import annotations
 
-import errno
 import itertools
 import os
 import random
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -35,17 +34,11 @@ def own_ports() -> Iterator[None]:
     ours = itertools.cycle(range(begin, begin + _EACH))
     for _ in range(random.randrange(_EACH)):  # other runs on this machine choose too
         next(ours)
-    bind = ports._bind
 
-    def bind_ours(held: ExitStack, host: str, port: int, user: str, key: str) -> int:
-        for candidate in [port] if port else itertools.islice(ours, _EACH):
-            try:
-                return bind(held, host, candidate, user, key)
-            except ValueError as error:
-                if port or getattr(error.__cause__, "errno", None) != errno.EADDRINUSE:
-                    raise
-        return bind(held, host, 0, user, key)
+    def draw(count: int) -> int:
+        first, *_ = (next(ours) for _ in range(count))
+        return first
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ports, "_bind", bind_ours)
+        patch.setattr(ports, "_draw", draw)
         yield

@@ -6,18 +6,16 @@ They start at once and share the memory of the modules. The server never compute
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import fcntl
 import multiprocessing
 import os
 import runpy
-import select
 import signal
 import sys
+import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from epd_serve.launch.processes.process import ProcessSpec
@@ -27,13 +25,7 @@ _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
 
 
 class ForkedProcess:
-    """A forked process: the part of ``asyncio.subprocess.Process`` that a supervisor uses.
-
-    Attributes:
-        returncode: None while it runs; negative: the signal that ended it.
-    """
-
-    __slots__ = ("_ended", "_process", "pid")
+    """A forked process: the part of ``asyncio.subprocess.Process`` that a supervisor uses."""
 
     def __init__(self, process: ForkServerProcess) -> None:
         assert process.pid is not None
@@ -44,8 +36,6 @@ class ForkedProcess:
 
     def _on_end(self) -> None:
         asyncio.get_running_loop().remove_reader(self._process.sentinel)
-        with suppress(ProcessLookupError):  # the rest of its session
-            os.killpg(self.pid, signal.SIGKILL)
         self._ended.set()
 
     @property
@@ -58,9 +48,6 @@ class ForkedProcess:
         assert code is not None, "its sentinel says that it has ended"
         return code
 
-    def terminate(self) -> None:
-        self._process.terminate()
-
 
 def preload(modules: Sequence[str], environment: Mapping[str, str]) -> None:
     """Have this process's fork server import ``modules``; nothing happens where it runs already.
@@ -68,31 +55,30 @@ def preload(modules: Sequence[str], environment: Mapping[str, str]) -> None:
     ``environment``: variables that libraries read when they are loaded.
     """
     multiprocessing.set_forkserver_preload([*modules, "epd_serve.launch.processes.frozen"])
-    added = {**environment, **_ENVIRONMENT}
-    before = {name: os.environ.get(name) for name in added}
-    os.environ.update(added)
+    before = dict(os.environ)
+    os.environ.update({**environment, **_ENVIRONMENT})
     try:
         forkserver.ensure_running()
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        os.environ.clear()
+        os.environ.update(before)
 
 
 async def fork(spec: ProcessSpec, log_file: Path) -> ForkedProcess:
     """Start ``python -P -m MODULE ARGUMENTS`` with an environment of its own. Raises OSError."""
     context = multiprocessing.get_context("forkserver")
-    process = context.Process(target=_run, args=(spec.command, dict(spec.environment), str(log_file)))
+    process = context.Process(target=_run, args=(spec.name, spec.command, dict(spec.environment), str(log_file)))
     await asyncio.to_thread(process.start)  # waits until the server has imported its modules
     return ForkedProcess(process)
 
 
-def _run(command: Sequence[str], environment: Mapping[str, str], log_file: str) -> None:
+def _run(name: str, command: Sequence[str], environment: Mapping[str, str], log_file: str) -> None:
     """Run a command in the forked process."""
-    _die_with_launcher()
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+    threading.Thread(target=_end_with, args=(launcher,), daemon=True).start()
     os.setsid()
+    Path("/proc/self/comm").write_text(f"epd-serve {name}")  # for lists of processes; its command is the server's
     log = os.open(log_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     for target in (1, 2):
         os.dup2(log, target)
@@ -102,27 +88,11 @@ def _run(command: Sequence[str], environment: Mapping[str, str], log_file: str) 
     arguments = list(command[4:])
     if "--parent-pid" in arguments:  # dies with the fork server, too
         arguments[arguments.index("--parent-pid") + 1] = str(os.getppid())
-    _show(command)
     sys.argv = [command[3], *arguments]
     runpy.run_module(command[3], run_name="__main__", alter_sys=True)
 
 
-def _show(command: Sequence[str]) -> None:
-    """Put the command, as far as there is room, where the kernel keeps a process's own (proc(5), cmdline)."""
-    values = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
-    start, end = int(values[45]), int(values[46])  # arg_start and arg_end, counted from behind the name
-    text = os.fsencode("\0".join(command))[: end - start - 1]
-    ctypes.memset(start, 0, end - start)
-    ctypes.memmove(start, text, len(text))
-
-
-def _die_with_launcher() -> None:
-    """Have the kernel kill this process when the launcher ends, which is not its parent (fcntl(2), F_SETSIG)."""
-    launcher = multiprocessing.parent_process()
-    assert launcher is not None
-    pipe = launcher.sentinel
-    fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
-    if select.select([pipe], [], [], 0)[0]:  # it ended before
-        os.kill(os.getpid(), signal.SIGKILL)
+def _end_with(launcher: BaseProcess) -> None:
+    """Kill this process when the launcher ends, which is not its parent."""
+    launcher.join()
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -22,16 +22,15 @@ from epd_serve.rpc.tls import tls_files
 #: Lines of a dead process's log that are shown.
 TAIL_LINES = 20
 _TAIL_BYTES = 64 * 1024
-_POLL_INTERVAL_S = 0.1
-_POLL_TIMEOUT_S = 2.0
+_POLL_INTERVAL_S, _POLL_TIMEOUT_S = 0.1, 2.0
 #: So many probes in a row must fail: a machine or a supervisor that was suspended misses one.
 _NUM_PROBES = 3
 _GROUP_LOOK_S = 0.02
-#: Words of vLLM's exceptions that follow from one that its log has before them; and how a line names one.
+#: vLLM's last exceptions only point to the cause, which its log has before them; the form of an exception's line.
 _NO_CAUSE = re.compile("See root cause above|for the root cause")
 _EXCEPTION = re.compile(r"(^|\s)[\w.]+(Error|Exception|Interrupt|Exit): ")
-#: Files in which the kernel counts the processes that it killed because memory ran out: of this control group, and
-#: of the machine.
+#: Files in which the kernel counts the processes that it killed for want of memory: of this control group, of the
+#: machine.
 OOM_COUNTERS = (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat"))
 
 
@@ -45,17 +44,7 @@ class ProcessState(StrEnum):
     WAITING = "waiting"  # has died and will be started again
 
 
-_NEXT: dict[ProcessState, frozenset[ProcessState]] = {
-    ProcessState.STARTING: frozenset(
-        {ProcessState.LOADING, ProcessState.READY, ProcessState.STOPPING, ProcessState.DIED}
-    ),
-    ProcessState.LOADING: frozenset({ProcessState.READY, ProcessState.STOPPING, ProcessState.DIED}),
-    ProcessState.READY: frozenset({ProcessState.STOPPING, ProcessState.DIED}),
-    ProcessState.STOPPING: frozenset({ProcessState.STOPPED}),
-    ProcessState.STOPPED: frozenset(),
-    ProcessState.DIED: frozenset({ProcessState.WAITING}),
-    ProcessState.WAITING: frozenset({ProcessState.STARTING, ProcessState.STOPPED}),
-}
+_ENDED = (ProcessState.STOPPED, ProcessState.DIED, ProcessState.WAITING)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,10 +97,6 @@ class RunningProcess(Protocol):
 
     async def wait(self) -> int: ...
 
-    def terminate(self) -> None:
-        """Send SIGTERM. May raise ProcessLookupError."""
-        ...
-
 
 #: Starts a process in a session of its own, its output appended to a file. Raises OSError where that cannot be.
 Starter = Callable[[ProcessSpec, Path], Awaitable[RunningProcess]]
@@ -128,207 +113,155 @@ class ProcessDied(RuntimeError):
         log_file: all of it.
     """
 
-    def __init__(
-        self, *, name: str, how: str, log_tail: list[str], log_file: Path, is_clean: bool = False
-    ) -> None:
+    def __init__(self, name: str, how: str, log_tail: list[str], log_file: Path) -> None:
         quoted = "\n".join(f"    {line}" for line in log_tail) or "    (nothing)"
-        self.end = f"{name} stopped" if is_clean else f"{name} died: {how}"
+        self.end = f"{name} stopped" if how == "exit code 0" else f"{name} died: {how}"
         super().__init__(f"{self.end}. The end of its log, {log_file}:\n{quoted}")
-        self.name = name
-        self.how = how
-        self.log_tail = log_tail
-        self.log_file = log_file
+        self.name, self.how, self.log_tail, self.log_file = name, how, log_tail, log_file
 
 
 class ManagedProcess:
-    """A started child process in a session of its own, so that a terminal's Ctrl-C does not reach it.
+    """A child process in a session of its own, so that a terminal's Ctrl-C does not reach it.
 
     Attributes:
         spec: the command that it runs.
         log_file: the file for its output, that of all its lives.
-        ready_after_s: seconds from its last start until it was ready; None before.
+        state: STARTING before its start, too.
         ready: set while it is ready.
-        num_restarts: number of times that it was started again.
+        num_starts: number of times that it was started.
         is_retired: whether another process has its place, and it only finishes what it has.
     """
 
-    __slots__ = (
-        "_health",
-        "_hung",
-        "_num_oom_kills",
-        "_on_change",
-        "_process",
-        "_start",
-        "_started_at",
-        "is_retired",
-        "log_file",
-        "num_restarts",
-        "ready",
-        "ready_after_s",
-        "spec",
-        "state",
-    )
-
     def __init__(
-        self,
-        spec: ProcessSpec,
-        log_file: Path,
-        on_change: Callable[[ManagedProcess], None],
-        start: Starter,
+        self, spec: ProcessSpec, log_dir: Path, on_change: Callable[[ManagedProcess], None], start: Starter
     ) -> None:
         self.spec = spec
-        self.log_file = log_file
+        self.log_file = log_dir / f"{spec.name}.log"
         self.state = ProcessState.STARTING
-        self.ready_after_s: float | None = None
         self.ready = asyncio.Event()
-        self.num_restarts = 0
+        self.num_starts = 0
         self.is_retired = False
-        self._hung = ""
-        self._num_oom_kills = count_oom_kills()
-        self._health = spec.first_health
+        self._on_change = on_change
         self._start = start
         self._process: RunningProcess | None = None
-        self._on_change = on_change
-        self._started_at = time.monotonic()
-
-    @classmethod
-    async def start(
-        cls,
-        spec: ProcessSpec,
-        log_dir: Path,
-        on_change: Callable[[ManagedProcess], None],
-        start: Starter,
-    ) -> ManagedProcess:
-        """Start ``spec`` with its output going to ``log_dir / NAME.log``."""
-        managed = cls(spec, log_dir / f"{spec.name}.log", on_change, start)
-        on_change(managed)
-        managed._process = await start(spec, managed.log_file)
-        return managed
-
-    async def restart(self) -> None:
-        """Start the process once more from its spec. Raises OSError where that is not possible now."""
-        self._process = await self._start(self.spec, self.log_file)
-        self._started_at = time.monotonic()
+        self._health = spec.first_health
+        self._started_at = self._ready_at = time.monotonic()
         self._hung = ""
-        self._num_oom_kills = count_oom_kills()
-        self.ready_after_s = None
-        self.num_restarts += 1
-        self.enter(ProcessState.STARTING)
+        self._num_oom_kills = 0
+
+    @property
+    def num_restarts(self) -> int:
+        return max(0, self.num_starts - 1)
 
     @property
     def pid(self) -> int:
-        return self._running.pid
+        assert self._process is not None, "it has not started"
+        return self._process.pid
 
     @property
-    def _running(self) -> RunningProcess:
-        assert self._process is not None, "it has not started"
-        return self._process
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.returncode is None
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds it took to become ready, or since the start while it is not."""
-        return time.monotonic() - self._started_at if self.ready_after_s is None else self.ready_after_s
+        """Seconds from the last start until it was ready, or until now."""
+        return (self._ready_at if self.ready.is_set() else time.monotonic()) - self._started_at
 
-    @property
-    def ready_s(self) -> float:
-        """Seconds since it became ready; 0 before."""
-        return 0.0 if self.ready_after_s is None else time.monotonic() - self._started_at - self.ready_after_s
+    async def start(self) -> None:
+        """Start the process, once more where it has died. Raises OSError where that is not possible now."""
+        self._started_at, self._hung, self._num_oom_kills = time.monotonic(), "", count_oom_kills()
+        self.enter(ProcessState.STARTING)
+        self._process = await self._start(self.spec, self.log_file)
+        self.num_starts += 1
 
     async def wait_ready(self) -> None:
         """Return when ``GET /health`` answers 200. Raises ProcessDied when the process ends before."""
-        while not await self._poll():
+        while (status := await self._ask(_POLL_TIMEOUT_S)) != 200:
+            if self.state is ProcessState.STARTING and status is not None:  # it listens, and is not ready
+                self.enter(ProcessState.LOADING)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.wait_end(), _POLL_INTERVAL_S)
-            if self._running.returncode is not None:
-                await self.wait_end()  # its state follows a moment later
+            if not self.is_running:
+                await self.wait_end()
                 raise self.death()
-        self.ready_after_s = self.elapsed_s
-        self._health = "/health"
-        self.enter(ProcessState.READY)
+        self._ready_at, self._health = time.monotonic(), "/health"
         self.ready.set()
+        self.enter(ProcessState.READY)
+
+    async def wait_end_or_hang(self, hang_timeout_s: float) -> float:
+        """Return when the process has ended, with the seconds for which it was ready.
+
+        A process that answers nothing for ``hang_timeout_s`` is killed.
+        """
+        probe_s, num_failed = hang_timeout_s / _NUM_PROBES, 0
+        while self.is_running:
+            started = time.monotonic()
+            num_failed = 0 if await self._ask(probe_s) else num_failed + 1
+            if num_failed == _NUM_PROBES and self.is_running:
+                self._hung = f"it answered nothing for {hang_timeout_s:g} s and was killed"
+                self.kill()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.wait_end(), max(0.0, started + probe_s - time.monotonic()))
+        await self.wait_end()
+        return time.monotonic() - self._ready_at
+
+    async def wait_end(self) -> None:
+        """Return when the process has ended, for whatever reason, and its own children are gone too."""
+        assert self._process is not None
+        await self._process.wait()
+        if self.state in _ENDED:
+            return
+        self.ready.clear()
+        with suppress(ProcessLookupError):  # the rest of its group, right now, while its id is not used again
+            deadline = time.monotonic() + CLEAN_UP_S + 1.0
+            while (
+                self.spec.is_group and time.monotonic() < deadline
+            ):  # it cleans up by itself (epd_serve.lifeline)
+                os.killpg(self.pid, 0)
+                await asyncio.sleep(_GROUP_LOOK_S)
+            os.killpg(self.pid, signal.SIGKILL)
+        self.enter(ProcessState.STOPPED if self.state is ProcessState.STOPPING else ProcessState.DIED)
 
     def retire(self) -> None:
         """Have the process finish what it has, in the time that this needs, and end: another one has its place."""
         self.is_retired = True
-        self.enter(ProcessState.STOPPING)
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGQUIT)
-
-    async def wait_end_or_hang(self, hang_timeout_s: float) -> None:
-        """As :meth:`wait_end`; a process that answers nothing for ``hang_timeout_s`` is killed."""
-        probe_s, num_failed = hang_timeout_s / _NUM_PROBES, 0
-        while self._running.returncode is None:
-            started = time.monotonic()
-            num_failed = 0 if await self._ask(probe_s) else num_failed + 1
-            if num_failed == _NUM_PROBES and self._running.returncode is None:
-                self._hung = f"it answered nothing for {hang_timeout_s:g} s and was killed"
-                self.kill()
-            left_s = max(0.0, started + probe_s - time.monotonic())
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self.wait_end(), left_s)
-        await self.wait_end()
-
-    async def wait_end(self) -> None:
-        """Return when the process has ended, for whatever reason, and its own children are gone too."""
-        await self._running.wait()
-        if self.state in (ProcessState.STOPPED, ProcessState.DIED, ProcessState.WAITING):
-            return
-        self.ready.clear()
-        with suppress(ProcessLookupError):  # the rest of its group, right now, while its id is not used again
-            if self.spec.is_group:
-                await self._clean_up()
-            os.killpg(self.pid, signal.SIGKILL)
-        self.enter(ProcessState.STOPPED if self.state is ProcessState.STOPPING else ProcessState.DIED)
-
-    async def _clean_up(self) -> None:
-        """Wait for the group to clean up and end (:mod:`epd_serve.lifeline`). Raises ProcessLookupError then."""
-        deadline = time.monotonic() + CLEAN_UP_S + 1.0
-        while time.monotonic() < deadline:
-            os.killpg(self.pid, 0)
-            await asyncio.sleep(_GROUP_LOOK_S)
+        self._signal(signal.SIGQUIT)
 
     async def stop(self, grace_s: float) -> None:
         """Ask the process to end (SIGTERM), and after ``grace_s`` seconds end it (SIGKILL)."""
+        if self._process is None:
+            self.state = ProcessState.STOPPED
+            return
         if self.state is ProcessState.WAITING:
             self.enter(ProcessState.STOPPED)
-        if self._running.returncode is None and self.state is not ProcessState.STOPPING:
-            self.enter(ProcessState.STOPPING)
-            with suppress(ProcessLookupError):
-                self._running.terminate()
+        if self.is_running and self.state is not ProcessState.STOPPING:
+            self._signal(signal.SIGTERM)
         try:
             await asyncio.wait_for(self.wait_end(), grace_s)
         except TimeoutError:
             self.kill()
             await self.wait_end()
 
+    def _signal(self, number: signal.Signals) -> None:
+        self.enter(ProcessState.STOPPING)
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
     def kill(self) -> None:
         """End the process and its children at once."""
-        if self._running.returncode is None:
+        if self.is_running:
             with suppress(ProcessLookupError):
                 (os.kill if self.spec.is_group else os.killpg)(self.pid, signal.SIGKILL)
 
     def death(self) -> ProcessDied:
-        """The process's exit code or signal, with the end of its log."""
-        code = self._running.returncode
+        """Return the process's exit code or signal, with the end of its log."""
+        assert self._process is not None
+        code = self._process.returncode
         assert code is not None, "the process is still running"
-        if code >= 0:
-            how = f"exit code {code}"
-        else:
-            how = self._hung or f"killed by {signal.Signals(-code).name}"
-            if -code == signal.SIGKILL and not self._hung and count_oom_kills() > self._num_oom_kills:
-                how += ", as the kernel killed a process because memory ran out"
-        return ProcessDied(
-            name=self.spec.name,
-            how=how,
-            log_tail=self.log_tail(),
-            log_file=self.log_file,
-            is_clean=code == 0,
-        )
-
-    def note(self, death: ProcessDied) -> None:
-        """Write how the process ended behind what it said itself."""
-        with suppress(OSError), self.log_file.open("a", encoding="utf-8") as log:  # a full disk
-            log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {death.end}\n")
+        how = f"exit code {code}" if code >= 0 else self._hung or f"killed by {signal.Signals(-code).name}"
+        if code == -signal.SIGKILL and not self._hung and count_oom_kills() > self._num_oom_kills:
+            how += ", as the kernel killed a process because memory ran out"
+        return ProcessDied(self.spec.name, how, self.log_tail(), self.log_file)
 
     def log_tail(self) -> list[str]:
         """Return the last lines of the process's output: up to the exception that vLLM calls the root cause."""
@@ -342,20 +275,13 @@ class ManagedProcess:
             lines = lines[: causes[-1] + 1] if causes else lines
         return lines[-TAIL_LINES:]
 
-    async def _poll(self) -> bool:
-        """Ask once whether the process is ready; one that listens and is not ready is loading."""
-        status = await self._ask(_POLL_TIMEOUT_S)
-        if self.state is ProcessState.STARTING and status not in (None, 200):
-            self.enter(ProcessState.LOADING)
-        return status == 200
-
     async def _ask(self, timeout_s: float) -> int | None:
-        """The status of ``GET /health``; 0 where there is no answer, None where nobody listens."""
+        """Return the status of ``GET /health``; 0 where there is no answer, None where no server listens."""
         if not self.spec.url:
             return 200 if self.spec.ready_file is None or self.spec.ready_file.exists() else None
-        tls, path = tls_files(self.spec.environment), self.spec.socket
-        url = "http://socket" if path is not None else self.spec.url
-        async with HttpPool(self.spec.name, url, tls=None if path is not None else tls, path=path) as pool:
+        path = self.spec.socket
+        url, tls = (self.spec.url, tls_files(self.spec.environment)) if path is None else ("http://socket", None)
+        async with HttpPool(self.spec.name, url, tls=tls, path=path) as pool:
             call = HttpCall(pool, "GET", self._health)
             try:
                 async with asyncio.timeout(timeout_s):
@@ -367,8 +293,7 @@ class ManagedProcess:
             return call.status
 
     def enter(self, state: ProcessState) -> None:
-        """Change its state; WAITING is that of one that has died, until :meth:`restart`."""
-        assert state in _NEXT[self.state], f"{self.spec.name}: {self.state} → {state}"
+        """Change its state; WAITING is that of one that has died, until its next :meth:`start`."""
         self.state = state
         self._on_change(self)
 

@@ -14,12 +14,9 @@ from pathlib import Path
 
 import msgspec
 
-TAIL_LINES = 20
 #: Runs whose logs are kept.
 NUM_KEPT = 10
 _RUN_FILE = "run.json"
-#: Bytes of a log that are read at once.
-_MOST_BYTES = 1 << 20
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,29 +138,6 @@ def find_run(wanted: str | None, preferred_port: int | None = None) -> tuple[Pat
     if len(chosen) != 1:
         raise ValueError(f"several deployments are running; choose one by address or port: {names}")
     return chosen[0]
-
-
-def log_files(directory: Path) -> dict[str, Path]:
-    """The logs of a run by the names of their processes."""
-    return {file.stem: file for file in sorted(directory.glob("*.log"))}
-
-
-def read_log(file: Path, after: int | None) -> tuple[str, int]:
-    """Return the whole lines from the byte ``after`` on, at most 1 MiB of them, and the byte behind them.
-
-    ``after`` None: the last lines. Raises OSError.
-    """
-    with file.open("rb") as stream:
-        size = stream.seek(0, 2)
-        begin = max(0, size - _MOST_BYTES) if after is None else after
-        stream.seek(begin)
-        data = stream.read(_MOST_BYTES)
-    # A line that is being written comes with the next piece, unless it is longer than any.
-    whole = data[: data.rfind(b"\n") + 1] or (data if len(data) == _MOST_BYTES else b"")
-    lines = whole.decode("utf-8", "replace")
-    if after is None:
-        lines = "".join(lines.splitlines(keepends=True)[-TAIL_LINES:])
-    return lines, begin + len(whole)
 
 
 def _is_running(directory: Path) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +20,8 @@ from epd_serve.launch.processes.process import (
     spawn,
 )
 
-#: What processes get to finish: requests first, then the stages, last what these have used; all within 10 s.
+#: Seconds to finish: of the gateway with its requests, then of the stages, last of what these have used.
 GRACES_S = {"first": 5.5, "then": 3.5, "last": 0.5}
-
-
-_MAX_DOUBLINGS = 32
-#: Until a process is ready for which the others wait.
-_FIRST_S = 30.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,14 +37,12 @@ class Backoff:
     first_s: float = 1.0
     limit_s: float = 30.0
     well_after_s: float = 60.0
-    _num_deaths: int = 0
+    _next_s: float = 0.0
 
     def next_delay_s(self, ready_s: float) -> float:
         """Seconds to wait after a death of a process that had been ready for ``ready_s`` seconds."""
-        if ready_s >= self.well_after_s:
-            self._num_deaths = 0
-        delay_s = min(self.first_s * 2.0 ** min(self._num_deaths, _MAX_DOUBLINGS), self.limit_s)
-        self._num_deaths += 1
+        delay_s = self.first_s if ready_s >= self.well_after_s else max(self._next_s, self.first_s)
+        self._next_s = min(2 * delay_s, self.limit_s)
         return delay_s
 
 
@@ -58,7 +53,7 @@ class Supervisor:
 
         supervisor = Supervisor(specs, log_dir)
         try:
-            await supervisor.start()
+            supervisor.start()
             await supervisor.wait_ready()
             raise await supervisor.wait_failure()
         finally:
@@ -77,12 +72,11 @@ class Supervisor:
 
     Attributes:
         num_deaths: number of processes that have ended by themselves so far.
-        has_started: whether all of the first processes have been started.
     """
 
     def __init__(
         self,
-        specs: Sequence[ProcessSpec],
+        specs: Iterable[ProcessSpec],
         log_dir: Path,
         *,
         restart: bool = True,
@@ -92,7 +86,6 @@ class Supervisor:
         on_death: Callable[[ProcessDied, float], None] = lambda death, delay_s: None,
         start: Starter = spawn,
     ) -> None:
-        self._specs = tuple(specs)
         self._log_dir = log_dir
         self._restart = restart
         self._hang_timeout_s = hang_timeout_s
@@ -100,72 +93,30 @@ class Supervisor:
         self._on_change = on_change
         self._on_death = on_death
         self._start = start
-        self._processes: list[ManagedProcess] = []
-        self._watches: dict[str, asyncio.Task[ProcessDied]] = {}
+        self._processes = [self._managed(spec) for spec in specs]
+        self._lives: dict[ManagedProcess, asyncio.Task[ProcessDied]] = {}
         self._changed = asyncio.Event()
-        self._turns: list[asyncio.Task[None]] = []
         self._retiring: list[asyncio.Task[None]] = []
         self.num_deaths = 0
-        self.has_started = False
+
+    def _managed(self, spec: ProcessSpec) -> ManagedProcess:
+        return ManagedProcess(spec, self._log_dir, self._on_change, self._start)
 
     @property
     def processes(self) -> tuple[ManagedProcess, ...]:
-        """The started processes, in the order of their specs; those that were added come before the gateway."""
+        """The processes in the order of their specs; those that were added come before the gateway."""
         return tuple(one for one in self._processes if not one.is_retired)
 
-    async def start(self) -> None:
-        """Start all processes but those that have to wait for their turn; returns before any of them is ready.
-
-        Those with a ``ready_file`` come first, and are ready. Raises ProcessDied or TimeoutError where one is not.
-        """
-        for spec in self._specs:
-            if spec.ready_file is not None:
-                await self.add(spec, _FIRST_S)
-        groups = in_turns([spec for spec in self._specs if spec.ready_file is None])
-        starting = [
-            asyncio.create_task(ManagedProcess.start(spec, self._log_dir, self._on_change, self._start))
-            for spec, *_ in groups
-        ]
-        try:
-            if starting:
-                await asyncio.wait(starting)
-        finally:
-            for task in starting:
-                task.cancel()
-            results = await asyncio.gather(*starting, return_exceptions=True)
-            started = [result for result in results if isinstance(result, ManagedProcess)]
-            self._processes += started
-            for process in started:
-                self._watches[process.spec.name] = asyncio.create_task(self._watch(process))
-        for task in starting:
-            task.result()
-        self._turns = [asyncio.create_task(self._start_in_turn(group)) for group in groups if len(group) > 1]
-        self.has_started = True
-
-    async def _start_in_turn(self, specs: Sequence[ProcessSpec]) -> None:
-        """Start each of ``specs`` but the first, which has started, once the one before it is ready."""
-        before = next(one for one in self._processes if one.spec.name == specs[0].name)
-        for spec in specs[1:]:
-            is_ready = asyncio.create_task(before.ready.wait())
-            watch = self._watches[before.spec.name]
-            await asyncio.wait({is_ready, watch}, return_when=asyncio.FIRST_COMPLETED)
-            if not is_ready.done():  # it has died for good
-                is_ready.cancel()
-                return
-            before = await self._insert(spec)
-            self._watches[spec.name] = asyncio.create_task(self._watch(before))
-            self._tell_changed()
-
-    async def _insert(self, spec: ProcessSpec) -> ManagedProcess:
-        """Start one more process; its place is before those that stop first."""
-        process = await ManagedProcess.start(spec, self._log_dir, self._on_change, self._start)
-        place = next((i for i, one in enumerate(self._processes) if one.spec.stops == "first"), None)
-        self._processes.insert(len(self._processes) if place is None else place, process)
-        return process
-
-    async def _all_ready(self) -> None:
-        await asyncio.gather(*self._turns)
-        await asyncio.gather(*(process.ready.wait() for process in self._processes))
+    def start(self) -> None:
+        """Start all processes; each waits until those are ready that have a ``ready_file``, and the one before it
+        that measures the same device."""
+        first = [one for one in self._processes if one.spec.ready_file is not None]
+        measuring: dict[str, ManagedProcess] = {}
+        for process in self._processes:
+            after = [] if process in first else first
+            after = [*after, *(measuring[device] for device in process.spec.measures if device in measuring)]
+            measuring |= dict.fromkeys(process.spec.measures, process)
+            self._lives[process] = asyncio.create_task(self._live(process, after))
 
     async def wait_ready(self, timeout_s: float | None = None) -> None:
         """Return when every process is ready.
@@ -174,35 +125,32 @@ class Supervisor:
             ProcessDied: one of them ended for good instead.
             TimeoutError: ``timeout_s`` passed before.
         """
+        all_ready = asyncio.gather(*(process.ready.wait() for process in self.processes))
         failure = asyncio.create_task(self.wait_failure())
-        all_ready = asyncio.create_task(self._all_ready())
-        either: set[asyncio.Future[Any]] = {all_ready, failure}
         try:
-            done, _ = await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            if failure in done:
+            await asyncio.wait((all_ready, failure), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if failure.done():
                 raise failure.result()
-            if all_ready in done:
-                all_ready.result()
-            if not done:
-                ready = {one.spec.name for one in self._processes if one.ready.is_set()}
-                late = ", ".join(spec.name for spec in self._specs if spec.name not in ready)
+            if not all_ready.done():
+                late = ", ".join(one.spec.name for one in self.processes if not one.ready.is_set())
                 raise TimeoutError(f"not ready after {timeout_s:g} s: {late}")
         finally:
-            for task in either:
-                task.cancel()
-            await asyncio.gather(*either, return_exceptions=True)
+            all_ready.cancel()
+            failure.cancel()
+            with suppress(asyncio.CancelledError):
+                await all_ready
 
     async def wait_failure(self) -> ProcessDied:
         """Return when a process has died for good, with which and why."""
         while True:
             changed = asyncio.create_task(self._changed.wait())
             try:
-                await asyncio.wait({*self._watches.values(), changed}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({*self._lives.values(), changed}, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 changed.cancel()
-            for watch in list(self._watches.values()):
-                if watch.done():
-                    return watch.result()
+            for life in self._lives.values():
+                if life.done():
+                    return life.result()
 
     async def add(self, spec: ProcessSpec, timeout_s: float) -> ManagedProcess:
         """Start one more process; returns when it is ready.
@@ -212,25 +160,27 @@ class Supervisor:
             TimeoutError: it was not ready in time, and was ended.
             OSError: it cannot be started now.
         """
-        process = await self._insert(spec)
+        process = self._managed(spec)
+        before = (i for i, one in enumerate(self._processes) if one.spec.stops == "first")
+        place = next(before, len(self._processes))
+        self._processes.insert(place, process)
         try:
             async with asyncio.timeout(timeout_s):
+                await process.start()
                 await process.wait_ready()
         except BaseException as error:
             self.num_deaths += isinstance(error, ProcessDied)
             await asyncio.shield(_stop(process))
             self._processes.remove(process)
             raise
-        self._watches[spec.name] = asyncio.create_task(self._watch(process, was_ready=True))
+        self._lives[process] = asyncio.create_task(self._live(process))
         self._tell_changed()
         return process
 
     async def remove(self, name: str) -> None:
         """End one process; it is no failure, and it is not started again."""
-        process = next(one for one in self._processes if one.spec.name == name)
-        watch = self._watches.pop(name)
-        self._tell_changed()
-        await _cancel([watch])
+        process = next(one for one in self.processes if one.spec.name == name)
+        await self._leave_alone(process)
         await asyncio.shield(_stop(process))
         self._processes.remove(process)
 
@@ -240,16 +190,17 @@ class Supervisor:
         The old one is asked to finish what it has (SIGQUIT), and takes the time that this needs. Raises as
         :meth:`add`; the old one goes on then.
         """
-        old = next(one for one in self._processes if one.spec.name == spec.name)
-        watch = self._watches.pop(spec.name)
-        try:
-            await self.add(spec, timeout_s)
-        except BaseException:
-            self._watches[spec.name] = watch
-            raise
-        await _cancel([watch])
+        old = next(one for one in self.processes if one.spec.name == spec.name)
+        await self.add(spec, timeout_s)
+        await self._leave_alone(old)
         old.retire()
         self._retiring.append(asyncio.create_task(old.wait_end()))
+
+    async def _leave_alone(self, process: ManagedProcess) -> None:
+        """Watch a process no longer: its end is no failure."""
+        life = self._lives.pop(process)
+        self._tell_changed()
+        await _cancel([life])
 
     def _tell_changed(self) -> None:
         """Let those that wait for a failure look at the present processes."""
@@ -259,58 +210,46 @@ class Supervisor:
     async def stop(self) -> None:
         """End all processes: those that stop first, then the others together, then the last. It takes up to 10 s,
         or as long as one has that has a time of its own."""
-        await _cancel(self._turns)
-        await _cancel(list(self._watches.values()))  # from now on no process is started again
+        await _cancel(list(self._lives.values()))  # from now on no process is started again
         for turn in GRACES_S:
-            chosen = [process for process in self._processes if process.spec.stops == turn]
-            await asyncio.gather(*(_stop(process) for process in chosen))
+            await asyncio.gather(*(_stop(process) for process in self._processes if process.spec.stops == turn))
         await asyncio.gather(*self._retiring)
 
     def kill(self) -> None:
         """End all processes at once, without a chance to finish anything. :meth:`stop` must still be awaited."""
-        for task in (*self._turns, *self._watches.values()):
-            task.cancel()
+        for life in self._lives.values():
+            life.cancel()
         for process in self._processes:
             process.kill()
 
-    async def _watch(self, process: ManagedProcess, *, was_ready: bool = False) -> ProcessDied:
-        """Wait until the process has died for good; return its last death."""
-        backoff = self._backoff()
+    async def _live(self, process: ManagedProcess, after: Iterable[ManagedProcess] = ()) -> ProcessDied:
+        """Start a process once those of ``after`` are ready, and again when it dies; return its last death."""
+        for other in after:
+            await other.ready.wait()
+        backoff, was_ready = self._backoff(), process.ready.is_set()
         while True:
+            ready_s = 0.0
             try:
+                if not process.is_running:
+                    await process.start()
                 if not process.ready.is_set():
                     await process.wait_ready()
                 was_ready = True
-                await process.wait_end_or_hang(self._hang_timeout_s)
+                ready_s = await process.wait_end_or_hang(self._hang_timeout_s)
                 death = process.death()
             except ProcessDied as early:
                 death = early
+            except OSError as error:  # no such program, or no memory for a process, which passes
+                death = ProcessDied(process.spec.name, str(error), [], process.log_file)
             self.num_deaths += 1
-            process.note(death)
+            with suppress(OSError), process.log_file.open("a", encoding="utf-8") as log:  # a full disk
+                log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {death.end}\n")
             if not (self._restart and was_ready):
                 return death
-            ready_s = process.ready_s
             process.enter(ProcessState.WAITING)
-            while process.state is ProcessState.WAITING:
-                delay_s = backoff.next_delay_s(ready_s)
-                self._on_death(death, delay_s)
-                await asyncio.sleep(delay_s)
-                try:
-                    await process.restart()
-                except OSError as error:  # no memory for a process, say: that passes
-                    name, log_file = process.spec.name, process.log_file
-                    death = ProcessDied(name=name, how=str(error), log_tail=[], log_file=log_file)
-                    ready_s = 0.0
-
-
-def in_turns(specs: Sequence[ProcessSpec]) -> list[list[ProcessSpec]]:
-    """Group the specs that measure a common device, directly or over others; the order stays."""
-    groups: list[list[ProcessSpec]] = []
-    for spec in specs:
-        same = [group for group in groups if any(spec.measures & one.measures for one in group)]
-        groups = [group for group in groups if group not in same]
-        groups.append([*(one for group in same for one in group), spec])
-    return groups
+            delay_s = backoff.next_delay_s(ready_s)
+            self._on_death(death, delay_s)
+            await asyncio.sleep(delay_s)
 
 
 async def _stop(process: ManagedProcess) -> None:
@@ -318,9 +257,9 @@ async def _stop(process: ManagedProcess) -> None:
     await process.stop(process.spec.grace_s or GRACES_S[process.spec.stops])
 
 
-async def _cancel(watches: Sequence[asyncio.Task[Any]]) -> None:
-    while pending := [watch for watch in watches if not watch.done()]:
-        for watch in pending:  # again and again: wait_for() may swallow one, when its process ends just then
-            watch.cancel()
+async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    while pending := [task for task in tasks if not task.done()]:
+        for task in pending:  # again and again: wait_for() may swallow one, when its process ends just then
+            task.cancel()
         await asyncio.wait(pending, timeout=0.1)
-    await asyncio.gather(*watches, return_exceptions=True)
+    await asyncio.gather(*tasks, return_exceptions=True)

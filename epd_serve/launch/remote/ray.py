@@ -44,8 +44,8 @@ Spread = Literal["pack", "host"]
 NAMESPACE = "epd-serve"
 _STRATEGIES = {"pack": "PACK", "host": "SPREAD"}
 _GATEWAY, _ADMIN_PORT, _API_KEY = "gateway", 8001, "EPD_SERVE_API_KEY"
-#: A gateway only has to be on a node: it takes this much of the resource that each node has of its own.
-_A_LITTLE = 0.001
+#: The resource of the head alone; a gateway takes a little of that of its node, and no CPU.
+_HEAD, _A_LITTLE = "node:__internal_head__", 0.001
 #: Ray may have to add nodes first; an actor may be starting; a command that ends by itself is started again.
 _PLACEMENT_TIMEOUT_S, _ANSWER_TIMEOUT_S, _AGAIN_S = 300.0, 5.0, 2.0
 #: Beyond what a process needs by itself to end.
@@ -84,26 +84,25 @@ def groups(config: DeploymentConfig) -> tuple[Group, ...]:
     for unit, replicas in enumerate(place_units(config.topology, config.devices)):
         for replica, here in enumerate(replicas):
             devices = {device for one in here for device in one.devices}
-            threads = sum((config.settings_for(str(one.role)).threads or 1) * one.tensor_parallel for one in here)
+            resource, amount = "GPU", len(devices)
+            if devices == {CPU}:
+                threads = ((config.settings_for(str(one.role)).threads or 1) * one.tensor_parallel for one in here)
+                resource, amount = "CPU", sum(threads)
+            elif emulated_kind(here[0].devices[0]).startswith(("npu", "ascend")):  # an emulated one as what it is
+                resource = "NPU"
             found.append(
                 Group(
                     name="-".join(one.name for one in here),
                     unit=unit,
                     replica=replica,
-                    resource="CPU" if devices == {CPU} else _resource(here[0].devices[0]),
-                    amount=threads if devices == {CPU} else len(devices),
+                    resource=resource,
+                    amount=amount,
                     num_ranks=sum(one.tensor_parallel for one in here),
                     base_port=port,
                 )
             )
             port += len(here) * step
     return tuple(found)
-
-
-def _resource(device: str) -> str:
-    """Return Ray's name for a kind of device; an emulated one counts as what it stands for."""
-    kind = emulated_kind(device) if device.startswith("emulated:") else device
-    return "NPU" if kind.startswith(("npu", "ascend")) else "GPU"
 
 
 class Agent:
@@ -122,7 +121,7 @@ class Agent:
     ) -> None:
         import ray
 
-        self._name = name
+        self._name, self._num_deaths = name, 0
         self._directory = tempfile.TemporaryDirectory(prefix="epd-serve-ray-")
         path = Path(self._directory.name) / "deployment.yaml"
         path.write_text(file, encoding="utf-8")  # JSON is YAML
@@ -135,7 +134,6 @@ class Agent:
             cores = num_cores() * group.amount / has[group.resource]
             self._environment["OMP_NUM_THREADS"] = str(max(1, int(cores / group.num_ranks)))
         self._last_lines: deque[str] = deque(maxlen=20)
-        self._num_deaths = 0
         self._stop = threading.Event()
         self._process: subprocess.Popen[str] | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -147,15 +145,10 @@ class Agent:
     def _run(self) -> None:
         # The kernel ends the process with this thread, which ends with the actor.
         tied = [sys.executable, "-P", "-m", "epd_serve.lifeline", str(os.getpid()), *self._command]
-        pipes: dict[str, Any] = {
-            "stdout": subprocess.PIPE,
-            "stderr": subprocess.STDOUT,
-            "stdin": subprocess.DEVNULL,
-        }
+        output: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "errors": "replace"}
         while not self._stop.is_set():
-            with subprocess.Popen(tied, env=self._environment, text=True, errors="replace", **pipes) as process:
-                self._process = process
-                for line in process.stdout or ():  # the actor's own output is what Ray's dashboard shows
+            with subprocess.Popen(tied, env=self._environment, text=True, **output) as self._process:
+                for line in self._process.stdout or ():  # the actor's own output is what Ray's dashboard shows
                     print(line, end="", flush=True)
                     self._last_lines.append(line)
             self._num_deaths += not self._stop.is_set()
@@ -190,24 +183,33 @@ def up(config: DeploymentConfig, name: str, address: str, spread: Spread) -> str
     with _connected(address, logs=True) as ray:
         if _names(ray, name):
             raise ValueError(f"{name} is on this cluster already; 'epd-serve down FILE --on ray' ends it")
-        ip, node = _gateway_node(ray, config.gateway.host)
+        nodes = {str(node["NodeManagerAddress"]): node["Resources"] for node in ray.nodes() if node["Alive"]}
+        ip, node = config.gateway.host, f"node:{config.gateway.host}"
+        if is_wildcard(ip) or is_loopback(ip):
+            ip, node = next(ip for ip, resources in nodes.items() if _HEAD in resources), _HEAD
+        elif ip not in nodes:
+            raise ValueError(f"gateway.host {ip} is no node of the cluster; there are {', '.join(sorted(nodes))}")
         port = config.gateway.admin.port or _ADMIN_PORT
-        admin = url_of(ip, port)
+        admin, actor, actors = url_of(ip, port), ray.remote(Agent), {}
         kept = {"lifetime": "detached", "max_restarts": -1, "num_cpus": 0}
         try:
-            placed = _place(ray, name, found, spread)
-            actor, actors = ray.remote(Agent), {}
+            bundles = [{group.resource: group.amount} for group in found]
+            placed = ray.util.placement_group(bundles, _STRATEGIES[spread], name=name, lifetime="detached")
+            if not placed.wait(_PLACEMENT_TIMEOUT_S):
+                raise ValueError(f"the cluster has no room for {bundles}; free are {ray.available_resources()}")
             options = {**kept, "name": f"{name}/{_GATEWAY}", "resources": {node: _A_LITTLE}}
-            command: tuple[str, ...] = ("proxy", "--config", "FILE")
             file = _file(config, BASE_PORT, ip, port)
-            actors[_GATEWAY] = actor.options(**options).remote(_GATEWAY, file, command, keys, None)
+            gateway = ("proxy", "--config", "FILE")
+            actors[_GATEWAY] = actor.options(**options).remote(_GATEWAY, file, gateway, keys, None)
             for index, group in enumerate(found):
+                needs = {"CPU": "num_cpus", "GPU": "num_gpus"}.get(group.resource)
+                options = {**kept, "name": f"{name}/{group.name}"}
+                options |= {needs: group.amount} if needs else {"resources": {group.resource: group.amount}}
                 bundle = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(placed, index)
-                options = {**kept, **_needs(group), "name": f"{name}/{group.name}", "scheduling_strategy": bundle}
                 part = ("--unit", str(group.unit), "--replica", str(group.replica))
                 command = ("instance", "--config", "FILE", *part, "--host", "HOST", "--join", admin)
                 file = _file(config, group.base_port, ip, port)
-                actors[group.name] = actor.options(**options).remote(
+                actors[group.name] = actor.options(**options, scheduling_strategy=bundle).remote(
                     group.name, file, command, {proof: keys[proof]}, group
                 )
             client = AdminClient(admin, {"authorization": f"Bearer {keys[ADMIN_KEY]}"})
@@ -252,13 +254,13 @@ def _connected(address: str, *, logs: bool) -> Iterator[Any]:
     try:
         import ray
         import ray.util.scheduling_strategies
-    except ModuleNotFoundError as error:
-        raise ValueError(f"--on ray: {error.name} is not installed; run: pip install '.[ray]'") from error
-    try:
+
         if ":" in address and "/" not in address:  # Ray itself would try for minutes
             host, _, port = address.rpartition(":")
             socket.create_connection((host, int(port)), _ANSWER_TIMEOUT_S).close()
         ray.init(address or "auto", namespace=NAMESPACE, log_to_driver=logs, logging_level=logging.ERROR)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"--on ray: {error.name} is not installed; run: pip install '.[ray]'") from error
     except (OSError, RuntimeError) as error:  # the latter where versions differ
         raise ValueError(
             f"--on ray{address and f'={address}'}: {str(error).splitlines()[0]}. Start a cluster with 'ray start "
@@ -271,38 +273,9 @@ def _connected(address: str, *, logs: bool) -> Iterator[Any]:
 
 
 def _names(ray: Any, name: str) -> list[str]:
-    """Return the actors of a deployment."""
-    return [one for one in ray.util.list_named_actors() if one.startswith(f"{name}/")]
-
-
-def _gateway_node(ray: Any, host: str) -> tuple[str, str]:
-    """Return the address of the gateway's node, and the resource of this node alone. Raises ValueError."""
-    nodes = {str(node["NodeManagerAddress"]): node["Resources"] for node in ray.nodes() if node["Alive"]}
-    head = "node:__internal_head__"
-    if is_wildcard(host) or is_loopback(host):
-        return next(ip for ip, resources in nodes.items() if head in resources), head
-    if host not in nodes:
-        listed = ", ".join(sorted(nodes))
-        raise ValueError(f"gateway.host (--host) {host} is no node of the cluster; there are {listed}, or 0.0.0.0")
-    return host, f"node:{host}"
-
-
-def _place(ray: Any, name: str, found: Sequence[Group], spread: Spread) -> Any:
-    """Return a placement group whose bundles are reserved. Raises ValueError where the cluster has no room."""
-    bundles = [{group.resource: group.amount} for group in found]
-    placed = ray.util.placement_group(bundles, strategy=_STRATEGIES[spread], name=name, lifetime="detached")
-    if not placed.wait(_PLACEMENT_TIMEOUT_S):
-        needed = ", ".join(f"{one.name} ({one.resource} {one.amount})" for one in found)
-        raise ValueError(
-            f"the cluster had no room for {needed}, each on one host; it has {ray.available_resources()}"
-        )
-    return placed
-
-
-def _needs(group: Group) -> dict[str, Any]:
-    """Return the options of an actor that takes a whole bundle."""
-    plain = {"CPU": "num_cpus", "GPU": "num_gpus"}.get(group.resource)
-    return {"resources": {group.resource: group.amount}} if plain is None else {plain: group.amount}
+    """Return the actors of a deployment, the gateway first."""
+    own = [one for one in ray.util.list_named_actors() if one.startswith(f"{name}/")]
+    return sorted(own, key=lambda one: not one.endswith(f"/{_GATEWAY}"))
 
 
 def _file(config: DeploymentConfig, base_port: int, ip: str, admin_port: int) -> str:
@@ -338,16 +311,14 @@ def _wait_ready(ray: Any, actors: Mapping[str, Any], admin: AdminClient, names: 
 def _end(ray: Any, name: str, config: DeploymentConfig) -> bool:
     """End what there is of a deployment, the gateway first; return whether there was anything."""
     drain_s = max(config.settings_for(str(one.role)).drain_s for one in config.placement())
-    names = sorted(_names(ray, name), key=lambda one: not one.endswith(f"/{_GATEWAY}"))
+    names = _names(ray, name)
     for some in (names[:1], names[1:]):
         actors = [ray.get_actor(one) for one in some]
-        stops = [actor.stop.remote() for actor in actors]
-        if stops:
+        if stops := [actor.stop.remote() for actor in actors]:
             ray.wait(stops, num_returns=len(stops), timeout=drain_s + _GRACE_S)
         for actor in actors:
             ray.kill(actor, no_restart=True)
-    try:
+    with suppress(ValueError):  # there is none of that name
         ray.util.remove_placement_group(ray.util.get_placement_group(name))
-    except ValueError:  # there is none of that name
-        return bool(names)
-    return True
+        return True
+    return bool(names)

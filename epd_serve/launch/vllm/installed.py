@@ -23,17 +23,7 @@ OLDEST = (0, 20)
 #: vLLM versions for which a development version of vllm-ascend (August 2026) imports.
 ASCEND_HEAD = ("0.27.1", "0.28.0")
 _TIMEOUT_S = 60.0
-_MODEL_TIMEOUT_S = 300.0
-#: Has vLLM read a model's files as its server does, and prints whether the model takes media.
-_READ_MODEL = (
-    "import sys; from vllm.plugins import load_general_plugins; load_general_plugins(); "
-    "from vllm.config import ModelConfig; "
-    "model = ModelConfig(model=sys.argv[1], trust_remote_code=sys.argv[2] == 'True'); "
-    "print('\\n' + str(model.is_multimodal_model))"
-)
 _MOONCAKE_LIBRARIES = ", or one of its libraries (Debian: libibverbs1 librdmacm1 libnuma1 libcurl4)"
-#: Keys of a config.json that only models with media have.
-_MEDIA_KEYS = ("vision_config", "audio_config", "thinker_config")
 
 
 class NoVllm(ValueError):
@@ -124,56 +114,12 @@ def check_pair(found: VllmFound, *, python: str | Path) -> None:
     """
     release = ".".join(found.vllm.split("+")[0].split(".")[:3])
     theirs = re.match(r"\d+\.\d+\.\d+", found.vllm_ascend)
-    if theirs is None or release == theirs[0]:
-        return
-    if ".dev" in found.vllm_ascend and release in ASCEND_HEAD:
-        return
-    fits = " or ".join(ASCEND_HEAD) if ".dev" in found.vllm_ascend else theirs[0]
-    raise ValueError(
-        f"vllm-ascend {found.vllm_ascend} of {python} is for vLLM {fits}, and vLLM {found.vllm} is there; "
-        "install the pair that belongs together, as in vllm-ascend's container image"
-    )
-
-
-def check_model(
-    found: VllmFound,
-    content: Mapping[str, Any],
-    *,
-    python: str | Path,
-    model: str | Path,
-    encodes: bool,
-    trust_remote_code: bool = False,
-) -> None:
-    """Raise ValueError for a model that this vLLM does not know, and for a text model where an E is to encode.
-
-    A ``config.json`` that leaves either open is read by vLLM itself, which takes seconds.
-
-    Args:
-        content: of the model's ``config.json``.
-        encodes: whether the topology has E by itself.
-    """
-    names = [str(name) for name in content.get("architectures") or ()]
-    if found.lists(content) and (not encodes or any(key in content for key in _MEDIA_KEYS)):
-        return
-    command = [str(python), "-P", "-c", _READ_MODEL, str(model), str(trust_remote_code)]
-    try:
-        answer = subprocess.run(command, capture_output=True, timeout=_MODEL_TIMEOUT_S, text=True)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise ValueError(f"vLLM {found.vllm} of {python} does not read {model}: {error}") from error
-    if answer.returncode:
+    fits = ASCEND_HEAD if ".dev" in found.vllm_ascend else ()
+    if theirs is not None and release not in (theirs[0], *fits):
         raise ValueError(
-            f"{model}: vLLM {found.vllm} of {python} does not serve {', '.join(names) or 'it'}: "
-            f"{_last_exception(answer.stderr)}"
+            f"vllm-ascend {found.vllm_ascend} of {python} is for vLLM {' or '.join(fits or (theirs[0],))}, and "
+            f"{found.vllm} is there; install the pair that belongs together, as in vllm-ascend's container image"
         )
-    if encodes and answer.stdout.split()[-1] != "True":
-        raise ValueError(
-            f"{model}: the topology has E by itself, and {', '.join(names) or 'the model'} takes text alone: "
-            "there is nothing to encode; write topology: P-D (--topology P-D), or PD for one instance"
-        )
-
-
-def _last_exception(log: str) -> str:
-    return next((line.strip() for line in reversed(log.splitlines()) if line.strip()), "it says nothing")
 
 
 def show_vllm(console: Console, python: Path | None) -> bool:
@@ -183,19 +129,17 @@ def show_vllm(console: Console, python: Path | None) -> bool:
     """
     named = python or Path(sys.executable)
     table = Table("engine: vllm", "can it run", "detail")
+    rows: dict[str, str] = {}
     try:
         found = find_vllm(named)
         check_found(found, python=named)
+        rows = {f"{named}, vLLM {found.vllm} {found.vllm_ascend}": "", **lacks(found)}
     except ValueError as error:
-        table.add_row(str(named), Text("no", "bold red" if python else "dim"), Text(str(error)))
-        console.print(table)
-        return python is None
-    name = f"vLLM {found.vllm}" + (f", vllm-ascend {found.vllm_ascend}" if found.vllm_ascend else "")
-    table.add_row(str(named), Text("yes", "green"), f"{name}, Python {found.python}")
-    for part, lack in lacks(found).items():
-        table.add_row(part, Text("no", "yellow") if lack else Text("yes", "green"), lack)
+        rows = {str(named): str(error)}
+    for part, lack in rows.items():
+        table.add_row(part, Text("no", "yellow") if lack else Text("yes", "green"), Text(lack))
     console.print(table)
-    return True
+    return python is None or str(named) not in rows
 
 
 def lacks(found: VllmFound) -> dict[str, str]:

@@ -22,13 +22,12 @@ from epd_serve.backends.vllm_command import (
     takes_features,
 )
 from epd_serve.config import DeploymentConfig, InstanceSettings, model_path
-from epd_serve.config.model_files import read_model_config
 from epd_serve.config.shares import DeviceShare
 from epd_serve.config.sizes import StepSizes
 from epd_serve.config.vllm import connectors, pulls
 from epd_serve.launch.commands import hccl_variables, measured, threads_of
 from epd_serve.launch.processes.process import ProcessSpec
-from epd_serve.launch.vllm.installed import STORE, VllmFound, check_found, check_model, find_vllm
+from epd_serve.launch.vllm.installed import STORE, VllmFound, check_found, find_vllm
 from epd_serve.protocol.addresses import is_loopback, url_of
 from epd_serve.rpc.tls import tls_files
 from epd_serve.topology import InstancePlacement
@@ -188,7 +187,6 @@ def prepare_vllm(
     vLLM of each interpreter. Raises ValueError that names what is missing.
     """
     found = check_engines(config, engines)
-    check_models(config, found)
     has_all = all(one.epd_serve for one in found.values())
     plugin_path = "" if has_all else link_plugin(directory / "plugin")
     feature_dir = environment.get(FEATURE_DIR) or str(directory / "features")
@@ -211,17 +209,6 @@ def check_engines(config: DeploymentConfig, known: dict[str, VllmFound] | None =
         if known is not None:
             known[python] = found
     return engines
-
-
-def check_models(config: DeploymentConfig, engines: Mapping[str, VllmFound]) -> None:
-    """Raise ValueError where the vLLM of an interpreter cannot serve the deployment's model."""
-    path = model_path(config.checkpoint)
-    content = read_model_config(path)
-    encodes = any(str(one.role) == "E" for one in config.placement())
-    for python, found in engines.items():
-        roles = {str(one.role) for one in config.placement() if config.vllm.python_of(str(one.role)) == python}
-        trusts = any(config.settings_for(role).engine_args.get("trust_remote_code") is True for role in roles)
-        check_model(found, content, python=python, model=path, encodes=encodes, trust_remote_code=trusts)
 
 
 def engine_names(engines: Mapping[str, VllmFound]) -> str:
