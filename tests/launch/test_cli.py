@@ -98,13 +98,15 @@ def test_proxy_finds_the_instances_of_its_deployment_file(
         (("proxy", "--instance", "e0"), "write NAME=URL"),
         (("proxy", "--instance", "e0=http://a:1", "--instance", "e0=http://a:2"), "e0 is named twice"),
         (("instance", "--name", "x", "--role", "EX"), "role 'EX': 'X' is no stage"),
-        (("instance", "--name", "x", "--role", "E", "--model", "/no/model"), "there is no directory /no/model"),
+        (
+            ("instance", "--name", "x", "--role", "E", "--model", "/no/model"),
+            "/no/model is no directory with a config.json",
+        ),
         (("instance", "--role", "P"), "an instance needs --name and --role"),
         (("instance", "--name", "p0", "--role", "P", "--host", "0.0.0.0"), "add --advertise ADDRESS"),
-        (("instance", "--name", "p0", "--role", "P", "--host", "::"), "add --advertise ADDRESS"),
         (("up", "/no/such/file.yaml"), "/no/such/file.yaml: No such file or directory"),
         (("up", "--topology", "E"), "command line: topology: topology 'E', position 2: no instance prefills"),
-        (("up", "--model", "/no/model"), "there is no directory /no/model"),
+        (("up", "--model", "/no/model"), "/no/model is no directory"),
     ],
 )
 def test_what_a_user_got_wrong_is_one_clean_message(

@@ -174,19 +174,17 @@ def test_a_revision_is_its_own(hub: tuple[Hub, str], tmp_path: Path) -> None:
     state, url = hub
     assert up(url, tmp_path, "acme/tiny@v1") == snapshot(tmp_path)
     assert any(one.endswith("/revision/v1") for one in state.asked)
-    assert "it has no branch, tag or commit 'v9'" in up(url, tmp_path, "acme/tiny@v9")
+    assert "'acme/tiny@v9' cannot be downloaded" in up(url, tmp_path, "acme/tiny@v9")
 
 
-def test_a_hub_that_is_not_there_is_named_with_the_command(tmp_path: Path) -> None:
-    said = up("http://127.0.0.1:9", tmp_path, "acme/tiny@v1")
-    assert "cannot be downloaded from http://127.0.0.1:9" in said
-    assert "'hf download acme/tiny --revision v1 --local-dir tiny'" in said and "--model ./tiny" in said
-
-
-def test_offline_nothing_is_asked(hub: tuple[Hub, str], tmp_path: Path) -> None:
+def test_where_the_hub_cannot_be_asked_the_command_is_named(hub: tuple[Hub, str], tmp_path: Path) -> None:
     state, url = hub
-    said = up(url, tmp_path, HF_HUB_OFFLINE="1")
-    assert "is not in the cache, and HF_HUB_OFFLINE is set" in said and "hf download acme/tiny" in said
+    for said in (
+        up("http://127.0.0.1:9", tmp_path, "acme/tiny@v1"),
+        up(url, tmp_path, "acme/tiny@v1", HF_HUB_OFFLINE="1"),
+    ):
+        assert "cannot be downloaded" in said
+        assert "'hf download acme/tiny --revision v1 --local-dir tiny'" in said and "--model ./tiny" in said
     assert state.asked == []
 
 
@@ -202,14 +200,12 @@ def test_a_download_that_breaks_off_goes_on(hub: tuple[Hub, str], tmp_path: Path
     assert [one.rpartition("/")[2] for one in fetched] == ["model.safetensors"]
 
 
-def test_who_may_not_have_it_learns_what_to_do(hub: tuple[Hub, str], tmp_path: Path) -> None:
+def test_who_may_not_have_it_is_refused(hub: tuple[Hub, str], tmp_path: Path) -> None:
     state, url = hub
     state.error = (403, "GatedRepo")
-    said = up(url, tmp_path)
-    assert f"is gated: ask for it at {url}/acme/tiny, and set HF_TOKEN" in said
+    assert "cannot be downloaded" in up(url, tmp_path)
     state.error, state.token = None, "hf_right"
-    assert "has no such model, or it is private" in up(url, tmp_path)
-    assert "HF_TOKEN is of an account that may not see it" in up(url, tmp_path, HF_TOKEN="hf_wrong")
+    assert "cannot be downloaded" in up(url, tmp_path, HF_TOKEN="hf_wrong")
     assert up(url, tmp_path, HF_TOKEN="hf_right") == snapshot(tmp_path)
 
 

@@ -11,9 +11,6 @@ from epd_serve.launch.processes import ports as ports_module
 from epd_serve.launch.processes.ports import choose_ports, free_port, listen, next_port
 from epd_serve.protocol.addresses import url_of
 
-#: Not that of the tests, which have ports of their own.
-bind = ports_module._bind
-
 
 def test_zero_chooses_free_ports_that_differ() -> None:
     ports = choose_ports(parse_config("topology: 9E-P-D\ninstances: {base_port: 0}\ngateway: {port: 0}"))
@@ -35,14 +32,13 @@ def test_no_port_is_chosen_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     first = free_port("127.0.0.1")
     for engine, step in (("native", 1), ("vllm", 8)):
         drawn = chain.from_iterable(repeat(first + step * number, 2) for number in count())
-        monkeypatch.setattr("epd_serve.launch.processes.ports.random.randint", lambda *_, drawn=drawn: next(drawn))
+        monkeypatch.setattr(ports_module, "_draw", lambda count, drawn=drawn: next(drawn))
         config = parse_config(
             f"topology: E-P-D\nengine: {engine}\ninstances: {{base_port: 0}}\ngateway: {{port: 0}}"
         )
         ports = choose_ports(config)
-        taken = sorted((ports.gateway, *ports.instances))
         assert all(b - a >= (1 if engine == "native" else 16) for a, b in pairwise(sorted(ports.instances)))
-        assert len(set(taken)) == 4
+        assert len({ports.gateway, *ports.instances}) == 4
 
 
 def test_a_port_of_a_server_that_starts_later_is_none_that_anybody_else_is_given() -> None:
@@ -61,36 +57,30 @@ def test_instances_follow_the_base_port() -> None:
     assert ports.instances == (base,)
 
 
-def test_an_occupied_port_names_the_instance_and_the_key() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        config = parse_config(f"topology: EPD\ngateway: {{port: 0}}\ninstances: {{base_port: {port}}}")
-        with pytest.raises(
-            ValueError, match=rf"epd0 cannot listen on 127\.0\.0\.1 port {port}: .* Set instances\.base_p"
-        ):
-            choose_ports(config)
-
-
 def test_the_gateway_s_port_is_taken_from_the_start_of_a_deployment_on() -> None:
     """Its gateway accepts connections only a while later; another one of the deployment inherits them."""
     with listen("127.0.0.1", free_port("127.0.0.1")) as listener:
         port = listener.getsockname()[1]
         socket.create_connection(("127.0.0.1", port)).close()
         config = parse_config(f"topology: EPD\ngateway: {{port: {port}}}\ninstances: {{base_port: 0}}")
-        with pytest.raises(ValueError, match=rf"the gateway cannot listen on 127\.0\.0\.1 port {port}"):
+        with pytest.raises(ValueError, match=rf"cannot listen on 127\.0\.0\.1 port {port}"):
             choose_ports(config)
     choose_ports(config)
 
 
-def test_ranges_that_cannot_work() -> None:
-    with pytest.raises(
-        ValueError, match=r"gateway\.port 8101 lies among the ports of the instances, 8100 to 8102"
-    ):
-        choose_ports(parse_config("{gateway: {port: 8101}, instances: {base_port: 8100}}"))
-    with pytest.raises(ValueError, match="3 instances from port 65534 pass 65535"):
-        choose_ports(parse_config("instances: {base_port: 65534}"))
-    with pytest.raises(ValueError, match="the gateway cannot listen on no such host port 8000"):
-        choose_ports(parse_config("gateway: {host: no such host}"))
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("{gateway: {port: 8101}, instances: {base_port: 8100}}", "p0 .instances.base_port"),
+        ("{gateway: {port: 0}, instances: {base_port: 65534}}", "d0 .instances.base_port"),
+        ("gateway: {host: no such host}", "gateway .gateway.port. cannot listen on no such host"),
+        ("{gateway: {port: 0, admin: {port: TAKEN}}}", "admin plane .gateway.admin.port"),
+        ("{topology: EPD, gateway: {port: 0}, instances: {base_port: TAKEN}}", "epd0 .instances.base_port"),
+    ],
+)
+def test_a_port_that_is_not_free_is_named_with_its_option(text: str, named: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ValueError, match=named):
+        choose_ports(parse_config(text.replace("TAKEN", str(taken.getsockname()[1]))))
 
 
 def test_one_more_port_is_the_next_free_one_or_any() -> None:
@@ -100,7 +90,7 @@ def test_one_more_port_is_the_next_free_one_or_any() -> None:
         assert found > port + 1
     assert next_port(parse_config("instances: {base_port: 0}"), set(), "e1")
     elsewhere = parse_config("instances: {base_port: 0, host: 192.0.2.1}")
-    with pytest.raises(ValueError, match=r"no free port for e1 on 192\.0\.2\.1; set instances\.base_port"):
+    with pytest.raises(ValueError, match=r"instances\.base_port"):
         next_port(elsewhere, set(), "e1")
 
 
