@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from epd_serve.config.keys import ADMIN_KEY, admin_headers
+from epd_serve.protocol.addresses import url_of
 from epd_serve.rpc.admin import AdminClient, AdminRefused, AdminUnreachable
 
 Deployment = Annotated[
@@ -38,6 +39,14 @@ def choose_gateway(deployment: str | None, url: str | None) -> tuple[str, AdminC
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"--admin {url} is no URL; write --admin http://{url}")
     return url, AdminClient(url, admin_headers())
+
+
+def running_url() -> str:
+    """Return the URL of the deployment that runs on this machine, or the one that it would have."""
+    from epd_serve.launch.processes.runs import find_run, running
+
+    host, _, port = find_run(None, 8000)[1].address.rpartition(":") if running() else ("127.0.0.1", "", "8000")
+    return url_of(host, int(port))
 
 
 def ask_admin(

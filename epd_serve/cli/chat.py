@@ -1,15 +1,30 @@
-"""``epd-serve chat``: a chat in the terminal."""
+"""``epd-serve chat``: a chat in the terminal with any server that speaks OpenAI's chat API."""
 
 from __future__ import annotations
 
+import base64
+import http.client
+import json
+import mimetypes
 import os
+import re
 import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
 
+from epd_serve.cli.admin import running_url
 from epd_serve.cli.flags import BaseUrl
+from epd_serve.protocol.addresses import is_loopback
+
+#: Control sequences of a terminal, but line feeds and tabs: a model must not command the terminal.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_HELP = "/image FILE adds a picture to the next question, /clear begins anew, Ctrl-D ends, Ctrl-C stops an answer."
 
 
 def chat(
@@ -26,43 +41,89 @@ def chat(
     Questions are read from the standard input where that is no terminal; then the exit code is 1 after an error.
     OPENAI_API_KEY is sent where it is set.
     """
-    from epd_serve.chat import Chat, picture, talk
-
-    pictures = [picture(str(file)) for file in image or ()]
-    conversation = Chat(base_url or _running(), model=model, key=os.environ.get("OPENAI_API_KEY") or None)
-    is_terminal = sys.stdin.isatty()
+    pictures, messages = [_picture(str(file)) for file in image or ()], list[dict[str, Any]]()
+    url = (base_url or running_url()).rstrip("/").removesuffix("/v1")
+    with _open(url, "/v1/models") as answer:
+        model = model or str(json.load(answer)["data"][0]["id"])
+    is_terminal, num_errors = sys.stdin.isatty(), 0
     if is_terminal:
         import readline  # noqa: F401  # arrow keys and history
 
-        typer.echo(f"{conversation.model} at {conversation.url}. /help lists commands, Ctrl-D ends.")
-
-    def write(text: str) -> None:
-        typer.echo(text, nl=False)
-
-    is_good = talk(conversation, lambda prompt: input(prompt if is_terminal else ""), write, pictures)
-    if is_terminal:
-        typer.echo()
-    elif not is_good:
+        typer.echo(f"{model} at {url}. {_HELP}")
+    while True:
+        try:
+            command, _, rest = (line := input("> " if is_terminal else "").strip()).partition(" ")
+        except (EOFError, KeyboardInterrupt):
+            break
+        try:
+            if command == "/clear":
+                messages.clear()
+                pictures.clear()
+            elif command == "/image":
+                pictures.append(_picture(rest.strip()))
+            elif command.startswith("/"):
+                typer.echo(_HELP)
+            elif line:
+                parts = [{"type": "image_url", "image_url": {"url": one}} for one in pictures]
+                pictures.clear()  # a refused question loses them
+                asked = {"role": "user", "content": [*parts, {"type": "text", "text": line}] if parts else line}
+                said = ""
+                for piece in _ask(url, {"model": model, "messages": [*messages, asked], "stream": True}):
+                    said += piece
+                    typer.echo(_CONTROL.sub("", piece), nl=False)
+                typer.echo()
+                messages += [asked, {"role": "assistant", "content": said}]
+        except KeyboardInterrupt:
+            typer.echo(" (stopped)")
+        except ValueError as error:
+            num_errors += 1
+            typer.echo(error)
+    if num_errors and not is_terminal:
         raise typer.Exit(1)
 
 
-def _running() -> str:
-    """The URL of the deployment that runs on this machine, or the one that it would have."""
-    from epd_serve.launch.processes.runs import find_run, running
+def _ask(url: str, body: dict[str, Any]) -> Iterator[str]:
+    """Yield the pieces of an answer. Raises ValueError where the server refuses, or breaks the answer off."""
+    reason = "it ended early"
+    with _open(url, "/v1/chat/completions", body) as events:
+        try:
+            for data in (line[5:].strip() for line in events if line.startswith(b"data:")):
+                if data == b"[DONE]":
+                    return
+                event = json.loads(data)
+                if "error" in event:
+                    reason = event["error"]["message"]
+                for choice in event.get("choices") or ():
+                    yield (choice.get("delta") or {}).get("content") or ""
+        except (OSError, http.client.HTTPException) as error:
+            reason = str(error)
+    raise ValueError(f"{url} broke the answer off: {reason}")
 
-    urls = {name: _url_of(run.address) for name, run in running().items()}
-    if not urls:
-        return "http://127.0.0.1:8000"
+
+def _open(url: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    key = os.environ.get("OPENAI_API_KEY")
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    # A proxy would look for a loopback address on its own machine.
+    proxies: dict[str, str] | None = {} if is_loopback(urlsplit(url).hostname or "") else None
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler(proxies))
     try:
-        return urls[find_run(None, 8000)[0]]
-    except ValueError:
-        raise ValueError(
-            f"several deployments are running; choose one with --base-url: {', '.join(urls.values())}"
-        ) from None
+        data = None if body is None else json.dumps(body).encode()
+        return opener.open(urllib.request.Request(url + path, data, headers), timeout=600.0)
+    except urllib.error.HTTPError as error:
+        hint = "; set OPENAI_API_KEY to a key of it" if error.code == 401 else ""
+        raise ValueError(f"{url} answered {error.code}: {error.read().decode(errors='replace')}{hint}") from error
+    except (OSError, http.client.HTTPException) as error:
+        hint = "start a deployment with 'epd-serve up', or name another server with --base-url"
+        raise ValueError(f"nothing answers at {url} ({getattr(error, 'reason', error)}); {hint}") from error
 
 
-def _url_of(address: str) -> str:
-    from epd_serve.protocol.addresses import url_of
-
-    host, _, port = address.rpartition(":")
-    return url_of(host, int(port))
+def _picture(place: str) -> str:
+    """Return a picture's file as a data URL, or an address as it is. Raises ValueError for an unreadable file."""
+    if place.startswith(("http://", "https://")):
+        return place
+    path = Path(place).expanduser()
+    try:
+        data = base64.b64encode(path.read_bytes()).decode()
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from error
+    return f"data:{mimetypes.guess_type(path.name)[0] or 'image/png'};base64,{data}"

@@ -9,7 +9,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 from ruamel.yaml.scalarstring import LiteralScalarString
@@ -89,10 +89,7 @@ def load_values(path: Path) -> Values:
     """Raises ValueError that names file, key and fault."""
     try:
         return Values.model_validate(YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8")) or {})
-    except ValidationError as error:
-        faults = (f"{path}: {'.'.join(map(str, one['loc'])) or 'file'}: {one['msg']}" for one in error.errors())
-        raise ValueError("\n".join(faults)) from error
-    except (OSError, UnicodeDecodeError, YAMLError) as error:
+    except (OSError, ValueError, YAMLError) as error:
         raise ValueError(f"{path}: {error}") from error
 
 
