@@ -22,22 +22,11 @@ BUDGETS = {
     "max_num_batched_tokens": 2048.0,
     "feature_cache_bytes": 2.0**28,
 }
+IDLE: dict[str, Any] = {"ready": True, "in_flight": {}, "device": "cpu", "load": None, "budgets": BUDGETS}
 INSTANCES = [
-    {
-        "name": "e0",
-        "role": "E",
-        "ready": True,
-        "in_flight": {"E": 1},
-        "device": "cpu",
-        "load": LOAD,
-        "budgets": BUDGETS,
-    },
-    {"name": "p0", "role": None, "ready": False, "in_flight": {}, "device": None, "load": None, "budgets": {}},
-    *(
-        {"name": f"{role.lower()}1", "role": role, "ready": True, "in_flight": {}, "device": "cpu", "load": None}
-        | {"budgets": BUDGETS}
-        for role in ("P", "D", "EPD")
-    ),
+    {**IDLE, "name": "e0", "role": "E", "in_flight": {"E": 1}, "load": LOAD},
+    {**IDLE, "name": "p0", "role": None, "ready": False, "device": None, "budgets": {}},
+    *({**IDLE, "name": f"{role.lower()}1", "role": role} for role in ("P", "D", "EPD")),
 ]
 ANSWERS: dict[str, Any] = {
     "/instances": {"engine": "vllm", "instances": INSTANCES},
@@ -145,31 +134,25 @@ def test_a_gateway_elsewhere_has_a_url(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((), "start one with 'epd-serve up'"),
-        (("--deployment", "8000"), "start one with 'epd-serve up'"),
-        (("--admin", "127.0.0.1:8001"), "is no URL; write --admin http://127.0.0.1:8001"),
-        (("--admin", "URL/v1"), "Where it is the gateway's own port, give that of gateway.admin.port"),
-        (("--admin", "URL/text"), "answered 404, and no JSON; set gateway.admin.port"),
-        (("--admin", "URL/locked"), "wrong key; its key is read from EPD_SERVE_ADMIN_KEY"),
+        ((), "epd-serve up"),
+        (("--deployment", "8000"), "epd-serve up"),
+        (("--admin", "127.0.0.1:8001"), "--admin http://127.0.0.1:8001"),
+        (("--admin", "URL/v1"), "gateway.admin.port"),
+        (("--admin", "URL/text"), "gateway.admin.port"),
+        (("--admin", "URL/locked"), "EPD_SERVE_ADMIN_KEY"),
         (("--admin", "http://127.0.0.1:1"), "nothing answers at http://127.0.0.1:1"),
         (("--admin", "URL", "--deployment", "8000"), "give one of them"),
     ],
 )
 def test_what_is_wrong_is_said_with_what_would_be_right(
-    arguments: tuple[str, ...],
-    said: str,
-    url: str,
-    root: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...], said: str, url: str, root: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    given = [argument.replace("URL", url) for argument in arguments]
-    text = run(monkeypatch, capsys, "status", *given)
+    text = run(monkeypatch, capsys, "status", *(argument.replace("URL", url) for argument in arguments))
     assert said in text and text.startswith("epd-serve: ") and text.count("\n") == 1
 
 
 def test_a_gateway_that_is_away_is_not_said_to_be_no_deployment(
-    deployment: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    deployment: RunDirectory, monkeypatch: Any, capsys: Any
 ) -> None:
     deployment.run.admin.unlink()
     assert "the gateway may be starting again" in run(monkeypatch, capsys, "status")

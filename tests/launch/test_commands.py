@@ -64,15 +64,9 @@ def test_the_cores_are_divided_among_the_instances(monkeypatch: pytest.MonkeyPat
 
 def test_children_keep_the_environment_and_stay_offline() -> None:
     _, (spec, *_) = specs("", {"PATH": "/bin", "HF_HUB_OFFLINE": "0"})
-    assert spec.environment["PATH"] == "/bin"
-    assert spec.environment["HF_HUB_OFFLINE"] == "1"
-    assert spec.environment["TOKENIZERS_PARALLELISM"] == "false"
-    assert "CUDA_VISIBLE_DEVICES" not in spec.environment
-
-
-def test_instances_keep_their_heap_in_huge_pages_unless_the_user_tunes_it() -> None:
-    _, (spec, *_) = specs("")
+    assert (spec.environment["PATH"], spec.environment["HF_HUB_OFFLINE"]) == ("/bin", "1")
     assert "glibc.malloc.hugetlb=1" in spec.environment["GLIBC_TUNABLES"]
+    assert "CUDA_VISIBLE_DEVICES" not in spec.environment
     _, (spec, *_) = specs("", {"GLIBC_TUNABLES": "glibc.malloc.perturb=7"})
     assert spec.environment["GLIBC_TUNABLES"] == "glibc.malloc.perturb=7"
 
@@ -142,11 +136,6 @@ def test_a_board_is_for_encodes_beside_a_language_model(topology: str, has_board
     assert [
         told(spec.command).device_board is not None for spec in instance_specs(config, ports, {}, tmp_path)
     ] == [has_board] * config.topology.num_instances
-
-
-def test_a_share_of_a_gpu_goes_through_mps() -> None:
-    _, instances = specs("topology: (E-D)-P\ndevices: [cuda:0, cuda:1]\nroles: {E: {share: 0.25}}")
-    assert [spec.environment.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE") for spec in instances] == ["25", "75", None]
 
 
 def test_the_cluster_key_is_in_the_environment_of_instances_and_nowhere_else() -> None:

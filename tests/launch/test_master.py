@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -23,12 +22,6 @@ from epd_serve.transfer.mooncake import engine as mooncake
 
 STORE = "feature_store: mooncake\ninstances: {base_port: 0}\ngateway: {port: 0}"
 PORTS = Ports(gateway=80, instances=(1, 2, 3), master=(50051, 50052))
-
-
-def test_a_deployment_that_asks_for_no_store_has_no_master() -> None:
-    config = parse_config("instances: {base_port: 0}\ngateway: {port: 0}")
-    assert choose_ports(config).master is None
-    assert master_spec(config, choose_ports(config), {}) is None
 
 
 @needs_mooncake
@@ -56,21 +49,6 @@ def test_a_missing_package_is_said_before_anything_starts(text: str, monkeypatch
         ValueError, match=r"mooncake is not installed; run in epd-serve's clone: pip install '\.\[mooncake\]'"
     ):
         LocalDeployment(parse_config(text))
-
-
-def test_the_command_line_names_the_extra_too(tmp_path: Path) -> None:
-    """In a process that has no such package."""
-    code = (
-        "import sys; sys.modules['mooncake'] = None\n"
-        "from epd_serve.cli import main\n"
-        f"sys.argv = ['epd-serve', 'up', {str(tmp_path / 'd.yaml')!r}]\n"
-        "main()"
-    )
-    (tmp_path / "d.yaml").write_text(STORE)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "pip install '.[mooncake]'" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 @needs_mooncake

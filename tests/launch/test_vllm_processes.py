@@ -148,16 +148,7 @@ def test_pixels_are_normalised_where_the_model_does_not_say_how(
     found = {sys.executable: changed(good, vllm=vllm)}
     (process,) = vllm_processes(config, config.placement(), [9000], {}, found=found)
     assert ("--no-mm-device-do-normalize" in process.command) is raw
-
-
-@pytest.mark.parametrize("vllm", ["0.27.1", "0.32.0"])
-def test_options_of_videos_are_taken_from_the_gateway_where_vllm_asks_for_trust(
-    vllm: str, model: Path, good: VllmFound
-) -> None:
-    config = parse_config(f"engine: vllm\nmodel: {model}\ntopology: PD")
-    found = {sys.executable: changed(good, vllm=vllm)}
-    (process,) = vllm_processes(config, config.placement(), [9000], {}, found=found)
-    assert ("--trust-request-mm-kwargs" in process.command) is (vllm == "0.32.0")
+    assert ("--trust-request-mm-kwargs" in process.command) is (vllm != "0.27.1"), "options of videos"
 
 
 def test_threads_stay_within_the_cores_of_a_share(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
