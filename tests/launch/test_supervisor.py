@@ -236,6 +236,21 @@ async def test_a_start_that_is_not_possible_now_is_tried_again(fakes: Any, start
     assert [death.how for death in events.deaths[1:]] == ["[Errno 11] Resource temporarily unavailable"] * 2
 
 
+async def test_a_start_that_is_called_off_leaves_no_process(fakes: Any, start: Start) -> None:
+    begun, may_end = asyncio.Event(), asyncio.Event()
+
+    async def spawn(spec: ProcessSpec, log_file: Path) -> asyncio.subprocess.Process:
+        begun.set()
+        await may_end.wait()
+        return await process.spawn(spec, log_file)
+
+    async with start(fakes.spec("d0"), ready=False, start=spawn) as running:
+        await begun.wait()
+        asyncio.get_running_loop().call_later(0.2, may_end.set)
+    assert running.processes[0].state is ProcessState.STOPPED
+    assert running.processes[0].pid, "it was started, and ended"
+
+
 async def test_what_was_ready_and_hangs_is_killed_and_started_again(
     fakes: Any, start: Start, events: Events
 ) -> None:

@@ -143,6 +143,7 @@ class ManagedProcess:
         self.is_retired = False
         self._on_change = on_change
         self._start = start
+        self._starting: asyncio.Future[RunningProcess] | None = None
         self._process: RunningProcess | None = None
         self._health = spec.first_health
         self._started_at = self._ready_at = time.monotonic()
@@ -171,7 +172,8 @@ class ManagedProcess:
         """Start the process, once more where it has died. Raises OSError where that is not possible now."""
         self._started_at, self._hung, self._num_oom_kills = time.monotonic(), "", count_oom_kills()
         self.enter(ProcessState.STARTING)
-        self._process = await self._start(self.spec, self.log_file)
+        self._starting = asyncio.ensure_future(self._start(self.spec, self.log_file))
+        self._process = await asyncio.shield(self._starting)
         self.num_starts += 1
 
     async def wait_ready(self) -> None:
@@ -229,6 +231,9 @@ class ManagedProcess:
 
     async def stop(self, grace_s: float) -> None:
         """Ask the process to end (SIGTERM), and after ``grace_s`` seconds end it (SIGKILL)."""
+        if self._starting is not None:  # a start that was called off goes on
+            with suppress(OSError):
+                self._process = await self._starting
         if self._process is None:
             self.state = ProcessState.STOPPED
             return
