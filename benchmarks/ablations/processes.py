@@ -22,10 +22,10 @@ _ROOT = Path(__file__).parents[2]
 
 def environment(**settings: Any) -> dict[str, str]:
     """The variables of processes that are to have the baselines of :func:`use`; ``bandwidth`` may be 2GB/s."""
-    from epd_serve.config.sizes import parse_rate  # a process of vLLM may lack what configurations need
+    from pydantic import ByteSize, TypeAdapter
 
     if isinstance(bandwidth := settings.get("bandwidth"), str):
-        settings["bandwidth"] = parse_rate(bandwidth)
+        settings["bandwidth"] = TypeAdapter(ByteSize).validate_python(bandwidth.removesuffix("/s"))
     path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
     return {PLUGINS: __name__, _SETTINGS: json.dumps(settings), "PYTHONPATH": path}
 

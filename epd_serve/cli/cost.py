@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.console import Console
 
 from device.datasheets import spec_of
-from epd_serve.config.sizes import parse_rate
 from epd_serve.cost.economics import (
     Latency,
     RequestSize,
@@ -43,9 +43,10 @@ def cost(
     """
     if (vision_s is None) != (language_s is None):
         raise ValueError("--vision-s and --language-s belong together: their ratio is what decides")
-    bandwidth = parse_rate(link)
-    if not isinstance(bandwidth, int) or bandwidth <= 0:
-        raise ValueError(f"--link {link}: write bytes per second, as in 25GB/s")
+    try:
+        bandwidth = TypeAdapter(ByteSize).validate_python(link.removesuffix("/s"))
+    except ValidationError as error:
+        raise ValueError(f"--link {link}: write bytes per second, as in 25GB/s") from error
     shape = planned_shape(model)
     size = RequestSize(
         num_vision_tokens=vision_tokens, num_text_tokens=text_tokens, num_output_tokens=output_tokens

@@ -1,36 +1,14 @@
-"""Amounts of memory as people write them: ``512MiB``, ``2Gi``, ``1.5GB`` or a number of bytes; bandwidths too."""
+"""Amounts of memory, and the sizes of an instance that follow from its device's."""
 
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
-from decimal import Decimal
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import ByteSize, Field, WithJsonSchema
 
 _PREFIXES = "KMGT"
-_UNITS = {"": 1, "B": 1}
-for _power, _prefix in enumerate(_PREFIXES, start=1):
-    _UNITS |= dict.fromkeys((f"{_prefix}I", f"{_prefix}IB"), 1024**_power)
-    _UNITS |= dict.fromkeys((_prefix, f"{_prefix}B"), 1000**_power)
-
-_PATTERN = r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*$"
-
-
-def parse_bytes(value: object) -> object:
-    """``"512MiB"`` → 536870912, in the units of Kubernetes (Mi) and of everyone (MiB, MB).
-
-    Anything but text passes unchanged, for the next check to judge. Raises ValueError for text of another form.
-    """
-    if not isinstance(value, str):
-        return value
-    match = re.match(_PATTERN, value)
-    factor = _UNITS.get(match[2].upper()) if match else None
-    if match is None or factor is None:
-        raise ValueError(f"{value!r} is no amount of memory; write bytes, or a unit as in '512MiB' or '2GiB'")
-    return int(Decimal(match[1]) * factor)
 
 
 def in_binary_units(num_bytes: int) -> str:
@@ -42,19 +20,19 @@ def in_binary_units(num_bytes: int) -> str:
     return f"{num_bytes} B"
 
 
+#: A number of bytes, or text as in ``512MiB`` and ``1.5GB``.
 Bytes = Annotated[
-    int,
-    BeforeValidator(parse_bytes),
+    ByteSize,
     Field(gt=0),
     WithJsonSchema(
-        {"anyOf": [{"type": "integer", "exclusiveMinimum": 0}, {"type": "string", "pattern": _PATTERN}]}
+        {
+            "anyOf": [
+                {"type": "integer", "exclusiveMinimum": 0},
+                {"type": "string", "pattern": r"^\s*\d*\.?\d+\s*[KMGTkmgt]?i?[Bb]?\s*$"},
+            ]
+        }
     ),
 ]
-
-
-def parse_rate(value: object) -> object:
-    """``"2GB/s"`` → 2000000000 bytes per second; otherwise as :func:`parse_bytes`."""
-    return parse_bytes(value.strip().removesuffix("/s") if isinstance(value, str) else value)
 
 
 MIN_BLOCKS = 64

@@ -125,7 +125,7 @@ def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("1048576", 1048576), ("512MiB", 512 * 2**20), ("2Gi", 2**31), ("1.5 kb", 1500), ("3G", 3 * 10**9)],
+    [("1048576", 1048576), ("512MiB", 512 * 2**20), ("2GiB", 2**31), ("1.5 kb", 1500), ("3G", 3 * 10**9)],
 )
 def test_amounts_of_memory(text: str, expected: int) -> None:
     assert parse_config(f"instances: {{kv_cache_bytes: {text}}}").instances.kv_cache_bytes == expected
