@@ -63,32 +63,24 @@ def test_an_instance_is_what_its_flags_and_its_file_say(monkeypatch: pytest.Monk
     assert calls.pop() == (chosen,)
 
 
-def test_proxy_passes_configuration_instances_and_address(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    file = tmp_path / "deployment.yaml"
-    file.write_text("gateway: {host: 127.0.0.9, port: 1234, request_timeout_s: 5}")
-    calls = fake_module(monkeypatch, "proxy.main", "run_gateway")
-    instances = ("--instance", "e0=http://a:1", "--instance", "pd0=http://b:2/")
-    assert run(monkeypatch, "proxy", "--config", str(file), *instances) == 0
-    assert run(monkeypatch, "proxy", "--config", str(file), *instances, "--host", "0.0.0.0", "--port", "0") == 0
-    config, named, *address, path, rest = calls[0]
-    assert path == file and rest == {"reuse_port": False, "listener": None, "admin_path": None}
-    assert config.gateway.request_timeout_s == 5
-    assert named == [("e0", "http://a:1"), ("pd0", "http://b:2")]
-    assert address == ["127.0.0.9", 1234]
-    assert calls[1][2:4] == ("0.0.0.0", 0)
-
-
-def test_proxy_finds_the_instances_of_its_deployment_file(
+def test_a_gateway_has_the_instances_of_its_flags_or_its_file(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "deployment.yaml"
-    file.write_text("{topology: E-PD, instances: {base_port: 7000}}")
+    file.write_text("{topology: E-PD, gateway: {host: 127.0.0.9, port: 1234}, instances: {base_port: 7000}}")
     calls = fake_module(monkeypatch, "proxy.main", "run_gateway")
-    assert run(monkeypatch, "proxy", "--config", str(file)) == 0
-    assert calls[0][1] == [("e0", "http://127.0.0.1:7000"), ("pd0", "http://127.0.0.1:7001")]
+    named = ("--instance", "e0=http://a:1", "--instance", "pd0=http://b:2/")
+    assert run(monkeypatch, "proxy", "--config", str(file), *named) == 0
+    _, instances, *address, path, _ = calls.pop()
+    assert (path, address) == (file, ["127.0.0.9", 1234])
+    assert instances == [("e0", "http://a:1"), ("pd0", "http://b:2")]
+    assert run(monkeypatch, "proxy", "--config", str(file), "--host", "0.0.0.0", "--port", "0") == 0
+    _, instances, *address, _, _ = calls.pop()
+    assert instances == [("e0", "http://127.0.0.1:7000"), ("pd0", "http://127.0.0.1:7001")]
+    assert address == ["0.0.0.0", 0]
     file.write_text("{topology: E-PD, instances: {base_port: 0}}")
     assert run(monkeypatch, "proxy", "--config", str(file)) == 2
-    assert "add --instance NAME=URL" in capsys.readouterr().err
+    assert "--instance NAME=URL" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

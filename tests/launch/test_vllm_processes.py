@@ -106,6 +106,8 @@ def test_every_connector_has_its_configuration(kv: str, connector: str, devices:
     )
     found = processes(f"{text}\nvllm: {{kv: {kv}}}", model)
     feature_configs = [json.loads(flag(found[one], "ec-transfer-config") or "") for one in ("e0", "p0")]
+    shares_directory = ["shared_storage_path" in one["ec_connector_extra_config"] for one in feature_configs]
+    assert shares_directory == [devices == "npu"] * 2
     kv_configs = [json.loads(flag(found[one], "kv-transfer-config") or "") for one in ("p0", "d0")]
     name = "ECExampleConnector" if devices == "npu" else "StoreFeatureConnector"
     assert {one["ec_connector"] for one in feature_configs} == {name}
@@ -117,16 +119,6 @@ def test_every_connector_has_its_configuration(kv: str, connector: str, devices:
         assert ("VLLM_MOONCAKE_BOOTSTRAP_PORT" in variables) is both
         assert ("VLLM_NIXL_SIDE_CHANNEL_PORT" in variables) is (kv == "nixl")
     assert found["p0"].variables.get("UCX_NET_DEVICES") == ("lo" if kv == "nixl" else None)
-
-
-def test_features_of_npus_go_through_a_directory_that_e_and_p_share(model: Path) -> None:
-    devices = "['npu:0', 'npu:1', 'npu:2']"
-    config = parse_config(f"engine: vllm\nmodel: {model}\ntopology: E-P-D\ndevices: {devices}")
-    found = vllm_processes(config, config.placement(), [9000, 9016, 9032], {}, feature_dir="/shared")
-    for one in found[:2]:
-        told = json.loads(flag(one, "ec-transfer-config") or "")
-        assert told["ec_connector_extra_config"] == {"shared_storage_path": "/shared"}
-    assert any(line == "# FEATURE_DIR: a directory that E and P share" for line in dry_run(config, None, {}))
 
 
 @pytest.mark.parametrize(
@@ -179,22 +171,18 @@ def test_a_plugin_link_to_another_installation_is_made_anew(tmp_path: Path) -> N
     assert "epd_serve.vllm_plugin:register" in found.stdout, "vLLM finds it in each of its processes"
 
 
-def test_the_dry_run_of_a_model_that_is_elsewhere_has_all_command_lines(tmp_path: Path) -> None:
+def test_a_dry_run_may_be_for_another_machine_and_refuses_a_vllm_that_does_not_fit(
+    tmp_path: Path, good: VllmFound, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = parse_config(f"engine: vllm\ntopology: E-P-D\nmodel: {tmp_path / 'elsewhere'}")
+    monkeypatch.setattr("epd_serve.launch.vllm.process.find_vllm", lambda python: changed(good, vllm=""))
     lines = list(dry_run(config, None, {}))
     assert any(line.startswith("# not on this machine: model") for line in lines)
+    assert any(line.startswith("# not checked on this machine: ") for line in lines)
     assert sum(f"serve {tmp_path / 'elsewhere'} " in line for line in lines) == 3
-
-
-def test_the_dry_run_refuses_a_vllm_that_up_would_refuse(
-    model: Path, good: VllmFound, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr("epd_serve.launch.vllm.process.find_vllm", lambda python: changed(good, vllm="0.19.0"))
-    config = parse_config(f"engine: vllm\ntopology: E-P-D\nmodel: {model}")
     with pytest.raises(ValueError, match="is too old"):
         list(dry_run(config, None, {}))
-    monkeypatch.setattr("epd_serve.launch.vllm.process.find_vllm", lambda python: changed(good, vllm=""))
-    assert any(line.startswith("# not checked on this machine: ") for line in dry_run(config, None, {}))
 
 
 def test_each_kind_of_device_has_its_own_vllm(
