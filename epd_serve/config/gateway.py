@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, ValidationInfo, model_validator
 
 from epd_serve.config.sections import FilePath, Port, Seconds, Section, resolved_path
 from epd_serve.config.sizes import Bytes
@@ -119,7 +119,7 @@ class MediaConfig(Section):
     """The media that the gateway accepts and the places from which it may fetch them."""
 
     max_bytes: Bytes = Field(
-        default=64 * 1024**2,
+        default=ByteSize(64 * 1024**2),
         description="Largest file of an image, a video or a sound.",
     )
     max_pixels: int = Field(
@@ -153,7 +153,7 @@ class GatewayConfig(Section):
         default="127.0.0.1", min_length=1, description="Address to listen on; 0.0.0.0 is every interface."
     )
     port: Port = Field(default=8000, description="0 chooses a free port.")
-    max_body_bytes: Bytes = Field(default=64 * 1024**2, description="Largest request body.")
+    max_body_bytes: Bytes = Field(default=ByteSize(64 * 1024**2), description="Largest request body.")
     request_timeout_s: Seconds = Field(default=600.0, description="Longest time for one request.")
     max_in_flight: int = Field(
         default=1024,

@@ -7,15 +7,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import browser
 import in_process
 import pytest
-from gateway_settings import gateway_settings
-from servers import served
-
-from proxy.app import create_app
-from proxy.http.server import new_server
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
