@@ -16,6 +16,7 @@ from epd_serve.protocol.instance_state import InstanceInfo
 from epd_serve.routing.table import InstanceTable
 from epd_serve.types import Role, Stage
 from proxy.admission.keys import Authenticator
+from proxy.admission.queue import AdmissionQueue
 from proxy.api.routes import bearer, error_answers
 from proxy.fleet.monitor import Monitor
 from proxy.observe.metrics import CONTENT_TYPE, GatewayMetrics
@@ -119,7 +120,9 @@ class Liveness(BaseModel):
     status: Literal["live"] = Field("live", description="Always live.")
 
 
-def health_router(table: InstanceTable, metrics: GatewayMetrics, monitor: Monitor) -> APIRouter:
+def health_router(
+    table: InstanceTable, metrics: GatewayMetrics, monitor: Monitor, queue: AdmissionQueue
+) -> APIRouter:
     """Return ``GET /health``, ``/health/ready``, ``/health/live`` and ``/metrics``, open to all.
 
     ``/health?role=EPD`` asks for a ready encoder, too. ``/health/ready`` is for load balancers: its status is 200
@@ -162,6 +165,6 @@ def health_router(table: InstanceTable, metrics: GatewayMetrics, monitor: Monito
 
     @router.get("/metrics", response_class=PlainTextResponse)
     async def exposition() -> Response:
-        return Response(metrics.render(table), media_type=CONTENT_TYPE)
+        return Response(metrics.render(table, queue.num_running, queue.num_waiting), media_type=CONTENT_TYPE)
 
     return router
