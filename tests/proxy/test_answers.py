@@ -7,7 +7,6 @@ import random
 import re
 from functools import partial
 
-import openai
 import pytest
 from PIL import Image
 
@@ -140,46 +139,6 @@ async def test_events_cut_anywhere_arrive_whole(start, kit):
             if ends_chunk:
                 chunks.append(b"")
     assert [chunk for chunk in chunks if chunk] == [kit.FIRST, kit.REST, kit.DONE]
-
-
-async def test_the_openai_client(start, kit):
-    gateway = await start("e0:E", "p0:P", "d0:D")
-
-    def chunk(**fields):
-        base = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "demo", "choices": []}
-        return b"data: " + json.dumps(base | fields).encode() + b"\n\n"
-
-    def choice(text):
-        return [{"index": 0, "delta": {"content": text}, "finish_reason": None}]
-
-    usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
-    async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="any", max_retries=0) as client:
-        assert [model.id async for model in client.models.list()] == ["demo"]
-        assert (await client.models.retrieve("demo")).root == "/models/demo"
-
-        gateway["p0"].scripts["/stage/prefill"] = lambda _: [kit.DECODE, chunk(choices=choice("a "))]
-        gateway["d0"].scripts["/stage/decode"] = lambda _: [
-            0.05,
-            (200, {}),
-            chunk(choices=choice("square")),
-            chunk(usage=usage),
-            kit.DONE,
-        ]
-        request = kit.chat(kit.data_url(kit.picture()), max_completion_tokens=8, temperature=0, seed=7)
-        events = [
-            event
-            async for event in await client.chat.completions.create(
-                **request, stream=True, stream_options={"include_usage": True}
-            )
-        ]
-        assert "".join(event.choices[0].delta.content for event in events if event.choices) == "a square"
-        assert events[-1].usage.total_tokens == 5
-        [prefill] = gateway["p0"].got("/stage/prefill")
-        assert prefill.output.include_usage and not prefill.output.continuous_usage
-        assert (prefill.sampling.max_tokens, prefill.sampling.temperature, prefill.sampling.seed) == (8, 0.0, 7)
-
-        with pytest.raises(openai.NotFoundError, match="'demo'"):
-            await client.chat.completions.create(model="other", messages=request["messages"])
 
 
 async def test_completions_take_text_or_token_ids(start, kit):

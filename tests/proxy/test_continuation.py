@@ -230,13 +230,3 @@ async def test_an_instance_that_is_started_again_is_waited_for(start, kit):
     gateway["d0"].info["pid"] = 2
     gateway["d0"].loading = False
     assert tokens_of((await asking)[1]) == list(TOKENS)
-
-
-@pytest.mark.parametrize(("status", "reason"), [(500, "out of memory"), (401, "this instance asks for a key")])
-async def test_an_error_before_the_first_token_goes_to_every_other_instance(start, kit, status, reason):
-    gateway = await start("a0:EPD", "a1:EPD", "a2:EPD", "a3:EPD")
-    for name in ("a0", "a1", "a2"):
-        gateway[name].scripts["/stage/prefill"] = lambda _: kit.fail(status, reason)
-    for _ in range(4):
-        assert await gateway.answer(kit.chat()) == (200, kit.WHOLE)
-    await gateway.settle()

@@ -30,12 +30,6 @@ async def test_a_silent_instance_gets_no_request_until_it_reports(start, kit):
     await gateway.until(lambda: gateway.table["p1"].ready)
 
 
-async def test_an_instance_that_stops_gets_no_work_at_once(start, kit):
-    gateway = await start("p0:P", "d0:D", poll_interval_s=60, reporting=True)
-    gateway["p0"].report = lambda: Report(load=Load(), ready=False)
-    await gateway.until(lambda: not gateway.table["p0"].ready)
-
-
 async def test_received_calls_are_not_counted_twice(start, kit):
     gateway = await start("p0:P", "d0:D", reporting=True)
     p0 = gateway["p0"]
