@@ -35,18 +35,18 @@ class ModelCard(BaseModel):
     """A model."""
 
     id: str = Field(description="Its name.")
-    object: Literal["model"] = Field("model", description="Kind of the object.")
+    object: Literal["model"] = Field(default="model", description="Kind of the object.")
     created: int = Field(description="Start of the gateway in seconds since the epoch.")
-    owned_by: str = Field("epd-serve", description="The server.")
+    owned_by: str = Field(default="epd-serve", description="The server.")
     root: str = Field(description="Where the model was loaded from.")
-    parent: None = Field(None, description="Always null.")
+    parent: None = Field(default=None, description="Always null.")
     max_model_len: int = Field(description="Most tokens of a prompt and its answer together.")
 
 
 class ModelList(BaseModel):
     """The models served."""
 
-    object: Literal["list"] = Field("list", description="Kind of the object.")
+    object: Literal["list"] = Field(default="list", description="Kind of the object.")
     data: list[ModelCard] = Field(description="The models.")
 
 
@@ -117,7 +117,7 @@ class Readiness(BaseModel):
 class Liveness(BaseModel):
     """Whether the gateway runs."""
 
-    status: Literal["live"] = Field("live", description="Always live.")
+    status: Literal["live"] = Field(default="live", description="Always live.")
 
 
 def health_router(
