@@ -159,7 +159,7 @@ def create_app(
     app.state.give_up = lambda: None
     app.include_router(models_router(table, monitor, admission.authenticator))
     app.include_router(health)
-    app.include_router(home_router(table, admission.authenticator, dashboard=gateway.dashboard))
+    app.include_router(home_router(dashboard=gateway.dashboard))
     if gateway.dashboard:
         app.include_router(dashboard_router(table, observer, admission, settings, members))
     install_cors(app, gateway.cors)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Awaitable, Callable
 from typing import Literal
@@ -79,23 +78,13 @@ def models_router(table: InstanceTable, monitor: Monitor, authenticator: Authent
     return router
 
 
-def home_router(table: InstanceTable, authenticator: Authenticator, *, dashboard: bool) -> APIRouter:
-    """``GET /``: the dashboard, or where there is none a text on how to ask."""
+def home_router(*, dashboard: bool) -> APIRouter:
+    """Return ``GET /``, which leads to the dashboard, or where there is none to the API's page."""
     router = APIRouter(include_in_schema=False)
 
     @router.api_route("/", methods=["GET", "HEAD"])
-    async def home(request: Request) -> Response:
-        if dashboard:
-            return RedirectResponse("dashboard")
-        name = next(iter(table.models()), "MODEL") if authenticator.anonymous else "MODEL"
-        key = "" if authenticator.anonymous else " -H 'Authorization: Bearer YOUR-KEY'"
-        body = {"model": name, "messages": [{"role": "user", "content": "Say hello"}]}
-        return PlainTextResponse(
-            "This is the gateway of an epd-serve deployment. It speaks the OpenAI API below /v1. Ask it:\n\n"
-            f"curl {request.base_url}v1/chat/completions{key} -H 'Content-Type: application/json' "
-            f"-d '{json.dumps(body)}'\n",
-            headers={"x-content-type-options": "nosniff"},
-        )
+    async def home() -> RedirectResponse:
+        return RedirectResponse("dashboard" if dashboard else "docs")
 
     return router
 

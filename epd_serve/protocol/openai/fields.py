@@ -5,7 +5,6 @@ A misspelt option is refused by name. Messages may have unknown fields: client l
 
 from __future__ import annotations
 
-import logging
 from difflib import get_close_matches
 from functools import cache
 from typing import Annotated, Any, Literal, Self, get_args
@@ -22,7 +21,6 @@ _MAX_NAME = 100
 #: msgpack has no longer integers.
 WIRE_INTEGERS = 2**63
 
-logger = logging.getLogger(__name__)
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 _LABEL = "A label of the caller's own; it changes no token."
 
@@ -67,13 +65,6 @@ class MessageModel(RequestModel):
     """A part of a conversation: unknown fields are ignored."""
 
     model_config = ConfigDict(extra="ignore")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _log_ignored(cls, fields: Any) -> Any:
-        if logger.isEnabledFor(logging.DEBUG) and isinstance(fields, dict):
-            logger.debug("%s: ignored fields: %s", cls.__name__, sorted(fields.keys() - cls.model_fields.keys()))
-        return fields
 
 
 def broken_rule(message: str, field: str = "", code: str = "invalid_value") -> PydanticCustomError:
