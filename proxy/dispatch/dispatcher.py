@@ -28,7 +28,7 @@ from proxy.observe.record import DECODE, ENCODE, ENCODED, PREFILL, RECOMPUTED, S
 from proxy.settings import GatewaySettings
 
 _P, _D = Stage.PREFILL, Stage.DECODE
-_LOOK_AGAIN_S = 0.05
+LOOK_AGAIN_S = 0.05
 #: Of one request, or of each choice that continues by itself; the first and all continuations included.
 MAX_ATTEMPTS = 5
 
@@ -130,7 +130,7 @@ class Dispatch(Struct, eq=False):
                         await asyncio.wait(self._cancelled)
                         self._cancelled.clear()
                     if step.until_s is not None:
-                        await asyncio.sleep(_LOOK_AGAIN_S)
+                        await asyncio.sleep(LOOK_AGAIN_S)
                     self.feed(on.Look(job.loop.time(), monitor.wait_s, monitor.complete_at_s))
                 elif isinstance(step, do.Name):
                     refs = [await item.name(step.fingerprint) for item in job.items]

@@ -11,18 +11,18 @@ async def statuses(gateway, *paths):
     return found
 
 
-async def waiting(gateway, kit):
+async def waiting(gateway, *request):
     """Send a request; return its task once the gateway has read it."""
     [client] = gateway.admission.authenticator.clients
-    asked = asyncio.create_task(gateway.answer(kit.chat()))
-    await gateway.until(lambda: client.num_active == 1)
+    asked = asyncio.create_task(gateway.answer(*request))
+    await gateway.until(lambda: client.num_active == 1 or asked.done())
     assert not asked.done()
     return asked
 
 
 async def test_requests_before_the_instances_are_ready_wait(start, kit):
     gateway = await start("e0:E", "p0:P", "d0:D", loading=True)
-    early = await waiting(gateway, kit)
+    early = await waiting(gateway, kit.chat())
     models = asyncio.create_task(gateway.session.get(f"{gateway.url}/v1/models"))
     assert await statuses(gateway, "/health") == [503]
     for fake in gateway.fakes.values():
@@ -42,10 +42,20 @@ async def test_an_instance_lost_later_is_waited_for(start, kit):
     await gateway.until(lambda: gateway.app.state.monitor.complete_at_s)
     gateway["d0"].loading = True
     await gateway.until(lambda: not gateway.table["d0"].ready)
-    asked = await waiting(gateway, kit)
+    asked = await waiting(gateway, kit.chat())
     assert await statuses(gateway, "/health", "/health/ready", "/health/ready?role=D") == [503, 200, 503]
     gateway["d0"].loading = False
     assert await asked == (200, kit.WHOLE)
+
+
+async def test_tokenizing_waits_for_an_instance_lost_later(start):
+    gateway = await start("p0:P", "d0:D")
+    await gateway.until(lambda: gateway.app.state.monitor.complete_at_s)
+    gateway["p0"].loading = True
+    await gateway.until(lambda: not gateway.table["p0"].ready)
+    asked = await waiting(gateway, {"prompt": "once"}, "/tokenize")
+    gateway["p0"].loading = False
+    assert (await asked)[0] == 200
 
 
 async def test_none_is_waited_for_that_is_not_started_again(start, kit):
@@ -63,6 +73,6 @@ async def test_instances_that_all_leave_are_waited_for_with_their_model(start, k
     await gateway.until(lambda: gateway.app.state.monitor.complete_at_s)
     url = gateway["spare"].url
     gateway.become([("d0", gateway["d0"].url)])
-    asked = await waiting(gateway, kit)
+    asked = await waiting(gateway, kit.chat())
     gateway.become([("d0", gateway["d0"].url), ("p9", url)])
     assert await asked == (200, kit.WHOLE)
