@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -87,29 +88,33 @@ def animation(num_frames: int) -> bytes:
 
 
 GOOD = clip(7, 60)
-HOSTILE: dict[str, tuple[str, str]] = {
-    "empty": ("data:video/mp4;base64,", "empty"),
-    "text": (data_url(b"no video, but text", "video/mp4"), "no video that can be read"),
-    "a picture": (data_url(png(noise(1)), "video/mp4"), "no video that can be read"),
-    "called a picture": (data_url(GOOD, "image/mp4"), "only video/... is supported; send it as image_url"),
-    "cut": (data_url(GOOD[: len(GOOD) // 2], "video/mp4"), "broken or cut off"),
-    "a GIF": (data_url(b"GIF89a" + bytes(5000), "video/gif"), "send it as image_url"),
-    "a GIF of 10,000 frames": (data_url(animation(10_000), "video/gif"), "send it as image_url"),
-    "a GIF of 10,000 frames that is called a video": (data_url(animation(10_000), "video/mp4"), "image_url"),
-    "a sound": (data_url(sound(0, 2.0), "video/mp4"), "no"),
-    "10,000 by 10,000 pixels": (data_url(wide(), "video/avi"), "10000×10000"),
-    "large": (data_url(bytes(MAX_BYTES + 10), "video/mp4"), f"at most {MAX_BYTES}"),
-    "a broken frame": (
-        "data:video/jpeg;base64," + data_url(png(noise(1))).partition(",")[2] + ",AAAA",
-        "frame 1 of the video",
-    ),
-    "no base64": ("data:video/jpeg;base64,!!!!", "base64"),
-}
+
+
+@cache
+def hostile() -> dict[str, tuple[str, str]]:
+    return {
+        "empty": ("data:video/mp4;base64,", "empty"),
+        "text": (data_url(b"no video, but text", "video/mp4"), "no video that can be read"),
+        "a picture": (data_url(png(noise(1)), "video/mp4"), "no video that can be read"),
+        "called a picture": (data_url(GOOD, "image/mp4"), "only video/... is supported; send it as image_url"),
+        "cut": (data_url(GOOD[: len(GOOD) // 2], "video/mp4"), "broken or cut off"),
+        "a GIF": (data_url(b"GIF89a" + bytes(5000), "video/gif"), "send it as image_url"),
+        "a GIF of 10,000 frames": (data_url(animation(10_000), "video/gif"), "send it as image_url"),
+        "a GIF of 10,000 frames that is called a video": (data_url(animation(10_000), "video/mp4"), "image_url"),
+        "a sound": (data_url(sound(0, 2.0), "video/mp4"), "no"),
+        "10,000 by 10,000 pixels": (data_url(wide(), "video/avi"), "10000×10000"),
+        "large": (data_url(bytes(MAX_BYTES + 10), "video/mp4"), f"at most {MAX_BYTES}"),
+        "a broken frame": (
+            "data:video/jpeg;base64," + data_url(png(noise(1))).partition(",")[2] + ",AAAA",
+            "frame 1 of the video",
+        ),
+        "no base64": ("data:video/jpeg;base64,!!!!", "base64"),
+    }
 
 
 async def check_refused(client: httpx.AsyncClient, kind: str) -> None:
     """A good video and a hostile one behind it: the second is refused by its place."""
-    url, words = HOSTILE[kind]
+    url, words = hostile()[kind]
     parts = [
         {"type": "text", "text": "What happens?"},
         {"type": "video_url", "video_url": {"url": data_url(GOOD, "video/mp4")}},
@@ -137,7 +142,7 @@ async def test_hostile_videos_are_refused_and_hold_nothing(deployment: LocalDepl
     rounds: list[dict[str, tuple[int, int, int]]] = []
     async with http_client(deployment.gateway_url) as client:
         while len(rounds) < 3 or (_grows(*rounds[-2:]) and len(rounds) < 8):
-            await asyncio.gather(*(check_refused(client, kind) for kind in HOSTILE))
+            await asyncio.gather(*(check_refused(client, kind) for kind in hostile()))
             await Books({name: one.url for name, one in deployment.instances.items()}).check()
             metrics = (await client.get("/metrics")).text
             assert not re.search(r"^epd_serve_in_flight_calls[{].* [^0]", metrics, re.M), "places"
