@@ -173,20 +173,17 @@ async def _fleet(
         yield fleet
 
 
-@pytest.fixture
-def fleet(tmp_path: Path) -> Callable[..., Any]:
+@pytest.fixture(scope="session")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """``async with fleet("e0", "p0", "d0", joined=True, spares=("d1",), **gateway) as running``: all are ready."""
 
     def make(*names: str, **more: Any) -> Any:
-        return _fleet(tmp_path, *names, **more)
+        return _fleet(tmp_path_factory.mktemp("hosts"), *names, **more)
 
     return make
 
 
-#: A long answer, of tokens that the model itself would not stop at.
-LONG = chat("Count to 9.", max_tokens=400, ignore_eos=True)
-
-
 @pytest.fixture
 def long_text() -> dict[str, Any]:
-    return LONG
+    """A long answer, of tokens that the model itself would not stop at."""
+    return chat("Count to 9.", max_tokens=400, ignore_eos=True)
