@@ -175,9 +175,8 @@ def test_an_encoder_gives_up_its_memory_when_nobody_maps_it() -> None:
     assert DEVICE.memory()[1] == free
 
 
-@pytest.mark.parametrize(
-    "pair", ["mapped", pytest.param("read", marks=[needs_mooncake, pytest.mark.slow])], indirect=True
-)
+@pytest.mark.slow
+@BOTH
 def test_a_feature_of_a_killed_encoder_is_a_miss(pair: Pair) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", ENCODER, pair.kind],
