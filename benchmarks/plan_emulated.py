@@ -33,7 +33,6 @@ from PIL import Image
 from rich.console import Console
 
 from benchmarks.common import argument_parser, host_busy, machine, slowed, typed, write
-from benchmarks.planner import kendall_tau
 from epd_serve.bench.deployed import Candidate as Deployed
 from epd_serve.bench.deployed import deployed
 from epd_serve.bench.plan import take_items
@@ -265,6 +264,12 @@ def go_on(cell: Cell, row: dict[str, Any], until_s: float, save: Callable[[], ob
             row["light"] = look(guess / 2)
         row["goodput"]["measured"] = goodput(attained)
         save()
+
+
+def kendall_tau(one: Sequence[float], other: Sequence[float]) -> float:
+    pairs = [(i, j) for i in range(len(one)) for j in range(i)]
+    signs = [(one[i] - one[j]) * (other[i] - other[j]) for i, j in pairs]
+    return sum((sign > 0) - (sign < 0) for sign in signs) / len(pairs)
 
 
 def mean_errors(rows: list[dict[str, Any]]) -> dict[str, float]:

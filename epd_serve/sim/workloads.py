@@ -19,7 +19,7 @@ from epd_serve.bench.workloads.lengths import Size
 from epd_serve.bench.workloads.options import parse_count, parse_factor, parse_switch, read_lines, split_spec
 from epd_serve.bench.workloads.synthetic import PRESETS
 from epd_serve.bench.workloads.trace import BLOCK_TOKENS, parse_line
-from epd_serve.protocol.wire import USUAL_FPS, MediaRef
+from epd_serve.protocol.wire import MediaRef
 
 #: Of an image whose size is not known: ShareGPT-4o's mean (EPD-Serve, section 4.1).
 IMAGE_PIXELS = 802 * 652
@@ -34,7 +34,6 @@ class SimRequest:
     Attributes:
         at_s: when it is sent.
         images: (name, pixels) of each; equal names are the same image.
-        videos: (name, pixels of a frame, frames) of each; two frames are as much as an image.
         num_text_tokens: of the prompt, images apart.
         num_output_tokens: that it gets.
         prefix: names of the prompt's leading parts of ``prefix_tokens`` tokens each, for prefix reuse.
@@ -45,7 +44,6 @@ class SimRequest:
     num_text_tokens: int
     num_output_tokens: int
     images: tuple[tuple[str, int], ...] = ()
-    videos: tuple[tuple[str, int, int], ...] = ()
     prefix: tuple[int, ...] = ()
     prefix_tokens: int = 512
     max_tokens: int | None = None
@@ -55,16 +53,8 @@ class SimRequest:
             raise ValueError(f"{self}: a request has a prompt, an answer and a time of 0 or later")
 
     @property
-    def modality(self) -> str:
-        return "image" if self.images else "video" if self.videos else "text"
-
-    @property
     def media(self) -> list[MediaRef]:
-        videos = (
-            MediaRef(name, pixels, 1, "video", num_frames=num_frames, fps=USUAL_FPS)
-            for name, pixels, num_frames in self.videos
-        )
-        return [*(MediaRef(name, pixels, 1) for name, pixels in self.images), *videos]
+        return [MediaRef(name, pixels, 1) for name, pixels in self.images]
 
     @property
     def num_pixels(self) -> int:
@@ -158,13 +148,12 @@ class _Logged(msgspec.Struct):
 
 
 class _Sizes(msgspec.Struct):
-    """A line of sizes: images as [name, pixels], videos as [name, pixels of a frame, frames]."""
+    """A line of sizes: images as [name, pixels]."""
 
     at_s: Annotated[float, msgspec.Meta(ge=0)]
     text_tokens: _Count
     output_tokens: _Count
     images: list[tuple[str, _Count]] = []
-    videos: list[tuple[str, _Count, _Count]] = []
 
 
 def _request(line: Mapping[str, Any], tokens_of_image: int, scale: float) -> SimRequest | None:
@@ -180,7 +169,6 @@ def _request(line: Mapping[str, Any], tokens_of_image: int, scale: float) -> Sim
         return SimRequest(
             at_s=one.at_s,
             images=tuple(one.images),
-            videos=tuple(one.videos),
             num_text_tokens=one.text_tokens,
             num_output_tokens=one.output_tokens,
         )

@@ -57,7 +57,7 @@ def fleet(*roles: str, slow: Sequence[int] = (), slowness: float = 1.0) -> SimDe
                 profile=profile(slowness if place in slow else 1.0),
                 device=f"cuda:{place}",
                 num_blocks=1 << 16,
-                batching=Batching(policy="unlimited", image_budget_pixels=1),
+                batching=Batching(image_budget_pixels=1),
             )
         )
     return SimDeployment(instances=tuple(made))
