@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from instance_info import instance_info
-from pydantic import ValidationError
 
 from epd_serve.autoscale.controller import Order
 from epd_serve.autoscale.instance_load import InstanceLoad, from_json, instance_loads, to_json
@@ -81,20 +80,14 @@ async def test_a_late_stage_gets_an_instance_and_the_admin_plane_says_why() -> N
     assert given == [("e0", "D")]
     switch = next(one for one in loop.decisions if one["order"])
     assert switch["order"] == {"instance": "e0", "role": "D"}
-    assert switch["reason"].startswith("decode is at 2.4 times what the SLO allows: e0 goes from E to D")
     assert switch["pressures"]["D"] == 2.4
 
 
 @pytest.mark.parametrize(
-    ("error", "said", "again"),
-    [
-        (AdminRefused(400, "e0 has no weights"), "will not become D: e0 has no weights", False),
-        (AdminRefused(503, "it drains"), "did not become D: it drains", True),
-    ],
+    ("error", "again"),
+    [(AdminRefused(400, "e0 has no weights"), False), (AdminRefused(503, "it drains"), True)],
 )
-async def test_an_order_that_fails_is_given_again_unless_it_cannot_be(
-    error: Exception, said: str, again: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_an_order_that_fails_is_given_again_unless_it_cannot_be(error: Exception, again: bool) -> None:
     given: list[str] = []
 
     async def give(order: Order) -> None:
@@ -103,10 +96,8 @@ async def test_an_order_that_fails_is_given_again_unless_it_cannot_be(
 
     here = table({"e0": "E", "e1": "E", "p0": "P", "d0": "D"}, num_running=100)
     loop = Looping(here, give)
-    with caplog.at_level(logging.WARNING):
-        await run_until(loop, lambda: len(given) == 2)
+    await run_until(loop, lambda: len(given) == 2)
     assert given == ["e0", "e0" if again else "e1"]
-    assert said in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -144,16 +135,3 @@ async def test_a_dry_run_gives_no_order() -> None:
     here = table({"e0": "E", "e1": "E", "p0": "P", "d0": "D"}, num_running=100)
     loop = Looping(here, never, dry_run=True)
     await run_until(loop, lambda: any(one["order"] for one in loop.decisions))
-    assert "dry run, nothing is ordered" in next(one for one in loop.decisions if one["order"])["reason"]
-
-
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ({"elastic": {"enabled": True}}, "set slo.ttft_ms and slo.tpot_ms"),
-        ({"elastic": {"roles": []}}, "at least 1 item"),
-    ],
-)
-def test_a_section_that_cannot_be_says_what_would_be_right(values: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValidationError, match=said):
-        DeploymentConfig.model_validate(values)
