@@ -1,4 +1,4 @@
-"""Requests to simulate: the workloads of ``epd-serve bench``, Mooncake traces, access logs and lines of sizes."""
+"""Requests to simulate: the workloads of ``epd-serve bench``, Mooncake traces and access logs."""
 
 from __future__ import annotations
 
@@ -89,8 +89,7 @@ class Load:
 
 
 def read_load(spec: str, *, rate: float | None = None, count: int, seed: int, tokens_of_image: int = 0) -> Load:
-    """A workload as ``epd-serve bench`` writes it, whose ``trace:FILE`` may also be the gateway's access log, or
-    have lines of sizes, ``{"at_s": 0.5, "images": [["cat", 500000]], "text_tokens": 12, "output_tokens": 64}``.
+    """Read a workload as ``epd-serve bench`` writes it; its ``trace:FILE`` may also be the gateway's access log.
 
     The rate of a file with times is its own unless another is given. The access log knows prompts as a whole:
     ``tokens_of_image`` of them are each image's. Texts of files count four characters a token.
@@ -147,15 +146,6 @@ class _Logged(msgspec.Struct):
     stages: list[_Stage] = []
 
 
-class _Sizes(msgspec.Struct):
-    """A line of sizes: images as [name, pixels]."""
-
-    at_s: Annotated[float, msgspec.Meta(ge=0)]
-    text_tokens: _Count
-    output_tokens: _Count
-    images: list[tuple[str, _Count]] = []
-
-
 def _request(line: Mapping[str, Any], tokens_of_image: int, scale: float) -> SimRequest | None:
     """Return the request of a line; None for one of an access log that was never computed."""
     if "input_length" in line:
@@ -164,17 +154,9 @@ def _request(line: Mapping[str, Any], tokens_of_image: int, scale: float) -> Sim
         if not line["prompt_tokens"] or not line.get("completion_tokens"):
             return None
         return _logged(msgspec.convert(line, _Logged), tokens_of_image)
-    if "text_tokens" in line:
-        one = msgspec.convert(line, _Sizes)
-        return SimRequest(
-            at_s=one.at_s,
-            images=tuple(one.images),
-            num_text_tokens=one.text_tokens,
-            num_output_tokens=one.output_tokens,
-        )
     raise ValueError(
-        "neither a Mooncake trace (timestamp, input_length, output_length), nor an access log (prompt_tokens, "
-        "completion_tokens), nor text_tokens, output_tokens, at_s and images"
+        "neither a Mooncake trace (timestamp, input_length, output_length) nor an access log (prompt_tokens, "
+        "completion_tokens)"
     )
 
 

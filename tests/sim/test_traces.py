@@ -1,4 +1,4 @@
-"""Mooncake traces, the gateway's access log and the simulator's own lines."""
+"""Mooncake traces, the gateway's access log and the load tester's workloads."""
 
 import json
 from collections import Counter
@@ -62,14 +62,6 @@ def test_the_gateways_history(tmp_path: Path) -> None:
         read_requests(str(log))
 
 
-def test_own_lines_and_names(tmp_path: Path) -> None:
-    source = written(
-        tmp_path / "own.jsonl", {"at_s": 1, "images": [["cat", 1000]], "text_tokens": 3, "output_tokens": 2}
-    )
-    (request,) = read_requests(source)
-    assert (request.at_s, request.images) == (0.0, (("cat", 1000),))
-
-
 def test_a_file_has_a_rate_of_its_own_and_settings_as_for_the_load_tester(tmp_path: Path) -> None:
     lines = [{"timestamp": 500 * n, "input_length": 1200, "output_length": 30} for n in range(9)]
     source = written(tmp_path / "trace.jsonl", *lines)
@@ -113,8 +105,6 @@ def test_a_file_of_requests_is_read_for_its_sizes(tmp_path: Path) -> None:
         ({"x": 1}, "neither a Mooncake trace"),
         ({"timestamp": "soon", "input_length": 1, "output_length": 1}, "timestamp"),
         ({"timestamp": 1, "input_length": 0, "output_length": 1}, "input_length"),
-        ({"at_s": 1, "images": ["cat"], "text_tokens": 3, "output_tokens": 2}, "images"),
-        ({"at_s": -1, "text_tokens": 3, "output_tokens": 2}, "at_s"),
     ],
 )
 def test_what_is_wrong_is_said_with_its_line(tmp_path: Path, line: object, message: str) -> None:
