@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Self
 
@@ -21,13 +22,16 @@ from device.shares import check_share
 TYPE = "emulated"
 
 
-class EnteredStream:
+class EnteredStream(ABC):
     """The part of the Stream protocol that needs no device: events, and the streams that a thread has entered."""
 
     _entered = threading.local()
 
-    def new_event(self) -> base.Event:
-        raise NotImplementedError
+    @abstractmethod
+    def new_event(self) -> base.Event: ...
+
+    @abstractmethod
+    def synchronize(self) -> None: ...
 
     def wait_event(self, event: base.Event) -> None:
         event.wait(self)
