@@ -8,7 +8,7 @@ from benchmarks.common import argument_parser, machine, typed, write
 from device.datasheets import spec_of
 from epd_serve.cost.roofline import analytic_profile
 from epd_serve.cost.shape import shape_of
-from epd_serve.sim.simulator import build, check_books, simulate
+from epd_serve.sim.simulator import build, simulate
 from epd_serve.sim.spec import Batching
 from epd_serve.sim.workloads import read_load
 from epd_serve.topology import parse_topology
@@ -29,7 +29,6 @@ def main() -> None:
     began = time.process_time()
     outcome = simulate(deployment, load.requests)
     cpu_s = time.process_time() - began
-    check_books(outcome)
     found = {
         "command": typed("planner"),
         "machine": machine(),

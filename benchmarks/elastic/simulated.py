@@ -17,7 +17,7 @@ from epd_serve.autoscale.controller import Controller
 from epd_serve.autoscale.pressure import Limits
 from epd_serve.config.elastic import ElasticConfig
 from epd_serve.cost.profile import EncodeLine, Line, Profile
-from epd_serve.sim.simulator import Outcome, build, check_books, simulate
+from epd_serve.sim.simulator import Outcome, build, simulate
 from epd_serve.sim.spec import Batching
 from epd_serve.sim.workloads import SimRequest
 from epd_serve.topology import parse_topology
@@ -75,9 +75,7 @@ def run(topology: str, every: Sequence[SimRequest], switching: Switching | None)
         batching=Batching(max_num_seqs=128),
         num_blocks=1 << 14,
     )
-    outcome = simulate(deployment, every, operator=switching)
-    check_books(outcome)
-    return outcome
+    return simulate(deployment, every, operator=switching)
 
 
 def figures(outcome: Outcome) -> dict[str, float]:

@@ -202,19 +202,6 @@ def simulate(
     )
 
 
-def check_books(outcome: Outcome) -> None:
-    """Raise AssertionError unless all blocks and features are back once all requests have ended."""
-    assert not any(gateway.num_open for gateway in outcome.gateways), "requests are open"
-    for instance in outcome.instances.values():
-        instance.tower.store.check_integrity()
-        instance.features.check_integrity()
-        assert not instance.features.num_owners, f"{instance.spec.name}: features are held"
-        if instance.language is not None:
-            pool = instance.language.pool
-            pool.check_integrity()
-            assert pool.num_free == pool.capacity, f"{instance.spec.name}: blocks are held"
-
-
 DEFAULT = Batching()
 
 

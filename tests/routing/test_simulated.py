@@ -9,12 +9,13 @@ from statistics import fmean
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sim_load import check_books
 
 from benchmarks.ablations.routing import RandomOfTwo, RandomOfTwoEncoders, RoundRobinEncoders
 from epd_serve.cost.profile import DecodeLine, EncodeLine, Line, Profile
 from epd_serve.routing.encoders import BoundedHash
 from epd_serve.routing.routes import RoutePolicy, Router
-from epd_serve.sim.simulator import Outcome, SimDeployment, check_books, simulate
+from epd_serve.sim.simulator import Outcome, SimDeployment, simulate
 from epd_serve.sim.spec import Batching, SimInstanceSpec
 from epd_serve.sim.workloads import SimRequest
 from epd_serve.types import Role, Stage

@@ -11,13 +11,13 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sim_load import SHAREGPT_4O, TEXT, VISUAL_WEB_INSTRUCT, load
+from sim_load import SHAREGPT_4O, TEXT, VISUAL_WEB_INSTRUCT, check_books, load
 
 from epd_serve.cost.profile import DecodeLine, Profile
 from epd_serve.cost.stages import Link
 from epd_serve.sim.device import Clock, SimDevice
 from epd_serve.sim.instance import SimInstance
-from epd_serve.sim.simulator import NoWay, Outcome, SimDeployment, build, check_books, simulate
+from epd_serve.sim.simulator import NoWay, Outcome, SimDeployment, build, simulate
 from epd_serve.sim.spec import Batching
 from epd_serve.sim.workloads import SimRequest, at_rate
 from epd_serve.topology import parse_topology

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sim_load import check_books
 
 from benchmarks.elastic.simulated import DECODERS, LIMITS, START, figures, opposite, requests, run, str_of
 from benchmarks.elastic.switching import Switching
@@ -38,6 +39,7 @@ class Scripted(Controller):
 def test_nothing_is_lost_by_any_switches(orders: list[tuple[int, str]]) -> None:
     switching = Switching(Scripted(orders), interval_s=0.1, num_blocks=1 << 12)
     outcome = run(START, requests(60, 6.0, factor=2), switching)
+    check_books(outcome)
     assert all(job.num_output == job.request.num_output_tokens and not job.failure for job in outcome.jobs)
     for name in outcome.instances:
         spans = [span for span in switching.spans if span.instance == name]
