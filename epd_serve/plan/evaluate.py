@@ -54,13 +54,11 @@ class Bound:
         rate: requests per second at which the first device is busy all the time.
         bottleneck: the stage that keeps that device busiest.
         loads: seconds of each stage per request, on one instance that does nothing else.
-        shares: seconds of each stage per request on the device that does the most of it.
     """
 
     rate: float
     bottleneck: Stage
     loads: dict[Stage, float]
-    shares: dict[Stage, float]
 
 
 def stage_seconds(
@@ -118,7 +116,6 @@ def bound(deployment: SimDeployment, mean: MeanRequest, *, ttft_s: float | None,
         rate=1 / totals[worst] if totals[worst] > 0 else float("inf"),
         bottleneck=max(busy[worst], key=lambda stage: busy[worst][stage]),
         loads=loads,
-        shares={stage: max(device[stage] for device in busy.values()) for stage in Stage},
     )
 
 
@@ -300,7 +297,7 @@ class Evaluator:
                     high = middle
             low = self._lasting(candidate, low, fraction)
         except NoWay as error:
-            none = Bound(rate=0.0, bottleneck=Stage.PREFILL, loads={}, shares={})
+            none = Bound(rate=0.0, bottleneck=Stage.PREFILL, loads={})
             return replace(self._evaluation(candidate, 0.0, none), objective=-math.inf, reason=str(error))
         return self._evaluation(candidate, low, limit)
 

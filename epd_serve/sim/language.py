@@ -73,7 +73,6 @@ class LanguageSide:
         self._unseen: list[Sequence] = []  # arrived since the next step was planned
         self._unseen_features: set[str] = set()
         self.num_steps = 0
-        self.num_preempted = 0
 
     @property
     def is_busy(self) -> bool:
@@ -153,7 +152,6 @@ class LanguageSide:
         if not output and (self._unseen or self._unseen_features):
             self._see()
             output = self.queues.plan(self._clock.now)
-        self.num_preempted += len(output.preempted)
         if output.admitted:
             self._on_free()  # a place in the queue
         if not output:

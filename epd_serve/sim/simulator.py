@@ -33,15 +33,6 @@ class SimDeployment:
 
     instances: tuple[SimInstanceSpec, ...]
     routing: Routing = "least_loaded"
-    label: str = ""
-
-    @property
-    def num_devices(self) -> int:
-        """The number of devices; those of tensor-parallel instances count one by one."""
-        widths: dict[str, int] = {}
-        for one in self.instances:
-            widths[one.device] = max(widths.get(one.device, 1), one.profile.tensor_parallel)
-        return sum(widths.values())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +50,6 @@ class Outcome:
     busy: dict[str, float]
     encoded: int
     num_steps: int
-    num_preempted: int
     num_events: int
     gateways: list[SimGateway]
     instances: dict[str, SimInstance]
@@ -195,7 +185,6 @@ def simulate(
         busy={name: device.busy_s / seconds if seconds else 0.0 for name, device in devices.items()},
         encoded=sum(one.tower.num_encoded for one in every),
         num_steps=sum(one.num_steps for one in languages()),
-        num_preempted=sum(one.num_preempted for one in languages()),
         num_events=clock.num_events,
         gateways=gateways,
         instances=instances,
@@ -247,4 +236,4 @@ def build(
             towers = any(other.role.encodes for other in neighbours)
             spec = with_memory(spec, share=1 / num_models, beside_tower=towers)
         specs.append(spec)
-    return SimDeployment(instances=tuple(specs), routing=routing, label=str(topology))
+    return SimDeployment(instances=tuple(specs), routing=routing)
