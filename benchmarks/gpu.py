@@ -45,7 +45,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 #: What an image with torch and transformers may lack.
 WHEELS = ("blake3", "httptools", "msgspec", "psutil", "pydantic", "ruamel.yaml", "uvicorn")
-_OTHERS = ("torch", "triton", "transformers", "pytest", "hypothesis", "numpy", "PIL")
+_OTHERS = ("torch", "torchvision", "triton", "transformers", "pytest", "hypothesis", "numpy", "PIL")
 #: Plugins of the full test environment may be missing, and libraries of a vendor warn.
 PYTEST = (
     *("--noconftest", "-q", "--tb=short", "-W", "default", "-p", "no:cacheprovider"),

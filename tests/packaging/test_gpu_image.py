@@ -12,7 +12,19 @@ import pytest
 from benchmarks.gpu import PYTEST, WHEELS
 
 ROOT = Path(__file__).parents[2]
-PLAIN = ["torch", "triton", "transformers", "pytest", "hypothesis", "numpy", "pillow", "typer", "uvloop", "xxhash"]
+PLAIN = [
+    "torch",
+    "torchvision",
+    "triton",
+    "transformers",
+    "pytest",
+    "hypothesis",
+    "numpy",
+    "pillow",
+    "typer",
+    "uvloop",
+    "xxhash",
+]
 #: Hides what neither these distributions are nor what they need, and runs the code that follows.
 IMAGE = """
 import importlib.metadata as metadata, json, sys
