@@ -130,8 +130,9 @@ class PrefillService:
             self._timeline.received(request_id, stage, hand_off=request.decode_url is not None)
             features = asyncio.create_task(self._features(request_id, items))
             try:
-                async with self._processor.place("text", S_PER_CHARACTER * num_characters) as place:
-                    sequence, answer = await place.run(self._prepare, request, place.check)
+                sequence, answer = await self._processor.run(
+                    "text", S_PER_CHARACTER * num_characters, self._prepare, request
+                )
                 if sequence.sampling.grammar is not None:
                     constraint = sequence.constraint = await self._compile(sequence.sampling.grammar)
                     # an instance that goes on with the answer follows the same, without parts left out here
@@ -156,8 +157,7 @@ class PrefillService:
     async def tokenize(self, request: wire.TokenizeRequest) -> wire.TokenizeReply:
         """The tokens of a chat or prompt. Raises InvalidRequest as :meth:`prefill` would."""
         cost_s = S_PER_CHARACTER * self._prompts.check_size(request)
-        async with self._processor.place("text", cost_s) as place:
-            return await place.run(self._prompts.tokenize, request, place.check)
+        return await self._processor.run("text", cost_s, self._prompts.tokenize, request)
 
     async def detokenize(self, request: wire.DetokenizeRequest) -> wire.DetokenizeReply:
         """The text of tokens. Raises InvalidRequest for those that are none."""
@@ -166,9 +166,9 @@ class PrefillService:
             await self._processor.run("text", cost_s, self._prompts.detokenize, request.tokens)
         )
 
-    def _prepare(self, request: wire.PrefillRequest, check: Callable[[], None]) -> tuple[Sequence, Answer]:
+    def _prepare(self, request: wire.PrefillRequest) -> tuple[Sequence, Answer]:
         """The prompt, and the answer as far as the client has it. Runs on a thread."""
-        prompt = self._prompts.process(request, check)
+        prompt = self._prompts.process(request)
         if request.generated and request.sampling.n > 1:
             raise InvalidRequest("an answer of several choices cannot go on from its middle", param="generated")
         sequence = Sequence(

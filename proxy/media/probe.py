@@ -18,18 +18,6 @@ _MAX_READS = 2
 _VIDEO_CPU_S, _SOUND_CPU_S = 2.0, 5.0
 
 
-class _Place:
-    """A place of a pool that has no others beside it."""
-
-    is_aside = True
-
-    def step_aside(self) -> bool:
-        return True
-
-    async def wait_aside(self) -> None:
-        raise AssertionError("it stepped aside")
-
-
 class MediaProbe:
     """Reads the facts of videos and sounds. It belongs to one event loop, and is closed."""
 
@@ -42,7 +30,7 @@ class MediaProbe:
         """Raises InvalidRequest for a file that is no video or beyond a limit."""
         load_pyav("videos")  # for an error, before a process is started
         async with self._reads:
-            return await self._decoders().facts(data, self._settings.video_limits, _Place())
+            return await self._decoders().facts(data, self._settings.video_limits)
 
     async def audio(self, data: bytes, file_format: str) -> AudioFacts:
         """The same of a sound. ``file_format``: that the request says; "": none."""
@@ -50,12 +38,12 @@ class MediaProbe:
         settings = self._settings
         limits = replace(settings.audio_limits, format=file_format)
         async with self._reads:
-            return await self._decoders().audio_facts(data, limits, _Place(), cpu_s=_SOUND_CPU_S)
+            return await self._decoders().audio_facts(data, limits, cpu_s=_SOUND_CPU_S)
 
     def _decoders(self) -> DecoderPool:
         if self._pool is None:
             limits = MediaLimits(max_pixels=self._settings.gateway.media.max_pixels, max_bytes=0)
-            self._pool = DecoderPool(1, cpu_s=_VIDEO_CPU_S, limits=limits)
+            self._pool = DecoderPool(cpu_s=_VIDEO_CPU_S, limits=limits)
         return self._pool
 
     def close(self) -> None:

@@ -249,12 +249,10 @@ def read_texts(path: Path, family: Family, eos_token_ids: frozenset[int] = froze
             f"{path}: vocab_size is {vocab_size}, but its tokenizer has {len(tokenizer)} "
             "tokens; the model must have them all"
         )
-    literals = MediaLiterals(tokenizer, family.config, family.tokens)
     return Texts(
         tokenizer=tokenizer,
         vocabulary=Vocabulary(tokenizer),
         grammars=Grammars(tokenizer, eos_token_ids),
         bounded=BoundedTokenizer(tokenizer),
-        template=ChatTemplate(tokenizer, path, literals),
-        literals=literals,
+        template=ChatTemplate(tokenizer, path, MediaLiterals(tokenizer, family.config, family.tokens)),
     )

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from chip.chip import TYPE, Block, Chip, check_may_wait
 from torch import Tensor
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from chip.chip import TYPE, Block, Chip, check_may_wait
 from device import base, copies
 
 _CPU = torch.device("cpu")
