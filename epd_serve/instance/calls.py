@@ -118,16 +118,14 @@ class ControlCalls:
         reports, mm_hash = self._instance.reports, request.ref.mm_hash
         if self._instance.export is not None:
             self._instance.export.received(request.request_id, request.traceparent, mm_hash)
-        with reports.call(Stage.ENCODE, request.request_id):
-            is_named = reports.will_have(mm_hash)
-            try:
-                async with self._instance.refusals.call(lambda: is_own or encodes.has_begun(mm_hash)):
-                    reply = await encodes.encode(request)
-            except BaseException:
-                reports.will_not_have(mm_hash)
-                raise
-        if not reply.cached and not is_named:
-            reports.has_again(mm_hash)
+        reports.add_call(Stage.ENCODE, request.request_id)
+        reports.add_feature(mm_hash)
+        try:
+            async with self._instance.refusals.call(lambda: is_own or encodes.has_begun(mm_hash)):
+                reply = await encodes.encode(request)
+        except BaseException:
+            reports.drop_feature(mm_hash)
+            raise
         stages = self._instance.options.role.stages
         self._instance.metrics.encoded(reply.cached, instead=Stage.ENCODE not in stages)
         return Reply(body=wire.encode(reply))
@@ -138,9 +136,9 @@ class ControlCalls:
         language, request_id = self._instance.serving(Stage.PREFILL), request.request_id
         if self._instance.export is not None:
             self._instance.export.received(request_id, request.traceparent)
-        with self._instance.reports.call(Stage.PREFILL, request_id):
-            async with self._instance.refusals.call(partial(language.prefill.has_begun, request_id)):
-                return await language.prefill.prefill(request)
+        self._instance.reports.add_call(Stage.PREFILL, request_id)
+        async with self._instance.refusals.call(partial(language.prefill.has_begun, request_id)):
+            return await language.prefill.prefill(request)
 
     async def _decode(self, body: bytes) -> Reply:
         self._instance.check_accepting()
@@ -148,9 +146,9 @@ class ControlCalls:
         language, request_id = self._instance.serving(Stage.DECODE), request.request_id
         if self._instance.export is not None:
             self._instance.export.received(request_id, request.traceparent)
-        with self._instance.reports.call(Stage.DECODE, request_id):
-            async with self._instance.refusals.call(partial(language.decode.has_begun, request_id)):
-                return await language.decode.decode(request)
+        self._instance.reports.add_call(Stage.DECODE, request_id)
+        async with self._instance.refusals.call(partial(language.decode.has_begun, request_id)):
+            return await language.decode.decode(request)
 
     async def _tokenize(self, body: bytes) -> Reply:
         reply = await self._instance.serving(Stage.PREFILL).prefill.tokenize(
