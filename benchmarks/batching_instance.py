@@ -62,7 +62,7 @@ async def run(model: Path, role: str, policy: str, tpot_ms: float | None) -> Non
             counts = {name: float(about[name]) for name in ("decodes", "prefill_tokens")}
             steps.append(step | counts)
 
-    instance.spans.subscribe(record)
+    instance.telemetry.spans.subscribe(record)
     start = time.perf_counter()
     await instance.start()
     async with control_server(instance, options.port):

@@ -11,6 +11,7 @@ from enum import Enum, StrEnum, auto
 from typing import TYPE_CHECKING
 
 from epd_serve.errors import Conflict, InvalidRequest, ServeError, StageTimeout
+from epd_serve.instance import process
 from epd_serve.instance.http import Handler, Reply
 from epd_serve.protocol import instance_state, wire
 from epd_serve.types import Role
@@ -268,7 +269,7 @@ class Lifecycle:
             raise
         except BaseException:
             logger.critical("neither role %s nor role %s can be served", role, old, exc_info=True)
-            self._instance.end_process()
+            process.end_process()
             raise
         finally:
             self._settle()  # here as well: nobody may wait for the order any more

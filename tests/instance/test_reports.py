@@ -9,7 +9,8 @@ from servers import served
 from epd_serve.backends.native import NativeConnections, NativeInstance
 from epd_serve.errors import InstanceLost, InvalidRequest, Unavailable
 from epd_serve.instance.http import ControlApp
-from epd_serve.instance.reports import INTERVAL_S, Reporter, StageRates
+from epd_serve.instance.rates import StageRates
+from epd_serve.instance.reports import INTERVAL_S, Reporter
 from epd_serve.protocol.instance_state import Load
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sched.sequence import Sequence, SequenceState

@@ -44,9 +44,6 @@ class Stages:
     async def rebuild(self, role: Role) -> None:
         self.rebuilt.append(str(role))
 
-    def end_process(self) -> None:
-        raise AssertionError("it can be served")
-
 
 async def test_a_call_back_in_the_moment_that_the_last_work_ends_is_heard() -> None:
     """The loop stands still until its tick is over; then come the call-back and the tick, in this order."""

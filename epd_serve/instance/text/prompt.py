@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
@@ -11,6 +11,7 @@ import msgspec
 
 from epd_serve.cache.block_pool import hash_blocks
 from epd_serve.errors import InvalidRequest
+from epd_serve.instance.rates import StageRates
 from epd_serve.instance.text.tokenizer import BoundedTokenizer, Vocabulary
 from epd_serve.models.family import TRIED_SECONDS, TRIED_SIZES, Family, picture, sound
 from epd_serve.models.generation_config import GenerationConfig
@@ -97,9 +98,9 @@ class PromptProcessor:
         max_model_len: int,
         block_size: int,
         generation: GenerationConfig | None = None,
-        on_prompt: Callable[[int, int], None] = lambda num_characters, num_tokens: None,
+        rates: StageRates | None = None,
     ) -> None:
-        """``on_prompt`` is told of each prompt's text: its characters, and its tokens without media."""
+        """``rates`` learn how many tokens texts have; None: nobody asks for an estimate."""
         self.tokenizer, self.vocabulary, self.grammars = texts.tokenizer, texts.vocabulary, texts.grammars
         self._generation = generation or GenerationConfig()
         self._texts, self._template = texts.bounded, texts.template
@@ -108,14 +109,14 @@ class PromptProcessor:
         self._language_model = language_model
         self.max_model_len = max_model_len
         self._block_size = block_size
-        self._on_prompt = on_prompt
+        self._rates = rates or StageRates(lambda: 0.0)
 
-    def estimate(self, request: PrefillRequest, num_characters: int, tokens_per_character: float) -> int:
+    def estimate(self, request: PrefillRequest, num_characters: int) -> int:
         """About how many tokens the prompt will have; ``num_characters``: from :meth:`check_size`."""
         if isinstance(request.prompt, list):
             return len(request.prompt)
         media = sum(self._family.num_tokens(item) for item in request.items)
-        return media + round(num_characters * tokens_per_character)
+        return media + round(num_characters * self._rates.tokens_per_character)
 
     def check_size(self, request: PrefillRequest | TokenizeRequest) -> int:
         """Return how many characters it has; :meth:`process` and :meth:`tokenize` come next.
@@ -150,7 +151,7 @@ class PromptProcessor:
         if not ids:
             raise InvalidRequest("the prompt is empty; it needs one token at least", param="prompt")
         if not isinstance(request.prompt, list):
-            self._on_prompt(_num_characters(request), len(ids) - sum(span.length for span in spans))
+            self._rates.prompted(_num_characters(request), len(ids) - sum(span.length for span in spans))
         sampling = self._complete(self._generation.complete(request.sampling))
         max_tokens = _max_tokens(len(ids), sampling.max_tokens, self._max_prompt_tokens(request))
         if self._generation.max_tokens is not None:
