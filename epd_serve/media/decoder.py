@@ -30,8 +30,8 @@ from PIL import Image
 from epd_serve.errors import InvalidRequest
 from epd_serve.lifeline import die_with_parent
 from epd_serve.media.audio import AudioLimits, read_audio_facts, read_samples
-from epd_serve.media.picture import MediaLimits, low_detail_size, open_image
-from epd_serve.media.video import VideoLimits, read_facts, read_frames
+from epd_serve.media.picture import MediaLimits, low_detail_size, open_image, pixel_size
+from epd_serve.media.video import VideoLimits, read_facts, read_frames, read_list, unpack_frames
 from epd_serve.types import AudioFacts, VideoFacts, grammar_problem
 
 MESSAGE_BYTES = 1 << 16
@@ -61,10 +61,17 @@ class PictureJob(msgspec.Struct, frozen=True, kw_only=True, tag="picture"):
     limits: MediaLimits
 
 
+class SizeJob(msgspec.Struct, frozen=True, tag="size"):
+    """Read the size of a picture."""
+
+    limits: MediaLimits
+
+
 class VideoFactsJob(msgspec.Struct, frozen=True, tag="video_facts"):
-    """Read the facts of a video."""
+    """Read the facts of a video, or of a frame list with so many frames a second."""
 
     limits: VideoLimits
+    list_fps: float | None = None
 
 
 class AudioFactsJob(msgspec.Struct, frozen=True, tag="audio_facts"):
@@ -92,7 +99,7 @@ class GrammarJob(msgspec.Struct, frozen=True, tag="grammar"):
     """Compile grammars, which takes as long for any tokenizer: the file is a JSON list of texts."""
 
 
-AnyJob = PictureJob | VideoFactsJob | AudioFactsJob | VideoJob | AudioJob | GrammarJob
+AnyJob = PictureJob | SizeJob | VideoFactsJob | AudioFactsJob | VideoJob | AudioJob | GrammarJob
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,6 +120,10 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
 
 class Decoded(msgspec.Struct, frozen=True, tag="decoded"):
     """All pixels or samples are there."""
+
+
+class FoundSize(msgspec.Struct, frozen=True, tag="size"):
+    size: tuple[int, int]
 
 
 class FoundVideo(msgspec.Struct, frozen=True, tag="video_facts"):
@@ -156,7 +167,7 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
     code: int
 
 
-Told = Decoded | FoundVideo | FoundAudio | Frames | Compiled | Refused | Ended
+Told = Decoded | FoundSize | FoundVideo | FoundAudio | Frames | Compiled | Refused | Ended
 #: Lets a worker decode more frames, once those in the memory have been read.
 GO_ON = b"g"
 
@@ -198,7 +209,7 @@ def serve(control: socket.socket) -> None:
 
 def libraries_of(job: AnyJob) -> bytes:
     """Return the modules that are to be loaded once, and not by each worker."""
-    if isinstance(job, PictureJob):
+    if isinstance(job, PictureJob | SizeJob):
         return b"PIL.Image"
     if isinstance(job, GrammarJob):
         return b"llguidance"
@@ -235,6 +246,12 @@ def _work(job: AnyJob, data: bytes, memory: mmap.mmap, connection: socket.socket
     try:
         if isinstance(job, PictureJob):
             return _decode_picture(job, data, memory)
+        if isinstance(job, SizeJob):
+            _limit_memory(_ROOM_BYTES + 2 * len(data))
+            return FoundSize(pixel_size(data, job.limits))
+        if isinstance(job, VideoFactsJob) and job.list_fps is not None:
+            _limit_memory(_ROOM_BYTES + 4 * len(data))
+            return FoundVideo(read_list(unpack_frames(data), job.list_fps, job.limits))
         if isinstance(job, VideoFactsJob):
             _limit_memory(_video_bytes(data, job.limits.max_pixels))
             return FoundVideo(read_facts(data, job.limits))
@@ -253,6 +270,7 @@ def _work(job: AnyJob, data: bytes, memory: mmap.mmap, connection: socket.socket
 
 
 def _decode_picture(job: PictureJob, data: bytes, memory: mmap.mmap) -> Decoded:
+    _limit_memory(_ROOM_BYTES + 2 * len(data))
     image = open_image(
         data,
         job.limits,

@@ -33,11 +33,13 @@ from epd_serve.media.decoder import (
     Compiled,
     Ended,
     FoundAudio,
+    FoundSize,
     FoundVideo,
     Frames,
     GrammarJob,
     PictureJob,
     Refused,
+    SizeJob,
     Told,
     VideoFactsJob,
     VideoJob,
@@ -168,9 +170,18 @@ class DecoderPool:
                 if worker.can_go_on and len(self._idle) < self._num_kept:
                     self._idle.append(worker.keep())
 
-    async def facts(self, data: bytes, limits: VideoLimits) -> VideoFacts:
-        """Read the facts of a video's file (:func:`epd_serve.media.video.read_facts`)."""
-        with await self._run(_Task("video", data, 0, VideoFactsJob(limits), self._cpu_s)) as worker:
+    async def size(self, data: bytes, *, cpu_s: float) -> tuple[int, int]:
+        """Read the size of a picture's file (:func:`epd_serve.media.picture.pixel_size`).
+
+        ``cpu_s``: seconds of CPU time that it may take.
+        """
+        with await self._run(_Task("image", data, 0, SizeJob(self._limits), cpu_s)) as worker:
+            assert isinstance(worker.told, FoundSize), worker.told
+            return worker.told.size
+
+    async def facts(self, data: bytes, limits: VideoLimits, list_fps: float | None = None) -> VideoFacts:
+        """Read the facts of a video's file, or of a frame list (:mod:`epd_serve.media.video`)."""
+        with await self._run(_Task("video", data, 0, VideoFactsJob(limits, list_fps), self._cpu_s)) as worker:
             assert isinstance(worker.told, FoundVideo), worker.told
             return worker.told.facts
 
