@@ -22,16 +22,18 @@ NUM_REQUESTS = 30
 
 async def test_what_is_dead_and_not_yet_known_to_be_is_not_killed_again() -> None:
     """It would count twice, and is started again once."""
+    client = Client("http://127.0.0.1:1")
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:  # noqa: ASYNC220
         dead: Any = SimpleNamespace(pid=process.pid, state=ProcessState.READY, spec=SimpleNamespace(name="e0"))
         deployment: Any = SimpleNamespace(processes=[dead])
-        own = chaos.Chaos(deployment, Client("http://127.0.0.1:1"), interval_s=0.001)
+        own = chaos.Chaos(deployment, client, interval_s=0.001)
         killing = asyncio.create_task(own.kill())
         while not own.kills:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)
         killing.cancel()
         await asyncio.gather(killing, return_exceptions=True)
+    await client.close()
     assert own.kills == {"e0": 1}
 
 

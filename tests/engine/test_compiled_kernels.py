@@ -12,8 +12,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -122,15 +120,6 @@ def _main(path: Path, graphs: str) -> None:
             TritonOps.draw(scores, counters, limits)
             return scores.argmax(-1)
 
-    submitted = threading.Event()
-
-    class HeldBench(EngineBench):
-        """Begins when all is submitted, so that prompts are together in a step."""
-
-        def turn(self) -> AbstractContextManager[None]:
-            submitted.wait()
-            return nullcontext()
-
     JITFunction.run = note
     device = get_device("chip:0")
     assert isinstance(device, ChipDevice)
@@ -138,7 +127,7 @@ def _main(path: Path, graphs: str) -> None:
     if graphs == "no graphs":
         vars(device)["graph_runner"] = EagerRunner
     budget = Budget(max_num_tokens=2200, max_num_seqs=8)
-    bench = HeldBench(path, budget, device=device, num_blocks=700, runs_ahead=True)
+    bench = EngineBench(path, budget, device=device, num_blocks=700, runs_ahead=True, starts=False)
     device.activate()
     runner = bench.loop._runner
     timer = StepTimer(
@@ -165,7 +154,7 @@ def _main(path: Path, graphs: str) -> None:
         sampling = sampled[number % len(sampled)]
         sequence = bench.sequence(f"r{number}", text, media, max_tokens=3 + number, **sampling)
         bench.engine.submit(sequence)
-    submitted.set()
+    bench.loop.start()  # prompts are together in a step
     bench.collect(len(prompts))
     bench.close()
     device.synchronize()

@@ -37,10 +37,13 @@ async def test_a_cut_of_half_a_lease_ends_none(fleet: Callable[..., Any]) -> Non
 
 @pytest.mark.parametrize("victim", ["p0", "d0"])
 async def test_the_only_one_of_a_stage_is_replaced(fleet: Callable[..., Any], victim: str) -> None:
-    """Its host goes, another one comes with another name; nobody who asks meanwhile is refused."""
+    """Its host goes, another one comes back; nobody who asks meanwhile is refused."""
     spare = victim[0] + "9"
     body = chat("Count to 5", max_tokens=12)
-    async with fleet("p0", "d0", spares=(spare,)) as running:
+    async with fleet("p0", "d0", spare) as running:
+        running.hosts.isolate(spare)
+        while spare in await running.instances():
+            await asyncio.sleep(0.2)
         right = await running.ask(body)
         asked: list[asyncio.Task[Any]] = []
 
@@ -53,7 +56,7 @@ async def test_the_only_one_of_a_stage_is_replaced(fleet: Callable[..., Any], vi
         await ask_for(1)
         os.kill(running.hosts[victim].pid, signal.SIGKILL)
         await ask_for(1)
-        await running.start(spare)
+        running.hosts.bring_back(spare)
         while not (await running.instances()).get(spare, {}).get("ready"):
             await ask_for(0.2)
         await ask_for(1)

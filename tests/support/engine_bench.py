@@ -71,6 +71,7 @@ class EngineBench(EngineHooks):
     num_blocks: int = 200
     device: Device = field(default_factory=lambda: get_device("cpu"))
     runs_ahead: bool = False
+    starts: bool = True
     events: queue.Queue[EngineEvent] = field(default_factory=queue.Queue)
     features: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -122,7 +123,8 @@ class EngineBench(EngineHooks):
         self.pool = BlockPool(self.num_blocks, BLOCK_SIZE, state_blocks=layout.state_blocks)
         self.engine = Engine(self.pool, memory, self.budget, self, eos_token_ids=frozenset({2}))
         self.loop = StepLoop(self.engine, runner, self, runs_ahead=self.runs_ahead)
-        self.loop.start()
+        if self.starts:
+            self.loop.start()
 
     def shrink(self, num_blocks: int) -> None:
         """Leave that many blocks of an idle engine's pool; nothing is cached any more."""
