@@ -4,8 +4,8 @@ The gateway and the encode instances share this file, so that they agree on what
 gateway reads from the header is the size of the picture that the encoder opens.
 
 The size of a plain JPEG or PNG is read from its first bytes (:func:`plain_size`). All other files are Pillow's,
-which gives the same sizes. Pillow looks at all parts of a file, and a few megabytes can keep it busy for an hour: it
-runs in the processes of :mod:`epd_serve.media.decoder`.
+which gives the same sizes. Pillow looks at all parts of a file, and a few megabytes can keep it busy for an hour:
+it runs in the processes of :mod:`epd_serve.media.decoder`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sizes of pictures and facts of videos and sounds, read in processes: a file may crash its reader or never end."""
+"""Sizes of pictures, and facts of videos and sounds, read in processes that a file may crash or keep busy."""
 
 from __future__ import annotations
 
