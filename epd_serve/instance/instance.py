@@ -184,7 +184,7 @@ class Instance:
     def check_ready(self) -> None:
         """Raise Unavailable while there are no stages."""
         self.check_started()
-        if self.lifecycle.machine.state is SwitchState.REBUILDING:
+        if self.lifecycle.state is SwitchState.REBUILDING:
             raise left(self.options.name)
 
     def check_accepting(self) -> None:
@@ -204,11 +204,11 @@ class Instance:
     def info(self) -> instance_state.InstanceInfo:
         """Describe the instance, and its work. Raises Unavailable while it is loading."""
         self.check_started()
-        options, machine, language = self.options, self.lifecycle.machine, self.language
+        options, lifecycle, language = self.options, self.lifecycle, self.language
         longest = options.max_model_len or self.model.max_positions
         return instance_state.InstanceInfo(
             name=options.name,
-            role=str(machine.role),
+            role=str(lifecycle.role),
             url=self.url,
             model=options.served_model_name,
             model_path=self.model.location,
@@ -230,8 +230,8 @@ class Instance:
             kv_token_bytes=language.kv_token_bytes if language else 0,
             tokens_per_pixel=self._tokens_per_pixel(),
             feature_token_bytes=self.model.feature_token_bytes,
-            epoch=machine.epoch,
-            state=machine.state,
+            epoch=lifecycle.epoch,
+            state=lifecycle.state,
             modalities=tuple(self.family.token_ids),
             usage=self._usage(),
             producer=self.model.producer,
@@ -312,9 +312,9 @@ class Instance:
 
     def state_changed(self) -> None:
         """Take note of where the lifecycle is, and tell all listeners now."""
-        machine = self.lifecycle.machine
-        self.is_accepting = self.ready and not self.lifecycle.is_leaving and machine.is_serving
-        self.reports.state_changed(self.is_accepting, machine.epoch)
+        lifecycle = self.lifecycle
+        self.is_accepting = self.ready and not lifecycle.is_leaving and lifecycle.is_serving
+        self.reports.state_changed(self.is_accepting, lifecycle.epoch)
 
     def send_away(self, *, begun: bool) -> None:
         """Refuse requests that have not begun; with ``begun``, give up those that can go on elsewhere as well."""
