@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -197,7 +197,14 @@ class Deployment:
         assert httpx.post(self.admin + path, trust_env=False, timeout=60).status_code == 200
 
     def kill(self, name: str) -> None:
-        os.killpg(self.pid(name), signal.SIGKILL)
+        """Kill an instance's processes but Python's resource tracker, which removes their shared memory."""
+        leader = psutil.Process(self.pid(name))
+        processes = [leader, *leader.children(recursive=True)]
+        trackers = [one for one in processes if any("resource_tracker" in part for part in one.cmdline())]
+        for process in processes:
+            if process not in trackers:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
 
     def signal(self, name: str, number: signal.Signals) -> None:
         """To all processes of an instance."""
