@@ -62,8 +62,8 @@ _QUICK_CPU_S, _QUICK_S_PER_BYTE = 0.02, 5e-9
 _QUICK_SOUND_S = 10.0
 #: Of workers in slow places: others that compute on this machine go first.
 _NICENESS = 10
-#: A worker that has had its CPU time for so many times as long stands still.
-_MAX_STRETCH = 15
+#: A worker that has had this, and its CPU time for so many times as long, stands still.
+_LEAST_STALL_S, _MAX_STRETCH = 10.0, 15
 #: Pixels that are decoded at once, in units; Pillow takes up to 27 bytes for each pixel (WebP). A picture of more
 #: pixels is decoded alone. Small pictures are not counted: the places bound their number.
 _UNIT_PIXELS, _NUM_UNITS, _SMALL_PIXELS = 1 << 22, 8, 1 << 21
@@ -233,7 +233,7 @@ class DecoderPool:
         job = VideoJob(facts=facts, indices=list(indices), num_at_once=num_at_once)
         task = _Task("video", data, num_bytes * num_at_once, job, cpu_s)
         with await self._begin(task, cpu_s, _NICENESS) as worker:
-            deadline_s = asyncio.get_running_loop().time() + _MAX_STRETCH * cpu_s
+            deadline_s = asyncio.get_running_loop().time() + task.stall_s
             while isinstance(told := _checked(await worker.answer(deadline_s), task, cpu_s), Frames):
                 yield worker.pixels((facts.width, facts.height), told.count)
                 worker.tell(GO_ON)
@@ -259,7 +259,7 @@ class DecoderPool:
                 _checked(worker.told, task, quick_s)
                 return worker
             await place.become_slow()
-        worker = await self._try(task, task.cpu_s, _NICENESS)
+        worker = await self._try(task, task.cpu_s, 0 if place is None else _NICENESS)
         _checked(worker.told, task, task.cpu_s)
         return worker
 
@@ -267,7 +267,7 @@ class DecoderPool:
         """Return the worker that had the task; it is closed where it has no result."""
         worker = await self._begin(task, cpu_s, niceness)
         try:
-            told = await worker.answer(asyncio.get_running_loop().time() + _MAX_STRETCH * task.cpu_s)
+            told = await worker.answer(asyncio.get_running_loop().time() + task.stall_s)
         except BaseException:
             worker.close()
             raise
@@ -327,19 +327,22 @@ class _Task:
     job: AnyJob
     cpu_s: float
 
+    @property
+    def stall_s(self) -> float:
+        """Seconds after which its process stands still."""
+        return _LEAST_STALL_S + _MAX_STRETCH * self.cpu_s
+
 
 def _checked(told: Told | None, task: _Task, cpu_s: float) -> Told:
     """Return the answer. Raises the error of a task that is not done."""
     what, who = task.what, "compiler" if task.what == "structure" else "decoder"
     if told is None and what == "structure":  # it had time enough: no other instance should try
         raise InvalidRequest(
-            f"the structure was not compiled in {_MAX_STRETCH * task.cpu_s:.1f} s: {_REMEDIES[what]}",
+            f"the structure was not compiled in {task.stall_s:g} s: {_REMEDIES[what]}",
             code="structure_too_complex",
         )
     if told is None:
-        raise StageTimeout(
-            f"the {who} did not come to an end in {_MAX_STRETCH * task.cpu_s:g} s", code=f"{who}_stalled"
-        )
+        raise StageTimeout(f"the {who} did not come to an end in {task.stall_s:g} s", code=f"{who}_stalled")
     if isinstance(told, Refused):
         raise InvalidRequest(told.message, code=f"{what}_too_complex" if told.code == "too_complex" else told.code)
     if not isinstance(told, Ended):
