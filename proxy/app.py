@@ -72,7 +72,7 @@ def create_app(
     engine = "vllm" if config.engine == "vllm" else "native"
     table = InstanceTable(instances)
     metrics = GatewayMetrics()
-    admission = new_admission(settings, metrics)
+    admission = new_admission(settings)
     connections = NativeConnections(settings.cluster_key, settings.tls)
     connect = connector(connections, vllm_targets(config) if engine == "vllm" else None, switch_dir)
     calls: dict[str, StageCalls] = {name: connect(name, url) for name, url in instances}
@@ -88,13 +88,14 @@ def create_app(
             calls=calls,
             router=router or router_of(gateway.routing),
             monitor=monitor,
-            metrics=metrics,
             settings=settings,
         )
     )
     switches = Switches(table, calls)
     probe = MediaProbe(settings)
     loader = MediaLoader(settings, fetcher, probe)
+
+    health = health_router(table, metrics, monitor, admission.queue)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -118,7 +119,7 @@ def create_app(
                 running = running_admin(admin, gateway.admin, settings.cluster_key, settings.tls)
                 app.state.admin_url = await stack.enter_async_context(running)
             if app.state.admin_path is not None:
-                routers += [joining, instances_router(members), health_router(table, metrics, monitor)]
+                routers += [joining, instances_router(members), health]
                 admin = create_admin_app(table, admission, None, [*routers, *orders], engine=engine)
                 await stack.enter_async_context(running_on_path(admin, app.state.admin_path))
             polling = asyncio.gather(monitor.run(), leases.run())
@@ -157,8 +158,8 @@ def create_app(
     app.state.admin_path = None
     app.state.give_up = lambda: None
     app.include_router(models_router(table, monitor, admission.authenticator))
-    app.include_router(health_router(table, metrics, monitor))
-    app.include_router(home_router(table, admission.authenticator, dashboard=gateway.dashboard))
+    app.include_router(health)
+    app.include_router(home_router(dashboard=gateway.dashboard))
     if gateway.dashboard:
         app.include_router(dashboard_router(table, observer, admission, settings, members))
     install_cors(app, gateway.cors)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
-import torch
-
-# Triton's kernels run in its interpreter where there is no GPU; it must know before transformers imports it.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
-import tiny_models
 from own_ports import own_ports
+
+# Neither torch nor transformers is imported here: that takes above 10 s, which pytest-xdist's controller and the
+# tests that need neither save. Triton's kernels run in its interpreter where there is no GPU; it must know before
+# transformers imports it.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # How long an example takes is the machine's affair, not the code's. Every run of a commit tries the same examples:
 # few are enough, and others are searched for with --hypothesis-profile=search.
@@ -48,7 +48,8 @@ def _own_directories(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     """Tests run beside the processes that they start; more threads would only make them wait for each other."""
-    torch.set_num_threads(1)
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -57,9 +58,11 @@ def _own_ports() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session", params=tiny_models.KINDS)
+@pytest.fixture(scope="session", params=["qwen2_5_vl", "qwen3_vl", "llava"])
 def tiny_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random-weight model directory of each family, made once however often the fixture is set up anew."""
+    import tiny_models
+
     kind = request.param
     if kind not in _MODELS:
         _MODELS[kind] = tiny_models.make_tiny_model(kind, tmp_path_factory.mktemp("models") / kind)

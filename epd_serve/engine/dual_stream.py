@@ -185,7 +185,8 @@ class LanguageStream:
         self._account = TokenTimeAccount(limit_s=limit_s) if limit_s is not None else None
         self._threads = threads if device.type == "cpu" else None
         self._clock = clock
-        self.stream = language_stream(device)
+        # served before a tower's; on an NPU the default stream, which is all that its limits count
+        self.stream = device.current_stream() if device.type == "npu" else device.stream(_LANGUAGE_PRIORITY)
         self._last_s: float | None = None  # end of the last step, where its decodes go on
         self._encoded_s = 0.0
         self.is_busy = False
@@ -251,7 +252,10 @@ class DualStream:
 
     def __init__(self, options: InstanceOptions, device: BareDevice) -> None:
         self.share = apply_share(options, device)
-        threads = _parted(options.threads) if options.role.has_language_model else None
+        threads = None
+        if options.role.has_language_model and options.threads is not None and options.threads > 1:
+            # equal halves, since MKL knows one number for the whole process: the one that was set last
+            threads = options.threads // 2, options.threads
         limit_s = None if options.slo.tpot_ms is None else options.slo.tpot_ms / 1000
         board, slot = options.device_board.rsplit(":", 1) if options.device_board else (None, "0")
         self.board = DeviceBoard(None if board is None else Path(board), int(slot), time.monotonic)
@@ -265,25 +269,12 @@ class DualStream:
         )
 
 
-def language_stream(device: BareDevice) -> Stream:
-    """A stream that is served before a tower's; on an NPU the default one, which is all that its limits count."""
-    return device.current_stream() if device.type == "npu" else device.stream(_LANGUAGE_PRIORITY)
-
-
 @contextmanager
 def _loading(device: BareDevice, stream: Stream) -> Iterator[None]:
     device.activate()
     with stream:
         yield
     stream.synchronize()
-
-
-def _parted(threads: int | None) -> tuple[int, int] | None:
-    """CPU threads of each side, while the other computes too and while it does not; None: nothing to part.
-
-    Equal halves, since MKL knows one number for the whole process: the one that was set last.
-    """
-    return None if threads is None or threads < 2 else (threads // 2, threads)
 
 
 def _smooth(mean: float | None, value: float) -> float:

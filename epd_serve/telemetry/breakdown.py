@@ -1,8 +1,9 @@
-"""Joins the traces of a deployment's processes: one file for a viewer, and the time of requests by stage."""
+"""Join the traces of a deployment's processes: one file for a viewer, and the time of requests by stage."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -27,13 +28,6 @@ from epd_serve.telemetry.span import (
     Span,
 )
 from epd_serve.telemetry.trace_file import CLOCK, REQUEST
-
-_LABELS = {
-    "stages": "all stages",
-    "gateway": "gateway, before",
-    "between": "calls and answer",
-    "e2e": "end to end",
-}
 
 Event = dict[str, Any]
 
@@ -81,6 +75,7 @@ def read_traces(directory: Path) -> Trace:
     if not files:
         raise ValueError(f"{directory} holds no traces; set 'trace: {directory}' in the deployment file")
     offsets: dict[str, int] = {}
+    joined: list[Event] = []
     for pid, events in enumerate(files, start=1):
         clock = next(event["args"] for event in events if event["name"] == CLOCK)
         # processes of one host share the clock: one offset for all, or they would differ by its adjustments
@@ -89,16 +84,29 @@ def read_traces(directory: Path) -> Trace:
             event["pid"] = pid  # pids of two hosts may be equal
             if "ts" in event:
                 event["ts"] += offset
-    joined = [event for events in files for event in events if event["name"] != CLOCK]
-    origin = min((event["ts"] for event in joined if "ts" in event), default=0)
-    for event in joined:
-        if "ts" in event:
-            event["ts"] -= origin
+        joined += [event for event in events if event["name"] != CLOCK]
+    timed = [event for event in joined if "ts" in event]
+    origin = min((event["ts"] for event in timed), default=0)
+    for event in timed:
+        event["ts"] -= origin
     by_request: dict[str, list[Span]] = {}
-    for span in _spans(joined):
-        by_request.setdefault(span.request_id, []).append(span)
+    for begin, end in pairwise(event for event in joined if event.get("cat") == REQUEST):
+        if (begin["ph"], end["ph"], begin["name"]) == ("b", "e", end["name"]) and begin["id"] == end["id"]:
+            request_id = begin["args"]["request"]
+            span = Span(begin["name"], request_id, begin["ts"] / 1e6, end["ts"] / 1e6, begin["args"])
+            by_request.setdefault(request_id, []).append(span)
     requests = [times for spans in by_request.values() if (times := _request_times(spans)) is not None]
     return Trace(events=joined, requests=sorted(requests, key=lambda request: request.start_s))
+
+
+def _read(path: Path) -> list[Event]:
+    """Return the events of one process, one a line; nothing for another kind of file."""
+    first, *lines = path.read_bytes().splitlines() or [b""]
+    events: list[Event] = []
+    for line in lines if first.strip() == b"[" else ():
+        with suppress(msgspec.DecodeError):  # the closing bracket, or a line that was cut off
+            events.append(msgspec.json.decode(line.strip(b","), type=Event))
+    return events if any(event.get("name") == CLOCK for event in events) else []
 
 
 def summary(requests: Sequence[RequestTimes]) -> dict[str, Any]:
@@ -126,8 +134,13 @@ def summary(requests: Sequence[RequestTimes]) -> dict[str, Any]:
     }
 
 
+def _percentile(values: list[float], percent: int) -> float:
+    return quantiles(values, n=100, method="inclusive")[percent - 1] if len(values) > 1 else values[0]
+
+
 def breakdown_table(figures: dict[str, Any]) -> Table:
     """Return a table of the figures of :func:`summary`."""
+    labels = {"stages": "all stages", "gateway": "gateway, before", "between": "calls and answer", "e2e": "all"}
     table = Table(title=f"Mean of {figures['num_requests']} requests")
     table.add_column("stage")
     for heading in ("mean ms", "p50 ms", "p95 ms", "share"):
@@ -135,38 +148,9 @@ def breakdown_table(figures: dict[str, Any]) -> Table:
     for name, row in figures["rows"].items():
         if name in ("stages", "e2e"):
             table.add_section()
-        label = _LABELS.get(name, name.replace("ep_", "E-P ").replace("pd_", "P-D ").replace("_", " "))
-        table.add_row(
-            label, *[f"{row[key]:.2f}" for key in ("mean_ms", "p50_ms", "p95_ms")], f"{row['share']:.1%}"
-        )
+        times = [f"{row[key]:.2f}" for key in ("mean_ms", "p50_ms", "p95_ms")]
+        table.add_row(labels.get(name, name.replace("_", " ")), *times, f"{row['share']:.1%}")
     return table
-
-
-def _percentile(values: list[float], percent: int) -> float:
-    return quantiles(values, n=100, method="inclusive")[percent - 1] if len(values) > 1 else values[0]
-
-
-def _read(path: Path) -> list[Event]:
-    """Return the events of one process, one a line; nothing for another kind of file."""
-    first, *lines = path.read_bytes().splitlines() or [b""]
-    if first.strip() != b"[":
-        return []
-    events: list[Event] = []
-    for line in lines:
-        try:
-            events.append(msgspec.json.decode(line.rstrip(b",").lstrip(b","), type=Event))
-        except msgspec.DecodeError:
-            continue  # the closing bracket, or a line that was cut off
-    return events if any(event.get("name") == CLOCK for event in events) else []
-
-
-def _spans(events: Iterable[Event]) -> list[Span]:
-    """Return a span for each pair of begin and end; they are written together."""
-    return [
-        Span(begin["name"], begin["args"]["request"], begin["ts"] / 1e6, end["ts"] / 1e6, begin["args"])
-        for begin, end in pairwise(event for event in events if event.get("cat") == REQUEST)
-        if begin["ph"] == "b" and end["ph"] == "e" and begin["id"] == end["id"] and begin["name"] == end["name"]
-    ]
 
 
 def _request_times(spans: list[Span]) -> RequestTimes | None:

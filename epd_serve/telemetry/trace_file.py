@@ -75,9 +75,7 @@ class TraceWriter:
 
     def close(self) -> None:
         """End the array. Idempotent."""
-        self._put(b"\n]\n")
-        with self._lock:
-            self._end()
+        self._put(b"\n]\n", last=True)
 
     def _track(self, name: str) -> int:
         number = self._tracks.get(name)
@@ -93,7 +91,7 @@ class TraceWriter:
     def _write(self, *events: dict[str, Any]) -> None:
         self._put(b"".join(b",\n" + msgspec.json.encode(event) for event in events))
 
-    def _put(self, data: bytes) -> None:
+    def _put(self, data: bytes, *, last: bool = False) -> None:
         with self._lock:
             if not self._is_open:
                 return
@@ -103,13 +101,11 @@ class TraceWriter:
                 self._num_bytes += os.write(self._file, data)
             except OSError as error:
                 logger.warning("the trace %s ends here: %s", self.path, error)
-                self._end()
-
-    def _end(self) -> None:
-        if self._is_open:
-            self._is_open = False
-            with suppress(OSError):  # reports a full disk once more
-                os.close(self._file)
+                last = True
+            if last:
+                self._is_open = False
+                with suppress(OSError):  # reports a full disk once more
+                    os.close(self._file)
 
 
 def _host_id() -> str:

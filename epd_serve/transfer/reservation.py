@@ -25,17 +25,6 @@ class ReservationState(Enum):
     RELEASED = auto()  # blocks given back, or never taken
 
 
-_ALLOWED: dict[ReservationState, frozenset[ReservationState]] = {
-    ReservationState.PENDING: frozenset({ReservationState.GRANTED, ReservationState.RELEASED}),
-    ReservationState.GRANTED: frozenset(
-        {ReservationState.COMPLETED, ReservationState.ENDING, ReservationState.RELEASED}
-    ),
-    ReservationState.ENDING: frozenset({ReservationState.RELEASED}),
-    ReservationState.COMPLETED: frozenset(),
-    ReservationState.RELEASED: frozenset(),
-}
-
-
 @dataclass(slots=True, kw_only=True)
 class Reservation:
     transfer_id: str
@@ -45,10 +34,6 @@ class Reservation:
     deadline: float
     state: ReservationState = ReservationState.PENDING
     blocks: RequestBlocks | None = None
-
-    def move_to(self, state: ReservationState) -> None:
-        assert state in _ALLOWED[self.state], f"{self.transfer_id}: {self.state.name} -> {state.name}"
-        self.state = state
 
 
 class ReservationTable:
@@ -85,7 +70,8 @@ class ReservationTable:
         return self._live[transfer_id]
 
     def grant(self, reservation: Reservation, blocks: RequestBlocks, now: float) -> None:
-        reservation.move_to(ReservationState.GRANTED)
+        assert reservation.state is ReservationState.PENDING
+        reservation.state = ReservationState.GRANTED
         reservation.blocks = blocks
         reservation.deadline = now + reservation.lease_s
 
@@ -151,7 +137,7 @@ class ReservationTable:
             self._ended.add(transfer_id, ReservationState.RELEASED)
         elif transfer_id in self._reading:
             if reservation.state is ReservationState.GRANTED:
-                reservation.move_to(ReservationState.ENDING)
+                reservation.state = ReservationState.ENDING
         else:
             self._end(reservation, ReservationState.RELEASED)
             if reservation.blocks is not None:
@@ -183,7 +169,7 @@ class ReservationTable:
         assert self._live.keys() >= self._reading.keys(), "blocks are read into that were given back"
 
     def _end(self, reservation: Reservation, state: ReservationState) -> None:
-        reservation.move_to(state)
+        reservation.state = state
         del self._live[reservation.transfer_id]
         self._ended.add(reservation.transfer_id, state)
 

@@ -59,10 +59,7 @@ def create_admin_app(
     async def requests() -> JSONResponse:
         """Count who runs and who waits, in all and for each API key."""
         queue = admission.queue
-        keys = [
-            {"key": client.name, "active": client.num_active, "refused": client.num_refused}
-            for client in admission.authenticator.clients
-        ]
+        keys = [{"key": one.name, "active": one.num_active} for one in admission.authenticator.clients]
         shown = {"running": queue.num_running, "waiting": queue.num_waiting}
         return JSONResponse({**shown, "keys": keys})
 

@@ -1,9 +1,8 @@
-"""Admission control: a request passes its API key's check, the key's limit and the queue before it may run."""
+"""Admission control: a request passes its API key's limit and the queue before it may run."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import dataclass
 
 import msgspec
@@ -12,35 +11,28 @@ from epd_serve.config.keys import hash_key
 from epd_serve.errors import Overloaded
 from proxy.admission.keys import Authenticator, Client
 from proxy.admission.queue import AdmissionQueue, Ticket
-from proxy.observe.metrics import GatewayMetrics
 from proxy.settings import GatewaySettings
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdmissionControl:
-    """``enter`` → :class:`Visit` for every request; all of it on one event loop."""
+    """``enter`` → :class:`Visit` for every request; all of it on one event loop.
+
+    Attributes:
+        timeout_s: longest wait in the queue.
+    """
 
     authenticator: Authenticator
     queue: AdmissionQueue
-    settings: GatewaySettings
-    metrics: GatewayMetrics
+    timeout_s: float
 
-    def enter(self, authorization: str | bytes | None) -> Visit:
-        """Let a request in before its body is read. Raises Unauthorized, or Overloaded over the key's limit.
+    def enter(self, client: Client) -> Visit:
+        """Let a request of a client in before its body is read. Raises Overloaded over the key's limit.
 
         The visit must :meth:`Visit.leave` in the end.
         """
-        client = self.authenticator.anonymous or self.authenticator.check(authorization)
-        try:
-            client.enter()
-        except Overloaded as error:
-            self.note_refusal(client, error)
-            raise
+        client.enter()
         return Visit(self, client)
-
-    def note_refusal(self, client: Client, error: Overloaded) -> None:
-        """Count a refusal in the metrics."""
-        self.metrics.refused.labels(error.code or "", client.name).inc()
 
 
 class Visit(msgspec.Struct, eq=False):
@@ -60,37 +52,26 @@ class Visit(msgspec.Struct, eq=False):
         than the key may have.
         """
         self._priority = priority
-        try:
-            self._admission.queue.check_room()
-            if num_choices > 1:
-                self.client.widen(num_choices)
-                self._num_choices = num_choices
-        except Overloaded as error:
-            self._admission.note_refusal(self.client, error)
-            raise
+        self._admission.queue.check_room()
+        if num_choices > 1:
+            self.client.widen(num_choices)
+            self._num_choices = num_choices
 
     async def admit(self) -> bool:
         """Return when the request may run; True if it waited. Raises Overloaded where the queue is full or the
         wait too long."""
-        admission = self._admission
+        ticket = self._ticket = self._admission.queue.enter(self._priority, self._num_choices)
+        if ticket.admitted is None:
+            return False
+        limit_s = self._admission.timeout_s
         try:
-            ticket = self._ticket = admission.queue.enter(self._priority, self._num_choices)
-            if ticket.admitted is None:
-                return False
-            began_s = time.monotonic()
-            limit_s = admission.settings.gateway.queue_timeout_s
-            try:
-                async with asyncio.timeout(limit_s):
-                    await ticket.admitted
-            except TimeoutError:
-                raise Overloaded(
-                    f"the request waited {limit_s:g} s for its turn, the limit of this gateway; try again later",
-                    code="queue_timeout",
-                ) from None
-        except Overloaded as error:
-            admission.note_refusal(self.client, error)
-            raise
-        admission.metrics.queue_wait.observe(time.monotonic() - began_s)
+            async with asyncio.timeout(limit_s):
+                await ticket.admitted
+        except TimeoutError:
+            raise Overloaded(
+                f"the request waited {limit_s:g} s for its turn, the limit of this gateway; try again later",
+                code="queue_timeout",
+            ) from None
         return True
 
     def leave(self) -> None:
@@ -103,18 +84,14 @@ class Visit(msgspec.Struct, eq=False):
             self._admission.queue.leave(self._ticket)
 
 
-def new_admission(settings: GatewaySettings, metrics: GatewayMetrics) -> AdmissionControl:
-    """Return admission by the gateway's settings; ``metrics`` show what it does."""
+def new_admission(settings: GatewaySettings) -> AdmissionControl:
+    """Return admission by the gateway's settings."""
     gateway = settings.gateway
-    queue = AdmissionQueue(gateway.max_in_flight, gateway.max_queue)
-    metrics.watch_admission(lambda: queue.num_running, lambda: queue.num_waiting)
-    authenticator = Authenticator(key_holders(settings))
-    return AdmissionControl(authenticator=authenticator, queue=queue, settings=settings, metrics=metrics)
-
-
-def key_holders(settings: GatewaySettings) -> list[tuple[str, Client]]:
-    """Return (hash, holder) of all API keys."""
-    keys = [(key.hash, Client(key.name, key)) for key in settings.gateway.api_keys]
+    keys = [(key.hash, Client(key.name, key)) for key in gateway.api_keys]
     if settings.api_key is not None:
         keys.append((hash_key(settings.api_key), Client("default")))
-    return keys
+    return AdmissionControl(
+        authenticator=Authenticator(keys),
+        queue=AdmissionQueue(gateway.max_in_flight, gateway.max_queue),
+        timeout_s=gateway.queue_timeout_s,
+    )

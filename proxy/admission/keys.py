@@ -20,22 +20,19 @@ class Client:
 
     Attributes:
         num_active: choices of requests that have entered and not left.
-        num_refused: requests that the limit of the key has turned away.
     """
 
-    __slots__ = ("limits", "name", "num_active", "num_refused")
+    __slots__ = ("limits", "name", "num_active")
 
     def __init__(self, name: str, limits: KeyLimits | None = None) -> None:
         self.name = name
         self.limits = limits or KeyLimits()
         self.num_active = 0
-        self.num_refused = 0
 
     def enter(self) -> None:
         """Count a request in; :meth:`leave` counts it out. Raises Overloaded over the limit."""
         most = self.limits.max_concurrent
         if most is not None and self.num_active >= most:
-            self.num_refused += 1
             raise Overloaded(
                 f"this API key has {self.num_active} requests in progress (each choice counts as one), "
                 "which is its limit",
@@ -53,7 +50,6 @@ class Client:
                 param="n",
             )
         if most is not None and (others := self.num_active - 1) + num_choices > most:
-            self.num_refused += 1
             raise Overloaded(
                 f"this API key has {others} requests in progress (each choice counts as one); "
                 f"it may have {most}, the {num_choices} of this one included",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import re
 import time
-from collections.abc import Callable
 from functools import cache
 from hashlib import sha256
 from importlib.metadata import version
@@ -17,27 +16,28 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from epd_serve.config import DeploymentConfig
 from epd_serve.protocol.addresses import cross_site
-from epd_serve.protocol.instance_state import Usage
 from epd_serve.routing.table import InstanceRecord, InstanceTable
 from epd_serve.topology.draw import sends_features, sends_kv
 from epd_serve.topology.notation import Topology
 from epd_serve.topology.placement import place_units
+from epd_serve.types import PLURALS
 from proxy.admission.control import AdmissionControl
 from proxy.api.views import key_required
 from proxy.fleet.members import Members
 from proxy.observe.access_log import milliseconds, stages_of
-from proxy.observe.figures import RANGES_S
+from proxy.observe.figures import NUM_SLOTS
 from proxy.observe.metrics import kv_usage, pending_s
 from proxy.observe.observer import Observer
 from proxy.observe.record import RequestRecord
 from proxy.settings import GatewaySettings
 
 _PAGE = Path(__file__).with_name("dashboard.html")
+_HEADERS = {"cache-control": "no-cache", "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
 
 
 @cache
-def page() -> tuple[str, str]:
-    """Return the page and its Content-Security-Policy: its own script and style by hash, no other origin."""
+def page() -> tuple[str, dict[str, str]]:
+    """Return the page and its headers, which allow its own script and style by hash and no other origin."""
     text = _PAGE.read_text(encoding="utf-8")
     inline = dict(re.findall(r"<(script|style)>(.*?)</\1>", text, re.DOTALL))
     hashes = {kind: base64.b64encode(sha256(code.encode()).digest()).decode() for kind, code in inline.items()}
@@ -45,7 +45,7 @@ def page() -> tuple[str, str]:
         f"default-src 'none'; script-src 'sha256-{hashes['script']}'; style-src 'sha256-{hashes['style']}'; "
         "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
-    return text, policy
+    return text, {"content-security-policy": policy, **_HEADERS}
 
 
 def dashboard_router(
@@ -58,43 +58,34 @@ def dashboard_router(
     """The page is open to all and shows nothing by itself; its data need an API key where there are any, and
     without keys no page of another site may read them."""
     router = APIRouter(include_in_schema=False)
-    check_key = key_required(admission.authenticator)
+    authenticator = admission.authenticator
+    check_key = key_required(authenticator)
 
     async def guard(request: Request) -> None:
         await check_key(request)
-        is_local = settings.is_local
-        if admission.authenticator.anonymous and (
-            problem := cross_site(request.scope["headers"], is_local=is_local)
-        ):
+        problem = cross_site(request.scope["headers"], is_local=settings.is_local)
+        if authenticator.anonymous and problem is not None:
             raise problem
 
     @router.get("/dashboard")
     async def dashboard() -> Response:
-        text, policy = page()
-        headers = {
-            "content-security-policy": policy,
-            "cache-control": "no-cache",
-            "x-content-type-options": "nosniff",
-            "referrer-policy": "no-referrer",
-        }
+        text, headers = page()
         return Response(text, media_type="text/html; charset=utf-8", headers=headers)
 
     @router.get("/dashboard/data", dependencies=[Depends(guard)])
-    async def data(range_s: int = 60) -> Response:
+    async def data() -> Response:
         config = settings.config.model_copy(update={"topology": members.topology})
-        shown = snapshot(table, observer, admission, config, range_s)
-        return Response(msgspec.json.encode(shown), 200, {"cache-control": "no-store"}, "application/json")
+        shown = msgspec.json.encode(snapshot(table, observer, admission, config))
+        return Response(shown, 200, {"cache-control": "no-store"}, "application/json")
 
     return router
 
 
 def snapshot(
-    table: InstanceTable, observer: Observer, admission: AdmissionControl, config: DeploymentConfig, range_s: int
+    table: InstanceTable, observer: Observer, admission: AdmissionControl, config: DeploymentConfig
 ) -> dict[str, Any]:
-    """Return everything that the page shows; ``range_s`` is one of :data:`~proxy.observe.figures.RANGES_S`, else
-    the least. Times are milliseconds."""
+    """Return everything that the page shows. Times are milliseconds."""
     now_s = time.monotonic()
-    range_s = range_s if range_s in RANGES_S else min(RANGES_S)
     up_s, records, figures = now_s - observer.started_s, list(table), observer.figures
     return {
         "version": version("epd-serve"),
@@ -106,9 +97,8 @@ def snapshot(
         "running": admission.queue.num_running,
         "waiting": admission.queue.num_waiting,
         "slo": {"ttft_ms": config.slo.ttft_ms, "tpot_ms": config.slo.tpot_ms},
-        "range_s": range_s,
-        "series": figures.series(RANGES_S[range_s], now_s),
-        "window": figures.window(RANGES_S[range_s], now_s, min(range_s, max(1, round(up_s)))),
+        "series": figures.series(now_s),
+        "window": figures.window(now_s, min(NUM_SLOTS, max(1, round(up_s)))),
         "units": _units(records, config.topology),
         "instances": [_instance(record) for record in records],
         "links": [
@@ -124,41 +114,29 @@ def snapshot(
 
 
 def _instance(record: InstanceRecord) -> dict[str, Any]:
-    info, load = record.info, record.load
-    usage = None if info is None else info.usage
-    busy = {} if usage is None else {stage: _spent(record, _busy_of(stage)) for stage in usage.busy_s}
+    info, load, before = record.info, record.load, record.before
+    usage, cpus, busy = None if info is None else info.usage, None, None
+    if usage is not None and before is not None and before.usage is not None and usage.at_s > before.usage.at_s:
+        past, passed_s = before.usage, usage.at_s - before.usage.at_s
+        cpus = max(0.0, usage.cpu_s - past.cpu_s) / passed_s
+        busy = {of: max(0.0, one_s - past.busy_s.get(of, 0.0)) / passed_s for of, one_s in usage.busy_s.items()}
     return {
         "name": record.name,
         "role": None if record.role is None else str(record.role),
         "state": record.state,
-        "model": None if info is None else info.model,
         "device": None if info is None else info.device,
         "running": load.num_running,
         "waiting": load.num_waiting + load.num_waiting_encodes,
         "places": 0 if info is None else info.budgets.get("max_num_seqs", 0),
-        "in_flight": sum(record.in_flight.values()),
         "pending_ms": {stage.value: milliseconds(seconds) for stage, seconds in pending_s(record).items()},
         "kv_usage": kv_usage(record),
         "restarts": record.num_restarts,
-        "busy": None if None in busy.values() else busy or None,
-        "cpus": _spent(record, lambda one: one.cpu_s),
+        "busy": busy or None,
+        "cpus": cpus,
         "memory_bytes": None if usage is None else usage.memory_bytes,
         "device_bytes": None if usage is None else usage.device_bytes,
         "device_total_bytes": None if usage is None else usage.device_total_bytes,
     }
-
-
-def _spent(record: InstanceRecord, seconds: Callable[[Usage], float]) -> float | None:
-    """Return how many seconds a second were spent between an instance's last two accounts; None without two."""
-    now = None if record.info is None else record.info.usage
-    before = None if record.before is None else record.before.usage
-    if now is None or before is None or now.at_s <= before.at_s:
-        return None
-    return max(0.0, seconds(now) - seconds(before)) / (now.at_s - before.at_s)
-
-
-def _busy_of(stage: str) -> Callable[[Usage], float]:
-    return lambda usage: usage.busy_s.get(stage, 0.0)
 
 
 def _request(record: RequestRecord) -> dict[str, Any]:
@@ -166,9 +144,7 @@ def _request(record: RequestRecord) -> dict[str, Any]:
     return {
         "id": record.context.trace_id[:8],
         "endpoint": record.endpoint,
-        "images": record.num_media.get("image", 0),
-        "videos": record.num_media.get("video", 0),
-        "sounds": record.num_media.get("audio", 0),
+        **{PLURALS[modality]: count for modality, count in record.num_media.items()},
         "status": record.status,
         "error": record.error,
         "ms": milliseconds(record.duration_s),

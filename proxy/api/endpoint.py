@@ -83,12 +83,13 @@ class Endpoint:
         client = Client(scope, receive, send)
         record = self.observer.begin(self.kind, client.headers)
         try:
-            visit = self.admission.enter(client.headers.get(b"authorization"))
+            holder = self.admission.authenticator.check(client.headers.get(b"authorization"))
+            record.key = holder.name
+            visit = self.admission.enter(holder)
         except ServeError as error:
             await send_error(client, error, record)
             self.observer.finish(record, error.status, error)
             return
-        record.key = visit.client.name
         try:
             await self._answer(Exchange(client, record, visit))
         finally:

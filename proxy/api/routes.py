@@ -8,13 +8,12 @@ from typing import Annotated, Any, cast
 from fastapi import FastAPI, Header, Request, Response, Security
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from starlette.types import ASGIApp
 
-from epd_serve.protocol.openai import answers
 from epd_serve.protocol.openai.generation import ChatCompletionRequest, CompletionRequest
-from epd_serve.protocol.openai.responses import ResponsesRequest
-from epd_serve.protocol.openai.tokenizing import DetokenizeBody, TokenizeBody
+from epd_serve.protocol.openai.responses import InputTokens, ResponsesRequest
+from epd_serve.protocol.openai.tokenizing import DetokenizeBody, DetokenizeResult, TokenizeBody, TokenizeResult
 from epd_serve.protocol.openai.transcriptions import TranscriptionRequest
 
 bearer = HTTPBearer(auto_error=False, description="An API key, where the gateway has any.")
@@ -31,21 +30,37 @@ _ERRORS = {
     503: "No instance can take the request now.",
     504: "The request took too long.",
 }
-#: Path → (body, answer, summary).
-_ROUTES: dict[str, tuple[type[BaseModel], type[BaseModel], str]] = {
-    "/v1/chat/completions": (ChatCompletionRequest, answers.ChatCompletion, "Answer a chat with text and media"),
-    "/v1/completions": (CompletionRequest, answers.Completion, "Continue prompts"),
-    "/v1/responses": (ResponsesRequest, answers.ResponseAnswer, "Answer in the form of a response"),
-    "/v1/responses/input_tokens": (ResponsesRequest, answers.InputTokens, "Count the tokens of an input"),
-    "/v1/audio/transcriptions": (TranscriptionRequest, answers.Transcript, "Write down speech"),
-    "/tokenize": (TokenizeBody, answers.TokenizeResult, "Return the tokens of a prompt or chat"),
-    "/detokenize": (DetokenizeBody, answers.DetokenizeResult, "Return the text of tokens"),
+_OPENAI = "https://platform.openai.com/docs/api-reference/"
+#: Path → (body, answer: a model or OpenAI's page on it, summary).
+_ROUTES: dict[str, tuple[type[BaseModel], type[BaseModel] | str, str]] = {
+    "/v1/chat/completions": (ChatCompletionRequest, "chat/object", "Answer a chat with text and media"),
+    "/v1/completions": (CompletionRequest, "completions/object", "Continue prompts"),
+    "/v1/responses": (ResponsesRequest, "responses/object", "Answer in the form of a response"),
+    "/v1/responses/input_tokens": (ResponsesRequest, InputTokens, "Count the tokens of an input"),
+    "/v1/audio/transcriptions": (TranscriptionRequest, "audio/json-object", "Write down speech"),
+    "/tokenize": (TokenizeBody, TokenizeResult, "Return the tokens of a prompt or chat"),
+    "/detokenize": (DetokenizeBody, DetokenizeResult, "Return the text of tokens"),
 }
+
+
+class ErrorDetail(BaseModel):
+    """An error."""
+
+    message: str = Field(description="The fault, and how to avoid it.")
+    type: str = Field(description="Class of the error.")
+    param: str | None = Field(description="The wrong field of the request, as in messages[0].content.")
+    code: str | None = Field(description="A name for programs.")
+
+
+class ErrorAnswer(BaseModel):
+    """The answer to a request that failed."""
+
+    error: ErrorDetail = Field(description="The error.")
 
 
 def error_answers(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """Return the documentation of error answers; without statuses: of all."""
-    error: dict[str, Any] = {"model": answers.ErrorAnswer}
+    error: dict[str, Any] = {"model": ErrorAnswer}
     known: dict[int | str, dict[str, Any]] = {"default": {**error, "description": "An error."}}
     for status in statuses or _ERRORS:
         known[status] = {**error, "description": _ERRORS[status]}
@@ -78,10 +93,13 @@ def add_body_route(app: FastAPI, path: str, endpoint: ASGIApp) -> None:
         del documented.__annotations__["body"]
         form = {"multipart/form-data": {"schema": body.model_json_schema()}}
         extra["requestBody"] = {"required": True, "content": form}
-    whole: dict[str, Any] = {"model": answer, "description": "The answer"}
-    if "stream" in body.model_fields and answer is not answers.InputTokens:
+    whole: dict[str, Any] = {"description": "The answer"}
+    if isinstance(answer, str):
+        described = {"type": "object", "description": f"OpenAI's object: {_OPENAI}{answer}"}
         events = {"type": "string", "description": "Server-sent events, with stream: true."}
-        whole["content"] = {"text/event-stream": {"schema": events}}
+        whole["content"] = {"application/json": {"schema": described}, "text/event-stream": {"schema": events}}
+    else:
+        whole["model"] = answer
     app.router.add_api_route(
         path,
         documented,

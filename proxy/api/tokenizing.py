@@ -13,6 +13,7 @@ from epd_serve.protocol.openai.tokenizing import TokenQuestion
 from epd_serve.protocol.wire import DetokenizeReply, DetokenizeRequest, MediaRef, TokenizeReply
 from epd_serve.types import Stage
 from proxy.api.endpoint import Endpoint, Exchange, parse_body
+from proxy.dispatch.dispatcher import LOOK_AGAIN_S
 from proxy.dispatch.forwarding import EventSink
 from proxy.http.client import send_json
 
@@ -38,25 +39,28 @@ class TokenizingEndpoint(Endpoint):
         await send_json(exchange.client, 200, answer, exchange.record)
 
     async def _ask(self, request: TokenQuestion, refs: list[MediaRef], model: str, trace_id: str) -> bytes:
-        """Return the answer of the least loaded instance that answers."""
+        """Return the answer of the least loaded instance that answers; wait for one as chats do."""
         message, lost = request.message(refs), None
         reply: TokenizeReply | DetokenizeReply
-        for record in sorted(self.table.ready(Stage.PREFILL, model), key=lambda record: record.prefill_s):
-            calls = self.calls.get(record.name)
-            if calls is None:
-                continue
-            assert record.info is not None, "a ready instance is known"
-            try:
-                if isinstance(message, DetokenizeRequest):
-                    reply = await calls.detokenize(message, trace_id=trace_id)
-                else:
-                    reply = await calls.tokenize(message, trace_id=trace_id)
-                answer = request.answer(reply, record.info.max_model_len)
-                return (await asyncio.to_thread(answer.model_dump_json)).encode()
-            except InstanceLost as error:
-                self.monitor.report_lost(record.name)
-                lost = error
-            except Unavailable as error:
-                if not is_planned(error):
-                    raise
-        raise lost or Unavailable("no instance that prefills is ready; try again shortly")
+        while True:
+            for record in sorted(self.table.ready(Stage.PREFILL, model), key=lambda record: record.prefill_s):
+                calls = self.calls.get(record.name)
+                if calls is None:
+                    continue
+                assert record.info is not None, "a ready instance is known"
+                try:
+                    if isinstance(message, DetokenizeRequest):
+                        reply = await calls.detokenize(message, trace_id=trace_id)
+                    else:
+                        reply = await calls.tokenize(message, trace_id=trace_id)
+                    answer = request.answer(reply, record.info.max_model_len)
+                    return (await asyncio.to_thread(answer.model_dump_json)).encode()
+                except InstanceLost as error:
+                    self.monitor.report_lost(record.name)
+                    lost = error
+                except Unavailable as error:
+                    if not is_planned(error):
+                        raise
+            if lost is not None or not self.monitor.is_awaited:
+                raise lost or Unavailable("no instance that prefills is ready; try again shortly")
+            await asyncio.sleep(LOOK_AGAIN_S)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Literal
 
 from fastapi import APIRouter, Depends, Request, Response, Security
-from fastapi.responses import JSONResponse, PlainTextResponse, RedirectResponse
+from fastapi.responses import PlainTextResponse, RedirectResponse
+from pydantic import BaseModel, Field
 
 from epd_serve.errors import InvalidRequest, ModelNotFound, Unavailable
 from epd_serve.protocol.instance_state import InstanceInfo
-from epd_serve.protocol.openai import answers
 from epd_serve.routing.table import InstanceTable
 from epd_serve.types import Role, Stage
 from proxy.admission.keys import Authenticator
+from proxy.admission.queue import AdmissionQueue
 from proxy.api.routes import bearer, error_answers
 from proxy.fleet.monitor import Monitor
 from proxy.observe.metrics import CONTENT_TYPE, GatewayMetrics
@@ -30,117 +30,130 @@ def key_required(authenticator: Authenticator) -> Callable[[Request], Awaitable[
     return check
 
 
-def models_router(table: InstanceTable, monitor: Monitor, authenticator: Authenticator) -> APIRouter:
-    """``GET /v1/models`` and ``/v1/models/{name}``."""
+class ModelCard(BaseModel):
+    """A model."""
 
+    id: str = Field(description="Its name.")
+    object: Literal["model"] = Field(default="model", description="Kind of the object.")
+    created: int = Field(description="Start of the gateway in seconds since the epoch.")
+    owned_by: str = Field(default="epd-serve", description="The server.")
+    root: str = Field(description="Where the model was loaded from.")
+    parent: None = Field(default=None, description="Always null.")
+    max_model_len: int = Field(description="Most tokens of a prompt and its answer together.")
+
+
+class ModelList(BaseModel):
+    """The models served."""
+
+    object: Literal["list"] = Field(default="list", description="Kind of the object.")
+    data: list[ModelCard] = Field(description="The models.")
+
+
+def models_router(table: InstanceTable, monitor: Monitor, authenticator: Authenticator) -> APIRouter:
+    """Return ``GET /v1/models`` and ``/v1/models/{name}``."""
     router = APIRouter(dependencies=[Security(bearer), Depends(key_required(authenticator))])
     created = int(time.time())
 
-    def describe(info: InstanceInfo) -> dict[str, Any]:
-        return {
-            "id": info.model,
-            "object": "model",
-            "created": created,
-            "owned_by": "epd-serve",
-            "root": info.model_path,
-            "parent": None,
-            "max_model_len": info.max_model_len,
-        }
+    def card(info: InstanceInfo) -> ModelCard:
+        return ModelCard(id=info.model, created=created, root=info.model_path, max_model_len=info.max_model_len)
 
-    @router.get("/v1/models", responses={200: {"model": answers.ModelList}, **error_answers(401, 503)})
+    @router.get("/v1/models", responses=error_answers(401, 503))
     @router.get("/v1/models/", include_in_schema=False)
-    async def models() -> JSONResponse:
+    async def models() -> ModelList:
         await monitor.started.wait()
         found = table.models()
         if not found:
             raise Unavailable("no instance has started yet; try again shortly")
-        return JSONResponse({"object": "list", "data": [describe(info) for info in found.values()]})
+        return ModelList(data=[card(info) for info in found.values()])
 
-    @router.get(
-        "/v1/models/{name:path}", responses={200: {"model": answers.ModelCard}, **error_answers(401, 404, 503)}
-    )
-    async def model(name: str) -> JSONResponse:
+    @router.get("/v1/models/{name:path}", responses=error_answers(401, 404, 503))
+    async def model(name: str) -> ModelCard:
         await monitor.started.wait()
         found = table.models()
         if name not in found:
             known = ", ".join(map(repr, found)) or "none yet"
             raise ModelNotFound(f"there is no model {name[:100]!r}; served here: {known}", param="model")
-        return JSONResponse(describe(found[name]))
+        return card(found[name])
 
     return router
 
 
-def home_router(table: InstanceTable, authenticator: Authenticator, *, dashboard: bool) -> APIRouter:
-    """``GET /``: the dashboard, or where there is none a text on how to ask."""
+def home_router(*, dashboard: bool) -> APIRouter:
+    """Return ``GET /``, which leads to the dashboard, or where there is none to the API's page."""
     router = APIRouter(include_in_schema=False)
 
     @router.api_route("/", methods=["GET", "HEAD"])
-    async def home(request: Request) -> Response:
-        if dashboard:
-            return RedirectResponse("dashboard")
-        name = next(iter(table.models()), "MODEL") if authenticator.anonymous else "MODEL"
-        key = "" if authenticator.anonymous else " -H 'Authorization: Bearer YOUR-KEY'"
-        body = {"model": name, "messages": [{"role": "user", "content": "Say hello"}]}
-        return PlainTextResponse(
-            "This is the gateway of an epd-serve deployment. It speaks the OpenAI API below /v1. Ask it:\n\n"
-            f"curl {request.base_url}v1/chat/completions{key} -H 'Content-Type: application/json' "
-            f"-d '{json.dumps(body)}'\n",
-            headers={"x-content-type-options": "nosniff"},
-        )
+    async def home() -> RedirectResponse:
+        return RedirectResponse("dashboard" if dashboard else "docs")
 
     return router
 
 
-def health_router(table: InstanceTable, metrics: GatewayMetrics, monitor: Monitor) -> APIRouter:
-    """``GET /health``, ``/health/ready``, ``/health/live`` and ``/metrics``, open to all.
+class InstanceState(BaseModel):
+    """State of an instance."""
+
+    role: str | None = Field(description="Its stages.")
+    ready: bool = Field(description="Whether it takes work.")
+
+
+class Readiness(BaseModel):
+    """Whether requests can be served."""
+
+    status: str = Field(description='"ready", or the stages that no instance covers.')
+    instances: dict[str, InstanceState] = Field(default_factory=dict, description="States by name.")
+
+
+class Liveness(BaseModel):
+    """Whether the gateway runs."""
+
+    status: Literal["live"] = Field(default="live", description="Always live.")
+
+
+def health_router(
+    table: InstanceTable, metrics: GatewayMetrics, monitor: Monitor, queue: AdmissionQueue
+) -> APIRouter:
+    """Return ``GET /health``, ``/health/ready``, ``/health/live`` and ``/metrics``, open to all.
 
     ``/health?role=EPD`` asks for a ready encoder, too. ``/health/ready`` is for load balancers: its status is 200
     also while requests wait for P and D to come back, as another gateway has lost the same.
     """
     router = APIRouter()
-
-    states: dict[int | str, dict[str, Any]] = {
-        200: {"model": answers.ReadyAnswer},
-        **error_answers(400),
-        503: {"model": answers.ReadyAnswer, "description": "Stages are missing."},
-    }
+    states = {**error_answers(400), 503: {"model": Readiness, "description": "Stages are missing."}}
 
     @router.head("/health", include_in_schema=False)
     @router.get("/health", responses=states)
-    async def whole(role: str = "PD") -> JSONResponse:
-        return answer(role, takes_requests=False)
+    async def whole(response: Response, role: str = "PD") -> Readiness:
+        return answer(response, role, takes_requests=False)
 
     @router.head("/health/ready", include_in_schema=False)
     @router.get("/health/ready", responses=states)
-    async def ready(role: str = "PD") -> JSONResponse:
-        return answer(role, takes_requests=role == "PD" and monitor.is_awaited)
+    async def ready(response: Response, role: str = "PD") -> Readiness:
+        return answer(response, role, takes_requests=role == "PD" and monitor.is_awaited)
 
-    def answer(role: str, *, takes_requests: bool) -> JSONResponse:
-        """``takes_requests``: whether it does although stages are missing."""
+    def answer(response: Response, role: str, *, takes_requests: bool) -> Readiness:
+        """Return the state; ``takes_requests``: status 200 although stages are missing."""
         try:
             wanted = Role.parse(role).stages
         except ValueError as error:
             raise InvalidRequest(str(error), param="role") from None
         missing = table.missing_stages([stage for stage in Stage if stage in wanted])
-        instances = {
-            record.name: {
-                "role": str(record.role) if record.role else None,
-                "ready": record.state == "up",  # as for the status: those that get work
-            }
-            for record in table
+        if missing and not takes_requests:
+            response.status_code = 503
+        instances = {  # ready, as for the status: those that get work
+            one.name: InstanceState(role=str(one.role) if one.role else None, ready=one.state == "up")
+            for one in table
         }
-        status = "waiting for " + " and ".join(missing) if missing else "ready"
-        return JSONResponse(
-            {"status": status, "instances": instances}, 503 if missing and not takes_requests else 200
+        return Readiness(
+            status="waiting for " + " and ".join(missing) if missing else "ready", instances=instances
         )
 
     @router.head("/health/live", include_in_schema=False)
-    @router.get("/health/live", responses={200: {"model": answers.LiveAnswer}})
-    async def live() -> JSONResponse:
-        return JSONResponse({"status": "live"})
+    @router.get("/health/live")
+    async def live() -> Liveness:
+        return Liveness()
 
     @router.get("/metrics", response_class=PlainTextResponse)
     async def exposition() -> Response:
-        return Response(metrics.render(table), media_type=CONTENT_TYPE)
+        return Response(metrics.render(table, queue.num_running, queue.num_waiting), media_type=CONTENT_TYPE)
 
     return router

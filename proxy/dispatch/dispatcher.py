@@ -28,7 +28,7 @@ from proxy.observe.record import DECODE, ENCODE, ENCODED, PREFILL, RECOMPUTED, S
 from proxy.settings import GatewaySettings
 
 _P, _D = Stage.PREFILL, Stage.DECODE
-_LOOK_AGAIN_S = 0.05
+LOOK_AGAIN_S = 0.05
 #: Of one request, or of each choice that continues by itself; the first and all continuations included.
 MAX_ATTEMPTS = 5
 
@@ -54,7 +54,6 @@ class Dispatcher:
             end = await dispatch.run()
             if isinstance(end, do.SplitUp):
                 job.record.again(continued=True)
-                self._instances.metrics.request_continuations.inc()
                 await stream_choices(self, job, end, sink)
         finally:
             job.record.streamed_all(answer.num_tokens if answer.known and answer.readers else None)
@@ -131,7 +130,7 @@ class Dispatch(Struct, eq=False):
                         await asyncio.wait(self._cancelled)
                         self._cancelled.clear()
                     if step.until_s is not None:
-                        await asyncio.sleep(_LOOK_AGAIN_S)
+                        await asyncio.sleep(LOOK_AGAIN_S)
                     self.feed(on.Look(job.loop.time(), monitor.wait_s, monitor.complete_at_s))
                 elif isinstance(step, do.Name):
                     refs = [await item.name(step.fingerprint) for item in job.items]
@@ -230,11 +229,8 @@ class Dispatch(Struct, eq=False):
         self._words = self._job.loop.call_later(action.seconds, self.feed, on.Silent())
 
     def _begin(self, action: do.Try) -> None:
-        record, metrics = self._job.record, self._instances.metrics
-        record.attempt_failed(self._request_id)
-        continued = action.kind == "continued"
-        record.again(continued=continued)
-        (metrics.request_continuations if continued else metrics.request_retries).inc()
+        self._job.record.attempt_failed(self._request_id)
+        self._job.record.again(continued=action.kind == "continued")
 
     def _call_both(self, action: do.CallPrefill) -> None:
         """Call P, and D unless it is the same one."""
@@ -344,7 +340,6 @@ class Dispatch(Struct, eq=False):
         encoder, prefill = action.encoder, action.prefill
         if action.again:
             record.encode_retries += 1
-            instances.metrics.encode_retries.inc()
         calls, announce_to = instances.calls.get(encoder.name), instances.calls.get(prefill.name)
         if announce_to is None:
             self.feed(on.Refused(_P, _left(prefill)))

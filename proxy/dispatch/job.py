@@ -16,7 +16,6 @@ from epd_serve.routing.table import InstanceTable
 from epd_serve.types import SamplingParams
 from proxy.fleet.monitor import Monitor
 from proxy.media.loader import MediaItem
-from proxy.observe.metrics import GatewayMetrics
 from proxy.observe.record import RequestRecord
 from proxy.settings import GatewaySettings
 
@@ -49,7 +48,6 @@ class Instances:
     calls: Mapping[str, StageCalls]
     router: Router
     monitor: Monitor
-    metrics: GatewayMetrics
     settings: GatewaySettings
 
 

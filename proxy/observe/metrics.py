@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -17,7 +17,6 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 #: Seconds; from a cached answer of a tiny model to a long generation on a busy device.
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0)
-_TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 131072)
 #: The client left (proxy/api/endpoint.py).
 _CLIENT_LEFT = 499
 
@@ -78,8 +77,6 @@ class GatewayMetrics:
         )
         self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts, media included")
         self._generation_tokens = counter("generation_tokens", "Tokens of answers")
-        self._request_prompt_tokens = histogram("request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
-        self._request_generation_tokens = histogram("request_generation_tokens", "Its output tokens", _TOKENS)
         self._features = counter(
             "features",
             "Media items by the source of their features: encoded, store (of the encoder), prefill (already "
@@ -89,17 +86,17 @@ class GatewayMetrics:
         self._mm_queries = counter("mm_cache_queries", "Media items looked up")
         self._mm_hits = counter("mm_cache_hits", "Media items whose features were in a cache")
         self._media_bytes = counter("media_bytes", "Bytes of decoded media received or fetched", "modality")
-        self.queue_wait = histogram(
+        self._queue_wait = histogram(
             "request_queue_time_seconds", "Wait in the admission queue of requests that waited", _SECONDS
         )
-        self.encode_retries = counter("encode_retries", "Encode calls sent to another instance after a failure")
-        self.request_retries = counter(
+        self._encode_retries = counter("encode_retries", "Encode calls sent to another instance after a failure")
+        self._retries = counter(
             "request_retries", "Requests sent to other instances after a failure before the first token"
         )
-        self.request_continuations = counter(
+        self._continuations = counter(
             "request_continuations", "Streamed answers continued at other instances after a failure"
         )
-        self.refused = counter(
+        self._refused = counter(
             "refused", "Requests refused before they ran, by error code and key's name", "reason", "key"
         )
         self._running = gauge("num_requests_running", "Requests admitted to the instances")
@@ -136,10 +133,16 @@ class GatewayMetrics:
             tpot.observe(record.tpot_s)
         if record.prompt_tokens is not None:
             self._prompt_tokens.inc(record.prompt_tokens)
-            self._request_prompt_tokens.observe(record.prompt_tokens)
         if record.output_tokens is not None:
             self._generation_tokens.inc(record.output_tokens)
-            self._request_generation_tokens.observe(record.output_tokens)
+        if status == 429 and record.prefill is None:
+            self._refused.labels(record.error, record.key).inc()
+        if record.queue_s:
+            self._queue_wait.observe(record.queue_s)
+        if record.retries or record.continuations or record.encode_retries:
+            self._retries.inc(record.retries)
+            self._continuations.inc(record.continuations)
+            self._encode_retries.inc(record.encode_retries)
         for span in record.spans:
             self._by_stage[span.name].observe(span.end_s - span.start_s)
             if source := str(span.attributes.get("feature", "")):
@@ -149,16 +152,13 @@ class GatewayMetrics:
         for modality, nbytes in record.media_bytes.items():
             self._media_bytes.labels(modality).inc(nbytes)
 
-    def watch_admission(self, num_running: Callable[[], float], num_waiting: Callable[[], float]) -> None:
-        """Let the gauges of the admission queue call these functions when they are read."""
-        self._running.set_function(num_running)
-        self._waiting.set_function(num_waiting)
-
-    def render(self, instances: Iterable[InstanceRecord]) -> bytes:
-        """Return the exposition text with the current state of ``instances``."""
+    def render(self, instances: Iterable[InstanceRecord], num_running: int, num_waiting: int) -> bytes:
+        """Return the exposition text with the current state of ``instances`` and of the admission queue."""
+        self._running.set(num_running)
+        self._waiting.set(num_waiting)
         for gauge in (self._ready, self._in_flight, self._pending, self._kv_usage, self._sequences):
             gauge.clear()  # of instances that have left
-        num_running, num_waiting, most_used = 0, 0, 0.0
+        all_running, all_waiting, most_used = 0, 0, 0.0
         for record in instances:
             name, running, waiting = record.name, 0, 0
             self._ready.labels(name).set(record.ready)
@@ -174,8 +174,8 @@ class GatewayMetrics:
                     most_used = max(most_used, used)
             self._sequences.labels(name, "running").set(running)
             self._sequences.labels(name, "waiting").set(waiting)
-            num_running, num_waiting = num_running + running, num_waiting + waiting
-        self._vllm.set(num_running, num_waiting, most_used)
+            all_running, all_waiting = all_running + running, all_waiting + waiting
+        self._vllm.set(all_running, all_waiting, most_used)
         return generate_latest(self.registry)
 
 

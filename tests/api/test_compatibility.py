@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import io
-import json
 
 import pytest
 from chat import chat, data_url
-from in_process import deployment
 from pictures import noise, png
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -226,44 +224,3 @@ async def test_a_model_for_pictures_transcribes_nothing(api):
     async with api.session.post(api.url + "/v1/audio/transcriptions", data=form) as answer:
         status, error = answer.status, (await answer.json())["error"]
     assert (status, error["code"], error["param"]) == (400, "unsupported_media", "file")
-
-
-@pytest.mark.parametrize(("path", "body"), [(CHATS, chat("Hi") | FIELDS), (COMPLETIONS, {"prompt": "x"} | FIELDS)])
-async def test_pages_of_named_origins_may_ask(api, path, body):
-    """By the server's short way, by uvicorn's (a chunked body), and with a preflight."""
-    model = api.instances["ep0"].options.model
-    ask = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
-
-    async def chunked():
-        yield json.dumps(body).encode()
-
-    async with deployment(model, "EPD", cors=("https://a.example", "http://b.example:3000"), api_key="k") as named:
-        key = {"authorization": "Bearer k"}
-        for origin, may in (
-            ("https://a.example", True),
-            ("http://b.example:3000", True),
-            ("https://c.example", False),
-        ):
-            allowed = origin if may else None
-            async with named.session.options(named.url + path, headers={"origin": origin, **ask}) as answer:
-                assert (answer.status == 200) == may
-                assert answer.headers.get("access-control-allow-origin") == allowed
-                assert not may or "authorization" in answer.headers["access-control-allow-headers"]
-            for sent in ({"json": body}, {"data": chunked(), "headers": {"content-type": "application/json"}}):
-                headers = {**sent.pop("headers", {}), **key, "origin": origin}
-                async with named.session.post(named.url + path, headers=headers, **sent) as answer:
-                    assert answer.status == 200, await answer.text()
-                    assert answer.headers.getall("access-control-allow-origin", []) == [origin] * may
-            async with named.session.post(named.url + path, json=body, headers={"origin": origin}) as answer:
-                assert (answer.status, answer.headers.get("access-control-allow-origin")) == (401, allowed)
-        streamed = {**body, "stream": True}
-        headers = {**key, "origin": "https://a.example"}
-        async with named.session.post(named.url + path, json=streamed, headers=headers) as answer:
-            assert answer.headers["access-control-allow-origin"] == "https://a.example"
-            assert (await answer.read()).endswith(b"data: [DONE]\n\n")
-        async with named.session.get(named.url + "/v1/models", headers=headers) as answer:
-            assert answer.headers["access-control-allow-origin"] == "https://a.example"
-    async with api.session.post(api.url + path, json=body, headers={"origin": "https://a.example"}) as answer:
-        assert answer.status == 200 and "access-control-allow-origin" not in answer.headers
-    async with api.session.options(api.url + path, headers={"origin": "https://a.example", **ask}) as answer:
-        assert answer.status == 405

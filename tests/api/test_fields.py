@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from chat import chat
 from pictures import noise
@@ -18,15 +16,6 @@ async def completion(api, prompt="one two three", **fields):
     status, answer = await api.post("/v1/completions", {"prompt": prompt, **GREEDY, **fields})
     assert status == 200, answer
     return answer
-
-
-async def events(api, path, body):
-    async with api.session.post(api.url + path, json=body | {"stream": True}) as response:
-        assert response.status == 200, await response.text()
-        data = await response.text()
-    lines = [line.removeprefix("data: ") for line in data.split("\n\n") if line]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
 
 
 async def tokens_of(api, text):
@@ -72,7 +61,7 @@ async def test_the_stop_string_stays_where_that_is_asked(api):
         "stop": stop,
         "include_stop_str_in_output": True,
     }
-    streamed = await events(api, "/v1/completions", body)
+    streamed = await api.events("/v1/completions", body)
     assert "".join(e["choices"][0]["text"] for e in streamed) == kept["text"]
 
 
@@ -80,7 +69,7 @@ async def test_echo_repeats_the_prompt(api):
     plain = (await completion(api))["choices"][0]["text"]
     echoed = await completion(api, echo=True, n=2)
     assert [c["text"] for c in echoed["choices"]] == ["one two three" + plain] * 2
-    streamed = await events(api, "/v1/completions", {"prompt": "one two three", **GREEDY, "echo": True})
+    streamed = await api.events("/v1/completions", {"prompt": "one two three", **GREEDY, "echo": True})
     assert "".join(e["choices"][0]["text"] for e in streamed) == "one two three" + plain
 
 
@@ -94,7 +83,7 @@ async def test_several_prompts_are_answered_as_each_by_itself(api):
     assert together["usage"]["prompt_tokens"] == sum(one["usage"]["prompt_tokens"] for one in alone)
     assert together["usage"]["completion_tokens"] == 2 * sum(one["usage"]["completion_tokens"] for one in alone)
     options = {"stream_options": {"include_usage": True}}
-    streamed = await events(api, "/v1/completions", {"prompt": prompts, "n": 2, **GREEDY, **options})
+    streamed = await api.events("/v1/completions", {"prompt": prompts, "n": 2, **GREEDY, **options})
     assert streamed[-1]["usage"] == together["usage"] and streamed[-1]["choices"] == []
     assert len({event["id"] for event in streamed}) == 1
     joined = [""] * 6
@@ -125,7 +114,7 @@ async def test_images_may_stand_anywhere_in_a_long_chat(api):
     ]
     status, answer = await api.post("/v1/chat/completions", {"messages": messages, **GREEDY})
     assert status == 200
-    streamed = await events(api, "/v1/chat/completions", {"messages": messages, **GREEDY})
+    streamed = await api.events("/v1/chat/completions", {"messages": messages, **GREEDY})
     content = "".join(event["choices"][0]["delta"]["content"] for event in streamed)
     assert content == answer["choices"][0]["message"]["content"]
     swapped = [*messages[:3], {"role": "user", "content": [picture, text, other]}]

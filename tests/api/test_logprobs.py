@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from chat import chat
@@ -16,22 +14,13 @@ WILD = {"temperature": 1.6, "max_tokens": 40, "ignore_eos": True}
 END = 2  # <|im_end|>
 
 
-async def events(api, path, body):
-    async with api.session.post(api.url + path, json=body | {"stream": True}) as response:
-        assert response.status == 200, await response.text()
-        data = await response.text()
-    lines = [line.removeprefix("data: ") for line in data.split("\n\n") if line]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line)["choices"][0] for line in lines[:-1]]
-
-
 async def chats(api, **fields):
     """Content and listed tokens, in one piece and streamed."""
     body = {**chat("What is this?"), "logprobs": True, "top_logprobs": 3, **WILD, **fields}
     status, answer = await api.post("/v1/chat/completions", body)
     assert status == 200, answer
     whole = answer["choices"][0]
-    pieces = await events(api, "/v1/chat/completions", body)
+    pieces = [event["choices"][0] for event in await api.events("/v1/chat/completions", body)]
     text = ""
     listed = []
     for piece in pieces:
@@ -49,7 +38,7 @@ async def completions(api, **fields):
     status, answer = await api.post("/v1/completions", body)
     assert status == 200, answer
     whole = answer["choices"][0]
-    pieces = await events(api, "/v1/completions", body)
+    pieces = [event["choices"][0] for event in await api.events("/v1/completions", body)]
     assert "".join(piece["text"] for piece in pieces) == whole["text"]
     for name in ("tokens", "text_offset"):
         assert [one for piece in pieces for one in piece["logprobs"][name]] == whole["logprobs"][name]
@@ -133,7 +122,7 @@ async def test_echo_tells_the_prompts_log_probabilities(api, reference, max_toke
     assert status == 200, answer
     plain = {"prompt": prompt, "max_tokens": max(max_tokens, 1), "temperature": 0}
     _, alone = await api.post("/v1/completions", plain)
-    pieces = await events(api, "/v1/completions", body)
+    pieces = [event["choices"][0] for event in await api.events("/v1/completions", body)]
     assert answer["usage"]["completion_tokens"] == n * max_tokens
     for choice in answer["choices"]:
         told = choice["logprobs"]

@@ -40,14 +40,6 @@ RESPONSES: list[dict[str, Any]] = [
 ]
 
 
-async def events(api, path, body):
-    async with api.session.post(api.url + path, json=body | {"stream": True}) as response:
-        assert response.status == 200, await response.text()
-        data = await response.text()
-    blocks = [block.splitlines()[-1].removeprefix("data: ") for block in data.split("\n\n") if block]
-    return [json.loads(block) for block in blocks if block != "[DONE]"]
-
-
 def strictly(kind: Any, data: Any) -> Any:
     return TypeAdapter(kind).validate_json(json.dumps(data), strict=True)
 
@@ -57,11 +49,11 @@ async def test_chats(api, body):
     status, answer = await api.post("/v1/chat/completions", body)
     assert status == 200, answer
     strictly(ChatCompletion, answer)
-    *chunks, last = await events(api, "/v1/chat/completions", body | USAGE)
+    *chunks, last = await api.events("/v1/chat/completions", body | USAGE)
     for chunk in (*chunks, last):
         strictly(ChatCompletionChunk, chunk)
     assert all(chunk["usage"] is None for chunk in chunks) and last["usage"]["completion_tokens"] > 0
-    assert all("usage" not in chunk for chunk in await events(api, "/v1/chat/completions", body))
+    assert all("usage" not in chunk for chunk in await api.events("/v1/chat/completions", body))
 
 
 @pytest.mark.parametrize("body", COMPLETIONS)
@@ -69,7 +61,7 @@ async def test_completions(api, body):
     status, answer = await api.post("/v1/completions", body)
     assert status == 200, answer
     strictly(Completion, answer)
-    *chunks, last = await events(api, "/v1/completions", body | USAGE)
+    *chunks, last = await api.events("/v1/completions", body | USAGE)
     for chunk in chunks:
         assert chunk["usage"] is None
         # openai says that an event of a completion has a finish_reason; its own server sends null until the end
@@ -84,7 +76,7 @@ async def test_responses(api, body):
     status, answer = await api.post("/v1/responses", body)
     assert status == 200, answer
     strictly(Response, answer)
-    told = await events(api, "/v1/responses", body)
+    told = await api.events("/v1/responses", body)
     assert len(told) > 6
     for event in told:
         strictly(ResponseStreamEvent, event)

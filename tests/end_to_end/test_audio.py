@@ -8,6 +8,7 @@ import json
 import os
 import signal
 from collections.abc import AsyncIterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -74,25 +75,31 @@ async def test_a_sound_is_encoded_once_however_it_is_sent(
 
 
 GOOD = sound(7, 2.0)
-SILENCE = encoded(np.zeros((1, 3600 * 16_000), np.int16), 16_000, "flac")
-HOSTILE: dict[str, tuple[str, str]] = {
-    "empty": ("data:audio/wav;base64,", "empty"),
-    "text": (data_url(b"no sound, but text", "audio/wav"), "no sound that can be read"),
-    "a picture": (data_url(png(noise(1)), "audio/wav"), "no sound that can be read"),
-    "called a picture": (data_url(GOOD, "image/wav"), "only audio/... is supported; send it as image_url"),
-    "cut": (data_url(GOOD[: len(GOOD) // 2], "audio/wav"), "cut off"),
-    "an hour of silence": (data_url(SILENCE, "audio/flac"), "more than 60 s"),
-    "a video without sound": (data_url(clip(0, 12), "audio/mp4"), "no stream of sound"),
-    "longer than the model takes": (data_url(sound(0, 5.0), "audio/wav"), "at most 4 s at a time"),
-    "short": (data_url(sound(0, 0.01), "audio/wav"), "too short for a token"),
-    "large": (data_url(bytes(MAX_BYTES + 10), "audio/wav"), f"at most {MAX_BYTES}"),
-    "no base64": ("data:audio/wav;base64,!!!!", "base64"),
-}
+
+
+@cache
+def hostile() -> dict[str, tuple[str, str]]:
+    return {
+        "empty": ("data:audio/wav;base64,", "empty"),
+        "text": (data_url(b"no sound, but text", "audio/wav"), "no sound that can be read"),
+        "a picture": (data_url(png(noise(1)), "audio/wav"), "no sound that can be read"),
+        "called a picture": (data_url(GOOD, "image/wav"), "only audio/... is supported; send it as image_url"),
+        "cut": (data_url(GOOD[: len(GOOD) // 2], "audio/wav"), "cut off"),
+        "two minutes of silence": (
+            data_url(encoded(np.zeros((1, 120 * 16_000), np.int16), 16_000, "flac"), "audio/flac"),
+            "more than 60 s",
+        ),
+        "a video without sound": (data_url(clip(0, 12), "audio/mp4"), "no stream of sound"),
+        "longer than the model takes": (data_url(sound(0, 5.0), "audio/wav"), "at most 4 s at a time"),
+        "short": (data_url(sound(0, 0.01), "audio/wav"), "too short for a token"),
+        "large": (data_url(bytes(MAX_BYTES + 10), "audio/wav"), f"at most {MAX_BYTES}"),
+        "no base64": ("data:audio/wav;base64,!!!!", "base64"),
+    }
 
 
 async def test_hostile_sounds_are_refused_by_part(deployment: LocalDeployment) -> None:
     async def check(client: httpx.AsyncClient, kind: str) -> None:
-        url, words = HOSTILE[kind]
+        url, words = hostile()[kind]
         parts = [
             {"type": "text", "text": "What is said?"},
             Sound(GOOD).part,
@@ -106,7 +113,7 @@ async def test_hostile_sounds_are_refused_by_part(deployment: LocalDeployment) -
             assert error["param"] == "messages[0].content[2].audio_url.url", (kind, error)
 
     async with http_client(deployment.gateway_url) as client, asyncio.timeout(60):
-        await asyncio.gather(*(check(client, kind) for kind in HOSTILE))
+        await asyncio.gather(*(check(client, kind) for kind in hostile()))
 
 
 async def test_a_format_that_is_another_is_named(deployment: LocalDeployment) -> None:

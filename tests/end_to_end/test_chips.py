@@ -84,10 +84,9 @@ class Copied:
         monkeypatch.setattr(owner, name, watched)
 
 
-@pytest.mark.parametrize("transport", ["tcp", "shm"])
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", pytest.param("qwen3_5", marks=pytest.mark.slow)])
 async def test_kv_goes_through_host_memory_that_is_far_smaller(
-    kind: str, transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All answers at once, each through the same few cells many times; a recurrent state as well.
 
@@ -96,7 +95,7 @@ async def test_kv_goes_through_host_memory_that_is_far_smaller(
     model = tiny_models.make_tiny_model(kind, tmp_path / "model")
     reference = Reference(model)
     asked = [("What is this?", [noise(1)]), ("Repeat: " + "apple banana " * 20, []), ("Say apple", [])]
-    transfer = {"transport": transport}
+    transfer = {"transport": "tcp"}
     options = {"device": "chip:2", "block_size": 8, "max_num_batched_tokens": 40, "kv_transfer": transfer}
     options["staging_bytes"] = 32 << 10
     copied = Copied(monkeypatch)

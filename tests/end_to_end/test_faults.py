@@ -6,11 +6,11 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 import pytest
-import pytest_asyncio
 from chat import chat
 from fleet import Books, figures, until_decoding
 from http_client import http_client
@@ -20,8 +20,8 @@ from epd_serve.config import DeploymentConfig
 from epd_serve.launch.deployment import LocalDeployment
 
 
-@pytest_asyncio.fixture
-async def deployment() -> AsyncIterator[LocalDeployment]:
+@asynccontextmanager
+async def deployed() -> AsyncIterator[LocalDeployment]:
     config = DeploymentConfig(
         topology="E-P-D",
         restart="never",
@@ -65,9 +65,11 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("victim", ["e0", "p0", "d0"])
-async def test_kill_an_instance_under_load(deployment: LocalDeployment, victim: str) -> None:
-    handles = deployment.instances
-    async with http_client(deployment.gateway_url) as client:
+async def test_kill_an_instance_under_load(victim: str) -> None:
+    seen = chat("What is in the picture?", noise(7), max_tokens=12, ignore_eos=True)
+    async with deployed() as deployment, http_client(deployment.gateway_url) as client:
+        handles = deployment.instances
+        before = await client.post("/v1/chat/completions", json=seen)
         bodies = [
             chat(
                 f"What is number {i}?",
@@ -96,30 +98,23 @@ async def test_kill_an_instance_under_load(deployment: LocalDeployment, victim: 
         if victim == "e0":
             assert set(outcomes) == {"right"}, "text needs no encoder, and the prefill instance encodes itself"
             assert text.status_code == image.status_code == 200
+            after = await client.post("/v1/chat/completions", json=seen)
+            assert before.json()["choices"] == after.json()["choices"]
+            assert (await figures(handles["p0"].url))["feature_recomputes_total"] > 0
         else:
             assert text.status_code == image.status_code == 503
             stage = "prefill" if victim == "p0" else "decode"
             assert stage in text.json()["error"]["message"]
 
 
-async def test_the_answer_is_the_same_without_an_encoder(deployment: LocalDeployment) -> None:
-    body = chat("What is in the picture?", noise(7), max_tokens=12, ignore_eos=True)
-    async with http_client(deployment.gateway_url) as client:
-        before = await client.post("/v1/chat/completions", json=body)
-        os.kill(deployment.instances["e0"].pid, signal.SIGKILL)
-        other, p0 = chat("What is in the picture?", noise(8), max_tokens=12), deployment.instances["p0"].url
-        assert (await client.post("/v1/chat/completions", json=other)).status_code == 200
-        async with asyncio.timeout(150):  # it is counted behind the answer
-            while not (prefill := await figures(p0))["feature_recomputes_total"]:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
-        assert (prefill["feature_recomputes_total"], prefill["store_misses_total"]) == (1, 1)
-        assert prefill["feature_arrivals_total"] >= 2, "the encoder's, and its own"
-        after = await client.post("/v1/chat/completions", json=body)  # of which P has the prompt's KV
-    assert before.json()["choices"] == after.json()["choices"]
+async def test_stalled_instances() -> None:
+    """They are stopped, not dead: their connections stay open, and nothing comes."""
+    async with deployed() as deployment:
+        await _pass_over_a_stalled_encoder(deployment)
+        await _give_up_the_lease_of_a_stalled_prefill_instance(deployment)
 
 
-async def test_a_stalled_encoder_is_passed_over(deployment: LocalDeployment) -> None:
-    """E is stopped, not dead: its connections stay open and nothing comes."""
+async def _pass_over_a_stalled_encoder(deployment: LocalDeployment) -> None:
     handles = deployment.instances
     os.kill(handles["e0"].pid, signal.SIGSTOP)
     try:
@@ -132,24 +127,8 @@ async def test_a_stalled_encoder_is_passed_over(deployment: LocalDeployment) -> 
     await Books({name: handle.url for name, handle in handles.items()}).check()
 
 
-async def test_a_gateway_that_is_killed_takes_its_requests_along(deployment: LocalDeployment) -> None:
-    gateway = next(process for process in deployment.processes if process.spec.name == "gateway")
-    async with http_client(deployment.gateway_url) as client:
-        bodies = [chat(f"Number {i}", noise(i), max_tokens=500, ignore_eos=True) for i in range(8)]
-        for _ in range(3):  # where this process is held up, some have been answered when it looks
-            asked = [asyncio.create_task(client.post("/v1/chat/completions", json=body)) for body in bodies]
-            await until_decoding(deployment.instances["d0"].url, *asked)
-            if not any(task.done() for task in asked):
-                break
-            await asyncio.gather(*asked)
-        os.kill(gateway.pid, signal.SIGKILL)
-        results = await asyncio.gather(*asked, return_exceptions=True)
-    assert all(isinstance(result, httpx.TransportError) for result in results)
-    await Books({name: handle.url for name, handle in deployment.instances.items()}).check()
-
-
-async def test_a_stalled_prefill_instance_loses_its_lease(deployment: LocalDeployment) -> None:
-    """P is stopped, not dead: its connections stay open, and only the lease can tell D that nothing will come."""
+async def _give_up_the_lease_of_a_stalled_prefill_instance(deployment: LocalDeployment) -> None:
+    """Only the lease can tell D that nothing will come."""
     handles = deployment.instances
     async with http_client(deployment.gateway_url) as client:
         bodies = [chat(f"{i} " + "apple " * 300, max_tokens=20, ignore_eos=True) for i in range(8)]

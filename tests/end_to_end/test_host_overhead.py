@@ -10,6 +10,7 @@ import pytest
 from benchmarks import host_overhead
 
 
+@pytest.mark.slow
 def test_the_time_per_token_is_that_of_the_device_and_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -137,11 +137,8 @@ LONG = "a" * 8_000_000
 TOOL = {"type": "function", "function": {"name": "f", "description": LONG, "parameters": {"type": "object"}}}
 LONG_REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "a chat": ("/v1/chat/completions", chat(LONG)),
-    "a prompt": ("/v1/completions", {"model": "demo", "prompt": LONG}),
     "several prompts": ("/v1/completions", {"model": "demo", "prompt": [LONG[: len(LONG) // 4]] * 4}),
     "a tool": ("/v1/chat/completions", chat("Hi") | {"tools": [TOOL]}),
-    "responses": ("/v1/responses", {"model": "demo", "input": LONG}),
-    "a question": ("/tokenize", {"model": "demo", "prompt": LONG}),
 }
 
 

@@ -17,14 +17,15 @@ from epd_serve.demo import weights_dir
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-#: One family is tried in every topology each time, these in two of them; the rest takes long.
+#: One family is tried in every topology each time, these in two of them; the rest takes long. Other files hold
+#: Qwen2.5-VL in E-P-D against ``generate``.
 EVERYWHERE = "qwen3_vl"
-SOMEWHERE = ("qwen2_5_vl", "llava", "qwen2_audio", "demo", "mistral3", "gemma3")
+SOMEWHERE = ("llava", "qwen2_audio", "mistral3", "gemma3")
 FEW, FEW_LINE = ("EPD", "E-P-D"), "E-P-D-EPD"
 #: Of pictures that are tiles or rows, and of sounds.
 SPLITS = ("EPD", "EP-D", "E-P-D", "(E-P)-D")
 OTHERS = {*TINY, *TINY_AUDIO}
-SLOW = dict.fromkeys([*SOMEWHERE, *tiny_models.STATE_KINDS, *TINY, *TINY_AUDIO])
+SLOW = dict.fromkeys(["qwen2_5_vl", "demo", *SOMEWHERE, *tiny_models.STATE_KINDS, *TINY, *TINY_AUDIO])
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -18,7 +18,7 @@ PICTURED = next(question for question in QUESTIONS if question.images)
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(kind, marks=[] if kind in ("llama", "qwen3_moe", "gemma3_text") else [pytest.mark.slow])
+        pytest.param(kind, marks=[] if kind in ("llama", "qwen3_moe") else [pytest.mark.slow])
         for kind in tiny_models.TEXT_KINDS
     ],
 )

@@ -71,6 +71,11 @@ def test_a_step_without_tokens_ends_when_the_device_has_computed_it(
 
 
 @pytest.mark.parametrize(
+    "tiny_model",
+    ["qwen3_vl", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen2_5_vl", "llava"))],
+    indirect=True,
+)
+@pytest.mark.parametrize(
     ("tokens", "runs_ahead"),
     [
         pytest.param(7, True, id="chunks ahead"),

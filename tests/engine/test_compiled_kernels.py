@@ -32,7 +32,8 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize("graphs", ["no graphs", pytest.param("graphs", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("graphs", ["no graphs", "graphs"])
 def test_requests_ask_for_no_kernel_that_the_warm_up_has_not_compiled(graphs: str, tmp_path: Path) -> None:
     """With graphs, kernels are compiled where these are captured, and the warm-up launches none of them."""
     path = tiny_models.make_tiny_model("qwen3_vl", tmp_path / "model")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import subprocess
 import sys
 import time
@@ -14,25 +15,31 @@ import msgspec
 import pytest
 import torch
 from chips import CHIP, ENVIRONMENT
+from transports import DEVICE_OPTIONS, needs_mooncake
 
 from device.registry import get_device
+from epd_serve.engine import device_features
 from epd_serve.engine.device_features import SLOT_BYTES, Copies, DeviceFeatureStore
 from epd_serve.protocol import wire
 from epd_serve.protocol.wire import FeatureEvent
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore
+from epd_serve.transfer.mooncake.transport import MooncakeTransport
 from epd_serve.transfer.transport import NotMapped, PeerGone, TransferError
 
 DEVICE = get_device(CHIP)
 ENCODER = f"""
 import asyncio, chip.chip, sys, torch
 from device.registry import get_device
+from epd_serve.engine import device_features
 from epd_serve.engine.device_features import SLOT_BYTES, DeviceFeatureStore
 from epd_serve.protocol import wire
-from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore
-device, transport = get_device("{CHIP}"), EmbeddedTransport(path="shm")
-store = DeviceFeatureStore(device, transport, EmbeddedFeatureStore(transport, 4096), SLOT_BYTES)
+from transports import DEVICE_OPTIONS, EmbeddedTransport, MooncakeTransport
+maps = sys.argv[1] == "mapped"
+transport = EmbeddedTransport(path="shm") if maps else MooncakeTransport(DEVICE_OPTIONS)
+device, host = get_device("{CHIP}"), EmbeddedFeatureStore(transport, 4096)
+store = DeviceFeatureStore(device, transport, host, SLOT_BYTES, shares=maps, registers=not maps)
 data = torch.full((1000,), 7, dtype=torch.uint8).to(device.torch_device)
 feature = asyncio.run(store.put("a", data, [1000], "uint8", "r"))
 print(wire.encode(store.event("a", feature, "r")).hex(), flush=True)
@@ -41,14 +48,23 @@ sys.stdin.readline()
 
 
 class Pair:
-    """An encoder's store of two places, and a consumer's."""
+    """An encoder's store of two places, and a consumer's: of one host, where it maps them, or of two."""
 
-    def __init__(self, stack: ExitStack) -> None:
-        self.transport = EmbeddedTransport(path="shm")
-        stack.callback(self.transport.close)
+    def __init__(self, stack: ExitStack, kind: str = "mapped") -> None:
+        self.kind, maps = kind, kind == "mapped"
+        transports: list[Any] = (
+            [EmbeddedTransport(path="shm")] * 2 if maps else [MooncakeTransport(DEVICE_OPTIONS) for _ in range(2)]
+        )
+        for transport in transports:
+            stack.callback(transport.close)
         self.encoder, self.consumer = (
-            DeviceFeatureStore(DEVICE, self.transport, EmbeddedFeatureStore(self.transport, 1 << 20), nbytes)
-            for nbytes in (2 * SLOT_BYTES, 0)
+            DeviceFeatureStore(
+                *(DEVICE, one, EmbeddedFeatureStore(one, 1 << 20), nbytes),
+                shares=maps,
+                registers=not maps,
+                lease_s=60.0,
+            )
+            for one, nbytes in zip(transports, (2 * SLOT_BYTES, 0), strict=True)
         )
         stack.callback(self.encoder.close)
         stack.callback(self.consumer.close)
@@ -62,29 +78,35 @@ class Pair:
         return self.encoder.event(name, feature, "r")
 
 
+BOTH = pytest.mark.parametrize("pair", ["mapped", pytest.param("read", marks=needs_mooncake)], indirect=True)
+
+
 @pytest.fixture
-def pair() -> Iterator[Pair]:
+def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    monkeypatch.setattr(device_features, "_PART_BYTES", 40_000)
     with ExitStack() as stack:
-        yield Pair(stack)
+        yield Pair(stack, getattr(request, "param", "mapped"))
 
 
+@BOTH
 def test_a_feature_that_is_overwritten_while_it_is_copied_is_a_miss(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     event = pair.put("a", 1)
     assert set(pair.consumer.fetch(event).tolist()) == {1}
-    within = Copies.within
+    owner, name, last = (Copies, "within", 1) if pair.kind == "mapped" else (MooncakeTransport, "read", 2)
+    copy, calls = getattr(owner, name), itertools.count(1)
 
-    def late(copies: Copies, source: Any, target: Any = None) -> Any:
-        if target is None:  # between a consumer's look at the event and its copy
-            monkeypatch.setattr(Copies, "within", within)
+    def late(*arguments: Any) -> Any:
+        if next(calls) == last:  # between a consumer's look at the event and the end of its copy
             for number in (2, 3):
                 pair.put(f"other {number}", number)
-        return within(copies, source, target)
+        return copy(*arguments)
 
-    monkeypatch.setattr(Copies, "within", late)
-    with pytest.raises(TransferError, match="given up by its encoder"):
-        pair.consumer.fetch(event)
+    with monkeypatch.context() as planted:
+        planted.setattr(owner, name, late)
+        with pytest.raises(TransferError, match="given up by its encoder"):
+            pair.consumer.fetch(event)
     again = pair.put("a", 4)
     assert again.offset == event.offset or again.generation != event.generation
     assert set(pair.consumer.fetch(again).tolist()) == {4}
@@ -130,13 +152,11 @@ def test_memory_that_is_not_reached(change: dict[str, Any], expected: type[Excep
     assert isinstance(raised.value, NotMapped) == (expected is NotMapped)
 
 
-@pytest.mark.parametrize(
-    "change", [{"offset": 2 * SLOT_BYTES}, {"offset": -SLOT_BYTES}, {"offset": 8}, {"nbytes": 1 << 20}]
-)
-def test_what_lies_outside_is_refused(change: dict[str, int], pair: Pair) -> None:
-    event = msgspec.structs.replace(pair.put("a", 1), **change)
-    with pytest.raises(TransferError, match="outside of its store"):
-        pair.consumer.fetch(event)
+@BOTH
+@pytest.mark.parametrize("offset", [2 * SLOT_BYTES, -SLOT_BYTES, 8])
+def test_what_lies_outside_is_refused(offset: int, pair: Pair) -> None:
+    with pytest.raises(TransferError, match="outside"):
+        pair.consumer.fetch(msgspec.structs.replace(pair.put("a", 1), offset=offset))
 
 
 def test_an_encoder_gives_up_its_memory_when_nobody_maps_it() -> None:
@@ -155,9 +175,15 @@ def test_an_encoder_gives_up_its_memory_when_nobody_maps_it() -> None:
     assert DEVICE.memory()[1] == free
 
 
+@pytest.mark.slow
+@BOTH
 def test_a_feature_of_a_killed_encoder_is_a_miss(pair: Pair) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", ENCODER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT
+        [sys.executable, "-c", ENCODER, pair.kind],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
     ) as encoder:
         assert encoder.stdout is not None
         event = wire.decode(bytes.fromhex(encoder.stdout.readline()), FeatureEvent)

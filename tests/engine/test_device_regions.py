@@ -1,63 +1,36 @@
-"""A device's memory as a region: peers read what is there, the host copies nothing, and what fails is a miss."""
+"""A device's memory as a region: peers read what is there, and the host copies nothing."""
 
 from __future__ import annotations
 
-import asyncio
 import gc
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
 
-import msgspec
 import pytest
 import torch
-from chips import CHIP, ENVIRONMENT
-from transports import DEVICE_OPTIONS, TIMEOUT_S, mooncake_options, needs_mooncake
+from chips import CHIP
+from transports import DEVICE_OPTIONS, mooncake_options, needs_mooncake
 
 from device.registry import get_device
-from epd_serve.engine import device_features
-from epd_serve.engine.device_features import SLOT_BYTES, DeviceFeatureStore
 from epd_serve.engine.device_regions import are_reached
 from epd_serve.engine.kv_memory import KVCache, KVMemory, block_nbytes
 from epd_serve.instance.decode import read_kv
 from epd_serve.protocol import wire
-from epd_serve.protocol.wire import FeatureEvent
 from epd_serve.transfer.embedded import EmbeddedTransport
-from epd_serve.transfer.feature_store import EmbeddedFeatureStore
 from epd_serve.transfer.grouping import GroupSizer
 from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer, Part
 from epd_serve.transfer.mooncake import transport as mooncake
 from epd_serve.transfer.mooncake.engine import Engine
 from epd_serve.transfer.mooncake.transport import MooncakeTransport
-from epd_serve.transfer.transport import StillCopying, TransferError
+from epd_serve.transfer.transport import TransferError
 
 pytestmark = needs_mooncake
 
 DEVICE = get_device(CHIP)
 LAYOUT = wire.KVLayout(num_layers=3, num_kv_heads=4, head_dim=2, block_size=2, dtype="float32", model="m")
-ENCODER = f"""
-import asyncio, chip.chip, sys, torch
-from device.registry import get_device
-from epd_serve.engine.device_features import SLOT_BYTES, DeviceFeatureStore
-from epd_serve.protocol import wire
-from epd_serve.transfer.feature_store import EmbeddedFeatureStore
-from epd_serve.transfer.mooncake.engine import MooncakeOptions
-from epd_serve.transfer.mooncake.transport import MooncakeTransport
-device = get_device("{CHIP}")
-options = MooncakeOptions(host="127.0.0.1", protocol="tcp", timeout_s={TIMEOUT_S}, device="chip")
-transport = MooncakeTransport(options)
-host = EmbeddedFeatureStore(transport, 4096)
-store = DeviceFeatureStore(device, transport, host, SLOT_BYTES, shares=False, registers=True)
-data = torch.full((1000,), 7, dtype=torch.uint8).to(device.torch_device)
-feature = asyncio.run(store.put("a", data, [1000], "uint8", "r"))
-print(wire.encode(store.event("a", feature, "r")).hex(), flush=True)
-sys.stdin.readline()
-"""
 
 
 @pytest.fixture
@@ -201,91 +174,3 @@ def test_a_device_s_kv_that_cannot_be_registered_goes_through_cells(
     memory = KVMemory(LAYOUT, 9, DEVICE, transports[0], staging_bytes=1, registers=True)
     assert memory.region.device == "" and memory.staged_cells == 1
     assert "go through host memory: mooncake cannot register it" in caplog.text
-
-
-class Pair:
-    """An encoder's store of two places, and a consumer's, on two hosts."""
-
-    def __init__(self, stack: ExitStack, transports: list[MooncakeTransport]) -> None:
-        self.encoder, self.consumer = (
-            DeviceFeatureStore(
-                DEVICE, one, EmbeddedFeatureStore(one, 1 << 20), nbytes, shares=False, registers=True, lease_s=60.0
-            )
-            for one, nbytes in zip(transports, (2 * SLOT_BYTES, 0), strict=True)
-        )
-        stack.callback(self.consumer.close)
-        stack.callback(self.encoder.close)
-
-    def put(self, name: str, number: int, nbytes: int = SLOT_BYTES) -> FeatureEvent:
-        """Announce a feature that nobody holds any more."""
-        data = torch.full((nbytes,), number, dtype=torch.uint8).to(DEVICE.torch_device)
-        feature = asyncio.run(self.encoder.put(name, data, [nbytes], "uint8", "r"))
-        assert feature is not None
-        self.encoder.release("r", name)
-        return self.encoder.event(name, feature, "r")
-
-
-@pytest.fixture
-def pair(transports: list[MooncakeTransport], monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
-    monkeypatch.setattr(device_features, "_PART_BYTES", 40_000)
-    with ExitStack() as stack:
-        yield Pair(stack, transports)
-
-
-def test_a_feature_that_is_overwritten_while_it_is_read_is_a_miss(
-    pair: Pair, transports: list[MooncakeTransport], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    event = pair.put("a", 1)
-    assert set(pair.consumer.fetch(event).tolist()) == {1}
-    read = MooncakeTransport.read
-    reads: list[Any] = []
-
-    def late(transport: MooncakeTransport, region: wire.Region, pieces: Any) -> None:
-        reads.append(region)
-        if len(reads) == 2:  # between its first part and its second
-            for number in (2, 3):
-                pair.put(f"other {number}", number)
-        read(transport, region, pieces)
-
-    monkeypatch.setattr(MooncakeTransport, "read", late)
-    with pytest.raises(TransferError, match="given up by its encoder"):
-        pair.consumer.fetch(event)
-    assert reads == [event.memory, event.memory, event.region]
-    again = pair.put("a", 4)
-    assert set(pair.consumer.fetch(again).tolist()) == {4}
-
-
-@pytest.mark.parametrize("change", [{"offset": 2 * SLOT_BYTES}, {"offset": -SLOT_BYTES}, {"offset": 8}])
-def test_what_lies_outside_is_refused(change: dict[str, int], pair: Pair) -> None:
-    with pytest.raises(TransferError, match="outside"):
-        pair.consumer.fetch(msgspec.structs.replace(pair.put("a", 1), **change))
-
-
-def test_a_place_that_may_still_be_written_to_is_out_of_use(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    event = pair.put("a", 1)
-    with monkeypatch.context() as planted:
-
-        def hangs(*_: Any) -> None:
-            raise StillCopying("no answer")
-
-        planted.setattr(MooncakeTransport, "read", hangs)
-        for _ in range(3):
-            with pytest.raises(TransferError):
-                pair.consumer.fetch(event)
-    landed: Any = pair.consumer._landed
-    assert landed._places.num_lent == 3
-    assert set(pair.consumer.fetch(event).tolist()) == {1}
-
-
-@pytest.mark.slow
-def test_a_feature_of_a_killed_encoder_is_a_miss(pair: Pair) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", ENCODER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT
-    ) as encoder:
-        assert encoder.stdout is not None
-        event = wire.decode(bytes.fromhex(encoder.stdout.readline()), FeatureEvent)
-        assert set(pair.consumer.fetch(event).tolist()) == {7}
-        encoder.kill()
-        encoder.wait()
-        with pytest.raises(TransferError):
-            pair.consumer.fetch(event)

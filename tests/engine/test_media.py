@@ -68,7 +68,9 @@ def bench(model: Path, request: pytest.FixtureRequest) -> Iterator[EngineBench]:
     bench.close()
 
 
-@pytest.mark.parametrize("bench", [1, 7, 4096], indirect=True)
+@pytest.mark.parametrize(
+    "bench", [7, *(pytest.param(count, marks=pytest.mark.slow) for count in (1, 4096))], indirect=True
+)
 def test_chunks_of_any_size(bench: EngineBench, expected: dict[Question, list[int]]) -> None:
     for question in expected:
         bench.encode(media_of(question))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -46,10 +47,15 @@ class Held:
         bench.emit = emit_and_let_go  # type: ignore[method-assign]
 
 
+@cache
+def _answers(path: Path) -> list[list[int]]:
+    reference = reference_of(path)
+    return [reference.generate(text, images, max_tokens=MAX_TOKENS) for text, images in QUESTIONS]
+
+
 @pytest.fixture
 def expected(tiny_model: Path) -> list[list[int]]:
-    reference = reference_of(tiny_model)
-    return [reference.generate(text, images, max_tokens=MAX_TOKENS) for text, images in QUESTIONS]
+    return _answers(tiny_model)
 
 
 @pytest.fixture(params=DEVICES)

@@ -307,7 +307,7 @@ def _places(refs: list[MediaRef]) -> list[int]:
     return [place for place, ref in enumerate(refs) for _ in ref.segments]
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(data=st.data(), num_items=st.integers(0, 4), num_choices=st.integers(1, 2), streams=st.booleans())
 def test_every_request_comes_to_one_end(
     data: st.DataObject, num_items: int, num_choices: int, streams: bool

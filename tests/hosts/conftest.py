@@ -24,6 +24,13 @@ from epd_serve.rpc.http import HttpCall, HttpPool
 _KEYS = {ADMIN_KEY: "admin-key-of-the-tests", CLUSTER_KEY: "cluster-key-of-the-tests"}
 _PORT, _ADMIN_PORT, _INSTANCE_PORT = 8000, 8001, 8100
 _GATEWAY = "gw"
+#: It computes nothing, so that an instance needs no torch and starts in a second; all else is real.
+_MODEL = {
+    "model": {"shape_of": "qwen2.5-vl-7b"},
+    "served_model_name": "demo",
+    "devices": ["emulated:h200 x 3"],
+    "instances": {"num_blocks": 2048, "max_model_len": 8192},
+}
 
 
 @dataclass(frozen=True)
@@ -37,14 +44,11 @@ class Streamed:
 class Fleet:
     """Its instances are named like their hosts, by role and number."""
 
-    def __init__(
-        self, lab: Hosts, file: Path, session: aiohttp.ClientSession, *, joined: bool, device: str
-    ) -> None:
+    def __init__(self, lab: Hosts, file: Path, session: aiohttp.ClientSession, *, joined: bool) -> None:
         self.hosts = lab
         self.file = file
         self._session = session
         self._joined = joined
-        self._device = device
 
     @property
     def _url(self) -> str:
@@ -57,7 +61,7 @@ class Fleet:
         join = ["--join", f"{self._url}:{_ADMIN_PORT}"] if self._joined else []
         command = ["epd_serve.cli", "instance", "--name", name, "--role", role, "--host", ip]
         command += ["--port", str(_INSTANCE_PORT), "--threads", "1", "--config", str(self.file), *join]
-        command += ["--device", self._device]
+        command += ["--device", "emulated:h200:0"]
         await self.hosts[host or name].start(name, command, **_KEYS)
 
     async def start_unit(self, host: str, command: Sequence[str]) -> RunningProcess:
@@ -147,7 +151,6 @@ async def _fleet(
     *names: str,
     joined: bool = True,
     spares: tuple[str, ...] = (),
-    device: str = "cpu",
     **gateway: Any,
 ) -> AsyncIterator[Fleet]:
     async with AsyncExitStack() as stack:
@@ -161,32 +164,29 @@ async def _fleet(
             **gateway,
         }
         file = log_dir / "gateway.yaml"
-        file.write_text(json.dumps({"gateway": config}))
+        file.write_text(json.dumps({"gateway": config, **_MODEL}))
         await lab[_GATEWAY].start("gateway", ["epd_serve.cli", "proxy", "--config", str(file)], **_KEYS)
         connector = aiohttp.TCPConnector(socket_factory=lab[_GATEWAY].socket, force_close=True)
         timeout = aiohttp.ClientTimeout(total=300)
         session = aiohttp.ClientSession(connector=connector, timeout=timeout)
-        fleet = Fleet(lab, file, await stack.enter_async_context(session), joined=joined, device=device)
+        fleet = Fleet(lab, file, await stack.enter_async_context(session), joined=joined)
         for name in names:
             await fleet.start(name)
         await fleet.ready(*names)
         yield fleet
 
 
-@pytest.fixture
-def fleet(tmp_path: Path) -> Callable[..., Any]:
+@pytest.fixture(scope="session")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """``async with fleet("e0", "p0", "d0", joined=True, spares=("d1",), **gateway) as running``: all are ready."""
 
     def make(*names: str, **more: Any) -> Any:
-        return _fleet(tmp_path, *names, **more)
+        return _fleet(tmp_path_factory.mktemp("hosts"), *names, **more)
 
     return make
 
 
-#: A long answer, of tokens that the model itself would not stop at.
-LONG = chat("Count to 9.", max_tokens=400, ignore_eos=True)
-
-
 @pytest.fixture
 def long_text() -> dict[str, Any]:
-    return LONG
+    """A long answer, of tokens that the model itself would not stop at."""
+    return chat("Count to 9.", max_tokens=400, ignore_eos=True)

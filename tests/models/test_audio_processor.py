@@ -72,6 +72,14 @@ _SETTINGS: list[tuple[str, Any]] = [
 ]
 
 
+@pytest.mark.parametrize(
+    "path",
+    [
+        kind if kind in ("qwen2_audio", "gemma4") else pytest.param(kind, marks=pytest.mark.slow)
+        for kind in tiny_models.AUDIO_KINDS
+    ],
+    indirect=True,
+)
 def test_a_setting_of_the_extractor_is_honoured_or_refused(path: Path, tmp_path: Path) -> None:
     for file in path.iterdir():
         (tmp_path / file.name).symlink_to(file)

@@ -226,7 +226,7 @@ def _check_fields(path: Path, family: str, capsys: pytest.CaptureFixture[str], *
     counts, wrong, not_tried = Counter[str](), list[str](), list[str]()
     for field, changes in _changes(family):
         kinds, name = set[str](), field.rpartition(".")[2]
-        if name in _COMMON and not all_values and family != "llava-llama-clip":
+        if name in _COMMON and not all_values:
             continue
         for change in changes:
             outcome, why = _outcome(path, odd_models.config_of(family, *change), name)
@@ -252,7 +252,7 @@ def _check_fields(path: Path, family: str, capsys: pytest.CaptureFixture[str], *
     assert counts["equal"] + counts["by value"] > (15 if has_text else 9)
 
 
-@pytest.mark.parametrize("family", ["llava-llama-clip", "llama"])
+@pytest.mark.parametrize("family", ["llama"])
 def test_a_field_is_honoured_or_refused(tmp_path: Path, family: str, capsys: pytest.CaptureFixture[str]) -> None:
     _check_fields(tmp_path, family, capsys, all_values=False)
 

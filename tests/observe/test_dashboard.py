@@ -56,13 +56,6 @@ async def test_the_page_asks_for_the_key_and_shows_live_data(
         ):
             assert expected in text
         assert "p99" in text and "restarts" in text.lower() and "No bottleneck" in text
-        for choice, start in (("log", "0"), ("5 min", "")):
-            buttons = "[...document.querySelectorAll('.choice button')]"
-            await page.run(f"{buttons}.find(one => one.textContent == '{choice}').click()")
-            pressed = "[...document.querySelectorAll('[aria-pressed=true]')].map(one => one.textContent).join()"
-            assert choice in await page.run(pressed)
-            assert (await page.run("document.querySelector('.axis').textContent")).startswith(start)
-        await page.until("document.querySelector('.note').textContent.includes('last')")
         for width, scheme in ((1280, "light"), (1280, "dark"), (400, "dark"), (400, "light")):
             await page.look(width, 900, scheme)
             ticks = await page.run("Number(document.body.dataset.ticks)")
@@ -94,15 +87,14 @@ async def test_the_first_page_is_the_dashboard(observed: in_process.Deployment) 
         assert response.status == 200 and str(response.url) == f"{observed.url}/dashboard"
 
 
-async def test_a_gateway_without_it_says_how_to_ask() -> None:
+async def test_a_gateway_without_it_shows_the_api() -> None:
     app = create_app(gateway_settings(dashboard=False), [])
     async with (
         served(new_server(app, "127.0.0.1", 0)) as url,
         aiohttp.ClientSession() as session,
         session.get(url + "/") as response,
     ):
-        text = await response.text()
-    assert response.status == 200 and f"curl {url}/v1/chat/completions" in text
+        assert (response.status, str(response.url)) == (200, f"{url}/docs")
 
 
 async def test_failed_requests_are_shown_with_their_reason(observed: in_process.Deployment, ask: Any) -> None:
@@ -110,8 +102,8 @@ async def test_failed_requests_are_shown_with_their_reason(observed: in_process.
     asked = {"model": "gone", "messages": [{"role": "user", "content": "x"}]}
     status, _ = await observed.post("/v1/chat/completions", asked)
     assert status == 404
-    async with observed.session.get(f"{observed.url}/dashboard/data?range_s=300") as response:
+    async with observed.session.get(f"{observed.url}/dashboard/data") as response:
         data = await response.json()
-    assert data["range_s"] == 300 and data["window"]["reasons"]["404 model_not_found"] >= 1
+    assert data["window"]["reasons"]["404 model_not_found"] >= 1
     assert len(data["series"]["requests"]) == 60 and data["window"]["num_failed"] == 0
     assert all(one["memory_bytes"] > 1 << 20 and one["restarts"] == 0 for one in data["instances"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -47,6 +48,54 @@ def test_an_option_without_effect_may_ask_for_the_default(field: str, accepted: 
     with pytest.raises(InvalidRequest) as told:
         ChatCompletionRequest.parse(json.dumps({**CHAT, field: refused}).encode())
     assert (told.value.code, told.value.param) == ("unsupported_parameter", field)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": "12"}, "max_tokens"),
+        ({"max_tokens": 10**29}, "max_tokens"),
+        ({"max_completion_tokens": 2**63}, "max_completion_tokens"),
+        ({"min_tokens": 2**63}, "min_tokens"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": [""]}, "stop[0]"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+        ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"temprature": 1}, "temprature"),
+        ({"max-tokens": 1}, "max-tokens"),
+        ({"list": []}, "list"),
+        ({"stream": True, "stream_options": {"include-usage": True}}, "stream_options.include-usage"),
+        ({"messages": []}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"priority": 0.5}, "priority"),
+        ({"priority": 2**40}, "priority"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"cache_salt": ["a"]}, "cache_salt"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "assistant"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"messages": [{"role": "user", "content": "x", "reasoning": "y"}]}, "messages[0].reasoning_content"),
+    ],
+)
+def test_a_wrong_field_is_named(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        ChatCompletionRequest.parse(json.dumps(CHAT | fields).encode())
+    assert (refused.value.status, refused.value.param) == (400, param)
 
 
 def test_a_part_of_a_response_is_named_by_its_place_in_the_input() -> None:

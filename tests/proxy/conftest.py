@@ -121,7 +121,7 @@ class FakeInstance:
             return
         message: Any = wire.decode(body, MESSAGES[path])
         self.calls.append((path, message))
-        script = self.scripts.get(path, self._regular)(message)
+        script = self.scripts.get(path, self.regular)(message)
         play = asyncio.create_task(self._play(script, send))
         gone = asyncio.create_task(receive())
         await asyncio.wait({play, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -169,7 +169,7 @@ class FakeInstance:
                 await send({"type": "http.response.body", "body": step, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    def _regular(self, message: Any) -> Script:
+    def regular(self, message: Any) -> Script:
         if isinstance(message, wire.EncodeRequest):
             return [(200, {}), wire.encode(wire.EncodeReply(cached=False, num_tokens=4))]
         if isinstance(message, wire.TokenizeRequest):

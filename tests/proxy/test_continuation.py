@@ -78,16 +78,6 @@ async def test_p_that_dies_between_its_token_and_the_hand_over_is_replaced(start
     await gateway.settle()
 
 
-async def test_d_is_told_at_once_that_p_is_dead(start, kit):
-    gateway = await start("p0:P", "d0:D", restart="never")
-    gateway["d0"].scripts["/stage/decode"] = lambda _: [kit.FOREVER]
-    gateway["p0"].scripts["/stage/prefill"] = lambda _: [0.1, kit.DIE]
-    asking = asyncio.create_task(gateway.answer(kit.chat(stream=True)))
-    await gateway.until(lambda: bool(gateway["d0"].cancelled))
-    assert (await asking)[0] == 502
-    await gateway.settle()
-
-
 @pytest.mark.parametrize("end", ["DIE", "error", "clean"])
 async def test_one_instance_for_all_is_replaced_however_it_ends(start, kit, end):
     """Tokens that came together with the error event are not lost."""
@@ -230,13 +220,3 @@ async def test_an_instance_that_is_started_again_is_waited_for(start, kit):
     gateway["d0"].info["pid"] = 2
     gateway["d0"].loading = False
     assert tokens_of((await asking)[1]) == list(TOKENS)
-
-
-@pytest.mark.parametrize(("status", "reason"), [(500, "out of memory"), (401, "this instance asks for a key")])
-async def test_an_error_before_the_first_token_goes_to_every_other_instance(start, kit, status, reason):
-    gateway = await start("a0:EPD", "a1:EPD", "a2:EPD", "a3:EPD")
-    for name in ("a0", "a1", "a2"):
-        gateway[name].scripts["/stage/prefill"] = lambda _: kit.fail(status, reason)
-    for _ in range(4):
-        assert await gateway.answer(kit.chat()) == (200, kit.WHOLE)
-    await gateway.settle()

@@ -116,7 +116,7 @@ async def test_a_stream_goes_on_at_the_only_instance_when_that_answers_again(sta
 def cut_from(gateway, peer, script):
     """P's answers: ``script`` where D is ``peer``, else it answers as it should."""
     url, p0 = gateway[peer].url, gateway["p0"]
-    return lambda message: script if message.decode_url == url else p0._regular(message)
+    return lambda message: script if message.decode_url == url else p0.regular(message)
 
 
 @STREAMS
@@ -160,7 +160,7 @@ async def test_an_e_that_cannot_reach_p_gets_the_picture_no_more(start, kit):
 async def test_the_only_pair_is_tried_again(start, kit):
     gateway = await start("p0:P", "d0:D")
     p0, answers = gateway["p0"], [kit.fail(502, UNREACHABLE.message, code=PEER_UNREACHABLE)] * 2
-    p0.scripts["/stage/prefill"] = lambda message: answers.pop() if answers else p0._regular(message)
+    p0.scripts["/stage/prefill"] = lambda message: answers.pop() if answers else p0.regular(message)
     assert await gateway.answer(kit.chat()) == (200, kit.WHOLE)
     assert len(p0.got("/stage/prefill")) == 3
     p0.scripts["/stage/prefill"] = lambda _: kit.fail(502, UNREACHABLE.message, code=PEER_UNREACHABLE)

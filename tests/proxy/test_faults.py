@@ -175,22 +175,6 @@ async def test_the_deadline_within_a_stream_is_an_error_event(start, kit):
     assert json.loads(last[6:])["error"]["type"] == "timeout_error"
 
 
-async def test_mixed_requests_with_cancellations_leave_nothing_in_flight(start, kit):
-    gateway = await start("e0:E", "e1:E", "p0:P", "d0:D")
-
-    async def one(number: int) -> int | None:
-        images = [kit.data_url(kit.picture(4 + number % 5))] if number % 2 else []
-        request = gateway.answer(kit.chat(*images, stream=number % 3 == 0))
-        try:
-            return (await asyncio.wait_for(request, 0.001 * (number % 40) if number % 4 == 0 else 20))[0]
-        except TimeoutError:
-            return None
-
-    statuses = await asyncio.gather(*(one(number) for number in range(60)))
-    assert set(statuses) <= {200, None} and statuses.count(200) >= 45
-    await gateway.settle()
-
-
 async def test_a_piece_of_an_event_is_forgotten_with_its_attempt(start, kit):
     gateway = await start("pd0:PD", "pd1:PD")
     gateway["pd0"].scripts["/stage/prefill"] = lambda _: [kit.NONE, kit.FIRST[:20], kit.DIE]
@@ -271,17 +255,6 @@ async def test_why_p_gave_up_comes_from_d(start, kit):
     ]
     status, error = await gateway.error(kit.chat())
     assert (status, error["message"]) == (502, "the KV transfer failed: no such region")
-    await gateway.settle()
-
-
-async def test_p_that_dies_after_its_first_token_is_replaced(start, kit):
-    gateway = await start("p0:P", "p1:P", "d0:D")
-    gateway["p0"].scripts["/stage/prefill"] = lambda _: [kit.DECODE, 0.1, kit.DIE]
-    gateway["d0"].scripts["/stage/decode"] = lambda message: (
-        [kit.FOREVER] if message.request_id.endswith("-1") else [(200, {}), kit.WHOLE]
-    )
-    assert await gateway.answer(kit.chat()) == (200, kit.WHOLE)
-    assert len(gateway["p1"].got("/stage/prefill")) == 1
     await gateway.settle()
 
 

@@ -70,18 +70,6 @@ def test_a_lease_ends_unless_it_is_renewed() -> None:
     assert members.left_silently == ["d7"], "the second one has said it"
 
 
-def test_a_name_is_free_where_nobody_answers_to_it() -> None:
-    members = Members()
-    leases = Leases(members)  # type: ignore[arg-type]
-    leases.join("d7", "http://a:1", 10)
-    with pytest.raises(Conflict, match="at http://a:1 has joined"):
-        leases.join("d7", "http://b:1", 10)
-    members.silent.add("d7")
-    assert leases.join("d7", "http://b:1", 10)
-    assert members.left_silently == ["d7"]
-    assert not leases.join("d7", "http://b:1", 10)
-
-
 def test_of_two_with_one_name_the_newer_stays() -> None:
     members = Members()
     leases = Leases(members)  # type: ignore[arg-type]
@@ -92,17 +80,6 @@ def test_of_two_with_one_name_the_newer_stays() -> None:
     members.silent.add("d7")
     with pytest.raises(Conflict, match="at http://b:1 has joined"):
         leases.join("d7", "http://a:1", 10, incarnation=2)
-
-
-async def test_an_instance_joins_several_gateways(start: Any) -> None:
-    gateways = [await start("a0:EPD", "spare:EPD", admin=admin_plane(key="secret")) for _ in range(2)]
-    headers = {"authorization": "Bearer secret"}
-    urls = [one.app.state.admin_url for one in gateways]
-    joining = asyncio.create_task(join_all(urls, "late", gateways[0]["spare"].url, headers))
-    await gateways[0].until(lambda: all(one.table.get("late") is not None for one in gateways))
-    joining.cancel()
-    await asyncio.gather(joining, return_exceptions=True)
-    assert [one.table.get("late") for one in gateways] == [None, None]
 
 
 async def test_an_instance_joins_serves_and_leaves(start: Any, kit: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -231,31 +208,6 @@ async def test_an_instance_whose_lease_ends_loses_its_stream(start: Any, kit: An
     gateway.become([("a0", gateway["a0"].url)])
     await gateway.until(lambda: gateway.table.get("late") is None)
     assert await stream == (200, kit.events_of(kit.frame(1) + kit.frame(2)) + kit.DONE)
-
-
-async def test_who_is_cancelled_in_its_first_call_leaves_and_takes_no_other_out(start: Any) -> None:
-    """The gateway has heard the call, and its answer comes too late."""
-    gateway = await start("a0:EPD", "spare:EPD", admin=admin_plane(key="secret"))
-    url, spare, key = gateway.app.state.admin_url, gateway["spare"].url, {"authorization": "Bearer secret"}
-    gateway.become([])
-    other = Joining(url, "late", spare, key, lease_s=60)
-    for name, is_taken in (("late", False), ("taken", True)):
-        if is_taken:
-            body = {"name": name, "url": gateway["a0"].url, "lease_s": 60, "incarnation": 1 << 62}
-            async with gateway.session.post(f"{url}/instances", json=body, headers=key) as answer:
-                assert answer.status == 201
-        joining = asyncio.create_task(Joining(url, name, spare, key, lease_s=60).run())
-        await asyncio.sleep(0)
-        if not is_taken:
-            await gateway.until(lambda: gateway.table.get("late") is not None)
-        joining.cancel()
-        await asyncio.gather(joining, return_exceptions=True)
-        assert (gateway.table.get(name) is not None) is is_taken
-    running = asyncio.create_task(other.run())
-    await gateway.until(lambda: gateway.table.get("late") is not None)
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
-    assert gateway.table.get("late") is None
 
 
 def test_who_leaves_late_takes_no_newer_one_of_its_name_out() -> None:

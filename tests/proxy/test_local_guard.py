@@ -82,3 +82,30 @@ async def test_with_a_key_any_name_is_answered(start: Any, kit: Any) -> None:
     gateway = await start("a0:EPD", api_key="a-key-of-sixteen-bytes")
     headers = {"host": "api.example.com", "authorization": "Bearer a-key-of-sixteen-bytes"}
     assert (await asked(gateway, "POST", CHAT, headers, json.dumps(kit.chat()).encode()))[0] == 200
+
+
+async def test_pages_of_named_origins_may_ask(start: Any, kit: Any) -> None:
+    gateway = await start("a0:EPD", cors=("https://a.example", "http://b.example:3000"), api_key="k")
+    url, session, key = gateway.url + CHAT, gateway.session, {"authorization": "Bearer k"}
+    ask = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+    for origin, may in (
+        ("https://a.example", True),
+        ("http://b.example:3000", True),
+        ("https://c.example", False),
+    ):
+        allowed = origin if may else None
+        async with session.options(url, headers={"origin": origin, **ask}) as answer:
+            assert (answer.status == 200) == may
+            assert answer.headers.get("access-control-allow-origin") == allowed
+            assert not may or "authorization" in answer.headers["access-control-allow-headers"]
+        for stream in (False, True):
+            async with gateway.post(kit.chat(stream=stream), headers={**key, "origin": origin}) as answer:
+                assert answer.status == 200
+                assert answer.headers.getall("access-control-allow-origin", []) == [origin] * may
+        async with gateway.post(kit.chat(), headers={"origin": origin}) as answer:
+            assert (answer.status, answer.headers.get("access-control-allow-origin")) == (401, allowed)
+    plain = await start("a0:EPD")
+    async with plain.post(kit.chat(), headers={"origin": "https://a.example"}) as answer:
+        assert answer.status == 200 and "access-control-allow-origin" not in answer.headers
+    async with plain.session.options(plain.url + CHAT, headers={"origin": "https://a.example", **ask}) as answer:
+        assert answer.status == 405

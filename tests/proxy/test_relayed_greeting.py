@@ -98,26 +98,6 @@ async def test_at_the_port_of_a_crashed_instance(start: Any, kit: Any, target: s
         assert b"x-epd-proof" not in relay.heard and b"/stage" not in relay.heard
 
 
-async def test_who_joins_with_a_foreign_address_passes_for_no_instance(start: Any, kit: Any) -> None:
-    first = await start("good:EPD", "stranger:EPD")
-    async with contextlib.AsyncExitStack() as stack:
-        good = await stack.enter_async_context(instance(first["good"]))
-        gateway = await start(admin=admin_plane(key="secret"), cluster_key=KEY)
-        admin_url = gateway.app.state.admin_url
-        gateway.become([("good", good)])
-        relays = {"x0": Relay(admin_url), "x1": Relay(good)}
-        for name, relay in relays.items():
-            url = await stack.enter_async_context(relaying(relay))
-            body, key = {"name": name, "url": url, "lease_s": 30}, {"authorization": "Bearer secret"}
-            async with gateway.session.post(f"{admin_url}/instances", json=body, headers=key) as answer:
-                assert answer.status == 201
-        await gateway.until(lambda: all(one.heard.count(HELLO.encode()) >= 2 for one in relays.values()))
-        await gateway.until(lambda: gateway.table["good"].ready)
-        assert [record.name for record in gateway.table if record.ready] == ["good"]
-        assert await asyncio.gather(*(gateway.answer(kit.chat()) for _ in range(20))) == [(200, kit.WHOLE)] * 20
-        assert not any(b"x-epd-proof" in one.heard or b"/stage" in one.heard for one in relays.values())
-
-
 async def test_an_order_to_the_admin_plane_passes_through_nobody(start: Any) -> None:
     """A client of the admin plane proves nothing to an instance, nor to the admin plane at another address."""
     first = await start("good:EPD")

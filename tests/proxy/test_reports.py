@@ -30,12 +30,6 @@ async def test_a_silent_instance_gets_no_request_until_it_reports(start, kit):
     await gateway.until(lambda: gateway.table["p1"].ready)
 
 
-async def test_an_instance_that_stops_gets_no_work_at_once(start, kit):
-    gateway = await start("p0:P", "d0:D", poll_interval_s=60, reporting=True)
-    gateway["p0"].report = lambda: Report(load=Load(), ready=False)
-    await gateway.until(lambda: not gateway.table["p0"].ready)
-
-
 async def test_received_calls_are_not_counted_twice(start, kit):
     gateway = await start("p0:P", "d0:D", reporting=True)
     p0 = gateway["p0"]
@@ -68,17 +62,6 @@ async def test_d_says_how_long_an_answer_may_be(start, kit):
     await gateway.until(lambda: gateway.table["d0"].info.max_model_len == 77)
     assert (await gateway.answer(kit.chat()))[0] == 200
     assert gateway["p0"].got("/stage/prefill")[0].max_model_len == 77
-
-
-async def test_a_p_without_room_for_text_passes_the_request_on(start, kit):
-    gateway = await start("p0:P", "p1:P", "d0:D", restart="never")
-    gateway["p0"].scripts["/stage/prefill"] = lambda _: kit.fail(503, "no thread is free", code="preparation_full")
-    for _ in range(2):
-        assert (await gateway.answer(kit.chat()))[0] == 200
-    assert len(gateway["p1"].got("/stage/prefill")) == 2
-    gateway["p1"].scripts["/stage/prefill"] = lambda _: kit.fail(503, "no thread is free", code="preparation_full")
-    status, error = await gateway.error(kit.chat())
-    assert (status, error["code"]) == (503, "preparation_full")
 
 
 async def test_prompts_with_one_beginning_go_to_one_place(start, kit):

@@ -41,10 +41,6 @@ async def test_a_connection_that_is_cut_fails_no_stream(start, kit):
     ]
     assert len(again) >= 10, "the streams were cut in their middle"
     await gateway.settle()
-    await gateway.until(lambda: gateway.table["pd0"].ready)
-    num_calls = len(gateway["pd0"].got("/stage/prefill"))
-    while len(gateway["pd0"].got("/stage/prefill")) == num_calls:  # its breaker closes
-        assert (await gateway.answer(kit.chat(stream=True)))[0] == 200
 
 
 async def test_a_client_that_does_not_read_stops_its_own_stream_alone(start, kit):

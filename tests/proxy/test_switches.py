@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from gateway_settings import admin_plane
 
-from epd_serve.cli.switch import switch
 from epd_serve.protocol import frames, wire
 from epd_serve.protocol.instance_state import Load, Report, RoleChanged
 
@@ -168,28 +167,3 @@ async def test_an_instance_may_leave_while_it_changes_its_role(start: Any) -> No
         assert (status, said["instance"], said["to"]) == (200, "late", "D")
         assert gateway.table.get("late") is None
     assert not gateway.table["p0"].drains
-
-
-async def test_the_command_says_what_the_admin_plane_says(
-    start: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    gateway = await start("p0:P", "p1:P", "d0:D", admin=admin_plane(key="secret"))
-    address = gateway.app.state.admin_url
-    for key, name, where, message in (
-        (None, "d0", address, "EPD_SERVE_ADMIN_KEY"),
-        ("secret", "d0", address, "the only one that is ready for stage D"),
-        ("secret", "x9", address, "there are: p0, p1, d0"),
-        ("secret", "d0", "http://127.0.0.1:9", "gateway.admin.port"),
-    ):
-        monkeypatch.setenv("EPD_SERVE_ADMIN_KEY", key) if key else monkeypatch.delenv("EPD_SERVE_ADMIN_KEY", False)
-        with pytest.raises(ValueError) as refused:
-            await asyncio.to_thread(switch, name, "P", admin=where)
-        assert message in str(refused.value)
-    for old, said in (
-        ("D", "p1: D → P in 0.250 s, 0.125 s of it to finish what it had\n"),
-        ("P", "p1 serves P\n"),
-    ):
-        changed = wire.encode(RoleChanged(old, "P", 1, 0.25, 0.125))
-        gateway["p1"].scripts["/role"] = lambda _, changed=changed: [(200, {}), changed]
-        await asyncio.to_thread(switch, "p1", "P", admin=address)
-        assert capsys.readouterr().out == said

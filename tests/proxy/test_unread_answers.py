@@ -95,20 +95,6 @@ async def test_a_late_reader_is_told_why_its_stream_broke_off(start, kit, connec
     assert b"took longer than 0.5 s" in answer and not answer.endswith(b"0\r\n\r\n")
 
 
-async def test_requests_sent_ahead_wait_for_a_reader(start, kit, connect):
-    gateway = await start("pd0:PD")
-    peer = await connect(gateway)
-    whole = b'{"x":"' + b"x" * 4_000_000 + b'"}'
-    gateway["pd0"].scripts["/stage/prefill"] = lambda message: [kit.NONE, whole]
-    await asyncio.get_running_loop().sock_sendall(peer, post() * 5)
-    await gateway.until(lambda: gateway["pd0"].got("/stage/prefill"))
-    await asyncio.sleep(0.5)
-    assert len(gateway["pd0"].got("/stage/prefill")) <= 2
-    answers = await read(peer, whole, 5)
-    assert answers.count(b"HTTP/1.1 200") == 5 and answers.endswith(whole)
-    await gateway.until(lambda: is_empty(gateway))
-
-
 @pytest.mark.parametrize("end", ["die", "forever"])
 async def test_what_fails_behind_the_end_of_a_stream_changes_nothing(start, kit, end):
     gateway = await start("pd0:PD", "pd1:PD", request_timeout_s=2.0)
@@ -141,21 +127,3 @@ async def test_tokens_of_several_choices_are_none_to_go_on_from(start, kit):
         fake.scripts["/stage/prefill"] = script
     await gateway.answer({**BODY, "stream": True, "n": 2})
     assert asked == [[], []]
-
-
-async def test_an_instance_that_is_removed_and_dies_is_replaced(start, kit):
-    gateway = await start("pd0:PD", "pd1:PD")
-
-    def script(message):
-        if message.generated:
-            return [kit.FRAMES, kit.frame(2) + kit.frame(0, end=True)]
-        return [kit.FRAMES, kit.frame(1), 0.2, kit.DIE]
-
-    for fake in gateway.fakes.values():
-        fake.scripts["/stage/prefill"] = script
-    asking = asyncio.create_task(gateway.answer({**BODY, "stream": True}))
-    await gateway.until(lambda: any(fake.got("/stage/prefill") for fake in gateway.fakes.values()))
-    await asyncio.sleep(0.05)
-    left = [(fake.name, fake.url) for fake in gateway.fakes.values() if not fake.got("/stage/prefill")]
-    gateway.become(left)
-    assert (await asking)[1] == b'data: {"token":1}\n\ndata: {"token":2}\n\ndata: [DONE]\n\n'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -33,6 +34,14 @@ class Deployment:
         """Status and JSON of an answer."""
         async with self.session.post(self.url + path, json=body, **more) as response:
             return response.status, await response.json(content_type=None)
+
+    async def events(self, path: str, body: Any) -> list[Any]:
+        """The events of a streamed answer, without ``[DONE]``."""
+        async with self.session.post(self.url + path, json=body | {"stream": True}) as response:
+            assert response.status == 200, await response.text()
+            blocks = [block.splitlines()[-1] for block in (await response.text()).split("\n\n") if block]
+        data = [block.removeprefix("data: ") for block in blocks]
+        return [json.loads(one) for one in data if one != "[DONE]"]
 
     async def settle(self, timeout_s: float = 300) -> None:
         """Wait until nothing is in use; the books must balance."""

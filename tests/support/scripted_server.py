@@ -11,8 +11,9 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 FIRST_S, GAP_S, STALL_S, NUM_TOKENS = 0.4, 0.01, 0.3, 8
@@ -70,100 +71,35 @@ class Call:
             self.chunk(f" t{index}", "length" if finish and index == count - 1 else None)
 
 
-async def steady(call: Call) -> None:
+async def stream(
+    call: Call,
+    count: int = NUM_TOKENS,
+    *,
+    opens: str = "",
+    finish: bool = True,
+    stall_behind: int = -1,
+    events: Sequence[bytes] = (),
+    usage: bool = False,
+    done: bool = True,
+    cut: bool = False,
+) -> None:
+    """A stream with ``opens`` before its tokens and ``events`` behind them; with ``cut`` its connection breaks."""
     call.raw(_HEAD)
-    await call.tokens(NUM_TOKENS)
-    call.usage()
-    call.end()
-
-
-async def stall(call: Call) -> None:
-    call.raw(_HEAD)
-    await call.tokens(NUM_TOKENS, stall_behind=4)
-    call.usage()
-    call.end()
-
-
-async def early_role(call: Call) -> None:
-    call.raw(_HEAD)
-    call.chunk(content="", role="assistant")
-    await steady_rest(call)
-
-
-async def steady_rest(call: Call) -> None:
-    await call.tokens(NUM_TOKENS)
-    call.usage()
-    call.end()
-
-
-async def keep_alive_comments(call: Call) -> None:
-    call.raw(_HEAD)
-    comment = b": keep-alive\n\n"
-    call.raw(b"%x\r\n%b\r\n" % (len(comment), comment))
-    await steady_rest(call)
-
-
-async def no_usage(call: Call) -> None:
-    call.raw(_HEAD)
-    await call.tokens(NUM_TOKENS)
-    call.end()
-
-
-async def no_done(call: Call) -> None:
-    call.raw(_HEAD)
-    await call.tokens(NUM_TOKENS)
-    call.end(done=False)
-
-
-async def no_finish_reason(call: Call) -> None:
-    call.raw(_HEAD)
-    await call.tokens(3, finish=False)
-    call.end()
-
-
-async def clean_end(call: Call) -> None:
-    """A short answer that ends like a whole one."""
-    call.raw(_HEAD)
-    await call.tokens(3, finish=False)
-    call.end(done=False)
-
-
-async def cut(call: Call) -> None:
-    call.raw(_HEAD)
-    await call.tokens(3, finish=False)
-    await call.writer.drain()
-    call.writer.transport.abort()
-
-
-async def in_stream_error(call: Call) -> None:
-    call.raw(_HEAD)
-    await call.tokens(3, finish=False)
-    call.event(b'{"error":{"message":"the decode instance died","type":"server_error"}}')
-    await call.writer.drain()
-    call.writer.transport.abort()
-
-
-async def error_then_done(call: Call) -> None:
-    """Dressed up as a success."""
-    call.raw(_HEAD)
-    await call.tokens(3, finish=False)
-    call.event(b'{"error":{"message":"out of blocks"}}')
-    call.chunk(finish="stop")
-    call.end()
-
-
-async def no_tokens(call: Call) -> None:
-    call.raw(_HEAD)
-    call.chunk(content="", role="assistant")
-    call.chunk(finish="stop")
-    call.end()
-
-
-async def malformed(call: Call) -> None:
-    call.raw(_HEAD)
-    await call.tokens(2, finish=False)
-    call.event(b'{"choices": [{"delta"')
-    call.end()
+    if opens == "role":
+        call.chunk(content="", role="assistant")
+    elif opens == "comment":
+        call.raw(b"e\r\n: keep-alive\n\n\r\n")
+    if count:
+        await call.tokens(count, finish=finish, stall_behind=stall_behind)
+    for event in events:
+        call.event(event)
+    if usage:
+        call.usage()
+    if cut:
+        await call.writer.drain()
+        call.writer.transport.abort()
+    else:
+        call.end(done=done)
 
 
 async def no_stream(call: Call) -> None:
@@ -192,37 +128,33 @@ async def hang(call: Call) -> None:
 
 async def hold(call: Call) -> None:
     await _GATES.setdefault(call.text.split()[1], asyncio.Event()).wait()
-    await steady(call)
+    await stream(call, usage=True)
 
 
 async def no_http(call: Call) -> None:
     call.raw(b"SSH-2.0-OpenSSH_9.6\r\n")
 
 
+_STOP = b'{"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}'
+_DIED = b'{"error":{"message":"the decode instance died","type":"server_error"}}'
 SCRIPTS: dict[str, Callable[[Call], Awaitable[None]]] = {
-    one.__name__: one
-    for one in (
-        steady,
-        stall,
-        early_role,
-        keep_alive_comments,
-        no_usage,
-        no_done,
-        no_finish_reason,
-        clean_end,
-        cut,
-        in_stream_error,
-        error_then_done,
-        no_tokens,
-        malformed,
-        no_stream,
-        refused,
-        overloaded,
-        reset,
-        hang,
-        hold,
-        no_http,
-    )
+    "steady": partial(stream, usage=True),
+    "stall": partial(stream, usage=True, stall_behind=4),
+    "early_role": partial(stream, usage=True, opens="role"),
+    "keep_alive_comments": partial(stream, usage=True, opens="comment"),
+    "no_usage": stream,
+    "no_done": partial(stream, done=False),
+    "no_finish_reason": partial(stream, count=3, finish=False),
+    "clean_end": partial(stream, count=3, finish=False, done=False),  # a short answer that ends like a whole one
+    "cut": partial(stream, count=3, finish=False, cut=True),
+    "in_stream_error": partial(stream, count=3, finish=False, events=[_DIED], cut=True),
+    # dressed up as a success
+    "error_then_done": partial(
+        stream, count=3, finish=False, events=[b'{"error":{"message":"out of blocks"}}', _STOP]
+    ),
+    "no_tokens": partial(stream, count=0, opens="role", events=[_STOP]),
+    "malformed": partial(stream, count=2, finish=False, events=[b'{"choices": [{"delta"']),
+    **{one.__name__: one for one in (no_stream, refused, overloaded, reset, hang, hold, no_http)},
 }
 _LOG: list[dict[str, Any]] = []
 _GATES: dict[str, asyncio.Event] = {}

@@ -44,14 +44,6 @@ def read(transport: Transport, region: Region, nbytes: int = 4) -> bytes:
     return bytes(data)
 
 
-@pytest.mark.parametrize(("offset", "nbytes"), [(SIZE - 3, 4), (SIZE + 1, 1), (-1, 1)])
-def test_out_of_bounds_is_refused(pair: tuple[Transport, Transport], offset: int, nbytes: int) -> None:
-    here, there = pair
-    region = there.allocate("slab", SIZE).region
-    with pytest.raises(TransferError, match="outside region"):
-        here.read(region, [(offset, memoryview(bytearray(nbytes)))])
-
-
 def test_memory_that_is_not_to_be_had_is_named() -> None:
     transport, num_files = EmbeddedTransport(path="shm"), psutil.Process().num_fds()
     with pytest.raises(ValueError, match=r"134217728 MiB of memory for 'kv' are not to be had .*num_blocks"):

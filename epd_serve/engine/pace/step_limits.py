@@ -99,7 +99,9 @@ class StepLimits:
         and the sequences that are let in.
         """
         if self.limit_s is None:
-            self.budget = replace(self.budget, pace=ChunkPace(self._first_chunk()))
+            most = self.budget.max_num_tokens  # on a CPU a step of thousands may take a minute
+            first = min(_FIRST_CHUNK_ON_CPU, most) if self._options.device == "cpu" else most
+            self.budget = replace(self.budget, pace=ChunkPace(first))
             if self._options.batching.order != "slack":
                 return self.budget
         block = self._options.tokens_per_block
@@ -125,11 +127,6 @@ class StepLimits:
         median = sizes.errors[len(sizes.errors) // 2]
         logger.info("steps: %s, off by %.0f %% (median)", self._cost, 100 * median)
         return self.budget
-
-    def _first_chunk(self) -> int:
-        """Prompt tokens of the first step: few on a CPU, where thousands may take a minute."""
-        is_cpu = self._options.device == "cpu"
-        return min(_FIRST_CHUNK_ON_CPU, self.budget.max_num_tokens) if is_cpu else self.budget.max_num_tokens
 
     def _report(self, what: str, found: Found, limit_s: float) -> None:
         slo = "slo.tpot_ms" if self._options.role.decodes else "half of slo.ttft_ms"

@@ -255,7 +255,7 @@ class Sampler:
         self._numbers = DrawNumbers()
         self._scores = torch.empty(0, 0)
         self._drawer: RowDrawer | None = None
-        self._ends: Tensor | None = None
+        self._ends: Tensor | None = None  # the model's own end tokens
         self._forbidden: tuple[Tensor, Tensor] | None = None  # rows, and whether all is forbidden there
         self._rows: AbstractSequence[Row] = ()
         self._asking: list[int] = []  # rows that may be more than greedy
@@ -294,7 +294,13 @@ class Sampler:
             tokens = self._ops.argmax(logits)
         else:
             tokens = torch.empty(len(rows), dtype=torch.long, device=logits.device)
-        by_rows = [i for i in worked if _is_plain(rows[i])] if logits.device.type == "cpu" else []
+        by_rows: list[int] = []  # those that can be drawn from their logits as they are
+        if logits.device.type == "cpu":
+            by_rows = [
+                i
+                for i in worked
+                if not (rows[i].sampling.greedy or rows[i].sampling.top_k or _is_constrained(rows[i]))
+            ]
         copied = sorted({*worked} - {*by_rows}) if by_rows else worked
         scores = self._constrained(logits, rows, copied) if copied else logits
         ways: dict[Callable[[Tensor, list[Row]], Tensor], list[int]] = {}
@@ -339,16 +345,13 @@ class Sampler:
         self._penalties.apply(scores, some)
         for values, row in zip(scores, some, strict=True):
             if len(row.sequence.output_ids) < row.sampling.min_tokens:
-                mask_ends(values, row.sequence, self._ends_on(values))
+                if self._ends is None:
+                    ends = [token for token in self._eos_token_ids if token < len(values)]
+                    self._ends = on_device(ends, scores.device)
+                mask_ends(values, row.sequence, self._ends)
         restrict(scores, [row.sequence for row in some])
         self._forbidden = on_device(which, scores.device), scores.amax(dim=-1) == _MASKED
         return scores
-
-    def _ends_on(self, scores: Tensor) -> Tensor:
-        """The model's own end tokens, where ``scores`` [vocab] are."""
-        if self._ends is None:
-            self._ends = on_device([token for token in self._eos_token_ids if token < len(scores)], scores.device)
-        return self._ends
 
     def _copy(self, logits: Tensor, which: list[int]) -> Tensor:
         """Rows in float32; on a CPU in memory that stays."""
@@ -358,11 +361,6 @@ class Sampler:
         if len(self._scores) < len(some) or self._scores.shape[1:] != logits.shape[1:]:
             self._scores = torch.empty(some.shape)
         return self._scores[: len(some)].copy_(some)
-
-
-def _is_plain(row: Row) -> bool:
-    """Whether a row can be drawn from its logits as they are."""
-    return not (row.sampling.greedy or row.sampling.top_k or _is_constrained(row))
 
 
 def _is_constrained(row: Row) -> bool:

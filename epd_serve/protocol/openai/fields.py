@@ -1,17 +1,17 @@
-"""Building blocks of the models of requests: their base, number and text fields, options without effect, errors.
+"""Building blocks of request models: base classes, number and text fields, options without effect, errors.
 
 A misspelt option is refused by name. Messages may have unknown fields: client libraries send some back.
 """
 
 from __future__ import annotations
 
-import logging
 from difflib import get_close_matches
-from typing import Annotated, Any, Literal, get_args
+from functools import cache
+from typing import Annotated, Any, Literal, Self, get_args
 
 import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
-from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from epd_serve.errors import InvalidRequest
 
@@ -21,7 +21,6 @@ _MAX_NAME = 100
 #: msgpack has no longer integers.
 WIRE_INTEGERS = 2**63
 
-logger = logging.getLogger(__name__)
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 _LABEL = "A label of the caller's own; it changes no token."
 
@@ -42,17 +41,35 @@ class RequestModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
+class Body(RequestModel):
+    """Base of the bodies of requests. Null means: as if the field were absent."""
+
+    @classmethod
+    def parse(cls, body: bytes | bytearray) -> Self:
+        """Decode and check a body. Raises InvalidRequest that names the field in ``param``."""
+        try:
+            return cls.model_validate(decode_object(body))
+        except ValidationError as error:
+            raise explain(error, cls) from error
+
+    def _check(self) -> None:
+        """Apply the rules that join several fields. Raises InvalidRequest."""
+
+    @model_validator(mode="after")
+    def _validate(self) -> Self:
+        self._check()
+        return self
+
+
 class MessageModel(RequestModel):
     """A part of a conversation: unknown fields are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _log_ignored(cls, fields: Any) -> Any:
-        if logger.isEnabledFor(logging.DEBUG) and isinstance(fields, dict):
-            logger.debug("%s: ignored fields: %s", cls.__name__, sorted(fields.keys() - cls.model_fields.keys()))
-        return fields
+
+def broken_rule(message: str, field: str = "", code: str = "invalid_value") -> PydanticCustomError:
+    """Return the error for a validator to raise; ``field`` is the wrong one of its model."""
+    return PydanticCustomError("broken_rule", "{message}", {"message": message, "field": field, "code": code})
 
 
 def _as_integer(value: Any) -> Any:
@@ -66,13 +83,11 @@ def _as_integers(values: Any) -> Any:
     )
 
 
-Integer = Annotated[int, BeforeValidator(_as_integer)]
-
-
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+Integer = Annotated[int, BeforeValidator(_as_integer)]
 StopString = Annotated[str, Field(min_length=1)]
 StopStrings = Annotated[
     list[StopString],
@@ -85,6 +100,32 @@ TokenIds = Annotated[list[TokenId], Field(fail_fast=True), BeforeValidator(_as_i
 
 def explain(refusal: ValidationError, model: type[BaseModel]) -> InvalidRequest:
     """Describe the first fault that ``model`` found, with ``param`` as in ``messages[0].content``."""
+    error = _first_fault(refusal)
+    kind, option = error["type"], str(error["loc"][0]) if error["loc"] else ""
+    if any(NoEffect in base.__bases__ and option in base.__annotations__ for base in model.__mro__):
+        advice = model.model_fields[option].description
+        return InvalidRequest(f"{option}: {advice}", param=option, code="unsupported_parameter")
+    param = _param(error)
+    if kind == "broken_rule":
+        rule = error["ctx"]
+        param += f".{rule['field']}" if rule["field"] else ""
+        return InvalidRequest(f"{param}: {rule['message']}", param=param, code=rule["code"])
+    if kind == "extra_forbidden":
+        meant = get_close_matches(str(error["loc"][-1])[:_MAX_NAME], _names(model), n=1)
+        advice = f"did you mean {meant[0]!r}?" if meant else "remove it"
+        return InvalidRequest(f"unknown field {param!r}; {advice}", param=param, code="unknown_parameter")
+    if kind == "missing":
+        return InvalidRequest(f"{param} is required", param=param, code="missing_required_parameter")
+    value, message = error["input"], error["msg"].replace(" after validation", "")
+    if kind in ("model_type", "dict_type"):
+        message = "input should be a JSON object"
+    is_short = value is None or isinstance(value, int | float) or (isinstance(value, str) and len(value) <= 60)
+    found = f" (got {value!r})" if is_short else ""
+    return InvalidRequest(f"{param}: {message[0].lower()}{message[1:]}{found}", param=param, code="invalid_value")
+
+
+def _first_fault(refusal: ValidationError) -> ErrorDetails:
+    """Return the fault that says most to the caller."""
     error, *more = refusal.errors(include_url=False)
     if error["type"] == "missing":  # a misspelt field, or another type, explains a missing one
         causes = ("extra_forbidden", "literal_error")
@@ -93,52 +134,31 @@ def explain(refusal: ValidationError, model: type[BaseModel]) -> InvalidRequest:
     if error["type"] == "literal_error" and isinstance(error["input"], dict):
         # the member of the union that takes an object says more
         error = next((one for one in more if one["loc"][: len(error["loc"]) - 1] == error["loc"][:-1]), error)
-    option = str(error["loc"][0]) if error["loc"] else ""
-    if any(NoEffect in base.__bases__ and option in base.__annotations__ for base in model.__mro__):
-        advice = model.model_fields[option].description
-        return InvalidRequest(f"{option}: {advice}", param=option, code="unsupported_parameter")
+    return error
+
+
+def _param(error: ErrorDetails) -> str:
+    """Return the place of a fault without the members of unions in it."""
     param = ""
-    unknown = error["type"] == "extra_forbidden"
     for place, step in enumerate(error["loc"], start=1):
         if isinstance(step, int):
             param += f"[{step}]"
             continue
         step = step if len(step) <= _MAX_NAME else step[:_MAX_NAME] + "..."
-        if (unknown and place == len(error["loc"])) or (
+        if (error["type"] == "extra_forbidden" and place == len(error["loc"])) or (
             step.isidentifier() and step.islower() and step not in ("str", "list", "int", "literal", "dict")
-        ):  # the rest names members of a union
+        ):
             param += f".{step}" if param else step
-    if unknown:
-        *above, name = error["loc"]
-        meant = get_close_matches(str(name)[:_MAX_NAME], _field_names(model, above), n=1)
-        advice = f"did you mean {meant[0]!r}?" if meant else "remove it"
-        return InvalidRequest(f"unknown field {param!r}; {advice}", param=param, code="unknown_parameter")
-    if error["type"] == "missing":
-        return InvalidRequest(f"{param} is required", param=param, code="missing_required_parameter")
-    value = error["input"]
-    short = value is None or isinstance(value, int | float) or (isinstance(value, str) and len(value) <= 60)
-    found = f" (got {value!r})" if short else ""
-    message = error["msg"].removeprefix("Value error, ").replace(" after validation", "")
-    message = message[0].lower() + message[1:]
-    if error["type"] in ("model_type", "dict_type"):
-        message = "input should be a JSON object"
-    return InvalidRequest(f"{param}: {message}{found}", param=param, code="invalid_value")
+    return param
 
 
-def _field_names(model: type[BaseModel], place: list[int | str]) -> list[str]:
-    """Return the fields of the objects allowed at a place, as clients write them."""
-    models = [model]
-    for step in place:
-        if isinstance(step, int):
-            continue  # the items of a list are what its annotation names
-        fields = [one.model_fields.get(step) or _by_alias(one, step) for one in models]
-        inner = [found for field in fields if field is not None for found in _models(field.annotation)]
-        models = inner or [one for one in models if one.__name__ == step] or models  # else a member of a union
-    return [field.alias or name for one in models for name, field in one.model_fields.items()]
-
-
-def _by_alias(model: type[BaseModel], alias: str) -> FieldInfo | None:
-    return next((field for field in model.model_fields.values() if field.alias == alias), None)
+@cache
+def _names(model: type[BaseModel]) -> frozenset[str]:
+    """Return the fields of a model, as clients write them, and of the models within it."""
+    found: set[str] = set()
+    for name, field in model.model_fields.items():
+        found |= {field.alias or name}.union(*map(_names, _models(field.annotation)))
+    return frozenset(found)
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:

@@ -7,14 +7,17 @@ InvalidRequest with ``param`` set and a sentence that says what would be right.
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import msgspec
-from pydantic import BeforeValidator, Field, ValidationError
+from msgspec.structs import replace
+from pydantic import BeforeValidator, Field
 
 from epd_serve.errors import InvalidRequest
 from epd_serve.protocol.openai.fields import (
     WIRE_INTEGERS,
+    Body,
     ChatNoEffect,
     CommonNoEffect,
     Integer,
@@ -23,16 +26,14 @@ from epd_serve.protocol.openai.fields import (
     StopString,
     StopStrings,
     TokenIds,
-    decode_object,
-    explain,
 )
 from epd_serve.protocol.openai.messages import (
+    MAX_PARTS,
     AnyProcessorKwargs,
     MediaIoKwargs,
     MediaSource,
     Messages,
     ProcessorKwargs,
-    check_messages,
     media_of,
     wire_messages,
 )
@@ -57,24 +58,22 @@ MAX_STOP_TOKENS = 4096
 MAX_PROMPTS = 128
 #: OpenAI's default for /v1/completions; a chat without max_tokens may fill the context.
 COMPLETION_MAX_TOKENS = 16
-#: Fields of sampling that few requests set.
-_RARE = frozenset(
-    (
-        "top_k",
-        "min_p",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "stop",
-        "stop_token_ids",
-        "ignore_eos",
-        "skip_special_tokens",
-        "include_stop_str_in_output",
-        "logit_bias",
-        "allowed_token_ids",
-        "bad_words",
-    )
-)
+#: Fields of sampling that few requests set → the type of the parameter.
+_RARE: dict[str, Callable[[Any], Any]] = {
+    "top_k": lambda number: max(number, 0),
+    "min_p": float,
+    "repetition_penalty": float,
+    "presence_penalty": float,
+    "frequency_penalty": float,
+    "stop": tuple,
+    "stop_token_ids": tuple,
+    "ignore_eos": bool,
+    "skip_special_tokens": bool,
+    "include_stop_str_in_output": bool,
+    "logit_bias": lambda biases: {int(token): bias for token, bias in biases.items()},
+    "allowed_token_ids": tuple,
+    "bad_words": tuple,
+}
 
 
 class Translation(Protocol):
@@ -103,7 +102,7 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 TokenText = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 
 
-class CommonRequest(Labels, CommonNoEffect):
+class CommonRequest(Body, Labels, CommonNoEffect):
     """The fields that all requests for an answer share."""
 
     model: str | None = Field(None, description="Name of the model; the only one that is served, if absent.")
@@ -119,7 +118,7 @@ class CommonRequest(Labels, CommonNoEffect):
 
 
 class GenerationRequest(CommonRequest, ChatNoEffect):
-    """The fields that chats and completions share. Null means: as if the field were absent."""
+    """The fields that chats and completions share."""
 
     #: Whether an answer of a given structure ends where the structure does.
     ends_with_structure: ClassVar[bool] = True
@@ -164,18 +163,7 @@ class GenerationRequest(CommonRequest, ChatNoEffect):
     )
     n: Integer | None = Field(None, ge=1, le=128, description="Number of answers; default 1.")
 
-    @classmethod
-    def parse(cls, body: bytes | bytearray) -> Self:
-        """Decode and check a body. Raises InvalidRequest that names the field in ``param``."""
-        try:
-            request = cls.model_validate(decode_object(body))
-        except ValidationError as error:
-            raise explain(error, cls) from error
-        request._check()
-        return request
-
     def _check(self) -> None:
-        """Apply the rules that join several fields."""
         limit = self.token_limit()
         if limit is not None and (self.min_tokens or 0) > limit:
             raise InvalidRequest(
@@ -189,34 +177,38 @@ class GenerationRequest(CommonRequest, ChatNoEffect):
             )
 
     def token_limit(self) -> int | None:
-        """The most tokens that an answer may have; None where the context alone limits it."""
+        """Return the most tokens that an answer may have; None where the context alone limits it."""
         return self.max_tokens
 
     @abstractmethod
     def _logprobs(self) -> int | None:
-        """The number of alternatives to report for each token; None for no log-probabilities at all."""
+        """Return the number of alternatives to report for each token; None for no log-probabilities at all."""
 
     def grammar(self) -> Grammar | None:
-        """The grammar that the answer must follow; None where none is asked for.
+        """Return the grammar that the answer must follow; None where none is asked for.
 
         Raises InvalidRequest for contradictions.
         """
         return make_grammar(None, None, True, self.response_format, self.structured_outputs)
 
     def media(self) -> list[MediaSource]:
-        """The media items in the order in which the request shows them."""
+        """Return the media items in the order in which the request shows them."""
         return []
 
     def chat(self) -> list[ChatMessage] | None:
-        """The chat with media as references; None for a completion."""
+        """Return the chat with media as references; None for a completion."""
         return None
 
     def prompts(self) -> list[str | list[int]]:
-        """The prompts of a completion."""
+        """Return the prompts of a completion."""
         return []
 
+    def prompting(self) -> PromptOptions:
+        """Return the options by which the prompt is turned into tokens."""
+        return PromptOptions(add_special_tokens=self.add_special_tokens, cache_salt=self.cache_salt or "")
+
     def output(self, *, id: str, created: int, model: str) -> OutputOptions:
-        """The shape of the answer; ``created`` is in seconds since the epoch."""
+        """Return the shape of the answer; ``created`` is in seconds since the epoch."""
         options = self.stream_options if self.stream else None
         return OutputOptions(
             kind=self.kind,
@@ -232,34 +224,18 @@ class GenerationRequest(CommonRequest, ChatNoEffect):
         """Return the maker of another API's answers from a chat's; None for a chat or completion."""
         return None
 
-    @abstractmethod
-    def prompting(self) -> PromptOptions:
-        """The options by which the prompt is turned into tokens."""
-
     def sampling(self, seed: int) -> SamplingParams:
-        """Sampling parameters with the API's defaults filled in; ``seed`` is used where the request has none."""
-        neutral = []
-        for name in self.model_fields_set & SAMPLING_DEFAULTS.keys():
-            value = getattr(self, name)
-            if value is not None and (value == SAMPLING_DEFAULTS[name] or (name == "top_k" and value < 1)):
+        """Return sampling parameters with the API's defaults; ``seed`` is used where the request has none."""
+        neutral, rare = [], {}
+        for name in self.model_fields_set:
+            convert, has_default = _RARE.get(name), name in SAMPLING_DEFAULTS
+            if (convert is None and not has_default) or (value := getattr(self, name)) is None:
+                continue
+            if convert is not None:
+                value = convert(value)
+                rare["include_stop" if name == "include_stop_str_in_output" else name] = value
+            if has_default and value == SAMPLING_DEFAULTS[name]:
                 neutral.append(name)
-        rare: dict[str, Any] = {}
-        if not _RARE.isdisjoint(self.model_fields_set):
-            rare = {
-                "top_k": max(self.top_k or 0, 0),
-                "min_p": self.min_p or 0.0,
-                "repetition_penalty": 1.0 if self.repetition_penalty is None else self.repetition_penalty,
-                "presence_penalty": self.presence_penalty or 0.0,
-                "frequency_penalty": self.frequency_penalty or 0.0,
-                "stop": tuple(self.stop or ()),
-                "stop_token_ids": tuple(self.stop_token_ids or ()),
-                "ignore_eos": bool(self.ignore_eos),
-                "skip_special_tokens": self.skip_special_tokens is not False,
-                "include_stop": bool(self.include_stop_str_in_output),
-                "logit_bias": {int(token): bias for token, bias in (self.logit_bias or {}).items()},
-                "allowed_token_ids": tuple(self.allowed_token_ids or ()),
-                "bad_words": tuple(self.bad_words or ()),
-            }
         return SamplingParams(
             seed=self.seed if self.seed is not None else seed,
             max_tokens=self.token_limit(),
@@ -275,7 +251,62 @@ class GenerationRequest(CommonRequest, ChatNoEffect):
         )
 
 
-class ChatCompletionRequest(GenerationRequest):
+class ChatPrompt(Body):
+    """The fields by which a chat becomes tokens."""
+
+    messages: Messages | None = Field(None, description="A chat.")
+    add_special_tokens: bool | None = Field(None, description="Add the tokenizer's special tokens to the prompt.")
+    add_generation_prompt: bool | None = Field(None, description="End the prompt with the assistant's header.")
+    continue_final_message: bool | None = Field(None, description="Go on with the assistant's last message.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the chat template.")
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS, description="Functions the model may call.")
+    media_io_kwargs: MediaIoKwargs | None = Field(None, description="How media are read.")
+    mm_processor_kwargs: ProcessorKwargs | None = Field(None, description="How the processor prepares media.")
+
+    def _check(self) -> None:
+        messages = self.messages or []
+        num_parts = sum([len(message.content or ()) for message in messages])
+        if num_parts > MAX_PARTS:
+            raise InvalidRequest(
+                f"messages: {num_parts} parts over all messages; at most {MAX_PARTS}", param="messages"
+            )
+        if self.mm_processor_kwargs is not None:
+            self.media()  # says what contradicts itself
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidRequest(
+                "add_generation_prompt and continue_final_message contradict each other; send one of them",
+                param="add_generation_prompt",
+            )
+        if self.continue_final_message and (not messages or messages[-1].role != "assistant"):
+            raise InvalidRequest(
+                "continue_final_message: the last message must be the assistant's", param="continue_final_message"
+            )
+        super()._check()
+
+    def media(self) -> list[MediaSource]:
+        """Return the media items in the order in which the chat shows them."""
+        return media_of(self.messages or (), self.media_io_kwargs, self.mm_processor_kwargs)
+
+    def chat(self) -> list[ChatMessage] | None:
+        """Return the chat with media as references."""
+        return None if self.messages is None else wire_messages(self.messages)
+
+    def _template_kwargs(self) -> dict[str, Any] | None:
+        return self.chat_template_kwargs
+
+    def prompting(self) -> PromptOptions:
+        """Return the options by which the chat is turned into tokens."""
+        kwargs = self._template_kwargs()
+        return PromptOptions(
+            add_special_tokens=self.add_special_tokens,
+            add_generation_prompt=not self.continue_final_message and self.add_generation_prompt is not False,
+            continue_final_message=bool(self.continue_final_message),
+            tools=tools_text(self.tools) if self.tools else "",
+            template_kwargs=json_text(kwargs, "chat_template_kwargs") if kwargs else "",
+        )
+
+
+class ChatCompletionRequest(ChatPrompt, GenerationRequest):
     """Body of ``POST /v1/chat/completions``."""
 
     kind: ClassVar[Literal["chat", "completion"]] = "chat"
@@ -289,19 +320,12 @@ class ChatCompletionRequest(GenerationRequest):
     top_logprobs: Integer | None = Field(
         None, ge=0, le=MAX_TOP_LOGPROBS, description="Return those of the likeliest alternatives, too."
     )
-    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS, description="Functions the model may call.")
     tool_choice: ToolChoice | None = Field(None, description="Whether, or which, function is called.")
     parallel_tool_calls: bool | None = Field(None, description="Allow several calls in an answer; default true.")
-    add_generation_prompt: bool | None = Field(None, description="End the prompt with the assistant's header.")
-    continue_final_message: bool | None = Field(None, description="Go on with the assistant's last message.")
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the chat template.")
     reasoning_effort: str | None = Field(None, description="A variable of the chat template.")
     verbosity: str | None = Field(None, description="Changes no token.")
-    media_io_kwargs: MediaIoKwargs | None = Field(None, description="How media are read.")
-    mm_processor_kwargs: ProcessorKwargs | None = Field(None, description="How the processor prepares media.")
 
     def _check(self) -> None:
-        super()._check()
         if (
             None not in (self.max_tokens, self.max_completion_tokens)
             and self.max_tokens != self.max_completion_tokens
@@ -313,18 +337,7 @@ class ChatCompletionRequest(GenerationRequest):
             )
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
-        check_messages(self.messages)
-        if self.mm_processor_kwargs is not None:
-            self.media()  # says what contradicts itself
-        if self.continue_final_message and self.add_generation_prompt:
-            raise InvalidRequest(
-                "add_generation_prompt and continue_final_message contradict each other; send one of them",
-                param="add_generation_prompt",
-            )
-        if self.continue_final_message and self.messages[-1].role != "assistant":
-            raise InvalidRequest(
-                "continue_final_message: the last message must be the assistant's", param="continue_final_message"
-            )
+        super()._check()
 
     def token_limit(self) -> int | None:
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
@@ -333,39 +346,21 @@ class ChatCompletionRequest(GenerationRequest):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def grammar(self) -> Grammar | None:
-        asked = self.tools, self.tool_choice, self.response_format, self.structured_outputs
-        if asked == (None, None, None, None):
-            return None
-        return make_grammar(
-            self.tools,
-            self.tool_choice,
-            self.parallel_tool_calls is not False,
-            self.response_format,
-            self.structured_outputs,
-        )
+        parallel, form = self.parallel_tool_calls is not False, self.response_format
+        return make_grammar(self.tools, self.tool_choice, parallel, form, self.structured_outputs)
+
+    def _template_kwargs(self) -> dict[str, Any] | None:
+        if self.reasoning_effort is None:
+            return self.chat_template_kwargs
+        return {"reasoning_effort": self.reasoning_effort, **(self.chat_template_kwargs or {})}
 
     def prompting(self) -> PromptOptions:
-        kwargs = self.chat_template_kwargs
-        if self.reasoning_effort is not None:
-            kwargs = {"reasoning_effort": self.reasoning_effort, **(kwargs or {})}
-        return PromptOptions(
-            add_special_tokens=self.add_special_tokens,
-            cache_salt=self.cache_salt or "",
-            add_generation_prompt=not self.continue_final_message and self.add_generation_prompt is not False,
-            continue_final_message=bool(self.continue_final_message),
-            tools=tools_text(self.tools) if self.tools else "",
-            template_kwargs=json_text(kwargs, "chat_template_kwargs") if kwargs else "",
-        )
-
-    def media(self) -> list[MediaSource]:
-        return media_of(self.messages, self.media_io_kwargs, self.mm_processor_kwargs)
-
-    def chat(self) -> list[ChatMessage]:
-        return wire_messages(self.messages)
+        options = super().prompting()
+        return replace(options, cache_salt=self.cache_salt) if self.cache_salt else options
 
 
 def _as_prompts(value: Any) -> Any:
-    """One prompt becomes a list of it."""
+    """Return a list of prompts; one becomes a list of it."""
     if value == []:
         raise InvalidRequest("prompt: the list is empty; it needs one prompt at least", param="prompt")
     is_many = isinstance(value, list) and value and not all(isinstance(one, int) for one in value)
@@ -398,12 +393,6 @@ class CompletionRequest(GenerationRequest):
         return COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
     def _check(self) -> None:
-        if self.max_tokens is None and self.min_tokens is not None and self.min_tokens > COMPLETION_MAX_TOKENS:
-            raise InvalidRequest(
-                f"min_tokens ({self.min_tokens}) is greater than the default of max_tokens "
-                f"({COMPLETION_MAX_TOKENS}); send max_tokens, too",
-                param="min_tokens",
-            )
         if self.max_tokens == 0 and not self.echo:
             raise InvalidRequest(
                 "max_tokens: 0 leaves nothing to answer but the prompt; send echo: true, too", param="max_tokens"
@@ -424,24 +413,19 @@ class CompletionRequest(GenerationRequest):
     def _logprobs(self) -> int | None:
         return self.logprobs
 
-    def prompting(self) -> PromptOptions:
-        return PromptOptions(
-            add_special_tokens=self.add_special_tokens,
-            cache_salt=self.cache_salt or "",
-        )
-
     def prompts(self) -> list[str | list[int]]:
         return self.prompt
 
     def output(self, *, id: str, created: int, model: str) -> OutputOptions:
         options = super().output(id=id, created=created, model=model)
-        return msgspec.structs.replace(options, echo=bool(self.echo)) if self.echo else options
+        return replace(options, echo=True) if self.echo else options
 
 
 class VllmFields(GenerationRequest):
     """vLLM checks what these mean; an answer of a given structure may go on behind its end."""
 
     ends_with_structure: ClassVar[bool] = False
+    _own_fields: ClassVar[set[str]] = {"return_token_ids", "prompt_logprobs", "reasoning_effort"}
 
     return_token_ids: bool | None = Field(None, description="Return the ids of prompt and answer.")
     prompt_logprobs: Integer | None = Field(
@@ -451,17 +435,13 @@ class VllmFields(GenerationRequest):
     def output(self, *, id: str, created: int, model: str) -> OutputOptions:
         options = super().output(id=id, created=created, model=model)
         own = self.model_dump(include=self._own_fields, exclude_none=True)
-        return msgspec.structs.replace(options, for_vllm=msgspec.json.encode(own).decode()) if own else options
-
-    _own_fields: ClassVar[set[str]] = {"return_token_ids", "prompt_logprobs"}
+        return replace(options, for_vllm=msgspec.json.encode(own).decode()) if own else options
 
 
 class VllmChatRequest(VllmFields, ChatCompletionRequest):
     """Body of ``POST /v1/chat/completions``."""
 
     mm_processor_kwargs: AnyProcessorKwargs | None = None
-
-    _own_fields: ClassVar[set[str]] = {*VllmFields._own_fields, "reasoning_effort"}
 
 
 class VllmCompletionRequest(VllmFields, CompletionRequest):

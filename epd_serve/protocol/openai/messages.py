@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import msgspec
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from epd_serve.errors import InvalidRequest
-from epd_serve.protocol.openai.fields import (
-    Integer,
-    MessageModel,
-    RequestModel,
-)
+from epd_serve.protocol.openai.fields import Integer, MessageModel, RequestModel, broken_rule
 from epd_serve.protocol.openai.tool_format import is_object, written_calls
 from epd_serve.protocol.wire import CalledFunction, ChatMessage, Part
 from epd_serve.types import AS_THE_MODEL, Modality, VideoSampling
@@ -29,9 +25,9 @@ class MediaSource(msgspec.Struct, frozen=True, kw_only=True):
     """A media item as the request names it; ``param`` is its place in the request, for error messages.
 
     ``sampling``: the frames of a video that are wanted. ``processing``: as of :func:`processing_of`.
-    ``low_detail``: it is to be read scaled down (see :data:`epd_serve.media.LOW_DETAIL_PIXELS`).
-    ``format``: of a sound, as the request says it; "": it does not.
-    ``raw``: the file itself, where the request has it as it is.
+    ``low_detail``: the picture is scaled down (see :data:`epd_serve.media.LOW_DETAIL_PIXELS`).
+    ``format``: of a sound, as the request says it, or "".
+    ``raw``: the file itself, where the request holds it unencoded.
     """
 
     url: str
@@ -49,23 +45,15 @@ class MediaSource(msgspec.Struct, frozen=True, kw_only=True):
         return self.url[:5].lower() == "data:"
 
 
-class ImageUrl(MessageModel):
-    """``detail`` "low" has the picture scaled down to fit 512x512 pixels; "auto" and "high" leave it as it is."""
+class MediaUrl(MessageModel):
+    """``detail`` "low" scales a picture down to fit 512x512 pixels; "auto" and "high" leave it as it is."""
 
-    url: str = Field(description="http(s)://, data:image/...;base64, or file:// in a folder that is allowed.")
+    url: str = Field(description="http(s)://, data:...;base64, or file:// in an allowed folder.")
     detail: Literal["auto", "high", "low"] | None = Field(None, description="low: scaled down to 512x512 pixels.")
 
 
-class VideoUrl(MessageModel):
-    url: str = Field(description="As of a picture; or data:video/jpeg;base64, and frames with commas between.")
-
-
-class AudioUrl(MessageModel):
-    url: str = Field(description="As of a picture.")
-
-
 class InputAudio(MessageModel):
-    """A file in base64, and what it is."""
+    """A sound file in base64."""
 
     data: str = Field(description="The file in base64.")
     format: Literal["wav", "mp3", "flac", "ogg"] = Field(description="Format of the file.")
@@ -85,6 +73,14 @@ class ProcessorKwargs(VideoFrames):
     min_pixels: Integer | None = Field(None, ge=1, description="Least pixels of a picture after resizing.")
     max_pixels: Integer | None = Field(None, ge=1, description="Most pixels of a picture after resizing.")
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if None not in (self.min_pixels, self.max_pixels) and self.min_pixels > self.max_pixels:  # type: ignore[operator]
+            raise broken_rule(f"min_pixels ({self.min_pixels}) is more than max_pixels ({self.max_pixels})")
+        if None not in (self.num_frames, self.fps):
+            raise broken_rule("fps and num_frames exclude each other; send one of them")
+        return self
+
 
 class AnyProcessorKwargs(ProcessorKwargs):
     """Any options for vLLM's processor of the model, which checks those that are not named here."""
@@ -93,54 +89,25 @@ class AnyProcessorKwargs(ProcessorKwargs):
 
 
 class MediaIoKwargs(RequestModel):
-    """The frames that are read of each video, evenly spaced; the first ``num_frames`` of a frame list, whose rate
-    is ``fps`` (1 where it is not there)."""
+    """The frames to read of each video, evenly spaced; the first ``num_frames`` of a frame list, whose rate is
+    ``fps`` (default 1)."""
 
-    video: VideoFrames | None = Field(None, description="The frames that are read of each video.")
-
-
-def video_sampling(reading: MediaIoKwargs | None, processing: ProcessorKwargs | None) -> VideoSampling:
-    """Raises InvalidRequest for contradictions."""
-    read = None if reading is None else reading.video
-    bounds = (None, None) if processing is None else (processing.min_pixels, processing.max_pixels)
-    if bounds[0] is not None and bounds[1] is not None and bounds[0] > bounds[1]:
-        raise InvalidRequest(
-            f"mm_processor_kwargs: min_pixels ({bounds[0]}) is more than max_pixels ({bounds[1]})",
-            param="mm_processor_kwargs",
-        )
-    if processing is not None and processing.num_frames is not None and processing.fps is not None:
-        raise InvalidRequest(
-            "mm_processor_kwargs: fps and num_frames exclude each other; send one of them",
-            param="mm_processor_kwargs",
-        )
-    return VideoSampling(
-        num_frames=None if read is None else read.num_frames,
-        fps=None if read is None else read.fps,
-        processor_num_frames=None if processing is None else processing.num_frames,
-        processor_fps=None if processing is None else processing.fps,
-    )
-
-
-def processing_of(kwargs: ProcessorKwargs | None, messages: Sequence[Message]) -> str:
-    """A request's options of the processor besides frames, as JSON with sorted keys; "" where there are none.
-
-    Raises InvalidRequest for bounds of pictures in a chat with videos.
-    """
-    frames = set() if isinstance(kwargs, AnyProcessorKwargs) else set(VideoFrames.model_fields)
-    asked = {} if kwargs is None else kwargs.model_dump(exclude_none=True, exclude=frames)
-    if not asked:
-        return ""
-    if frames and any(part.video_url is not None for one in messages for part in one.content or ()):
-        raise InvalidRequest(
-            f"mm_processor_kwargs: {', '.join(asked)} goes with pictures, and the chat has videos; leave it out",
-            param="mm_processor_kwargs",
-        )
-    return msgspec.json.encode(asked, order="deterministic").decode()
+    video: VideoFrames | None = Field(None, description="The frames to read of each video.")
 
 
 def _as_url(value: Any) -> Any:
     """Return an object for a bare URL."""
     return {"url": value} if isinstance(value, str) else value
+
+
+UrlOrText = Annotated[MediaUrl | None, BeforeValidator(_as_url, json_schema_input_type=MediaUrl | str | None)]
+#: The types of parts, and the modality of the item in each.
+MODALITY_OF: dict[str, Modality] = {
+    "image_url": "image",
+    "video_url": "video",
+    "audio_url": "audio",
+    "input_audio": "audio",
+}
 
 
 class ContentPart(MessageModel):
@@ -150,20 +117,21 @@ class ContentPart(MessageModel):
         description="The field that the part has."
     )
     text: str | None = Field(None, description="A text.")
-    image_url: Annotated[
-        ImageUrl | None, BeforeValidator(_as_url, json_schema_input_type=ImageUrl | str | None)
-    ] = Field(None, description="A picture.")
-    video_url: Annotated[
-        VideoUrl | None, BeforeValidator(_as_url, json_schema_input_type=VideoUrl | str | None)
-    ] = Field(None, description="A video.")
-    audio_url: Annotated[
-        AudioUrl | None, BeforeValidator(_as_url, json_schema_input_type=AudioUrl | str | None)
-    ] = Field(None, description="A sound by URL.")
+    image_url: UrlOrText = Field(None, description="A picture.")
+    video_url: UrlOrText = Field(None, description="A video, or data:video/jpeg;base64, and frames with commas.")
+    audio_url: UrlOrText = Field(None, description="A sound by URL.")
     input_audio: InputAudio | None = Field(None, description="A sound as a file.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        given = self.text, self.image_url, self.video_url, self.audio_url, self.input_audio
+        if getattr(self, self.type) is None or given.count(None) != len(given) - 1:
+            raise broken_rule(f"a part of type {self.type!r} needs exactly the field {self.type!r}", self.type)
+        return self
 
 
 def _as_parts(content: Any) -> Any:
-    """An empty list is no content: instructor sends one beside ``tool_calls``."""
+    """Return a list of parts; an empty one is no content: instructor sends one beside ``tool_calls``."""
     if content == []:
         return None
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
@@ -202,6 +170,20 @@ class Message(MessageModel):
     function_call: None = Field(None, description="Send tool_calls instead.")
     audio: None = Field(None, description="Answers are text only.")
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.tool_calls and self.role != "assistant":
+            raise broken_rule("only an assistant calls tools", "tool_calls")
+        if self.role != "assistant" and (self.reasoning_content or self.reasoning):
+            raise broken_rule("only an assistant reasons", "reasoning_content")
+        if self.content is None and not self.tool_calls:
+            raise broken_rule("content is required", "content", "missing_required_parameter")
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise broken_rule(
+                "a tool message, and no other, has the tool_call_id of the call that it answers", "tool_call_id"
+            )
+        return self
+
 
 Messages = Annotated[
     list[Message],
@@ -209,97 +191,66 @@ Messages = Annotated[
 ]
 
 
-def too_many_parts(number: int, param: str) -> InvalidRequest:
-    """Return the error of a request with more than :data:`MAX_PARTS` parts over all messages."""
-    return InvalidRequest(f"{param}: {number} parts over all messages; at most {MAX_PARTS}", param=param)
-
-
-def check_messages(messages: Sequence[Message]) -> None:
-    """Rules that join several fields. Raises InvalidRequest."""
-    num_parts = sum([len(message.content or ()) for message in messages])
-    if num_parts > MAX_PARTS:
-        raise too_many_parts(num_parts, "messages")
-    for i, message in enumerate(messages):
-        if (
-            message.role == "tool"
-            or message.content is None
-            or message.tool_calls
-            or message.tool_call_id is not None
-            or message.reasoning_content is not None
-            or message.reasoning is not None
-        ):
-            _check_message(message, f"messages[{i}]")
-    for i, message in enumerate(messages):
-        for j, part in enumerate(message.content or ()):
-            given = part.text, part.image_url, part.video_url, part.audio_url, part.input_audio
-            if getattr(part, part.type) is None or given.count(None) != len(given) - 1:
-                place = f"messages[{i}].content[{j}]"
-                raise InvalidRequest(
-                    f"{place}: a part of type {part.type!r} needs exactly the field {part.type!r}",
-                    param=f"{place}.{part.type}",
-                )
-
-
-def _check_message(message: Message, place: str) -> None:
-    """The rules for roles; a plain message breaks none."""
-    if message.tool_calls and message.role != "assistant":
-        raise InvalidRequest(f"{place}: only an assistant calls tools", param=f"{place}.tool_calls")
-    if message.role != "assistant" and (message.reasoning_content or message.reasoning):
-        raise InvalidRequest(f"{place}: only an assistant reasons", param=f"{place}.reasoning_content")
-    if message.content is None and not message.tool_calls:
-        raise InvalidRequest(
-            f"{place}.content is required", param=f"{place}.content", code="missing_required_parameter"
-        )
-    if (message.role == "tool") != (message.tool_call_id is not None):
-        raise InvalidRequest(
-            f"{place}: a tool message, and no other, has the tool_call_id of the call that it answers",
-            param=f"{place}.tool_call_id",
-        )
-
-
 def media_of(
     messages: Sequence[Message], reading: MediaIoKwargs | None = None, kwargs: ProcessorKwargs | None = None
 ) -> list[MediaSource]:
-    """The media items in the order in which the chat shows them. Raises InvalidRequest for contradictions."""
+    """Return the media items in the order in which the chat shows them. Raises InvalidRequest for
+    contradictions."""
     sampling, processing = AS_THE_MODEL, ""
     if reading is not None or kwargs is not None:
-        sampling, processing = video_sampling(reading, kwargs), processing_of(kwargs, messages)
+        read = None if reading is None else reading.video
+        sampling = VideoSampling(
+            num_frames=None if read is None else read.num_frames,
+            fps=None if read is None else read.fps,
+            processor_num_frames=None if kwargs is None else kwargs.num_frames,
+            processor_fps=None if kwargs is None else kwargs.fps,
+        )
+        processing = processing_of(kwargs, messages)
     sources: list[MediaSource] = []
     for i, message in enumerate(messages):
         for j, part in enumerate(message.content or ()):
-            place = f"messages[{i}].content[{j}]"
-            if part.image_url is not None:
-                param, is_low = f"{place}.image_url.url", part.image_url.detail == "low"
-                url = part.image_url.url
-                sources.append(MediaSource(url=url, param=param, low_detail=is_low, processing=processing))
-            elif part.video_url is not None:
-                url, param = part.video_url.url, f"{place}.video_url.url"
-                sources.append(
-                    MediaSource(url=url, param=param, modality="video", sampling=sampling, processing=processing)
+            if part.text is not None:
+                continue
+            place, modality = f"messages[{i}].content[{j}].{part.type}", MODALITY_OF[part.type]
+            sound, named = part.input_audio, part.image_url or part.video_url or part.audio_url
+            if sound is not None:
+                url, param = f"data:audio/{sound.format};base64,{sound.data}", f"{place}.data"
+            else:
+                assert named is not None, "a part has the field of its type"
+                url, param = named.url, f"{place}.url"
+            sources.append(
+                MediaSource(
+                    url=url,
+                    param=param,
+                    modality=modality,
+                    sampling=sampling if modality == "video" else AS_THE_MODEL,
+                    processing=processing,
+                    low_detail=part.image_url is not None and part.image_url.detail == "low",
+                    format="" if sound is None else sound.format,
                 )
-            elif part.audio_url is not None:
-                url, param = part.audio_url.url, f"{place}.audio_url.url"
-                source = MediaSource(url=url, param=param, modality="audio", processing=processing)
-                sources.append(source)
-            elif part.input_audio is not None:
-                sound, param = part.input_audio, f"{place}.input_audio.data"
-                url = f"data:audio/{sound.format};base64,{sound.data}"
-                sources.append(
-                    MediaSource(url=url, param=param, modality="audio", format=sound.format, processing=processing)
-                )
+            )
     return sources
 
 
-_MODALITY_OF: dict[str, Modality] = {
-    "image_url": "image",
-    "video_url": "video",
-    "audio_url": "audio",
-    "input_audio": "audio",
-}
+def processing_of(kwargs: ProcessorKwargs | None, messages: Sequence[Message]) -> str:
+    """Return a request's options of the processor besides frames, as JSON with sorted keys, or "".
+
+    Raises InvalidRequest for bounds of pictures in a chat with videos.
+    """
+    frames = set() if isinstance(kwargs, AnyProcessorKwargs) else set(VideoFrames.model_fields)
+    asked = {} if kwargs is None else kwargs.model_dump(exclude_none=True, exclude=frames)
+    if not asked:
+        return ""
+    if frames and any(part.video_url is not None for one in messages for part in one.content or ()):
+        raise InvalidRequest(
+            f"mm_processor_kwargs: {', '.join(asked)} goes with pictures, and the chat has videos; leave it out",
+            param="mm_processor_kwargs",
+        )
+    return msgspec.json.encode(asked, order="deterministic").decode()
 
 
 def wire_messages(messages: Sequence[Message]) -> list[ChatMessage]:
-    """The chat with media as references; "developer" is today's word for "system" in the OpenAI API.
+    """Return the chat with media as references; "developer" is today's word for "system" in the OpenAI API.
 
     Calls of a message of which one is cut off become its text, as the model wrote them: a chat template takes
     arguments that are an object.
@@ -307,7 +258,7 @@ def wire_messages(messages: Sequence[Message]) -> list[ChatMessage]:
     chat = []
     for message in messages:
         content = [
-            Part(type=_MODALITY_OF[part.type]) if part.text is None else Part(type="text", text=part.text)
+            Part(type=MODALITY_OF[part.type]) if part.text is None else Part(type="text", text=part.text)
             for part in message.content or ()
         ]
         calls = [

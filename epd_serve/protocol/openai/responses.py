@@ -10,17 +10,16 @@ from typing import Annotated, Any, Literal, Self
 
 import msgspec
 from msgspec.structs import replace
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
 from epd_serve.errors import InvalidRequest
-from epd_serve.protocol.openai.answers import InputTokens
 from epd_serve.protocol.openai.fields import (
     WIRE_INTEGERS,
     Integer,
     MessageModel,
     NoEffect,
     RequestModel,
-    decode_object,
+    broken_rule,
     explain,
 )
 from epd_serve.protocol.openai.generation import MAX_TOP_LOGPROBS, ChatCompletionRequest, CommonRequest
@@ -52,6 +51,13 @@ Content = Annotated[
 ]
 
 
+_REQUIRED = {
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+}
+
+
 class InputItem(MessageModel):
     """A message, a function call of an earlier answer, or the output of that function."""
 
@@ -63,12 +69,12 @@ class InputItem(MessageModel):
     arguments: str | None = Field(None, description="Of a called function: a JSON object as text.")
     output: Content | None = Field(None, description="Of a function: a text, or a list of parts.")
 
-
-_REQUIRED = {
-    "message": ("role", "content"),
-    "function_call": ("call_id", "name", "arguments"),
-    "function_call_output": ("call_id", "output"),
-}
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name in _REQUIRED[self.type or "message"]:
+            if getattr(self, name) is None:
+                raise broken_rule(f"{name} is required", name, "missing_required_parameter")
+        return self
 
 
 class FunctionTool(FunctionDefinition):
@@ -94,6 +100,12 @@ class TextFormat(RequestModel):
     description: str | None = Field(None, description="Changes no token.")
     schema_: Schema | None = Field(None, alias="schema", description="JSON Schema of the answer.")
     strict: bool | None = Field(None, description="Refuse a schema that cannot be enforced in full.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.type == "json_schema" and (self.schema_ is None or self.name is None):
+            raise broken_rule("type 'json_schema' needs name and schema", "schema")
+        return self
 
 
 class TextOptions(RequestModel):
@@ -128,7 +140,7 @@ def _as_items(value: Any) -> Any:
 
 
 class ResponsesRequest(CommonRequest, ResponsesNoEffect):
-    """Body of ``POST /v1/responses``. Null means: as if the field were absent."""
+    """Body of ``POST /v1/responses``."""
 
     input: Annotated[
         list[InputItem],
@@ -145,6 +157,17 @@ class ResponsesRequest(CommonRequest, ResponsesNoEffect):
     tool_choice: ToolChoice | None = Field(None, description="Whether, or which, function is called.")
     parallel_tool_calls: bool | None = Field(None, description="Allow several calls in an answer; default true.")
 
+    def _check(self) -> None:
+        if self.top_logprobs is not None and LOGPROBS not in (self.include or ()):
+            raise InvalidRequest(f"top_logprobs needs include: [{LOGPROBS!r}]", param="top_logprobs")
+
+
+class InputTokens(BaseModel):
+    """Length of an input."""
+
+    object: Literal["response.input_tokens"] = Field(description="Kind of the object.")
+    input_tokens: int = Field(description="Its tokens.")
+
 
 class ResponsesCall(ChatCompletionRequest):
     """The chat of a :class:`ResponsesRequest`; ``places`` are the input fields that its messages come from."""
@@ -154,14 +177,7 @@ class ResponsesCall(ChatCompletionRequest):
 
     @classmethod
     def parse(cls, body: bytes | bytearray) -> Self:
-        """Raises InvalidRequest with ``param`` set."""
-        try:
-            asked = ResponsesRequest.model_validate(decode_object(body))
-        except ValidationError as error:
-            raise explain(error, ResponsesRequest) from error
-        wants_logprobs = LOGPROBS in (asked.include or ())
-        if asked.top_logprobs is not None and not wants_logprobs:
-            raise InvalidRequest(f"top_logprobs needs include: [{LOGPROBS!r}]", param="top_logprobs")
+        asked = ResponsesRequest.parse(body)
         messages, places = _messages(asked)
         fields = {
             **asked.model_dump(include=_SAME_FIELDS),
@@ -169,7 +185,7 @@ class ResponsesCall(ChatCompletionRequest):
             "places": places,
             "messages": messages,
             "max_completion_tokens": asked.max_output_tokens,
-            "logprobs": wants_logprobs or None,
+            "logprobs": LOGPROBS in (asked.include or ()) or None,
             "tools": None if asked.tools is None else [_in_function(tool) for tool in asked.tools],
             "tool_choice": _in_function(asked.tool_choice),
             "response_format": _format(asked.text),
@@ -177,14 +193,11 @@ class ResponsesCall(ChatCompletionRequest):
             "stream_options": {"include_usage": True} if asked.stream else None,
         }
         try:
-            request = cls.model_validate(fields)
-            request._check()
-            request.grammar()
+            return cls.model_validate(fields)
         except (ValidationError, InvalidRequest) as error:
             failure = explain(error, cls) if isinstance(error, ValidationError) else error
             failure.param = _place(failure.param, places)
             raise failure from error
-        return request
 
     def media(self) -> list[MediaSource]:
         return [replace(source, param=_place(source.param, self.places) or "") for source in super().media()]
@@ -212,23 +225,18 @@ def _messages(asked: ResponsesRequest) -> tuple[list[dict[str, Any]], list[str]]
         messages.append({"role": "system", "content": asked.instructions})
         places.append("instructions")
     for index, item in enumerate(asked.input):
-        kind = item.type or "message"
-        for name in _REQUIRED[kind]:
-            if getattr(item, name) is None:
-                param = f"input[{index}].{name}"
-                raise InvalidRequest(f"{param} is required", param=param, code="missing_required_parameter")
-        if kind == "function_call":
+        if item.type == "function_call":
             call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant"})
                 places.append(f"input[{index}]")
             messages[-1].setdefault("tool_calls", []).append(call)
-        elif kind == "message":
-            messages.append({"role": item.role, "content": _parts(item.content)})
-            places.append(f"input[{index}].content")
-        else:
+        elif item.type == "function_call_output":
             messages.append({"role": "tool", "content": _parts(item.output), "tool_call_id": item.call_id})
             places.append(f"input[{index}].output")
+        else:
+            messages.append({"role": item.role, "content": _parts(item.content)})
+            places.append(f"input[{index}].content")
     return messages, places
 
 
@@ -254,8 +262,6 @@ def _format(text: TextOptions | None) -> dict[str, Any] | None:
         return None
     if asked.type != "json_schema":
         return {"type": asked.type}
-    if asked.schema_ is None or asked.name is None:
-        raise InvalidRequest("text.format: type 'json_schema' needs name and schema", param="text.format.schema")
     schema = asked.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
     return {"type": "json_schema", "json_schema": schema}
 

@@ -2,57 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 
 from epd_serve.errors import InvalidRequest
-from epd_serve.protocol.openai.answers import DetokenizeResult, TokenizeResult
-from epd_serve.protocol.openai.fields import (
-    Labels,
-    TokenIds,
-    decode_object,
-    explain,
-)
-from epd_serve.protocol.openai.messages import (
-    MediaIoKwargs,
-    MediaSource,
-    Messages,
-    ProcessorKwargs,
-    check_messages,
-    media_of,
-    wire_messages,
-)
-from epd_serve.protocol.openai.tools import MAX_TOOLS, Tool, json_text, tools_text
+from epd_serve.protocol.openai.fields import Body, Labels, TokenIds
+from epd_serve.protocol.openai.generation import ChatPrompt
+from epd_serve.protocol.openai.messages import MediaSource
 from epd_serve.protocol.wire import (
     DetokenizeReply,
     DetokenizeRequest,
     MediaRef,
-    PromptOptions,
     TokenizeReply,
     TokenizeRequest,
 )
 
-
-class _Call(Labels):
-    model: str | None = Field(None, description="Name of the model; the only one that is served, if absent.")
-
-    @classmethod
-    def parse(cls, body: bytes | bytearray) -> Self:
-        """Body → checked request. Raises InvalidRequest that names the field in ``param``."""
-        try:
-            request = cls.model_validate(decode_object(body))
-        except ValidationError as error:
-            raise explain(error, cls) from error
-        request._check()
-        return request
-
-    def _check(self) -> None:
-        """Rules that join several fields."""
-
-    def media(self) -> list[MediaSource]:
-        """The media items of a chat, in order."""
-        return []
+_CHAT_FIELDS = ChatPrompt.model_fields.keys() - {"messages", "add_special_tokens"}
 
 
 class TokenQuestion(Protocol):
@@ -61,74 +27,55 @@ class TokenQuestion(Protocol):
     model: str | None
 
     def media(self) -> list[MediaSource]:
-        """The media items of a chat, in order."""
+        """Return the media items of a chat, in order."""
         ...
 
     def message(self, items: list[MediaRef]) -> TokenizeRequest | DetokenizeRequest:
-        """The message to an instance that answers the question."""
+        """Return the message to an instance that answers the question."""
         ...
 
     def answer(self, reply: Any, max_model_len: int) -> BaseModel:
-        """The client's answer, made from the instance's reply."""
+        """Return the client's answer, made from the instance's reply."""
         ...
 
 
-class TokenizeBody(_Call):
+class TokenizeResult(BaseModel):
+    """Tokens of a prompt."""
+
+    count: int = Field(description="Number of tokens.")
+    max_model_len: int = Field(description="Most tokens of a prompt and its answer together.")
+    tokens: list[int] = Field(description="Token ids.")
+    token_strs: list[str] | None = Field(description="Their texts, where they were asked for.")
+
+
+class DetokenizeResult(BaseModel):
+    """Text of tokens."""
+
+    prompt: str = Field(description="The text.")
+
+
+class TokenizeBody(ChatPrompt, Labels):
     """Exactly one of ``prompt`` and ``messages``; images of messages count as many tokens as they take."""
 
+    model: str | None = Field(None, description="Name of the model; the only one that is served, if absent.")
     prompt: str | None = Field(None, description="A text.")
-    messages: Messages | None = Field(None, description="A chat.")
-    add_special_tokens: bool | None = Field(None, description="Add the tokenizer's special tokens.")
-    add_generation_prompt: bool | None = Field(None, description="End the prompt with the assistant's header.")
-    continue_final_message: bool | None = Field(None, description="Go on with the assistant's last message.")
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the chat template.")
-    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS, description="Functions the model may call.")
     return_token_strs: bool | None = Field(None, description="Return the tokens' texts, too.")
-    media_io_kwargs: MediaIoKwargs | None = Field(None, description="How media are read.")
-    mm_processor_kwargs: ProcessorKwargs | None = Field(None, description="How the processor prepares media.")
 
     def _check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequest("exactly one of prompt and messages is required", param="prompt")
-        chat_only = (
-            "add_generation_prompt",
-            "continue_final_message",
-            "chat_template_kwargs",
-            "tools",
-            "media_io_kwargs",
-            "mm_processor_kwargs",
-        )
-        for name in chat_only if self.messages is None else ():
+        for name in sorted(self.model_fields_set & _CHAT_FIELDS) if self.messages is None else ():
             if getattr(self, name) is not None:
                 raise InvalidRequest(f"{name}: goes with messages, not with a prompt", param=name)
-        check_messages(self.messages or ())
-        if self.mm_processor_kwargs is not None:
-            self.media()  # says what contradicts itself
-        if self.continue_final_message and (
-            self.add_generation_prompt or (self.messages and self.messages[-1].role != "assistant")
-        ):
-            raise InvalidRequest(
-                "continue_final_message: needs a last message of the assistant's, and no generation prompt",
-                param="continue_final_message",
-            )
-
-    def media(self) -> list[MediaSource]:
-        return media_of(self.messages or (), self.media_io_kwargs, self.mm_processor_kwargs)
+        super()._check()
 
     def message(self, items: list[MediaRef]) -> TokenizeRequest:
-        """The message to an instance, with the chat's media as ``items``."""
-        kwargs = self.chat_template_kwargs
+        """Return the message to an instance, with the chat's media as ``items``."""
         return TokenizeRequest(
             items=items,
-            messages=None if self.messages is None else wire_messages(self.messages),
+            messages=self.chat(),
             prompt=self.prompt,
-            prompting=PromptOptions(
-                add_special_tokens=self.add_special_tokens,
-                add_generation_prompt=not self.continue_final_message and self.add_generation_prompt is not False,
-                continue_final_message=bool(self.continue_final_message),
-                tools=tools_text(self.tools),
-                template_kwargs=json_text(kwargs, "chat_template_kwargs") if kwargs else "",
-            ),
+            prompting=self.prompting(),
             with_texts=bool(self.return_token_strs),
         )
 
@@ -138,11 +85,15 @@ class TokenizeBody(_Call):
         )
 
 
-class DetokenizeBody(_Call):
+class DetokenizeBody(Body, Labels):
+    model: str | None = Field(None, description="Name of the model; the only one that is served, if absent.")
     tokens: TokenIds = Field(description="Token ids.")
 
+    def media(self) -> list[MediaSource]:
+        return []
+
     def message(self, items: list[MediaRef]) -> DetokenizeRequest:
-        """The message to an instance; it has no ``items``."""
+        """Return the message to an instance; it has no ``items``."""
         return DetokenizeRequest(tokens=self.tokens)
 
     def answer(self, reply: DetokenizeReply, max_model_len: int) -> DetokenizeResult:

@@ -52,15 +52,12 @@ class TranscriptionCall(ChatCompletionRequest):
         words += [f"It goes on behind this text: {asked.prompt}"] if asked.prompt else []
         sound = {"type": "audio_url", "audio_url": {"url": "data:"}}
         content = [sound, {"type": "text", "text": " ".join(words)}]
-        fields = {
-            "asked": asked,
-            "model": asked.model,
-            "messages": [{"role": "user", "content": content}],
-            "temperature": asked.temperature or 0.0,
-            "stream": asked.stream,
-            "stream_options": {"include_usage": True} if asked.stream else None,
-        }
-        return cls.model_validate(fields)
+        fields = {"asked": asked, "model": asked.model, "temperature": asked.temperature or 0.0}
+        options = {"include_usage": True} if asked.stream else None
+        messages = [{"role": "user", "content": content}]
+        return cls.model_validate(
+            {**fields, "messages": messages, "stream": asked.stream, "stream_options": options}
+        )
 
     def media(self) -> list[MediaSource]:
         return [MediaSource(url="data:", param="file", modality="audio", raw=self.asked.file)]
