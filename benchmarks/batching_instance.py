@@ -55,7 +55,7 @@ async def run(model: Path, policy: str, tpot_ms: float | None) -> None:
             counts = {name: float(about[name]) for name in ("decodes", "prefill_tokens")}
             steps.append(step | counts)
 
-    instance.spans.subscribe(record)
+    instance.telemetry.spans.subscribe(record)
     start = time.perf_counter()
     await instance.start()
     started = {"start_s": time.perf_counter() - start, "budgets": instance.info().budgets}
