@@ -7,8 +7,7 @@ image each: with 60 % probability one of those before, else a new one, of differ
 requests whose image came before: an encoder may compute each image once. *Imbalance* is the largest encoder's part
 over the mean's, in pixels and in seconds of the tower.
 
-Then the simulator runs the same kind of requests through the policy that the gateway has, and through those that
-it could have: in turn, the better of two at random, hashing alone.
+``tests/routing/test_simulated.py`` compares other policies in the simulator.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from typing import Any
 
 import httpx
 
-from benchmarks.ablations.routing import RandomOfTwoEncoders, RoundRobinEncoders
 from benchmarks.common import (
     CHAT_PATH,
     argument_parser,
@@ -38,15 +36,8 @@ from benchmarks.common import (
 )
 from benchmarks.deployed import Figures, ask, deployed, figures, growth
 from benchmarks.models import make_model
-from epd_serve.cost.profile import DecodeLine, EncodeLine, Line, Profile
 from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.launch.processes.ports import free_port
-from epd_serve.routing.encoders import BoundedHash
-from epd_serve.routing.routes import Router
-from epd_serve.sim.simulator import build, check_books, simulate
-from epd_serve.sim.spec import Batching
-from epd_serve.sim.workloads import SimRequest
-from epd_serve.topology import parse_topology
 
 REPEATED = 0.6
 #: Sides of the images, in pixels.
@@ -169,68 +160,6 @@ def _imbalance(done: list[Figures], key: str) -> float:
     return max(values) * len(values) / sum(values)
 
 
-#: A simulated instance encodes an image of 672 x 672 pixels in 47 ms.
-PROFILE = Profile(
-    kind="measured",
-    device="cuda",
-    model="m",
-    step=(Line(base_s=0.002, token_s=2e-5),),
-    encode=(EncodeLine(base_s=0.002, pixel_s=1e-7),),
-    decode=tuple(DecodeLine(num_sequences=count, base_s=0.01 + 2e-4 * count) for count in (1, 1000)),
-    kv_token_bytes=1000,
-    feature_token_bytes=1000,
-    tokens_per_image=1,
-)
-
-
-def compare(pictures: list[Picture], num_encoders: int, num_gateways: int, use: float) -> list[dict[str, Any]]:
-    """The simulator's figures for each policy; new images alone would keep the encoders busy for ``use`` of the
-    time."""
-    rng = random.Random(0)
-    mean_s = sum(PROFILE.encode_s([side**2]) for side in SIDES) / len(SIDES)
-    rate = use * num_encoders / (mean_s * (1 - REPEATED))
-    at_s, requests = 0.0, []
-    for picture in pictures:
-        at_s += rng.expovariate(rate)
-        images = ((str(picture.seed), picture.side**2),)
-        requests.append(SimRequest(at_s=at_s, images=images, num_text_tokens=100, num_output_tokens=2))
-    policies: dict[str, BoundedHash] = {
-        "bounded hashing": BoundedHash(),
-        "hashing alone": BoundedHash(bound=float("inf"), even=float("inf")),
-        "random of two": RandomOfTwoEncoders(draw=random.Random(1).random),
-        "round robin": RoundRobinEncoders(),
-    }
-    topology = parse_topology(f"{num_encoders}E-P-D")
-    deployment = build(
-        topology,
-        [f"cuda:{number}" for number in range(topology.num_devices)],
-        lambda *_: PROFILE,
-        batching=Batching(policy="unlimited", image_budget_pixels=1),
-        num_blocks=1 << 16,
-    )
-    rows = []
-    for name, encoders in policies.items():
-        outcome = simulate(deployment, requests, routers=[Router(encoders=encoders)] * num_gateways)
-        check_books(outcome)
-        busy = [outcome.busy[f"host0/cuda:{number}"] for number in range(num_encoders)]
-        waits = sorted(job.first_token_s - job.sent_s for job in outcome.jobs if job.first_token_s is not None)
-        hit_rate = 1 - outcome.encoded / len(requests)
-        rows.append(
-            {
-                "policy": name,
-                "encoders": num_encoders,
-                "gateways": num_gateways,
-                "use": use,
-                "of_ideal": hit_rate / ideal_hit_rate(pictures),
-                "hit_rate": hit_rate,
-                "imbalance": max(busy) * len(busy) / sum(busy),
-                "mean_wait_s": sum(waits) / len(waits),
-                "p99_wait_s": waits[int(0.99 * (len(waits) - 1))],
-            }
-        )
-    return rows
-
-
 def main() -> None:
     parser = argument_parser(__doc__, "affinity-cpu.json")
     parser.add_argument("--requests", type=int, default=500, help="of each run")
@@ -256,25 +185,15 @@ def main() -> None:
             for num_gateways in options.gateways:
                 run = measure(model, num_encoders, num_gateways, pictures, options.concurrency)
                 real.append(asyncio.run(run))
-                print("real     ", _line(real[-1]))
-    simulated = [
-        row
-        for num_encoders in options.encoders
-        for num_gateways in options.gateways
-        for use in (0.3, 0.7)
-        for row in compare(workload(2000, options.seed), num_encoders, num_gateways, use)
-    ]
-    for row in simulated:
-        print(f"simulated use {row['use']} {row['policy']:16}", _line(row))
-    report = {"command": typed("affinity"), "machine": machine(), "real": real, "simulated": simulated}
+                print(_line(real[-1]))
+    report = {"command": typed("affinity"), "machine": machine(), "real": real}
     write(options.output, report)
 
 
 def _line(row: dict[str, Any]) -> str:
-    imbalance = row.get("imbalance_pixels", row.get("imbalance"))
     return (
         f"{row['encoders']} E, {row['gateways']} gateways: {row['of_ideal']:.1%} of the ideal hit rate, "
-        f"imbalance {imbalance:.3f}" + (f" (seconds {row['imbalance_seconds']:.3f})" if "pixels" in row else "")
+        f"imbalance {row['imbalance_pixels']:.3f} (seconds {row['imbalance_seconds']:.3f})"
     )
 
 

@@ -1,10 +1,9 @@
 """Stage-level batching under a TPOT limit: how long steps take and what that costs in throughput.
 
-    python -m benchmarks.batching [--images]
+    python -m benchmarks.batching
 
 Two PD instances of one model, each in a process of its own, take turns at the same mixed load: many short chats
-that decode, and long prompts that arrive among them. One has ``slo.tpot_ms`` set, the other knows no limit. With
-``--images`` the instances are EPD, and questions about images, each a new one, arrive as well.
+that decode, and long prompts that arrive among them. One has ``slo.tpot_ms`` set, the other knows no limit.
 
 Limits are times of the clock, so a turn counts only where the instance got a core when it wanted one: a round in
 which its threads waited for a core for more than ``MOST_WAITED`` of the time is repeated (on a shared machine, run
@@ -22,8 +21,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.batching_instance import SIDE, TOKENS
-from benchmarks.common import RESULTS, JsonProcess, argument_parser, machine
+from benchmarks.batching_instance import TOKENS
+from benchmarks.common import JsonProcess, argument_parser, machine
 
 POLICIES = ("stage-level", "unlimited")
 #: TPOT_max as a multiple of what a step of all chats' decodes takes on this machine.
@@ -32,27 +31,26 @@ ROUNDS, MOST_TRIES = 5, 15
 #: Share of a turn that counts during which threads of its instance may have waited for a core.
 MOST_WAITED = 0.15
 #: Clients of each kind; every one asks again as soon as it has its answer.
-CLIENTS = {"chat": 12, "document": 2, "question": 2}
+CLIENTS = {"chat": 12, "document": 2}
 #: Requests of a turn.
-CHAT, DOCUMENT, QUESTION = 96, 10, 12
+CHAT, DOCUMENT = 96, 10
 MODEL = {"hidden": 384, "layers": 8, "heads": 12, "kv_heads": 4, "intermediate": 1152}
-VISION = {"vision_layers": 6, "vision_hidden": 256}
 
 
 class Process:
     """An instance in a process of its own."""
 
-    def __init__(self, model: Path, role: str, policy: str, tpot_ms: float | None, cache: Path) -> None:
+    def __init__(self, model: Path, policy: str, tpot_ms: float | None, cache: Path) -> None:
         limit = [] if tpot_ms is None else ["--tpot-ms", str(tpot_ms)]
         command = [sys.executable, "-m", "benchmarks.batching_instance", str(model)]
-        command += ["--role", role, "--policy", policy, *limit]
+        command += ["--policy", policy, *limit]
         environment = {**os.environ, "EPD_SERVE_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
         self._process = JsonProcess(command, environment)
         self.started = self._known(self._process.answer())
 
-    def turn(self, seed: int, chats: int, documents: int = 0, questions: int = 0) -> dict[str, Any]:
+    def turn(self, seed: int, chats: int, documents: int = 0) -> dict[str, Any]:
         """A load's figures, and the share of its time in which threads of the instance waited for a core."""
-        counts = {"chat": chats, "document": documents, "question": questions}
+        counts = {"chat": chats, "document": documents}
         load = {kind: (count, CLIENTS[kind]) for kind, count in counts.items() if count}
         before, start = self._waited_s(), time.perf_counter()
         answer = self._known(self._process.ask({"seed": seed, "load": load}))
@@ -89,7 +87,7 @@ def summary(turn: dict[str, Any], tpot_ms: float) -> dict[str, float]:
     ]
     first = {
         kind: [1000 * answer["tokens_s"][0] for answer in turn["answers"] if answer["kind"] == kind]
-        for kind in ("chat", "document", "question")
+        for kind in ("chat", "document")
     }
     tokens = sum(step["decodes"] + step["prefill_tokens"] for step in turn["steps"])
     return {
@@ -109,27 +107,25 @@ def summary(turn: dict[str, Any], tpot_ms: float) -> dict[str, float]:
     }
 
 
-def compare(model: Path, cache: Path, *, images: bool) -> dict[str, Any]:
-    role = "EPD" if images else "PD"
-    load = (CHAT, DOCUMENT, QUESTION if images else 0)
+def compare(model: Path, cache: Path) -> dict[str, Any]:
     num_chats = CLIENTS["chat"]
-    unlimited = Process(model, role, "unlimited", None, cache)
+    unlimited = Process(model, "unlimited", None, cache)
     unlimited.turn(1, num_chats)
     alone = unlimited.turn(2, 4 * num_chats)["steps"]
     full = [step["seconds"] for step in alone if step["decodes"] == num_chats and not step["prefill_tokens"]]
     decode_ms = 1000 * statistics.median(full)
     tpot_ms = round(TPOT_OF_DECODE_STEP * decode_ms, 1)
     print(f"a step of {num_chats} decodes takes {decode_ms:.1f} ms; TPOT_max is {tpot_ms} ms", flush=True)
-    processes = {"stage-level": Process(model, role, "stage-level", tpot_ms, cache), "unlimited": unlimited}
+    processes = {"stage-level": Process(model, "stage-level", tpot_ms, cache), "unlimited": unlimited}
     rows: list[dict[str, Any]] = []
     disturbed: list[dict[str, Any]] = []
     all_steps: dict[str, list[dict[str, float]]] = {policy: [] for policy in processes}
     for process in processes.values():
-        process.turn(3, 12, 2, 2 if images else 0)
+        process.turn(3, 12, 2)
     for index in range(MOST_TRIES):
         order = POLICIES if index % 2 == 0 else POLICIES[::-1]
         # in turns: what else the machine does falls on both alike
-        turns = {policy: processes[policy].turn(10 + index, *load) for policy in order}
+        turns = {policy: processes[policy].turn(10 + index, CHAT, DOCUMENT) for policy in order}
         of_round = [
             {"round": index, "policy": policy, **summary(turn, tpot_ms), "budgets": turn["budgets"]}
             for policy, turn in turns.items()
@@ -160,14 +156,13 @@ def compare(model: Path, cache: Path, *, images: bool) -> dict[str, Any]:
 
     return {
         "machine": machine(),
-        "command": "python -m benchmarks.batching" + (" --images" if images else ""),
-        "role": role,
-        "model": MODEL | (VISION if images else {}),
+        "command": "python -m benchmarks.batching",
+        "role": "PD",
+        "model": MODEL,
         "load": {
             "clients": CLIENTS,
-            "requests": dict(zip(CLIENTS, load, strict=True)),
+            "requests": {"chat": CHAT, "document": DOCUMENT},
             "prompt tokens, most answer tokens": TOKENS,
-            "image": f"{SIDE}x{SIDE}" if images else None,
         },
         "decode_step_ms": decode_ms,
         "tpot_ms": tpot_ms,
@@ -190,43 +185,18 @@ def compare(model: Path, cache: Path, *, images: bool) -> dict[str, Any]:
     }
 
 
-def plot(report: dict[str, Any], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4))
-    for policy, steps in report["steps: ms, CPU ms, decodes, prefill tokens"].items():
-        times = sorted(ms for ms, _, decodes, _ in steps if decodes)
-        axes.plot(times, [(i + 1) / len(times) for i in range(len(times))], label=policy)
-    axes.axvline(report["tpot_ms"], color="black", linestyle="--", label="TPOT_max")
-    axes.axvline(1.2 * report["tpot_ms"], color="grey", linestyle=":", label="TPOT_max + 20 %")
-    axes.set(
-        xscale="log", xlabel="step with decodes, ms", ylabel="share of steps", title="Time of steps, mixed load"
-    )
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-
-
 def main() -> None:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--images", action="store_true", help="EPD instances, and questions about images")
+    parser = argument_parser(__doc__, "batching-cpu.json")
     arguments = parser.parse_args()
     from benchmarks.models import make_model
 
     with tempfile.TemporaryDirectory() as directory:
-        shape = MODEL | (VISION if arguments.images else {})
-        model = make_model(Path(directory) / "model", **shape)
-        report = compare(model, Path(directory) / "cache", images=arguments.images)
-    result = RESULTS / ("batching-epd-cpu.json" if arguments.images else "batching-cpu.json")
-    result.write_text(json.dumps(report) + "\n")
-    plot(report, result.with_suffix(".png"))
+        report = compare(make_model(Path(directory) / "model", **MODEL), Path(directory) / "cache")
+    arguments.output.write_text(json.dumps(report) + "\n")
     print(
         f"p99 of steps over TPOT_max: {report['step_p99_over_tpot']['stage-level']:.2f} with stage-level, "
         f"{report['step_p99_over_tpot']['unlimited']:.2f} without; throughput {report['throughput_ratio']:.3f} of "
-        f"unlimited batching; {result.name} written"
+        f"unlimited batching; {arguments.output.name} written"
     )
 
 

@@ -8,37 +8,30 @@ import logging
 import random
 import sys
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import uvicorn
 
-from benchmarks.common import argument_parser, noise
+from benchmarks.common import argument_parser
 from epd_serve.config import InstanceOptions
 from epd_serve.config.sections import SLOConfig
-from epd_serve.instance.http import ControlApp
 from epd_serve.instance.instance import Instance
 from epd_serve.launch.processes.ports import free_port
 from epd_serve.protocol import wire
 from epd_serve.telemetry.span import Span
 from epd_serve.types import Role, SamplingParams
 
-#: Of each kind of request: prompt tokens, and the most answer tokens. A question has an image besides.
-TOKENS = {"chat": (64, 96), "document": (1600, 32), "question": (32, 48)}
-SIDE = 336
-
-#: A request and, if it has an image, what encodes that.
-Asked = tuple[wire.PrefillRequest, Coroutine[Any, Any, wire.EncodeReply] | None]
+#: Of each kind of request: prompt tokens, and the most answer tokens.
+TOKENS = {"chat": (64, 96), "document": (1600, 32)}
 
 
-async def run(model: Path, role: str, policy: str, tpot_ms: float | None) -> None:
+async def run(model: Path, policy: str, tpot_ms: float | None) -> None:
     """Serve the load named on each line of stdin; print its figures as a line of JSON."""
     options = InstanceOptions(
-        name=f"{role.lower()}0",
-        role=Role.parse(role),
+        name="pd0",
+        role=Role.parse("PD"),
         port=free_port("127.0.0.1"),
         model=model,
         served_model_name="benchmark",
@@ -62,40 +55,19 @@ async def run(model: Path, role: str, policy: str, tpot_ms: float | None) -> Non
             counts = {name: float(about[name]) for name in ("decodes", "prefill_tokens")}
             steps.append(step | counts)
 
-    instance.spans.subscribe(record)
+    instance.telemetry.spans.subscribe(record)
     start = time.perf_counter()
     await instance.start()
-    async with control_server(instance, options.port):
-        started = {"start_s": time.perf_counter() - start, "budgets": instance.info().budgets}
-        print(json.dumps(started), flush=True)
-        while line := await asyncio.to_thread(sys.stdin.readline):
-            load = json.loads(line)
-            steps.clear()
-            start = time.perf_counter()
-            answers = await serve(instance, **load)
-            figures = {"seconds": time.perf_counter() - start, "steps": list(steps), "answers": answers}
-            print(json.dumps({**figures, "budgets": instance.info().budgets}), flush=True)
+    started = {"start_s": time.perf_counter() - start, "budgets": instance.info().budgets}
+    print(json.dumps(started), flush=True)
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        load = json.loads(line)
+        steps.clear()
+        start = time.perf_counter()
+        answers = await serve(instance, **load)
+        figures = {"seconds": time.perf_counter() - start, "steps": list(steps), "answers": answers}
+        print(json.dumps({**figures, "budgets": instance.info().budgets}), flush=True)
     await instance.close()
-
-
-@asynccontextmanager
-async def control_server(instance: Instance, port: int) -> AsyncIterator[None]:
-    """Where the instance's encoder announces features to its prefill stage."""
-    config = uvicorn.Config(
-        ControlApp(instance.routes()),
-        port=port,
-        http="httptools",
-        lifespan="off",
-        access_log=False,
-        log_config=None,
-    )
-    server = uvicorn.Server(config)
-    serving = asyncio.create_task(server.serve())
-    while not server.started:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
-    yield
-    server.should_exit = True
-    await serving
 
 
 async def serve(instance: Instance, seed: int, load: dict[str, tuple[int, int]]) -> list[dict[str, Any]]:
@@ -107,63 +79,50 @@ async def serve(instance: Instance, seed: int, load: dict[str, tuple[int, int]])
     rng = random.Random(seed)
     answers: list[dict[str, Any]] = []
 
-    async def client(kind: str, waiting: Iterator[Asked]) -> None:
-        for request, encoding in waiting:
+    async def client(kind: str, waiting: Iterator[wire.PrefillRequest]) -> None:
+        for request in waiting:
             start = time.perf_counter()
-            encoded = None if encoding is None else asyncio.create_task(encoding)
             reply = await instance.language.prefill.prefill(request)
             times: list[float] = []
             async for piece in reply.stream:
                 times += [time.perf_counter() - start] * piece.count(b'"text"')
             reply.on_close()
-            if encoded is not None:
-                await encoded
             answers.append({"kind": kind, "tokens_s": times})
 
     async with asyncio.TaskGroup() as group:
         for kind, (count, num_clients) in load.items():
-            waiting = requests(instance, rng, f"{kind}-{seed}", kind, count)
+            waiting = requests(rng, f"{kind}-{seed}", kind, count)
             for _ in range(num_clients):
                 group.create_task(client(kind, waiting))
     return answers
 
 
-def requests(instance: Instance, rng: random.Random, name: str, kind: str, count: int) -> Iterator[Asked]:
+def requests(rng: random.Random, name: str, kind: str, count: int) -> Iterator[wire.PrefillRequest]:
     num_prompt, num_answer = TOKENS[kind]
     for index in range(count):
         request_id = f"{name}-{index}"
         # the first tokens of a vocabulary are its special ones
         prompt = [rng.randrange(100, 700) for _ in range(num_prompt)]
-        items: list[wire.MediaRef] = []
-        encoding = None
-        if kind == "question":
-            data = noise(rng.getrandbits(40), SIDE, SIDE, "BMP")
-            items = [wire.MediaRef(rng.randbytes(32).hex(), SIDE, SIDE)]
-            prompt.insert(0, instance.family.token_ids["image"])
-            encode = wire.EncodeRequest(request_id, items[0], data, instance.url)
-            encoding = instance.encode.encode(encode)
-        request = wire.PrefillRequest(
+        yield wire.PrefillRequest(
             request_id=request_id,
             output=wire.OutputOptions(kind="completion", id="c", created=0, model="benchmark", stream=True),
             prompt=prompt,
             sampling=SamplingParams(
                 seed=0, temperature=0.0, max_tokens=rng.randint(num_answer // 2, num_answer), ignore_eos=True
             ),
-            items=items,
+            items=[],
         )
-        yield request, encoding
 
 
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--role", required=True)
     parser.add_argument("--policy", required=True)
     parser.add_argument("--tpot-ms", type=float)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     torch.set_num_threads(1)
-    asyncio.run(run(arguments.model, arguments.role, arguments.policy, arguments.tpot_ms))
+    asyncio.run(run(arguments.model, arguments.policy, arguments.tpot_ms))
 
 
 if __name__ == "__main__":

@@ -27,9 +27,9 @@ from statistics import median, quantiles
 
 import torch
 
-from benchmarks.accelerator import empty_cache
 from benchmarks.common import RESULTS, write
 from benchmarks.engine_gpu import _Model
+from benchmarks.gpu_timing import empty_cache
 from device import mps
 from device.base import Device, Stream
 from device.emulated.timed import TimedDevice

@@ -45,10 +45,12 @@ def typed(module: str) -> str:
 
 
 def write(path: Path, content: object) -> str:
-    """Write a result file; return its text."""
+    """Write a result file, whole at any time; return its text."""
     text = json.dumps(content, indent=1, ensure_ascii=False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text + "\n", encoding="utf-8")
+    unfinished = path.with_suffix(".part")
+    unfinished.write_text(text + "\n", encoding="utf-8")
+    unfinished.replace(path)
     return text
 
 

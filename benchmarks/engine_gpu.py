@@ -28,8 +28,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.accelerator import empty_cache, never_waiting, num_launches
 from benchmarks.engine_native import image_inputs
+from benchmarks.gpu_timing import empty_cache, never_waiting, num_launches
 from device.base import Device
 from epd_serve.engine.prefill_graphs import prefill_graph_sizes
 from epd_serve.engine.step import StepExecutor

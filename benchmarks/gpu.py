@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.metadata
 import json
 import os
 import re
@@ -37,7 +38,6 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,12 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 #: What an image with torch and transformers may lack.
 WHEELS = ("blake3", "httptools", "msgspec", "psutil", "pydantic", "ruamel.yaml", "uvicorn")
-_OTHERS = ("torch", "triton", "transformers", "pytest", "hypothesis", "numpy", "PIL")
+_OTHERS = ("torch", "torchvision", "triton", "transformers", "pytest", "hypothesis", "numpy", "PIL")
+#: Plugins of the full test environment may be missing, and libraries of a vendor warn.
+PYTEST = (
+    *("--noconftest", "-q", "--tb=short", "-W", "default", "-p", "no:cacheprovider"),
+    *("-o", "addopts=--import-mode=importlib"),
+)
 _READY_S, _STOP_S = 180.0, 15.0
 
 
@@ -228,25 +233,18 @@ def colocation(run: Run) -> None:
 
 
 def attention(run: Run) -> None:
-    from benchmarks import gpu_attention, gpu_layers, gpu_memory
+    from benchmarks.gpu_kernels import measure_attention
     from benchmarks.gpu_timing import ceilings
 
     device = run.open()
     limits = ceilings(device, tiny=run.tiny)
     run.keep("ceilings", limits)
-    for measured in (
-        partial(gpu_memory.measure_decode, device, limits, tiny=run.tiny),
-        partial(gpu_attention.measure_prefill, device, tiny=run.tiny),
-        partial(gpu_attention.measure_vision, device, tiny=run.tiny),
-        partial(gpu_memory.measure_write, device, limits, tiny=run.tiny),
-        partial(gpu_layers.measure_layers, device, tiny=run.tiny),
-    ):
-        for name, row in measured():
-            run.keep(name, row)
+    for name, row in measure_attention(device, limits, tiny=run.tiny):
+        run.keep(name, row)
 
 
 def sampling(run: Run) -> None:
-    from benchmarks.gpu_sampling import measure_sampling
+    from benchmarks.gpu_kernels import measure_sampling
 
     for name, row in measure_sampling(run.open(), tiny=run.tiny):
         run.keep(name, row)
@@ -278,8 +276,6 @@ def startup(run: Run) -> None:
 
 def tests(run: Run) -> None:
     """pytest over tests/device; failures are kept as they come."""
-    from benchmarks.accelerator import PYTEST
-
     chosen = ["tests/device/test_registry.py"] if run.tiny else ["tests/device"]
     command = [sys.executable, "-m", "pytest", *chosen, *PYTEST, "-v", "-m", "not slow"]
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests/support")])
@@ -353,8 +349,6 @@ def main() -> int:
 
 def measure(arguments: argparse.Namespace) -> int:
     """Run the chosen parts; the output file is written behind each. Returns the exit status."""
-    from benchmarks.accelerator import versions
-
     # In a process that ends: this one keeps no memory of the device.
     asking = f"from device.registry import get_device; print(get_device({arguments.device!r}).description)"
     asked = subprocess.run([sys.executable, "-c", asking], cwd=ROOT, capture_output=True, text=True)
@@ -364,7 +358,7 @@ def measure(arguments: argparse.Namespace) -> int:
     result: dict[str, Any] = {
         "command": f"python -m benchmarks.gpu {' '.join(sys.argv[1:])}",
         "device": asked.stdout.strip(),
-        "versions": versions("torch", "triton", "transformers"),
+        "versions": {name: importlib.metadata.version(name) for name in ("torch", "triton", "transformers")},
         "parts": {},
     }
     memory = Path("/dev/shm")

@@ -1,10 +1,12 @@
-"""Timing on a device: on a GPU calls captured in one CUDA graph, so that the host's speed does not count."""
+"""Timing on an accelerator: on a GPU calls captured in one CUDA graph, so that the host's speed does not count."""
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -12,10 +14,11 @@ import torch
 from device.base import Device
 
 _ROUNDS, _OTHER_ROUNDS = 15, 3
+_LAUNCHES = ("LaunchKernel", "GraphLaunch", "MemcpyAsync", "MemsetAsync")
 
 
 def call_ms(device: Device, calls: Sequence[Callable[[], object]]) -> float:
-    """Milliseconds of one call: on a GPU all are captured in one graph, whose replays are timed.
+    """Return the milliseconds of one call: on a GPU all are captured in one graph, whose replays are timed.
 
     Give calls over different data, together larger than the L2 cache, where the data comes from memory in service.
     """
@@ -35,12 +38,16 @@ def call_ms(device: Device, calls: Sequence[Callable[[], object]]) -> float:
 
 
 def run_ms(device: Device, call: Callable[[], object]) -> float:
-    """The median time of a call that keeps the device busy for longer than the host needs to make it."""
+    """Return the median time of a call that keeps the device busy for longer than the host needs to make it."""
     call()
     times: list[float] = []
     for _ in range(_ROUNDS if device.type == "cuda" else _OTHER_ROUNDS):
         if device.type != "cuda":
-            times.append(host_ms(device, call))
+            device.synchronize()
+            started = time.perf_counter()
+            call()
+            device.synchronize()
+            times.append((time.perf_counter() - started) * 1e3)
             continue
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -51,17 +58,8 @@ def run_ms(device: Device, call: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
-def host_ms(device: Device, call: Callable[[], object]) -> float:
-    """Milliseconds on the clock of one call, until the device is done."""
-    device.synchronize()
-    started = time.perf_counter()
-    call()
-    device.synchronize()
-    return (time.perf_counter() - started) * 1e3
-
-
 def ceilings(device: Device, *, tiny: bool) -> dict[str, float]:
-    """Peak rates of this device with torch's own calls: a large copy (bytes read and written), a bf16 product."""
+    """Measure this device's peak rates with torch's own calls: a large copy (read and written), a bf16 product."""
     where, size = device.torch_device, 64 if tiny else 8192
     source = torch.randn(1 << (16 if tiny else 30)).to(where, torch.bfloat16)
     target = torch.empty_like(source)
@@ -70,3 +68,34 @@ def ceilings(device: Device, *, tiny: bool) -> dict[str, float]:
         "copy_gb_s": 2 * source.nbytes / call_ms(device, [partial(target.copy_, source)]) / 1e6,
         "bf16_matmul_tflop_s": 2 * size**3 / call_ms(device, [partial(torch.mm, left, right)]) / 1e9,
     }
+
+
+def empty_cache(device: Device) -> None:
+    """Give back the unused memory of an accelerator's allocator."""
+    gc.collect()
+    if device.type in ("cuda", "npu"):
+        torch.get_device_module(device.type).empty_cache()
+
+
+@contextmanager
+def never_waiting(device: Device) -> Iterator[None]:
+    """Make torch refuse, within this context, calls that let the host wait for a GPU; no effect elsewhere."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def num_launches(device: Device, call: Callable[[], object]) -> int | None:
+    """Count the operators, copies and graphs that a call gives to a GPU; None on other devices."""
+    if device.type != "cuda":
+        return None
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        call()
+        device.synchronize()
+    return sum(one.count for one in profile.key_averages() if any(part in one.key for part in _LAUNCHES))

@@ -30,16 +30,13 @@ from statistics import fmean
 from typing import Any
 
 from PIL import Image
-from rich.console import Console
 
-from benchmarks.common import argument_parser, host_busy, machine, slowed, typed, write
-from benchmarks.planner import kendall_tau
+from benchmarks.common import argument_parser, machine, slowed, typed, write
+from benchmarks.loads import run_load
 from epd_serve.bench.deployed import Candidate as Deployed
 from epd_serve.bench.deployed import deployed
 from epd_serve.bench.plan import take_items
-from epd_serve.bench.run import new_directory
-from epd_serve.bench.session import Session
-from epd_serve.bench.types import Item, Media, Record, RunSettings
+from epd_serve.bench.types import Item, Media, Record
 from epd_serve.bench.workloads import load_workload
 from epd_serve.config import load_config
 from epd_serve.cost.device_time import DeviceTime
@@ -187,26 +184,21 @@ def one_run(
     cell: Cell, judge: Evaluator, plan: Candidate, url: str, rate: float, directory: Path
 ) -> dict[str, Any]:
     """One rate, measured and simulated."""
-    settings = RunSettings(
-        base_url=url,
-        model="",
+    count, seed, workload = num_requests(cell, judge, rate), round(1e3 * rate), load_workload(cell.workload)
+    records, busy = run_load(
+        url,
+        workload,
+        directory / "runs",
         workload=cell.workload,
-        num_requests=num_requests(cell, judge, rate),
-        seed=round(1e3 * rate),
+        num_requests=count,
+        seed=seed,
         arrivals="poisson",
         rate=rate,
         num_warmups=2,
         label=cell.topology,
     )
-    host_busy()
-    path = new_directory(directory / "runs")
-    workload = load_workload(cell.workload)
-    found = Session(console=Console(stderr=True)).run(path, settings, workload)
-    busy, records = host_busy(), found.records
-    if len(records) < settings.num_requests:
-        raise SystemExit("interrupted; what is done is kept")
     answered = [one for one in records if one.succeeded]
-    items = take_items(workload, settings.num_requests, settings.seed)
+    items = take_items(workload, count, seed)
     requests = sim_requests(answered, items, judge.fleet.pools[0].profile(1))
     outcome = simulate(judge.deployment(plan), requests)
     real, real_times = measured(answered)
@@ -265,6 +257,12 @@ def go_on(cell: Cell, row: dict[str, Any], until_s: float, save: Callable[[], ob
             row["light"] = look(guess / 2)
         row["goodput"]["measured"] = goodput(attained)
         save()
+
+
+def kendall_tau(one: Sequence[float], other: Sequence[float]) -> float:
+    pairs = [(i, j) for i in range(len(one)) for j in range(i)]
+    signs = [(one[i] - one[j]) * (other[i] - other[j]) for i, j in pairs]
+    return sum((sign > 0) - (sign < 0) for sign in signs) / len(pairs)
 
 
 def mean_errors(rows: list[dict[str, Any]]) -> dict[str, float]:
@@ -337,9 +335,7 @@ def main() -> None:
     def save() -> None:
         content.update(command=typed("plan_emulated"), machine=machine(), cells=list(rows.values()))
         content["verdicts"] = verdicts(content["cells"])
-        unfinished = wanted.output.with_suffix(".part")
-        write(unfinished, content)
-        unfinished.replace(wanted.output)
+        write(wanted.output, content)
 
     for cell in cells:
         row = rows[cell.device, cell.workload, cell.topology]

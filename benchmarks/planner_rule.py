@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import argument_parser, typed, write
-from benchmarks.shapes import WorkloadShape
 from epd_serve.plan.evaluate import Evaluation, Evaluator, Goal
 from epd_serve.plan.pools import read_fleet
 from epd_serve.plan.space import Candidate, candidates, with_batching
 from epd_serve.plan.strategies import enumerate_plans
+from epd_serve.sim.workloads import read_load
 from epd_serve.types import Stage
 
 TTFT_S = 2.0
@@ -60,18 +60,14 @@ def mixes() -> Iterator[Mix]:
 
 
 def judge_of(mix: Mix, device: str, count: int, model: str) -> Evaluator:
-    shape = WorkloadShape(
-        name="mix",
-        image_share=mix.share,
-        width=max(mix.side, 1),
-        height=max(mix.side, 1),
-        spread=0.0,
-        num_text_tokens=TEXT_TOKENS,
-        num_output_tokens=mix.num_output_tokens,
+    side = max(mix.side, 28)
+    workload = (
+        f"synthetic,image_share={mix.share:g},image_size={side}x{side},text_tokens={TEXT_TOKENS},"
+        f"output_tokens={mix.num_output_tokens}"
     )
     goal = Goal(ttft_s=TTFT_S, tpot_s=mix.tpot_s)
     fleet = read_fleet(f"{device} x {count}", model)
-    return Evaluator(fleet, goal, shape.requests(400, 1.0, seed=0), least=60, most=200)
+    return Evaluator(fleet, goal, read_load(workload, rate=1.0, count=400, seed=0).requests, least=60, most=200)
 
 
 def searched(mix: Mix, device: str, count: int, model: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from rich.console import Console
 
 from benchmarks import transfer_features, transfer_kv, transfer_reports, transfer_ttft
 from benchmarks.common import RESULTS, argument_parser, machine, write
@@ -18,8 +19,6 @@ EXPERIMENTS: dict[str, Callable[[Path, int], Awaitable[dict[str, Any]]]] = {
     "table2": lambda directory, _: transfer_ttft.table2(transfer_ttft.model(directory)),
     "table3": lambda directory, _: transfer_features.table3(transfer_features.model(directory)),
     "table4": lambda directory, repeats: transfer_kv.table4(transfer_kv.model(directory), repeats),
-    "handshakes": lambda directory, _: transfer_kv.handshakes(transfer_kv.model(directory)),
-    "reuse": lambda directory, _: transfer_ttft.reuse(transfer_ttft.model(directory)),
 }
 
 
@@ -44,7 +43,7 @@ async def main() -> None:
             **data,
         }
         write(RESULTS / f"transfer-{name}.json", data)
-        transfer_reports.report(name, data, RESULTS)
+        Console(width=130).print(transfer_reports.TABLES[name](data))
 
 
 if __name__ == "__main__":

@@ -175,39 +175,3 @@ def _falls_behind(plain: dict[int, Row]) -> float:
     bytes_s = row.prefill_s * paper.transfer_s / paper.prefill_s
     plug_s = plain[2048].prefill_s / CONCURRENCY
     return (row.prefill_s + plug_s - share * bytes_s) / (LAYERS * (1 + CONCURRENCY * share))
-
-
-async def handshakes(path: Path) -> dict[str, Any]:
-    """The same with one prompt of 2048 tokens in a step, over handshakes of 1/16 to 4 layers' compute."""
-    tokens, count = 2048, 6
-
-    async def run(mode: str, link: dict[str, Any] | None) -> Figures:
-        async with deployed("P-D", path, settings(tokens), baselines=baselines(mode, link)) as deployment:
-            rng = random.Random(tokens)
-            await closed_loop(deployment.gateway_url, PATH, prompts(rng, 3, 512), 1)
-            before = await figures(deployment, "p0")
-            await closed_loop(deployment.gateway_url, PATH, prompts(rng, count, tokens), count)
-            return growth(before, await figures(deployment, "p0"))
-
-    plain = await run("grouped", None)
-    layer_s = plain["step_seconds_total:prefill"] / count / LAYERS
-    bandwidth = plain["kv_request_bytes_total"] / (
-        plain["step_seconds_total:prefill"] * PAPER[2048].transfer_s / PAPER[2048].prefill_s
-    )
-    points = []
-    for share in (1 / 16, 1 / 2, 1, 2, 4):
-        for mode in ("layerwise", "grouped"):
-            link = {"bandwidth": round(bandwidth), "latency_ms": 1000 * share * layer_s}
-            grown = await run(mode, link)
-            points.append(
-                {
-                    "handshake_layers": share,
-                    "mode": mode,
-                    "overlap": 1 - grown["kv_exposed_seconds_total"] / grown["kv_request_seconds_total"],
-                    "wait_ms": 1000 * grown["kv_wait_seconds_sum"] / count,
-                    "layers_per_write": LAYERS * count / grown["kv_announcements_total"],
-                    "bytes_per_s": grown["kv_request_bytes_total"] / grown["kv_request_seconds_total"],
-                }
-            )
-            print(f"  handshake {share} layers, {mode}: {points[-1]}", flush=True)
-    return {"layer_ms": 1000 * layer_s, "bandwidth": bandwidth, "points": points}

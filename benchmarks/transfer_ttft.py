@@ -1,4 +1,4 @@
-"""EPD-Serve Table 2: what each mechanism takes off the time to first token; and what a repeated image costs."""
+"""EPD-Serve Table 2: the part of the time to first token that each mechanism saves."""
 
 from __future__ import annotations
 
@@ -132,41 +132,3 @@ def _hidden(of_p: Mapping[str, float]) -> dict[str, float]:
         "feature_overlap": 1 - of_p["feature_exposed_seconds_total"] / of_p["feature_transmission_seconds_sum"],
         "writes_per_request": of_p["kv_announcements_total"] / of_p["kv_requests_total"],
     }
-
-
-async def reuse(path: Path) -> dict[str, Any]:
-    """Each image three times: as new, behind another text, and before another text, its KV cached as well."""
-    pictures = [picture(i, WIDTH, HEIGHT) for i in range(12)]
-    passes = {
-        "new image": [body(data, "How many are there?") for data in pictures],
-        "same image, system text before it": [body(data, before="You answer briefly.") for data in pictures],
-        "same image, other text after it": [body(data, "What is this?") for data in pictures],
-    }
-    timings: dict[str, list[Timing]] = {name: [] for name in passes}
-    of_e: dict[str, Counter[str]] = {name: Counter() for name in passes}
-    of_p: dict[str, Counter[str]] = {name: Counter() for name in passes}
-    async with (
-        deployed("E-P-D", path, SETTINGS) as deployment,
-        httpx.AsyncClient(base_url=deployment.gateway_url, timeout=600) as client,
-    ):
-        await ask(client, PATH, body(picture(99, WIDTH, HEIGHT)))
-        for index in range(len(pictures)):
-            for name, bodies in passes.items():  # in turns: what else the machine does falls on all alike
-                before = await figures(deployment, "e0"), await figures(deployment, "p0")
-                timings[name].append(await ask(client, PATH, bodies[index]))
-                of_e[name].update(growth(before[0], await figures(deployment, "e0")))
-                of_p[name].update(growth(before[1], await figures(deployment, "p0")))
-    rows = [
-        {
-            "request": name,
-            "requests": len(pictures),
-            **_summary(timings[name]),
-            "encoded": of_e[name]["encodes_total:false"],
-            "found": of_e[name]["encodes_total:true"],
-            "fetched": of_p[name]["feature_transmission_seconds_count"],
-            "prefilled_tokens": of_p[name]["step_tokens_total:prefill"],
-            "prefill_ms": 1000 * of_p[name]["step_seconds_total:prefill"] / len(pictures),
-        }
-        for name in passes
-    ]
-    return {"rows": rows}

@@ -30,10 +30,9 @@ import psutil
 from benchmarks.common import RESULTS, argument_parser, machine, write
 from benchmarks.gateway.programs import free_ports, running
 from epd_serve.demo import weights_dir
-from epd_serve.verify.check import CHECKS
+from epd_serve.verify.check import CHECKS, Report
 from epd_serve.verify.client import Client
 from epd_serve.verify.faults import admin_commands
-from epd_serve.verify.report import Report
 from epd_serve.verify.runner import chosen, run_checks
 
 RESULT = RESULTS / "verify-field.json"

@@ -3,7 +3,7 @@
     python -m benchmarks.elastic simulated [--requests 200] [--rate 3]
     python -m benchmarks.elastic emulated [--seconds 360] [--seed 1] [--output FILE]
 
-It writes its figures and the roles over time to ``benchmarks/results/elastic-*``. ``simulated``: 8 instances of
+It writes its figures to ``benchmarks/results/elastic-*``. ``simulated``: 8 instances of
 the simulator, driven by the controller that runs live; also with half the requests, and with the opposite load
 (images behind long answers). ``emulated``: 8 emulated devices under an hour of a trace whose mix changes
 twice (text-heavy, image-heavy, long answers), ten times as fast; requests that were lost and answers that differ
@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 from benchmarks.common import RESULTS, argument_parser, write
-from benchmarks.elastic.plots import DRAINING, REBUILDING, roles_over_time
 
 SIMULATED_SEEDS = 8
 
@@ -25,30 +23,16 @@ SIMULATED_SEEDS = 8
 def simulated(count: int, rate: float) -> None:
     from benchmarks.elastic.simulated import DECODERS, PAPERS_END, START, opposite, requests, table
 
-    seeds = range(SIMULATED_SEEDS)
-    rows, spans, end_s = table(START, PAPERS_END, {seed: requests(count, rate, seed=seed) for seed in seeds})
-    half = count // 2
-    shorter, _, _ = table(START, PAPERS_END, {seed: requests(half, rate, seed=seed) for seed in seeds})
-    back, _, _ = table(DECODERS, "3E-P-4D", {seed: opposite(count, rate, seed=seed) for seed in seeds})
-    names = {"SERVING": "", "DRAINING": DRAINING, "REBUILDING": REBUILDING}
-    row = rows[0]
-    drawing = roles_over_time(
-        [
-            (one.instance, names[one.state] or str(one.role), one.from_s, one.until_s or end_s)
-            for one in spans
-            if (one.until_s or end_s) > one.from_s
-        ],
-        f"Roles over time, from {START} to {row['end']}: simulated",
-        f"{count} requests, {rate:g}/s; latency {row['ratio']['latency_s']:.1f} times and TPOT "
-        f"{row['ratio']['tpot_s']:.1f} times lower than without switches",
-        [(count / 10 / rate, "answers get 10 times longer"), (count / rate, "last arrival")],
-    )
+    seeds, half = range(SIMULATED_SEEDS), count // 2
     found = {
-        "long": {"requests": count, "rate": rate, "start": START, "rows": rows},
-        "half_as_long": {"requests": half, "rate": rate, "start": START, "rows": shorter},
-        "opposite": {"requests": count, "rate": rate, "start": DECODERS, "rows": back},
+        name: {"requests": num, "rate": rate, "start": start, "rows": table(start, end, made)}
+        for name, num, start, end, made in (
+            ("long", count, START, PAPERS_END, {seed: requests(count, rate, seed=seed) for seed in seeds}),
+            ("half_as_long", half, START, PAPERS_END, {seed: requests(half, rate, seed=seed) for seed in seeds}),
+            ("opposite", count, DECODERS, "3E-P-4D", {seed: opposite(count, rate, seed=seed) for seed in seeds}),
+        )
     }
-    publish("elastic-simulated", found, drawing)
+    print(write(RESULTS / "elastic-simulated.json", found))
 
 
 def emulated(seconds: float, seed: int, output: Path) -> None:
@@ -59,12 +43,6 @@ def emulated(seconds: float, seed: int, output: Path) -> None:
     num_lost = row["with"]["lost"] + row["without"]["lost"]
     if num_lost or row["wrong"]:
         sys.exit(f"{num_lost} requests were lost, {row['wrong']} answers are wrong")
-
-
-def publish(name: str, found: Any, drawing: Any) -> None:
-    """Write the figures and the picture; print the figures."""
-    print(write(RESULTS / f"{name}.json", found))
-    drawing.write_image(RESULTS / f"{name}.png", width=1100, scale=1.5)
 
 
 def main() -> None:

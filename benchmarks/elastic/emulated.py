@@ -20,16 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 from PIL import Image
-from rich.console import Console
 
 from benchmarks.common import machine
+from benchmarks.loads import run_load
 from device.emulated.timeline import EMULATED_FAULTS
 from epd_serve.bench.deployed import Candidate, deployed
-from epd_serve.bench.run import new_directory
-from epd_serve.bench.session import Session
-from epd_serve.bench.types import Item, Media, Message, Record, RunSettings
+from epd_serve.bench.types import Item, Media, Message, Record
 from epd_serve.bench.workloads.synthetic import text_of
 from epd_serve.config import load_config
 from epd_serve.launch.processes.ports import free_port
@@ -113,28 +110,16 @@ def run(mix: ChangingMix, seed: int, directory: Path, *, controlled: bool) -> tu
     name, port = "with" if controlled else "without", free_port("127.0.0.1")
     file = directory / f"{name}.yaml"
     file.write_text(json.dumps(config(port, controlled=controlled)), encoding="utf-8")  # JSON is YAML
-    settings = RunSettings(
-        base_url="",
-        model="",
-        workload=mix.name,
-        num_requests=len(mix.arrivals),
-        seed=seed,
-        arrivals="trace",
-        label=name,
-    )
     with deployed(Candidate(file=file, label=name, config=load_config(file)), directory / f"{name}.log") as url:
-        settings.base_url = url
-        psutil.cpu_percent()
-        began = time.time()
-        found = Session(console=Console(stderr=True)).run(new_directory(directory / name), settings, mix)
-        busy = psutil.cpu_percent() / 100
+        began, sent = time.time(), {"workload": mix.name, "num_requests": len(mix.arrivals), "seed": seed}
+        records, busy = run_load(url, mix, directory / name, **sent, arrivals="trace", label=name)
         decisions = httpx.get(f"http://127.0.0.1:{port}/elastic", trust_env=False).json()["decisions"]
     switches = [
         {"at_s": round(one["time"] - began, 1), **one["order"], "reason": one["reason"]}
         for one in decisions
         if one["order"] is not None
     ]
-    return list(found.records), {"host_busy": busy, "switches": switches}
+    return records, {"host_busy": busy, "switches": switches}
 
 
 def is_good(record: Record) -> bool:

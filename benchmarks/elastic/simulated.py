@@ -6,18 +6,18 @@ come near its two rows; the controller knows neither the layouts nor that anythi
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
 from benchmarks.elastic.switching import RoleSpan, Switching
-from benchmarks.shapes import WorkloadShape
 from epd_serve.autoscale.controller import Controller
 from epd_serve.autoscale.pressure import Limits
 from epd_serve.config.elastic import ElasticConfig
 from epd_serve.cost.profile import EncodeLine, Line, Profile
-from epd_serve.sim.simulator import Outcome, build, check_books, simulate
+from epd_serve.sim.simulator import Outcome, build, simulate
 from epd_serve.sim.spec import Batching
 from epd_serve.sim.workloads import SimRequest
 from epd_serve.topology import parse_topology
@@ -43,13 +43,18 @@ DECODERS = "E-P-6D"
 
 def requests(count: int, rate: float, *, short: int = 50, factor: int = 10, seed: int = 0) -> list[SimRequest]:
     """One 4K image each; behind the first tenth, answers are ``factor`` times longer."""
-    shape = WorkloadShape(
-        name="table 6", width=PIXELS[0], height=PIXELS[1], spread=0.0, num_text_tokens=22, num_output_tokens=short
-    )
-    return [
-        one if number < count // 10 else replace(one, num_output_tokens=factor * short)
-        for number, one in enumerate(shape.requests(count, rate, seed))
-    ]
+    draw, at_s, made = random.Random(seed), 0.0, []
+    for number in range(count):
+        at_s += draw.expovariate(rate)
+        made.append(
+            SimRequest(
+                at_s=at_s,
+                images=((str(number), PIXELS[0] * PIXELS[1]),),
+                num_text_tokens=22,
+                num_output_tokens=short if number < count // 10 else factor * short,
+            )
+        )
+    return made
 
 
 def opposite(count: int, rate: float, *, seed: int = 0) -> list[SimRequest]:
@@ -67,12 +72,10 @@ def run(topology: str, every: Sequence[SimRequest], switching: Switching | None)
         parsed,
         [f"cuda:{number}" for number in range(parsed.num_devices)],
         lambda *_: PAPER,
-        batching=Batching(policy="unlimited", max_num_seqs=128, ttft_s=LIMITS.ttft_s, tpot_s=LIMITS.tpot_s),
+        batching=Batching(max_num_seqs=128),
         num_blocks=1 << 14,
     )
-    outcome = simulate(deployment, every, operator=switching)
-    check_books(outcome)
-    return outcome
+    return simulate(deployment, every, operator=switching)
 
 
 def figures(outcome: Outcome) -> dict[str, float]:
@@ -91,16 +94,9 @@ def figures(outcome: Outcome) -> dict[str, float]:
     }
 
 
-def table(
-    start: str, end: str, loads: Mapping[int, Sequence[SimRequest]]
-) -> tuple[list[dict[str, Any]], list[RoleSpan], float]:
-    """A row for each seed's requests, and of the first one the roles over time and the seconds.
-
-    ``end``: the layout that would be right behind the change.
-    """
+def table(start: str, end: str, loads: Mapping[int, Sequence[SimRequest]]) -> list[dict[str, Any]]:
+    """Return a row for each seed's requests; ``end`` is the layout that would be right behind the change."""
     rows: list[dict[str, Any]] = []
-    spans: list[RoleSpan] = []
-    end_s = 0.0
     for seed, every in loads.items():
         switching = Switching(
             Controller(ElasticConfig(cooldown_s=3.0), LIMITS),
@@ -122,9 +118,7 @@ def table(
             name: row["without"][name] / row["with"][name] for name in ("latency_s", "ttft_s", "tpot_s")
         }
         rows.append(row)
-        if not spans:
-            spans, end_s = switching.spans, outcome.seconds
-    return rows, spans, end_s
+    return rows
 
 
 def str_of(spans: Sequence[RoleSpan]) -> str:

@@ -20,11 +20,7 @@ TOKENS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One load. ``rate``: requests per second of an open loop; 0: each connection waits for its answer.
-
-    ``target`` is how many times less CPU than vLLM's EPD proxy a request is to take, ``target_ttft_ms`` what it
-    may add to the time to first token, ``target_delay_ms`` the 99th percentile of a token's way through it.
-    """
+    """One load. ``rate``: requests per second of an open loop; 0: each connection waits for its answer."""
 
     name: str
     body: str
@@ -32,31 +28,17 @@ class Cell:
     gap_ms: int = 0
     rate: float = 0
     seconds: float = 3.0
-    target: float | None = None
-    target_ttft_ms: float | None = None
-    target_delay_ms: float | None = None
 
 
 CELLS = (
-    Cell(name="text, c16", body="text", connections=16, target=7),
-    Cell(name="1 image, c16", body="1 image", connections=16, target=5.5),
-    Cell(name="4 images, c16", body="4 images", connections=16, target=4.5),
-    Cell(name="3 MB, c16", body="3 MB", connections=16, target=5),
-    Cell(name="text, 10 ms gaps, c256", body="text", connections=256, gap_ms=10, seconds=4, target=4),
-    Cell(name="text, c1", body="text", connections=1, seconds=1.5, target_ttft_ms=0.3),
-    Cell(name="1 image, c1", body="1 image", connections=1, seconds=1.5, target_ttft_ms=0.6),
-    Cell(name="4 images, c1", body="4 images", connections=1, seconds=1.5, target_ttft_ms=1.2),
-    Cell(name="3 MB, c1", body="3 MB", connections=1, seconds=1.5, target_ttft_ms=4),
-    # 64 tokens with 20 ms between them: about 256 streams at a time
-    Cell(
-        name="1 image, 256 streams, open loop",
-        body="1 image",
-        connections=512,
-        gap_ms=20,
-        rate=200,
-        seconds=5,
-        target_delay_ms=20,
+    *(Cell(name=f"{body}, c16", body=body, connections=16) for body in ("text", "1 image", "4 images", "3 MB")),
+    Cell(name="text, 10 ms gaps, c256", body="text", connections=256, gap_ms=10, seconds=4),
+    *(
+        Cell(name=f"{body}, c1", body=body, connections=1, seconds=1.5)
+        for body in ("text", "1 image", "4 images", "3 MB")
     ),
+    # 64 tokens with 20 ms between them: about 256 streams at a time
+    Cell(name="1 image, 256 streams, open loop", body="1 image", connections=512, gap_ms=20, rate=200, seconds=5),
 )
 
 

@@ -135,23 +135,15 @@ class Peer:
     command: Callable[[Stages, int, Path], list[str]]
 
 
-def ours(before: Path | None = None) -> Peer:
-    """This checkout's gateway, or that of the one in ``before``, by the Python of its own ``.venv``."""
-    python = [sys.executable] if before is None else ["env", "-C", str(before), str(before / ".venv/bin/python")]
+def ours() -> Peer:
+    """Return this checkout's gateway."""
 
     def command(stages: Stages, port: int, directory: Path) -> list[str]:
         instances = [f"{role}{number}=http://127.0.0.1:{number}" for role, number in stages.all]
-        return [
-            *python,
-            "-m",
-            "benchmarks.gateway.serve",
-            str(port),
-            str(directory / "access.log"),
-            *instances,
-        ]
+        log = str(directory / "access.log")
+        return [sys.executable, "-m", "benchmarks.gateway.serve", str(port), log, *instances]
 
-    name = "epd-serve" if before is None else "before"
-    return Peer(name=name, what="E, P and D; auth, metrics, validation, access log", command=command)
+    return Peer(name="epd-serve", what="E, P and D; auth, metrics, validation, access log", command=command)
 
 
 def vllm_epd(script: Path, python: str) -> Peer:
@@ -178,37 +170,3 @@ def vllm_router(program: str) -> Peer:
         ]
 
     return Peer(name="vllm-router", what="Rust; one hop, no E, no P", command=command)
-
-
-def nginx() -> Peer | None:
-    """None where nginx is not installed."""
-    program = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
-    if program is None:
-        return None
-
-    def command(stages: Stages, port: int, directory: Path) -> list[str]:
-        upstream = "".join(f"server 127.0.0.1:{number};" for number in stages.decode)
-        configuration = directory / "nginx.conf"
-        configuration.write_text(_NGINX.format(port=port, upstream=upstream, directory=directory))
-        return [program, "-c", str(configuration), "-e", str(directory / "nginx.error.log")]
-
-    return Peer(name="nginx", what="one hop, no E, no P, nothing read", command=command)
-
-
-_NGINX = """
-daemon off; worker_processes 1; pid {directory}/nginx.pid; error_log {directory}/nginx.error.log;
-events {{ worker_connections 4096; }}
-http {{
-  access_log off; client_max_body_size 256m; client_body_buffer_size 64m; client_body_temp_path {directory}/body;
-  proxy_temp_path {directory}/proxy; fastcgi_temp_path {directory}/f; uwsgi_temp_path {directory}/u;
-  scgi_temp_path {directory}/s; keepalive_requests 1000000;
-  upstream stages {{ {upstream} keepalive 512; keepalive_requests 1000000; }}
-  server {{
-    listen 127.0.0.1:{port} backlog=4096;
-    location / {{
-      proxy_pass http://stages; proxy_http_version 1.1; proxy_set_header Connection ""; proxy_buffering off;
-      proxy_request_buffering off;
-    }}
-  }}
-}}
-"""

@@ -37,15 +37,12 @@ PAGE = ROOT / "docs" / "reports" / "papers.md"
 class Experiment:
     deployments: Callable[[], list[Deployment]]
     report: Callable[[Rows], str]
-    plot: Callable[[Rows, Path], None] | None = None
 
 
 EXPERIMENTS = {
     "table5": Experiment(deployments=epdserve.table5, report=epdserve.table5_report),
-    "figures": Experiment(
-        deployments=epdserve.figures, report=epdserve.figures_report, plot=epdserve.figures_plot
-    ),
-    "goodput": Experiment(deployments=triinfer.deployments, report=triinfer.report, plot=triinfer.plot),
+    "figures": Experiment(deployments=epdserve.figures, report=epdserve.figures_report),
+    "goodput": Experiment(deployments=triinfer.deployments, report=triinfer.report),
     "encoders": Experiment(deployments=epd.deployments, report=epd.report),
     "tiers": Experiment(deployments=heteroserve.deployments, report=heteroserve.report),
 }
@@ -59,14 +56,10 @@ def filled(page: str, name: str, text: str) -> str:
 
 
 def section(name: str, output: Path) -> str:
-    """The tables of an experiment as markdown, with the files that they are from; its plot is made."""
-    experiment, rows = EXPERIMENTS[name], read(output)
-    files = [output]
-    if experiment.plot is not None:
-        files.append(output.with_suffix(".png"))
-        experiment.plot(rows, files[-1])
-    links = ", ".join(f"[{file.name}](../../benchmarks/results/{file.name})" for file in files)
-    return f"{experiment.report(rows)}\n{len(rows)} runs: {links}.\n"
+    """Return the tables of an experiment as markdown, with the file that they are from."""
+    rows = read(output)
+    link = f"[{output.name}](../../benchmarks/results/{output.name})"
+    return f"{EXPERIMENTS[name].report(rows)}\n{len(rows)} runs: {link}.\n"
 
 
 def main() -> None:

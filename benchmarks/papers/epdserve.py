@@ -7,10 +7,8 @@ for Ascend 910B3s, by their data sheet.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from benchmarks.papers.measure import Deployment, Limits, Load, Row, Rows, markdown, sheet
-from benchmarks.planner import RATES, TABLE_5, TAKE_TURNS
 from epd_serve.plan.evaluate import Evaluator, Goal
 from epd_serve.plan.pools import read_fleet
 from epd_serve.plan.space import Candidate
@@ -18,6 +16,20 @@ from epd_serve.sim.workloads import read_load
 from epd_serve.topology import parse_topology
 
 DEVICE, SHAPE, SLOWNESS = "ascend-910b3", "qwen2.5-vl-7b", 4.0
+#: Table 5: ShareGPT-4o, 10 requests/s: TTFT and TPOT in ms, attainment, effective tokens/s per NPU.
+TABLE_5 = {
+    "2EPD": (658.27, 95.56, 0.0215, 13.38),
+    "2(E-PD)": (548.32, 62.22, 0.0313, 19.70),
+    "EP-D": (5523.82, 27.31, 0.0820, 21.54),
+    "(E-P)-D": (2386.85, 28.40, 0.2617, 77.36),
+    "(E-D)-P": (651.86, 50.71, 0.2266, 69.18),
+    "E-P-D": (557.89, 28.92, 0.9434, 192.70),
+}
+#: Requests/s in all, that the table's own columns imply: effective tokens/s * NPUs / (64 * attainment) is 19.4,
+#: 19.7, 8.2, 9.2, 9.5 and 9.6. So a monolithic NPU had 10 requests/s, one of EP-D 5 and one of E-P-D 3.3.
+RATES = {"2EPD": 20, "2(E-PD)": 20, "EP-D": 10, "(E-P)-D": 10, "(E-D)-P": 10, "E-P-D": 10}
+#: In vLLM a monolithic instance's tower and language model take turns.
+TAKE_TURNS = ("2EPD", "EP-D")
 #: Section 4.1: limits where Decode is apart and where Encode is; section 4.4 has the narrow ones.
 DECODE_APART = Limits(ttft_ms=2000, tpot_ms=50)
 ENCODE_APART = Limits(ttft_ms=2000, tpot_ms=80)
@@ -222,36 +234,3 @@ def figures_report(rows: Rows) -> str:
         ]
         parts.append(f"{workload.removesuffix('-like')}:\n\n{markdown(head, lines)}")
     return "\n".join(parts)
-
-
-def figures_plot(rows: Rows, path: Path) -> None:
-    """Figures 8 to 15: attainment, throughput, TTFT and TPOT over the rate, for both workloads."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    panels: list[tuple[str, Value]] = [
-        ("within 2000/50 ms", lambda row: float(row["attained"][str(DECODE_APART)])),
-        ("tokens/s per NPU", _throughput),
-        ("TTFT ms", _ttft),
-        ("TPOT ms", _tpot),
-    ]
-    figure, axes = pyplot.subplots(2, len(panels), figsize=(16, 7), sharex=True, squeeze=False)
-    for across, workload in zip(axes, (SHAREGPT, WEB), strict=True):
-        for axis, (title, value) in zip(across, panels, strict=True):
-            for line in FIGURES:
-                found = {rate: rows.get((line, load_name(workload, rate))) for rate in PER_NPU}
-                there = {rate: value(row) for rate, row in found.items() if row is not None}
-                axis.plot(list(there), list(there.values()), marker="o", markersize=3, label=line)
-            axis.set_title(f"{title}, {workload.removesuffix('-like')}", fontsize=9)
-            axis.axvline(HIGHEST, color="gray", linewidth=0.5)
-            if value in (_ttft, _tpot):
-                axis.set_yscale("log")
-    for axis in axes[-1]:
-        axis.set_xlabel("requests/s per NPU")
-    axes[0][0].legend(fontsize=7)
-    figure.suptitle(f"emulated {DEVICE}, {SHAPE}; the paper's rates end at the line", fontsize=10)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)

@@ -20,15 +20,13 @@ from typing import Any
 
 import msgspec
 from PIL import Image
-from rich.console import Console
 
-from benchmarks.common import host_busy, machine, slowed, write
+from benchmarks.common import machine, slowed, write
+from benchmarks.loads import run_load
 from device.datasheets import spec_of
 from epd_serve.bench.deployed import Candidate, deployed
-from epd_serve.bench.run import new_directory
-from epd_serve.bench.session import Session
 from epd_serve.bench.statistics import percentile
-from epd_serve.bench.types import Media, Record, RunSettings
+from epd_serve.bench.types import Media, Record
 from epd_serve.bench.workloads import load_workload
 from epd_serve.bench.workloads.lengths import Size
 from epd_serve.config import load_config
@@ -165,9 +163,10 @@ def judged(records: Sequence[Record], deployment: Deployment, load: Load) -> Row
 
 
 def measure(deployment: Deployment, load: Load, url: str, directory: Path, seed: int) -> Row:
-    settings = RunSettings(
-        base_url=url,
-        model="",
+    records, busy = run_load(
+        url,
+        load_workload(load.workload, picture),
+        directory / "runs",
         workload=load.workload,
         num_requests=load.num_requests,
         seed=seed,
@@ -177,13 +176,6 @@ def measure(deployment: Deployment, load: Load, url: str, directory: Path, seed:
         timeout_s=1800,
         label=f"{deployment.name} {load.name}",
     )
-    workload = load_workload(load.workload, picture)
-    host_busy()
-    run = Session(console=Console(stderr=True)).run(new_directory(directory / "runs"), settings, workload)
-    idle = 1 - host_busy()
-    records = run.records
-    if len(records) < settings.num_requests:
-        raise SystemExit("interrupted; what is done is kept")
     about = {
         "deployment": deployment.name,
         "topology": deployment.topology,
@@ -195,7 +187,7 @@ def measure(deployment: Deployment, load: Load, url: str, directory: Path, seed:
         "rate": load.rate,
         "requests": len(records),
     }
-    return {**about, **judged(records, deployment, load), "host_idle": idle}
+    return {**about, **judged(records, deployment, load), "host_idle": 1 - busy}
 
 
 def read(output: Path) -> Rows:
@@ -225,10 +217,7 @@ def go_on(deployments: Sequence[Deployment], output: Path, command: str, until_s
                     row = measure(one, load, url, directory, seed=one.loads.index(load))
                     rows[one.name, load.name] = row
                     missing[one.name].remove(load)
-                    unfinished = output.with_suffix(".part")
-                    content = {"command": command, "machine": machine(), "rows": list(rows.values())}
-                    write(unfinished, content)
-                    unfinished.replace(output)
+                    write(output, {"command": command, "machine": machine(), "rows": list(rows.values())})
                     print(json.dumps(row), flush=True)
     return sum(map(len, missing.values()))
 

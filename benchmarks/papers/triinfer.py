@@ -3,18 +3,21 @@ rate, and goodput: the highest rate of a GPU at which nine in ten are within the
 
 LLaVA-1.5-7B and TextCaps, for which the paper compares with vLLM, on H20s; four instead of 32. Requests come at
 random times, for the paper's trace of arrivals is not here. Runs last 2.5 seconds of the paper's clock, in which
-no queue grows to its limit of 4 s on TTFT: goodput is by a tenth of it, as in ``benchmarks.planner search``.
+no queue grows to its limit of 4 s on TTFT: goodput is by a tenth of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
+import math
+from collections.abc import Mapping, Sequence
 
 from benchmarks.papers.measure import Deployment, Limits, Load, Rows, markdown, sheet
-from benchmarks.planner import DATA_SETS, three_layouts
 from epd_serve.plan.evaluate import Evaluator, Goal
 from epd_serve.plan.pools import read_fleet
+from epd_serve.plan.space import Candidate
+from epd_serve.sim.workloads import read_load
+from epd_serve.topology import parse_topology
+from epd_serve.types import Stage
 
 DEVICE, SHAPE, NUM_GPUS, SLOWNESS = "h20", "llava-1.5-7b", 4, 8.0
 #: Appendix A, table 5; and with a tenth of its first.
@@ -24,33 +27,46 @@ TARGET = 0.9
 SECONDS = 20.0
 #: Requests a second and GPU: by the data sheet E-2P-D can do 8 of them, 3EP-D 12 and a monolithic one 14.
 RATES = (7, 10, 13)
+#: TextCaps: the paper prints no lengths; a short question, and a caption.
+WORKLOAD = "synthetic,image_share=1,image_size=950x820,text_tokens=25,output_tokens=60"
 #: Section 5.2: vLLM takes requests in turn.
 VLLM, STAGE_LEVEL = "vLLM-like: 4EPD", "4EPD, stage-level batches"
 #: TriInfer against vLLM: 1.3 to 3.7 times for this model, up to 2.4 times on TextCaps.
 PAPER = "1.3 to 3.7 for LLaVA-1.5-7B (002: 1.5 to 4), up to 2.4 on TextCaps"
 
 
-def _workload() -> str:
-    sizes = DATA_SETS["textcaps"]
-    return (
-        f"synthetic,image_share=1,image_size={sizes.width}x{sizes.height},"
-        f"text_tokens={sizes.num_text_tokens:g},output_tokens={sizes.num_output_tokens:g}"
-    )
-
-
 def layouts() -> list[str]:
-    """The three that TriInfer's algorithm 2 tries for this load."""
+    """Return the layouts that TriInfer's algorithm 2 replays: E, P and D apart, EP and D, ED and P.
+
+    Their counts go by the time that the load takes each stage at full batches (lines 1 to 12).
+    """
     fleet = read_fleet(f"emulated:{DEVICE} x {NUM_GPUS}", SHAPE)
     goal = Goal(ttft_s=LIMITS.ttft_ms / 1e3, tpot_s=LIMITS.tpot_ms / 1e3)
-    judge = Evaluator(fleet, goal, DATA_SETS["textcaps"].requests(250, 10, seed=0))
-    return [one.line for one in three_layouts(judge, NUM_GPUS)]
+    judge = Evaluator(fleet, goal, read_load(WORKLOAD, rate=10.0, count=250, seed=0).requests)
+    loads = judge.bound(Candidate(line=f"{NUM_GPUS - 2}E-P-D", pools=((0, NUM_GPUS),))).loads
+    e, p, d = partition(NUM_GPUS, [loads.get(stage, 0.0) for stage in Stage])
+    return [str(parse_topology(line)) for line in (f"{e}E-{p}P-{d}D", f"{e + p}EP-{d}D", f"{e + d}ED-{p}P")]
+
+
+def partition(total: int, times: Sequence[float]) -> list[int]:
+    """Divide ``total`` in the ratio of times (line 12): at least one each; the largest remainders get the rest."""
+    whole = sum(times)
+    exact = [total * time / whole if whole else total / len(times) for time in times]
+    counts = [max(math.floor(value), 1) for value in exact]
+    while sum(counts) < total:
+        index = max(range(len(counts)), key=lambda i: exact[i] - counts[i])
+        counts[index] += 1
+    while sum(counts) > total:
+        index = min((i for i in range(len(counts)) if counts[i] > 1), key=lambda i: exact[i] - counts[i])
+        counts[index] -= 1
+    return counts
 
 
 def deployments() -> list[Deployment]:
     loads = tuple(
         Load(
             name=f"{rate}/s per GPU",
-            workload=_workload(),
+            workload=WORKLOAD,
             num_requests=round(rate * NUM_GPUS / SLOWNESS * SECONDS),
             rate=rate * NUM_GPUS,
             limits=(LIMITS, PAPERS_LIMITS),
@@ -121,22 +137,3 @@ def report(rows: Rows) -> str:
     head = [f"within {LIMITS}, {PAPERS_LIMITS} ms", *(f"{rate}/s per GPU" for rate in RATES)]
     head += [f"goodput per GPU within {LIMITS} ms", "of vLLM-like's", "least host idle"]
     return f"{markdown(head, lines)}\nThe paper's gain: {PAPER}.\n"
-
-
-def plot(rows: Rows, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(7, 4.5))
-    for name, attained in _curves(rows, LIMITS).items():
-        axis.plot(sorted(attained), [attained[rate] for rate in sorted(attained)], marker="o", label=name)
-    axis.axhline(TARGET, color="gray", linestyle="--", linewidth=0.8)
-    axis.set_xlabel("requests/s per GPU")
-    axis.set_ylabel("within the limits")
-    axis.set_title(f"TextCaps, {SHAPE}, {NUM_GPUS} x emulated {DEVICE}", fontsize=10)
-    axis.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)

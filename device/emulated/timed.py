@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Self
 
 from device import base
 from device.base import DeviceUnavailable, Partition, PartitionStrength
@@ -18,7 +20,39 @@ from device.present import EMULATED_MEMORY
 from device.shares import check_share
 
 TYPE = "emulated"
-_LOCAL = threading.local()
+
+
+class EnteredStream(ABC):
+    """The part of the Stream protocol that needs no device: events, and the streams that a thread has entered."""
+
+    _entered = threading.local()
+
+    @abstractmethod
+    def new_event(self) -> base.Event: ...
+
+    @abstractmethod
+    def synchronize(self) -> None: ...
+
+    def wait_event(self, event: base.Event) -> None:
+        event.wait(self)
+
+    def record_event(self, event: base.Event | None = None) -> base.Event:
+        event = event or self.new_event()
+        event.record(self)
+        return event
+
+    def __enter__(self) -> Self:
+        self._entered.__dict__.setdefault("streams", []).append(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._entered.streams.pop()
+
+    @classmethod
+    def entered(cls) -> Iterator[Self]:
+        """Yield the streams of this class that the thread has entered, the innermost first."""
+        streams: list[EnteredStream] = getattr(cls._entered, "streams", [])
+        return (one for one in reversed(streams) if isinstance(one, cls))
 
 
 class TimedMemoryError(MemoryError):
@@ -57,7 +91,7 @@ class TimedEvent:
         return (other.end_s - one.end_s) * 1e3
 
 
-class TimedStream:
+class TimedStream(EnteredStream):
     """Fills the Stream protocol with a queue of seconds.
 
     Attributes:
@@ -79,22 +113,8 @@ class TimedStream:
     def synchronize(self) -> None:
         self.queue.synchronize()
 
-    def wait_event(self, event: base.Event) -> None:
-        event.wait(self)
-
-    def record_event(self, event: base.Event | None = None) -> base.Event:
-        event = event or TimedEvent(self._device)
-        event.record(self)
-        return event
-
-    def __enter__(self) -> TimedStream:
-        if not hasattr(_LOCAL, "streams"):
-            _LOCAL.streams = []
-        _LOCAL.streams.append(self)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        _LOCAL.streams.pop()
+    def new_event(self) -> base.Event:
+        return TimedEvent(self._device)
 
 
 class TimedDevice:
@@ -185,8 +205,7 @@ class TimedDevice:
         return stream
 
     def current_stream(self) -> TimedStream:
-        stack: list[TimedStream] = getattr(_LOCAL, "streams", [])
-        return stack[-1] if stack else self._default
+        return next(TimedStream.entered(), self._default)
 
     def event(self, enable_timing: bool = False) -> base.Event:
         return TimedEvent(self)

@@ -25,6 +25,8 @@ WINDOW_INTERVALS = 15
 HYSTERESIS = 0.1
 #: For an instance to be empty: long answers take about that; an instance that is not empty by then keeps its role.
 DEADLINE_S = 30.0
+#: For how long a layout that was left for its pressure is not gone back to at a lower one.
+_FORGET_S = 300.0
 _FEWEST_SAMPLES = 3
 #: A load under which one instance fewer is no risk: of the pressure that the others would have then.
 _CALM = 0.5
@@ -99,7 +101,6 @@ class Controller:
     Args:
         needed: stages that the deployment serves; one instance of each must always be left.
         rebuild_s: what a switch may take beyond :data:`DEADLINE_S`, for the new stages.
-        forget_s: for how long a layout that was left for its pressure is not gone back to at a lower one.
     """
 
     def __init__(
@@ -109,12 +110,10 @@ class Controller:
         *,
         needed: Collection[Stage] = tuple(Stage),
         rebuild_s: float = 0.0,
-        forget_s: float = 300.0,
     ) -> None:
         self._deadline_s = DEADLINE_S + rebuild_s
         self._hold_s = HOLD_INTERVALS * options.interval_s
         self._window_s = WINDOW_INTERVALS * options.interval_s
-        self._forget_s = forget_s
         self.options = options
         self.limits = limits
         self._needed = frozenset(needed)
@@ -333,7 +332,7 @@ class Controller:
 
     def _may_return(self, now_s: float, roles: Sequence[Role], worst: float) -> bool:
         left = self._left.get(_layout(roles))
-        if left is None or now_s - left[0] > self._forget_s:
+        if left is None or now_s - left[0] > _FORGET_S:
             return True
         return worst > left[1] * (1 + HYSTERESIS)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -13,7 +12,7 @@ import msgspec
 
 from epd_serve.autoscale.controller import DEADLINE_S, Controller, Decision, Kind, Order
 from epd_serve.autoscale.drift import DriftDetector, ServedRequest
-from epd_serve.autoscale.instance_load import InstanceLoad, from_json
+from epd_serve.autoscale.instance_load import from_json
 from epd_serve.autoscale.pressure import Limits
 from epd_serve.config import DeploymentConfig
 from epd_serve.rpc.admin import AdminClient, AdminError, AdminRefused
@@ -34,7 +33,7 @@ _FOR_GOOD = (400, 404)
 
 
 class RoleLoop:
-    """Decides each ``interval_s``; an order is carried out beside it, one at a time."""
+    """Decides each ``interval_s``, and reports what orders something or begins a row of equal decisions."""
 
     def __init__(self, config: DeploymentConfig, admin: AdminClient) -> None:
         slo = config.slo
@@ -57,38 +56,21 @@ class RoleLoop:
                 await asyncio.sleep(self._options.interval_s)
                 decision = await self._decide()
                 if (noted := self._note(decision)) is not None:
-                    await self.report(noted)
+                    with suppress(AdminError, TimeoutError):
+                        await self._admin.ask("POST", "/elastic", noted, _TIMEOUT_S)
                 if decision.order is not None:
                     group.create_task(self._carry_out(decision.order))
 
-    async def look(self) -> Sequence[InstanceLoad]:
-        """Return the instances as they are now. Raises AdminError or TimeoutError."""
-        return from_json((await self._admin.ask("GET", "/load", timeout_s=_TIMEOUT_S))["instances"])
-
-    async def give(self, order: Order) -> None:
-        """Carry out an order. Raises AdminError or TimeoutError where it cannot be."""
-        body = {"role": str(order.role), "deadline_s": DEADLINE_S}
-        await self._admin.ask("POST", f"/instances/{order.instance}/role", body, DEADLINE_S + _ORDER_MARGIN_S)
-
-    async def report(self, decision: dict[str, Any]) -> None:
-        """Report a decision that orders something, or the first of a row of equal ones, to the gateway."""
-        with suppress(AdminError, TimeoutError):
-            await self._admin.ask("POST", "/elastic", decision, _TIMEOUT_S)
-
     async def _decide(self) -> Decision:
-        """The decision of this moment; a moment that cannot be judged is not the last one."""
+        """Decide on the instances as they are now; a look that fails decides nothing."""
         try:
-            instances = await self.look()
-            return self._controller.decide(time.monotonic(), instances)
+            answer = await self._admin.ask("GET", "/load", timeout_s=_TIMEOUT_S)
+            return self._controller.decide(time.monotonic(), from_json(answer["instances"]))
         except (AdminError, TimeoutError) as error:
             reason = str(error) or "the gateway does not answer"
             level = logging.DEBUG if self._last is Kind.UNDECIDED else logging.WARNING
             logger.log(level, "elastic: nothing is decided at this moment: %s", reason)
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            if self._last is not Kind.UNDECIDED:
-                logger.exception("elastic: nothing is decided at this moment")
-        return Decision(at_s=time.monotonic(), kind=Kind.UNDECIDED, reason=reason)
+            return Decision(at_s=time.monotonic(), kind=Kind.UNDECIDED, reason=reason)
 
     def _note(self, decision: Decision) -> dict[str, Any] | None:
         """Log a decision with its reason; return it for the report. A row of equal ones is noted once."""
@@ -108,16 +90,15 @@ class RoleLoop:
 
     async def _carry_out(self, order: Order) -> None:
         try:
-            await self.give(order)
+            body = {"role": str(order.role), "deadline_s": DEADLINE_S}
+            path = f"/instances/{order.instance}/role"
+            await self._admin.ask("POST", path, body, DEADLINE_S + _ORDER_MARGIN_S)
         except (AdminError, TimeoutError) as error:
             is_final = isinstance(error, AdminRefused) and error.status in _FOR_GOOD
             (self._controller.refused if is_final else self._controller.failed)(order)
             words = "will not become" if is_final else "did not become"
             reason = str(error) or "the gateway does not answer"
             logger.warning("elastic: %s %s %s: %s", order.instance, words, order.role, reason)
-        except Exception:  # one order must not end the controller
-            self._controller.failed(order)
-            logger.exception("elastic: the order for %s failed", order.instance)
         else:
             logger.info("elastic: %s serves %s", order.instance, order.role)
 

@@ -205,72 +205,37 @@ def _decoder(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, word
     )
 
 
-#: The longest context.
-_128K = 128000
-_QWEN_72B = _decoder(80, 8192, 64, 8, 29568, 152064)
 _QWEN_7B = _decoder(28, 3584, 28, 4, 18944, 152064)
-
-
-def _llava(name: str, language: LanguageShape) -> ModelShape:
-    return ModelShape(name=name, language=language, vision=_CLIP_L, max_positions=4096)
-
-
-#: Published sizes of models that the papers measure.
+_QWEN3_TOWER = VisionShape(
+    num_layers=27,
+    hidden=1152,
+    intermediate=4304,
+    patch_size=16,
+    merge=2,
+    min_pixels=256 * 256,
+    max_pixels=4096 * 4096,
+)
+#: Published sizes of models that the papers measure: name on the hub, language model, tower, longest context.
+_PUBLISHED = {
+    "llava-1.5-7b": ("llava-hf/llava-1.5-7b-hf", _decoder(32, 4096, 32, 32, 11008, 32064), _CLIP_L, 4096),
+    "llava-1.5-13b": ("llava-hf/llava-1.5-13b-hf", _decoder(40, 5120, 40, 40, 13824, 32064), _CLIP_L, 4096),
+    "llava-1.6-34b": ("llava-hf/llava-v1.6-34b-hf", _decoder(60, 7168, 56, 8, 20480, 64064), _CLIP_L, 4096),
+    "qwen2-vl-7b": ("Qwen/Qwen2-VL-7B-Instruct", _QWEN_7B, _QWEN2_TOWER, 32768),
+    "qwen2.5-vl-7b": ("Qwen/Qwen2.5-VL-7B-Instruct", _QWEN_7B, _QWEN25_TOWER, 128000),
+    "qwen2.5-vl-72b": (
+        "Qwen/Qwen2.5-VL-72B-Instruct",
+        _decoder(80, 8192, 64, 8, 29568, 152064),
+        _QWEN25_TOWER,
+        128000,
+    ),
+    "qwen3-vl-8b": ("Qwen/Qwen3-VL-8B-Instruct", _decoder(36, 4096, 32, 8, 12288, 151936), _QWEN3_TOWER, 262144),
+}
 KNOWN_SHAPES: dict[str, ModelShape] = {
-    shape.name: shape
-    for shape in (
-        ModelShape(
-            name="llava-1.5-7b",
-            language=_decoder(32, 4096, 32, 32, 11008, 32064),
-            vision=_CLIP_L,
-            max_positions=4096,
-        ),
-        ModelShape(
-            name="llava-1.5-13b",
-            language=_decoder(40, 5120, 40, 40, 13824, 32064),
-            vision=_CLIP_L,
-            max_positions=4096,
-        ),
-        ModelShape(
-            name="llava-1.6-34b",
-            language=_decoder(60, 7168, 56, 8, 20480, 64064),
-            vision=_CLIP_L,
-            max_positions=4096,
-        ),
-        ModelShape(name="qwen2-vl-7b", language=_QWEN_7B, vision=_QWEN2_TOWER),
-        ModelShape(name="qwen2.5-vl-7b", language=_QWEN_7B, vision=_QWEN25_TOWER, max_positions=_128K),
-        ModelShape(
-            name="qwen2.5-vl-72b",
-            language=_decoder(80, 8192, 64, 8, 29568, 152064),
-            vision=_QWEN25_TOWER,
-            max_positions=128000,
-        ),
-        ModelShape(
-            name="qwen3-vl-8b",
-            language=_decoder(36, 4096, 32, 8, 12288, 151936),
-            vision=VisionShape(
-                num_layers=27,
-                hidden=1152,
-                intermediate=4304,
-                patch_size=16,
-                merge=2,
-                min_pixels=256 * 256,
-                max_pixels=4096 * 4096,
-            ),
-            max_positions=262144,
-        ),
-    )
+    name: ModelShape(name=name, language=language, vision=tower, max_positions=most)
+    for name, (_, language, tower, most) in _PUBLISHED.items()
 }
 #: The names of :data:`KNOWN_SHAPES` on the Hugging Face hub.
-HUB_NAMES = {
-    "llava-1.5-7b": "llava-hf/llava-1.5-7b-hf",
-    "llava-1.5-13b": "llava-hf/llava-1.5-13b-hf",
-    "llava-1.6-34b": "llava-hf/llava-v1.6-34b-hf",
-    "qwen2-vl-7b": "Qwen/Qwen2-VL-7B-Instruct",
-    "qwen2.5-vl-7b": "Qwen/Qwen2.5-VL-7B-Instruct",
-    "qwen2.5-vl-72b": "Qwen/Qwen2.5-VL-72B-Instruct",
-    "qwen3-vl-8b": "Qwen/Qwen3-VL-8B-Instruct",
-}
+HUB_NAMES = {name: hub for name, (hub, *_) in _PUBLISHED.items()}
 _BY_HUB_NAME = {hub: name for name, hub in HUB_NAMES.items()}
 
 _GEMMA4 = ("gemma4_text", "gemma4_unified_text")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -82,6 +82,28 @@ class Refusals:
                 call.scope.reschedule(now)
 
 
+class CleanUps:
+    """Clean-ups in the background. It belongs to the event loop."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, clean_up: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(clean_up)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def cancel(self) -> None:
+        """End those that are under way."""
+        for task in list(self._tasks):
+            task.cancel()
+        await self.finish()
+
+    async def finish(self) -> None:
+        """Return when all have ended."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
 class ControlCalls:
     """Everything that gateways and other instances ask: the table in :mod:`epd_serve.protocol.wire`."""
 
@@ -116,41 +138,36 @@ class ControlCalls:
             self._instance.check_accepting()
         encodes = self._instance.encode  # every role has E's stage for the worst case
         reports, mm_hash = self._instance.reports, request.ref.mm_hash
-        if self._instance.export is not None:
-            self._instance.export.received(request.request_id, request.traceparent, mm_hash)
-        with reports.call(Stage.ENCODE, request.request_id):
-            is_named = reports.will_have(mm_hash)
-            try:
-                async with self._instance.refusals.call(lambda: is_own or encodes.has_begun(mm_hash)):
-                    reply = await encodes.encode(request)
-            except BaseException:
-                reports.will_not_have(mm_hash)
-                raise
-        if not reply.cached and not is_named:
-            reports.has_again(mm_hash)
+        self._instance.telemetry.add_call(request.request_id, request.traceparent, mm_hash)
+        reports.add_call(Stage.ENCODE, request.request_id)
+        reports.add_feature(mm_hash)
+        try:
+            async with self._instance.refusals.call(lambda: is_own or encodes.has_begun(mm_hash)):
+                reply = await encodes.encode(request)
+        except BaseException:
+            reports.drop_feature(mm_hash)
+            raise
         stages = self._instance.options.role.stages
-        self._instance.metrics.encoded(reply.cached, instead=Stage.ENCODE not in stages)
+        self._instance.telemetry.metrics.encoded(reply.cached, instead=Stage.ENCODE not in stages)
         return Reply(body=wire.encode(reply))
 
     async def _prefill(self, body: bytes) -> Reply:
         self._instance.check_accepting()
         request = wire.decode(body, wire.PrefillRequest)
         language, request_id = self._instance.serving(Stage.PREFILL), request.request_id
-        if self._instance.export is not None:
-            self._instance.export.received(request_id, request.traceparent)
-        with self._instance.reports.call(Stage.PREFILL, request_id):
-            async with self._instance.refusals.call(partial(language.prefill.has_begun, request_id)):
-                return await language.prefill.prefill(request)
+        self._instance.telemetry.add_call(request_id, request.traceparent)
+        self._instance.reports.add_call(Stage.PREFILL, request_id)
+        async with self._instance.refusals.call(partial(language.prefill.has_begun, request_id)):
+            return await language.prefill.prefill(request)
 
     async def _decode(self, body: bytes) -> Reply:
         self._instance.check_accepting()
         request = wire.decode(body, wire.DecodeRequest)
         language, request_id = self._instance.serving(Stage.DECODE), request.request_id
-        if self._instance.export is not None:
-            self._instance.export.received(request_id, request.traceparent)
-        with self._instance.reports.call(Stage.DECODE, request_id):
-            async with self._instance.refusals.call(partial(language.decode.has_begun, request_id)):
-                return await language.decode.decode(request)
+        self._instance.telemetry.add_call(request_id, request.traceparent)
+        self._instance.reports.add_call(Stage.DECODE, request_id)
+        async with self._instance.refusals.call(partial(language.decode.has_begun, request_id)):
+            return await language.decode.decode(request)
 
     async def _tokenize(self, body: bytes) -> Reply:
         reply = await self._instance.serving(Stage.PREFILL).prefill.tokenize(
@@ -167,7 +184,7 @@ class ControlCalls:
     async def _feature_event(self, body: bytes) -> Reply:
         receiver = self._instance.serving(Stage.PREFILL).receiver
         event = wire.decode(body, wire.FeatureEvent)
-        self._instance.metrics.feature_came(event.producer)
+        self._instance.telemetry.metrics.feature_came(event.producer)
         await receiver.receive(event)
         return _DONE
 

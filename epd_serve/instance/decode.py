@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import insort
-from collections.abc import Awaitable, Callable
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from epd_serve.cache.block_pool import num_blocks_for
 from epd_serve.engine.computing import KVCacheMemory
-from epd_serve.engine.engine import Engine, EngineEvent
+from epd_serve.engine.engine import Engine, Listeners
 from epd_serve.errors import (
     NO_ROOM,
     PEER_UNREACHABLE,
@@ -25,16 +25,19 @@ from epd_serve.errors import (
 )
 from epd_serve.instance.answer import Answer, Generation
 from epd_serve.instance.http import Reply
+from epd_serve.instance.telemetry import InstanceTelemetry
 from epd_serve.instance.text.tokenizer import Vocabulary
 from epd_serve.protocol import wire
 from epd_serve.sched.sequence import Sequence
-from epd_serve.telemetry.span import DECODE_QUEUE, Timeline
+from epd_serve.telemetry.span import DECODE_QUEUE
 from epd_serve.transfer.reservation import Reservation, ReservationState, ReservationTable, Tombstones
 from epd_serve.transfer.transport import PeerGone, Piece, StillCopying, TransferError, Transport, paired
-from epd_serve.types import Grammar
 
 if TYPE_CHECKING:
-    from epd_serve.engine.sampling.constraints import Constraint
+    from epd_serve.instance.loading.model import Compiler
+
+#: How long a hand-off, or a feature, is held for a request that nobody has asked for yet.
+ORPHAN_S = 10.0
 
 
 @dataclass(eq=False, slots=True)
@@ -51,12 +54,7 @@ class DecodeService:
     """Decodes requests whose prompt another instance computed.
 
     The gateway's "expect" and P's reservation and hand-off come in any order; a hand-off that no gateway asks for
-    is dropped after ``orphan_s``.
-
-    Args:
-        on_read: told the bytes and seconds of KV that was read from elsewhere, for metrics.
-        timeline: told what becomes of each request, for metrics.
-        compile: a grammar, for the sequences that follow it; not on the event loop.
+    is dropped after ORPHAN_S.
 
     Attributes:
         generations: of the answers that are decoded here, by request.
@@ -69,27 +67,21 @@ class DecodeService:
         engine: Engine,
         memory: KVCacheMemory,
         vocabulary: Vocabulary,
-        layout: wire.KVLayout,
         *,
         transport: Transport,
+        listeners: Listeners,
+        compiler: Compiler,
+        telemetry: InstanceTelemetry,
         queue_timeout_s: float,
-        orphan_s: float,
-        listen: Callable[[str, Callable[[EngineEvent], None] | None], None],
-        on_read: Callable[[int, float], None],
-        timeline: Timeline,
-        compile: Callable[[Grammar], Awaitable[Constraint]],
     ) -> None:
-        self._compile = compile
         self._engine = engine
         self._memory = memory
         self._vocabulary = vocabulary
-        self._layout = layout
         self._transport = transport
-        self._on_read = on_read
-        self._timeline = timeline
+        self._listeners = listeners
+        self._compiler = compiler
+        self._telemetry = telemetry
         self._queue_timeout_s = queue_timeout_s
-        self._orphan_s = orphan_s
-        self._listen = listen
         self._reservations = ReservationTable(free=engine.unreserve)
         self.waiting: list[_Waiting] = []
         self.expected: dict[str, asyncio.Future[Generation]] = {}
@@ -133,9 +125,9 @@ class DecodeService:
         self.expected.pop(request_id, None)
         self._unclaimed.pop(request_id, None)
         self.generations.pop(request_id, None)
-        self._listen(request_id, None)
+        self._listeners.listen(request_id, None)
         self._engine.abort(request_id)
-        self._timeline.drop(request_id)
+        self._telemetry.timeline.drop(request_id)
         self._reservations.abandon(request_id)
         self._ended.add(request_id, True)
         if self.waiting:
@@ -149,9 +141,9 @@ class DecodeService:
         Raises InvalidRequest for KV of another shape or a request that can never fit, Unavailable for one that was
         cancelled here or waited for ``queue_timeout_s``.
         """
-        if request.layout != self._layout:
+        if request.layout != self._memory.layout:
             raise InvalidRequest(
-                f"KV of {request.layout} cannot be read by an instance that keeps {self._layout}; "
+                f"KV of {request.layout} cannot be read by an instance that keeps {self._memory.layout}; "
                 "prefill and decode instances need the same model, dtype and block_size"
             )
         self._engine.check_fits(request.num_prompt_tokens, request.max_tokens, request.num_sequences)
@@ -174,7 +166,7 @@ class DecodeService:
                 raise
         if reservation.blocks is None or reservation.state is not ReservationState.GRANTED:
             raise _ended(request.request_id)
-        num_blocks = num_blocks_for(request.num_prompt_tokens, self._layout.block_size)
+        num_blocks = num_blocks_for(request.num_prompt_tokens, self._memory.layout.block_size)
         maps = await asyncio.to_thread(self._memory.maps, request.region) if request.region.handle else False
         return wire.ReserveReply(
             block_ids=reservation.blocks.written(num_blocks),
@@ -234,7 +226,7 @@ class DecodeService:
         if handoff.generated:  # a long answer that goes on here takes a while to be read again
             await asyncio.to_thread(_replay, answer, handoff.generated)
         grammar = handoff.sampling.grammar
-        constraint = None if grammar is None else await self._compile(grammar)
+        constraint = None if grammar is None else await self._compiler.compile(grammar, is_tried=True)
         if self._reservations.is_completed(handoff.transfer_id):
             return
         if handoff.logprobs:
@@ -247,10 +239,11 @@ class DecodeService:
         if handoff.request_id in self._ended:
             self._engine.unreserve(reservation.blocks)
             raise _ended(handoff.request_id)
-        generation = Generation(answer, self._engine, lambda: self._timeline.finished(handoff.request_id))
-        self._timeline.received(handoff.request_id, DECODE_QUEUE)
+        finished = partial(self._telemetry.timeline.finished, handoff.request_id)
+        generation = Generation(answer, self._engine, finished)
+        self._telemetry.timeline.received(handoff.request_id, DECODE_QUEUE)
         self.generations[handoff.request_id] = generation
-        self._listen(handoff.request_id, generation.feed)
+        self._listeners.listen(handoff.request_id, generation.feed)
         self._engine.resume(
             Sequence(
                 request_id=handoff.request_id,
@@ -271,7 +264,7 @@ class DecodeService:
         )
         expected = self.expected.get(handoff.request_id)
         if expected is None:
-            self._unclaimed[handoff.request_id] = (generation, time.monotonic() + self._orphan_s)
+            self._unclaimed[handoff.request_id] = (generation, time.monotonic() + ORPHAN_S)
         elif not expected.done():
             expected.set_result(generation)
 
@@ -302,7 +295,7 @@ class DecodeService:
         seconds = read_kv(announcement, parts, self._memory, self._transport)
         if num_blocks := sum(len(part.block_ids) for part in parts):
             num_layers = announcement.end_layer - announcement.first_layer
-            self._on_read(self._memory.nbytes(num_layers, num_blocks), seconds)
+            self._telemetry.metrics.kv_read(self._memory.nbytes(num_layers, num_blocks), seconds)
 
     def cancel(self, ref: wire.TransferRef) -> None:
         """P announces no more; with a reason, the request has failed. Idempotent."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from device.base import BareDevice
 from epd_serve.engine.dual_stream import TowerStream
 from epd_serve.engine.pace.step_watch import StepWatch
 from epd_serve.errors import (
@@ -24,10 +25,11 @@ from epd_serve.errors import (
     ServeError,
 )
 from epd_serve.instance.http import Peers
+from epd_serve.instance.process import end_if_lost
+from epd_serve.instance.telemetry import InstanceTelemetry
 from epd_serve.instance.text.request_processor import S_PER_PIXEL, RequestProcessor
 from epd_serve.protocol.wire import EncodeReply, EncodeRequest, MediaRef
 from epd_serve.sched.schedule import schedule_encodes
-from epd_serve.telemetry.span import Span, Value
 from epd_serve.transfer.feature_store import FeatureStore, StoredFeature
 from epd_serve.types import PLURALS
 
@@ -77,19 +79,14 @@ class EncodeService:
     (recompute where no encoder is left).
 
     Args:
+        processor: has threads on which media are prepared.
+        stream: on which the tower runs. device: of the tower; the process ends where a batch finds it lost.
         url: of this instance, as consumers announce themselves.
-        stream: on which the tower runs. processor: has threads on which media are prepared.
-        may_start: asked on the event loop before each batch; while it says no, items wait. Whoever makes it say
-            yes again calls :meth:`reconsider` afterwards. It must say yes while nothing else runs.
         feature_timeout_s: how long consumers wait for a feature.
-        on_delivered: told of each item that its consumer has: request id, mm_hash, when the call came, when the
-            batch began and ended, for metrics.
-        put: takes a span for each batch, on the tower's thread.
-        on_encoded: told of each batch, there too: its pixels, and how many seconds its images kept this encoder
-            busy: their preparation too, as far as no earlier batch hides it.
-        on_failed: called when a batch has failed, before its items do.
 
     Attributes:
+        may_start: asked on the event loop before each batch; while it says no, items wait. Whoever makes it say
+            yes again calls :meth:`reconsider` afterwards. It must say yes while nothing else runs.
         num_waiting_pixels: of distinct items that are not encoded yet.
         is_held: whether items wait for ``may_start``.
         watch: of the batches.
@@ -101,14 +98,11 @@ class EncodeService:
         peers: Peers,
         *,
         processor: RequestProcessor,
-        feature_timeout_s: float,
-        url: str = "",
-        may_start: Callable[[], bool] = lambda: True,
         stream: TowerStream,
-        on_delivered: Callable[[str, str, float, tuple[float, float]], None] = lambda *_: None,
-        put: Callable[[Span], None] = lambda span: None,
-        on_encoded: Callable[[int, float], None] = lambda *_: None,
-        on_failed: Callable[[], None] = lambda: None,
+        device: BareDevice,
+        telemetry: InstanceTelemetry,
+        url: str,
+        feature_timeout_s: float,
     ) -> None:
         self._model = model
         self._family = model.family
@@ -116,13 +110,11 @@ class EncodeService:
         self._url = url
         self._processor = processor
         self._feature_timeout_s = feature_timeout_s
-        self._may_start = may_start
         self._stream = stream
+        self._device = device
+        self._telemetry = telemetry
+        self.may_start: Callable[[], bool] = lambda: True
         self._loop = asyncio.get_running_loop()
-        self._on_delivered = on_delivered
-        self._put_span = put
-        self._on_encoded = on_encoded
-        self._on_failed = on_failed
         self._tower: Tower | None = None
         self._tower_thread = ThreadPoolExecutor(1, thread_name_prefix="tower")
         self._flights: dict[str, asyncio.Task[_Encoded]] = {}
@@ -213,7 +205,7 @@ class EncodeService:
             encoded = await self._encoded(request)
             await self._deliver_here(request.request_id, request.ref, encoded.feature)
             reply, batch = EncodeReply(cached=False, num_tokens=encoded.feature.shape[0]), encoded.batch_s
-        self._on_delivered(request.request_id, request.ref.mm_hash, received, batch)
+        self._telemetry.timeline.encoded(request.request_id, request.ref.mm_hash, received, batch)
         return reply
 
     async def _announced(self, request: EncodeRequest) -> tuple[EncodeReply, tuple[float, float]]:
@@ -320,7 +312,7 @@ class EncodeService:
         """Return the waiting items that may start now."""
         budget = self._budget
         try:
-            if not (self._may_start() and self._stream.may_start(self._waiting[0].num_pixels)):
+            if not (self.may_start() and self._stream.may_start(self._waiting[0].num_pixels)):
                 return []
             budget = min(budget, self._stream.max_pixels())
         except Exception:  # a guard that fails must not end the encoder
@@ -333,7 +325,7 @@ class EncodeService:
             assert len(features) == len(batch), f"{len(features)} features of {len(batch)} items"
         except Exception as error:  # a failed batch must fail its items, not the encoder
             logger.exception("a batch of %d items failed", len(batch))
-            self._on_failed()
+            end_if_lost(self._device)
             for item in batch:
                 if not item.feature.done():
                     item.feature.set_exception(InstanceFailed(f"the encoder failed: {error}"))
@@ -358,10 +350,7 @@ class EncodeService:
         if not was_held:  # else the time before was somebody else's
             busy_s += start - max(self._free_since_s, min(item.begun_s for item in batch))
         self._free_since_s = end
-        num_pixels = sum(pixels)
-        self._on_encoded(num_pixels, busy_s)
-        about: dict[str, Value] = {"track": "tower", "images": len(batch), "pixels": num_pixels}
-        self._put_span(Span("encode", "", loaded, end, about))
+        self._telemetry.add_batch(len(batch), sum(pixels), loaded, end, busy_s)
         return features, (start, end)
 
     def _loaded_tower(self) -> Tower:

@@ -71,6 +71,7 @@ class FeatureReceiver:
         observe: told of each feature that was fetched, at its first use.
 
     Attributes:
+        timeout_s: how long a request waits for its features.
         early: until when features are held for requests that have not come.
     """
 
@@ -82,6 +83,7 @@ class FeatureReceiver:
         *,
         form: FeatureForm,
         orphan_s: float,
+        timeout_s: float,
         clock: Callable[[], float],
         observe: Callable[[FetchTiming], None] = lambda timing: None,
     ) -> None:
@@ -90,6 +92,7 @@ class FeatureReceiver:
         self._form = form
         self._arrived = arrived
         self._orphan_s = orphan_s
+        self.timeout_s = timeout_s
         self._clock = clock
         self._observe = observe
         self._lock = threading.Lock()  # of the next two
@@ -213,7 +216,7 @@ class FeatureReceiver:
         # what the gateway told us of the item, if we know that already, goes over what the encoder says
         item = self._items.get(event.request_id, {}).get(event.mm_hash, event.item)
         if item is None:
-            raise InstanceFailed(f"feature {event.mm_hash[:12]}: of what it is of, nothing is known")
+            raise InstanceFailed(f"feature {event.mm_hash[:12]}: unknown media item")
         self._form.check(item, event)
         # requests that need one feature at once share one fetch; where it fails, the next tries its own event
         async with self._turns.setdefault(event.mm_hash, asyncio.Lock()):

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import psutil
 
-from device.base import BareDevice, DeviceLost
+from device.base import BareDevice
 from device.transport import TRANSPORTS
 from epd_serve.config import InstanceOptions
 from epd_serve.config.role_files import in_role, remember
@@ -25,22 +25,20 @@ from epd_serve.engine.pace.measurements import IMAGE_SIDE
 from epd_serve.engine.pace.step_limits import StepLimits
 from epd_serve.errors import DRAINING, Unavailable
 from epd_serve.factories import as_it_is, factory
-from epd_serve.instance.calls import ControlCalls, Refusals, left
+from epd_serve.instance import process
+from epd_serve.instance.calls import CleanUps, ControlCalls, Refusals, left
 from epd_serve.instance.encode import EncodeService
 from epd_serve.instance.http import Peers
 from epd_serve.instance.language_engine import LanguageEngine
 from epd_serve.instance.lifecycle import DrainReason, Lifecycle, SwitchState
 from epd_serve.instance.loading.model import Language, open_device, open_model
-from epd_serve.instance.metrics import InstanceMetrics
-from epd_serve.instance.reports import Reporter, StageRates
+from epd_serve.instance.reports import Reporter
+from epd_serve.instance.telemetry import InstanceTelemetry
 from epd_serve.instance.text.request_processor import RequestProcessor, num_media_threads
 from epd_serve.protocol import instance_state, wire
 from epd_serve.protocol.addresses import url_of
 from epd_serve.rpc.cluster import cluster_key
 from epd_serve.rpc.tls import tls_files
-from epd_serve.telemetry.otel import StageExport, span_export
-from epd_serve.telemetry.span import SpanStream, Timeline
-from epd_serve.telemetry.trace_file import TraceWriter
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore, FeatureStore, StoreObserver
 from epd_serve.transfer.mooncake.engine import MooncakeOptions, StoreClient
@@ -71,19 +69,10 @@ class Instance:
         self.options = options = options.on_memory(self.device.memory()[0])
         logger.info("%s of %s: %s", options.name, self.device.name, options.sizes)
         self.streams = DualStream(options, self.device)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.clean_ups = CleanUps()
         # where Mooncake takes nothing, an instance's own store does
-        stores = dict.fromkeys(("embedded", options.feature_store))
-        self.metrics = InstanceMetrics(tuple(stores))
-        self.spans = SpanStream()
-        self.timeline = Timeline(time.monotonic, self.spans.put)
-        self._trace = TraceWriter(options.trace, options.name) if options.trace else None
-        export = span_export(options.name)
-        self.export = None if export is None else StageExport(export, options.name)
-        for subscriber in (self.metrics, self._trace, self.export):
-            if subscriber is not None:
-                self.spans.subscribe(subscriber.put)
-        self.rates = StageRates(time.monotonic)
+        stores = tuple(dict.fromkeys(("embedded", options.feature_store)))
+        self.telemetry = InstanceTelemetry(options.name, stores=stores, trace=options.trace)
         self.refusals = Refusals(options.name)
         self.lifecycle = Lifecycle(self, options.role)
         self.reports = Reporter(self.load, self.check_started)
@@ -104,29 +93,27 @@ class Instance:
         self.processor = RequestProcessor(
             num_media_threads(options.threads),
             queue_timeout_s=options.queue_timeout_s,
-            put=self.spans.put,
+            put=self.telemetry.spans.put,
         )
         self.encode = EncodeService(
             self.model,
             self.peers,
             processor=self.processor,
-            feature_timeout_s=options.feature_timeout_s,
-            on_delivered=self.timeline.encoded,
-            put=self.spans.put,
-            on_encoded=self.rates.encoded,
-            url=self.url,
             stream=self.streams.tower,
-            on_failed=self.check_device,
-            may_start=partial(factory("may encode", _may_encode), self),
+            device=self.device,
+            telemetry=self.telemetry,
+            url=self.url,
+            feature_timeout_s=options.feature_timeout_s,
         )
+        self.encode.may_start = partial(factory("may encode", _may_encode), self)
         self.streams.language.on_pause = self.encode.reconsider
         await self._build()
-        self.spawn(asyncio.create_task(self._housekeep()))
+        self.clean_ups.start(self._housekeep())
         self.ready = True
         self.state_changed()
 
     async def _new_store(self) -> FeatureStore:
-        options, transport, told = self.options, self.transport, self.metrics.store_did
+        options, transport, told = self.options, self.transport, self.telemetry.metrics.store_did
         host = await asyncio.to_thread(
             start_feature_store, options, transport, self.device, told, self.model.producer
         )
@@ -160,9 +147,7 @@ class Instance:
         """Stop threads and give back memory."""
         await self.lifecycle.settled()
         self.ready = self.is_accepting = False
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.clean_ups.cancel()
         await self.processor.close()
         await self.encode.close()
         if self.language is not None:
@@ -173,10 +158,7 @@ class Instance:
         await asyncio.to_thread(self.store.close)
         self.transport.close()
         self.streams.board.close()
-        if self._trace is not None:
-            self._trace.close()
-        if self.export is not None:
-            await asyncio.to_thread(self.export.close)
+        await self.telemetry.close()
 
     # ------------------------------------------------------------------ calls
 
@@ -202,7 +184,7 @@ class Instance:
     def check_ready(self) -> None:
         """Raise Unavailable while there are no stages."""
         self.check_started()
-        if self.lifecycle.machine.state is SwitchState.REBUILDING:
+        if self.lifecycle.state is SwitchState.REBUILDING:
             raise left(self.options.name)
 
     def check_accepting(self) -> None:
@@ -222,11 +204,11 @@ class Instance:
     def info(self) -> instance_state.InstanceInfo:
         """Describe the instance, and its work. Raises Unavailable while it is loading."""
         self.check_started()
-        options, machine, language = self.options, self.lifecycle.machine, self.language
+        options, lifecycle, language = self.options, self.lifecycle, self.language
         longest = options.max_model_len or self.model.max_positions
         return instance_state.InstanceInfo(
             name=options.name,
-            role=str(machine.role),
+            role=str(lifecycle.role),
             url=self.url,
             model=options.served_model_name,
             model_path=self.model.location,
@@ -248,8 +230,8 @@ class Instance:
             kv_token_bytes=language.kv_token_bytes if language else 0,
             tokens_per_pixel=self._tokens_per_pixel(),
             feature_token_bytes=self.model.feature_token_bytes,
-            epoch=machine.epoch,
-            state=machine.state,
+            epoch=lifecycle.epoch,
+            state=lifecycle.state,
             modalities=tuple(self.family.token_ids),
             usage=self._usage(),
             producer=self.model.producer,
@@ -275,7 +257,7 @@ class Instance:
             memory_bytes=psutil.Process().memory_info().rss,
             device_bytes=total - free,
             device_total_bytes=total,
-            busy_s=dict(self.rates.busy_s),
+            busy_s=dict(self.telemetry.rates.busy_s),
         )
 
     def load(self) -> instance_state.Load:
@@ -284,9 +266,9 @@ class Instance:
             self.language.load() if self.language else instance_state.Load(),
             num_waiting_encodes=self.encode.num_waiting,
             num_waiting_pixels=self.encode.num_waiting_pixels,
-            mean_output_tokens=self.rates.mean_output_tokens,
-            tokens_per_character=self.rates.tokens_per_character,
-            rates=self.rates.report(),
+            mean_output_tokens=self.telemetry.rates.mean_output_tokens,
+            tokens_per_character=self.telemetry.rates.tokens_per_character,
+            rates=self.telemetry.rates.report(),
         )
 
     def check_integrity(self) -> None:
@@ -304,16 +286,17 @@ class Instance:
             "preparations": self.processor.num_waiting,
         }
         if self.language is not None:
-            in_use |= {**self.language.in_use(), "timeline": self.timeline.num_requests}
+            in_use |= {**self.language.in_use(), "timeline": self.telemetry.timeline.num_requests}
         return in_use
 
     def render_metrics(self) -> bytes:
         """Prometheus text."""
         links = self.language.sender.sizer.known_links() if self.language else {}
-        self.metrics.paced(self.streams.tower.paused_s, self.streams.language.slack)
+        metrics = self.telemetry.metrics
+        metrics.paced(self.streams.tower.paused_s, self.streams.language.slack)
         if self.language is not None:
-            self.metrics.looked_up(*self.language.engine.prefix_lookups())
-        return self.metrics.render(self.load(), (self.store.num_owners, self.store.num_bytes), links)
+            metrics.looked_up(*self.language.engine.prefix_lookups())
+        return metrics.render(self.load(), (self.store.num_owners, self.store.num_bytes), links)
 
     def serving(self, stage: Stage) -> LanguageEngine:
         """The part that prefills and decodes. Raises Unavailable where the role lacks the stage, or while it is
@@ -329,9 +312,9 @@ class Instance:
 
     def state_changed(self) -> None:
         """Take note of where the lifecycle is, and tell all listeners now."""
-        machine = self.lifecycle.machine
-        self.is_accepting = self.ready and not self.lifecycle.is_leaving and machine.is_serving
-        self.reports.state_changed(self.is_accepting, machine.epoch)
+        lifecycle = self.lifecycle
+        self.is_accepting = self.ready and not lifecycle.is_leaving and lifecycle.is_serving
+        self.reports.state_changed(self.is_accepting, lifecycle.epoch)
 
     def send_away(self, *, begun: bool) -> None:
         """Refuse requests that have not begun; with ``begun``, give up those that can go on elsewhere as well."""
@@ -366,28 +349,11 @@ class Instance:
             gc.collect()  # objects that know each other keep the old role's KV and model on the device
         await self._build()
 
-    def end_process(self) -> None:
-        """An instance is whole or gone: whoever started it starts it again."""
-        logging.shutdown()
-        os._exit(1)
-
-    def check_device(self) -> None:
-        """End the process where its device is lost, since no step of it will succeed again."""
-        try:
-            self.device.check()
-        except DeviceLost as error:
-            logger.critical("%s; this process ends", error)
-            self.end_process()
-
     # ------------------------------------------------------------------ inside
 
     async def _deliver_here(self, request_id: str, item: wire.MediaRef, feature: Any) -> None:
         assert self.language is not None
         await self.language.receiver.take(request_id, item, feature)
-
-    def spawn(self, task: asyncio.Task[None]) -> None:
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     def _end_if_hung(self) -> None:
         """End the process where a step or an encode hangs, as no thread can be taken out of it."""
@@ -397,7 +363,7 @@ class Instance:
         for part, watch in watches.items():
             if (how_long := watch.overdue()) is not None:
                 logger.critical("%s hangs: %s; this process ends", part, how_long)
-                self.end_process()
+                process.end_process()
 
     async def _housekeep(self) -> None:
         while True:

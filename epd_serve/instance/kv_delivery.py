@@ -8,14 +8,15 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Protocol
 
 from epd_serve.cache.block_pool import num_blocks_for
 from epd_serve.engine.computing import KVCacheMemory
-from epd_serve.engine.engine import FailureEvent
+from epd_serve.engine.engine import Engine, FailureEvent
 from epd_serve.errors import DECODE_DRAINING, DRAINING, PEER_UNREACHABLE, InstanceFailed, ServeError, Unavailable
 from epd_serve.instance.answer import Answer
+from epd_serve.instance.calls import CleanUps, Refusals, moved
 from epd_serve.instance.http import Peers, unreachable
+from epd_serve.instance.telemetry import InstanceTelemetry
 from epd_serve.protocol import wire
 from epd_serve.sched.sequence import Sequence
 from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer, Part
@@ -39,37 +40,55 @@ class _Announcer:
             raise (PeerGone if error.code == PEER_UNREACHABLE else TransferError)(error.message) from error
 
 
-class KVDelivery:
-    """One request's KV: :meth:`open` before its prompt is computed, then :meth:`hand_over`, or :meth:`stop` and
-    :meth:`withdraw`. The decode instance reserves blocks, and reads groups of layers while the prompt is computed.
+class Deliveries:
+    """Delivers KV of this instance to decode instances, for as long as it has one role.
 
     Args:
-        num_generated: of the answer's tokens, the first of which KV is sent, too.
         memory: where the KV is read from.
-        abort: ends the request in the engine.
-        spawn: runs a clean-up in the background, owned by the instance.
+        refusals: of calls that an instance which leaves its role refuses; hand-overs are among them.
     """
 
     def __init__(
         self,
-        sequence: Sequence,
-        num_generated: int,
-        decode_url: str,
+        engine: Engine,
         sender: KVSender,
-        peers: Peers,
         memory: KVCacheMemory,
         *,
+        peers: Peers,
+        telemetry: InstanceTelemetry,
+        refusals: Refusals,
+        clean_ups: CleanUps,
         lease_s: float,
-        abort: Callable[[str], None],
-        spawn: Callable[[asyncio.Task[None]], None],
     ) -> None:
+        self.engine = engine
+        self.sender = sender
+        self.memory = memory
+        self.peers = peers
+        self.telemetry = telemetry
+        self.refusals = refusals
+        self.clean_ups = clean_ups
+        self.lease_s = lease_s
+
+    def new(self, sequence: Sequence, num_generated: int, decode_url: str) -> KVDelivery:
+        """Prepare the delivery of a prompt's KV, and of that of generated tokens."""
+        return KVDelivery(self, sequence, num_generated, decode_url)
+
+
+class KVDelivery:
+    """One request's KV: :meth:`open` before its prompt is computed, then :meth:`hand_over`, or :meth:`give_up`.
+    The decode instance reserves blocks, and reads groups of layers while the prompt is computed.
+
+    Attributes:
+        is_confirmed: whether the decode instance has taken the request over.
+    """
+
+    def __init__(self, own: Deliveries, sequence: Sequence, num_generated: int, decode_url: str) -> None:
+        self._own = own
         self._sequence = sequence
         self._url = decode_url
-        self._sender = sender
-        self._peers = peers
-        self._abort = abort
-        self._spawn = spawn
-        sampling = sequence.sampling
+        self._peers = own.peers
+        self.is_confirmed = self._is_given_up = False
+        sampling, lease_s = sequence.sampling, own.lease_s
         self._reserve = wire.ReserveRequest(
             transfer_id=uuid.uuid4().hex,
             request_id=sequence.request_id,
@@ -77,14 +96,15 @@ class KVDelivery:
             max_tokens=sequence.max_tokens - num_generated,
             num_sequences=sequence.num_sequences,
             block_hashes=sequence.block_hashes,
-            layout=memory.layout,
+            layout=own.memory.layout,
             lease_s=lease_s,
-            region=memory.region,
+            region=own.memory.region,
             priority=sampling.priority,
         )
         self._ref = wire.TransferRef(self._reserve.transfer_id, self._reserve.request_id)
         self._renewal: asyncio.Task[None] | None = None
-        self.transfer = OutgoingTransfer(self._ref.transfer_id, _Announcer(peers, decode_url, self._ref, lease_s))
+        announcer = _Announcer(own.peers, decode_url, self._ref, lease_s)
+        self.transfer = OutgoingTransfer(self._ref.transfer_id, announcer)
 
     def handoff(self, generated: list[int], first: list[wire.FirstToken], answer: Answer) -> wire.Handoff:
         """The request as the decode instance takes it over: ``first`` follow what has KV."""
@@ -110,11 +130,11 @@ class KVDelivery:
                 self._peers, self._url, "/kv/reserve", self._reserve, self._ref, self._reserve.lease_s
             )
         except BaseException:
-            self._spawn(asyncio.create_task(self._cancel("")))  # D may have granted what we never heard of
+            self._own.clean_ups.start(self._cancel(""))  # D may have granted what we never heard of
             raise
         target, transfer = wire.decode(body, wire.ReserveReply), self.transfer
         transfer.next_block = target.num_cached_blocks
-        self._sender.connect(target.name, transfer.peer)
+        self._own.sender.connect(target.name, transfer.peer)
         transfer.target = target
         self._renewal = asyncio.create_task(self._renew(transfer, feed))
 
@@ -125,10 +145,20 @@ class KVDelivery:
         num_blocks = num_blocks_for(handoff.num_tokens, layout.block_size)
         local = self._sequence.blocks[first:num_blocks] + self._sequence.state_blocks
         if local:
-            self._sender.push(range(layout.num_layers), [Part(self.transfer, local, target.block_ids[first:])])
+            self._own.sender.push(range(layout.num_layers), [Part(self.transfer, local, target.block_ids[first:])])
 
     async def hand_over(self, handoff: wire.Handoff) -> None:
-        """Return once the decode instance has the KV and the request. Raises ServeError."""
+        """Return once the decode instance has the KV and the request.
+
+        Raises ServeError; it is of code ``draining`` where this instance leaves its role meanwhile.
+        """
+        async with self._own.refusals.call(lambda: True, refusal=moved):
+            await self._hand_over(handoff)
+        self.is_confirmed = True
+        self._own.telemetry.timeline.handed_over(handoff.request_id)
+        self._own.telemetry.metrics.kv_delivered(self.transfer)
+
+    async def _hand_over(self, handoff: wire.Handoff) -> None:
         await self._fenced()
         if self.transfer.error is not None:
             code = PEER_UNREACHABLE if isinstance(self.transfer.error, PeerGone) else None
@@ -142,14 +172,18 @@ class KVDelivery:
         if self._renewal is not None:
             self._renewal.cancel()
 
-    def stop(self) -> None:
-        """Let nothing more go out. Idempotent."""
+    def give_up(self, reason: str) -> None:
+        """End the request here, then at the decode instance; with a reason, it has failed. Idempotent."""
+        if self._is_given_up:
+            return
+        self._is_given_up = True
         if self._renewal is not None:
             self._renewal.cancel()
         self.transfer.cancelled = True
+        self._own.engine.abort(self._ref.request_id)
+        self._own.clean_ups.start(self._withdraw(reason))
 
-    async def withdraw(self, reason: str) -> None:
-        """After :meth:`stop`: tell the decode instance, with a reason that the request has failed."""
+    async def _withdraw(self, reason: str) -> None:
         await self._fenced()
         await self._cancel(reason)
 
@@ -164,7 +198,7 @@ class KVDelivery:
                 continue  # the next announcement, or the hand-over, fails if D stays away
             except ServeError as error:
                 transfer.cancelled = True
-                self._abort(self._ref.request_id)
+                self._own.engine.abort(self._ref.request_id)
                 feed(FailureEvent(self._ref.request_id, InstanceFailed(f"{self._url} gave up: {error.message}")))
                 return
 
@@ -172,7 +206,7 @@ class KVDelivery:
         """Wait until nothing of the transfer is under way."""
         loop = asyncio.get_running_loop()
         passed = asyncio.Event()
-        self._sender.fence(self.transfer, partial(loop.call_soon_threadsafe, passed.set))
+        self._own.sender.fence(self.transfer, partial(loop.call_soon_threadsafe, passed.set))
         await passed.wait()
 
     async def _cancel(self, reason: str) -> None:
@@ -215,9 +249,3 @@ async def _while_it_answers(
     finally:
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
-
-
-class Deliveries(Protocol):
-    """Makes the delivery of one request's KV to the decode instance at a URL; see :class:`KVDelivery`."""
-
-    def __call__(self, sequence: Sequence, num_generated: int, decode_url: str) -> KVDelivery: ...

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -15,24 +14,20 @@ from epd_serve.engine.engine import Engine, EngineEvent, EngineHooks, Listeners
 from epd_serve.engine.pace.step_watch import StepWatch
 from epd_serve.engine.step_loop import KVPush, LayerGroups, StepLoop
 from epd_serve.factories import factory
+from epd_serve.instance import process
 from epd_serve.instance.calls import moved
-from epd_serve.instance.decode import DecodeService
+from epd_serve.instance.decode import ORPHAN_S, DecodeService
 from epd_serve.instance.feature_receiver import FeatureReceiver
-from epd_serve.instance.kv_delivery import KVDelivery
+from epd_serve.instance.kv_delivery import Deliveries
 from epd_serve.instance.loading.model import Language
 from epd_serve.instance.prefill import PrefillService
 from epd_serve.protocol import instance_state
 from epd_serve.sched.schedule import ScheduleOutput
-from epd_serve.sched.sequence import Sequence
-from epd_serve.telemetry.span import Span, Value
 from epd_serve.transfer.grouping import GroupSizer
 from epd_serve.transfer.kv_sender import KVSender
 
 if TYPE_CHECKING:
     from epd_serve.instance.instance import Instance
-
-
-_ORPHAN_S = 10.0
 
 
 class LanguageEngine(EngineHooks):
@@ -61,9 +56,10 @@ class LanguageEngine(EngineHooks):
             instance.store.fetch,
             self.engine.wake,
             form=weights.feature_form,
-            orphan_s=_ORPHAN_S,
+            orphan_s=ORPHAN_S,
+            timeout_s=instance.options.feature_timeout_s,
             clock=time.monotonic,
-            observe=instance.metrics.feature_used,
+            observe=instance.telemetry.metrics.feature_used,
         )
         self._start_services()
 
@@ -102,35 +98,35 @@ class LanguageEngine(EngineHooks):
 
     def _start_services(self) -> None:
         instance, options, engine = self._instance, self._instance.options, self.engine
-        prompts = self.weights.prompts
-        compile_ = self.weights.compiler(instance)
+        compiler = self.weights.compiler(instance)
         self.prefill = PrefillService(
             engine,
-            prompts,
+            self.weights.prompts,
             self.receiver,
-            self._deliver,
+            Deliveries(
+                engine,
+                self.sender,
+                self._memory,
+                peers=instance.peers,
+                telemetry=instance.telemetry,
+                refusals=instance.refusals,
+                clean_ups=instance.clean_ups,
+                lease_s=options.lease_s,
+            ),
+            listeners=self.listeners,
             processor=instance.processor,
-            timeline=instance.timeline,
-            feature_timeout_s=options.feature_timeout_s,
-            listen=self.listeners.listen,
-            spawn=instance.spawn,
-            delivered=instance.metrics.kv_delivered,
-            rates=instance.rates,
-            refusals=instance.refusals,
-            compile=compile_,
+            compiler=compiler,
+            telemetry=instance.telemetry,
         )
         self.decode = DecodeService(
             engine,
             self._memory,
-            prompts.vocabulary,
-            self._layout,
+            self.weights.prompts.vocabulary,
             transport=instance.transport,
+            listeners=self.listeners,
+            compiler=compiler,
+            telemetry=instance.telemetry,
             queue_timeout_s=options.queue_timeout_s,
-            orphan_s=_ORPHAN_S,
-            listen=self.listeners.listen,
-            on_read=instance.metrics.kv_read,
-            timeline=instance.timeline,
-            compile=partial(compile_, is_tried=True),
         )
 
     @property
@@ -190,19 +186,6 @@ class LanguageEngine(EngineHooks):
             "listeners": len(self.listeners),
         }
 
-    def _deliver(self, sequence: Sequence, num_generated: int, decode_url: str) -> KVDelivery:
-        return KVDelivery(
-            sequence,
-            num_generated,
-            decode_url,
-            self.sender,
-            self._instance.peers,
-            self._memory,
-            lease_s=self._instance.options.lease_s,
-            abort=self.engine.abort,
-            spawn=self._instance.spawn,
-        )
-
     # ------------------------------------------------------------------ for the engine
 
     def feature(self, mm_hash: str) -> Any | None:
@@ -218,15 +201,8 @@ class LanguageEngine(EngineHooks):
         return self._instance.streams.language.step()
 
     def stepped(self, output: ScheduleOutput, seconds: float) -> None:
-        instance, end_s = self._instance, time.monotonic()
-        instance.timeline.stepped(
-            ((one.request_id, one.num_computed >= len(one.prompt_ids)) for one, _ in output.prefills),
-            (one.request_id for one in output.decodes),
-            end_s - seconds,
-            end_s,
-        )
-        instance.spans.put(step_span(output, end_s - seconds, end_s))
-        instance.rates.stepped(output, seconds)
+        instance = self._instance
+        instance.telemetry.add_step(output, seconds)
         instance.streams.language.stepped(output, seconds, self.engine.queues.num_running)
         instance.limits.stepped(output, seconds)
         if instance.encode.is_held:
@@ -236,10 +212,10 @@ class LanguageEngine(EngineHooks):
         self._instance.streams.language.idle()
 
     def failed(self) -> None:
-        self._instance.check_device()
+        process.end_if_lost(self._instance.device)
 
     def died(self) -> None:
-        self._instance.end_process()
+        process.end_process()
 
     def emit(self, events: list[EngineEvent]) -> None:
         if not self._instance.loop.is_closed():
@@ -248,16 +224,3 @@ class LanguageEngine(EngineHooks):
     def freed(self) -> None:
         if self.decode.waiting and not self._instance.loop.is_closed():
             self._instance.loop.call_soon_threadsafe(self.decode.grant)
-
-
-def step_span(output: ScheduleOutput, start_s: float, end_s: float) -> Span:
-    """A step of the language model."""
-    kind = "decode" if not output.prefills else "mixed" if output.decodes else "prefill"
-    about: dict[str, Value] = {
-        "track": "engine",
-        "decodes": len(output.decodes),
-        "prefills": len(output.prefills),
-        "prefill_tokens": output.num_tokens - len(output.decodes),
-        "preempted": len(output.preempted),
-    }
-    return Span(kind, "", start_s, end_s, about)

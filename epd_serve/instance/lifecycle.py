@@ -11,6 +11,7 @@ from enum import Enum, StrEnum, auto
 from typing import TYPE_CHECKING
 
 from epd_serve.errors import Conflict, InvalidRequest, ServeError, StageTimeout
+from epd_serve.instance import process
 from epd_serve.instance.http import Handler, Reply
 from epd_serve.protocol import instance_state, wire
 from epd_serve.types import Role
@@ -34,60 +35,6 @@ _ALLOWED: dict[SwitchState, frozenset[SwitchState]] = {
 }
 
 
-class RoleSwitch:
-    """The role of one instance, and the change from one role to the next (001 EPD, section 3.2.4).
-
-    It has no clock and no I/O.
-
-    Attributes:
-        role: the role that it serves, or served last.
-        wanted: the role that it is to serve; ``role`` while no switch is ordered.
-        epoch: number of times its stages were rebuilt; a new epoch makes callers' knowledge of its caches void.
-    """
-
-    __slots__ = ("epoch", "role", "state", "wanted")
-
-    def __init__(self, role: Role) -> None:
-        self.role = self.wanted = role
-        self.state = SwitchState.SERVING
-        self.epoch = 0
-
-    @property
-    def is_serving(self) -> bool:
-        return self.state is SwitchState.SERVING
-
-    def order(self, role: Role) -> None:
-        """SERVING → DRAINING."""
-        assert role != self.role, f"it has role {role}"
-        self._enter(SwitchState.DRAINING)
-        self.wanted = role
-
-    def call_back(self) -> None:
-        """DRAINING → SERVING, in the old role: nothing has changed."""
-        assert self.state is SwitchState.DRAINING, "what is being rebuilt is rebuilt to its end"
-        self.wanted = self.role
-        self._enter(SwitchState.SERVING)
-
-    def drained(self) -> None:
-        """DRAINING → REBUILDING."""
-        self._enter(SwitchState.REBUILDING)
-
-    def rebuilt(self, role: Role) -> None:
-        """REBUILDING → SERVING, in the role that was wanted or, where that failed, in the old one."""
-        assert self.state is SwitchState.REBUILDING and role in (self.role, self.wanted)
-        self.role = self.wanted = role
-        self.epoch += 1
-        self._enter(SwitchState.SERVING)
-
-    def check(self) -> None:
-        """Raise AssertionError unless state and roles agree."""
-        assert (self.wanted == self.role) == self.is_serving, f"{self.state}: {self.role}, wanted {self.wanted}"
-
-    def _enter(self, state: SwitchState) -> None:
-        assert state in _ALLOWED[self.state], f"{self.state} → {state}"
-        self.state = state
-
-
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.005
@@ -104,14 +51,18 @@ class DrainReason(Enum):
 
 
 class Lifecycle:
-    """Carries orders to switch and to leave out, one at a time; it belongs to the event loop.
+    """Carries out orders to switch (001 EPD, section 3.2.4) and to leave, one at a time. For the event loop.
 
     Attributes:
-        machine: the role, and where the instance is on its way to another.
+        role: the role that it serves, or served last.
+        wanted: the role that it is to serve; ``role`` while no switch is ordered.
+        epoch: number of times its stages were rebuilt; a new epoch makes callers' knowledge of its caches void.
     """
 
     def __init__(self, instance: Instance, role: Role, clock: Callable[[], float] = time.monotonic) -> None:
-        self.machine = RoleSwitch(role)
+        self.role = self.wanted = role
+        self.state = SwitchState.SERVING
+        self.epoch = 0
         self._instance = instance
         self._clock = clock
         self._called_back = asyncio.Event()
@@ -120,6 +71,10 @@ class Lifecycle:
         self._rebuilding: asyncio.Task[None] | None = None
         self._draining: set[DrainReason] = set()
         self._empty: asyncio.TimerHandle | None = None
+
+    @property
+    def is_serving(self) -> bool:
+        return self.state is SwitchState.SERVING
 
     @property
     def is_leaving(self) -> bool:
@@ -150,42 +105,49 @@ class Lifecycle:
             ServeError: the stages could not be made; likewise.
         """
         self._instance.check_ready()
-        machine, role, began = self.machine, _parse(order.role), self._clock()
-        if role == machine.role:
-            if machine.state is SwitchState.DRAINING:
+        role, old, began = _parse(order.role), self.role, self._clock()
+        if role == old:
+            if self.state is SwitchState.DRAINING:
                 self._called_back.set()
                 await self._settled.wait()
-            elif not machine.is_serving:
-                raise Conflict(f"the stages of role {machine.wanted} are being made; wait for them")
-            return instance_state.RoleChanged(str(role), str(role), machine.epoch, self._clock() - began)
-        if not machine.is_serving:
-            raise Conflict(f"it is {machine.state} on its way from {machine.role} to {machine.wanted}")
+            elif not self.is_serving:
+                raise Conflict(f"the stages of role {self.wanted} are being made; wait for them")
+            return instance_state.RoleChanged(str(role), str(role), self.epoch, self._clock() - began)
+        if not self.is_serving:
+            raise Conflict(f"it is {self.state} on its way from {old} to {self.wanted}")
         if self.is_leaving:
             raise Conflict("it is leaving; it takes no other role")
         try:
             self._instance.check_role(role)
         except ValueError as error:
             raise InvalidRequest(str(error), param="role") from error
-        old = machine.role
-        machine.order(role)
+        self._enter(SwitchState.DRAINING, wanted=role)
         logger.info("role %s → %s: draining", old, role)
         self._settled.clear()
         self._called_back.clear()
         try:
             drain_s = await self.drain(DrainReason.SWITCH, order.deadline_s, order.patience_s)
-            machine.drained()
+            self._enter(SwitchState.REBUILDING, wanted=role)
             self._instance.state_changed()
             self._rebuilding = asyncio.create_task(self._rebuild(role))
             await asyncio.shield(self._rebuilding)
         finally:
-            if machine.state is SwitchState.DRAINING:
-                machine.call_back()
+            if self.state is SwitchState.DRAINING:
+                self._enter(SwitchState.SERVING, wanted=old)
                 logger.info("role %s stays", old)
-            if machine.is_serving:
+            if self.is_serving:
                 self._settle()
         seconds = self._clock() - began
         logger.info("role %s → %s in %.3f s, %.3f s of it to drain", old, role, seconds, drain_s)
-        return instance_state.RoleChanged(str(old), str(role), machine.epoch, seconds, drain_s)
+        return instance_state.RoleChanged(str(old), str(role), self.epoch, seconds, drain_s)
+
+    def _enter(self, state: SwitchState, *, wanted: Role) -> None:
+        assert state in _ALLOWED[self.state], f"{self.state} → {state}"
+        self.state, self.wanted = state, wanted
+
+    def _rebuilt(self, role: Role) -> None:
+        self.role, self.epoch = role, self.epoch + 1
+        self._enter(SwitchState.SERVING, wanted=role)
 
     async def leave(self, order: instance_state.LeaveOrder) -> instance_state.Left:
         """Return when nothing is left. Cancelled before, it serves on; not stopped afterwards, it serves again.
@@ -196,7 +158,7 @@ class Lifecycle:
             StageTimeout: something was still there at the deadline; it serves on.
         """
         self._instance.check_started()
-        if not self.machine.is_serving:
+        if not self.is_serving:
             raise Conflict("it is on its way to another role")
         if DrainReason.LEAVE in self._draining:
             raise Conflict("it is leaving already")
@@ -235,7 +197,7 @@ class Lifecycle:
         try:
             while True:
                 if reason is DrainReason.SWITCH and self._called_back.is_set():
-                    raise Conflict(f"it was called back to role {self.machine.role}")
+                    raise Conflict(f"it was called back to role {self.role}")
                 now = self._clock()
                 if reason is not DrainReason.END:
                     self._instance.send_away(begun=now >= patience)
@@ -246,7 +208,7 @@ class Lifecycle:
                     left = ", ".join(f"{count} {what}" for what, count in in_use.items())
                     raise StageTimeout(
                         f"after {deadline_s:g} s there is still something to do ({left}); role "
-                        f"{self.machine.role} is served on"
+                        f"{self.role} is served on"
                     )
                 await asyncio.sleep(_TICK_S)
         finally:
@@ -254,21 +216,21 @@ class Lifecycle:
                 self._draining.discard(reason)
 
     async def _rebuild(self, role: Role) -> None:
-        machine, old = self.machine, self.machine.role
+        old = self.role
         try:
             try:
                 await self._instance.rebuild(role)
             except Exception as error:
                 logger.exception("role %s cannot be served", role)
                 await self._instance.rebuild(old)
-                machine.rebuilt(old)
+                self._rebuilt(old)
                 raise ServeError(f"role {role} cannot be served ({error}); role {old} is served on") from error
-            machine.rebuilt(role)
+            self._rebuilt(role)
         except ServeError:
             raise
         except BaseException:
             logger.critical("neither role %s nor role %s can be served", role, old, exc_info=True)
-            self._instance.end_process()
+            process.end_process()
             raise
         finally:
             self._settle()  # here as well: nobody may wait for the order any more

@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from epd_serve.engine.engine import Engine, EngineEvent, FailureEvent, PromptEvent
+from epd_serve.engine.engine import Engine, EngineEvent, FailureEvent, Listeners, PromptEvent
 from epd_serve.errors import DECODE_DRAINING, DRAINING, PEER_UNREACHABLE, InvalidRequest, ServeError, StageTimeout
 from epd_serve.instance.answer import Answer, Generation, broken_structure
-from epd_serve.instance.calls import Refusals, moved
 from epd_serve.instance.feature_receiver import FeatureReceiver
 from epd_serve.instance.http import JSON, Reply
 from epd_serve.instance.kv_delivery import Deliveries, KVDelivery
-from epd_serve.instance.reports import StageRates
+from epd_serve.instance.telemetry import InstanceTelemetry
 from epd_serve.instance.text.prompt import PromptProcessor
 from epd_serve.instance.text.request_processor import S_PER_CHARACTER, RequestProcessor
 from epd_serve.protocol import frames, wire
 from epd_serve.protocol.openai import chunks
 from epd_serve.rpc.streams import BrokenStream
 from epd_serve.sched.sequence import Sequence, SequenceState
-from epd_serve.telemetry.span import FEATURE_WAIT, PREFILL_QUEUE, Timeline
+from epd_serve.telemetry.span import FEATURE_WAIT, PREFILL_QUEUE
 from epd_serve.transfer.kv_sender import OutgoingTransfer
-from epd_serve.types import Grammar
 
 if TYPE_CHECKING:
-    from epd_serve.engine.sampling.constraints import Constraint
+    from epd_serve.instance.loading.model import Compiler
 
 _NEXT = wire.NEXT_HEADER.encode()
 _NOTE = wire.PROMPT_NOTE_HEADER.encode()
@@ -37,29 +35,8 @@ NEXT_NONE = (_NEXT, b"none")
 NEXT_DECODE = (_NEXT, b"decode")
 
 
-@dataclass(eq=False, slots=True)
-class _Handover:
-    """A request that another instance decodes."""
-
-    sequence: Sequence
-    delivery: KVDelivery
-    confirmed: bool = False
-    given_up: bool = False
-
-
 class PrefillService:
     """Runs prompts. Decodes them too where the gateway names no decode instance.
-
-    Args:
-        deliver: how KV gets to decode instances.
-        processor: runs ``prompts`` on its threads.
-        delivered: told of each transfer that was confirmed, for metrics.
-        timeline: told what becomes of each request, for metrics.
-        listen: directs a request's engine events to a function; None ends that.
-        spawn: runs a clean-up in the background, owned by the instance.
-        rates: of prompts, for the load.
-        refusals: what hands a request over may be refused by.
-        compile: a grammar, for the sequences that follow it.
 
     Attributes:
         preparing: about how many tokens prompts have that the engine does not know yet, by request.
@@ -71,31 +48,21 @@ class PrefillService:
         engine: Engine,
         prompts: PromptProcessor,
         receiver: FeatureReceiver,
-        deliver: Deliveries,
+        deliveries: Deliveries,
         *,
+        listeners: Listeners,
         processor: RequestProcessor,
-        feature_timeout_s: float,
-        listen: Callable[[str, Callable[[EngineEvent], None] | None], None],
-        spawn: Callable[[asyncio.Task[None]], None],
-        delivered: Callable[[OutgoingTransfer], None],
-        timeline: Timeline,
-        rates: StageRates,
-        refusals: Refusals,
-        compile: Callable[[Grammar], Awaitable[Constraint]],
+        compiler: Compiler,
+        telemetry: InstanceTelemetry,
     ) -> None:
-        self._compile = compile
-        self._refusals = refusals
         self._engine = engine
         self._prompts = prompts
-        self._processor = processor
-        self._timeline = timeline
         self._receiver = receiver
-        self._deliver = deliver
-        self._rates = rates
-        self._delivered = delivered
-        self._feature_timeout_s = feature_timeout_s
-        self._listen = listen
-        self._spawn = spawn
+        self._deliveries = deliveries
+        self._listeners = listeners
+        self._processor = processor
+        self._compiler = compiler
+        self._timeline = telemetry.timeline
         self._active: set[str] = set()
         self.preparing: dict[str, int] = {}
         self._submitted: dict[str, Sequence] = {}
@@ -119,8 +86,7 @@ class PrefillService:
             raise InvalidRequest(f"request {request_id} is being served already", param="request_id")
         num_characters = self._prompts.check_size(request)
         self._active.add(request_id)
-        tokens_per_character = self._rates.tokens_per_character
-        self.preparing[request_id] = self._prompts.estimate(request, num_characters, tokens_per_character)
+        self.preparing[request_id] = self._prompts.estimate(request, num_characters)
         try:
             items = self._prompts.segments(request.items)
             here = self._receiver.expect(request_id, items)  # before all else: features may be here already
@@ -130,10 +96,11 @@ class PrefillService:
             self._timeline.received(request_id, stage, hand_off=request.decode_url is not None)
             features = asyncio.create_task(self._features(request_id, items))
             try:
-                async with self._processor.place("text", S_PER_CHARACTER * num_characters) as place:
-                    sequence, answer = await place.run(self._prepare, request, place.check)
+                sequence, answer = await self._processor.run(
+                    "text", S_PER_CHARACTER * num_characters, self._prepare, request
+                )
                 if sequence.sampling.grammar is not None:
-                    constraint = sequence.constraint = await self._compile(sequence.sampling.grammar)
+                    constraint = sequence.constraint = await self._compiler.compile(sequence.sampling.grammar)
                     # an instance that goes on with the answer follows the same, without parts left out here
                     sequence.sampling = msgspec.structs.replace(sequence.sampling, grammar=constraint.grammar)
                 if answer.finished:  # the client lacks nothing but the end
@@ -156,8 +123,7 @@ class PrefillService:
     async def tokenize(self, request: wire.TokenizeRequest) -> wire.TokenizeReply:
         """The tokens of a chat or prompt. Raises InvalidRequest as :meth:`prefill` would."""
         cost_s = S_PER_CHARACTER * self._prompts.check_size(request)
-        async with self._processor.place("text", cost_s) as place:
-            return await place.run(self._prompts.tokenize, request, place.check)
+        return await self._processor.run("text", cost_s, self._prompts.tokenize, request)
 
     async def detokenize(self, request: wire.DetokenizeRequest) -> wire.DetokenizeReply:
         """The text of tokens. Raises InvalidRequest for those that are none."""
@@ -166,9 +132,9 @@ class PrefillService:
             await self._processor.run("text", cost_s, self._prompts.detokenize, request.tokens)
         )
 
-    def _prepare(self, request: wire.PrefillRequest, check: Callable[[], None]) -> tuple[Sequence, Answer]:
+    def _prepare(self, request: wire.PrefillRequest) -> tuple[Sequence, Answer]:
         """The prompt, and the answer as far as the client has it. Runs on a thread."""
-        prompt = self._prompts.process(request, check)
+        prompt = self._prompts.process(request)
         if request.generated and request.sampling.n > 1:
             raise InvalidRequest("an answer of several choices cannot go on from its middle", param="generated")
         sequence = Sequence(
@@ -210,7 +176,7 @@ class PrefillService:
         self.preparing.pop(request_id, None)
         self._submitted.pop(request_id, None)
         self.generations.pop(request_id, None)
-        self._listen(request_id, None)
+        self._listeners.listen(request_id, None)
         self._engine.abort(request_id)
         self._timeline.drop(request_id)
         self._receiver.release(request_id)
@@ -224,16 +190,16 @@ class PrefillService:
         transfer: OutgoingTransfer | None = None,
     ) -> None:
         """Have a prompt computed; return with its first event. Its features must be here before their deadline."""
-        self._listen(sequence.request_id, feed)
+        self._listeners.listen(sequence.request_id, feed)
         self._engine.submit(sequence, transfer)
         self._submitted[sequence.request_id] = sequence
         self.preparing.pop(sequence.request_id, None)
         done, _ = await asyncio.wait(
-            (features, first), timeout=self._feature_timeout_s, return_when=asyncio.FIRST_COMPLETED
+            (features, first), timeout=self._receiver.timeout_s, return_when=asyncio.FIRST_COMPLETED
         )
         if not done:
             raise StageTimeout(
-                f"the encoded media did not arrive within {self._feature_timeout_s:g} s",
+                f"the encoded media did not arrive within {self._receiver.timeout_s:g} s",
                 code="feature_timeout",
             )
         await first
@@ -250,7 +216,7 @@ class PrefillService:
             if not first.done():
                 first.set_result(None)
             answer.num_cached_tokens = sequence.num_cached or 0
-            self._listen(request_id, generation.feed)
+            self._listeners.listen(request_id, generation.feed)
             generation.feed(event)
 
         self.generations[request_id] = generation
@@ -265,8 +231,7 @@ class PrefillService:
         self, request: wire.PrefillRequest, sequence: Sequence, answer: Answer, features: asyncio.Task[None]
     ) -> Reply:
         assert request.decode_url is not None
-        delivery = self._deliver(sequence, len(request.generated), request.decode_url)
-        work = _Handover(sequence, delivery)
+        delivery = self._deliveries.new(sequence, len(request.generated), request.decode_url)
         first: asyncio.Future[PromptEvent] = asyncio.get_running_loop().create_future()
 
         def feed(event: EngineEvent) -> None:
@@ -291,49 +256,37 @@ class PrefillService:
         except BaseException as error:
             # an error of the request itself is told here alone: no instance has failed
             is_failure = isinstance(error, ServeError) and not isinstance(error, InvalidRequest)
-            self._give_up(work, str(error) if is_failure else "")
+            delivery.give_up(str(error) if is_failure else "")
             raise
+        close = partial(self._close_handover, sequence, delivery)
         if answer.finished:
-            return self._ended(sequence, answer, body, partial(self._close_handover, work))
+            return self._ended(sequence, answer, body, close)
         handed = [wire.FirstToken(token.token_id, token.logprob, reason) for token, reason in tokens]
         handoff = delivery.handoff(request.generated, handed, answer)
         return Reply(
             headers=(*(frames.HEADERS if handoff.output.stream else ()), NEXT_DECODE),
-            stream=self._first_then_handoff(body, work, handoff),
-            on_close=partial(self._close_handover, work),
+            stream=self._first_then_handoff(body, delivery, handoff),
+            on_close=close,
         )
 
     async def _first_then_handoff(
-        self, body: bytes, work: _Handover, handoff: wire.Handoff
+        self, body: bytes, delivery: KVDelivery, handoff: wire.Handoff
     ) -> AsyncGenerator[bytes, None]:
         """The first token at once; the stream ends in order only when D has taken over."""
         yield body
         try:
-            async with self._refusals.call(lambda: True, refusal=moved):
-                await work.delivery.hand_over(handoff)
-            self._timeline.handed_over(work.sequence.request_id)
-            work.confirmed = True
-            self._delivered(work.delivery.transfer)
+            await delivery.hand_over(handoff)
         except ServeError as error:
-            self._give_up(work, error.message)
+            delivery.give_up(error.message)
             if handoff.output.stream and error.code in (DRAINING, DECODE_DRAINING, PEER_UNREACHABLE):
                 yield frames.pack(frames.ERROR, (), chunks.event(error.body()))
             elif error.code == PEER_UNREACHABLE:
                 yield error.to_json()
             raise BrokenStream(error.message) from error
 
-    def _close_handover(self, work: _Handover) -> None:
-        if work.confirmed:
-            self._engine.transferred(work.sequence)
+    def _close_handover(self, sequence: Sequence, delivery: KVDelivery) -> None:
+        if delivery.is_confirmed:
+            self._engine.transferred(sequence)
         else:
-            self._give_up(work, "")
-        self._end(work.sequence.request_id)
-
-    def _give_up(self, work: _Handover, reason: str) -> None:
-        """Stop writing, then tell D so. Idempotent."""
-        if work.given_up:
-            return
-        work.given_up = True
-        work.delivery.stop()
-        self._engine.abort(work.sequence.request_id)
-        self._spawn(asyncio.create_task(work.delivery.withdraw(reason)))
+            delivery.give_up("")
+        self._end(sequence.request_id)

@@ -1,50 +1,31 @@
-"""Reports of an instance's load to whoever listens: several times a second, and at once when much changes; and the
-seconds that its stages take, fitted to their batches while they work.
-"""
+"""Periodic reports of an instance's state to gateways."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, OrderedDict
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections import OrderedDict, deque
+from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
 
 import msgspec
 
 from epd_serve.instance.http import Handler, Reply
 from epd_serve.protocol import instance_state
-from epd_serve.sched.schedule import ScheduleOutput
-from epd_serve.sched.sequence import SequenceState
-from epd_serve.types import Stage, StageRate
+from epd_serve.types import Stage
 
 #: Gateways expect five reports a second and take an instance without any for stalled (proxy/fleet/monitor.py).
 INTERVAL_S = 0.18
-#: Between two reports to one caller, however much changes.
-_LEAST_INTERVAL_S = 0.02
-#: Calls that came or went since the last report, of which one more is "much": so many, or this part of all.
-_MANY, _MANY_PART = 4, 0.25
-#: Names of calls and of features in one report; the next one has the rest.
-_MAX_NAMES = 300
-#: Features that a new listener is told of.
-_MAX_ENCODED = 4096
+#: The latest calls and features that are named to a gateway, the first time.
+_MAX_CALLS, _MAX_FEATURES = 1024, 4096
 
 NDJSON = (b"content-type", b"application/x-ndjson")
 
 
-class _Listener:
-    def __init__(self, received: list[str], encoded: list[str]) -> None:
-        self.received = received
-        self.encoded = encoded
-        self.num_changes = 0
-        self.much_changed = asyncio.Event()
-
-
 class Reporter:
-    """Writes an instance's reports to each caller of ``/reports``. For the event loop's thread.
+    """Writes an instance's state to each caller of ``/reports``, every INTERVAL_S. For the event loop's thread.
 
     Args:
-        load: the instance's as of now.
+        load: returns the instance's as of now.
         check_ready: raises Unavailable while there is nothing to report.
     """
 
@@ -55,71 +36,44 @@ class Reporter:
         *,
         interval_s: float = INTERVAL_S,
     ) -> None:
-        self._ready, self._epoch = True, 0
         self._load = load
         self._check_ready = check_ready
-        self._is_closed = False
         self._interval_s = interval_s
-        self._open: Counter[str] = Counter()
-        self._encoded: OrderedDict[str, None] = OrderedDict()
-        self._listeners: set[_Listener] = set()
+        self._ready, self._is_closed, self._epoch = True, False, 0
+        self._state_changed = asyncio.Event()
+        self._number = 0  # of the last call or feature
+        self._calls: deque[tuple[int, str]] = deque(maxlen=_MAX_CALLS)
+        self._features: OrderedDict[str, int] = OrderedDict()
 
     def routes(self) -> list[tuple[str, str, Handler]]:
         """(method, path, handler)."""
         return [("GET", "/reports", self._reports)]
 
-    @contextmanager
-    def call(self, stage: Stage, request_id: str) -> Iterator[None]:
-        """A stage call that has just come, until it is answered or its answer has begun."""
-        key = stage.value + request_id
-        self._open[key] += 1
-        self._changed(key)
-        try:
-            yield
-        finally:
-            self._open[key] -= 1
-            if not self._open[key]:
-                del self._open[key]
-            self._changed(None)
+    def add_call(self, stage: Stage, request_id: str) -> None:
+        """Name a stage call that has come: from now on the load contains it."""
+        self._number += 1
+        self._calls.append((self._number, stage.value + request_id))
 
-    def _changed(self, received: str | None) -> None:
-        much = max(_MANY, _MANY_PART * len(self._open))
-        is_turn = len(self._open) <= 1  # from idle to busy, or back
-        for listener in self._listeners:
-            if received is not None:
-                listener.received.append(received)
-            listener.num_changes += 1
-            if is_turn or listener.num_changes >= much:
-                listener.much_changed.set()
+    def add_feature(self, mm_hash: str) -> None:
+        """Name a feature that is here or is being made: other requests for it are best sent here."""
+        self._number += 1
+        self._features[mm_hash] = self._number
+        self._features.move_to_end(mm_hash)
+        if len(self._features) > _MAX_FEATURES:
+            self._features.popitem(last=False)
 
-    def will_have(self, mm_hash: str) -> bool:
-        """A feature is here, or is being made: it is best asked for here. False where that was said before."""
-        if mm_hash in self._encoded:
-            self._encoded.move_to_end(mm_hash)
-            return False
-        self.has_again(mm_hash)
-        return True
-
-    def will_not_have(self, mm_hash: str) -> None:
-        """It could not be made. Who was told otherwise finds out by asking."""
-        self._encoded.pop(mm_hash, None)
-
-    def has_again(self, mm_hash: str) -> None:
-        """It had been evicted meanwhile."""
-        self._encoded[mm_hash] = None
-        if len(self._encoded) > _MAX_ENCODED:
-            self._encoded.popitem(last=False)
-        for listener in self._listeners:
-            listener.encoded.append(mm_hash)
+    def drop_feature(self, mm_hash: str) -> None:
+        """Name a feature no more that could not be made."""
+        self._features.pop(mm_hash, None)
 
     def state_changed(self, ready: bool, epoch: int) -> None:
-        """Tell all listeners now whether the instance takes work, and its epoch."""
+        """Report at once whether the instance takes work, and its epoch."""
         self._ready, self._epoch = ready, epoch
-        for listener in self._listeners:
-            listener.much_changed.set()
+        self._state_changed.set()
+        self._state_changed = asyncio.Event()
 
     def close(self) -> None:
-        """End all streams, each with a last report that says so."""
+        """End all streams, each with a last report that the instance takes no work."""
         self._is_closed = True
         self.state_changed(False, self._epoch)
 
@@ -128,149 +82,20 @@ class Reporter:
         return Reply(headers=(NDJSON,), stream=self._stream())
 
     async def _stream(self) -> AsyncGenerator[bytes, None]:
-        listener = _Listener(list(self._open.elements()), list(self._encoded))
-        self._listeners.add(listener)
-        try:
-            while True:
-                received, listener.received = listener.received[:_MAX_NAMES], listener.received[_MAX_NAMES:]
-                encoded, listener.encoded = listener.encoded[:_MAX_NAMES], listener.encoded[_MAX_NAMES:]
-                has_more = bool(listener.received or listener.encoded)
-                listener.num_changes = 0
-                listener.much_changed.clear()
-                report = instance_state.Report(
-                    load=self._load(),
-                    ready=self._ready and not self._is_closed,
-                    received=received,
-                    encoded=encoded,
-                    epoch=self._epoch,
-                )
-                yield msgspec.json.encode(report) + b"\n"
-                if self._is_closed:
-                    return
-                await asyncio.sleep(_LEAST_INTERVAL_S)
-                if not has_more:
-                    with suppress(TimeoutError):
-                        async with asyncio.timeout(self._interval_s - _LEAST_INTERVAL_S):
-                            await listener.much_changed.wait()
-        finally:
-            self._listeners.discard(listener)
-
-
-#: After so many seconds without work a rate is old: the machine may be another by now.
-_FRESH_S = 60.0
-#: With fewer prompt tokens a step's time is its own, not that of the tokens: a probe's, or that of what the cache
-#: does not hold of a prompt.
-_FEWEST_TOKENS = 16
-#: Of a new sequence in the mean of output lengths, of a new prompt in that of tokens per character.
-_GAIN = 0.05
-
-
-class StageRates:
-    """Rates of the stages and lengths of answers and prompts.
-
-    Each method is called on one thread only; readers may see a value that is one batch old.
-
-    Attributes:
-        mean_output_tokens: of sequences that ended here; 0: none has.
-        tokens_per_character: of prompts, media apart; 0: there was none.
-        busy_s: seconds that each stage has computed, by its letter; a step with prompts counts as prefill.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._fits = {stage: RateFit() for stage in Stage}
-        self._measured_s = dict.fromkeys(Stage, 0.0)
-        self.mean_output_tokens = 0.0
-        self.tokens_per_character = 0.0
-        self.busy_s = {stage.value: 0.0 for stage in Stage}
-
-    def report(self) -> dict[str, StageRate]:
-        """By stage, without those that have not worked."""
-        now = self._clock()
-        return {
-            stage.value: StageRate(fit.base_s, fit.unit_s, is_fresh=now - self._measured_s[stage] < _FRESH_S)
-            for stage, fit in self._fits.items()
-            if fit.weight
-        }
-
-    def encoded(self, num_pixels: int, seconds: float) -> None:
-        """A batch of images kept the encoder busy, on the tower's thread."""
-        self.busy_s[Stage.ENCODE] += seconds
-        self._fits[Stage.ENCODE].observe(num_pixels, seconds)
-        self._measured_s[Stage.ENCODE] = self._clock()
-
-    def stepped(self, output: ScheduleOutput, seconds: float) -> None:
-        """A step that has just ended, on the engine's thread.
-
-        A step without prompts is one of decodes; of a mixed one, what its decodes take is not the prompts'.
-        """
-        num_decodes = len(output.decodes)
-        stage = Stage.PREFILL if output.prefills else Stage.DECODE
-        self.busy_s[stage] += seconds
-        units = num_decodes
-        if stage is Stage.PREFILL:
-            units = output.num_tokens - num_decodes
-            seconds -= self._fits[Stage.DECODE].unit_s * num_decodes
-        if stage is Stage.DECODE or units >= _FEWEST_TOKENS:
-            self._fits[stage].observe(units, seconds)
-            self._measured_s[stage] = self._clock()
-        for sequence in output.decodes:
-            if sequence.state is SequenceState.FINISHED:
-                self.mean_output_tokens = _towards(self.mean_output_tokens, len(sequence.output_ids))
-
-    def prompted(self, num_characters: int, num_tokens: int) -> None:
-        """A prompt's text became so many tokens, media apart, on the thread that tokenises."""
-        if num_characters:
-            self.tokens_per_character = _towards(self.tokens_per_character, num_tokens / num_characters)
-
-
-def _towards(mean: float, value: float) -> float:
-    return mean + _GAIN * (value - mean) if mean else float(value)
-
-
-#: What a batch weighs after the next one: about the last twenty count.
-_MEMORY = 0.95
-#: A batch counts as so many times longer or shorter than expected at most: what else a machine does is noise.
-_OUTLIER = 4.0
-#: Relative spread of sizes below which they cannot tell the two parts of a rate apart.
-_SPREAD = 0.05
-#: The least part of a batch's time that goes by its size.
-_LEAST_UNIT_SHARE = 0.02
-
-
-@dataclass(slots=True)
-class RateFit:
-    """``seconds = base_s + unit_s * units`` by least squares over batches, older ones counting less.
-
-    Neither part is negative. Where all batches are of one size, the base stays as it was; the rest goes by size.
-    ``weight`` is that of the batches so far; 0: there was none.
-    """
-
-    base_s: float = 0.0
-    unit_s: float = 0.0
-    weight: float = 0.0
-    _units: float = 0.0
-    _seconds: float = 0.0
-    _squares: float = 0.0
-    _products: float = 0.0
-
-    def observe(self, units: float, seconds: float) -> None:
-        """One batch of ``units`` > 0 took ``seconds`` > 0; others are ignored."""
-        if units <= 0 or seconds <= 0:
-            return
-        if self.weight > 2:
-            expected = self.base_s + self.unit_s * units
-            seconds = min(max(seconds, expected / _OUTLIER), expected * _OUTLIER)
-        self.weight = _MEMORY * self.weight + 1
-        self._units = _MEMORY * self._units + units
-        self._seconds = _MEMORY * self._seconds + seconds
-        self._squares = _MEMORY * self._squares + units * units
-        self._products = _MEMORY * self._products + units * seconds
-        mean_units, mean_s = self._units / self.weight, self._seconds / self.weight
-        variance = self._squares / self.weight - mean_units**2
-        if variance > (_SPREAD * mean_units) ** 2:
-            slope = (self._products / self.weight - mean_units * mean_s) / variance
-        else:
-            slope = (mean_s - self.base_s) / mean_units
-        self.unit_s = min(max(slope, _LEAST_UNIT_SHARE * mean_s / mean_units), mean_s / mean_units)
-        self.base_s = max(mean_s - self.unit_s * mean_units, 0.0)
+        named = 0
+        while True:
+            changed = self._state_changed
+            report = instance_state.Report(
+                load=self._load(),
+                ready=self._ready and not self._is_closed,
+                received=[key for number, key in self._calls if number > named],
+                encoded=[mm_hash for mm_hash, number in self._features.items() if number > named],
+                epoch=self._epoch,
+            )
+            named = self._number
+            yield msgspec.json.encode(report) + b"\n"
+            if self._is_closed:
+                return
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._interval_s):
+                    await changed.wait()

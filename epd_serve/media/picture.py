@@ -3,9 +3,9 @@
 The gateway and the encode instances share this file, so that they agree on what a picture is: the size that the
 gateway reads from the header is the size of the picture that the encoder opens.
 
-A plain JPEG or PNG tells its size in its first bytes, without being opened. Only files about which nothing is left
-to find out are answered so: no EXIF or XMP, which may turn the picture, no unusual coding, no damage in what is
-read, few scans and chunks. All others are Pillow's, which gives the same sizes for those that are answered here.
+The size of a plain JPEG or PNG is read from its first bytes (:func:`plain_size`). All other files are Pillow's,
+which gives the same sizes. Pillow looks at all parts of a file, and a few megabytes can keep it busy for an hour:
+it runs in the processes of :mod:`epd_serve.media.decoder`.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ from __future__ import annotations
 import io
 import re
 import struct
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 
 from PIL import Image, UnidentifiedImageError
 
 from epd_serve.errors import InvalidRequest, TooLarge
-from epd_serve.media.structure import MARKER, Essentials, check_structure, essentials
 
 #: Width and height that a picture has at most when it is read with ``detail: "low"``, as in OpenAI's API.
 LOW_DETAIL_PIXELS = 512
@@ -70,7 +69,7 @@ def pixel_size(data: bytes, limits: MediaLimits) -> tuple[int, int]:
     Raises InvalidRequest for a file that is no supported image or has too many pixels, TooLarge for one with
     too many bytes.
     """
-    with _readable(data, limits, head_only=True) as (image, orientation):
+    with _readable(data, limits) as (image, orientation):
         width, height = image.size
         return (height, width) if orientation in _QUARTER_TURNS else (width, height)
 
@@ -98,7 +97,7 @@ def open_image(
 
 
 @contextmanager
-def _readable(data: bytes, limits: MediaLimits, *, head_only: bool = False) -> Iterator[tuple[Image.Image, int]]:
+def _readable(data: bytes, limits: MediaLimits) -> Iterator[tuple[Image.Image, int]]:
     """The opened, not yet decoded file and its orientation; whatever Pillow raises inside becomes InvalidRequest.
 
     The orientation is what stands before the pixels: a decoder may find more EXIF behind them.
@@ -107,14 +106,12 @@ def _readable(data: bytes, limits: MediaLimits, *, head_only: bool = False) -> I
         raise InvalidRequest("the image is empty (0 bytes)")
     if len(data) > limits.max_bytes:
         raise TooLarge(f"the image has {len(data)} bytes; at most {limits.max_bytes} are accepted")
-    check_structure(data)
-    file = essentials(data, head_only=head_only)
     try:
-        with Image.open(io.BytesIO(file.data), formats=FORMATS) as image:
+        with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(data), formats=FORMATS) as image:
             width, height = image.size
             if width * height > limits.max_pixels:
                 raise _too_many_pixels(f"{width}×{height} = {width * height}", limits)
-            yield image, _orientation(image, file)
+            yield image, _orientation(image)
     except UnidentifiedImageError as error:
         raise InvalidRequest(
             f"the data is no image that can be read (it starts with {bytes(data[:8])!r}); "
@@ -132,10 +129,10 @@ def _too_many_pixels(found: str, limits: MediaLimits) -> InvalidRequest:
     )
 
 
-def _orientation(image: Image.Image, file: Essentials) -> int:
+def _orientation(image: Image.Image) -> int:
     """Orientation 1..8 that the header gives in EXIF, else in XMP; 1 (upright) where it says nothing sensible."""
     value = None
-    exif, xmp = file.exif or image.info.get("exif"), file.xmp or image.info.get("xmp")
+    exif, xmp = image.info.get("exif"), image.info.get("xmp")
     if isinstance(exif, bytes):
         value = exif_orientation(exif)
     if value is None and isinstance(xmp, bytes):
@@ -183,7 +180,7 @@ def exif_orientation(exif: bytes) -> int | None:
 
 
 #: What is looked at of a file, and what mostly is enough.
-HEADER_BYTES = 64 * 1024
+HEADER_BYTES = 128 * 1024
 _SHORT_BYTES = 4 * 1024
 
 _PNG = b"\x89PNG\r\n\x1a\n"
@@ -191,49 +188,28 @@ _PNG = b"\x89PNG\r\n\x1a\n"
 _PLAIN_CHUNKS = frozenset({b"sRGB", b"gAMA", b"pHYs", b"cHRM", b"sBIT", b"bKGD", b"tIME"})
 #: (bit depth, colour type)
 _PNG_KINDS = frozenset({(8, 0), (8, 2), (8, 4), (8, 6), (1, 0), (2, 0), (4, 0)})
-_JPEG = b"\xff\xd8\xff"
-_JFIF, _COMMENT, _DQT, _DHT, _DRI, _SOS = 0xFFE0, 0xFFFE, 0xFFDB, 0xFFC4, 0xFFDD, 0xFFDA
+_JPEG, _EXIF = b"\xff\xd8\xff", b"Exif\0\0"
+_DQT, _SOS, _APP1 = 0xFFDB, 0xFFDA, 0xFFE1
 #: Baseline, extended sequential and progressive frames, all of Huffman codes.
-_PROGRESSIVE = 0xFFC2
-_FRAMES = frozenset({0xFFC0, 0xFFC1, _PROGRESSIVE})
-#: Segments that say nothing of the size.
-_SKIPPED = frozenset({_DHT, _DRI, _COMMENT})
+_FRAMES = frozenset({0xFFC0, 0xFFC1, 0xFFC2})
+#: Segments that say nothing of the size: tables of codes, comments, and what programs have for themselves.
+_SKIPPED = frozenset({0xFFC4, 0xFFDD, 0xFFFE, 0xFFE0, *range(0xFFE2, 0xFFF0)})
 #: Tables of bytes, each behind its number.
 _DQT_TABLES = re.compile(rb"(?:[\x00-\x0f].{64})+", re.DOTALL)
 _SEGMENT = struct.Struct(">HH").unpack_from
 _FRAME = struct.Struct(">HHB").unpack_from
 
 
-#: Markers of a progressive JPEG, chunks of a PNG: more are counted where there is time
-#: (:mod:`epd_serve.media.structure`).
-_FEW_MARKERS = 64
-_FEW_CHUNKS = 256
-
-
 def plain_size(data: bytes) -> tuple[int, int] | None:
-    """(width, height) in pixels, or None where Pillow should look."""
-    if data[:3] == _JPEG:
-        found = _jpeg_size(data[:_SHORT_BYTES]) or _jpeg_size(data[:HEADER_BYTES])
-        if found is None:
-            return None
-        size, is_one_scan = found
-        is_plain = is_one_scan or sum(1 for _ in islice(MARKER.finditer(data), _FEW_MARKERS + 1)) <= _FEW_MARKERS
-        return size if is_plain else None
-    if data[:8] != _PNG:
-        return None
-    position, num_chunks = 8, 0
-    while position < len(data) and num_chunks <= _FEW_CHUNKS:
-        position += 12 + int.from_bytes(data[position : position + 4])
-        num_chunks += 1
-    if num_chunks > _FEW_CHUNKS:
-        return None
-    return _png_size(data[:_SHORT_BYTES]) or _png_size(data[:HEADER_BYTES])
+    """Return (width, height) in pixels as displayed; None where Pillow should look."""
+    read = _jpeg_size if data[:3] == _JPEG else _png_size if data[:8] == _PNG else None
+    return None if read is None else read(data[:_SHORT_BYTES]) or read(data[:HEADER_BYTES])
 
 
-def _jpeg_size(head: bytes) -> tuple[tuple[int, int], bool] | None:
-    """Return the size in a file whose segments up to the first scan are plain; and if that scan must be all."""
+def _jpeg_size(head: bytes) -> tuple[int, int] | None:
+    """Return the size in a file whose segments up to the first scan are plain."""
     size: tuple[int, int] | None = None
-    num_components = 0
+    orientation: int | None = None
     position, last = 2, len(head) - 4
     while position <= last:
         marker, length = _SEGMENT(head, position)
@@ -255,11 +231,13 @@ def _jpeg_size(head: bytes) -> tuple[tuple[int, int], bool] | None:
             if components not in (1, 3) or length != 8 + 3 * components or not width or not height:
                 return None
             size = width, height
-            num_components = 0 if marker == _PROGRESSIVE else components
+        elif marker == _APP1:
+            if orientation is not None or head[start : start + len(_EXIF)] != _EXIF:
+                return None  # XMP may turn the picture as well
+            orientation = exif_orientation(head[start:position]) or 1
         elif marker == _SOS:
-            is_one_scan = length > 2 and head[start] == num_components
-            return None if size is None else (size, is_one_scan)
-        elif marker != _JFIF or length < 16 or head[start : start + 5] != b"JFIF\x00":
+            return size[::-1] if size is not None and orientation in _QUARTER_TURNS else size
+        else:
             return None
     return None
 

@@ -9,7 +9,7 @@ that no demuxer is tried that opens other files or addresses. A frame list is JP
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -125,20 +125,13 @@ def read_list(frames: Sequence[bytes], fps: float, limits: VideoLimits) -> Video
     return facts
 
 
-def read_frames(
-    data: bytes,
-    facts: VideoFacts,
-    indices: Sequence[int],
-    before: Callable[[int], None] = lambda num_pixels: None,
-) -> Iterator[NDArray[np.uint8]]:
-    """The frames with these numbers, which do not fall, as RGB [height, width, 3].
+def read_frames(data: bytes, facts: VideoFacts, indices: Sequence[int]) -> Iterator[NDArray[np.uint8]]:
+    """Decode the frames with these numbers, which do not fall, to RGB [height, width, 3].
 
-    ``before`` is told of a frame's pixels before any is decoded. Raises InvalidRequest for a file that is broken
-    or is not what its facts say.
+    Raises InvalidRequest for a file that is broken or is not what its facts say.
     """
     import numpy as np  # the gateway has none, and reads no frame
 
-    before(facts.width * facts.height)
     if facts.is_list:
         for image in _listed(data, facts, indices):
             yield np.asarray(image)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -134,7 +134,6 @@ def as_dict(result: Recommendation, evaluator: Evaluator, found: Found) -> dict[
         "recommended": str(result.chosen.candidate),
         "rate": result.rate,
         "answer": result.answer,
-        "duties": [asdict(one) for one in result.duties],
         "goodput": result.chosen.goodput,
         "cost": result.chosen.cost,
         "bottleneck": result.chosen.bound.bottleneck.value,
@@ -161,11 +160,6 @@ def as_dict(result: Recommendation, evaluator: Evaluator, found: Found) -> dict[
 def _show(result: Recommendation, evaluator: Evaluator, found: Found, console: Console, *, explain: bool) -> None:
     for sentence in result.answer:
         console.print(sentence, highlight=False)
-    duties = Table("instances", "do", "on")
-    for one in result.duties:
-        names = one.names[0] if len(one.names) == 1 else f"{one.names[0]} to {one.names[-1]}"
-        duties.add_row(one.instances, one.stages, names if names == "cpu" else f"{one.device} ({names})")
-    console.print(duties)
     if not explain:
         return
     console.print(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from epd_serve.bench.types import Share
@@ -31,9 +31,9 @@ class MeanRequest:
 
     @classmethod
     def of(cls, requests: Sequence[SimRequest]) -> MeanRequest:
-        """Take the means of ``requests``. Equal images count once: they are encoded once; a video is several."""
+        """Take the means of ``requests``. Equal images count once: they are encoded once."""
         distinct = {item.mm_hash: item for one in requests for item in one.media}.values()
-        num, num_images = len(requests), sum(item.num_pictures for item in distinct)
+        num, num_images = len(requests), len(distinct)
         return cls(
             num_images=num_images / num,
             image_pixels=sum(item.num_pixels for item in distinct) / num_images if num_images else 0.0,
@@ -54,13 +54,11 @@ class Bound:
         rate: requests per second at which the first device is busy all the time.
         bottleneck: the stage that keeps that device busiest.
         loads: seconds of each stage per request, on one instance that does nothing else.
-        shares: seconds of each stage per request on the device that does the most of it.
     """
 
     rate: float
     bottleneck: Stage
     loads: dict[Stage, float]
-    shares: dict[Stage, float]
 
 
 def stage_seconds(
@@ -118,7 +116,6 @@ def bound(deployment: SimDeployment, mean: MeanRequest, *, ttft_s: float | None,
         rate=1 / totals[worst] if totals[worst] > 0 else float("inf"),
         bottleneck=max(busy[worst], key=lambda stage: busy[worst][stage]),
         loads=loads,
-        shares={stage: max(device[stage] for device in busy.values()) for stage in Stage},
     )
 
 
@@ -130,7 +127,7 @@ def _together(stages: dict[Stage, float], deployment: SimDeployment, device: str
     language = stages[Stage.PREFILL] + stages[Stage.DECODE]
     tower = stages[Stage.ENCODE]
     here = [one for one in deployment.instances if f"{one.host}/{one.device}" == device]
-    if all(one.dual_stream for one in here) and here[0].profile.kind == "analytic":
+    if here[0].profile.kind == "analytic":
         profile = here[0].profile
         compute = profile.compute_share * (tower + stages[Stage.PREFILL]) + 0.1 * stages[Stage.DECODE]
         return max(language, tower, compute)
@@ -172,14 +169,13 @@ class Goal:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """``goodput``: the highest rate found that lasts, at most the bound; ``attained``: what was seen, by rate."""
+    """``goodput``: the highest rate found that lasts, at most the bound; ``reason``: why there is none."""
 
     candidate: Candidate
     goodput: float
     objective: float
     cost: float
     bound: Bound
-    attained: dict[float, Share] = field(default_factory=dict)
     reason: str = ""
 
 
@@ -270,16 +266,15 @@ class Evaluator:
         """
         try:
             limit = self.bound(candidate)
-            attained: dict[float, Share] = {}
 
             def keeps(rate: float) -> bool:
                 if rate > limit.rate:
                     return False
-                attained[rate] = self.attainment(candidate, rate, max(int(self.count(rate) * fraction), 20))
-                return attained[rate].value >= self.goal.target
+                share = self.attainment(candidate, rate, max(int(self.count(rate) * fraction), 20))
+                return share.value >= self.goal.target
 
             if at_least and not (keeps(at_least) and self._confirm(candidate, at_least, fraction)[0]):
-                return self._evaluation(candidate, 0.0, limit, attained)
+                return self._evaluation(candidate, 0.0, limit)
             rate = at_least or 0.9 * min(limit.rate, _MOST_RATE)
             low, high, step = at_least, math.inf, 1.12
             while math.isinf(high) and rate < _MOST_RATE:  # up to what is too much
@@ -302,9 +297,9 @@ class Evaluator:
                     high = middle
             low = self._lasting(candidate, low, fraction)
         except NoWay as error:
-            none = Bound(rate=0.0, bottleneck=Stage.PREFILL, loads={}, shares={})
-            return replace(self._evaluation(candidate, 0.0, none, {}), objective=-math.inf, reason=str(error))
-        return self._evaluation(candidate, low, limit, attained)
+            none = Bound(rate=0.0, bottleneck=Stage.PREFILL, loads={})
+            return replace(self._evaluation(candidate, 0.0, none), objective=-math.inf, reason=str(error))
+        return self._evaluation(candidate, low, limit)
 
     def _lasting(self, candidate: Candidate, rate: float, fraction: float) -> float:
         """The rate, or one below it, at which a long simulation keeps the target without growing queues; 0.0 where
@@ -331,9 +326,7 @@ class Evaluator:
         share = attainment(outcome, self.goal.ttft_s, self.goal.tpot_s)
         return share.value >= self.goal.target and is_steady(outcome.jobs), outcome
 
-    def _evaluation(
-        self, candidate: Candidate, goodput: float, limit: Bound, attained: dict[float, Share]
-    ) -> Evaluation:
+    def _evaluation(self, candidate: Candidate, goodput: float, limit: Bound) -> Evaluation:
         cost = candidate.cost(self.fleet)
         return Evaluation(
             candidate=candidate,
@@ -341,7 +334,6 @@ class Evaluator:
             objective=goodput - self.goal.beta * cost,
             cost=cost,
             bound=limit,
-            attained=dict(sorted(attained.items())),
         )
 
 
@@ -375,8 +367,7 @@ def _repeated(requests: Sequence[SimRequest], count: int) -> list[SimRequest]:
         one = requests[index]
         if lap:
             images = tuple((f"{name}+{lap}", pixels) for name, pixels in one.images)
-            videos = tuple((f"{name}+{lap}", pixels, count) for name, pixels, count in one.videos)
-            one = replace(one, at_s=one.at_s + lap * (span + step), images=images, videos=videos)
+            one = replace(one, at_s=one.at_s + lap * (span + step), images=images)
         found.append(one)
     return found
 

@@ -9,25 +9,12 @@ from dataclasses import dataclass, replace
 from epd_serve.bench.statistics import percentile
 from epd_serve.plan.deployment import deployment_yaml
 from epd_serve.plan.evaluate import Evaluation, Evaluator
-from epd_serve.plan.pools import Fleet
-from epd_serve.plan.space import Candidate, monolithic
+from epd_serve.plan.space import monolithic
 from epd_serve.plan.strategies import Found
-from epd_serve.topology.notation import members_of
-from epd_serve.types import Stage
 
 #: A disaggregated plan must be so much better than monolithic instances: a simulation is off by
 #: smaller gains.
 WORTH = 0.03
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Duty:
-    """Equal instances of a plan: as the topology writes them, their stages, their kind of device and its names."""
-
-    instances: str
-    stages: str
-    device: str
-    names: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +31,6 @@ class Recommendation:
     chosen: Evaluation
     rate: float | None
     answer: list[str]
-    duties: list[Duty]
     ranking: list[Evaluation]
     deployment: str
 
@@ -64,7 +50,6 @@ def recommend(
         chosen=chosen,
         rate=rate,
         answer=[*_answer(evaluator, chosen, highest, rate), *_context(evaluator, chosen, whole, ranking)],
-        duties=duties_of(chosen.candidate, evaluator.fleet),
         ranking=ranking,
         deployment=deployment_yaml(evaluator, chosen),
     )
@@ -83,18 +68,6 @@ def _best_monolithic(evaluator: Evaluator, found: Found) -> Evaluation | None:
         variants = dict.fromkeys(replace(one.candidate, line=line, pools=best.pools) for one in found.ranking)
         seen = [one for one in map(evaluator.evaluate, variants) if one.goodput > 0]
     return max(seen, key=lambda one: one.objective, default=None)
-
-
-def duties_of(candidate: Candidate, fleet: Fleet) -> list[Duty]:
-    """Return the duty of each device of a plan."""
-    found: list[Duty] = []
-    for unit, pool, names in candidate.layout(fleet):
-        stages = "; ".join(
-            ", ".join(stage.name.lower() for stage in Stage if stage in member.role.stages)
-            for member in members_of(unit)
-        )
-        found.append(Duty(instances=str(unit), stages=stages, device=pool.device, names=names))
-    return found
 
 
 def _answer(evaluator: Evaluator, chosen: Evaluation, highest: Evaluation, rate: float | None) -> list[str]:

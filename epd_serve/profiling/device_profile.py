@@ -22,7 +22,7 @@ from epd_serve.cost.profile import Line, Profile
 from epd_serve.engine.kv_memory import KVMemory
 from epd_serve.engine.pace.step_timer import StepTimer, encode_seconds, median_s
 from epd_serve.engine.step import LanguageRunner, StepExecutor
-from epd_serve.models.family import DecoderKind, Family
+from epd_serve.models.family import Family
 from epd_serve.models.language import LanguageModel
 from epd_serve.models.loader import load_family
 from epd_serve.models.tower import Tower
@@ -198,10 +198,9 @@ def step_timer(
     device: Device,
     family: Family,
     clock: Callable[[], float],
-    decoder: DecoderKind | None = None,
 ) -> Iterator[tuple[StepTimer, LanguageModel]]:
-    """A language model with KV memory of its own; ``decoder``: other than the family's."""
-    language = LanguageModel(options.model, options.dtype, device, decoder=decoder)
+    """Load the language model, with KV memory of its own."""
+    language = LanguageModel(options.model, options.dtype, device)
     layout = KVLayout(
         num_layers=language.num_layers,
         num_kv_heads=language.num_kv_heads,

@@ -20,7 +20,7 @@ class Clock:
         self._numbers = count()
 
     def at(self, seconds: float, run: Callable[[], None]) -> None:
-        """``seconds`` in the past mean now."""
+        """Call ``run`` at a time; one in the past means now."""
         heapq.heappush(self._events, (max(seconds, self.now), next(self._numbers), run))
 
     def after(self, seconds: float, run: Callable[[], None]) -> None:
@@ -28,11 +28,10 @@ class Clock:
 
     @property
     def has_events(self) -> bool:
-        """Whether anything is to come."""
         return bool(self._events)
 
     def run(self, until: Callable[[], bool]) -> None:
-        """Until it is so. Raises RuntimeError where nothing happens any more before that."""
+        """Run events until a condition holds. Raises RuntimeError where none is left before that."""
         events = self._events
         while not until():
             if not events:
@@ -42,19 +41,19 @@ class Clock:
             run()
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Activity:
     """A step or a batch that computes.
 
     Attributes:
         compute, bandwidth: of the device's peak, the part that it uses when it is alone.
-        work_s: what it takes alone; done_s of that is done.
+        work_s: its seconds alone; ``done_s`` of these are done.
     """
 
     compute: float
     bandwidth: float
     work_s: float
-    on_end: Callable[[], None]
+    on_end: Callable[[], None] = lambda: None
     done_s: float = 0.0
     rate: float = 1.0
     since_s: float = 0.0
@@ -76,61 +75,36 @@ class SimDevice:
         self._busy_since = 0.0
 
     def start(self, activity: Activity) -> None:
-        """``on_end`` is called when it is done."""
+        """Begin an activity; its ``on_end`` is called when it is done."""
         if not self._active:
             self._busy_since = self._clock.now
         self._active.append(activity)
         activity.since_s = activity.begun_s = self._clock.now
         self._share()
 
-    def stop(self, activity: Activity) -> None:
-        """It is given up: ``on_end`` is not called any more. Idempotent."""
-        if activity in self._active:
-            self._remove(activity)
-            self._share()
-
-    def progress(self, activity: Activity) -> float:
-        """Alone-seconds of it that are done by now."""
-        done = activity.done_s + (self._clock.now - activity.since_s) * activity.rate
-        return min(done, activity.work_s)
-
-    def shorten(self, activity: Activity, work_s: float) -> None:
-        """It ends after so many of its alone-seconds."""
-        activity.done_s = self.progress(activity)
-        activity.since_s = self._clock.now
-        activity.work_s = max(work_s, activity.done_s)
-        self._schedule(activity)
-
-    def _remove(self, activity: Activity) -> None:
-        self._active.remove(activity)
-        activity.version += 1
-        if not self._active:
-            self.busy_s += self._clock.now - self._busy_since
-
     def _share(self) -> None:
         compute = bandwidth = 0.0
-        if len(self._active) > 1:  # what is alone has all
+        if len(self._active) > 1:  # a single one has everything
             compute = sum(one.compute for one in self._active)
             bandwidth = sum(one.bandwidth for one in self._active)
         rate = 1 / max(1.0, compute, bandwidth)
         for one in self._active:
             if rate != one.rate or not one.version:
-                self._rerate(one, rate)
+                one.done_s = min(one.done_s + (self._clock.now - one.since_s) * one.rate, one.work_s)
+                one.since_s, one.rate = self._clock.now, rate
+                self._schedule_end(one)
 
-    def _rerate(self, activity: Activity, rate: float) -> None:
-        activity.done_s = self.progress(activity)
-        activity.since_s = self._clock.now
-        activity.rate = rate
-        self._schedule(activity)
-
-    def _schedule(self, activity: Activity) -> None:
+    def _schedule_end(self, activity: Activity) -> None:
         activity.version += 1
         version = activity.version
 
         def end() -> None:
-            if activity.version == version:
-                self._remove(activity)
-                self._share()
-                activity.on_end()
+            if activity.version != version:
+                return
+            self._active.remove(activity)
+            if not self._active:
+                self.busy_s += self._clock.now - self._busy_since
+            self._share()
+            activity.on_end()
 
         self._clock.after((activity.work_s - activity.done_s) / activity.rate, end)

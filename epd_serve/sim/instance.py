@@ -32,12 +32,13 @@ class Reservation:
     hashes: list[bytes]
     arrival_s: float
     granted: Callable[[Any], None]
-    is_over: bool = False
 
 
 class SimInstance:
-    """Args:
-    on_prompt, on_end: told of a sequence with its first token, and of one with its last.
+    """One instance on its device.
+
+    Args:
+        on_prompt, on_end: called with a sequence at its first token, and at its last.
     """
 
     def __init__(
@@ -48,35 +49,24 @@ class SimInstance:
         *,
         on_prompt: Callable[[SimInstance, Sequence], None],
         on_end: Callable[[Sequence], None],
-        on_tokens: Callable[[Sequence, int, float], None] | None = None,
     ) -> None:
         self.spec = spec
         self._clock = clock
-        self._device = device
         self._on_end = on_end
         self.ready = True
         self.pid = 1
         self.features: FeatureCache[int] = FeatureCache(_FEATURE_BYTES, IDLE_FEATURES)
+        self.tower = TowerSide(device, spec)
         self.language: LanguageSide | None = None
-        self._takes_turns = takes_turns = not spec.dual_stream
-        self.tower = TowerSide(
-            device,
-            spec,
-            may_start=self._tower_may_start,
-            on_idle=lambda: self.language.kick() if takes_turns and self.language is not None else None,
-        )
         if spec.role.has_language_model:
             self.language = LanguageSide(
                 clock,
                 device,
                 spec,
-                has_feature=self.holds_feature,
+                has_feature=lambda key: key in self.features,
                 on_prompt=lambda sequence: on_prompt(self, sequence),
                 on_end=self._ended,
-                on_tokens=on_tokens,
                 on_free=self._grant,
-                may_start=lambda: not (takes_turns and self.tower.is_busy),
-                on_step=self.tower.kick if takes_turns else lambda: None,
             )
         self._waiting: deque[Reservation] = deque()
         self._granting = False
@@ -84,9 +74,8 @@ class SimInstance:
         self.received: list[str] = []
         self.is_changed = True
         self._mean_output = 0.0
-        self._lanes: dict[
-            str, tuple[float, float]
-        ] = {}  # (is free at, the last prompt was computed at), by target
+        #: (the lane is free at, the last prompt was computed at), by target
+        self._lanes: dict[str, tuple[float, float]] = {}
         self._rates = self._stage_rates()
 
     # ------------------------------------------------------------------ what it says
@@ -113,7 +102,6 @@ class SimInstance:
             kv_token_bytes=profile.kv_token_bytes,
             tokens_per_pixel=1 / profile.pixels_per_token if profile.pixels_per_token else 0.0,
             feature_token_bytes=profile.feature_token_bytes,
-            splits_videos=True,
         )
 
     def load(self) -> Load:
@@ -121,7 +109,6 @@ class SimInstance:
         num_encodes, num_pixels = len(tower.flights), tower.num_waiting_pixels
         if language is None:
             return Load(num_waiting_encodes=num_encodes, num_waiting_pixels=num_pixels, rates=self._rates)
-        language.settle(cut=False)
         return Load(
             num_waiting_encodes=num_encodes,
             num_waiting_pixels=num_pixels,
@@ -129,7 +116,7 @@ class SimInstance:
             num_waiting=language.num_waiting,
             num_waiting_tokens=language.num_waiting_tokens if self.spec.role.prefills else 0,
             num_expected=self.num_expected,
-            num_refused=sum(not one.is_over for one in self._waiting),
+            num_refused=len(self._waiting),
             free_blocks=language.pool.num_free,
             total_blocks=language.pool.capacity,
             mean_output_tokens=self._mean_output,
@@ -159,19 +146,15 @@ class SimInstance:
             rates[Stage.DECODE.value] = StageRate(max(2 * one - two, 0.0), (two - one) / 8)
         return rates
 
-    def _tower_may_start(self) -> bool:
-        if not self._takes_turns or self.language is None or not self.language.is_busy:
-            return True
-        self.language.settle()  # behind the step under way it is the tower's turn
-        return False
-
     # ------------------------------------------------------------------ what it does
 
-    def holds_feature(self, key: str) -> bool:
-        return key in self.features
+    def receive(self, stage: Stage, request_id: str) -> None:
+        """Note a call for the next report."""
+        self.received.append(stage.value + request_id)
+        self.is_changed = True
 
     def take_feature(self, key: str, owner: str, nbytes: int) -> None:
-        """A feature has come for a request."""
+        """Keep the feature of a request."""
         self.features.put(key, nbytes, nbytes, owner, beyond=True)
         if self.language is not None:
             self.language.take_feature(key)
@@ -204,35 +187,19 @@ class SimInstance:
         self._lanes[target] = free_s, now
         return free_s - now
 
-    def drop_all(self) -> None:
-        """The process has died; another one comes up later."""
-        self.ready = False
-        self.pid += 1
-        self.tower.drop_all()
-        if self.language is not None:
-            self.language.drop_all()
-        self._waiting.clear()
-        self.features = FeatureCache(_FEATURE_BYTES, IDLE_FEATURES)
-        self.num_expected = 0
-        self.received.clear()
-        self._lanes.clear()
-
     def _grant(self) -> None:
-        """Give blocks to what waits for them, in order."""
+        """Give blocks to waiting reservations, in order."""
         self.is_changed = True
         if self._granting or self.language is None:
             return
         self._granting = True
         while self._waiting:
             first = self._waiting[0]
-            if not first.is_over:
-                blocks = self.language.reserve(first.num_tokens, first.hashes, first.arrival_s)
-                if blocks is None:
-                    break
-                self._waiting.popleft()
-                first.granted(blocks)
-            else:
-                self._waiting.popleft()
+            blocks = self.language.reserve(first.num_tokens, first.hashes, first.arrival_s)
+            if blocks is None:
+                break
+            self._waiting.popleft()
+            first.granted(blocks)
         self._granting = False
 
     def _ended(self, sequence: Sequence) -> None:
@@ -242,100 +209,70 @@ class SimInstance:
         self._on_end(sequence)
 
 
-Encoded = Callable[[bool], None]
-
-
 @dataclass(slots=True, eq=False)
 class _Item:
     key: str
-    pixels: list[int]
-    done: list[Encoded] = field(default_factory=list)
-
-    @property
-    def num_pixels(self) -> int:
-        return sum(self.pixels)
+    num_pixels: int
+    done: list[Callable[[], None]] = field(default_factory=list)
 
 
 class TowerSide:
-    """``may_start``: asked before each batch; ``on_idle``: told behind each one."""
+    """The encoder, its queue and its store of features."""
 
-    def __init__(
-        self,
-        device: SimDevice,
-        spec: SimInstanceSpec,
-        *,
-        may_start: Callable[[], bool],
-        on_idle: Callable[[], None],
-    ) -> None:
+    def __init__(self, device: SimDevice, spec: SimInstanceSpec) -> None:
         self._device = device
         self._spec = spec
-        self._may_start = may_start
-        self._on_idle = on_idle
         self._budget = find_image_budget(spec)
         self.store: FeatureCache[int] = FeatureCache(_FEATURE_BYTES)
         self._waiting: list[_Item] = []
         self.flights: dict[str, _Item] = {}
-        self._activity: Activity | None = None
+        self.is_busy = False
         self.made: list[str] = []
         self.num_encoded = 0
-
-    @property
-    def is_busy(self) -> bool:
-        return self._activity is not None
 
     @property
     def num_waiting_pixels(self) -> int:
         return sum(item.num_pixels for item in self.flights.values())
 
-    def encode(self, key: str, pixels: list[int], done: Encoded) -> None:
-        """Encode an item of one picture, or of several. ``done`` is told whether the feature was there already."""
+    def encode(self, key: str, num_pixels: int, done: Callable[[], None]) -> None:
+        """Encode a picture, unless its feature is there; then call ``done``."""
         if self.store.acquire(key, "use") is not None:
             self.store.release("use", key)
-            done(True)
+            done()
             return
-        flight = self.flights.get(key)
-        if flight is not None:
-            flight.done.append(done)
+        if key in self.flights:
+            self.flights[key].done.append(done)
             return
         self.num_encoded += 1
-        item = self.flights[key] = _Item(key, pixels, [done])
+        item = self.flights[key] = _Item(key, num_pixels, [done])
         self.made.append(key)
         self._waiting.append(item)
-        self.kick()
+        self._begin()
 
-    def kick(self) -> None:
-        if self._activity is not None or not self._waiting or not self._may_start():
+    def _begin(self) -> None:
+        if self.is_busy or not self._waiting:
             return
         batch = schedule_encodes(self._waiting, self._budget)
         del self._waiting[: len(batch)]
-        pixels, profile = [count for item in batch for count in item.pixels], self._spec.profile
+        pixels, profile = [item.num_pixels for item in batch], self._spec.profile
         seconds = profile.encode_s(pixels)
         compute = bandwidth = 1.0
         if profile.kind == "analytic" and len(profile.encode) == 2:
             busy = [(line.seconds(pixels) - profile.encode[0].base_s) / seconds for line in profile.encode]
             compute, bandwidth = profile.compute_share * busy[0], profile.bandwidth_share * busy[1]
-        self._activity = Activity(compute, bandwidth, seconds, lambda: self._encoded(batch))
-        self._device.start(self._activity)
-
-    def drop_all(self) -> None:
-        """The process has died."""
-        if self._activity is not None:
-            self._device.stop(self._activity)
-        self._activity = None
-        self._waiting.clear()
-        self.flights.clear()
-        self.made.clear()
-        self.store = FeatureCache(_FEATURE_BYTES)
+        self.is_busy = True
+        self._device.start(
+            Activity(compute=compute, bandwidth=bandwidth, work_s=seconds, on_end=lambda: self._encoded(batch))
+        )
 
     def _encoded(self, batch: list[_Item]) -> None:
-        self._activity = None
-        token_bytes, profile = self._spec.profile.feature_token_bytes, self._spec.profile
+        self.is_busy = False
+        profile = self._spec.profile
         for item in batch:
             del self.flights[item.key]
-            nbytes = token_bytes * sum(map(profile.image_tokens, item.pixels))
+            nbytes = profile.feature_token_bytes * profile.image_tokens(item.num_pixels)
             self.store.put(item.key, nbytes, nbytes, "use", beyond=True)
             self.store.release("use", item.key)
             for done in item.done:
-                done(False)
-        self._on_idle()
-        self.kick()
+                done()
+        self._begin()

@@ -28,29 +28,11 @@ _COLLECT = 200_000, 20, 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fault:
-    """An instance dies and is there again ``down_s`` later."""
-
-    at_s: float
-    instance: str
-    down_s: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class SimDeployment:
     """Instances behind one gateway."""
 
     instances: tuple[SimInstanceSpec, ...]
     routing: Routing = "least_loaded"
-    label: str = ""
-
-    @property
-    def num_devices(self) -> int:
-        """The number of devices; those of tensor-parallel instances count one by one."""
-        widths: dict[str, int] = {}
-        for one in self.instances:
-            widths[one.device] = max(widths.get(one.device, 1), one.profile.tensor_parallel)
-        return sum(widths.values())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +50,6 @@ class Outcome:
     busy: dict[str, float]
     encoded: int
     num_steps: int
-    num_preempted: int
     num_events: int
     gateways: list[SimGateway]
     instances: dict[str, SimInstance]
@@ -109,8 +90,6 @@ def simulate(
     deployment: SimDeployment,
     requests: Sequence[SimRequest],
     *,
-    gaps: bool = False,
-    faults: Sequence[Fault] = (),
     give_up: Callable[[list[Job]], bool] | None = None,
     operator: Operator | None = None,
     routers: Sequence[Router] = (),
@@ -118,7 +97,6 @@ def simulate(
     """Run all requests to their ends. The same arguments give the same outcome.
 
     Args:
-        gaps: whether each token's time is kept.
         give_up: asked after each report with what has ended; True ends the run there.
         operator: changes instances, each alone on its device.
         routers: those of several gateways, to which requests go in turn; else one has the deployment's.
@@ -148,9 +126,6 @@ def simulate(
             spec,
             on_prompt=lambda instance, sequence: gateway_of(sequence).prompt_done(instance, sequence),
             on_end=lambda sequence: gateway_of(sequence).ended(sequence),
-            on_tokens=(lambda sequence, count, now: gateway_of(sequence).tokens(sequence, count, now))
-            if gaps
-            else None,
         )
         one.pid = pid
         every.append(one)
@@ -190,27 +165,11 @@ def simulate(
         given_up = given_up or (give_up is not None and give_up(done))
         clock.after(REPORT_S, report)
 
-    def die(fault: Fault) -> None:
-        instance = instances[fault.instance]
-        instance.drop_all()
-        for gateway in gateways:
-            gateway.lost(fault.instance)
-        clock.after(fault.down_s, lambda: back(instance))
-
-    def back(instance: SimInstance) -> None:
-        instance.ready = True
-        for gateway in gateways:
-            gateway.table.update(instance.spec.name, instance.info(), contains=0)
-
     if operator is not None:
         operator.begin(clock, gateways[0], instances, start)
     if jobs:
         clock.at(jobs[0].sent_s, lambda: arrive(0))
     clock.at(0.0, report)
-    for fault in faults:
-        if fault.instance not in instances:
-            raise ValueError(f"a fault of {fault.instance!r}; there are {', '.join(instances)}")
-        clock.at(fault.at_s, lambda fault=fault: die(fault))  # type: ignore[misc]
 
     def languages() -> list[LanguageSide]:
         """Also of instances that were rebuilt in another role on the way."""
@@ -219,31 +178,17 @@ def simulate(
     with _seldom_collecting():
         clock.run(lambda: len(done) == len(jobs) or given_up)
         seconds = clock.now
-        clock.run(lambda: given_up or not any(one.is_busy for one in languages()))  # of what died in between
+        clock.run(lambda: given_up or not any(one.is_busy for one in languages()))  # their last steps
     return Outcome(
         jobs=jobs,
         seconds=seconds,
         busy={name: device.busy_s / seconds if seconds else 0.0 for name, device in devices.items()},
         encoded=sum(one.tower.num_encoded for one in every),
         num_steps=sum(one.num_steps for one in languages()),
-        num_preempted=sum(one.num_preempted for one in languages()),
         num_events=clock.num_events,
         gateways=gateways,
         instances=instances,
     )
-
-
-def check_books(outcome: Outcome) -> None:
-    """Raise AssertionError unless all blocks and features are back once all requests have ended."""
-    assert not any(gateway.num_open for gateway in outcome.gateways), "requests are open"
-    for instance in outcome.instances.values():
-        instance.tower.store.check_integrity()
-        instance.features.check_integrity()
-        assert not instance.features.num_owners, f"{instance.spec.name}: features are held"
-        if instance.language is not None:
-            pool = instance.language.pool
-            pool.check_integrity()
-            assert pool.num_free == pool.capacity, f"{instance.spec.name}: blocks are held"
 
 
 DEFAULT = Batching()
@@ -259,7 +204,6 @@ def build(
     host_of: Callable[[str], str] = lambda device: "host0",
     block_size: int | None = None,
     num_blocks: int | None = None,
-    dual_stream: bool = True,
 ) -> SimDeployment:
     """Instances on their devices as ``epd-serve up`` would place them.
 
@@ -286,11 +230,10 @@ def build(
             num_blocks=num_blocks or 2,
             block_size=size,
             batching=batching(one.role) if callable(batching) else batching,
-            dual_stream=dual_stream,
             runs_ahead=device != CPU,
         )
         if num_blocks is None:
             towers = any(other.role.encodes for other in neighbours)
             spec = with_memory(spec, share=1 / num_models, beside_tower=towers)
         specs.append(spec)
-    return SimDeployment(instances=tuple(specs), routing=routing, label=str(topology))
+    return SimDeployment(instances=tuple(specs), routing=routing)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
 
 from epd_serve.config.sections import BatchingOrder
 from epd_serve.cost.profile import Profile
@@ -26,7 +25,6 @@ class Batching:
     max_num_tokens: int = 2048
     max_num_seqs: int = 64
     image_budget_pixels: int = 8 << 20
-    policy: Literal["stage-level", "unlimited"] = "stage-level"
     order: BatchingOrder = "fcfs"
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -38,7 +36,6 @@ class SimInstanceSpec:
 
     Attributes:
         host, device: instances of one device slow each other down.
-        dual_stream: False: tower and language model of this instance take turns, as in a monolithic engine.
         runs_ahead: its next step is planned when one begins.
     """
 
@@ -50,7 +47,6 @@ class SimInstanceSpec:
     num_blocks: int
     block_size: int = 16
     batching: Batching = Batching()
-    dual_stream: bool = True
     runs_ahead: bool = False
 
     @property
@@ -62,8 +58,6 @@ class SimInstanceSpec:
     def limit_s(self) -> float | None:
         """LATENCY_max of its steps and encodes."""
         batching = self.batching
-        if batching.policy != "stage-level":
-            return None
         return latency_limit_s(self.role, ttft_s=batching.ttft_s, tpot_s=batching.tpot_s)
 
 

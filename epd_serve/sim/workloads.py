@@ -1,4 +1,4 @@
-"""Requests to simulate: the workloads of ``epd-serve bench``, Mooncake traces, access logs and lines of sizes."""
+"""Requests to simulate: the workloads of ``epd-serve bench``, Mooncake traces and access logs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from epd_serve.bench.workloads.lengths import Size
 from epd_serve.bench.workloads.options import parse_count, parse_factor, parse_switch, read_lines, split_spec
 from epd_serve.bench.workloads.synthetic import PRESETS
 from epd_serve.bench.workloads.trace import BLOCK_TOKENS, parse_line
-from epd_serve.protocol.wire import USUAL_FPS, MediaRef
+from epd_serve.protocol.wire import MediaRef
 
 #: Of an image whose size is not known: ShareGPT-4o's mean (EPD-Serve, section 4.1).
 IMAGE_PIXELS = 802 * 652
@@ -34,7 +34,6 @@ class SimRequest:
     Attributes:
         at_s: when it is sent.
         images: (name, pixels) of each; equal names are the same image.
-        videos: (name, pixels of a frame, frames) of each; two frames are as much as an image.
         num_text_tokens: of the prompt, images apart.
         num_output_tokens: that it gets.
         prefix: names of the prompt's leading parts of ``prefix_tokens`` tokens each, for prefix reuse.
@@ -45,7 +44,6 @@ class SimRequest:
     num_text_tokens: int
     num_output_tokens: int
     images: tuple[tuple[str, int], ...] = ()
-    videos: tuple[tuple[str, int, int], ...] = ()
     prefix: tuple[int, ...] = ()
     prefix_tokens: int = 512
     max_tokens: int | None = None
@@ -55,16 +53,8 @@ class SimRequest:
             raise ValueError(f"{self}: a request has a prompt, an answer and a time of 0 or later")
 
     @property
-    def modality(self) -> str:
-        return "image" if self.images else "video" if self.videos else "text"
-
-    @property
     def media(self) -> list[MediaRef]:
-        videos = (
-            MediaRef(name, pixels, 1, "video", num_frames=num_frames, fps=USUAL_FPS)
-            for name, pixels, num_frames in self.videos
-        )
-        return [*(MediaRef(name, pixels, 1) for name, pixels in self.images), *videos]
+        return [MediaRef(name, pixels, 1) for name, pixels in self.images]
 
     @property
     def num_pixels(self) -> int:
@@ -99,8 +89,7 @@ class Load:
 
 
 def read_load(spec: str, *, rate: float | None = None, count: int, seed: int, tokens_of_image: int = 0) -> Load:
-    """A workload as ``epd-serve bench`` writes it, whose ``trace:FILE`` may also be the gateway's access log, or
-    have lines of sizes, ``{"at_s": 0.5, "images": [["cat", 500000]], "text_tokens": 12, "output_tokens": 64}``.
+    """Read a workload as ``epd-serve bench`` writes it; its ``trace:FILE`` may also be the gateway's access log.
 
     The rate of a file with times is its own unless another is given. The access log knows prompts as a whole:
     ``tokens_of_image`` of them are each image's. Texts of files count four characters a token.
@@ -157,16 +146,6 @@ class _Logged(msgspec.Struct):
     stages: list[_Stage] = []
 
 
-class _Sizes(msgspec.Struct):
-    """A line of sizes: images as [name, pixels], videos as [name, pixels of a frame, frames]."""
-
-    at_s: Annotated[float, msgspec.Meta(ge=0)]
-    text_tokens: _Count
-    output_tokens: _Count
-    images: list[tuple[str, _Count]] = []
-    videos: list[tuple[str, _Count, _Count]] = []
-
-
 def _request(line: Mapping[str, Any], tokens_of_image: int, scale: float) -> SimRequest | None:
     """Return the request of a line; None for one of an access log that was never computed."""
     if "input_length" in line:
@@ -175,18 +154,9 @@ def _request(line: Mapping[str, Any], tokens_of_image: int, scale: float) -> Sim
         if not line["prompt_tokens"] or not line.get("completion_tokens"):
             return None
         return _logged(msgspec.convert(line, _Logged), tokens_of_image)
-    if "text_tokens" in line:
-        one = msgspec.convert(line, _Sizes)
-        return SimRequest(
-            at_s=one.at_s,
-            images=tuple(one.images),
-            videos=tuple(one.videos),
-            num_text_tokens=one.text_tokens,
-            num_output_tokens=one.output_tokens,
-        )
     raise ValueError(
-        "neither a Mooncake trace (timestamp, input_length, output_length), nor an access log (prompt_tokens, "
-        "completion_tokens), nor text_tokens, output_tokens, at_s and images"
+        "neither a Mooncake trace (timestamp, input_length, output_length) nor an access log (prompt_tokens, "
+        "completion_tokens)"
     )
 
 

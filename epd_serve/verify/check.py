@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -41,6 +43,23 @@ class Result(msgspec.Struct, kw_only=True, frozen=True):
     reason: str = ""
     seconds: float = 0.0
     curl: str = ""
+
+
+class Report(msgspec.Struct):
+    """The results of one server."""
+
+    url: str
+    model: str
+    results: list[Result]
+
+    def counts(self) -> str:
+        """Return how many checks had each outcome, in words."""
+        counts = Counter(one.outcome for one in self.results)
+        return ", ".join(f"{number} {outcome}" for outcome, number in counts.items())
+
+    def write(self, directory: Path) -> None:
+        """Write verify.json."""
+        (directory / "verify.json").write_bytes(msgspec.json.format(msgspec.json.encode(self)))
 
 
 #: A check's function; it may return what was seen.

@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from epd_serve.verify import answers, api, faults, media
-from epd_serve.verify.check import CHECKS, SUITES, Check, Failed, Outcome, Result, Skipped, Unjudged
+from epd_serve.verify.check import CHECKS, SUITES, Check, Failed, Outcome, Report, Result, Skipped, Unjudged
 from epd_serve.verify.client import Client
 from epd_serve.verify.faults import admin_commands
-from epd_serve.verify.report import Report
 
 #: The modules that enter their checks.
 ENTERED = (api, answers, media, faults)

@@ -14,11 +14,11 @@ import pybase64
 from blake3 import blake3
 
 from epd_serve.errors import InvalidRequest, TooLarge
-from epd_serve.media.picture import low_detail_size, pixel_size, plain_size
-from epd_serve.media.video import VideoLimits, pack_frames, read_list
+from epd_serve.media.picture import low_detail_size, plain_size
+from epd_serve.media.video import VideoLimits, pack_frames
 from epd_serve.protocol.openai.messages import MediaSource
 from epd_serve.protocol.wire import MediaRef
-from epd_serve.types import MODALITIES, Modality, VideoFacts
+from epd_serve.types import MODALITIES, Modality
 from proxy.media.fetch import MediaFetcher
 from proxy.media.probe import MediaProbe
 from proxy.settings import GatewaySettings
@@ -131,10 +131,7 @@ class MediaLoader:
             else:
                 async with fetches:
                     data = await self._fetcher.fetch(source.url)
-            size = self._plain_size(data)
-            if size is None:
-                # Always in a thread: a small file can have thousands of parts.
-                size = await asyncio.to_thread(pixel_size, data, self._settings.media_limits)
+            size = self._plain_size(data) or await self._probe.picture(data)
         except InvalidRequest as error:
             error.param = source.param
             raise
@@ -156,7 +153,8 @@ class MediaLoader:
         limits = settings.video_limits
         is_list = source.is_inline and source.url[: len(_FRAME_LIST)].lower() == _FRAME_LIST
         if is_list:
-            data, facts = await asyncio.to_thread(_read_list, source, limits)
+            data = await asyncio.to_thread(_read_list, source, limits)
+            facts = await self._probe.frame_list(data, source.sampling.fps or 1.0)
         else:
             data = await self._bytes(source, fetches, limits.max_bytes)
             facts = await self._probe.video(data)
@@ -246,8 +244,8 @@ _MAX_SAMPLED_FRAMES = 768
 _FRAME_LIST = "data:video/jpeg;"
 
 
-def _read_list(source: MediaSource, limits: VideoLimits) -> tuple[bytes, VideoFacts]:
-    """The frames of a list that are wanted, as one file."""
+def _read_list(source: MediaSource, limits: VideoLimits) -> bytes:
+    """Return the frames of a list that are wanted, as one file."""
     sampling = source.sampling
     header, comma, text = source.url.partition(",")
     header, parts = header + comma, text.split(",")
@@ -257,8 +255,7 @@ def _read_list(source: MediaSource, limits: VideoLimits) -> tuple[bytes, VideoFa
         raise InvalidRequest(
             f"the video has {len(parts)} frames; at most {limits.max_frames} are taken", code="video_too_large"
         )
-    frames = [decode_data_url(header, part, limits.max_bytes, "video")[1] for part in parts]
-    return pack_frames(frames), read_list(frames, 1.0 if sampling.fps is None else sampling.fps, limits)
+    return pack_frames([decode_data_url(header, part, limits.max_bytes, "video")[1] for part in parts])
 
 
 def _decoded(source: MediaSource, max_bytes: int) -> tuple[str, bytes]:

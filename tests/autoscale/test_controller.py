@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import pytest
-from fluid import STEP, Fluid
+from fluid import Fluid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epd_serve.autoscale.controller import Controller, Kind, Order
+from epd_serve.autoscale.controller import DEADLINE_S, Controller, Kind, Order
 from epd_serve.autoscale.instance_load import InstanceLoad
 from epd_serve.autoscale.pressure import Limits
 from epd_serve.config.elastic import ElasticConfig
@@ -104,20 +103,19 @@ def test_an_encoder_that_is_needed_stays(num: int, part: float, decodes: float) 
     assert max(decision.pressures.get(Stage.ENCODE, 0.0) for decision in fluid.decisions) <= 1, fluid.layout()
 
 
-def test_the_reason_says_what_is_late_and_what_is_done() -> None:
+def test_a_late_stage_gets_instances_one_after_the_other() -> None:
     fluid = Fluid(roles=["E", "E", "E", "P", "D"], load={Stage.DECODE: 2 * MOST_TOKENS}, switch_s=3.0)
     one = controller()
     fluid.flow(one, 2.0)
     fluid.load = {Stage.DECODE: 3 * MOST_TOKENS}
     fluid.flow(one, 60.0)
-    first = fluid.orders[0]
-    assert first.kind is Kind.SWITCH
-    assert first.reason.startswith("decode is at ")
-    assert "i0 goes from E to D" in first.reason
-    reasons = {decision.kind: decision.reason for decision in fluid.decisions}
-    assert set(reasons) >= {Kind.CALM, Kind.COOLDOWN, Kind.SWITCHING}, reasons
-    assert "s too young for another" in reasons[Kind.COOLDOWN]
-    assert reasons[Kind.SWITCHING].endswith("is on its way from E to D")
+    assert fluid.orders[0].order == Order(instance="i0", role=Role.parse("D"))
+    assert {decision.kind for decision in fluid.decisions} >= {
+        Kind.CALM,
+        Kind.SWITCH,
+        Kind.COOLDOWN,
+        Kind.SWITCHING,
+    }
     assert fluid.layout() == ["D", "D", "D", "E", "P"]
 
 
@@ -126,7 +124,7 @@ def test_a_switch_that_does_not_come_fails_at_its_deadline() -> None:
     fluid = Fluid(roles=["E", "E", "P", "D"], load={Stage.DECODE: 2 * MOST_TOKENS}, switch_s=1e9)
     fluid.flow(one, 60.0)
     failed = [decision for decision in fluid.decisions if decision.kind is Kind.FAILED]
-    assert [decision.reason for decision in failed] == ["i0 is still no D after 30 s: the switch has failed"]
+    assert [decision.at_s - fluid.orders[0].at_s for decision in failed] == [pytest.approx(DEADLINE_S, abs=1)]
 
 
 def test_an_order_that_fails_late_says_nothing_of_the_next_one() -> None:
@@ -139,7 +137,7 @@ def test_an_order_that_fails_late_says_nothing_of_the_next_one() -> None:
     assert first is not None and second is not None and first.instance != second.instance
     one.failed(first)  # as the one that carries it out hears at last
     fluid.flow(one, 1.0)
-    assert fluid.decisions[-1].reason == f"{second.instance} is on its way from E to D"
+    assert fluid.decisions[-1].kind is Kind.SWITCHING
 
 
 def test_a_switch_that_somebody_else_orders_counts_for_the_cooldown() -> None:
@@ -201,17 +199,5 @@ def test_instances_that_are_still_to_come_are_waited_for() -> None:
     one = controller()
     starting = [one.decide(float(at), seen(e0=True, e1=True, p0=at > 30, d0=False)) for at in range(60)]
     assert {decision.kind for decision in starting} == {Kind.STARTING}
-    assert starting[0].reason == "no instance has served prefill and decode so far"
-    assert starting[-1].reason == "no instance has served decode so far"
     later = [one.decide(float(at), seen(e0=True, e1=True, p0=True, d0=True)) for at in range(60, 90)]
     assert {decision.kind for decision in later} == {Kind.CALM}
-
-
-@pytest.mark.parametrize("wrong", [{"roles": ()}, {"cooldown_s": 0.0}])
-def test_options_that_cannot_be_are_refused(wrong: dict[str, object]) -> None:
-    with pytest.raises(ValueError):
-        ElasticConfig(**wrong)  # type: ignore[arg-type]
-
-
-def test_the_load_of_this_file_is_what_it_says() -> None:
-    assert math.isclose(STEP.seconds(30), 0.05)

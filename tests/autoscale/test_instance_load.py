@@ -28,33 +28,29 @@ def table(**loads: dict[str, Any]) -> InstanceTable:
     return made
 
 
-def test_prompts_wait_for_a_full_decode_instance() -> None:
-    """It has refused them, be it for blocks, places or the time of a step."""
-    prefill, decode = instance_loads(
-        table(p0={"num_waiting_tokens": 15}, d0={"num_expected": 5, "num_refused": 5, "num_running": 1})
-    )
-    assert prefill.waits(Stage.PREFILL) == 0
-    assert decode.waits(Stage.DECODE) == pytest.approx(5 * 50 * 0.021)
-    assert decode.num_decoding == 1
+FULL = {"num_expected": 5, "num_refused": 5, "num_running": 1}
+_WAITING_S = 5 * 50 * 0.021
 
 
-def test_prompts_that_p_has_are_its_own_queue() -> None:
-    prefill, decode = instance_loads(
-        table(
-            p0={"num_waiting_tokens": 100, "num_waiting": 4, "num_running": 1},
-            d0={"num_expected": 5, "num_refused": 5, "num_running": 1},
-        )
-    )
-    assert prefill.waits(Stage.PREFILL) == pytest.approx(0.11)
-    assert decode.waits(Stage.DECODE) == 0
-
-
-def test_a_decode_instance_with_places_holds_nobody_up() -> None:
-    prefill, decode = instance_loads(
-        table(p0={"num_waiting_tokens": 15}, d0={"num_expected": 5, "num_running": 1})
-    )
-    assert prefill.waits(Stage.PREFILL) == pytest.approx(0.025)
-    assert decode.waits(Stage.DECODE) == 0
+@pytest.mark.parametrize(
+    ("at_p", "at_d", "prefill_s", "decode_s"),
+    [
+        # D has refused them, be it for blocks, places or the time of a step
+        pytest.param({"num_waiting_tokens": 15}, FULL, 0, _WAITING_S, id="D is full"),
+        pytest.param(
+            {"num_waiting_tokens": 100, "num_waiting": 4, "num_running": 1}, FULL, 0.11, 0, id="P has them"
+        ),
+        pytest.param(
+            {"num_waiting_tokens": 15}, {"num_expected": 5, "num_running": 1}, 0.025, 0, id="D has places"
+        ),
+    ],
+)
+def test_prompts_wait_where_they_are_held_up(
+    at_p: dict[str, Any], at_d: dict[str, Any], prefill_s: float, decode_s: float
+) -> None:
+    prefill, decode = instance_loads(table(p0=dict(at_p), d0=dict(at_d)))
+    assert prefill.waits(Stage.PREFILL) == pytest.approx(prefill_s)
+    assert decode.waits(Stage.DECODE) == pytest.approx(decode_s)
 
 
 @pytest.mark.parametrize(("running", "waiting"), [(0, 0), (6, 1), (8, 3)])
@@ -127,8 +123,6 @@ def test_what_is_sent_counts_once() -> None:
 
 
 def test_items_that_are_encoded_hold_up_their_prompts() -> None:
-    full = {"num_expected": 5, "num_refused": 5, "num_running": 1}
-    _, _, decode = instance_loads(
-        table(e0={"num_waiting_encodes": 5, "num_waiting_pixels": 100}, p0={"num_waiting_tokens": 15}, d0=full)
-    )
+    encoding = {"num_waiting_encodes": 5, "num_waiting_pixels": 100}
+    _, _, decode = instance_loads(table(e0=encoding, p0={"num_waiting_tokens": 15}, d0=dict(FULL)))
     assert decode.waits(Stage.DECODE) == 0

@@ -1,152 +1,160 @@
-"""The loop that runs the controller live: a real table, real orders' outcomes."""
+"""``epd-serve autoscale`` as a client of the admin API: its looks, orders and reports."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
-from instance_info import instance_info
-from pydantic import ValidationError
+from aiohttp import web
 
-from epd_serve.autoscale.controller import Order
-from epd_serve.autoscale.instance_load import InstanceLoad, from_json, instance_loads, to_json
-from epd_serve.autoscale.role_loop import RoleLoop
+from epd_serve.autoscale.drift import WINDOW
+from epd_serve.autoscale.instance_load import InstanceLoad, to_json
+from epd_serve.autoscale.role_loop import autoscale
 from epd_serve.config import DeploymentConfig
-from epd_serve.protocol.instance_state import InstanceInfo, Load
-from epd_serve.routing.table import InstanceTable
-from epd_serve.rpc.admin import AdminClient, AdminRefused, AdminUnreachable
-from epd_serve.types import StageRate
+from epd_serve.rpc.admin import AdminClient
+from epd_serve.types import Role, StageRate
 
 SLO = {"ttft_ms": 2000, "tpot_ms": 50}
-GiveOrder = Callable[[Order], Awaitable[None]]
-Look = Callable[[], Awaitable[Sequence[InstanceLoad]]]
-OPTIONS = {"cooldown_s": 0.1}
+QUICK = {"cooldown_s": 0.1}
 
 
-class Looping(RoleLoop):
-    """A loop over a table, with the decisions that it reported."""
+@dataclass
+class Gateway:
+    """An admin API whose decode instance is late until another one helps.
 
-    def __init__(self, here: InstanceTable, give: GiveOrder, look: Look | None = None, **options: Any) -> None:
-        config = DeploymentConfig.model_validate({"slo": SLO, "elastic": OPTIONS | options})
-        super().__init__(config, AdminClient("http://127.0.0.1:1"))
-        self.here, self.give, self.look_at = here, give, look
-        self.decisions: list[dict[str, Any]] = []
+    Attributes:
+        refusal: status with which orders are refused; 0: they are carried out.
+        blind: looks that fail, from the first on.
+    """
 
-    async def look(self) -> Sequence[InstanceLoad]:
-        return await self.look_at() if self.look_at else from_json(to_json(instance_loads(self.here)))
+    refusal: int = 0
+    blind: int = 0
+    roles: dict[str, str] = field(default_factory=lambda: {"e0": "E", "e1": "E", "p0": "P", "d0": "D"})
+    orders: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    reported: list[dict[str, Any]] = field(default_factory=list)
+    asked_after: list[int] = field(default_factory=list)
+    served: list[dict[str, Any]] = field(default_factory=list)
 
-    async def report(self, decision: dict[str, Any]) -> None:
-        self.decisions.append(decision)
+    async def answer(self, request: web.Request) -> web.Response:
+        if request.path == "/load":
+            self.blind -= 1
+            return _refused(503) if self.blind >= 0 else web.json_response(self.load())
+        if request.path == "/requests/served":
+            after = int(request.query["after"])
+            self.asked_after.append(after)
+            return web.json_response({"last": len(self.served), "requests": self.served[after:]})
+        if request.path == "/elastic":
+            self.reported.append(await request.json())
+            return web.json_response({})
+        body = await request.json()
+        self.orders.append((request.path, body))
+        if self.refusal:
+            return _refused(self.refusal)
+        self.roles[request.path.split("/")[2]] = body["role"]
+        return web.json_response({})
+
+    def load(self) -> dict[str, Any]:
+        num_decoding = 100.0 if list(self.roles.values()).count("D") == 1 else 10.0
+        seen = [
+            InstanceLoad(
+                name=name,
+                role=Role.parse(role),
+                num_decoding=num_decoding if role == "D" else 0.0,
+                step=StageRate(0.02, 1e-3),
+            )
+            for name, role in self.roles.items()
+        ]
+        return {"instances": to_json(seen), "tokens_per_pixel": 0.25}
 
 
-def info(name: str, role: str, num_running: int = 0) -> InstanceInfo:
-    return instance_info(name, role, load=Load(num_running=num_running, rates={"D": StageRate(0.02, 0.001)}))
+def _refused(status: int) -> web.Response:
+    return web.json_response({"error": {"message": "not now"}}, status=status)
 
 
-def table(roles: dict[str, str], num_running: int) -> InstanceTable:
-    made = InstanceTable([(name, "") for name in roles])
-    for name, role in roles.items():
-        made.update(name, info(name, role, num_running if role == "D" else 0), contains=0)
-    return made
-
-
-async def run_until(looping: Looping, condition: Callable[[], bool]) -> None:
-    running = asyncio.create_task(looping.run())
+@asynccontextmanager
+async def serving(gateway: Gateway, path: Path) -> AsyncIterator[None]:
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", gateway.answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
     try:
-        async with asyncio.timeout(300):
-            while not condition():
-                assert not running.done(), running.exception()
-                await asyncio.sleep(0.005)
+        await web.UnixSite(runner, str(path)).start()
+        yield
     finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        await runner.cleanup()
 
 
-async def test_a_late_stage_gets_an_instance_and_the_admin_plane_says_why() -> None:
-    here, given = table({"e0": "E", "e1": "E", "p0": "P", "d0": "D"}, num_running=100), []
+@asynccontextmanager
+async def controlled(gateway: Gateway, *, late: bool = False, **options: Any) -> AsyncIterator[Callable[..., Any]]:
+    """Run the command beside a gateway; yields a wait for a condition. ``late``: the gateway comes later."""
+    config = DeploymentConfig.model_validate({"slo": SLO, "elastic": QUICK | options})
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        path = Path(folder) / "admin"
+        running = asyncio.create_task(autoscale(config, AdminClient(path)))
 
-    async def give(order: Order) -> None:
-        here["e0"].drains.add("operator")
-        await asyncio.sleep(0.05)
-        here.update(order.instance, info(order.instance, str(order.role), 10), contains=0)
-        here.update("d0", info("d0", "D", 10), contains=0)
-        here["e0"].drains.clear()
-        given.append((order.instance, str(order.role)))
+        async def until(condition: Callable[[], object]) -> None:
+            async with asyncio.timeout(300):
+                while not condition():
+                    assert not running.done(), running.exception()
+                    await asyncio.sleep(0.005)
 
-    loop = Looping(here, give)
-    await run_until(loop, lambda: bool(given) and loop.decisions[-1]["kind"] == "calm")
-    assert given == [("e0", "D")]
-    switch = next(one for one in loop.decisions if one["order"])
-    assert switch["order"] == {"instance": "e0", "role": "D"}
-    assert switch["reason"].startswith("decode is at 2.4 times what the SLO allows: e0 goes from E to D")
-    assert switch["pressures"]["D"] == 2.4
+        try:
+            if late:
+                await asyncio.sleep(0.1)
+            async with serving(gateway, path):
+                yield until
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
 
 
-@pytest.mark.parametrize(
-    ("error", "said", "again"),
-    [
-        (AdminRefused(400, "e0 has no weights"), "will not become D: e0 has no weights", False),
-        (AdminRefused(503, "it drains"), "did not become D: it drains", True),
-    ],
-)
-async def test_an_order_that_fails_is_given_again_unless_it_cannot_be(
-    error: Exception, said: str, again: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    given: list[str] = []
+async def test_a_late_stage_gets_an_instance_also_after_the_gateway_was_away() -> None:
+    gateway = Gateway()
+    async with controlled(gateway, late=True) as until:
+        await until(lambda: gateway.orders and gateway.reported[-1]["kind"] == "calm")
+    assert gateway.orders == [("/instances/e0/role", {"role": "D", "deadline_s": 30.0})]
+    switch = next(one for one in gateway.reported if one["order"])
+    assert switch["order"] == {"instance": "e0", "role": "D"} and switch["pressures"]["D"] == 2.4
 
-    async def give(order: Order) -> None:
-        given.append(order.instance)
-        raise error
 
-    here = table({"e0": "E", "e1": "E", "p0": "P", "d0": "D"}, num_running=100)
-    loop = Looping(here, give)
+@pytest.mark.parametrize(("status", "second"), [(400, "e1"), (503, "e0")])
+async def test_an_order_that_fails_is_given_again_unless_it_never_can_be(status: int, second: str) -> None:
+    gateway = Gateway(refusal=status)
+    async with controlled(gateway) as until:
+        await until(lambda: len(gateway.orders) >= 2)
+    assert [path for path, _ in gateway.orders[:2]] == ["/instances/e0/role", f"/instances/{second}/role"]
+
+
+async def test_failed_looks_are_reported_once_and_are_not_the_last() -> None:
+    gateway = Gateway(blind=5)
+    async with controlled(gateway) as until:
+        await until(lambda: len(gateway.reported) > 1)
+    assert gateway.reported[0]["kind"] == "undecided" and gateway.reported[1]["kind"] != "undecided"
+
+
+async def test_served_requests_show_a_drift(caplog: pytest.LogCaptureFixture) -> None:
+    gateway = Gateway()
+    sizes = [20 + number % 5 for number in range(WINDOW)] + [400 + number % 50 for number in range(WINDOW)]
+    gateway.served = [
+        {
+            "time": f"2026-01-01T00:{number // 60:02d}:{number % 60:02d}.000Z",
+            "status": 200,
+            "images": 0,
+            "prompt_tokens": 100 + number % 7,
+            "completion_tokens": size,
+            "duration_ms": 10.0,
+        }
+        for number, size in enumerate(sizes)
+    ]
     with caplog.at_level(logging.WARNING):
-        await run_until(loop, lambda: len(given) == 2)
-    assert given == ["e0", "e0" if again else "e1"]
-    assert said in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("fault", "reason", "level"),
-    [
-        (ValueError("no table"), "ValueError: no table", logging.ERROR),
-        (AdminUnreachable("nothing answers"), "nothing answers", logging.WARNING),
-        (TimeoutError(), "the gateway does not answer", logging.WARNING),
-    ],
-)
-async def test_a_moment_that_cannot_be_judged_is_not_the_last_and_a_row_of_them_is_said_once(
-    fault: Exception, reason: str, level: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    here, looks = table({"e0": "E", "p0": "P", "d0": "D"}, num_running=0), 0
-
-    async def look() -> list[InstanceLoad]:
-        nonlocal looks
-        looks += 1
-        if looks <= 5:
-            raise fault
-        return instance_loads(here)
-
-    loop = Looping(here, never, look)
-    await run_until(loop, lambda: len(loop.decisions) > 1)
-    assert [one["kind"] for one in loop.decisions] == ["undecided", "calm"]
-    assert loop.decisions[0]["reason"] == reason
-    assert [record.levelno for record in caplog.records if record.levelno > logging.INFO] == [level]
-
-
-async def never(order: Order) -> None:
-    raise AssertionError(order)
-
-
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ({"elastic": {}}, "set slo.ttft_ms and slo.tpot_ms"),
-        ({"elastic": {"roles": []}}, "at least 1 item"),
-    ],
-)
-def test_a_section_that_cannot_be_says_what_would_be_right(values: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValidationError, match=said):
-        DeploymentConfig.model_validate(values)
+        async with controlled(gateway) as until:
+            await until(lambda: "epd-serve plan --workload trace:" in caplog.text)
+            await until(lambda: len(gateway.asked_after) > 1)
+    assert gateway.asked_after[:2] == [0, 2 * WINDOW], "each request is looked at once"

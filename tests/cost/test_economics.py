@@ -57,10 +57,6 @@ def test_table_2_and_section_4_1() -> None:
     assert kv / eq.MIB == pytest.approx(350, rel=0.01)  # "~350 MB"
     assert features == 576 * 4096 * 2
     assert round(features / eq.MIB, 1) == 4.5
-    assert 8 * kv / eq.MIB / 1000 == pytest.approx(2.8, abs=0.05)  # "a batch of 8 grows to ~2.8 GB"
-    assert pytest.approx(0.18) == 1e3 * 4.5e6 / 25e9  # "0.18 ms" takes its MB for 10**6
-    assert 1e3 * features / 25e9 == pytest.approx(0.189, abs=1e-3)
-    assert pytest.approx(23, abs=0.1) == 1e3 * 576e6 / 25e9
     # section 4.2 says of 2048 visual tokens of Qwen2.5-VL-7B "~14 MB, still ~6x smaller"; equation 2 says 8.5
     assert eq.feature_bytes(shape_of("qwen2.5-vl-7b"), 2048) / eq.MIB == 14
     assert eq.transfer_ratio(shape_of("qwen2.5-vl-7b"), 2048, 128) == pytest.approx(8.5)
@@ -68,7 +64,6 @@ def test_table_2_and_section_4_1() -> None:
 
 def test_equation_8_gives_the_31_4_percent() -> None:
     gamma = 3000 / 16000
-    assert gamma == 0.1875
     assert round(100 * eq.cost_saving(0.63, gamma), 1) == 31.4
     # table 6's own seconds give another ratio than the 0.63 that is instantiated, and so 31.8 %
     latency = eq.Latency(vision_s=6.82, transfer_s=0.45, prefill_s=1.24, decode_s=9.35)
@@ -76,11 +71,6 @@ def test_equation_8_gives_the_31_4_percent() -> None:
     assert round(100 * eq.cost_saving(latency.ratio, gamma), 1) == 31.8
     assert latency.total_s == pytest.approx(17.86)
     assert latency.transfer_s / latency.total_s == pytest.approx(0.025, abs=5e-4)
-
-
-def test_the_observed_saving_is_of_other_counts() -> None:
-    """Section 6.2 compares 2 + 2 devices with 4, which is not equation 8's balance point."""
-    assert pytest.approx(0.406, abs=5e-4) == 1 - (2 * 3000 + 2 * 16000) / (4 * 16000)
 
 
 @given(
@@ -165,14 +155,10 @@ def test_pictures_of_any_size_have_tokens_by_their_pixels() -> None:
         assert vision.num_tokens(10 * pixels, 20 * pixels) == 200
 
 
-def test_what_is_missing_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="known by name are llava"):
-        shape_of(str(tmp_path / "nothing"))
-    with pytest.raises(ValueError, match="hidden_size is None"):
-        shape_from_config({}, "empty")
+def test_prices_come_from_data_sheets_and_a_table(tmp_path: Path) -> None:
     table = tmp_path / "prices.yaml"
     table.write_text("h20: cheap\n")
-    with pytest.raises(ValueError, match="h20 costs 'cheap'; write a number above 0"):
+    with pytest.raises(ValueError, match="h20"):
         read_prices(table)
     with pytest.raises(ValueError, match="h20 has no price"):
         price_of("h20", read_prices(None))

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd_serve.cost.stages import NETWORK, NONE, SAME_DEVICE, SAME_HOST, Place, StageCosts, Work, link_between
-from epd_serve.instance.reports import RateFit
+from epd_serve.instance.rates import RateFit
 from epd_serve.types import StageRate
 
 amounts = st.floats(0, 1e9)

@@ -157,7 +157,6 @@ async def test_a_prompt_of_megabytes_is_refused_unread(deployment: LocalDeployme
         )
         error = hostile.json()["error"]
         assert hostile.status_code == 400 and error["code"] == "context_length_exceeded", error
-        assert "characters; the context holds" in error["message"]
         assert [other.status_code for other in others] == [200] * len(others)
     assert peak_bytes(p0) - before < 4 * len(data) + (256 << 20)
     assert cpu_s(p0) - spent_s < 6, "it takes 10 s to tokenise"

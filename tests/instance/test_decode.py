@@ -1,102 +1,25 @@
-"""The decode side of the hand-off: the queue for blocks moves on, and what has ended stays ended."""
+"""The decode side of the hand-off: the queue for blocks moves on, and blocks are given back."""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Sequence
-from typing import Any
+import threading
+from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 import pytest
+from hand_off import REGION, Memory, TenBlocks, decode_service, handoff, reserve
 
-from epd_serve.cache.block_pool import BlockPool, RequestBlocks
-from epd_serve.errors import InstanceFailed, InvalidRequest, Unavailable
+from epd_serve.errors import NO_ROOM, REQUEST_ENDED, InstanceFailed, InvalidRequest, Unavailable
 from epd_serve.instance.decode import DecodeService
 from epd_serve.protocol import wire
-from epd_serve.telemetry.span import Timeline
-from epd_serve.transfer.embedded import EmbeddedTransport
-from epd_serve.types import SamplingParams
+from epd_serve.transfer.transport import Piece, StillCopying, TransferError
 
-LAYOUT = wire.KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=4, dtype="float32", model="m")
+LEASE_S = 0.3
 
 
-class Engine:
-    """Ten blocks and no model."""
-
-    def __init__(self) -> None:
-        self.pool = BlockPool(11, 4)
-
-    def check_fits(self, *arguments: int) -> None: ...
-
-    def abort(self, request_id: str) -> None: ...
-
-    num_resumed = 0
-    reserving = False
-
-    def resume(self, *arguments: Any) -> None:
-        self.num_resumed += 1
-
-    def unreserve(self, blocks: RequestBlocks) -> None:
-        self.pool.release(blocks.all())
-
-    def reserve(
-        self, num_prompt_tokens: int, num_sequences: int, hashes: list[bytes], arrival_s: float, priority: int
-    ) -> RequestBlocks | None:
-        request = (num_prompt_tokens, 0, num_sequences, hashes)
-        self.reserving = self.pool.num_missing(*request) > self.pool.num_free
-        return None if self.reserving else self.pool.allocate_request(*request)
-
-    def stop_reserving(self) -> None:
-        self.reserving = False
-
-
-class Memory:
-    region = wire.Region(name="kv", nbytes=1, host_id="h", pid=1, fd=1, host="", port=0)
-    num_blocks = 11
-    staged_cells = None
-
-
-class Vocabulary:
-    special_ids: frozenset[int] = frozenset()
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        return "x" * len(token_ids)
-
-    def bytes_of(self, token_id: int) -> bytes:
-        return b"x"
-
-    def text_of(self, token_id: int) -> str | None:
-        return "x"
-
-
-def service(engine: Engine, memory: Memory, *, queue_timeout_s: float = 60) -> DecodeService:
-    parts: list[Any] = [engine, memory, Vocabulary(), LAYOUT]
-    nowhere: Any = None
-    return DecodeService(
-        *parts,
-        transport=EmbeddedTransport(path="shm"),
-        queue_timeout_s=queue_timeout_s,
-        orphan_s=10,
-        listen=lambda request_id, feed: None,
-        on_read=lambda nbytes, seconds: None,
-        timeline=Timeline(time.monotonic, lambda span: None),
-        compile=nowhere,
-    )
-
-
-def reserve(name: str, num_prompt_tokens: int, hashes: Sequence[bytes] = ()) -> wire.ReserveRequest:
-    return wire.ReserveRequest(
-        transfer_id=f"transfer {name}",
-        request_id=name,
-        num_prompt_tokens=num_prompt_tokens,
-        max_tokens=0,
-        num_sequences=1,
-        block_hashes=list(hashes),
-        layout=LAYOUT,
-        lease_s=30,
-        region=Memory.region,
-    )
+def ref(name: str = "r", reason: str = "") -> wire.TransferRef:
+    return wire.TransferRef(f"transfer {name}", name, reason=reason)
 
 
 async def cancelled_by_the_gateway(decode: DecodeService, name: str) -> None:
@@ -106,8 +29,11 @@ async def cancelled_by_the_gateway(decode: DecodeService, name: str) -> None:
     await asyncio.gather(expecting, return_exceptions=True)
 
 
+# ---------------------------------------------------------------------- the queue for blocks
+
+
 async def test_a_cancelled_request_at_the_head_of_the_queue_holds_nobody_up() -> None:
-    decode = service(Engine(), Memory())
+    decode = decode_service(TenBlocks())
     await decode.reserve(reserve("first", 24))
     large = asyncio.create_task(decode.reserve(reserve("large", 32)))
     small = asyncio.create_task(decode.reserve(reserve("small", 4)))
@@ -120,125 +46,27 @@ async def test_a_cancelled_request_at_the_head_of_the_queue_holds_nobody_up() ->
     decode.check_integrity()
 
 
-async def test_a_request_that_has_ended_is_not_waited_for() -> None:
-    decode = service(Engine(), Memory())
-    await cancelled_by_the_gateway(decode, "r")
-    with pytest.raises(Unavailable, match="has ended"):
-        await asyncio.wait_for(decode.decode(wire.DecodeRequest("r", stream=True)), 300)
-
-
 async def test_a_request_that_finds_no_room_is_refused_in_time_and_the_next_gets_its_turn() -> None:
-    engine = Engine()
-    decode = service(engine, Memory(), queue_timeout_s=0.2)
+    engine = TenBlocks()
+    decode = decode_service(engine, queue_timeout_s=0.2)
     await decode.reserve(reserve("first", 24))
     large = asyncio.create_task(decode.reserve(reserve("large", 32)))
-    await asyncio.sleep(0)  # it has begun to wait
-    decode._queue_timeout_s = 60
+    await asyncio.sleep(0.1)  # what comes now may wait longer
     small = asyncio.create_task(decode.reserve(reserve("small", 4)))
-    await asyncio.sleep(0)
-    assert len(decode.waiting) == 2, "what presses on decode, whatever it lacks"
-    with pytest.raises(Unavailable, match="no room") as refusal:
+    with pytest.raises(Unavailable) as refusal:
         await asyncio.wait_for(large, 300)
-    assert (refusal.value.status, refusal.value.code) == (503, "no_room")
+    assert (refusal.value.status, refusal.value.code) == (503, NO_ROOM)
     assert len((await asyncio.wait_for(small, 300)).block_ids) == 1
     assert (decode.num_reservations, decode.waiting) == (2, [])
     for name in ("first", "small", "large"):
-        decode.cancel(wire.TransferRef(f"transfer {name}", name))
+        decode.cancel(ref(name))
     decode.check_integrity()
     assert engine.pool.num_free == engine.pool.capacity
 
 
-async def test_a_reservation_asked_for_twice_is_one_reservation() -> None:
-    engine = Engine()
-    decode = service(engine, Memory())
-    first = await decode.reserve(reserve("a", 24))
-    assert await decode.reserve(reserve("a", 24)) == first
-    waiting = [asyncio.create_task(decode.reserve(reserve("b", 24))) for _ in range(3)]
-    await asyncio.sleep(0.01)
-    decode.cancel(wire.TransferRef("transfer a", "a"))
-    decode.grant()
-    replies = await asyncio.wait_for(asyncio.gather(*waiting), 300)
-    assert replies[0] == replies[1] == replies[2]
-    assert engine.pool.num_free == engine.pool.capacity - 6
-    await decode.complete(handoff("b", 24))
-    with pytest.raises(Unavailable):
-        await decode.reserve(reserve("b", 24))
-    assert engine.pool.num_free == engine.pool.capacity - 6, "a late repetition takes nothing"
-
-
-async def test_a_hand_over_told_twice_happens_once() -> None:
-    engine = Engine()
-    decode = service(engine, Memory())
-    await decode.reserve(reserve("r", 9))
-    for _ in range(3):
-        await decode.complete(handoff("r", 9))
-    assert engine.num_resumed == 1
-    decode.cancel(wire.TransferRef("transfer r", "r"))  # too late: the request owns the blocks
-    assert engine.pool.num_free == engine.pool.capacity - 3
-    with pytest.raises(Unavailable):
-        decode.renew(wire.TransferRef("transfer r", "r"))
-
-
-@pytest.mark.parametrize("granted", [True, False])
-async def test_a_cancellation_told_twice_or_too_early_holds(granted: bool) -> None:
-    engine = Engine()
-    decode = service(engine, Memory())
-    if granted:
-        await decode.reserve(reserve("r", 9))
-    for _ in range(2):
-        decode.cancel(wire.TransferRef("transfer r", "r", reason="the prefill instance failed"))
-        decode.check_integrity()
-    assert engine.pool.num_free == engine.pool.capacity
-    with pytest.raises(Unavailable, match="was cancelled"):
-        await decode.reserve(reserve("r", 9))
-    with pytest.raises(Unavailable, match="has ended"):
-        await decode.complete(handoff("r", 9))
-    assert engine.num_resumed == 0
-    assert engine.pool.num_free == engine.pool.capacity
-
-
-async def test_a_request_expected_twice_is_answered_once() -> None:
-    decode = service(Engine(), Memory())
-    expecting = asyncio.create_task(decode.decode(wire.DecodeRequest("r", stream=True)))
-    await asyncio.sleep(0)
-    with pytest.raises(InvalidRequest, match="being served already"):
-        await decode.decode(wire.DecodeRequest("r", stream=True))
-    assert not expecting.done()
-    decode.cancel(wire.TransferRef("t", "r", reason="the prefill instance failed"))
-    with pytest.raises(InstanceFailed, match="the prefill instance failed"):
-        await expecting
-
-
-def handoff(name: str, num_prompt_tokens: int) -> wire.Handoff:
-    return wire.Handoff(
-        transfer_id=f"transfer {name}",
-        request_id=name,
-        prompt_ids=[1] * num_prompt_tokens,
-        position_delta=0,
-        sampling=SamplingParams(seed=0),
-        max_tokens=4,
-        output=wire.OutputOptions(kind="chat", id=name, created=0, model="m"),
-        first=[wire.FirstToken(token_id=1)],
-    )
-
-
-class Taken(Engine):
-    """There are blocks for all, and a place for some."""
-
-    num_places = 0
-
-    def reserve(
-        self, num_prompt_tokens: int, num_sequences: int, hashes: list[bytes], arrival_s: float, priority: int
-    ) -> RequestBlocks | None:
-        if self.num_places < num_sequences:
-            return None
-        self.num_places -= num_sequences
-        return self.pool.allocate_request(num_prompt_tokens, 0, num_sequences, hashes)
-
-
 async def test_the_most_urgent_reservation_is_served_first_and_of_equals_the_oldest() -> None:
-    engine = Taken()
-    decode = service(engine, Memory())
+    engine = TenBlocks(num_places=0)
+    decode = decode_service(engine)
     waiting = {
         name: asyncio.create_task(
             decode.reserve(msgspec.structs.replace(reserve(name, 4), priority=priority, num_sequences=number))
@@ -255,3 +83,201 @@ async def test_the_most_urgent_reservation_is_served_first_and_of_equals_the_old
         order.append(name)
         await waiting.pop(name)
     assert order == ["urgent", "wide", "late"]
+
+
+# ---------------------------------------------------------------------- messages that come twice, or too late
+
+
+async def test_a_reservation_asked_for_twice_is_one_reservation() -> None:
+    engine = TenBlocks()
+    decode = decode_service(engine)
+    first = await decode.reserve(reserve("a", 24))
+    assert await decode.reserve(reserve("a", 24)) == first
+    waiting = [asyncio.create_task(decode.reserve(reserve("b", 24))) for _ in range(3)]
+    await asyncio.sleep(0.01)
+    decode.cancel(ref("a"))
+    decode.grant()
+    replies = await asyncio.wait_for(asyncio.gather(*waiting), 300)
+    assert replies[0] == replies[1] == replies[2]
+    assert engine.pool.num_free == engine.pool.capacity - 6
+    await decode.complete(handoff("b", 24))
+    with pytest.raises(Unavailable):
+        await decode.reserve(reserve("b", 24))
+    assert engine.pool.num_free == engine.pool.capacity - 6, "a late repetition takes nothing"
+
+
+async def test_a_hand_over_told_twice_happens_once() -> None:
+    engine = TenBlocks()
+    decode = decode_service(engine)
+    await decode.reserve(reserve())
+    for _ in range(3):
+        await decode.complete(handoff())
+    assert len(engine.resumed) == 1
+    decode.cancel(ref())  # too late: the request owns the blocks
+    assert engine.pool.num_free == engine.pool.capacity - 3
+    with pytest.raises(Unavailable):
+        decode.renew(ref())
+
+
+@pytest.mark.parametrize("granted", [True, False])
+async def test_a_cancellation_told_twice_or_too_early_holds(granted: bool) -> None:
+    engine = TenBlocks()
+    decode = decode_service(engine)
+    if granted:
+        await decode.reserve(reserve())
+    for _ in range(2):
+        decode.cancel(ref(reason="the prefill instance failed"))
+        decode.check_integrity()
+    assert engine.pool.num_free == engine.pool.capacity
+    with pytest.raises(Unavailable) as refused:
+        await decode.reserve(reserve())
+    assert refused.value.code == REQUEST_ENDED
+    with pytest.raises(Unavailable):
+        await decode.complete(handoff())
+    assert not engine.resumed and engine.pool.num_free == engine.pool.capacity
+
+
+async def test_a_request_expected_twice_is_answered_once_and_one_that_has_ended_is_not_waited_for() -> None:
+    decode = decode_service(TenBlocks())
+    expecting = asyncio.create_task(decode.decode(wire.DecodeRequest("r", stream=True)))
+    await asyncio.sleep(0)
+    with pytest.raises(InvalidRequest):
+        await decode.decode(wire.DecodeRequest("r", stream=True))
+    assert not expecting.done()
+    decode.cancel(ref(reason="the prefill instance failed"))
+    with pytest.raises(InstanceFailed, match="the prefill instance failed"):
+        await expecting
+    with pytest.raises(Unavailable):
+        await asyncio.wait_for(decode.decode(wire.DecodeRequest("r", stream=True)), 300)
+
+
+# ---------------------------------------------------------------------- reading KV
+
+
+def announcement(blocks: list[int], name: str = "r") -> wire.KVAnnouncement:
+    spans = [(50 + block, 1) for block in blocks]
+    return wire.KVAnnouncement(REGION, 0, 1, [wire.SentKV(f"transfer {name}", blocks, spans)])
+
+
+class Transport:
+    """Reads when it is let to."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.go_on = threading.Event()
+        self.error: TransferError | None = None
+        self.read_from: list[int] = []
+        self.num_reads = 0
+
+    def read(self, region: wire.Region, pieces: Sequence[Piece]) -> None:
+        self.begun.set()
+        assert self.go_on.wait(60)
+        if self.error is not None:
+            raise self.error
+        self.num_reads += 1
+        for offset, piece in pieces:
+            self.read_from.append(offset)
+            piece[:] = bytes([offset])
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.engine, self.memory, self.transport = TenBlocks(), Memory(), Transport()
+        self.decode = decode_service(self.engine, memory=self.memory, transport=self.transport)
+
+    @property
+    def num_free(self) -> int:
+        self.engine.pool.check_integrity()
+        self.decode.check_integrity()
+        return self.engine.pool.num_free
+
+    async def begin(self) -> asyncio.Task[wire.KVTaken]:
+        """D is in the middle of reading the blocks that it lacks."""
+        reply = await self.decode.reserve(reserve(hashes=[b"0", b"1"], lease_s=LEASE_S))
+        task = asyncio.create_task(self.decode.read_kv(announcement(reply.block_ids[reply.num_cached_blocks :])))
+        assert await asyncio.to_thread(self.transport.begun.wait, 300)
+        return task
+
+    async def until_free(self) -> None:
+        async with asyncio.timeout(300):
+            while self.num_free < 10:
+                self.decode.expire()
+                await asyncio.sleep(0.02)
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    bench = Bench()
+    yield bench
+    bench.transport.go_on.set()
+
+
+async def test_what_was_read_is_decoded(bench: Bench) -> None:
+    earlier = bench.engine.pool.allocate_request(8, 0)
+    bench.engine.pool.register(earlier.root[0], b"0")
+    task = await bench.begin()
+    bench.transport.go_on.set()
+    assert (await task).transfer_ids == ["transfer r"]
+    await bench.decode.complete(handoff())
+    (blocks,) = bench.engine.resumed
+    assert bench.memory.landed == blocks.root[1:3], "block 0 was cached here"
+    assert bench.transport.read_from == [50 + block for block in blocks.root[1:3]]
+    assert bench.decode.num_reservations == 0
+    assert not (await bench.decode.read_kv(announcement(blocks.root[1:3]))).transfer_ids, "too late"
+
+
+async def test_an_announcement_is_one_read_of_what_is_still_wanted(bench: Bench) -> None:
+    bench.transport.go_on.set()
+    replies = [await bench.decode.reserve(reserve(name)) for name in ("t", "u")]
+    (one,) = announcement(replies[0].block_ids, "t").parts
+    (two,) = announcement(replies[1].block_ids, "u").parts
+    given_up = announcement([9], "v").parts
+    taken = await bench.decode.read_kv(wire.KVAnnouncement(REGION, 0, 1, [one, *given_up, two]))
+    assert taken.transfer_ids == ["transfer t", "transfer u"]
+    assert bench.transport.num_reads == 1
+    assert all(bench.memory.buffer[block] == 50 + block for block in (*one.block_ids, *two.block_ids))
+    taken = await bench.decode.read_kv(wire.KVAnnouncement(REGION, 0, 0, []))
+    assert not taken.transfer_ids and bench.transport.num_reads == 2, "a first contact reads nothing"
+
+
+async def test_nothing_is_read_into_blocks_of_others(bench: Bench) -> None:
+    bench.transport.go_on.set()
+    reply = await bench.decode.reserve(reserve())
+    assert not (await bench.decode.read_kv(announcement([*reply.block_ids, 9]))).transfer_ids
+    assert not (await bench.decode.read_kv(announcement(reply.block_ids, "another"))).transfer_ids
+    assert not bench.memory.landed
+
+
+@pytest.mark.parametrize("end", ["P hangs up", "P cancels", "the client leaves", "the lease ends"])
+async def test_blocks_are_kept_while_they_are_read_into(bench: Bench, end: str) -> None:
+    task = await bench.begin()
+    if end == "P hangs up":
+        task.cancel()
+    elif end == "P cancels":
+        bench.decode.cancel(ref(reason="it failed"))
+    elif end == "the client leaves":
+        await cancelled_by_the_gateway(bench.decode, "r")
+    with pytest.raises(Unavailable):
+        await bench.decode.complete(handoff())
+    await asyncio.sleep(2 * LEASE_S)
+    bench.decode.expire()
+    assert bench.num_free == 7
+    bench.transport.go_on.set()
+    await asyncio.gather(task, return_exceptions=True)
+    await bench.until_free()
+    assert not bench.engine.resumed
+
+
+@pytest.mark.parametrize("error", [TransferError("timed out"), StillCopying("not done in time")])
+async def test_blocks_of_a_read_that_failed_go_back(bench: Bench, error: TransferError) -> None:
+    """At once where P gives up; where bytes may still arrive, since the engine copies on, after a lease."""
+    task = await bench.begin()
+    bench.transport.error = error
+    bench.transport.go_on.set()
+    with pytest.raises(InstanceFailed):
+        await task
+    assert not bench.memory.landed and bench.num_free == 7
+    bench.decode.cancel(ref(reason="it failed"))
+    bench.decode.expire()
+    assert bench.num_free == (7 if isinstance(error, StillCopying) else 10)
+    await bench.until_free()

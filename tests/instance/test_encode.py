@@ -22,6 +22,7 @@ from epd_serve.engine.device_board import DeviceBoard
 from epd_serve.engine.dual_stream import TowerStream
 from epd_serve.errors import InstanceFailed, InvalidRequest, Unavailable
 from epd_serve.instance.encode import EncodeService
+from epd_serve.instance.telemetry import InstanceTelemetry
 from epd_serve.instance.text.request_processor import RequestProcessor
 from epd_serve.models.family import TowerInputs
 from epd_serve.protocol import wire
@@ -138,18 +139,22 @@ class Bench:
         family: Family | None = None,
         num_threads: int = 2,
         feature_timeout_s: float = 300,
-        **settings: Any,
+        stream: TowerStream | None = None,
+        may_start: Callable[[], bool] = lambda: True,
+        telemetry: InstanceTelemetry | None = None,
     ) -> tuple[EncodeService, EmbeddedFeatureStore]:
         store = EmbeddedFeatureStore(self.transport, 1 << 12)
-        settings.setdefault("stream", TowerStream(get_device("cpu"), DeviceBoard(None, 0, time.monotonic)))
         parts: list[Any] = [TowerModel(tower, family or Family()), peers]
         service = EncodeService(
             *parts,
             processor=RequestProcessor(num_threads, queue_timeout_s=60),
-            feature_timeout_s=feature_timeout_s,
+            stream=stream or TowerStream(get_device("cpu"), DeviceBoard(None, 0, time.monotonic)),
+            device=get_device("cpu"),
+            telemetry=telemetry or InstanceTelemetry("e0"),
             url=HERE,
-            **settings,
+            feature_timeout_s=feature_timeout_s,
         )
+        service.may_start = may_start
         service.serve(store, deliver_here, image_budget_pixels=image_budget_pixels)
         self.services.append(service)
         return service, store
@@ -292,7 +297,10 @@ async def test_a_batch_counts_the_pixels_that_the_tower_sees(bench: Bench) -> No
         Peers(),
         may_start=gate.may_start,
         image_budget_pixels=2,
-        put=lambda span: sizes.append(span.attributes["images"]),
+        telemetry=(telemetry := InstanceTelemetry("e0")),
+    )
+    telemetry.spans.subscribe(
+        lambda span: sizes.append(int(span.attributes["images"])) if span.name == "encode" else None
     )
     calls = [
         wire.EncodeRequest("r", wire.MediaRef(letter * 64, *PICTURE.size), png(PICTURE), "http://there")
@@ -344,7 +352,9 @@ class ReadyTower:
 
 
 @pytest.mark.parametrize("held", [False, True])
-async def test_an_encoder_is_busy_with_what_it_prepares_and_with_no_second_twice(bench: Bench, held: bool) -> None:
+async def test_an_encoder_is_busy_with_what_it_prepares_and_with_no_second_twice(
+    bench: Bench, held: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tower, asked_whether, spans, busy_s = SlowTower(), threading.Event(), list[Span](), list[float]()
     tower.go.set()
     may = [not held]
@@ -361,10 +371,11 @@ async def test_an_encoder_is_busy_with_what_it_prepares_and_with_no_second_twice
         Peers(),
         family=SlowFamily(),
         may_start=may_start,
-        put=spans.append,
-        on_encoded=note,
+        telemetry=(telemetry := InstanceTelemetry("e0")),
         image_budget_pixels=1,
     )
+    telemetry.spans.subscribe(lambda span: spans.append(span) if span.name == "encode" else None)
+    monkeypatch.setattr(telemetry.rates, "encoded", note)
     since_s = time.monotonic()
     refs = [wire.MediaRef(name * 64, *PICTURE.size) for name in "ab"]
     asked = [

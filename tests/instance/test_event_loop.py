@@ -28,6 +28,7 @@ from epd_serve.instance.answer import Answer, Generation
 from epd_serve.instance.encode import EncodeService
 from epd_serve.instance.http import ControlApp, Event, Reply
 from epd_serve.instance.loading.language_weights import read_texts
+from epd_serve.instance.telemetry import InstanceTelemetry
 from epd_serve.instance.text.prompt import PromptProcessor
 from epd_serve.instance.text.request_processor import RequestProcessor
 from epd_serve.instance.text.tokenizer import Vocabulary
@@ -137,8 +138,11 @@ async def test_a_4k_image(model: Path) -> None:
     service = EncodeService(
         *parts,
         processor=processor,
-        feature_timeout_s=300,
         stream=stream,
+        device=get_device("cpu"),
+        telemetry=InstanceTelemetry("e0"),
+        url="http://e",
+        feature_timeout_s=300,
     )
     service.serve(store, None, image_budget_pixels=1)
 

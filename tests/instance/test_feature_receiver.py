@@ -43,7 +43,13 @@ class Bench:
     ) -> FeatureReceiver:
         form = FeatureForm(dtype="uint8", width=WIDTH, num_tokens=lambda item: item.width * item.height)
         return FeatureReceiver(
-            capacity_bytes, fetch or self.store.fetch, lambda: None, form=form, orphan_s=ORPHAN_S, clock=clock
+            capacity_bytes,
+            fetch or self.store.fetch,
+            lambda: None,
+            form=form,
+            orphan_s=ORPHAN_S,
+            timeout_s=60,
+            clock=clock,
         )
 
     async def event(

@@ -34,6 +34,7 @@ class Bench:
             lambda: None,
             form=FeatureForm(dtype="float32", width=1, num_tokens=lambda item: 1),
             orphan_s=1e9,
+            timeout_s=60,
             clock=lambda: self.now,
             observe=self.timings.append,
         )

@@ -39,13 +39,13 @@ BOMB = wide(8000)
 @pytest.fixture
 async def compiler():
     processor = RequestProcessor(1, queue_timeout_s=300)
-    decoders = DecoderPool(1, cpu_s=2.0, limits=MediaLimits(max_pixels=1024, max_bytes=1024))
+    decoders = DecoderPool(cpu_s=2.0, limits=MediaLimits(max_pixels=1024, max_bytes=1024))
     one = GrammarCompiler(Grammars(TOKENIZER, {TOKENIZER.eos_token_id}), processor, decoders)
     one.tried, compile_ = [], decoders.compile
 
-    async def watched(texts, *, cpu_s):
+    async def watched(texts, place, *, cpu_s):
         one.tried.append((texts, cpu_s))
-        return await compile_(texts, cpu_s=cpu_s)
+        return await compile_(texts, place, cpu_s=cpu_s)
 
     decoders.compile = watched
     yield one

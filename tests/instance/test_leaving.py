@@ -90,7 +90,7 @@ async def test_one_that_changes_its_role_stays(tmp_path: Path) -> None:
     async with serving(model, "PD", num_blocks=100) as instance:
         async with held(instance):
             ordered = asyncio.create_task(instance.lifecycle.switch(instance_state.RoleOrder(role="P")))
-            while instance.lifecycle.machine.is_serving:  # noqa: ASYNC110
+            while instance.lifecycle.is_serving:  # noqa: ASYNC110
                 await asyncio.sleep(0)
             with pytest.raises(Conflict, match="another role"):
                 await instance.lifecycle.leave(instance_state.LeaveOrder())

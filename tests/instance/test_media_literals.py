@@ -1,4 +1,4 @@
-"""Spellings of media tokens become the characters that they are; everything else is tokenised as ever."""
+"""Spellings of media tokens that a request brings become the characters that they are."""
 
 from __future__ import annotations
 
@@ -30,11 +30,8 @@ def literals() -> MediaLiterals:
 
 
 def encode(text: str, mark: str) -> list[int]:
-    """The pieces one by one, as a prompt is read."""
-    ids: list[int] = []
-    for piece, is_plain in literals().pieces(text, mark):
-        ids += tokenizer().encode(piece, add_special_tokens=False, split_special_tokens=is_plain)
-    return ids
+    """The pieces between marks one by one, as a prompt is read."""
+    return [id for piece in text.split(mark) for id in tokenizer().encode(piece, add_special_tokens=False)]
 
 
 @given(st.lists(st.tuples(st.booleans(), st.lists(PIECES, max_size=4).map("".join)), max_size=6))
@@ -55,16 +52,3 @@ def test_what_a_user_writes_is_text_and_what_a_template_writes_is_not(parts: lis
     assert tokenizer().decode(ids, skip_special_tokens=False) == whole
     for name, token in zip(MEDIA, tokenizer().convert_tokens_to_ids(MEDIA), strict=True):
         assert ids.count(token) == rendered.count(name)
-
-
-@given(st.lists(PIECES, max_size=6).map("".join))
-def test_what_stands_between_other_tokens_is_tokenised_as_ever(text: str) -> None:
-    """As a whole stretch between two special tokens, and not in pieces."""
-    spelt = f"<|im_start|>{text}<|im_end|>a <|image_pad|> b<|im_end|>{text}"
-    mark = literals().mark_for("<|image_pad|>" + text)
-    rendered = spelt.replace("a <|image_pad|> b", f"a <{mark}|image_pad|> b")
-    plain = tokenizer().encode("a <|image_pad|> b", split_special_tokens=True)
-    start, end = tokenizer().convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
-    own = tokenizer().encode(text)
-    expected = [start, *own, end, *plain, end, *own]
-    assert encode(rendered, mark) == expected

@@ -9,8 +9,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from epd_serve.instance.feature_receiver import FetchTiming
-from epd_serve.instance.language_engine import step_span
 from epd_serve.instance.metrics import InstanceMetrics
+from epd_serve.instance.telemetry import step_span
 from epd_serve.protocol.instance_state import Load
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sched.sequence import Sequence

@@ -5,34 +5,29 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hand_off import Peers, Vocabulary, deliveries
 
 from epd_serve.engine.computing import SampledToken
-from epd_serve.engine.engine import EngineEvent, PromptEvent
+from epd_serve.engine.engine import Listeners, PromptEvent
 from epd_serve.errors import InstanceFailed, InvalidRequest, ServeError, Unavailable
-from epd_serve.instance.calls import Refusals
+from epd_serve.instance.calls import CleanUps
 from epd_serve.instance.feature_receiver import FeatureForm, FeatureReceiver
-from epd_serve.instance.kv_delivery import KVDelivery
 from epd_serve.instance.prefill import PrefillService
-from epd_serve.instance.reports import StageRates
+from epd_serve.instance.telemetry import InstanceTelemetry
 from epd_serve.instance.text.prompt import Prompt
 from epd_serve.instance.text.request_processor import RequestProcessor
 from epd_serve.protocol import wire
 from epd_serve.rpc.streams import BrokenStream
 from epd_serve.sched.sequence import Sequence
-from epd_serve.telemetry.span import Timeline
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore
-from epd_serve.transfer.kv_sender import DecodePeer, OutgoingTransfer
+from epd_serve.transfer.kv_sender import OutgoingTransfer
 from epd_serve.types import SamplingParams
 
-LAYOUT = wire.KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=4, dtype="float32", model="m")
-REGION = wire.Region(name="kv", nbytes=1, host_id="h", pid=1, fd=1, host="", port=0)
 RESERVED = wire.encode(wire.ReserveReply(block_ids=[1], num_cached_blocks=0, name="d0"))
 LEASE_S = 0.6
 
@@ -58,23 +53,10 @@ class Prompts:
         self.go_on = threading.Event()
         self.go_on.set()
 
-    def estimate(self, request: wire.PrefillRequest, num_characters: int, tokens_per_character: float) -> int:
+    def estimate(self, request: wire.PrefillRequest, num_characters: int) -> int:
         return 0
 
-    class vocabulary:
-        special_ids: frozenset[int] = frozenset()
-
-        @staticmethod
-        def decode(ids: list[int], *, skip_special_tokens: bool) -> str:
-            return "x" * len(ids)
-
-        @staticmethod
-        def bytes_of(token_id: int) -> bytes:
-            return b"x"
-
-        @staticmethod
-        def text_of(token_id: int) -> str | None:
-            return "x"
+    vocabulary = Vocabulary()
 
     def check_size(self, request: wire.PrefillRequest) -> int:
         return 0
@@ -82,7 +64,7 @@ class Prompts:
     def segments(self, items: list[wire.MediaRef]) -> list[wire.MediaRef]:
         return items
 
-    def process(self, request: wire.PrefillRequest, check: Callable[[], None]) -> Prompt:
+    def process(self, request: wire.PrefillRequest) -> Prompt:
         assert self.go_on.wait(60)
         return Prompt(
             ids=[1, 2, 3],
@@ -95,28 +77,6 @@ class Prompts:
         )
 
 
-class Sender:
-    def connect(self, name: str, peer: DecodePeer) -> None: ...
-
-    def fence(self, transfer: OutgoingTransfer, passed: Callable[[], None]) -> None:
-        passed()
-
-
-class Peers:
-    """A decode instance that answers as it is told."""
-
-    def __init__(self, **answers: bytes | ServeError | Callable[[], Awaitable[bytes]]) -> None:
-        self._answers = {f"/kv/{name}": answer for name, answer in answers.items()}
-        self.calls: list[str] = []
-
-    async def call(self, url: str, path: str, message: wire.Message, timeout_s: float | None = None) -> bytes:
-        self.calls.append(path)
-        answer = self._answers.get(path, b"")
-        if isinstance(answer, ServeError):
-            raise answer
-        return answer if isinstance(answer, bytes) else await answer()
-
-
 class Bench:
     def __init__(self, peers: Peers, *, orphan_s: float = 10.0) -> None:
         self.engine = Engine()
@@ -125,34 +85,22 @@ class Bench:
         self.store = EmbeddedFeatureStore(self.transport, 4096)
         form = FeatureForm(dtype="float32", width=1, num_tokens=lambda item: 1)
         self.receiver = FeatureReceiver(
-            4096, self.store.fetch, lambda: None, form=form, orphan_s=orphan_s, clock=time.monotonic
+            4096, self.store.fetch, lambda: None, form=form, orphan_s=orphan_s, timeout_s=5, clock=time.monotonic
         )
-        self.listeners: dict[str, Callable[[EngineEvent], None] | None] = {}
-        self.tasks: set[asyncio.Task[None]] = set()
-        sender: list[Any] = [Sender(), peers]
-
-        def deliver(sequence: Sequence, num_generated: int, decode_url: str) -> KVDelivery:
-            memory = SimpleNamespace(layout=LAYOUT, region=REGION)
-            arguments: list[Any] = [sequence, num_generated, decode_url, *sender, memory]
-            return KVDelivery(*arguments, lease_s=LEASE_S, abort=self.engine.abort, spawn=self.tasks.add)
-
+        self.listeners, self.clean_ups, telemetry = Listeners(), CleanUps(), InstanceTelemetry("p0")
         nothing: Any = None
-        parts: list[Any] = [self.engine, self.prompts, self.receiver, deliver]
+        parts: list[Any] = [self.engine, self.prompts, self.receiver]
         self.service = PrefillService(
             *parts,
+            deliveries(peers, engine=self.engine, clean_ups=self.clean_ups, telemetry=telemetry, lease_s=LEASE_S),
+            listeners=self.listeners,
             processor=RequestProcessor(1, queue_timeout_s=60),
-            feature_timeout_s=5,
-            listen=self.listeners.__setitem__,
-            spawn=self.tasks.add,
-            delivered=lambda transfer: None,
-            timeline=Timeline(time.monotonic, lambda span: None),
-            rates=StageRates(time.monotonic),
-            refusals=Refusals("p0"),
-            compile=nothing,
+            compiler=nothing,
+            telemetry=telemetry,
         )
 
     async def close(self) -> None:
-        await asyncio.gather(*self.tasks)
+        await self.clean_ups.finish()
         self.transport.close()
 
 
@@ -165,34 +113,6 @@ def request(items: list[wire.MediaRef] | None = None, decode_url: str | None = "
         prompt="x",
         decode_url=decode_url,
     )
-
-
-class LongPrompts(Prompts):
-    """Go on until nobody waits any more."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.began, self.ended = threading.Event(), threading.Event()
-
-    def process(self, request: wire.PrefillRequest, check: Callable[[], None]) -> Prompt:
-        self.began.set()
-        try:
-            while True:
-                check()
-                time.sleep(0.001)
-        finally:
-            self.ended.set()
-
-
-async def test_a_prompt_whose_client_has_gone_is_not_read_on() -> None:
-    bench = Bench(Peers())
-    bench.service._prompts = prompts = LongPrompts()  # type: ignore[assignment]
-    working = asyncio.create_task(bench.service.prefill(request()))
-    assert await asyncio.to_thread(prompts.began.wait, 60)
-    working.cancel()
-    await asyncio.gather(working, return_exceptions=True)
-    assert await asyncio.to_thread(prompts.ended.wait, 60)
-    await bench.close()
 
 
 async def test_a_lease_that_is_not_renewed_fails_the_request() -> None:
@@ -222,10 +142,8 @@ async def test_a_transfer_that_was_stopped_is_not_completed() -> None:
     bench = Bench(peers)
     working = asyncio.create_task(bench.service.prefill(request()))
     await asyncio.wait_for(bench.engine.busy.wait(), 300)
-    feed = bench.listeners["r"]
-    assert feed is not None
     sequence, transfer = bench.engine.submitted[0]
-    feed(PromptEvent(sequence, [(SampledToken(5), None)]))
+    bench.listeners.dispatch([PromptEvent(sequence, [(SampledToken(5), None)])])
     is_computed = True
     reply = await working
     async with asyncio.timeout(300):

@@ -1,10 +1,7 @@
 """Reports as callers of an instance get them, over a real socket."""
 
-import asyncio
 import contextlib
-import json
 
-import aiohttp
 import pytest
 import uvicorn
 from servers import served
@@ -12,7 +9,8 @@ from servers import served
 from epd_serve.backends.native import NativeConnections, NativeInstance
 from epd_serve.errors import InstanceLost, InvalidRequest, Unavailable
 from epd_serve.instance.http import ControlApp
-from epd_serve.instance.reports import INTERVAL_S, Reporter, StageRates
+from epd_serve.instance.rates import StageRates
+from epd_serve.instance.reports import INTERVAL_S, Reporter
 from epd_serve.protocol.instance_state import Load
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sched.sequence import Sequence, SequenceState
@@ -54,40 +52,44 @@ async def test_an_idle_instance_reports_five_times_a_second():
     assert INTERVAL_S < 0.2
 
 
-async def test_calls_are_named_once_to_each_caller_and_much_change_at_once():
-    reporter = Reporter(Load, ready, interval_s=60)
+async def test_calls_are_named_once_to_each_caller() -> None:
+    reporter = Reporter(Load, ready, interval_s=0.02)
     async with listening(reporter) as one:
         assert (await anext(one)).received == []
-        with contextlib.ExitStack() as stack:
-            for number in range(10):
-                stack.enter_context(reporter.call(Stage.PREFILL, f"r{number}"))
-            received = []
-            while len(received) < 10:
-                received += (await anext(one)).received
-            assert received == [f"Pr{number}" for number in range(10)]
-            async with listening(reporter) as other:
-                assert (await anext(other)).received == received, "what is open"
-        assert (await anext(one)).received == [], "from busy to idle"
+        for number in range(10):
+            reporter.add_call(Stage.PREFILL, f"r{number}")
+        names = [f"Pr{number}" for number in range(10)]
+        while not (received := (await anext(one)).received):
+            pass
+        assert received == names
+        async with listening(reporter) as other:
+            assert (await anext(other)).received == names
+        assert (await anext(one)).received == []
 
 
-async def test_features_are_named_to_all_and_the_latest_to_who_comes_later():
-    reporter = Reporter(Load, ready, interval_s=0.03)
+async def test_features_are_named_once_and_the_latest_to_who_comes_later() -> None:
+    reporter = Reporter(Load, ready, interval_s=0.02)
     for number in range(700):
-        assert reporter.will_have(f"old {number}")
+        reporter.add_feature(f"old {number}")
     async with listening(reporter) as reports:
-        names = []
-        while len(names) < 700:
-            names += (await anext(reports)).encoded
-        assert names == [f"old {number}" for number in range(700)]
-        assert not reporter.will_have("old 1"), "that was said"
-        reporter.will_have("new")
-        reporter.has_again("old 2")
+        assert (await anext(reports)).encoded == [f"old {number}" for number in range(700)]
+        reporter.add_feature("new")
+        reporter.add_feature("old 2")
         while not (encoded := (await anext(reports)).encoded):
             pass
         assert encoded == ["new", "old 2"]
-    reporter.will_not_have("old 3")
+    reporter.drop_feature("old 3")
     async with listening(reporter) as reports:
-        assert "old 3" not in (await anext(reports)).encoded + (await anext(reports)).encoded
+        assert "old 3" not in (await anext(reports)).encoded
+
+
+async def test_a_change_of_state_is_reported_at_once() -> None:
+    reporter = Reporter(Load, ready, interval_s=60)
+    async with listening(reporter) as reports:
+        assert (await anext(reports)).epoch == 0
+        reporter.state_changed(False, 1)
+        report = await anext(reports)
+        assert (report.ready, report.epoch) == (False, 1)
 
 
 async def test_an_instance_that_stops_says_so_and_ends_its_reports():
@@ -113,16 +115,6 @@ async def test_errors_of_reports():
     with pytest.raises(InstanceLost):
         async with NativeConnections() as connections:
             await anext(NativeInstance(connections, "p0", url).reports())
-
-
-async def test_a_caller_that_leaves_is_forgotten():
-    reporter = Reporter(Load, ready, interval_s=0.01)
-    async with serving(reporter.routes()) as url:
-        async with aiohttp.ClientSession() as session, session.get(f"{url}/reports") as response:
-            assert json.loads(await response.content.readline())["load"] == {}
-            assert len(reporter._listeners) == 1
-        while reporter._listeners:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 def sequence(*output, state=SequenceState.RUNNING):

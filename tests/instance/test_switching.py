@@ -74,7 +74,7 @@ def tokens(answer: list[tuple[int, list[int], bytes]]) -> list[int]:
 
 
 async def draining(instance: Instance) -> None:
-    while instance.lifecycle.machine.state is not SwitchState.DRAINING:  # noqa: ASYNC110
+    while instance.lifecycle.state is not SwitchState.DRAINING:  # noqa: ASYNC110
         await asyncio.sleep(0)
 
 

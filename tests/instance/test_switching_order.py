@@ -44,9 +44,6 @@ class Stages:
     async def rebuild(self, role: Role) -> None:
         self.rebuilt.append(str(role))
 
-    def end_process(self) -> None:
-        raise AssertionError("it can be served")
-
 
 async def test_a_call_back_in_the_moment_that_the_last_work_ends_is_heard() -> None:
     """The loop stands still until its tick is over; then come the call-back and the tick, in this order."""
@@ -62,7 +59,7 @@ async def test_a_call_back_in_the_moment_that_the_last_work_ends_is_heard() -> N
         await lifecycle.switch(instance_state.RoleOrder(role="D"))
     back = await calls[0]
     assert (back.old, back.new) == ("P", "P")
-    assert stages.rebuilt == [] and str(lifecycle.machine.role) == "P" and lifecycle.machine.is_serving
+    assert stages.rebuilt == [] and str(lifecycle.role) == "P" and lifecycle.is_serving
 
 
 async def test_one_that_leaves_takes_no_other_role() -> None:
@@ -71,6 +68,6 @@ async def test_one_that_leaves_takes_no_other_role() -> None:
     lifecycle._draining.add(DrainReason.END)
     with pytest.raises(Conflict, match="leaving"):
         await lifecycle.switch(instance_state.RoleOrder(role="D"))
-    assert lifecycle.machine.is_serving and stages.num_asked == 0
+    assert lifecycle.is_serving and stages.num_asked == 0
     lifecycle._draining.clear()
     assert (await lifecycle.switch(instance_state.RoleOrder(role="D"))).new == "D"

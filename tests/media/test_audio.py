@@ -12,6 +12,7 @@ from clips import clip
 from msgspec.structs import replace
 from numpy.typing import NDArray
 from pictures import noise, png
+from places import FakePlace
 from sounds import LIMITS, Sound, encoded, sound, tune
 
 from epd_serve.errors import InvalidRequest, TooLarge
@@ -21,21 +22,9 @@ from epd_serve.media.picture import MediaLimits
 from epd_serve.types import AudioFacts
 
 
-class Aside:
-    """A place beside all others."""
-
-    is_aside = True
-
-    def step_aside(self) -> bool:
-        return True
-
-    async def wait_aside(self) -> None:
-        raise AssertionError("there is room")
-
-
 @pytest.fixture
 async def pool() -> AsyncIterator[DecoderPool]:
-    pool = DecoderPool(1, cpu_s=5.0, limits=MediaLimits(max_pixels=1 << 22, max_bytes=1 << 24))
+    pool = DecoderPool(cpu_s=5.0, limits=MediaLimits(max_pixels=1 << 22, max_bytes=1 << 24))
     yield pool
     pool.close()
 
@@ -55,11 +44,10 @@ async def pool() -> AsyncIterator[DecoderPool]:
 async def test_facts_and_samples_of_each_format(pool: DecoderPool, kind: str, rate: int, channels: int) -> None:
     data = sound(1, 2.3, rate, channels, kind)
     limits = replace(LIMITS, format=kind if kind in FORMATS else "")
-    facts = await pool.audio_facts(data, limits, Aside(), cpu_s=5.0)
+    facts = await pool.audio_facts(data, limits, cpu_s=5.0)
     assert (facts.rate, facts.channels) == (rate, channels)
     assert facts.duration_s == pytest.approx(2.3, abs=0.06), "encoders pad"
-    async with pool.samples(data, facts, 16_000, Aside(), cpu_s=5.0) as found:
-        samples = found.copy()
+    samples = await pool.samples(data, facts, 16_000, FakePlace(), cpu_s=5.0)
     assert samples.shape == (facts.count_at(16_000),)
     expected = Sound(data).samples()
     assert abs(len(expected) - len(samples)) <= 2
@@ -83,9 +71,9 @@ async def test_all_channels_are_averaged(pool: DecoderPool, channels: int) -> No
     """Also of 7.1, whose planes PyAV reads beyond their end."""
     samples = np.random.default_rng(channels).uniform(-1, 1, (16_000, channels)).astype(np.float32)
     data = of_floats(samples)
-    facts = await pool.audio_facts(data, LIMITS, Aside(), cpu_s=5.0)
-    async with pool.samples(data, facts, 16_000, Aside(), cpu_s=5.0) as found:
-        np.testing.assert_allclose(found, samples.mean(axis=1), atol=1e-6)
+    facts = await pool.audio_facts(data, LIMITS, cpu_s=5.0)
+    found = await pool.samples(data, facts, 16_000, FakePlace(), cpu_s=5.0)
+    np.testing.assert_allclose(found, samples.mean(axis=1), atol=1e-6)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e38, 1e11])
@@ -142,13 +130,13 @@ def hostile() -> dict[str, tuple[bytes, str]]:
 async def test_hostile_files_are_refused_in_a_sentence(pool: DecoderPool) -> None:
     for data, words in hostile().values():
         with pytest.raises(InvalidRequest, match=words):
-            await pool.audio_facts(data, LIMITS, Aside(), cpu_s=5.0)
-    assert (await pool.audio_facts(sound(), LIMITS, Aside(), cpu_s=5.0)).num_samples == 24_000
+            await pool.audio_facts(data, LIMITS, cpu_s=5.0)
+    assert (await pool.audio_facts(sound(), LIMITS, cpu_s=5.0)).num_samples == 24_000
 
 
 async def test_what_takes_long_is_refused(pool: DecoderPool) -> None:
     with pytest.raises(InvalidRequest, match=r"more than 0[.]15 s of processor time"):
-        await pool.audio_facts(silence(), replace(LIMITS, max_seconds=4000.0), Aside(), cpu_s=0.15)
+        await pool.audio_facts(silence(), replace(LIMITS, max_seconds=4000.0), cpu_s=0.15)
 
 
 def test_a_file_of_another_format_than_was_said_is_refused() -> None:

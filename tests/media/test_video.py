@@ -14,6 +14,7 @@ from clips import LIMITS, clip, moving, wide
 from msgspec.structs import replace
 from pictures import noise, png
 from PIL import Image
+from places import FakePlace, until_idle
 
 from epd_serve.errors import InvalidRequest, TooLarge
 from epd_serve.media import decoder_pool
@@ -23,28 +24,16 @@ from epd_serve.media.video import _decoded, load_pyav, pack_frames, read_facts, 
 from epd_serve.types import VideoFacts
 
 
-class Aside:
-    """A place beside all others."""
-
-    is_aside = True
-
-    def step_aside(self) -> bool:
-        return True
-
-    async def wait_aside(self) -> None:
-        raise AssertionError("there is room")
-
-
 @pytest.fixture
 async def pool() -> AsyncIterator[DecoderPool]:
-    pool = DecoderPool(1, cpu_s=5.0, limits=MediaLimits(max_pixels=1 << 22, max_bytes=1 << 24))
+    pool = DecoderPool(cpu_s=5.0, limits=MediaLimits(max_pixels=1 << 22, max_bytes=1 << 24))
     yield pool
     pool.close()
 
 
 async def frames_of(pool: DecoderPool, data: bytes, facts: VideoFacts, indices: list[int]) -> list[np.ndarray]:
     found: list[np.ndarray] = []
-    async with aclosing(pool.frames(data, facts, indices, Aside(), cpu_s=5.0)) as chunks:
+    async with aclosing(pool.frames(data, facts, indices, FakePlace(), cpu_s=5.0)) as chunks:
         async for chunk in chunks:
             found.extend(chunk.copy())
     return found
@@ -186,7 +175,7 @@ def test_frame_lists_are_refused_by_frame(frames: list[bytes], words: str) -> No
 
 async def test_frames_come_some_at_a_time(pool: DecoderPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder_pool, "_FRAMES_BYTES", 5 * 64 * 48 * 3)
-    facts = await pool.facts(GOOD, LIMITS, Aside())
+    facts = await pool.facts(GOOD, LIMITS)
     assert facts == VideoFacts(64, 48, 60, 4.0)
     indices = [0, 1, 2, 5, 8, 13, 13, 21, 34, 55, 59]
     found = await frames_of(pool, GOOD, facts, indices)
@@ -196,32 +185,32 @@ async def test_frames_come_some_at_a_time(pool: DecoderPool, monkeypatch: pytest
 
 async def test_a_reader_that_leaves_leaves_no_worker(pool: DecoderPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder_pool, "_FRAMES_BYTES", 64 * 48 * 3)
-    facts = await pool.facts(GOOD, LIMITS, Aside())
-    async with aclosing(pool.frames(GOOD, facts, range(60), Aside(), cpu_s=5.0)) as chunks:
+    facts = await pool.facts(GOOD, LIMITS)
+    async with aclosing(pool.frames(GOOD, facts, range(60), FakePlace(), cpu_s=5.0)) as chunks:
         async for _ in chunks:
             break
-    assert not pool._working
+    await until_idle()
     assert len(await frames_of(pool, GOOD, facts, [3])) == 1
 
 
 async def test_hostile_files_cost_no_worker_of_others(pool: DecoderPool) -> None:
     for data, words in hostile().values():
         with pytest.raises(InvalidRequest, match=words):
-            await pool.facts(data, LIMITS, Aside())
+            await pool.facts(data, LIMITS)
         with pytest.raises(InvalidRequest):
             await frames_of(pool, data, VideoFacts(64, 48, 9999, 4.0), [9998])
-    assert not pool._working
+    await until_idle()
 
 
 async def test_a_video_that_takes_too_long_is_ended(pool: DecoderPool) -> None:
-    data = clip(4, 200, (320, 240), fps=10, codec="mpeg4", container="avi")
-    facts = await pool.facts(data, LIMITS, Aside())
+    data = clip(4, 200, (640, 480), fps=10, codec="mpeg4", container="avi")
+    facts = await pool.facts(data, LIMITS)
     with pytest.raises(InvalidRequest, match=r"took more than 0\.05 s of processor time") as caught:
-        async with aclosing(pool.frames(data, facts, [199], Aside(), cpu_s=0.05)) as chunks:
+        async with aclosing(pool.frames(data, facts, [199], FakePlace(), cpu_s=0.05)) as chunks:
             async for _ in chunks:
                 pass
     assert caught.value.code == "video_too_complex"
-    assert not pool._working
+    await until_idle()
 
 
 def test_without_pyav_a_video_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,11 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.accelerator import PYTEST
-from benchmarks.gpu import WHEELS
+from benchmarks.gpu import PYTEST, WHEELS
 
 ROOT = Path(__file__).parents[2]
-PLAIN = ["torch", "triton", "transformers", "pytest", "hypothesis", "numpy", "pillow", "typer", "uvloop", "xxhash"]
+PLAIN = [
+    "torch",
+    "torchvision",
+    "triton",
+    "transformers",
+    "pytest",
+    "hypothesis",
+    "numpy",
+    "pillow",
+    "typer",
+    "uvloop",
+    "xxhash",
+]
 #: Hides what neither these distributions are nor what they need, and runs the code that follows.
 IMAGE = """
 import importlib.metadata as metadata, json, sys
@@ -66,8 +77,8 @@ def test_it_says_which_wheels_it_lacks() -> None:
 
 @pytest.mark.slow
 def test_with_them_all_of_it_runs() -> None:
-    parts = "colocation, engine_gpu, gpu, gpu_attention, gpu_layers, gpu_memory, gpu_sampling, gpu_timing, handoff"
-    done = run(f"from benchmarks import accelerator, {parts}")
+    parts = "colocation, engine_gpu, gpu, gpu_kernels, gpu_timing, handoff"
+    done = run(f"from benchmarks import {parts}")
     assert done.returncode == 0, done.stderr
     options = ["tests/device", *PYTEST, "-m", "not slow", "-k", "registry"]
     done = run(

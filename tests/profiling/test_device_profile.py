@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from device.datasheets import DEVICE_SPECS
 from epd_serve.cli.app import app
 from epd_serve.config.schema import model_path
-from epd_serve.cost.profile import DecodeLine, Profile, Residual
+from epd_serve.cost.profile import DecodeLine, Profile
 from epd_serve.cost.roofline import analytic_profile
 from epd_serve.cost.shape import KNOWN_SHAPES, shape_of
 from epd_serve.profiling import device_profile, fits
@@ -56,25 +56,6 @@ def test_the_command_measures_fits_and_writes(tmp_path: Path) -> None:
     # the demo's processor brings images to one size, whatever they are
     assert profile.image_tokens(802 * 652) == profile.image_tokens(8 * 8) == 36
     assert profile.step_s(128, 1, 0, 128**2) > profile.step_s(1, 1, 64) > 0
-
-
-def test_a_profile_is_of_a_model_that_is_given(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["profile", str(tmp_path / "profile.json")])
-    assert isinstance(result.exception, ValueError) and "--model is missing: give the model" in str(
-        result.exception
-    )
-
-
-def test_a_poor_fit_is_said(tmp_path: Path) -> None:
-    profile = analytic_profile(KNOWN_SHAPES["qwen2-vl-7b"], DEVICE_SPECS["h100"])
-    good, poor = (Residual(num_samples=9, median=median, p90=0.3, worst=0.4) for median in (0.1, 0.2))
-    residuals = {"encode": good, "decode": poor}
-    wrote, missed, plan = fits.advice(
-        msgspec.structs.replace(profile, residuals=residuals), "qwen2-vl-7b", tmp_path / "h100.json"
-    )
-    assert wrote == f"Wrote {tmp_path / 'h100.json'}."
-    assert "decode by 20%" in missed and "encode" not in missed
-    assert f"{{device: h100, count: 1, profile: {tmp_path / 'h100.json'}}}" in plan and "CPU" not in plan
 
 
 def test_each_number_of_decodes_is_fitted_by_itself() -> None:

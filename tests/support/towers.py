@@ -21,7 +21,7 @@ class TowerModel:
 
     def __init__(self, tower: Any, family: Any) -> None:
         self._tower, self.family = tower, family
-        self.decoders = DecoderPool(2, cpu_s=2.0, limits=LIMITS)
+        self.decoders = DecoderPool(cpu_s=2.0, limits=LIMITS)
         self.prepare = partial(tower_inputs, self.decoders, family)
 
     def tower(self, before_layer: Callable[[], None]) -> Any:

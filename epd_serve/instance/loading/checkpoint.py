@@ -68,7 +68,9 @@ class CheckpointModel:
         self.max_positions: int = text.max_position_embeddings
         self.feature_token_bytes = self.torch_dtype.itemsize * text.hidden_size
         self._are_reached: bool | None = None
-        self.decoders = DecoderPool(num_media_threads(options.threads), cpu_s=_PICTURE_CPU_S, limits=_MEDIA_LIMITS)
+        self.decoders = DecoderPool(
+            cpu_s=_PICTURE_CPU_S, limits=_MEDIA_LIMITS, num_kept=num_media_threads(options.threads)
+        )
         self.prepare = partial(tower_inputs, self.decoders, self.family)
 
     def tower(self, before_layer: Callable[[], None]) -> Tower:
@@ -137,8 +139,8 @@ async def tower_inputs(
     if ref.modality == "audio":
         assert family.audio is not None, "the family takes sounds"
         family.audio.check_length(ref)
-        async with decoders.samples(media, ref.audio, family.audio.rate, place, cpu_s=_LONG_CPU_S) as samples:
-            return await place.run(family.audio.inputs, samples)
+        samples = await decoders.samples(media, ref.audio, family.audio.rate, place, cpu_s=_LONG_CPU_S)
+        return await place.run(family.audio.inputs, samples)
     size = ref.width, ref.height
     async with decoders.decoded(media, size, place, low_detail=ref.low_detail) as pixels:
         return await place.run(family.of(ref).preprocess, pixels)

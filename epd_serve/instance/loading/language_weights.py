@@ -33,7 +33,7 @@ from epd_serve.transfer.transport import Transport
 if TYPE_CHECKING:
     from epd_serve.instance.instance import Instance
     from epd_serve.instance.loading.checkpoint import CheckpointModel
-    from epd_serve.instance.loading.model import Compile
+    from epd_serve.instance.loading.model import Compiler
 
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class LanguageWeights:
             self.language.inner,
             max_model_len=self.language.max_model_len,
             block_size=options.tokens_per_block,
-            on_prompt=instance.rates.prompted,
+            rates=instance.telemetry.rates,
             generation=generation,
         )
         self._memory: KVMemory | None = None
@@ -99,9 +99,9 @@ class LanguageWeights:
             state_blocks=self.layout.state_blocks,
         )
 
-    def compiler(self, instance: Instance) -> Compile:
+    def compiler(self, instance: Instance) -> Compiler:
         assert self.prompts.grammars is not None
-        return GrammarCompiler(self.prompts.grammars, instance.processor, self._model.decoders).compile
+        return GrammarCompiler(self.prompts.grammars, instance.processor, self._model.decoders)
 
     def prepare(self, instance: Instance) -> LanguageRunner:
         """KV memory, and graphs where the role decodes; what there is and fits is kept."""
@@ -249,12 +249,10 @@ def read_texts(path: Path, family: Family, eos_token_ids: frozenset[int] = froze
             f"{path}: vocab_size is {vocab_size}, but its tokenizer has {len(tokenizer)} "
             "tokens; the model must have them all"
         )
-    literals = MediaLiterals(tokenizer, family.config, family.tokens)
     return Texts(
         tokenizer=tokenizer,
         vocabulary=Vocabulary(tokenizer),
         grammars=Grammars(tokenizer, eos_token_ids),
         bounded=BoundedTokenizer(tokenizer),
-        template=ChatTemplate(tokenizer, path, literals),
-        literals=literals,
+        template=ChatTemplate(tokenizer, path, MediaLiterals(tokenizer, family.config, family.tokens)),
     )

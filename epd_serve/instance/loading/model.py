@@ -17,6 +17,7 @@ from epd_serve.protocol import wire
 from epd_serve.sched.step_sizes import StepShape
 from epd_serve.transfer.feature_store import FeatureStore, StoreObserver
 from epd_serve.transfer.transport import Transport
+from epd_serve.types import Grammar
 
 if TYPE_CHECKING:
     from epd_serve.instance.instance import Instance
@@ -58,8 +59,12 @@ def tensor_data(feature: Any) -> Any:
     return data.numpy().data if data.device.type == "cpu" else data
 
 
-#: A grammar → what sequences follow; ``is_tried``: another instance has compiled it.
-Compile = Callable[..., Awaitable[Any]]
+class Compiler(Protocol):
+    """Compiles grammars for the sequences that follow them."""
+
+    async def compile(self, grammar: Grammar, *, is_tried: bool = False) -> Any:
+        """Return a constraint. ``is_tried``: another instance has compiled it. Raises InvalidRequest."""
+        ...
 
 
 class Language(Protocol):
@@ -97,7 +102,7 @@ class Language(Protocol):
         """Times steps of the runner that was prepared last, while nothing else uses the KV pool."""
         ...
 
-    def compiler(self, instance: Instance) -> Compile:
+    def compiler(self, instance: Instance) -> Compiler:
         """Compiles grammars for the sequences that follow them."""
         ...
 

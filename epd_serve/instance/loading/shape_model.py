@@ -39,7 +39,7 @@ from epd_serve.types import Grammar, SamplingParams
 
 if TYPE_CHECKING:
     from epd_serve.instance.instance import Instance
-    from epd_serve.instance.loading.model import Compile
+    from epd_serve.instance.loading.model import Compiler
 
 #: An answer that does not ignore its end has so many tokens on average.
 MEAN_ANSWER_TOKENS = 200
@@ -152,6 +152,13 @@ class ShapeModel:
         return ShapeLanguage(self, instance)
 
 
+class NoGrammars:
+    """Fills the Compiler protocol: answers without weights follow no grammar."""
+
+    async def compile(self, grammar: Grammar, *, is_tried: bool = False) -> Any:
+        raise InvalidRequest(f"{grammar.param}: a model without weights follows no grammar; leave it out")
+
+
 class NoDecoders:
     """Fills the Decoders protocol: no file is decoded."""
 
@@ -179,7 +186,7 @@ class ShapeLanguage:
             None,
             max_model_len=self.max_model_len,
             block_size=options.tokens_per_block,
-            on_prompt=instance.rates.prompted,
+            rates=instance.telemetry.rates,
             generation=NoLogits(eos_token_ids=self.eos_token_ids),
         )
         self._memory: DigestMemory | None = None
@@ -220,11 +227,8 @@ class ShapeLanguage:
     def step_seconds(self, runner: DigestRunner) -> Callable[[StepShape], float]:
         return lambda shape: runner.cost(shape.work)[0]
 
-    def compiler(self, instance: Instance) -> Compile:
-        async def compile_(grammar: Grammar, *, is_tried: bool = False) -> Any:
-            raise InvalidRequest(f"{grammar.param}: a model without weights follows no grammar; leave it out")
-
-        return compile_
+    def compiler(self, instance: Instance) -> Compiler:
+        return NoGrammars()
 
     def forget(self, transport: Transport) -> None:
         if self._memory is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -200,10 +200,10 @@ _FIELD = re.compile(r"(image|video|vision|audio)\w*_token_(id|index)")
 
 
 class MediaLiterals:
-    """Finds such spellings in what a request brings, and marks them, to be tokenised as the characters they are.
+    """Finds spellings of media tokens in what a request brings, and marks them, to be tokenised as text.
 
     A mark is a character of the private use areas that the request does not have, behind the first character of
-    each spelling. Chat templates pass it on like any other.
+    each spelling. Chat templates pass it on like any other. A text that is cut at its marks has no such token.
     """
 
     def __init__(self, tokenizer: Any, config: Any, tokens: Collection[str] = ()) -> None:
@@ -212,8 +212,8 @@ class MediaLiterals:
         fields = config.to_dict().items()
         ids = {value for name, value in fields if _FIELD.fullmatch(name) and isinstance(value, int)}
         spellings = [str(one.content) for id, one in added.items() if id in ids or one.content in tokens]
-        self._spelling = _any_of(spellings)
-        self._special = _any_of(str(token.content) for token in added.values() if token.special)
+        longest_first = sorted(spellings, key=len, reverse=True)
+        self._spelling = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
     def mark_for(self, value: Any) -> str:
         """The mark for strings, lists and dicts of a request; "" where nothing in them is to be marked."""
@@ -238,22 +238,6 @@ class MediaLiterals:
             return {self.marked(key, mark): self.marked(one, mark) for key, one in value.items()}
         return [self.marked(one, mark) for one in value] if isinstance(value, list) else value
 
-    def pieces(self, text: str, mark: str) -> Iterator[tuple[str, bool]]:
-        """A text with marks in pieces to tokenise one by one, and whether special tokens are text in each.
-
-        What lies between two special tokens is tokenised by itself, as a tokenizer does.
-        """
-        specials = () if self._special is None else self._special.finditer(text)
-        pieces: list[str] = []  # such stretches in turn with what goes before and between them
-        start = plain_from = 0
-        for end, after in (*(found.span() for found in specials), (len(text), len(text))):
-            if mark in text[start:end]:
-                pieces += [text[plain_from:start], text[start:end].replace(mark, "")]
-                plain_from = end
-            start = after
-        for place, piece in enumerate((*pieces, text[plain_from:])):
-            yield piece, place % 2 == 1
-
 
 def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
@@ -265,9 +249,3 @@ def _strings(value: Any) -> Iterator[str]:
     elif isinstance(value, list):
         for one in value:
             yield from _strings(one)
-
-
-def _any_of(spellings: Iterable[str]) -> re.Pattern[str] | None:
-    """The longest first; None where there are none."""
-    longest_first = sorted(spellings, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None

@@ -27,8 +27,6 @@ _SHORT_CHARACTERS = 4096
 _JOINS = re.compile(r'"(?:allOf|anyOf|oneOf|\$ref|multipleOf|pattern|patternProperties)"')
 #: Seconds of CPU time that all trials of a request may take.
 _TRIALS_CPU_S = 0.5
-#: A trial that takes more makes room for others' first; far more than usual grammars take.
-_QUICK_CPU_S = 0.03
 _TOO_COMPLEX = "structure_too_complex"
 #: Verdicts that are kept.
 _MAX_VERDICTS = 1024
@@ -136,17 +134,7 @@ class _Trials:
         if self.cpu_s <= 0:
             raise InvalidRequest(f"it takes more than {_TRIALS_CPU_S:g} s to compile", code=_TOO_COMPLEX)
         texts = await self.place.run(lambda: list(map(as_lark, grammars)))
-        if not self.place.is_aside:
-            try:
-                return await self._compile(texts, min(_QUICK_CPU_S, self.cpu_s))
-            except InvalidRequest as error:
-                if error.code != _TOO_COMPLEX:
-                    raise
-                await self.place.wait_aside()
-        return await self._compile(texts, self.cpu_s)
-
-    async def _compile(self, texts: list[str], cpu_s: float) -> dict[int, Problem]:
-        compiled = await self.decoders.compile(texts, cpu_s=cpu_s)
+        compiled = await self.decoders.compile(texts, self.place, cpu_s=self.cpu_s)
         self.cpu_s -= compiled.cpu_s
         return compiled.problems
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
@@ -11,7 +11,8 @@ import msgspec
 
 from epd_serve.cache.block_pool import hash_blocks
 from epd_serve.errors import InvalidRequest
-from epd_serve.instance.text.tokenizer import PIECE_CHARACTERS, BoundedTokenizer, Vocabulary
+from epd_serve.instance.rates import StageRates
+from epd_serve.instance.text.tokenizer import BoundedTokenizer, Vocabulary
 from epd_serve.models.family import TRIED_SECONDS, TRIED_SIZES, Family, picture, sound
 from epd_serve.models.generation_config import GenerationConfig
 from epd_serve.protocol.wire import (
@@ -26,7 +27,6 @@ from epd_serve.types import AS_THE_MODEL, MediaSpan, SamplingParams, VideoFacts
 
 if TYPE_CHECKING:
     from epd_serve.engine.sampling.grammar import Grammars
-    from epd_serve.instance.text.chat_template import MediaLiterals
 
 #: Tokens that a question about a text's tokens may have, where the context holds fewer.
 MAX_COUNTED_TOKENS = 1 << 17
@@ -64,7 +64,7 @@ class Texts:
         tokenizer: as transformers has it; of an emulated model, what this file asks of one.
         vocabulary: tokens as text and bytes. grammars: as masks over tokens; None where no answer follows any.
         bounded: reads texts, and refuses those that cannot fit.
-        template: renders chats. literals: what in a chat only looks like media.
+        template: renders chats.
     """
 
     tokenizer: Any
@@ -72,14 +72,13 @@ class Texts:
     grammars: Grammars | None
     bounded: BoundedTokenizer
     template: Template
-    literals: MediaLiterals | None
 
 
 class Template(Protocol):
     """A chat template."""
 
     def render(self, messages: Sequence[ChatMessage], options: PromptOptions) -> tuple[str, str]:
-        """The text, and the mark of what stands for media in it only by its spelling; "": nothing does."""
+        """Return the text, and the mark at which it is cut to be tokenised (:class:`MediaLiterals`); "": none."""
         ...
 
 
@@ -99,25 +98,25 @@ class PromptProcessor:
         max_model_len: int,
         block_size: int,
         generation: GenerationConfig | None = None,
-        on_prompt: Callable[[int, int], None] = lambda num_characters, num_tokens: None,
+        rates: StageRates | None = None,
     ) -> None:
-        """``on_prompt`` is told of each prompt's text: its characters, and its tokens without media."""
+        """``rates`` learn how many tokens texts have; None: nobody asks for an estimate."""
         self.tokenizer, self.vocabulary, self.grammars = texts.tokenizer, texts.vocabulary, texts.grammars
         self._generation = generation or GenerationConfig()
-        self._texts, self._literals, self._template = texts.bounded, texts.literals, texts.template
+        self._texts, self._template = texts.bounded, texts.template
         self._family = family
         self._layouts = MediaLayouts(family, self.tokenizer)
         self._language_model = language_model
         self.max_model_len = max_model_len
         self._block_size = block_size
-        self._on_prompt = on_prompt
+        self._rates = rates or StageRates(lambda: 0.0)
 
-    def estimate(self, request: PrefillRequest, num_characters: int, tokens_per_character: float) -> int:
+    def estimate(self, request: PrefillRequest, num_characters: int) -> int:
         """About how many tokens the prompt will have; ``num_characters``: from :meth:`check_size`."""
         if isinstance(request.prompt, list):
             return len(request.prompt)
         media = sum(self._family.num_tokens(item) for item in request.items)
-        return media + round(num_characters * tokens_per_character)
+        return media + round(num_characters * self._rates.tokens_per_character)
 
     def check_size(self, request: PrefillRequest | TokenizeRequest) -> int:
         """Return how many characters it has; :meth:`process` and :meth:`tokenize` come next.
@@ -143,17 +142,16 @@ class PromptProcessor:
         """Rotary positions of a prompt without media."""
         return self._family.positions([0] * num_tokens, (), self._language_model)[0]
 
-    def process(self, request: PrefillRequest, check: Callable[[], None] = lambda: None) -> Prompt:
-        """After :meth:`check_size`. Raises InvalidRequest for what template, context length or vocabulary refuse.
+    def process(self, request: PrefillRequest) -> Prompt:
+        """Make the prompt, after :meth:`check_size`.
 
-        Args:
-            check: called now and then; what it raises ends the work.
+        Raises InvalidRequest for what template, context length or vocabulary refuse.
         """
-        ids, spans = self._encode(request, check)
+        ids, spans = self._encode(request)
         if not ids:
             raise InvalidRequest("the prompt is empty; it needs one token at least", param="prompt")
         if not isinstance(request.prompt, list):
-            self._on_prompt(_num_characters(request), len(ids) - sum(span.length for span in spans))
+            self._rates.prompted(_num_characters(request), len(ids) - sum(span.length for span in spans))
         sampling = self._complete(self._generation.complete(request.sampling))
         max_tokens = _max_tokens(len(ids), sampling.max_tokens, self._max_prompt_tokens(request))
         if self._generation.max_tokens is not None:
@@ -200,9 +198,9 @@ class PromptProcessor:
                 first = end
         return tuple(found)
 
-    def tokenize(self, request: TokenizeRequest, check: Callable[[], None] = lambda: None) -> TokenizeReply:
-        """The tokens that :meth:`process` would make of the same request. After :meth:`check_size`."""
-        ids, _ = self._encode(request, check)
+    def tokenize(self, request: TokenizeRequest) -> TokenizeReply:
+        """Return the tokens that :meth:`process` would make of the same request, after :meth:`check_size`."""
+        ids, _ = self._encode(request)
         texts = self.tokenizer.convert_ids_to_tokens(ids) if request.with_texts else None
         return TokenizeReply(tokens=ids, texts=texts)
 
@@ -213,51 +211,22 @@ class PromptProcessor:
         text: str = self.tokenizer.decode(self._check_ids(ids, "tokens"), skip_special_tokens=False)
         return text
 
-    def _encode(
-        self, request: PrefillRequest | TokenizeRequest, check: Callable[[], None]
-    ) -> tuple[list[int], tuple[MediaSpan, ...]]:
-        options = request.prompting
+    def _encode(self, request: PrefillRequest | TokenizeRequest) -> tuple[list[int], tuple[MediaSpan, ...]]:
+        options, mark = request.prompting, ""
         if request.messages is not None:
+            param, with_special = "messages", bool(options.add_special_tokens)
             text, mark = self._template.render(request.messages, options)
-            ids = self._read(request, text, mark, with_special=bool(options.add_special_tokens), check=check)
         elif isinstance(request.prompt, str):
-            with_special = options.add_special_tokens is not False
-            ids = self._read(request, request.prompt, "", with_special=with_special, check=check)
+            param, with_special, text = "prompt", options.add_special_tokens is not False, request.prompt
         else:
-            ids = self._check_ids(request.prompt or [], "prompt")
+            return self._expand(self._check_ids(request.prompt or [], "prompt"), request.items)
+        self._texts.check_length(len(text), self._max_prompt_tokens(request), param)
+        if not mark:
+            return self._expand(self._texts.encode(text, add_special_tokens=with_special), request.items)
+        ids = self._texts.encode("", add_special_tokens=with_special)
+        for piece in text.split(mark):
+            ids += self._texts.encode(piece, add_special_tokens=False)
         return self._expand(ids, request.items)
-
-    def _read(
-        self,
-        request: PrefillRequest | TokenizeRequest,
-        text: str,
-        mark: str,
-        *,
-        with_special: bool,
-        check: Callable[[], None],
-    ) -> list[int]:
-        """Return the tokens of a text. Raises InvalidRequest for too many."""
-        max_tokens = self._max_prompt_tokens(request)
-        param = "prompt" if request.messages is None else "messages"
-        self._texts.check_length(len(text), max_tokens, param)
-        if mark:
-            ids = self._texts.encode("", add_special_tokens=with_special, max_tokens=max_tokens)
-            assert self._literals is not None, "nothing else makes marks"
-            for piece, is_plain in self._literals.pieces(text, mark):
-                ids += self._texts.encode(
-                    piece,
-                    add_special_tokens=False,
-                    split_special_tokens=is_plain,
-                    max_tokens=max_tokens - len(ids),
-                    check=check,
-                )
-                if len(ids) > max_tokens:
-                    break
-        else:
-            ids = self._texts.encode(text, add_special_tokens=with_special, max_tokens=max_tokens, check=check)
-        if len(ids) > max_tokens and len(text) > PIECE_CHARACTERS:  # there may be more of them
-            raise _too_long(f"more than {max_tokens}", max_tokens, param)
-        return ids
 
     def _complete(self, sampling: SamplingParams) -> SamplingParams:
         """The same with what the tokenizer decides: the spelling of bad words, the end of a structured answer."""
@@ -270,7 +239,7 @@ class PromptProcessor:
                 raise InvalidRequest(f"{name}: a text has at most {_MAX_WORD_CHARACTERS} characters", param=name)
         if sampling.bad_words:
             spellings = {
-                tuple(self._texts.encode(spelt, add_special_tokens=False, max_tokens=_MAX_WORD_CHARACTERS))
+                tuple(self._texts.encode(spelt, add_special_tokens=False))
                 for word in sampling.bad_words
                 for spelt in (word, " " + word.lstrip())
             }

@@ -68,7 +68,7 @@ class SyllableTokenizer:
         """The longest token alone: that is what is asked for."""
         return {" ba": _token(" ba")}
 
-    def encode(self, text: str, add_special_tokens: bool = True, split_special_tokens: bool = False) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(_read(text))
 
     def decode(self, ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
@@ -126,7 +126,6 @@ def syllable_texts() -> Texts:
         grammars=None,
         bounded=BoundedTokenizer(tokenizer),
         template=_Template(),
-        literals=None,
     )
 
 

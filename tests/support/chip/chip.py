@@ -17,6 +17,7 @@ import torch
 
 from device import base
 from device.base import DeviceLost
+from device.emulated.timed import EnteredStream
 from device.registry import BACKENDS
 from device.transport import TRANSPORTS, TransportCapability
 
@@ -101,8 +102,7 @@ class Chip:
             raise DeviceLost(f"{self.memory.name} is lost: nothing that was launched there will be done")
 
     def current(self) -> Stream:
-        stack: list[Stream] = getattr(_LOCAL, "streams", [])
-        return next((stream for stream in reversed(stack) if stream.chip is self), self.default)
+        return next((stream for stream in Stream.entered() if stream.chip is self), self.default)
 
     def activate(self) -> None:
         _LOCAL.active = self.index
@@ -137,7 +137,7 @@ class Chip:
         self.launch(work, held)
 
 
-class Stream:
+class Stream(EnteredStream):
     """Launched work, done in order by a thread of its own. Fills the Stream protocol."""
 
     def __init__(self, chip: Chip, priority: int = 0, share: float | None = None) -> None:
@@ -170,22 +170,8 @@ class Stream:
         if (error := self._error) is not None:
             raise RuntimeError(f"work on {self.chip.memory.name} failed: {error}") from error
 
-    def wait_event(self, event: base.Event) -> None:
-        event.wait(self)
-
-    def record_event(self, event: base.Event | None = None) -> base.Event:
-        event = event or Event(self.chip)
-        event.record(self)
-        return event
-
-    def __enter__(self) -> Stream:
-        if not hasattr(_LOCAL, "streams"):
-            _LOCAL.streams = []
-        _LOCAL.streams.append(self)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        _LOCAL.streams.pop()
+    def new_event(self) -> base.Event:
+        return Event(self.chip)
 
 
 def _recording() -> list[Callable[[], object]] | None:

@@ -1,0 +1,87 @@
+"""Measurements of an instance: spans and their subscribers, metrics, rates."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+from epd_serve.config.sections import FeatureStoreKind
+from epd_serve.instance.metrics import InstanceMetrics
+from epd_serve.instance.rates import StageRates
+from epd_serve.sched.schedule import ScheduleOutput
+from epd_serve.telemetry.otel import StageExport, span_export
+from epd_serve.telemetry.span import Span, SpanStream, Timeline, Value
+from epd_serve.telemetry.trace_file import TraceWriter
+
+
+class InstanceTelemetry:
+    """All that an instance measures of its work.
+
+    Args:
+        name: of the instance.
+        stores: the feature stores whose operations are counted.
+        trace: directory of trace files; None: none is written.
+
+    Attributes:
+        spans: of requests' stages, steps, batches and preparations; metrics and traces subscribe.
+        timeline: the stages of each request.
+        rates: of the stages, for routing.
+    """
+
+    def __init__(
+        self, name: str, *, stores: tuple[FeatureStoreKind, ...] = ("embedded",), trace: Path | None = None
+    ) -> None:
+        self.metrics = InstanceMetrics(stores)
+        self.spans = SpanStream()
+        self.timeline = Timeline(time.monotonic, self.spans.put)
+        self.rates = StageRates(time.monotonic)
+        self._trace = None if trace is None else TraceWriter(trace, name)
+        export = span_export(name)
+        self._export = None if export is None else StageExport(export, name)
+        for subscriber in (self.metrics, self._trace, self._export):
+            if subscriber is not None:
+                self.spans.subscribe(subscriber.put)
+
+    def add_call(self, request_id: str, traceparent: str, item: str = "") -> None:
+        """Note the trace that a stage call belongs to; ``item`` is an encode's mm_hash."""
+        if self._export is not None:
+            self._export.received(request_id, traceparent, item)
+
+    def add_batch(self, num_images: int, num_pixels: int, start_s: float, end_s: float, busy_s: float) -> None:
+        """Note a batch of the tower, which kept the encoder busy for ``busy_s``. On the tower's thread."""
+        about: dict[str, Value] = {"track": "tower", "images": num_images, "pixels": num_pixels}
+        self.spans.put(Span("encode", "", start_s, end_s, about))
+        self.rates.encoded(num_pixels, busy_s)
+
+    def add_step(self, output: ScheduleOutput, seconds: float) -> None:
+        """Note a step of the language model that has just ended. On the engine's thread."""
+        end_s = time.monotonic()
+        self.timeline.stepped(
+            ((one.request_id, one.num_computed >= len(one.prompt_ids)) for one, _ in output.prefills),
+            (one.request_id for one in output.decodes),
+            end_s - seconds,
+            end_s,
+        )
+        self.spans.put(step_span(output, end_s - seconds, end_s))
+        self.rates.stepped(output, seconds)
+
+    async def close(self) -> None:
+        """Write what is left."""
+        if self._trace is not None:
+            self._trace.close()
+        if self._export is not None:
+            await asyncio.to_thread(self._export.close)
+
+
+def step_span(output: ScheduleOutput, start_s: float, end_s: float) -> Span:
+    """Return the span of a step of the language model."""
+    kind = "decode" if not output.prefills else "mixed" if output.decodes else "prefill"
+    about: dict[str, Value] = {
+        "track": "engine",
+        "decodes": len(output.decodes),
+        "prefills": len(output.prefills),
+        "prefill_tokens": output.num_tokens - len(output.decodes),
+        "preempted": len(output.preempted),
+    }
+    return Span(kind, "", start_s, end_s, about)

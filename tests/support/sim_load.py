@@ -1,0 +1,28 @@
+"""Requests to simulate, as ``epd-serve bench`` draws them, and what must be back after a run."""
+
+from __future__ import annotations
+
+from epd_serve.sim.simulator import Outcome
+from epd_serve.sim.workloads import SimRequest, read_load
+
+SHAREGPT_4O = "sharegpt4o-like"
+VISUAL_WEB_INSTRUCT = "visualwebinstruct-like"
+TEXT = "synthetic,image_share=0,text_tokens=normal:512:256,output_tokens=normal:128:64"
+
+
+def load(workload: str, count: int, rate: float, seed: int = 0) -> list[SimRequest]:
+    """Return ``count`` requests at random times, ``rate`` a second on average."""
+    return list(read_load(workload, rate=rate, count=count, seed=seed).requests)
+
+
+def check_books(outcome: Outcome) -> None:
+    """Raise AssertionError unless all blocks and features are back once all requests have ended."""
+    assert not any(gateway.num_open for gateway in outcome.gateways), "requests are open"
+    for instance in outcome.instances.values():
+        instance.tower.store.check_integrity()
+        instance.features.check_integrity()
+        assert not instance.features.num_owners, f"{instance.spec.name}: features are held"
+        if instance.language is not None:
+            pool = instance.language.pool
+            pool.check_integrity()
+            assert pool.num_free == pool.capacity, f"{instance.spec.name}: blocks are held"
