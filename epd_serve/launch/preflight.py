@@ -77,6 +77,7 @@ def _check_model(config: DeploymentConfig) -> None:
             f"alone: there is nothing to encode; write topology: P-D (--topology P-D), or PD for one instance"
         )
     if config.engine == "vllm":
+        _check_memory(config, {"tower": 0, "language": 0}, 0)
         return
     if content.get("model_type") in FAMILIES:
         parts = (content, *(content.get(name) for name in ("text_config", "vision_config", "audio_config")))
@@ -139,19 +140,21 @@ def _absent(device: str, environment: Mapping[str, str]) -> str:
 
 
 def _check_memory(config: DeploymentConfig, weights: Mapping[str, int], number_bytes: int) -> None:
-    """Raise ValueError for a device that has no room for the weights of its instances."""
+    """Raise ValueError for a device that has no room for the weights and KV caches of its instances."""
     kept: dict[str, int] = {}
     for placed in config.placement():
         all_stages = config.resident(placed) == "all"
         parts = {"tower": placed.role.encodes, "language": placed.role.has_language_model}
         held = sum(weights[part] for part, is_held in parts.items() if is_held or all_stages)
-        kept[placed.devices[0]] = kept.get(placed.devices[0], 0) + held * number_bytes
+        kv_bytes = config.settings_for(str(placed.role)).kv_cache_bytes if parts["language"] else None
+        kept[placed.devices[0]] = kept.get(placed.devices[0], 0) + held * number_bytes + (kv_bytes or 0)
     for device, nbytes in kept.items():
         room = _memory_of(device)
         if room is not None and nbytes > room:
             raise ValueError(
-                f"{device}: its instances keep {in_binary_units(nbytes)} of weights at {number_bytes} bytes each, "
-                f"and there are {in_binary_units(room)}; write dtype: auto, a smaller model, or more devices"
+                f"{device}: the weights and kv_cache_bytes of its instances take {in_binary_units(nbytes)}, and it "
+                f"has {in_binary_units(room)}; write a smaller kv_cache_bytes, dtype: auto, a smaller model, or "
+                "more devices"
             )
 
 

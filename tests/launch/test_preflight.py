@@ -170,6 +170,13 @@ def test_weights_that_a_gpu_cannot_hold_are_refused(monkeypatch: pytest.MonkeyPa
         check_deployment(config, {})
 
 
+@pytest.mark.parametrize("engine", ["native", "vllm"])
+def test_kv_caches_that_the_machine_cannot_hold_are_refused(engine: str) -> None:
+    config = DeploymentConfig(engine=engine, topology="P-D", instances={"kv_cache_bytes": 1 << 50})
+    with pytest.raises(ValueError, match=r"cpu: .* kv_cache_bytes"):
+        check_deployment(config, {})
+
+
 def test_npus_are_counted_by_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(present, "_DEVICE_FILES", tmp_path)
     assert "there is no NPU" in present._npus().reason
