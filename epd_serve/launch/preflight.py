@@ -152,9 +152,9 @@ def _check_memory(config: DeploymentConfig, weights: Mapping[str, int], number_b
         room = _memory_of(device)
         if room is not None and nbytes > room:
             raise ValueError(
-                f"{device}: the weights and kv_cache_bytes of its instances take {in_binary_units(nbytes)}, and it "
-                f"has {in_binary_units(room)}; write a smaller kv_cache_bytes, dtype: auto, a smaller model, or "
-                "more devices"
+                f"{device}: the weights and kv_cache_bytes of its instances take {in_binary_units(nbytes)}, "
+                f"and it has {in_binary_units(room)}; write a smaller kv_cache_bytes, dtype: auto, a smaller "
+                "model, or more devices"
             )
 
 
