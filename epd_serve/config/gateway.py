@@ -120,6 +120,7 @@ class MediaConfig(Section):
 
     max_bytes: Bytes = Field(
         default=ByteSize(64 * 1024**2),
+        validate_default=True,
         description="Largest file of an image, a video or a sound.",
     )
     max_pixels: int = Field(
@@ -153,7 +154,9 @@ class GatewayConfig(Section):
         default="127.0.0.1", min_length=1, description="Address to listen on; 0.0.0.0 is every interface."
     )
     port: Port = Field(default=8000, description="0 chooses a free port.")
-    max_body_bytes: Bytes = Field(default=ByteSize(64 * 1024**2), description="Largest request body.")
+    max_body_bytes: Bytes = Field(
+        default=ByteSize(64 * 1024**2), validate_default=True, description="Largest request body."
+    )
     request_timeout_s: Seconds = Field(default=600.0, description="Longest time for one request.")
     max_in_flight: int = Field(
         default=1024,

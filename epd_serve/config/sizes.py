@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated
 
-from pydantic import ByteSize, Field, WithJsonSchema
+from pydantic import AfterValidator, ByteSize, Field, WithJsonSchema
 
 _PREFIXES = "KMGT"
 
@@ -24,6 +24,7 @@ def in_binary_units(num_bytes: int) -> str:
 Bytes = Annotated[
     ByteSize,
     Field(gt=0),
+    AfterValidator(int),  # plain, as messages between processes need it
     WithJsonSchema(
         {
             "anyOf": [
