@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import copy
 from typing import Any, ClassVar, Self
 
 import msgspec
@@ -64,10 +63,9 @@ class ServeError(Exception):
         self.code = code or self.default_code
 
     def with_more(self, more: str) -> Self:
-        """The same error, with ``more`` behind its message."""
-        other = copy(self)
-        other.message = f"{self.message}; {more}"
-        other.args = (other.message,)
+        """Return this error with ``more`` behind its message."""
+        other = type(self).__new__(type(self), f"{self.message}; {more}")  # constructors differ
+        vars(other).update(vars(self), message=str(other))
         return other
 
     def body(self) -> dict[str, Any]:

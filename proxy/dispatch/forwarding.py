@@ -242,7 +242,7 @@ class InstanceBroke(InstanceFailed):
         self._error = error
 
     def body(self) -> dict[str, Any]:
-        return {"error": msgspec.structs.asdict(self._error)}
+        return {"error": {**super().body()["error"], "type": self._error.type}}
 
 
 def _error_of(event: bytes) -> ServeError:

@@ -208,8 +208,8 @@ def test_what_dies_is_started_again_and_ctrl_c_stops_everything(deployment_file:
 
     with start_up(str(deployment_file), "--port", str(port)) as process:
         assert "curl" in read_until(process, "Chat: "), "what to type next"
-        what = "three instances, the gateway, a decoder, what forked instances and decoder, and a resource tracker"
-        wait_until(lambda: len(psutil.Process(process.pid).children(recursive=True)) == 8, what)
+        what = "three instances, the gateway, what forks instances and what forks decoders, and a resource tracker"
+        wait_until(lambda: len(psutil.Process(process.pid).children(recursive=True)) == 7, what)
         assert answers(url)
         for victim in ("D", "gateway"):
             before = running()

@@ -9,6 +9,7 @@ from gateway_settings import gateway_settings
 from instance_info import instance_info
 
 from epd_serve.errors import InvalidRequest
+from epd_serve.protocol import frames
 from epd_serve.routing.routes import Router
 from epd_serve.routing.table import InstanceTable
 from proxy.fleet.monitor import Monitor
@@ -130,6 +131,19 @@ async def test_an_error_event_of_the_instance_is_not_doubled(start, kit, end):
     assert b"".join(events_of(await gateway.raw(kit.chat(stream=True)))) == kit.FIRST + kit.REST + event
     # It aborted on purpose: it is no lost instance.
     assert gateway.table["d0"].ready
+
+
+async def test_an_error_event_that_no_other_makes_good_ends_the_stream_with_its_type(start, kit):
+    gateway = await start("a0:EPD", "a1:EPD", restart="never", probe_timeout_s=0.3)
+    gateway["a1"].loading = True  # it may come, and does not
+    await gateway.until(lambda: not gateway.table["a1"].ready)
+    error = frames.pack(frames.ERROR, (), b'data: {"error":{"message":"a step failed","type":"server_error"}}\n\n')
+    gateway["a0"].scripts["/stage/prefill"] = lambda _: [kit.FRAMES, kit.frame(1), error, kit.DIE]
+    first, last = events_of(await gateway.raw(kit.chat(stream=True)))
+    assert first == b'data: {"token":1}\n\n'
+    found = json.loads(last.removeprefix(b"data: "))["error"]
+    assert (found["type"], found["message"].partition(";")[0]) == ("server_error", "a step failed")
+    await gateway.settle()
 
 
 @STREAMS
