@@ -55,6 +55,14 @@ def test_the_last_runs_stay_and_those_that_last(folder: Path, monkeypatch: pytes
     assert not last.path.exists() and running() == {}
 
 
+def test_a_temporary_directory_whose_name_is_too_long_for_sockets_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/" + "x" * 81)
+    with pytest.raises(ValueError, match="TMPDIR"):
+        make()
+
+
 def test_what_a_killed_launcher_left_is_removed_by_the_next(folder: Path) -> None:
     program = (
         "import os, signal\n"

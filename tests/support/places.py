@@ -22,15 +22,28 @@ class FakePlace:
         self.is_slow = True
 
 
+_others: set[int] = set()
+
+
+def ignore_other_pools() -> None:
+    """Leave the decoders of pools that are there now out of :func:`decoders`: of instances of other tests."""
+    _others.clear()
+    _others.update(server.pid for server in _servers())
+
+
 def decoders() -> list[int]:
     """Return the pids of the processes that decode files for this one."""
     return [
         worker.pid
-        for server in psutil.Process().children()
-        if "epd_serve.media.decoder" in server.cmdline()
+        for server in _servers()
+        if server.pid not in _others
         for worker in server.children()
         if worker.status() != psutil.STATUS_ZOMBIE
     ]
+
+
+def _servers() -> list[psutil.Process]:
+    return [one for one in psutil.Process().children() if "epd_serve.media.decoder" in one.cmdline()]
 
 
 async def until_idle() -> None:

@@ -16,6 +16,8 @@ import msgspec
 
 #: Runs whose logs are kept.
 NUM_KEPT = 10
+#: A socket's name has at most 107 bytes; "/epd-serve-XXXXXXXX/control" are 27 of them.
+_MAX_TEMPORARY = 80
 _RUN_FILE = "run.json"
 
 
@@ -68,6 +70,8 @@ class RunDirectory:
             log_root().mkdir(parents=True, exist_ok=True, mode=0o700)
             _prune()
             stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-"
+            if len(os.fsencode(tempfile.gettempdir())) > _MAX_TEMPORARY:
+                raise OSError(f"{tempfile.gettempdir()} is too long for the names of sockets")
             path = Path(tempfile.mkdtemp(prefix=stem, dir=log_root()))
             run = Run(
                 address=address,
@@ -79,7 +83,7 @@ class RunDirectory:
         except OSError as error:
             raise ValueError(
                 f"logs and sockets of this run have no place ({error}); set EPD_SERVE_LOG_DIR and TMPDIR to "
-                "directories that can be written to"
+                "short directories that can be written to"
             ) from error
         lock = os.open(path, os.O_RDONLY)
         fcntl.flock(lock, fcntl.LOCK_EX)
