@@ -55,7 +55,7 @@ def test_the_last_runs_stay_and_those_that_last(folder: Path, monkeypatch: pytes
     assert not last.path.exists() and running() == {}
 
 
-def test_a_temporary_directory_whose_name_is_too_long_for_sockets_is_named(
+def test_a_temporary_directory_with_a_name_too_long_for_sockets_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", "/" + "x" * 81)
