@@ -179,7 +179,7 @@ async def test_models_health_and_metrics(start, kit):
 
 
 async def test_health_waits_for_the_stages_that_it_is_asked_for(start, kit):
-    gateway = await start("e0:E", "p0:P", "d0:D")
+    gateway = await start("e0:E", "p0:P", "d0:D", restart="never", probe_timeout_s=1)
 
     async def health(query=""):
         async with gateway.session.get(f"{gateway.url}/health{query}") as response:

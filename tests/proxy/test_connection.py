@@ -88,7 +88,7 @@ def test_what_was_left_out_of_a_log_is_counted():
 
 
 async def test_an_outage_fills_no_log(start, kit, caplog):
-    gateway = await start("p0:P", restart="never")
+    gateway = await start("p0:P", restart="never", startup_wait_s=0.1)
     for _ in range(15):
         assert (await gateway.error(kit.chat()))[0] == 503
     assert sum("no instance for decode" in line for line in caplog.messages) <= 11
