@@ -19,12 +19,19 @@ CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"[]", b'{"a":', b"\xff{}", b'{"a": 1} x', b'{"a":' * 100_000], ids=lambda body: str(body[:9])
+    "body",
+    [b"", b"[]", b'{"a":', b"\xff{}", b'{"a": 1} x', b'{"a":' * 100_000, b'{"a":' * 300 + b"1" + b"}" * 300],
+    ids=lambda body: f"{len(body)} {body[:9]!r}",
 )
 def test_text_that_is_no_json_object_is_refused(body: bytes) -> None:
     with pytest.raises(InvalidRequest) as refused:
         decode_object(bytearray(body))
     assert refused.value.code == "invalid_json"
+
+
+def test_many_lists_are_not_deep() -> None:
+    body = {"a": [[] for _ in range(1000)], "b": json.loads("[" * 150 + "]" * 150)}
+    assert decode_object(json.dumps(body).encode()) == body
 
 
 def test_a_byte_order_mark_is_skipped() -> None:

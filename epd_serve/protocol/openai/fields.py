@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from difflib import get_close_matches
 from functools import cache
+from itertools import chain
 from typing import Annotated, Any, Literal, Self, get_args
 
 import msgspec
@@ -25,14 +26,30 @@ _decode = msgspec.json.Decoder(dict[str, Any]).decode
 _LABEL = "A label of the caller's own; it changes no token."
 
 
+#: What reads a body, or writes a part of it into an answer, calls itself for each level.
+MAX_DEPTH = 200
+
+
 def decode_object(body: bytes | bytearray) -> dict[str, Any]:
     """Decode a body. Raises InvalidRequest with the place where the text stops being a JSON object."""
     if body[:3] == b"\xef\xbb\xbf":  # a byte order mark (RFC 8259, section 8.1)
         body = body[3:]
     try:
-        return _decode(body)
+        found: dict[str, Any] = _decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"the body is not a valid JSON object: {error}", code="invalid_json") from error
+    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and _is_deep([found]):
+        raise InvalidRequest(f"the body has more than {MAX_DEPTH} levels; make it flatter", code="invalid_json")
+    return found
+
+
+def _is_deep(level: list[Any]) -> bool:
+    for _ in range(MAX_DEPTH):
+        inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        if not inner:
+            return False
+        level = list(chain.from_iterable(inner))
+    return True
 
 
 class RequestModel(BaseModel):
