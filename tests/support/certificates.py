@@ -18,6 +18,7 @@ class Authority:
         self._run(
             *("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"),
             *("-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.pem"),
+            *("-addext", "keyUsage=critical,keyCertSign,cRLSign"),  # Python 3.13 wants both extensions
         )
 
     def files(self, name: str, *, ip: str = "127.0.0.1", days: int = 2, ca: Authority | None = None) -> TlsFiles:
@@ -36,7 +37,7 @@ class Authority:
             ),
             *("-keyout", f"{own}.key", "-out", f"{own}.csr"),
         )
-        (self._directory / f"{own}.ext").write_text(f"subjectAltName=IP:{ip}\n")
+        (self._directory / f"{own}.ext").write_text(f"subjectAltName=IP:{ip}\nauthorityKeyIdentifier=keyid\n")
         self._run(
             *("x509", "-req", "-in", f"{own}.csr", "-CA", f"{self._name}.pem", "-CAkey", f"{self._name}.key"),
             *("-CAcreateserial", "-extfile", f"{own}.ext", "-out", f"{own}.pem", "-days", str(days)),
