@@ -197,18 +197,17 @@ class Deployment:
         assert httpx.post(self.admin + path, trust_env=False, timeout=60).status_code == 200
 
     def kill(self, name: str) -> None:
-        """Kill an instance's processes but Python's resource tracker, which removes their shared memory."""
+        self.signal(name, signal.SIGKILL)
+
+    def signal(self, name: str, number: signal.Signals) -> None:
+        """Send a signal to an instance's processes but Python's resource tracker, which removes shared memory."""
         leader = psutil.Process(self.pid(name))
         processes = [leader, *leader.children(recursive=True)]
         trackers = [one for one in processes if any("resource_tracker" in part for part in one.cmdline())]
         for process in processes:
             if process not in trackers:
                 with suppress(psutil.NoSuchProcess):
-                    process.kill()
-
-    def signal(self, name: str, number: signal.Signals) -> None:
-        """To all processes of an instance."""
-        os.killpg(self.pid(name), number)
+                    process.send_signal(number)
 
     def pid(self, name: str) -> int:
         port = self.urls[name].rpartition(":")[2]
