@@ -212,9 +212,10 @@ def kv_config(options: VllmOptions) -> dict[str, Any] | None:
         return None
     config: dict[str, Any] = {
         "kv_role": "kv_both" if connectors.holds_both else "kv_producer" if role.prefills else "kv_consumer",
-        "engine_id": str(options.number) if options.kind == "npu" else options.name,
         "kv_load_failure_policy": "recompute",
     }
+    if options.kind == "npu":  # vllm-ascend derives ports from it
+        config["engine_id"] = str(options.number)  # elsewhere each start has its own: others remember a peer by it
     buffer = {"kv_buffer_device": "cpu"} if options.kind == "cpu" else {}
     connector = {"kv_connector": "NixlConnector"} if connectors.kv == "nixl" else _mooncake(options)
     return {**connector, **config, **buffer}

@@ -28,6 +28,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 EXTERNAL = "prompt_tokens_by_source_total external_kv_transfer"
 DECODES = ("d0", "d1")
 ERROR_WITHIN_S = 2
+#: For an answer, once a new P is there; a D that waits for the dead one takes two minutes.
+WITH_NEW_P_S = 60
 #: After which vLLM's connector frees blocks of P that no D has asked for, and of D that no P has written to.
 LEASE_S = 150
 #: The picture that E dies with, and what was answered about pictures then.
@@ -228,8 +230,7 @@ def test_without_e_p_encodes_itself(
     assert same(ask(deployment.url, asked[1]), expected[1])
 
 
-def _lose_p(deployment: Deployment) -> None:
-    """Kill P while D waits for its KV; the request waits for the next P."""
+def test_a_dead_p_is_waited_for_and_leaves_no_block_at_d(deployment: Deployment, pids: dict[str, int]) -> None:
     # of words: of a picture P itself would have to say first that it encodes it, as E may be gone
     words = {**picture(10), **chat("What is it?"), "model": MODEL}
     with ThreadPoolExecutor(1) as thread:
@@ -237,11 +238,14 @@ def _lose_p(deployment: Deployment) -> None:
         waiting = thread.submit(ask, deployment.url, words)
         deployment.wait_until(lambda: working(deployment, "num_requests_waiting"), "D waits for KV")
         deployment.kill("p0")
-        assert same(waiting.result(), ask(deployment.url, words))
-
-
-def test_a_dead_p_is_waited_for(deployment: Deployment, pids: dict[str, int]) -> None:
-    _lose_p(deployment)
+        answer = waiting.result()
+        asked_at = time.monotonic()
+        assert same(answer, ask(deployment.url, words))
+        assert time.monotonic() - asked_at < WITH_NEW_P_S, "D takes the new P for the old one"
+    alive = [name for name in DECODES if deployment.pid(name) == pids[name]]
+    assert alive
+    for name in alive:
+        deployment.check_idle(name)
 
 
 def test_the_dead_come_back(
@@ -254,13 +258,6 @@ def test_the_dead_come_back(
     assert all(same(a, b) for a, b in zip(answers, expected, strict=True))
     assert same(ask(deployment.url, picture(LOST)), ANSWERS[LOST]), "E encodes as P did"
     assert features(deployment, "p0", "encoded") == 0
-
-
-@pytest.mark.slow
-def test_a_dead_p_leaves_no_block_at_d(deployment: Deployment) -> None:
-    _lose_p(deployment)
-    for name in DECODES:
-        deployment.check_idle(name)
 
 
 def test_an_answer_of_which_the_client_has_nothing_is_begun_again(deployment: Deployment) -> None:
