@@ -210,12 +210,10 @@ def kv_config(options: VllmOptions) -> dict[str, Any] | None:
     role, connectors = options.role, options.connectors
     if not moves_kv(role, connectors):
         return None
-    config: dict[str, Any] = {
-        "kv_role": "kv_both" if connectors.holds_both else "kv_producer" if role.prefills else "kv_consumer",
-        "kv_load_failure_policy": "recompute",
-    }
-    if options.kind == "npu":  # vllm-ascend derives ports from it
-        config["engine_id"] = str(options.number)  # elsewhere each start has its own: others remember a peer by it
+    kv_role = "kv_both" if connectors.holds_both else "kv_producer" if role.prefills else "kv_consumer"
+    # vllm-ascend derives ports from the id. Elsewhere each start has its own: D remembers P's address by it.
+    engine_id = {"engine_id": str(options.number)} if options.kind == "npu" else {}
+    config = {"kv_role": kv_role, **engine_id, "kv_load_failure_policy": "recompute"}
     buffer = {"kv_buffer_device": "cpu"} if options.kind == "cpu" else {}
     connector = {"kv_connector": "NixlConnector"} if connectors.kv == "nixl" else _mooncake(options)
     return {**connector, **config, **buffer}
