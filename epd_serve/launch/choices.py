@@ -1,4 +1,4 @@
-"""What a deployment file leaves open, chosen for this machine: devices, topology and engine."""
+"""Choose for this machine the devices, topology and engine that a deployment file leaves open."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def choose_layout(config: DeploymentConfig) -> Choice:
 
 
 def _takes_text_alone(config: DeploymentConfig) -> bool:
-    """Whether the checkpoint is of a family without a tower; False where it is not there to be read."""
+    """Return whether the checkpoint is of a family without a tower; False where it cannot be read."""
     try:
         return read_model_config(model_path(config.checkpoint)).get("model_type") in TEXT
     except ValueError:

@@ -160,7 +160,7 @@ def with_trust(config: DeploymentConfig, environment: Mapping[str, str]) -> dict
 
 
 def _parts_gpus(config: DeploymentConfig, placement: Sequence[InstancePlacement]) -> bool:
-    """Whether instances have shares of a GPU."""
+    """Return whether instances have shares of a GPU."""
     shared = [one for one in placement if one.devices[0].startswith("cuda:")]
     shares = config.device_shares(placement) if shared else {}
     return any(one.name in shares for one in shared)
@@ -208,7 +208,7 @@ def mps_spec(environment: Mapping[str, str], directory: Path) -> ProcessSpec | N
 def mps_note(
     config: DeploymentConfig, environment: Mapping[str, str], placement: Sequence[InstancePlacement]
 ) -> str:
-    """Whether processes that share GPUs compute at once there; "": none of them does."""
+    """Return a sentence on MPS for processes that share GPUs; "" where none do."""
     shared = [one for one in placement if one.shares_device_with and one.devices[0].startswith("cuda:")]
     if not shared:
         return ""

@@ -56,7 +56,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 #: What takes more CPU time in a quick place, in all and for each byte of its result, begins again in a slow one.
-#: Usual JPEGs take half of it.
 _QUICK_CPU_S, _QUICK_S_PER_BYTE = 0.02, 5e-9
 #: A longer sound is decoded in a slow place.
 _QUICK_SOUND_S = 10.0
@@ -439,7 +438,7 @@ class _Worker:
             self._connection.send(message)
 
     def is_alive(self) -> bool:
-        """Whether it has said nothing since its last answer."""
+        """Return whether it runs and has sent nothing since its last answer."""
         try:
             self._connection.recv(MESSAGE_BYTES)
         except BlockingIOError:

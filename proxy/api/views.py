@@ -97,14 +97,14 @@ class InstanceState(BaseModel):
 
 
 class Readiness(BaseModel):
-    """Whether requests can be served."""
+    """The state of the deployment: ready, or the stages that are missing."""
 
     status: str = Field(description='"ready", or the stages that no instance covers.')
     instances: dict[str, InstanceState] = Field(default_factory=dict, description="States by name.")
 
 
 class Liveness(BaseModel):
-    """Whether the gateway runs."""
+    """The state of the gateway's process."""
 
     status: Literal["live"] = Field(default="live", description="Always live.")
 
