@@ -309,13 +309,12 @@ class Generation:
 
     Attributes:
         answer: as far as it has come.
-        can_move: whether another instance can go on with it, or begin it anew: not where several choices are
-            streamed, which go on one by one then, and each event is to tell the usage of all.
+        can_move: whether another instance can go on with it, or begin it anew: not a stream of several choices.
     """
 
     def __init__(self, answer: Answer, engine: Engine, on_finished: Callable[[], None] = lambda: None) -> None:
         options = answer.options
-        self.can_move = len(answer.choices) == 1 or not (options.stream and options.continuous_usage)
+        self.can_move = len(answer.choices) == 1 or not options.stream
         self.answer = answer
         self._engine = engine
         self._on_finished = on_finished

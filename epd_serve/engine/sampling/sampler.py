@@ -57,7 +57,7 @@ class Row:
     @property
     def counters(self) -> tuple[int, int, int]:
         """The counters of the token's random numbers: seed, choice and position in the output."""
-        return self.sampling.seed, self.sampling.first_choice + self.index, len(self.sequence.output_ids) + 1
+        return self.sampling.seed, self.index, len(self.sequence.output_ids) + 1
 
     def uniform(self, attempt: int = 0) -> float:
         """The token's random number in [0, 1), by Philox 4x64-10; another one for each attempt."""
