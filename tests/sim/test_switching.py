@@ -18,18 +18,19 @@ from epd_serve.types import Role, Stage
 
 
 class Scripted(Controller):
-    """Gives orders of a list, each as soon as nothing is switching, none that takes a stage's last instance."""
+    """Gives orders of a list, each as soon as nothing is switching, none that leaves a needed stage uncovered."""
 
-    def __init__(self, orders: list[tuple[int, str]]) -> None:
+    def __init__(self, orders: list[tuple[int, str]], needed: str = "EPD") -> None:
         super().__init__(ElasticConfig(), LIMITS)
         self.orders = orders
+        self.needed = set(needed)
 
     def decide(self, now_s: float, instances: Sequence[InstanceLoad]) -> Decision:
         order = None
         if self.orders and all(one.is_serving for one in instances):
             number, role = self.orders.pop(0)
             others = [str(one.role) for index, one in enumerate(instances) if index != number]
-            if str(instances[number].role) != role and set("".join(others)) == set("EPD"):
+            if str(instances[number].role) != role and set("".join(others)) >= self.needed:
                 order = Order(instance=instances[number].name, role=Role.parse(role))
         return Decision(at_s=now_s, kind=Kind.SWITCH, reason="a test", order=order)
 
@@ -80,3 +81,15 @@ def test_the_opposite_of_table_6() -> None:
     assert with_switches["ttft_s"] < LIMITS.ttft_s < without["ttft_s"]
     assert without["latency_s"] > 2 * with_switches["latency_s"]
     assert str_of(switching.spans) == "3E1P4D"
+
+
+def test_requests_wait_while_the_only_decode_instance_is_rebuilt() -> None:
+    orders = [(2, "PD"), (2, "D")]
+    every = requests(20, 6.0)
+    switching = Switching(
+        Scripted(orders, needed="EP"), interval_s=0.1, rebuild_s=lambda _, __: 5.0, num_blocks=1 << 12
+    )
+    outcome = run("E-P-D", every, switching)
+    check_books(outcome)
+    assert not any(job.failure for job in outcome.jobs)
+    assert len([span for span in switching.spans if span.state == "REBUILDING"]) == 2
