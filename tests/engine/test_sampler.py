@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from device.registry import get_device
 from epd_serve.engine.computing import ALL_FORBIDDEN, NO_TOKEN, SampledToken
-from epd_serve.engine.sampling.sampler import DrawNumbers, Row, RowDrawer, Sampler, draw_from_largest, largest
+from epd_serve.engine.sampling.sampler import DrawNumbers, Row, Sampler, largest
 from epd_serve.engine.sampling.sampler import draw as draw_sorted
 from epd_serve.sched.sequence import Sequence
 from epd_serve.types import SamplingParams
@@ -165,8 +165,6 @@ def test_top_p_is_a_share_of_what_min_p_and_top_k_leave(params: dict[str, Any], 
     scores, count = probabilities.log()[None], 3000
     rows = [Row(sequence(temperature=1.0, seed=seed, **params), 0) for seed in range(count)]
     ways = {"sorted": draw_sorted(scores.expand(count, -1), rows)}
-    if "top_k" in params:
-        ways["largest"] = draw_from_largest(scores.expand(count, -1), rows)
     drawn = sample(scores.expand(count, -1), rows)
     ways["sampler"] = torch.tensor([token.token_id for token in drawn])
     expected = probabilities[:kept] / probabilities[:kept].sum()
@@ -356,11 +354,7 @@ def test_draws_keep_to_what_a_sorted_vocabulary_leaves(
     rows = [Row(sequence(seed=1000 * seed + i, **params), 0) for i in range(count)]
     scores = logits.float().expand(count, -1).contiguous()
     ways = {"sorted": draw_sorted(scores, rows)}
-    if "top_k" in params:
-        ways["largest"] = draw_from_largest(scores, rows)
-    else:
-        drawer = RowDrawer(vocab)
-        ways["rows"] = torch.tensor([drawer.draw(logits, row) for row in rows])
+    ways["rows"] = torch.tensor([token.token_id for token in sample(logits.expand(count, -1), rows)])
     expected = certain / certain.sum()
     best = expected.sort(descending=True)
     half = best.indices[: int((best.values.cumsum(-1) < 0.5).sum()) + 1]
