@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from device.base import Device
-from epd_serve.engine.device_regions import registered
+from epd_serve.engine.device_regions import register
 from epd_serve.engine.mapped_memory import MappedMemory
 from epd_serve.protocol.wire import FeatureEvent, Region
 from epd_serve.transfer.feature_store import (
@@ -305,7 +305,7 @@ class LandedFeatures:
         with self._registering:
             if self._slab is None:
                 self._memory, _ = self._device.share_memory(_NUM_PARTS * _PART_BYTES)
-                self._slab = registered(self._device, self._transport, "landing", self._memory)
+                self._slab = register(self._device, self._transport, "landing", self._memory)
             if self._slab is None:
                 raise NotMapped("the device has no memory in which features could land")
             return self._slab
@@ -362,7 +362,7 @@ class FeatureArea(FeatureBooks):
         self.region = self._slab.region
         if shares:
             self.region = msgspec.structs.replace(self.region, device=device.type, handle=handle)
-        self._registered = registered(device, transport, "features", memory) if registers else None
+        self._registered = register(device, transport, "features", memory) if registers else None
         self.memory = None if self._registered is None else self._registered.region
         self._observe = observe
         self._num_features = 0
