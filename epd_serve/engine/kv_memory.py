@@ -40,8 +40,8 @@ def block_nbytes(layout: KVLayout) -> int:
 class KVMemory:
     """The KV of an instance on its device, and the slab by which the transport reaches it.
 
-    Block 0 is scratch. Steps run on the stream on which it is made. Peers read what is announced to them; only this
-    instance writes. On a CPU the slab *is* the cache. On a device that the transport reaches the cache is
+    Block 0 is scratch. Steps run on the stream on which it is made. Peers read what is announced to them; only
+    this instance writes. On a CPU the slab *is* the cache. On a device that the transport reaches the cache is
     registered, and peers on this host may map it. Else the slab is a bounded area of cells through which KV comes
     and goes (:mod:`epd_serve.transfer.staging`), on the threads of those who move it and on a stream of its own.
 

@@ -42,7 +42,9 @@ class Rig:
         self.device = get_device("cpu")
         self.board = DeviceBoard(None, 0, self.clock)
         self.language = LanguageStream(self.device, self.board, limit_s=limit_s, clock=self.clock)
-        self.tower = TowerStream(self.device, self.board, clock=self.clock, sleep=self.clock.sleep, **tower)
+        self.tower = TowerStream(
+            self.device, self.board, language=self.language, clock=self.clock, sleep=self.clock.sleep, **tower
+        )
 
     def step(self, seconds: float, output: Any = DECODES, num_running: int = 1) -> None:
         with self.language.step():
@@ -140,7 +142,7 @@ def test_the_end_of_decodes_ends_the_pause() -> None:
 
 
 def test_batches_are_as_large_as_memory_and_the_limit_allow(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(is_busy=lambda: rig.language.is_busy)
+    rig = Rig()
     assert rig.tower.max_pixels() == 0, "the first batch is one item, to measure"
     assert rig.tower.may_start(1 << 60), "nothing is known yet"
     peaks = iter([3000, 5000])
@@ -159,7 +161,7 @@ def test_batches_are_as_large_as_memory_and_the_limit_allow(monkeypatch: pytest.
 
 
 def test_threads_are_parted_while_both_sides_compute() -> None:
-    rig = Rig(threads=(1, 3), is_busy=lambda: rig.language.is_busy)
+    rig = Rig(threads=(1, 3))
     rig.language._threads = (2, 3)
     seen: list[tuple[str, int]] = []
 
@@ -205,7 +207,7 @@ def test_a_real_tower_pauses_before_each_of_its_layers(tmp_path: Path) -> None:
 
 
 def test_a_failed_step_leaves_nothing_to_wait_for() -> None:
-    rig = Rig(is_busy=lambda: rig.language.is_busy)
+    rig = Rig()
     told: list[bool] = []
     rig.language.on_pause = lambda: told.append(rig.language.is_busy)
     rig.step(0.2)
@@ -217,7 +219,7 @@ def test_a_failed_step_leaves_nothing_to_wait_for() -> None:
 
 def test_nothing_to_compute_is_not_busy() -> None:
     """Running sequences may wait for an image whose encode waits for the language model to be idle."""
-    rig = Rig(is_busy=lambda: rig.language.is_busy)
+    rig = Rig()
     told: list[bool] = []
     rig.language.on_pause = lambda: told.append(rig.language.is_busy)
     rig.step(0.2)

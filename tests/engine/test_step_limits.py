@@ -18,7 +18,7 @@ from benchmarks.ablations.encodes import EncodeGate, PrefillMarkingEngine, may_e
 from epd_serve import factories
 from epd_serve.config import InstanceOptions
 from epd_serve.config.sections import BatchingConfig, SLOConfig
-from epd_serve.engine.pace import step_limits, step_timer
+from epd_serve.engine.pace import measurements, step_timer
 from epd_serve.engine.pace.measurements import Measurements, cache_dir
 from epd_serve.engine.pace.step_limits import StepLimits
 from epd_serve.instance.instance import Instance
@@ -136,7 +136,7 @@ async def test_without_an_slo_nothing_is_measured(
 async def test_budgets_come_from_the_slo_and_answers_stay(
     model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_limits, "cpu_seconds_of_others", lambda: 0.0)  # else nothing is kept
+    monkeypatch.setattr(measurements, "cpu_seconds_of_others", lambda: 0.0)  # else nothing is kept
     measured = counted(monkeypatch, "seconds")
     async with started(options(model, "EPD", slo=SLOConfig(tpot_ms=10_000.0))) as instance:
         loose = await budgets(instance)
@@ -207,7 +207,7 @@ async def test_encodes_can_wait_for_prefills(model: Path, monkeypatch: pytest.Mo
 
 def limits_of(cache: Path, clock: Callable[[], float], others_s: Callable[[], float]) -> StepLimits:
     chosen = options(Path("model"), "P", slo=SLOConfig(ttft_ms=2000), max_num_batched_tokens=4096)
-    return StepLimits(chosen, Measurements(cache, {"model": "a"}), clock=clock, others_s=others_s)
+    return StepLimits(chosen, Measurements(cache, {"model": "a"}, clock=clock, others_s=others_s))
 
 
 @pytest.mark.parametrize("step_s", [0.3, 1.0, 4.0])
@@ -224,7 +224,7 @@ def test_a_start_measures_for_seconds_and_says_where_it_keeps_them(
     budget = limits_of(cache, lambda: now[0], lambda: 0.0).find_budget(
         measure, num_blocks=1000, max_model_len=4000
     )
-    assert now[0] <= step_limits.MEASURE_S + step_s and budget.pace is not None
+    assert now[0] <= measurements.MEASURE_S + step_s and budget.pace is not None
     [file] = (cache / "profiles").iterdir()
     assert str(file) in caplog.text
 
