@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Callable
@@ -12,10 +11,8 @@ from typing import Any
 
 import pytest
 import tiny_models
-from pictures import noise, png
 
-from benchmarks.ablations.encodes import EncodeGate, PrefillMarkingEngine, may_encode
-from epd_serve import factories
+from benchmarks.ablations.encodes import EncodeGate
 from epd_serve.config import InstanceOptions
 from epd_serve.config.sections import BatchingConfig, SLOConfig
 from epd_serve.engine.pace import measurements, step_timer
@@ -184,27 +181,6 @@ async def test_orders_serve_all(model: Path) -> None:
             assert again["choices"] == first["choices"], "with its prefix cached"
 
 
-async def test_encodes_can_wait_for_prefills(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(factories, "_REGISTERED", {"engine": PrefillMarkingEngine, "may encode": may_encode})
-    request = wire.EncodeRequest(
-        request_id="a",
-        ref=wire.MediaRef(mm_hash="0" * 64, width=64, height=48),
-        media=png(noise(1, (64, 48))),
-        announce_to="",
-    )
-    async with started(options(model, "EPD")) as instance:
-        engine = instance.language and instance.language.engine
-        assert isinstance(engine, PrefillMarkingEngine)
-        engine.is_prefilling = True
-        encode = asyncio.create_task(instance.encode._encoded(request))
-        done, _ = await asyncio.wait([encode], timeout=0.3)
-        assert not done, "it did not wait"
-        engine.is_prefilling = False
-        assert (await asyncio.wait_for(encode, 300)).feature.shape[0] > 0
-        assert b'"completion_tokens":6' in await answer(instance, "b", 40)
-        assert not engine.is_prefilling
-
-
 def limits_of(cache: Path, clock: Callable[[], float], others_s: Callable[[], float]) -> StepLimits:
     chosen = options(Path("model"), "P", slo=SLOConfig(ttft_ms=2000), max_num_batched_tokens=4096)
     return StepLimits(chosen, Measurements(cache, {"model": "a"}, clock=clock, others_s=others_s))
@@ -257,13 +233,9 @@ def test_measurements_are_kept_per_combination(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content",
     [
-        b"",
         b"\xff\xfe",
-        b"[1]",
         b'{"about": {}, "seconds": {"x": 1.5}}',
         b'{"about": {"model": "a"}, "seconds": {"x": -1.5}}',
-        b'{"about": {"model": "a"}, "seconds": {"x": "1"}}',
-        b'{"about": {"model": "a"}, "seconds": 3}',
         b'{"about": {"model": "a"}, "seconds": {"x": 1.5}',
     ],
 )
