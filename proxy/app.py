@@ -37,7 +37,7 @@ from proxy.api.endpoint import Endpoint, GenerationEndpoint
 from proxy.api.routes import add_body_route
 from proxy.api.tokenizing import TokenizingEndpoint
 from proxy.api.views import health_router, home_router, models_router
-from proxy.fleet.leases import Leases, leases_router
+from proxy.fleet.leases import LeaseCalls, Leases
 from proxy.fleet.members import Members, connector, vllm_targets
 from proxy.fleet.monitor import Monitor
 from proxy.http.asgi import LocalGuard, install_cors, install_error_handlers
@@ -100,24 +100,24 @@ def create_app(
             await stack.enter_async_context(connections)
             await stack.enter_async_context(fetcher)
             stack.callback(probe.close)
-            routers = [operations_router(table, switches), scaling_router(table, served_requests)]
-            orders = [switches_router(switches), leave_router(switches)]
-            joining = leases_router(leases, needs_tls=settings.tls is not None)
+            routers = [
+                operations_router(table, switches),
+                scaling_router(table, served_requests),
+                switches_router(switches),
+                leave_router(switches),
+            ]
+            joining = LeaseCalls(leases, needs_tls=settings.tls is not None)
             if gateway.admin.port is not None:
                 admin = create_admin_app(
-                    table,
-                    admission,
-                    settings.admin_key,
-                    routers,
-                    joining,
-                    orders=orders,
-                    engine=engine,
+                    table, admission, settings.admin_key, routers, joining.router, engine=engine
                 )
-                running = running_admin(admin, gateway.admin, settings.cluster_key, settings.tls)
+                running = running_admin(
+                    admin, gateway.admin, settings.tls, joining.calls, cluster_key=settings.cluster_key
+                )
                 app.state.admin_url = await stack.enter_async_context(running)
             if app.state.admin_path is not None:
-                routers += [joining, instances_router(members), health]
-                admin = create_admin_app(table, admission, None, [*routers, *orders], engine=engine)
+                routers += [joining.router, instances_router(members), health]
+                admin = create_admin_app(table, admission, None, routers, engine=engine)
                 await stack.enter_async_context(running_on_path(admin, app.state.admin_path))
             polling = asyncio.gather(monitor.run(), leases.run())
             polling.add_done_callback(partial(_end_after, app))

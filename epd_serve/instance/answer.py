@@ -12,13 +12,12 @@ import msgspec
 from epd_serve.engine.engine import Engine, EngineEvent, FailureEvent, TokenEvent
 from epd_serve.engine.sampling.patterns import Patterns
 from epd_serve.errors import InvalidRequest, ServeError
-from epd_serve.instance.http import JSON, Header, Pieces, Reply
 from epd_serve.instance.text.tokenizer import Detokenizer, Vocabulary
 from epd_serve.protocol import frames
 from epd_serve.protocol.openai import chunks
 from epd_serve.protocol.openai.tool_format import Call, CallDelta, ToolCallReader
 from epd_serve.protocol.wire import OutputOptions, TokenLogprob
-from epd_serve.rpc.streams import BrokenStream
+from epd_serve.rpc.server import JSON, BrokenStream, Header, Pieces, Reply
 from epd_serve.types import SamplingParams
 
 
@@ -366,8 +365,7 @@ class Generation:
     ) -> Reply:
         """The answer; a failure before its first byte is raised as what it is."""
         if not stream:
-            body = b"".join([piece async for piece in self._pieces])
-            return Reply(headers=(JSON, *headers), body=body, on_close=on_close)
+            return Reply(headers=(JSON, *headers), body=await self._pieces.read(), on_close=on_close)
         await self._pieces.wait()
         return Reply(headers=(*frames.HEADERS, *headers), stream=self._pieces, on_close=on_close)
 
