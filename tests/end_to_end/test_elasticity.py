@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import pytest
 from chat import chat
 from fleet import Books
 from http_client import http_client
@@ -100,6 +101,7 @@ def ordered(decisions: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [one for one in decisions if one["order"] is not None]
 
 
+@pytest.mark.slow
 async def test_a_late_decode_gets_an_encoder_and_no_answer_notices() -> None:
     async with site() as here:
         for prompt in PROMPTS:

@@ -124,13 +124,6 @@ def test_the_deployment_of_this_machine_needs_no_port(
     assert said == "epd-serve: no deployment of this user is called 9000; those that run: 127.0.0.1:8123\n"
 
 
-def test_a_gateway_elsewhere_has_a_url(
-    url: str, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, capsys, "status", "--admin", url) == TABLE.format(name=url)
-    assert run(monkeypatch, capsys, "switch", "e0", "D", "--admin", url).startswith("e0: E → D")
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

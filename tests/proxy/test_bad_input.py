@@ -63,12 +63,6 @@ async def test_an_unknown_model_is_a_404_that_names_the_known(gateway, kit):
     assert "'demo'" in error["message"]
 
 
-async def test_no_model_means_the_one_that_is_served(gateway, kit):
-    body = kit.chat()
-    del body["model"]
-    assert await gateway.answer(body) == (200, kit.WHOLE)
-
-
 async def test_unknown_paths_and_methods_have_openais_shape(gateway, kit):
     status, error = await gateway.error(kit.chat(), "/v1/nothing")
     assert status == 404 and "/v1/nothing" in error["message"]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_load import check_books
 
-from benchmarks.elastic.simulated import DECODERS, LIMITS, START, figures, opposite, requests, run, str_of
+from benchmarks.elastic.simulated import LIMITS, START, figures, requests, run, str_of
 from benchmarks.elastic.switching import Switching
 from epd_serve.autoscale.controller import Controller, Decision, Kind, Order
 from epd_serve.autoscale.instance_load import InstanceLoad
@@ -70,13 +70,3 @@ def test_table_6_of_epd() -> None:
     assert orders[0].at_s > 200 / 10 / 3.0  # nothing was wrong before
     assert orders[0].pressures[Stage.DECODE] > 0.5
     assert all(b.at_s - a.at_s >= 3.0 for a, b in itertools.pairwise(orders))
-
-
-def test_the_opposite_of_table_6() -> None:
-    """Images behind long answers: decode instances become encoders."""
-    every = opposite(200, 3.0)
-    switching = Switching(Controller(ElasticConfig(cooldown_s=3.0), LIMITS), interval_s=0.3, num_blocks=1 << 14)
-    with_switches, without = figures(run(DECODERS, every, switching)), figures(run(DECODERS, every, None))
-    assert with_switches["ttft_s"] < LIMITS.ttft_s < without["ttft_s"]
-    assert without["latency_s"] > 2 * with_switches["latency_s"]
-    assert str_of(switching.spans) == "3E1P4D"

@@ -360,9 +360,12 @@ def make_tiny_family(
             image = tiny.shown or tiny.image
             shown = f"{{%- elif part['type'] == '{kind}' -%}}{token}"
             tokenizer.chat_template = tokenizer.chat_template.replace(image, image + shown, 1)
+    fields = dict(tiny.text)
+    if fields.get("hidden_size_per_layer_input"):  # else transformers takes 262144 tokens, which are 150 MB
+        fields["vocab_size_per_layer_input"] = len(tokenizer)
     config = AutoConfig.for_model(
         tiny.model_type,
-        text_config=text(len(tokenizer), **tiny.text),
+        text_config=text(len(tokenizer), **fields),
         vision_config=tiny.vision,
         **{tiny.image_field: tokenizer.convert_tokens_to_ids(tiny.rows or tiny.image)},
         **{

@@ -114,7 +114,7 @@ def test_contract(kind: str) -> None:
         run_state_machine_as_test(
             machine,
             settings=settings(
-                max_examples=12 if "mooncake" in kind else 30,
+                max_examples=5 if "mooncake" in kind else 15,
                 stateful_step_count=30,
                 deadline=None,
                 suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
