@@ -17,7 +17,7 @@ from torch import Tensor  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from device.base import AttnMeta  # noqa: E402
-from device.ops.ascend import V1, V2, AscendOps, FusedAttention, Layout  # noqa: E402  # noqa: E402
+from device.ops.ascend import V1, V2, AscendOps, FusedAttention, Layout  # noqa: E402
 
 BLOCK_SIZE, NUM_BLOCKS, HEADS, KV_HEADS, HEAD_DIM = 128, 64, 32, 8, 128
 

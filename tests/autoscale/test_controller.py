@@ -22,11 +22,7 @@ MOST_TOKENS = 30 / 0.05
 
 roles = st.lists(st.sampled_from(["E", "P", "D"]), min_size=0, max_size=6).map(lambda more: ["E", "P", "D", *more])
 loads = st.fixed_dictionaries(
-    {
-        Stage.ENCODE: st.floats(0, 6),
-        Stage.PREFILL: st.floats(0, 6),
-        Stage.DECODE: st.floats(0, 6 * MOST_TOKENS),
-    }
+    {Stage.ENCODE: st.floats(0, 6), Stage.PREFILL: st.floats(0, 6), Stage.DECODE: st.floats(0, 6 * MOST_TOKENS)}
 )
 
 

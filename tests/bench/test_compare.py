@@ -68,11 +68,7 @@ def test_deployments_are_measured_in_turn_under_one_schedule(tmp_path: Path, ben
         assert not any(record.failure for run in runs for record in run.records)
         folder = runs[0].path
         suffixes = {file.suffix for file in (folder / "performances" / "demo").iterdir()}
-        assert suffixes == {
-            ".csv",
-            ".json",
-            ".jsonl",
-        }
+        assert suffixes == {".csv", ".json", ".jsonl"}
         assert json.loads((folder / "result.json").read_text())["completed"] == number
     assert "report.html" in {file.name for file in path.iterdir()}
     lines = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]

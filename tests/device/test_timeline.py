@@ -34,12 +34,7 @@ class VirtualClock:
         self.now_s += seconds + self.late_s
 
 
-def timeline(
-    clock: VirtualClock,
-    directory: Path | None = None,
-    *,
-    faults: Faults | None = None,
-) -> Timeline:
+def timeline(clock: VirtualClock, directory: Path | None = None, *, faults: Faults | None = None) -> Timeline:
     return Timeline("emulated:h200:0", directory, faults=faults, clock=clock, sleep=clock.sleep)
 
 

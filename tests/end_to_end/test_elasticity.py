@@ -90,10 +90,7 @@ async def site() -> AsyncIterator[Site]:
             "elastic": ELASTIC,
         }
     )
-    async with (
-        LocalDeployment(config, ready_timeout_s=300) as deployment,
-        http_client() as client,
-    ):
+    async with LocalDeployment(config, ready_timeout_s=300) as deployment, http_client() as client:
         yield Site(deployment, f"http://127.0.0.1:{port}", client)
 
 

@@ -17,11 +17,7 @@ from epd_serve import cli
 from epd_serve.launch.processes.runs import RunDirectory
 
 LOAD = {"num_waiting": 2, "num_waiting_encodes": 1}
-BUDGETS = {
-    "max_num_seqs": 64.0,
-    "max_num_batched_tokens": 2048.0,
-    "feature_cache_bytes": 2.0**28,
-}
+BUDGETS = {"max_num_seqs": 64.0, "max_num_batched_tokens": 2048.0, "feature_cache_bytes": 2.0**28}
 IDLE: dict[str, Any] = {"ready": True, "in_flight": {}, "device": "cpu", "load": None, "budgets": BUDGETS}
 INSTANCES = [
     {**IDLE, "name": "e0", "role": "E", "in_flight": {"E": 1}, "load": LOAD},

@@ -29,11 +29,7 @@ SERVED = {
     ("instances", "health"): {"/health/live", "/health/ready"},
     ("master", "http"): {"/health"},
 }
-ALL = Values(
-    namespace="models",
-    gateways=2,
-    cache_claim="hub",
-)
+ALL = Values(namespace="models", gateways=2, cache_claim="hub")
 
 
 def read(file: Path, values: Values) -> list[dict[str, Any]]:

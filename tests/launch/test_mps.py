@@ -68,10 +68,7 @@ async def test_a_deployment_has_its_own_daemon_before_its_instances(
         assert spec.environment[mps.PIPES] == environment[mps.PIPES] == str(tmp_path / "mps")
         assert spec.environment[mps.SHARE] == "50"
     client = ProcessSpec(  # with an instance's variables, as there is no GPU
-        name="client",
-        label="",
-        command=(sys.executable, "-c", CLIENT),
-        environment=encode.environment,
+        name="client", label="", command=(sys.executable, "-c", CLIENT), environment=encode.environment
     )
     supervisor = Supervisor([daemon_spec, client], tmp_path, backoff=lambda: Backoff(first_s=0.1))
     try:

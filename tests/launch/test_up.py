@@ -33,10 +33,7 @@ NAMES = {"e0", "p0", "d0", "gateway"}
 
 @contextmanager
 def up(
-    fakes: Any,
-    *arguments: str,
-    stdout: int = subprocess.PIPE,
-    **behaviours: str,
+    fakes: Any, *arguments: str, stdout: int = subprocess.PIPE, **behaviours: str
 ) -> Iterator[subprocess.Popen[str]]:
     deployment = fakes.folder / "deployment.yaml"
     deployment.write_text("instances: {base_port: 0}\ngateway: {port: 0}\n")

@@ -164,10 +164,7 @@ def test_each_kind_of_device_has_its_own_vllm(
         "roles: {E: {engine_args: {enforce_eager: true}}}"
     )
     ascend, cuda = str(tmp_path / "ascend/bin/python"), "/opt/cuda/bin/python"
-    engines = {
-        ascend: changed(good, vllm="0.23.0", vllm_ascend="0.23.0", epd_serve=False),
-        cuda: good,
-    }
+    engines = {ascend: changed(good, vllm="0.23.0", vllm_ascend="0.23.0", epd_serve=False), cuda: good}
     monkeypatch.setattr("epd_serve.launch.vllm.process.find_vllm", lambda python: engines[python])
     config = load_config(file)
     assert check_engines(config) == engines

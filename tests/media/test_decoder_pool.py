@@ -132,10 +132,7 @@ async def test_a_slow_picture_begins_again_in_a_slow_place(patient_pool: Decoder
 
 @pytest.mark.parametrize(
     ("signum", "error", "code"),
-    [
-        (signal.SIGKILL, Unavailable, "decoder_lost"),
-        (signal.SIGSEGV, InvalidRequest, "image_crashes_decoder"),
-    ],
+    [(signal.SIGKILL, Unavailable, "decoder_lost"), (signal.SIGSEGV, InvalidRequest, "image_crashes_decoder")],
 )
 async def test_a_worker_that_ends_fails_its_picture_alone(
     patient_pool: DecoderPool, signum: int, error: type[ServeError], code: str

@@ -146,13 +146,7 @@ def _gemma4(text: dict[str, Any], vision: dict[str, Any]) -> Tiny:
             "final_logit_softcapping": 20.0,
             **text,
         },
-        vision={
-            **_LAYERS,
-            "num_key_value_heads": 4,
-            "head_dim": 16,
-            "position_embedding_size": 256,
-            **vision,
-        },
+        vision={**_LAYERS, "num_key_value_heads": 4, "head_dim": 16, "position_embedding_size": 256, **vision},
         top={
             "boi_token_id": "<|image>",
             "eoi_token_id": "<image|>",

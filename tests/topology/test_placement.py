@@ -8,11 +8,7 @@ def placed(text: str, *devices: str) -> dict[str, tuple[str, ...]]:
 
 
 def test_instances_take_devices_in_the_order_written() -> None:
-    assert placed("E-P-D", "npu:0", "npu:3", "npu:1") == {
-        "e0": ("npu:0",),
-        "p0": ("npu:3",),
-        "d0": ("npu:1",),
-    }
+    assert placed("E-P-D", "npu:0", "npu:3", "npu:1") == {"e0": ("npu:0",), "p0": ("npu:3",), "d0": ("npu:1",)}
 
 
 def test_a_group_shares_one_device_and_says_with_whom() -> None:

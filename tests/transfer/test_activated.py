@@ -80,9 +80,4 @@ def test_a_transport_activates_the_device_on_every_thread(options: MooncakeOptio
     assert back == data
     elsewhere(transport.release, slab)
     elsewhere(transport.close)
-    assert set(CALLED) == {
-        "initialize",
-        "register_memory",
-        "unregister_memory",
-        "batch_transfer_sync_read",
-    }
+    assert set(CALLED) == {"initialize", "register_memory", "unregister_memory", "batch_transfer_sync_read"}

@@ -13,13 +13,7 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from transfer_peer import SLAB_BYTES, Peer
 from transports import TIMEOUT_S, kinds, make_transport, needs_mooncake
 

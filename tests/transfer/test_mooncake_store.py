@@ -35,8 +35,7 @@ async def test_what_one_encoder_has_put_another_announces_and_does_not_encode(
 
 
 async def test_a_put_that_nobody_waits_for_any_more_is_in_the_books_and_held_by_nobody(
-    instances: Instances,
-    key: str,
+    instances: Instances, key: str
 ) -> None:
     store = instances.start()
     putting = asyncio.create_task(store.put(key, memoryview(bytes(MEBIBYTE)), [MEBIBYTE], "uint8", "r"))
