@@ -123,11 +123,7 @@ async def test_features_and_kv_go_from_device_to_device(
     model = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
     reference = Reference(model)
     asked = [("What is this?", [noise(1)]), ("Repeat: " + "apple banana " * 20, []), ("Say apple", [])]
-    options = {
-        "device": "chip:2",
-        "block_size": 8,
-        "max_num_batched_tokens": 40,
-    }
+    options = {"device": "chip:2", "block_size": 8, "max_num_batched_tokens": 40}
     monkeypatch.setattr(KVMemory, "copy", None)  # between the device and the host's cells
     monkeypatch.setattr(Copies, "to_host", None)
     monkeypatch.setattr(Copies, "to_device", None)

@@ -205,17 +205,6 @@ async def test_features_of_other_pictures_are_noticed(parts: Deployment) -> None
     assert "is not that of its picture" in await refusal(parts, 4)
 
 
-async def test_what_needs_logits_is_refused_by_name(parts: Deployment) -> None:
-    for field, value in (
-        ("logprobs", True),
-        ("logit_bias", {"300": 5}),
-        ("response_format", {"type": "json_object"}),
-        ("tools", [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]),
-    ):
-        status, body = await parts.post("/v1/chat/completions", chat("hi", model="demo") | {field: value})
-        assert status == 400 and "without weights" in body["error"]["message"], (field, body)
-
-
 def test_an_instance_without_weights_loads_neither_torch_nor_numpy() -> None:
     modules = "epd_serve.instance.main", "epd_serve.instance.loading.shape_model"
     script = f"import sys, {', '.join(modules)}; sys.exit(not {{'torch', 'numpy'}}.isdisjoint(sys.modules))"

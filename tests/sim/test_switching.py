@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_load import check_books
 
-from benchmarks.elastic.simulated import DECODERS, LIMITS, START, figures, opposite, requests, run, str_of
+from benchmarks.elastic.simulated import LIMITS, START, figures, requests, run, str_of
 from benchmarks.elastic.switching import Switching
 from epd_serve.autoscale.controller import Controller, Decision, Kind, Order
 from epd_serve.autoscale.instance_load import InstanceLoad
@@ -71,25 +71,3 @@ def test_table_6_of_epd() -> None:
     assert orders[0].at_s > 200 / 10 / 3.0  # nothing was wrong before
     assert orders[0].pressures[Stage.DECODE] > 0.5
     assert all(b.at_s - a.at_s >= 3.0 for a, b in itertools.pairwise(orders))
-
-
-def test_the_opposite_of_table_6() -> None:
-    """Images behind long answers: decode instances become encoders."""
-    every = opposite(200, 3.0)
-    switching = Switching(Controller(ElasticConfig(cooldown_s=3.0), LIMITS), interval_s=0.3, num_blocks=1 << 14)
-    with_switches, without = figures(run(DECODERS, every, switching)), figures(run(DECODERS, every, None))
-    assert with_switches["ttft_s"] < LIMITS.ttft_s < without["ttft_s"]
-    assert without["latency_s"] > 2 * with_switches["latency_s"]
-    assert str_of(switching.spans) == "3E1P4D"
-
-
-def test_requests_wait_while_the_only_decode_instance_is_rebuilt() -> None:
-    orders = [(2, "PD"), (2, "D")]
-    every = requests(20, 6.0)
-    switching = Switching(
-        Scripted(orders, needed="EP"), interval_s=0.1, rebuild_s=lambda _, __: 5.0, num_blocks=1 << 12
-    )
-    outcome = run("E-P-D", every, switching)
-    check_books(outcome)
-    assert not any(job.failure for job in outcome.jobs)
-    assert len([span for span in switching.spans if span.state == "REBUILDING"]) == 2

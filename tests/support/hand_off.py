@@ -148,12 +148,7 @@ class Sender:
 def deliveries(peers: Any, *, engine: Any, clean_ups: CleanUps, telemetry: Any, lease_s: float) -> Deliveries:
     parts: list[Any] = [engine, Sender(), Memory()]
     return Deliveries(
-        *parts,
-        peers=peers,
-        telemetry=telemetry,
-        refusals=Refusals("p0"),
-        clean_ups=clean_ups,
-        lease_s=lease_s,
+        *parts, peers=peers, telemetry=telemetry, refusals=Refusals("p0"), clean_ups=clean_ups, lease_s=lease_s
     )
 
 

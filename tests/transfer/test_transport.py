@@ -20,7 +20,7 @@ from transports import TIMEOUT_S, fill, kinds, make_transport, mooncake_options,
 
 from epd_serve.protocol.wire import Region
 from epd_serve.transfer.embedded import EmbeddedTransport
-from epd_serve.transfer.mooncake.engine import Engine, MooncakeOptions, StagingPool, address_of
+from epd_serve.transfer.mooncake.engine import StagingPool, address_of
 from epd_serve.transfer.mooncake.transport import MooncakeTransport
 from epd_serve.transfer.shared_memory import SharedSlab
 from epd_serve.transfer.transport import StillCopying, TransferError, Transport
@@ -42,14 +42,6 @@ def read(transport: Transport, region: Region, nbytes: int = 4) -> bytes:
     data = bytearray(nbytes)
     transport.read(region, [(0, memoryview(data))])
     return bytes(data)
-
-
-def test_memory_that_is_not_to_be_had_is_named() -> None:
-    transport, num_files = EmbeddedTransport(path="shm"), psutil.Process().num_fds()
-    with pytest.raises(ValueError, match=r"134217728 MiB of memory for 'kv' are not to be had .*num_blocks"):
-        transport.allocate("kv", 1 << 47)
-    assert psutil.Process().num_fds() == num_files
-    transport.close()
 
 
 @pytest.mark.parametrize("kind", kinds("tcp", "mooncake", "mooncake device"))
@@ -239,30 +231,6 @@ def test_mooncake_listens_on_the_loopback_device_alone_where_its_host_is_one() -
 def _device_of(descriptor: int) -> bytes:
     with socket.socket(fileno=os.dup(descriptor)) as listener:
         return listener.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16).rstrip(b"\0")
-
-
-@needs_mooncake
-def test_mooncake_registers_no_more_regions_than_its_protocol_can_hold() -> None:
-    options = mooncake_options()
-    limited = MooncakeTransport(
-        MooncakeOptions(
-            host=options.host,
-            protocol=options.protocol,
-            staging_bytes=options.staging_bytes,
-            timeout_s=options.timeout_s,
-            max_regions=2,  # the pool is one
-        )
-    )
-    limited.allocate("kv", SIZE)
-    with pytest.raises(TransferError, match="no more than 2 regions"):
-        limited.allocate("features", SIZE)
-    limited.close()
-
-
-@needs_mooncake
-def test_mooncake_needs_an_address_that_peers_can_reach() -> None:
-    with pytest.raises(ValueError, match=r"cannot offer memory at 0\.0\.0\.0; set instances\.host"):
-        Engine(MooncakeOptions(host="0.0.0.0", protocol="tcp"))
 
 
 @needs_mooncake
