@@ -13,12 +13,13 @@ from epd_serve.engine.engine import Engine, EngineEvent, FailureEvent, TokenEven
 from epd_serve.engine.sampling.patterns import Patterns
 from epd_serve.errors import InvalidRequest, ServeError
 from epd_serve.instance.http import JSON, Header, Pieces, Reply
-from epd_serve.instance.text.tokenizer import Detokenizer, Vocabulary
+from epd_serve.instance.text.tokenizer import Detokenizer, Tokenizer
 from epd_serve.protocol import frames
 from epd_serve.protocol.openai import chunks
 from epd_serve.protocol.openai.tool_format import Call, CallDelta, ToolCallReader
 from epd_serve.protocol.wire import OutputOptions, TokenLogprob
 from epd_serve.rpc.streams import BrokenStream
+from epd_serve.telemetry.span import Timeline
 from epd_serve.types import SamplingParams
 
 
@@ -35,25 +36,25 @@ class Answer:
     """
 
     def __init__(
-        self, vocabulary: Vocabulary, options: OutputOptions, sampling: SamplingParams, prompt_ids: Sequence[int]
+        self, tokenizer: Tokenizer, options: OutputOptions, sampling: SamplingParams, prompt_ids: Sequence[int]
     ) -> None:
-        self._vocabulary = vocabulary
+        self._tokenizer = tokenizer
         self.options = options
         self.num_cached_tokens = 0
         self._prompt_ids = prompt_ids
         self._is_empty = sampling.max_tokens == 0
         self._is_streamed, self._tells_usage = options.stream, options.continuous_usage
         self._logprobs: dict[int, TokenLogprob] = {}  # of tokens before those that are pushed, by index
-        echo = vocabulary.decode(list(prompt_ids), skip_special_tokens=True) if options.echo else ""
+        echo = tokenizer.decode(list(prompt_ids), skip_special_tokens=True) if options.echo else ""
         self._echoed: list[_Token] = []
         if options.echo and sampling.logprobs is not None:
-            prompt = Choice(vocabulary, (), SamplingParams(seed=0, logprobs=0), None, "", lists_all=True)
+            prompt = Choice(tokenizer, (), SamplingParams(seed=0, logprobs=0), None, "", lists_all=True)
             for token_id in prompt_ids:
                 prompt.add(token_id, None, None)
             self._echoed = [replace(token, start=min(token.start, len(echo))) for token in prompt.untold(False)]
         stop = Patterns(sampling.stop) if sampling.stop else None
         self.choices = [
-            Choice(vocabulary, prompt_ids, sampling, stop, echo, lists_all=options.echo) for _ in range(sampling.n)
+            Choice(tokenizer, prompt_ids, sampling, stop, echo, lists_all=options.echo) for _ in range(sampling.n)
         ]
 
     @property
@@ -65,9 +66,9 @@ class Answer:
         num_prompt, num_output = len(self._prompt_ids), sum(choice.num_tokens for choice in self.choices)
         return chunks.Usage(num_prompt, num_output, min(self.num_cached_tokens, num_prompt))
 
-    def replay(self, index: int, token_id: int, finish_reason: str | None) -> None:
-        """Add a token that the client has already."""
-        self.choices[index].add(token_id, finish_reason, None)
+    def replay(self, token_id: int, finish_reason: str | None) -> None:
+        """Add a token of the only choice that the client has already."""
+        self.choices[0].add(token_id, finish_reason, None)
 
     # ------------------------------------------------------------------ log-probabilities of earlier tokens
 
@@ -166,7 +167,7 @@ class Answer:
         ]
 
     def _describe(self, token_id: int, logprob: TokenLogprob | None, offset: int) -> chunks.ScoredToken:
-        bytes_of = self._vocabulary.bytes_of
+        bytes_of = self._tokenizer.bytes_of
         if logprob is None:
             return chunks.ScoredToken(bytes_of(token_id), None, [], offset)
         top = [(bytes_of(other), value) for other, value in logprob.top]
@@ -201,7 +202,7 @@ class Choice:
 
     def __init__(
         self,
-        vocabulary: Vocabulary,
+        tokenizer: Tokenizer,
         prompt_ids: Sequence[int],
         sampling: SamplingParams,
         stop: Patterns | None,
@@ -211,7 +212,7 @@ class Choice:
     ) -> None:
         """``echo`` stands before the text; ``lists_all``: tokens that show nothing are told, too."""
         self.detokenizer = Detokenizer(
-            vocabulary,
+            tokenizer,
             prompt_ids,
             stop,
             skip_special_tokens=sampling.skip_special_tokens,
@@ -220,8 +221,8 @@ class Choice:
         )
         has_tools = sampling.grammar is not None and sampling.grammar.tools
         self._reader = ToolCallReader() if has_tools else None
-        self._hidden_ids = vocabulary.special_ids if sampling.skip_special_tokens else frozenset()
-        self._bytes_of = vocabulary.bytes_of
+        self._hidden_ids = tokenizer.special_ids if sampling.skip_special_tokens else frozenset()
+        self._bytes_of = tokenizer.bytes_of
         self._lists_all = lists_all
         self._num_prompt_tokens = len(prompt_ids)
         self._num_read = 0
@@ -305,7 +306,7 @@ class Choice:
 
 
 class Generation:
-    """Turns engine events into an OpenAI answer, streamed or whole; ``on_finished`` is told of the last token.
+    """Turns engine events into an OpenAI answer, streamed or whole.
 
     Attributes:
         answer: as far as it has come.
@@ -313,12 +314,12 @@ class Generation:
             streamed, which go on one by one then, and each event is to tell the usage of all.
     """
 
-    def __init__(self, answer: Answer, engine: Engine, on_finished: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, answer: Answer, engine: Engine, timeline: Timeline, request_id: str) -> None:
         options = answer.options
         self.can_move = len(answer.choices) == 1 or not (options.stream and options.continuous_usage)
         self.answer = answer
         self._engine = engine
-        self._on_finished = on_finished
+        self._timeline, self._request_id = timeline, request_id
         self._pieces = Pieces()
         self._finished: set[int] = set()  # choices whose last token came here
 
@@ -344,7 +345,7 @@ class Generation:
         if event.finish_reason is None:
             self._engine.stop_sequence(sequence)
         if answer.finished:
-            self._on_finished()
+            self._timeline.finished(self._request_id)
             self._pieces.put(answer.end())
             self._pieces.end()
 

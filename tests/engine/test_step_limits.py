@@ -14,7 +14,7 @@ import pytest
 import tiny_models
 from pictures import noise, png
 
-from benchmarks.ablations.encodes import EncodeGate, PrefillMarkingEngine, may_encode
+from benchmarks.ablations.encodes import EncodeGate, PrefillMarkingEngine, WaitingEncoder
 from epd_serve import factories
 from epd_serve.config import InstanceOptions
 from epd_serve.config.sections import BatchingConfig, SLOConfig
@@ -85,7 +85,7 @@ async def answer(instance: Instance, name: str, length: int) -> bytes:
         sampling=SamplingParams(seed=0, temperature=0.0, max_tokens=6, ignore_eos=True),
         items=[],
     )
-    reply = await instance.language.prefill.prefill(request)
+    reply = await instance.language.prefiller.prefill(request)
     assert reply.on_close is not None
     reply.on_close()
     return reply.body
@@ -185,7 +185,7 @@ async def test_orders_serve_all(model: Path) -> None:
 
 
 async def test_encodes_can_wait_for_prefills(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(factories, "_REGISTERED", {"engine": PrefillMarkingEngine, "may encode": may_encode})
+    monkeypatch.setattr(factories, "_REGISTERED", {"engine": PrefillMarkingEngine, "encoder": WaitingEncoder})
     request = wire.EncodeRequest(
         request_id="a",
         ref=wire.MediaRef(mm_hash="0" * 64, width=64, height=48),
@@ -196,7 +196,7 @@ async def test_encodes_can_wait_for_prefills(model: Path, monkeypatch: pytest.Mo
         engine = instance.language and instance.language.engine
         assert isinstance(engine, PrefillMarkingEngine)
         engine.is_prefilling = True
-        encode = asyncio.create_task(instance.encode._encoded(request))
+        encode = asyncio.create_task(instance.encoder._encode_item(request))
         done, _ = await asyncio.wait([encode], timeout=0.3)
         assert not done, "it did not wait"
         engine.is_prefilling = False

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from epd_serve.demo import weights_dir
 from epd_serve.errors import InvalidRequest
-from epd_serve.instance.text.tokenizer import MAX_CHARACTERS, BoundedTokenizer
+from epd_serve.instance.text.tokenizer import MAX_CHARACTERS, Tokenizer
 
 DEMO = AutoTokenizer.from_pretrained(weights_dir(), local_files_only=True)
 
@@ -27,7 +27,7 @@ DEMO = AutoTokenizer.from_pretrained(weights_dir(), local_files_only=True)
     ],
 )
 def test_a_text_is_as_long_as_its_context_may_need(num_characters: int, num_tokens: int, fits: bool) -> None:
-    bounded = BoundedTokenizer(DEMO)
+    bounded = Tokenizer(DEMO)
     if fits:
         bounded.check_length(num_characters, num_tokens, "prompt")
         return
@@ -37,7 +37,7 @@ def test_a_text_is_as_long_as_its_context_may_need(num_characters: int, num_toke
 
 
 def test_a_text_waits_for_no_long_one() -> None:
-    bounded, begun = BoundedTokenizer(DEMO), threading.Event()
+    bounded, begun = Tokenizer(DEMO), threading.Event()
     text, expected = "apple pie " * (MAX_CHARACTERS // 10), DEMO.encode("hello")
 
     def read() -> list[int]:

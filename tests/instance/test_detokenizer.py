@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from epd_serve.demo import weights_dir
 from epd_serve.engine.sampling.patterns import Patterns
-from epd_serve.instance.text.tokenizer import Detokenizer, Vocabulary
+from epd_serve.instance.text.tokenizer import Detokenizer, Tokenizer
 
 
 class Bytes:
@@ -70,7 +70,7 @@ def test_an_incomplete_character_at_the_end_is_shown_as_such() -> None:
 def test_with_a_real_tokenizer(text: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(weights_dir())
     ids = tokenizer.encode(text, add_special_tokens=False)
-    detokenizer = Detokenizer(Vocabulary(tokenizer), tokenizer.encode("What is this?"))
+    detokenizer = Detokenizer(Tokenizer(tokenizer), tokenizer.encode("What is this?"))
     assert "".join([detokenizer.push(i) for i in ids] + [detokenizer.flush()]) == tokenizer.decode(ids)
 
 

@@ -6,8 +6,9 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -15,13 +16,13 @@ import pytest
 import torch
 
 from epd_serve.errors import InstanceFailed
-from epd_serve.instance.feature_receiver import FeatureForm, FeatureReceiver
+from epd_serve.instance.feature_receiver import ORPHAN_S, FeatureForm, FeatureReceiver
+from epd_serve.instance.metrics import InstanceMetrics
 from epd_serve.protocol import wire
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore
 
 WIDTH = 5
-ORPHAN_S = 10.0
 
 
 @dataclass
@@ -35,19 +36,15 @@ class Bench:
         self.store = EmbeddedFeatureStore(self.transport, 1 << 12)
         self.receiver = self.new_inbox(200, time.monotonic)
 
-    def new_inbox(
-        self,
-        capacity_bytes: int,
-        clock: Any,
-        fetch: Callable[[wire.FeatureEvent], bytearray] | None = None,
-    ) -> FeatureReceiver:
-        form = FeatureForm(dtype="uint8", width=WIDTH, num_tokens=lambda item: item.width * item.height)
+    def new_inbox(self, capacity_bytes: int, clock: Any, store: Any = None) -> FeatureReceiver:
+        family: Any = SimpleNamespace(num_tokens=lambda item: item.width * item.height)
+        engine: Any = SimpleNamespace(wake=lambda: None)
         return FeatureReceiver(
-            capacity_bytes,
-            fetch or self.store.fetch,
-            lambda: None,
-            form=form,
-            orphan_s=ORPHAN_S,
+            store or self.store,
+            engine,
+            InstanceMetrics(),
+            FeatureForm(dtype="uint8", width=WIDTH, family=family),
+            capacity_bytes=capacity_bytes,
             timeout_s=60,
             clock=clock,
         )
@@ -216,7 +213,7 @@ class SlowFetch:
         bench.receiver.close()
         bench.receiver = bench.new_inbox(200, time.monotonic, self)
 
-    def __call__(self, event: wire.FeatureEvent) -> bytearray:
+    def fetch(self, event: wire.FeatureEvent) -> bytearray:
         self.num_begun += 1
         self._begun.set()
         assert self.let_through.wait(300)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -28,15 +30,15 @@ class Bench:
         self.fails = False
         self.let_through = threading.Event()
         self.timings: list[FetchTiming] = []
+        family: Any = SimpleNamespace(num_tokens=lambda item: 1)
         self.receiver = kind(
-            1 << 20,
-            self.fetch,
-            lambda: None,
-            form=FeatureForm(dtype="float32", width=1, num_tokens=lambda item: 1),
-            orphan_s=1e9,
+            self,
+            SimpleNamespace(wake=lambda: None),
+            SimpleNamespace(feature_used=self.timings.append),
+            FeatureForm(dtype="float32", width=1, family=family),
+            capacity_bytes=1 << 20,
             timeout_s=60,
             clock=lambda: self.now,
-            observe=self.timings.append,
         )
 
     def fetch(self, event: FeatureEvent) -> bytearray:
@@ -136,7 +138,7 @@ async def test_an_event_of_a_request_that_has_ended_leaves_nothing_to_be_timed()
     bench = Bench()
     bench.receiver.release("r")
     await bench.arrive(await bench.announce())
-    assert not bench.receiver._fetches and not bench.asked
+    assert not bench.receiver._fetched and not bench.asked
 
 
 async def test_what_is_fetched_when_due_is_fetched_when_the_engine_asks() -> None:

@@ -15,6 +15,7 @@ from epd_serve.instance.text.grammar_compiler import GrammarCompiler
 from epd_serve.instance.text.request_processor import RequestProcessor
 from epd_serve.media.decoder_pool import DecoderPool
 from epd_serve.media.picture import MediaLimits
+from epd_serve.telemetry.span import SpanStream
 from epd_serve.types import Grammar, ToolSchema
 
 TOKENIZER = AutoTokenizer.from_pretrained(weights_dir())
@@ -38,7 +39,7 @@ BOMB = wide(8000)
 
 @pytest.fixture
 async def compiler():
-    processor = RequestProcessor(1, queue_timeout_s=300)
+    processor = RequestProcessor(1, queue_timeout_s=300, spans=SpanStream())
     decoders = DecoderPool(cpu_s=2.0, limits=MediaLimits(max_pixels=1024, max_bytes=1024))
     one = GrammarCompiler(Grammars(TOKENIZER, {TOKENIZER.eos_token_id}), processor, decoders)
     one.tried, compile_ = [], decoders.compile

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from epd_serve.config import InstanceOptions
+from epd_serve.engine.pace.step_watch import StepWatch
 from epd_serve.instance import instance as module
 from epd_serve.instance.instance import Instance
 from epd_serve.types import Role
@@ -22,11 +23,14 @@ async def test_housekeeping_goes_on(instance: Instance, monkeypatch: pytest.Monk
     calls: list[int] = []
 
     class Failing:
+        watch = StepWatch()
+
         def expire(self) -> None:
             calls.append(1)
             raise AssertionError("a reservation in an unknown state")
 
     instance.language = Failing()  # type: ignore[assignment]
+    instance.encoder = Failing()  # type: ignore[assignment]
     housekeeping = asyncio.create_task(instance._housekeep())
     async with asyncio.timeout(300):
         while len(calls) < 3:  # noqa: ASYNC110

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from epd_serve.instance.feature_receiver import FetchTiming
 from epd_serve.instance.metrics import InstanceMetrics
-from epd_serve.instance.telemetry import step_span
+from epd_serve.instance.telemetry import InstanceTelemetry
 from epd_serve.protocol.instance_state import Load
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sched.sequence import Sequence
@@ -37,7 +37,8 @@ def sequence() -> Sequence:
 
 
 def test_all_that_is_told_is_rendered() -> None:
-    metrics = InstanceMetrics(("embedded", "mooncake"))
+    telemetry = InstanceTelemetry("e0", stores=("embedded", "mooncake"))
+    metrics = telemetry.metrics
     untold = values(metrics.render(Load(), (0, 0), {}))
     metrics.kv_read(50, 2.0)
     peer: Any = None
@@ -55,7 +56,7 @@ def test_all_that_is_told_is_rendered() -> None:
     mixed = ScheduleOutput(decodes=[sequence()], prefills=[(sequence(), 9)])
     decodes = ScheduleOutput(decodes=[sequence()], preempted=[sequence(), sequence()])
     for output, seconds in ((mixed, 0.25), (decodes, 0.5)):
-        metrics.put(step_span(output, 1.0, 1.0 + seconds))
+        telemetry.add_step(output, seconds)
     for paused_s in (1.5, 4.0):
         slack = Slack(credit_s=-0.2, limit_s=0.1, alone_s=0.05, beside_s=0.3)
         metrics.paced(paused_s, slack)

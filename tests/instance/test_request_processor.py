@@ -10,7 +10,7 @@ import pytest
 
 from epd_serve.errors import PREPARATION_FULL, InvalidRequest, Overloaded
 from epd_serve.instance.text.request_processor import SLOW_S, Kind, RequestProcessor
-from epd_serve.telemetry.span import Span
+from epd_serve.telemetry.span import Span, SpanStream
 
 
 class Gate:
@@ -35,7 +35,7 @@ async def gate() -> AsyncIterator[Gate]:
 
 @pytest.fixture
 async def processor(gate: Gate) -> AsyncIterator[RequestProcessor]:
-    processor = RequestProcessor(1, queue_timeout_s=60)
+    processor = RequestProcessor(1, queue_timeout_s=60, spans=SpanStream())
     yield processor
     gate.go.set()
     await processor.close()
@@ -107,7 +107,9 @@ async def test_an_item_that_turns_out_to_be_slow_leaves_its_place(processor: Req
 
 async def test_each_item_has_a_span_with_its_wait() -> None:
     told: list[Span] = []
-    processor = RequestProcessor(2, queue_timeout_s=60, put=told.append)
+    spans = SpanStream()
+    spans.subscribe(told.append)
+    processor = RequestProcessor(2, queue_timeout_s=60, spans=spans)
 
     def broken() -> None:
         raise InvalidRequest("broken")

@@ -29,7 +29,7 @@ def test_a_text_is_read_and_written_as_it_is(text: str) -> None:
     ids = TOKENIZER.encode(text)
     assert all(0 <= token < NUM_TOKENS for token in ids)
     assert TOKENIZER.decode(ids) == text
-    detokenizer = Detokenizer(syllable_texts().vocabulary, [], skip_special_tokens=False)
+    detokenizer = Detokenizer(syllable_texts().tokenizer, [], skip_special_tokens=False)
     assert "".join(map(detokenizer.push, ids)) + detokenizer.flush() == text
 
 

@@ -22,7 +22,7 @@ from epd_serve.instance.feature_receiver import FeatureForm
 from epd_serve.instance.text.chat_template import ChatTemplate, MediaLiterals
 from epd_serve.instance.text.grammar_compiler import GrammarCompiler
 from epd_serve.instance.text.prompt import PromptProcessor, Texts
-from epd_serve.instance.text.tokenizer import BoundedTokenizer, Vocabulary
+from epd_serve.instance.text.tokenizer import Tokenizer
 from epd_serve.models.family import Family
 from epd_serve.models.generation_config import read_generation_config
 from epd_serve.models.language import LanguageModel
@@ -33,7 +33,6 @@ from epd_serve.transfer.transport import Transport
 if TYPE_CHECKING:
     from epd_serve.instance.instance import Instance
     from epd_serve.instance.loading.checkpoint import CheckpointModel
-    from epd_serve.instance.loading.model import Compiler
 
 
 logger = logging.getLogger(__name__)
@@ -54,8 +53,11 @@ class LanguageWeights:
         self.num_parameters = self.language.num_parameters
         generation = read_generation_config(model.path, model.family.config)
         self.eos_token_ids = generation.eos_token_ids
+        texts = read_texts(model.path, model.family, generation.eos_token_ids)
+        assert texts.grammars is not None
+        self.compiler = GrammarCompiler(texts.grammars, instance.processor, model.decoders)
         self.prompts = PromptProcessor(
-            read_texts(model.path, model.family, generation.eos_token_ids),
+            texts,
             model.family,
             self.language.inner,
             max_model_len=self.language.max_model_len,
@@ -72,36 +74,31 @@ class LanguageWeights:
         return self._memory
 
     @property
-    def layout(self) -> wire.KVLayout:
-        return self.memory.layout
-
-    @property
     def block_nbytes(self) -> int:
-        return block_nbytes(self.layout)
+        """Bytes of one block in all layers on the device."""
+        return block_nbytes(self.memory.layout)
 
     @property
     def feature_form(self) -> FeatureForm:
         return FeatureForm(
-            dtype=self.layout.dtype,
+            dtype=self.memory.layout.dtype,
             width=self.language.feature_width,
-            num_tokens=self._model.family.num_tokens,
+            family=self._model.family,
         )
 
-    def step_seconds(self, runner: LanguageRunner) -> Callable[[StepShape], float]:
+    def step_seconds(self, runner: Any) -> Callable[[StepShape], float]:
+        """Return what times steps of the runner that was prepared last, while nothing else uses the KV memory."""
         return self._timer(runner).seconds
 
     def _timer(self, runner: LanguageRunner) -> StepTimer:
+        layout = self.memory.layout
         return StepTimer(
             runner,
-            num_blocks=self.memory.num_blocks - self.layout.state_blocks,
-            block_size=self.layout.block_size,
+            num_blocks=self.memory.num_blocks - layout.state_blocks,
+            block_size=layout.block_size,
             num_position_axes=self._model.family.num_position_axes,
-            state_blocks=self.layout.state_blocks,
+            state_blocks=layout.state_blocks,
         )
-
-    def compiler(self, instance: Instance) -> Compiler:
-        assert self.prompts.grammars is not None
-        return GrammarCompiler(self.prompts.grammars, instance.processor, self._model.decoders)
 
     def prepare(self, instance: Instance) -> LanguageRunner:
         """KV memory, and graphs where the role decodes; what there is and fits is kept."""
@@ -250,9 +247,7 @@ def read_texts(path: Path, family: Family, eos_token_ids: frozenset[int] = froze
             "tokens; the model must have them all"
         )
     return Texts(
-        tokenizer=tokenizer,
-        vocabulary=Vocabulary(tokenizer),
-        grammars=Grammars(tokenizer, eos_token_ids),
-        bounded=BoundedTokenizer(tokenizer),
+        tokenizer=Tokenizer(tokenizer),
         template=ChatTemplate(tokenizer, path, MediaLiterals(tokenizer, family.config, family.tokens)),
+        grammars=Grammars(tokenizer, eos_token_ids),
     )
