@@ -66,9 +66,10 @@ class Answer:
         num_prompt, num_output = len(self._prompt_ids), sum(choice.num_tokens for choice in self.choices)
         return chunks.Usage(num_prompt, num_output, min(self.num_cached_tokens, num_prompt))
 
-    def replay(self, token_id: int, finish_reason: str | None) -> None:
-        """Add a token of the only choice that the client has already."""
-        self.choices[0].add(token_id, finish_reason, None)
+    def replay(self, token_ids: Sequence[int], last_finish_reason: str | None = None) -> None:
+        """Add tokens of the only choice that the client has already."""
+        for number, token_id in enumerate(token_ids, start=1):
+            self.choices[0].add(token_id, last_finish_reason if number == len(token_ids) else None, None)
 
     # ------------------------------------------------------------------ log-probabilities of earlier tokens
 
@@ -118,9 +119,9 @@ class Answer:
             return b""
         told: list[chunks.ScoredToken] | None = None
         if choice.held is not None:
-            told = [*(self._prompt_tokens() if first else ()), *self._described(choice, news.told)]
+            told = self._describe(choice, news.told, first=first)
         says_nothing = not (first or news.text or news.calls or news.told or choice.finish_reason)
-        if says_nothing and choice.may_call and not self._tells_usage:
+        if says_nothing and choice.reader is not None and not self._tells_usage:
             event = b""  # a call's name is not certain yet
         elif first or choice.finish_reason is not None or told is not None or news.calls or self._tells_usage:
             event = chunks.delta_event(
@@ -148,30 +149,22 @@ class Answer:
         for i, choice in enumerate(self.choices):
             told: list[chunks.ScoredToken] | None = None
             if choice.held is not None:
-                told = [*self._prompt_tokens(), *self._described(choice, choice.told)]
+                told = self._describe(choice, choice.told, first=True)
             reason = choice.finish_reason or "stop"
             finished.append(chunks.ChoiceText(i, choice.text, reason, told, choice.calls))
         return chunks.whole_answer(self.options, finished, self.usage)
 
-    def _prompt_tokens(self) -> list[chunks.ScoredToken]:
-        """The prompt's tokens where it is repeated."""
-        return [
-            self._describe(token.token_id, self._logprobs.get(token.index), token.start) for token in self._echoed
-        ]
-
-    def _described(self, choice: Choice, tokens: Sequence[_Token]) -> list[chunks.ScoredToken]:
-        longest = len(choice.text)
-        return [
-            self._describe(token.token_id, token.logprob, min(len(choice.echo) + token.start, longest))
-            for token in tokens
-        ]
-
-    def _describe(self, token_id: int, logprob: TokenLogprob | None, offset: int) -> chunks.ScoredToken:
-        bytes_of = self._tokenizer.bytes_of
-        if logprob is None:
-            return chunks.ScoredToken(bytes_of(token_id), None, [], offset)
-        top = [(bytes_of(other), value) for other, value in logprob.top]
-        return chunks.ScoredToken(bytes_of(token_id), logprob.logprob, top, offset)
+    def _describe(self, choice: Choice, tokens: Sequence[_Token], *, first: bool) -> list[chunks.ScoredToken]:
+        """Return tokens with their log-probabilities; before the ``first``, the prompt's where it is repeated."""
+        bytes_of, length = self._tokenizer.bytes_of, len(choice.text)
+        echoed = [(one.token_id, self._logprobs.get(one.index), one.start) for one in self._echoed if first]
+        told = [(one.token_id, one.logprob, min(len(choice.echo) + one.start, length)) for one in tokens]
+        described = []
+        for token_id, logprob, offset in [*echoed, *told]:
+            top = [] if logprob is None else [(bytes_of(other), value) for other, value in logprob.top]
+            value = None if logprob is None else logprob.logprob
+            described.append(chunks.ScoredToken(bytes_of(token_id), value, top, offset))
+        return described
 
 
 @dataclass(slots=True)
@@ -197,7 +190,8 @@ class Choice:
     """One text of an answer.
 
     Attributes:
-        held: tokens whose text is not out. told: the others; None where no log-probability is wanted.
+        held: tokens whose text is not out; None where no log-probability is wanted. told: the others.
+        reader: finds tool calls in the text; None where there are no tools.
     """
 
     def __init__(
@@ -220,7 +214,7 @@ class Choice:
             include_stop=sampling.include_stop,
         )
         has_tools = sampling.grammar is not None and sampling.grammar.tools
-        self._reader = ToolCallReader() if has_tools else None
+        self.reader = ToolCallReader() if has_tools else None
         self._hidden_ids = tokenizer.special_ids if sampling.skip_special_tokens else frozenset()
         self._bytes_of = tokenizer.bytes_of
         self._lists_all = lists_all
@@ -237,16 +231,11 @@ class Choice:
     @property
     def text(self) -> str:
         """The content as far as it is certain, behind the prompt where that is repeated."""
-        return self.echo + self._content
-
-    @property
-    def may_call(self) -> bool:
-        """Whether the text may have tool calls in it."""
-        return self._reader is not None
+        return self.echo + (self.detokenizer.text if self.reader is None else self.reader.content)
 
     @property
     def calls(self) -> list[Call]:
-        return [] if self._reader is None else self._reader.calls
+        return [] if self.reader is None else self.reader.calls
 
     def untold(self, stream: bool) -> list[_Token]:
         """Tokens whose log-probabilities the client has not got."""
@@ -265,12 +254,12 @@ class Choice:
             text += self.detokenizer.flush()
         self.finish_reason = "stop" if self.detokenizer.stopped else finish_reason
         self.num_tokens += 1
-        if self._reader is None and self.held is None:
+        if self.reader is None and self.held is None:
             return _News(text)
         calls: list[CallDelta] = []
-        if self._reader is not None:
-            text, calls = self._reader.push(text, self.finish_reason)
-            if self.finish_reason == "stop" and self._reader.calls:
+        if self.reader is not None:
+            text, calls = self.reader.push(text, self.finish_reason)
+            if self.finish_reason == "stop" and self.reader.calls:
                 self.finish_reason = "tool_calls"
         return _News(text, calls, self._tell())
 
@@ -284,20 +273,15 @@ class Choice:
         self._unread += token
         return self._num_read + len(characters)
 
-    @property
-    def _content(self) -> str:
-        return self.detokenizer.text if self._reader is None else self._reader.content
-
     def _tell(self) -> list[_Token]:
         """The tokens whose text has come out, in part at least."""
         if not self.held:
             return []
-        is_cut = self.detokenizer.stopped or bool(self.calls)  # what follows is no content
-        is_cut = is_cut or len(self._content) < len(self.detokenizer.text)
+        length = len(self.text) - len(self.echo)
+        is_cut = self.detokenizer.stopped or bool(self.calls)  # the rest is no content
+        is_cut = is_cut or length < len(self.detokenizer.text)
         if self.finish_reason is not None and (self._lists_all or not is_cut):
             length = self.detokenizer.num_read + 1
-        else:
-            length = len(self._content)
         is_out = (one.start < length or not self._bytes_of(one.token_id) for one in self.held)
         told = self.held[: sum(takewhile(bool, is_out))]
         self.held = [] if self.finish_reason is not None else self.held[len(told) :]

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -133,10 +134,8 @@ class ControlCalls:
             ("POST", "/prompt/detokenize", self._detokenize),
             ("POST", "/feature/event", self._feature_event),
             ("POST", "/kv/reserve", self._kv_reserve),
-            ("POST", "/kv/renew", self._kv_renew),
-            ("POST", "/kv/complete", self._kv_complete),
-            ("POST", "/kv/cancel", self._kv_cancel),
             ("POST", "/kv/announce", self._kv_announce),
+            *(("POST", path, partial(self._kv, path)) for path in ("/kv/renew", "/kv/complete", "/kv/cancel")),
         ]
 
     # ------------------------------------------------------------------ stages
@@ -198,16 +197,13 @@ class ControlCalls:
         async with self._instance.refusals.call():
             return Reply(body=wire.encode(await decoder.reserve(wire.decode(body, wire.ReserveRequest))))
 
-    async def _kv_renew(self, body: bytes) -> Reply:
-        self._instance.serving(Stage.DECODE).decoder.renew(wire.decode(body, wire.TransferRef))
-        return _DONE
-
-    async def _kv_complete(self, body: bytes) -> Reply:
-        await self._instance.serving(Stage.DECODE).decoder.complete(wire.decode(body, wire.Handoff))
-        return _DONE
-
-    async def _kv_cancel(self, body: bytes) -> Reply:
-        self._instance.serving(Stage.DECODE).decoder.cancel(wire.decode(body, wire.TransferRef))
+    async def _kv(self, path: str, body: bytes) -> Reply:
+        decoder = self._instance.serving(Stage.DECODE).decoder
+        if path == "/kv/complete":
+            await decoder.complete(wire.decode(body, wire.Handoff))
+        else:
+            ref = wire.decode(body, wire.TransferRef)
+            decoder.renew(ref) if path == "/kv/renew" else decoder.cancel(ref)
         return _DONE
 
     async def _kv_announce(self, body: bytes) -> Reply:

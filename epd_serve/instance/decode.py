@@ -213,7 +213,7 @@ class Decoder:
         answer = Answer(self._tokenizer, handoff.output, handoff.sampling, handoff.prompt_ids)
         answer.num_cached_tokens = handoff.num_cached_tokens
         if handoff.generated:  # a long answer that goes on here takes a while to be read again
-            await asyncio.to_thread(_replay, answer, handoff.generated)
+            await asyncio.to_thread(answer.replay, handoff.generated)
         constraint = None
         if (grammar := handoff.sampling.grammar) is not None:
             assert self._compiler is not None, "P refuses it"
@@ -323,28 +323,24 @@ def read_kv(
     """
     layers = range(announcement.first_layer, announcement.end_layer)
     blocks = [block for part in parts for block in part.block_ids]
-    start = time.monotonic()
     if not blocks:
+        start = time.monotonic()
         transport.read(announcement.region, [])  # the first contact
-    elif parts[0].source_ids:
+        return time.monotonic() - start
+    if parts[0].source_ids:
+        start = time.monotonic()
         memory.read_mapped(announcement.region, layers, [one for part in parts for one in part.source_ids], blocks)
-    else:
-        with memory.land(layers, blocks) as landing:
-            pieces: list[Piece] = []
-            first = 0
-            for part in parts:
-                pairs = paired(part.spans, landing.spans(first, len(part.block_ids)))
-                pieces += [(there, memory.buffer[here : here + count]) for there, here, count in pairs]
-                first += len(part.block_ids)
-            start = time.monotonic()
-            transport.read(announcement.region, pieces)
-            return time.monotonic() - start
-    return time.monotonic() - start
-
-
-def _replay(answer: Answer, token_ids: list[int]) -> None:
-    for token_id in token_ids:
-        answer.replay(token_id, None)
+        return time.monotonic() - start
+    with memory.land(layers, blocks) as landing:
+        pieces: list[Piece] = []
+        first = 0
+        for part in parts:
+            pairs = paired(part.spans, landing.spans(first, len(part.block_ids)))
+            pieces += [(there, memory.buffer[here : here + count]) for there, here, count in pairs]
+            first += len(part.block_ids)
+        start = time.monotonic()
+        transport.read(announcement.region, pieces)
+        return time.monotonic() - start
 
 
 def _ended(request_id: str) -> Unavailable:

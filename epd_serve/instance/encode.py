@@ -78,7 +78,7 @@ class _Flight:
 class Encoder:
     """Encodes media in batches on a thread of its own, beside whatever else the instance computes.
 
-    :meth:`serve` comes before all requests. The tower is loaded at :meth:`load_tower`, or with the first item on an
+    :meth:`serve` comes before all requests. :meth:`load_tower` loads the tower, or else the first item does, on an
     instance that was not meant to encode (recompute where no encoder is left).
 
     Args:

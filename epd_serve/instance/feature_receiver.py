@@ -30,29 +30,6 @@ _NUM_FETCHES = 4
 _MAX_UNUSED = 4096
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FetchTiming:
-    """One feature's way to its first use (EPD-Serve Table 3).
-
-    Attributes:
-        transmission_s: from the event to the feature being here.
-        scheduling_s: from the event until the engine would have computed with it, had it been here.
-    """
-
-    nbytes: int
-    transmission_s: float
-    scheduling_s: float
-
-    @property
-    def exposed_s(self) -> float:
-        return max(self.transmission_s - self.scheduling_s, 0.0)
-
-    @property
-    def overlap_ratio(self) -> float:
-        """1 − exposed / transmission: 1 means entirely hidden."""
-        return 1.0 - self.exposed_s / self.transmission_s if self.transmission_s else 1.0
-
-
 @dataclass(frozen=True, kw_only=True)
 class FeatureForm:
     """[rows of the item's feature, ``width``] of ``dtype``. ``family`` knows the rows of each item."""
@@ -150,12 +127,7 @@ class FeatureReceiver:
             fetched = self._fetched.pop(mm_hash, None)
             if fetched is not None:
                 nbytes, announced_at, arrived_at = fetched
-                timing = FetchTiming(
-                    nbytes=nbytes,
-                    transmission_s=arrived_at - announced_at,
-                    scheduling_s=max(needed_at - announced_at, 0.0),
-                )
-                self._metrics.feature_used(timing)
+                self._metrics.feature_used(nbytes, arrived_at - announced_at, max(needed_at - announced_at, 0.0))
         return feature
 
     def starved(self, mm_hash: str) -> None:
@@ -240,7 +212,9 @@ class FeatureReceiver:
 
     async def _take_in(self, request_id: str, mm_hash: str, feature: Any, announced_at: float | None) -> None:
         deadline = self._clock() + _ROOM_PATIENCE_S
-        while not (mm_hash in self._cache or self._cache.can_put(feature.nbytes) or self._clock() >= deadline):
+        while mm_hash not in self._cache and not self._cache.can_put(feature.nbytes):
+            if self._clock() >= deadline:
+                break
             await asyncio.sleep(_RETRY_ROOM_S)
         if self._is_over(request_id):
             return

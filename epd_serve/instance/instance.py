@@ -20,7 +20,7 @@ from epd_serve.config.role_files import in_role, remember
 from epd_serve.config.sections import MIN_SEGMENT_BYTES
 from epd_serve.engine.dual_stream import DualStream
 from epd_serve.engine.pace.step_limits import StepLimits
-from epd_serve.errors import DRAINING, Unavailable
+from epd_serve.errors import DRAINING, InstanceFailed, Unavailable
 from epd_serve.factories import as_it_is, factory
 from epd_serve.instance.calls import CleanUps, ControlCalls, Refusals
 from epd_serve.instance.encode import Encoder
@@ -86,7 +86,7 @@ class Instance:
         self.loop = asyncio.get_running_loop()
         self.model = await asyncio.to_thread(open_model, options, self.device)
         self.family = self.model.family
-        self._check_tower(options.role)
+        self.check_role(options.role)
         transport = await asyncio.to_thread(start_transport, options, self.device)
         # Mooncake brings links of its own
         self.transport = transport if options.kv_transfer.transport == "mooncake" else self.model.linked(transport)
@@ -162,9 +162,6 @@ class Instance:
     def check_role(self, role: Role) -> None:
         """Raise ValueError for a role that the options or the model do not allow."""
         in_role(self.options, role)
-        self._check_tower(role)
-
-    def _check_tower(self, role: Role) -> None:
         if not (self.family.token_ids or role.has_language_model):
             raise ValueError("the model takes text alone, so an instance of role E has nothing to encode")
 
@@ -222,7 +219,7 @@ class Instance:
             budgets=self.limits.summary(),
             host_id=host_id(),
             block_size=options.tokens_per_block if language else 0,
-            kv_token_bytes=language.kv_token_bytes if language else 0,
+            kv_token_bytes=language.weights.block_nbytes // options.tokens_per_block if language else 0,
             tokens_per_pixel=tokens_per_pixel,
             feature_token_bytes=self.model.feature_token_bytes,
             epoch=lifecycle.epoch,
@@ -263,8 +260,9 @@ class Instance:
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books of all caches balance."""
         self.store.check_integrity()
-        if self.language is not None:
-            self.language.check_integrity()
+        if (language := self.language) is not None:
+            for part in (language.engine, language.receiver, language.decoder, language.memory):
+                part.check_integrity()
 
     def in_use(self) -> dict[str, int]:
         """Count the things that are held, by kind; all zero on an idle instance."""
@@ -280,12 +278,15 @@ class Instance:
 
     def render_metrics(self) -> bytes:
         """Prometheus text."""
-        links = self.language.sender.sizer.known_links() if self.language else {}
-        metrics = self.telemetry.metrics
-        metrics.paced(self.streams.tower.paused_s, self.streams.language.slack)
-        if self.language is not None:
-            metrics.looked_up(*self.language.engine.prefix_lookups())
-        return metrics.render(self.load(), (self.store.num_owners, self.store.num_bytes), links)
+        language, streams = self.language, self.streams
+        return self.telemetry.metrics.render(
+            self.load(),
+            (self.store.num_owners, self.store.num_bytes),
+            language.sender.sizer.known_links() if language else {},
+            prefix_tokens=language.engine.prefix_lookups() if language else (0, 0),
+            paused_s=streams.tower.paused_s,
+            slack=streams.language.slack,
+        )
 
     def serving(self, stage: Stage) -> LanguageEngine:
         """The part that prefills and decodes. Raises Unavailable where the role lacks the stage, or while it is
@@ -307,8 +308,12 @@ class Instance:
 
     def send_away(self, *, begun: bool) -> None:
         """Refuse requests that have not begun; with ``begun``, give up those that can go on elsewhere as well."""
-        if self.language is not None:
-            self.language.send_away(begun=begun)
+        if (language := self.language) is not None:
+            language.decoder.send_away()
+            generations = [*language.decoder.generations.values(), *language.prefiller.generations]
+            for generation in generations if begun else ():
+                if generation.can_move:
+                    generation.fail(self.refusals.error(InstanceFailed))
         self.refusals.refuse(begun=begun)
 
     async def rebuild(self, role: Role) -> None:
@@ -350,7 +355,8 @@ class Instance:
                     end_process()
             try:
                 if self.language is not None:
-                    self.language.expire()
+                    self.language.decoder.expire()
+                    self.language.receiver.expire()
             except Exception:  # without housekeeping the instance would leak from now on
                 logger.exception("housekeeping failed")
 

@@ -12,7 +12,6 @@ from epd_serve.cache.block_pool import BlockPool
 from epd_serve.engine.engine import Engine, EngineEvent, EngineHooks, Listeners
 from epd_serve.engine.pace.step_watch import StepWatch
 from epd_serve.engine.step_loop import KVPush, LayerGroups, StepLoop
-from epd_serve.errors import InstanceFailed
 from epd_serve.factories import factory
 from epd_serve.instance.decode import Decoder
 from epd_serve.instance.feature_receiver import FeatureReceiver
@@ -33,7 +32,7 @@ class LanguageEngine(EngineHooks):
     """Engine, prefill and decode of one instance in one role; call :meth:`start` next.
 
     Attributes:
-        weights: which another role may keep.
+        weights: which another role may keep. memory: of its KV.
         engine: computes. sender: announces KV. receiver: has the features. watch: of the steps.
     """
 
@@ -46,7 +45,7 @@ class LanguageEngine(EngineHooks):
         self.watch = StepWatch()
         with instance.streams.language.loading():
             runner = weights.prepare(instance)
-            self._memory = memory = weights.memory
+            self.memory = memory = weights.memory
             layout = memory.layout
             self.max_model_len = weights.max_model_len
             num_blocks = memory.num_blocks - layout.state_blocks
@@ -123,9 +122,15 @@ class LanguageEngine(EngineHooks):
             queue_timeout_s=options.queue_timeout_s,
         )
 
-    @property
-    def kv_token_bytes(self) -> int:
-        return self.weights.block_nbytes // self._memory.layout.block_size
+    def start(self) -> None:
+        """Begin to step."""
+        self._loop.start()
+
+    def close(self) -> None:
+        """Stop the engine; the weights stay. Blocks."""
+        self.receiver.close()
+        self._loop.close()
+        self.sender.close()
 
     def load(self) -> instance_state.Load:
         """Return the engine's load, with requests that have not come to it yet."""
@@ -137,44 +142,14 @@ class LanguageEngine(EngineHooks):
             num_refused=sum(waiting.request.num_sequences for waiting in self.decoder.waiting),
         )
 
-    def start(self) -> None:
-        """Begin to step."""
-        self._loop.start()
-
-    def close(self) -> None:
-        """Stop the engine; the weights stay. Blocks."""
-        self.receiver.close()
-        self._loop.close()
-        self.sender.close()
-
-    def send_away(self, *, begun: bool) -> None:
-        """See :meth:`~epd_serve.instance.instance.Instance.send_away`."""
-        self.decoder.send_away()
-        if begun:
-            for generation in [*self.decoder.generations.values(), *self.prefiller.generations]:
-                if generation.can_move:
-                    generation.fail(self._instance.refusals.error(InstanceFailed))
-
-    def expire(self) -> None:
-        """End what has waited for too long; to be called now and then, on the event loop."""
-        self.decoder.expire()
-        self.receiver.expire()
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless the books of all caches balance."""
-        self.engine.check_integrity()
-        self.receiver.check_integrity()
-        self.decoder.check_integrity()
-        self._memory.check_integrity()
-
     def in_use(self) -> dict[str, int]:
-        """All zero on an idle instance."""
+        """Count the things that are held, by kind; all zero while idle."""
         load = self.engine.load()
         return {
             "blocks": load.total_blocks - load.free_blocks,
             "sequences": load.num_running + load.num_waiting,
             "reservations": self.decoder.num_reservations,
-            "staged": self._memory.num_staged,
+            "staged": self.memory.num_staged,
             "feature_owners": self.receiver.num_owners,
             "listeners": len(self.listeners),
         }

@@ -152,8 +152,9 @@ class Prefiller:
         """The prompt, and the answer as far as the client has it. Runs on a thread."""
         sequence = self._prompts.process(request)
         answer = Answer(self._prompts.tokenizer, request.output, sequence.sampling, sequence.prompt_ids)
-        for count, token_id in enumerate(request.generated, start=1):
-            answer.replay(token_id, sequence.finish_reason(token_id, count, self._engine.eos_token_ids))
+        if generated := request.generated:
+            reason = sequence.finish_reason(generated[-1], len(generated), self._engine.eos_token_ids)
+            answer.replay(generated, reason)
         if sequence.sampling.logprobs is not None:
             sequence.wanted_logprobs = answer.unknown_logprobs
         return sequence, answer
