@@ -60,12 +60,6 @@ def test_each_token_has_an_entry_of_its_own(ids: list[int]) -> None:
         assert [entry["top_logprobs"][0]["bytes"] for entry in listed] == [entry["bytes"] for entry in listed]
 
 
-def test_a_token_without_text_is_told_with_its_own_event() -> None:
-    ids = [BEYOND, *ids_of("so"), BEYOND + 3]
-    chunks, _ = answers(ids, "length", logprobs=1)
-    assert [len(chunk["logprobs"]["content"]) for chunk in chunks] == [1] * len(ids)
-
-
 TOOLS = Grammar(tools=[ToolSchema(name="f", parameters="{}")])
 
 

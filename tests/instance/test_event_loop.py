@@ -27,14 +27,10 @@ from epd_serve.engine.engine import Listeners, TokenEvent
 from epd_serve.instance.answer import Answer, Generation
 from epd_serve.instance.encode import Encoder
 from epd_serve.instance.http import ControlApp, Event, Reply
-from epd_serve.instance.loading.language_weights import read_texts
 from epd_serve.instance.telemetry import InstanceTelemetry
-from epd_serve.instance.text.prompt import PromptProcessor
 from epd_serve.instance.text.request_processor import RequestProcessor
 from epd_serve.instance.text.tokenizer import Tokenizer
 from epd_serve.models.family import TowerInputs
-from epd_serve.models.generation_config import GenerationConfig
-from epd_serve.models.language import LanguageModel
 from epd_serve.models.loader import load_family
 from epd_serve.protocol import wire
 from epd_serve.sched.sequence import Sequence
@@ -164,45 +160,6 @@ async def test_a_4k_image(model: Path) -> None:
         await processor.close()
         await encoder.close()
         transport.close()
-
-
-async def test_a_prompt_of_4k_tokens_and_its_hand_over(model: Path) -> None:
-    family = load_family(model)
-    language = LanguageModel(model, torch.float32, get_device("cpu"))
-    telemetry = InstanceTelemetry("p0")
-    prompts = PromptProcessor(
-        read_texts(model, family),
-        family,
-        language.inner,
-        max_model_len=1 << 15,
-        block_size=16,
-        generation=GenerationConfig(),
-        rates=telemetry.rates,
-    )
-    processor = RequestProcessor(1, queue_timeout_s=60, spans=telemetry.spans)
-    request = wire.PrefillRequest(
-        request_id="r",
-        output=OUTPUT,
-        sampling=SamplingParams(seed=0),
-        items=[wire.MediaRef("h" * 64, 300, 200)],
-        messages=[wire.ChatMessage("user", [wire.Part("image"), wire.Part("text", "apple tree house " * 700)])],
-    )
-    body = wire.encode(request)
-    try:
-        async with lag() as found:
-            request = wire.decode(body, wire.PrefillRequest)
-            prompt = await processor.run("text", 0.0, prompts.process, request)
-            await asyncio.sleep(0)
-            handoff = wire.Handoff(
-                "t", "r", prompt.prompt_ids, 0, request.sampling, 8, OUTPUT, [wire.FirstToken(5)]
-            )
-            handoff = wire.decode(wire.encode(handoff), wire.Handoff)
-            Answer(prompts.tokenizer, OUTPUT, request.sampling, handoff.prompt_ids)
-        print(f"{len(prompt.prompt_ids)} tokens, loop held for {found[0] * 1e3:.1f} ms")
-        assert len(prompt.prompt_ids) > 4000
-        assert found[0] < BOUND_S
-    finally:
-        await processor.close()
 
 
 async def test_a_step_of_256_sequences(model: Path) -> None:

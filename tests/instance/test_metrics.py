@@ -156,12 +156,6 @@ async def test_an_embedded_store_tells_what_it_does() -> None:
     assert (found["store_held_bytes"], found["store_owners"]) == (600, 0)
 
 
-def test_a_link_that_is_gone_is_told_no_more() -> None:
-    metrics = InstanceMetrics()
-    assert "kv_handshake_seconds[d]" in values(metrics.render(Load(), (0, 0), {"d": (0.01, 1e9)}))
-    assert "kv_handshake_seconds[d]" not in values(metrics.render(Load(), (0, 0), {}))
-
-
 def test_routers_for_vllm_read_its_load() -> None:
     metrics = InstanceMetrics()
     text = metrics.render(Load(num_running=3, num_waiting=2, free_blocks=4, total_blocks=16), (0, 0), {}).decode()

@@ -187,15 +187,6 @@ async def test_features_that_come_before_a_slow_tokenizer_is_done_are_kept() -> 
     await bench.close()
 
 
-async def test_a_decode_instance_that_refuses_a_cancellation_is_no_error() -> None:
-    peers = Peers(reserve=Unavailable("the request was cancelled"), cancel=Unavailable("loading its model"))
-    bench = Bench(peers)
-    with pytest.raises(Unavailable, match="was cancelled"):
-        await bench.service.prefill(request())
-    await bench.close()
-    assert peers.calls == ["/kv/reserve", "/kv/cancel"]
-
-
 async def test_a_prompt_that_is_sent_twice_is_computed_once() -> None:
     bench = Bench(Peers(reserve=RESERVED))
     working = asyncio.create_task(bench.service.prefill(request()))

@@ -12,7 +12,6 @@ from epd_serve.instance.text.syllables import (
     END,
     IMAGE,
     NUM_TOKENS,
-    SYLLABLES,
     NoLogits,
     SyllableTokenizer,
     syllable_texts,
@@ -31,12 +30,6 @@ def test_a_text_is_read_and_written_as_it_is(text: str) -> None:
     assert TOKENIZER.decode(ids) == text
     detokenizer = Detokenizer(syllable_texts().tokenizer, [], skip_special_tokens=False)
     assert "".join(map(detokenizer.push, ids)) + detokenizer.flush() == text
-
-
-def test_words_have_a_token_for_three_characters() -> None:
-    assert len(TOKENIZER.encode("some words of a question")) == 8
-    assert len(set(SYLLABLES)) == len(SYLLABLES)
-    assert TOKENIZER.decode(list(SYLLABLES)).isprintable()
 
 
 def test_a_chat_has_a_placeholder_for_each_picture_and_for_nothing_else() -> None:

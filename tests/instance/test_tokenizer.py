@@ -1,4 +1,4 @@
-"""A token's bytes are those that it adds to a text, also where it is a part of a character."""
+"""Tokens have the bytes that they add to a text; a text that is too long for its context is refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from tokenizers import Tokenizer as Inner
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from epd_serve.demo import weights_dir
-from epd_serve.instance.text.tokenizer import Tokenizer
+from epd_serve.errors import InvalidRequest
+from epd_serve.instance.text.tokenizer import MAX_CHARACTERS, Tokenizer
 
 
 @cache
@@ -72,3 +73,24 @@ def test_each_kind_of_token() -> None:
     assert qwen.bytes_of(len(byte_level()) + 3) == b""  # models have rows for no token
     assert llama.bytes_of(2 + 0xE2) == b"\xe2" and llama.bytes_of(261) == b" ab" and llama.special_ids == {0}
     assert [words.bytes_of(token) for token in (1, 2)] == [b"ab", "é".encode()]
+
+
+@pytest.mark.parametrize(
+    ("num_characters", "num_tokens", "fits"),
+    [
+        (2048 * 8, 2048, True),
+        (MAX_CHARACTERS, 1 << 16, True),
+        (MAX_CHARACTERS + 1, 1 << 16, False),
+        (8 << 20, 1 << 20, True),  # of a context of a million tokens
+        ((8 << 20) + 1, 1 << 20, False),
+        (100_000, 1, False),  # whatever its tokens are
+    ],
+)
+def test_a_text_is_as_long_as_its_context_may_need(num_characters: int, num_tokens: int, fits: bool) -> None:
+    bounded = Tokenizer(byte_level())
+    if fits:
+        bounded.check_length(num_characters, num_tokens, "prompt")
+        return
+    with pytest.raises(InvalidRequest) as refused:
+        bounded.check_length(num_characters, num_tokens, "prompt")
+    assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "prompt")
