@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -18,20 +18,24 @@ from epd_serve.protocol import instance_state, wire
 from epd_serve.types import Stage
 
 if TYPE_CHECKING:
-    from epd_serve.instance.decode import Decoder
-    from epd_serve.instance.encode import Encoder
     from epd_serve.instance.instance import Instance
-    from epd_serve.instance.language_engine import LanguageEngine
-    from epd_serve.instance.prefill import Prefiller
 
 _DONE = Reply(status=204)
 _NDJSON = (b"content-type", b"application/x-ndjson")
 
 
+class Begins(Protocol):
+    """A stage that knows how far its requests have come."""
+
+    def has_begun(self, key: str) -> bool:
+        """Return whether anything was computed for a request, or an item."""
+        ...
+
+
 @dataclass(eq=False, slots=True)
 class _Call:
     scope: asyncio.Timeout
-    stage: Encoder | Prefiller | Decoder | None
+    stage: Begins | None
     key: str
 
 
@@ -55,7 +59,7 @@ class Refusals:
     @asynccontextmanager
     async def call(
         self,
-        stage: Encoder | Prefiller | Decoder | None = None,
+        stage: Begins | None = None,
         key: str = "",
         *,
         kind: type[ServeError] = Unavailable,
@@ -63,7 +67,7 @@ class Refusals:
         """Around what answers a call; it is cancelled, and raises an error of that ``kind``, when it is refused.
 
         Args:
-            stage: knows whether anything was computed for the ``key``, a request or an item; None: something was.
+            stage: of the request or item ``key``; None: something was computed for it.
         """
         call: _Call | None = None
         try:
@@ -160,22 +164,23 @@ class ControlCalls:
 
     async def _prefill(self, body: bytes) -> Reply:
         request = wire.decode(body, wire.PrefillRequest)
-        prefiller = self._begin(Stage.PREFILL, request).prefiller
+        self._begin(Stage.PREFILL, request)
+        prefiller = self._instance.serving(Stage.PREFILL).prefiller
         async with self._instance.refusals.call(prefiller, request.request_id):
             return await prefiller.prefill(request)
 
     async def _decode(self, body: bytes) -> Reply:
         request = wire.decode(body, wire.DecodeRequest)
-        decoder = self._begin(Stage.DECODE, request).decoder
+        self._begin(Stage.DECODE, request)
+        decoder = self._instance.serving(Stage.DECODE).decoder
         async with self._instance.refusals.call(decoder, request.request_id):
             return await decoder.decode(request)
 
-    def _begin(self, stage: Stage, request: wire.PrefillRequest | wire.DecodeRequest) -> LanguageEngine:
+    def _begin(self, stage: Stage, request: wire.PrefillRequest | wire.DecodeRequest) -> None:
         self._instance.check_accepting()
-        language = self._instance.serving(stage)
+        self._instance.serving(stage)
         self._instance.telemetry.add_call(request.request_id, request.traceparent)
         self._instance.reports.add_call(stage, request.request_id)
-        return language
 
     async def _tokenize(self, body: bytes) -> Reply:
         prefiller = self._instance.serving(Stage.PREFILL).prefiller

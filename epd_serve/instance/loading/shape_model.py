@@ -26,9 +26,19 @@ from epd_serve.engine.emulated.digests import (
 from epd_serve.engine.pace.measurements import IMAGE_SIDE, Measurements
 from epd_serve.errors import InvalidRequest
 from epd_serve.instance.feature_receiver import FeatureForm
-from epd_serve.instance.text.prompt import PromptProcessor
+from epd_serve.instance.text.prompt import PromptProcessor, Texts
 from epd_serve.instance.text.request_processor import Place
-from epd_serve.instance.text.syllables import END, IMAGE, NUM_TOKENS, SYLLABLES, VIDEO, NoLogits, syllable_texts
+from epd_serve.instance.text.syllables import (
+    END,
+    IMAGE,
+    NUM_TOKENS,
+    SYLLABLES,
+    VIDEO,
+    NoLogits,
+    SyllableTemplate,
+    SyllableTokenizer,
+)
+from epd_serve.instance.text.tokenizer import Tokenizer
 from epd_serve.models.family import Family, Size
 from epd_serve.protocol import wire
 from epd_serve.sched.step_sizes import StepShape
@@ -171,7 +181,7 @@ class ShapeLanguage:
         self.num_parameters = model.shape.language.parameters
         self.max_model_len = options.max_model_len or model.max_positions
         self.prompts = PromptProcessor(
-            syllable_texts(),
+            Texts(tokenizer=Tokenizer(SyllableTokenizer()), template=SyllableTemplate(), grammars=None),
             model.family,
             None,
             max_model_len=self.max_model_len,

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from epd_serve.errors import InvalidRequest
-from epd_serve.instance.text.prompt import Texts
-from epd_serve.instance.text.tokenizer import Tokenizer
 from epd_serve.models.generation_config import GenerationConfig
 from epd_serve.protocol.wire import ChatMessage, PromptOptions
 from epd_serve.types import SamplingParams
@@ -116,10 +114,6 @@ def _shown(part: Any) -> str:
     # what only looks like a placeholder must not become one
     text: str = part.text
     return text.translate(dict.fromkeys(map(ord, _SHOWN.values()), "?"))
-
-
-def syllable_texts() -> Texts:
-    return Texts(tokenizer=Tokenizer(SyllableTokenizer()), template=SyllableTemplate(), grammars=None)
 
 
 class NoLogits(GenerationConfig):
