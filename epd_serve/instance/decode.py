@@ -7,6 +7,7 @@ import time
 from bisect import insort
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from epd_serve.cache.block_pool import num_blocks_for
 from epd_serve.engine.computing import KVCacheMemory
@@ -23,15 +24,17 @@ from epd_serve.errors import (
 )
 from epd_serve.instance.answer import Answer, Generation
 from epd_serve.instance.feature_receiver import ORPHAN_S
-from epd_serve.instance.http import Reply
 from epd_serve.instance.telemetry import InstanceTelemetry
-from epd_serve.instance.text.grammar_compiler import GrammarCompiler
 from epd_serve.instance.text.tokenizer import Tokenizer
 from epd_serve.protocol import wire
+from epd_serve.rpc.server import Reply
 from epd_serve.sched.sequence import Sequence
 from epd_serve.telemetry.span import DECODE_QUEUE
 from epd_serve.transfer.reservation import Reservation, ReservationState, ReservationTable, Tombstones
 from epd_serve.transfer.transport import PeerGone, Piece, StillCopying, TransferError, Transport, paired
+
+if TYPE_CHECKING:
+    from epd_serve.instance.text.grammar_compiler import GrammarCompiler
 
 
 @dataclass(eq=False, slots=True)

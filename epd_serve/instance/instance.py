@@ -24,7 +24,7 @@ from epd_serve.errors import DRAINING, InstanceFailed, Unavailable
 from epd_serve.factories import as_it_is, factory
 from epd_serve.instance.calls import CleanUps, ControlCalls, Refusals
 from epd_serve.instance.encode import Encoder
-from epd_serve.instance.http import Handler, Peers
+from epd_serve.instance.http import Peers
 from epd_serve.instance.language_engine import LanguageEngine
 from epd_serve.instance.lifecycle import DrainReason, Lifecycle, SwitchState, end_process
 from epd_serve.instance.loading.model import open_device, open_model
@@ -34,6 +34,7 @@ from epd_serve.instance.text.request_processor import RequestProcessor, num_medi
 from epd_serve.protocol import instance_state
 from epd_serve.protocol.addresses import url_of
 from epd_serve.rpc.cluster import cluster_key
+from epd_serve.rpc.server import Handler
 from epd_serve.rpc.tls import tls_files
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore, FeatureStore, StoreObserver

@@ -19,7 +19,7 @@ from epd_serve.instance.prefill import Prefiller
 from epd_serve.instance.telemetry import InstanceTelemetry
 from epd_serve.instance.text.request_processor import RequestProcessor
 from epd_serve.protocol import wire
-from epd_serve.rpc.streams import BrokenStream
+from epd_serve.rpc.server import BrokenStream
 from epd_serve.sched.sequence import Sequence
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore

@@ -10,7 +10,7 @@ from servers import served
 from epd_serve.backends.native import NativeConnections, NativeInstance
 from epd_serve.errors import Unavailable
 from epd_serve.instance.calls import ControlCalls
-from epd_serve.instance.http import ControlApp
+from epd_serve.instance.http import LookApp, link_service
 from epd_serve.instance.rates import StageRates
 from epd_serve.instance.reports import INTERVAL_S, Reports
 from epd_serve.protocol.instance_state import Load
@@ -38,11 +38,10 @@ class Instance:
 @contextlib.asynccontextmanager
 async def listening(instance):
     """An iterator over an instance's reports."""
-    server = uvicorn.Server(
-        uvicorn.Config(ControlApp(ControlCalls(instance).routes()), port=0, lifespan="off", log_level="critical")
-    )
+    service = link_service(ControlCalls(instance).routes())
+    config = uvicorn.Config(LookApp(service), port=0, lifespan="off", log_config=None, http=service.protocol)
     async with (
-        served(server) as url,
+        served(uvicorn.Server(config)) as url,
         NativeConnections() as connections,
         contextlib.aclosing(NativeInstance(connections, "p0", url).reports()) as reports,
     ):
