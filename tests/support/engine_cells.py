@@ -133,4 +133,6 @@ class Step:
             if blocks and sequence.blocks[: len(blocks)] == blocks:  # else others may have them by now
                 computed = min(len(self.known[sequence]), sequence.num_computed)
                 self.runner.cells.check(blocks, self.content(sequence)[:computed])
-        return [(sequence, [SampledToken(token) for token in self.tokens[sequence]]) for sequence, _ in self.sampled]
+        return [
+            (sequence, [SampledToken(token) for token in self.tokens[sequence]]) for sequence, _ in self.sampled
+        ]
