@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from epd_serve.rpc.streams import BrokenStream
 from hand_off import Peers, Vocabulary, deliveries
 
 from epd_serve.engine.computing import SampledToken
@@ -21,7 +22,6 @@ from epd_serve.instance.telemetry import InstanceTelemetry
 from epd_serve.instance.text.prompt import Prompt
 from epd_serve.instance.text.request_processor import RequestProcessor
 from epd_serve.protocol import wire
-from epd_serve.rpc.streams import BrokenStream
 from epd_serve.sched.sequence import Sequence
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore

@@ -111,7 +111,7 @@ async def test_errors_of_reports():
         with pytest.raises(Unavailable, match="loading"):
             await anext(reports)
     async with serving([]) as url, NativeConnections() as connections:
-        with pytest.raises(InvalidRequest, match="no /reports"):
+        with pytest.raises(InvalidRequest, match="there is no /reports"):
             await anext(NativeInstance(connections, "p0", url).reports())
     with pytest.raises(InstanceLost):
         async with NativeConnections() as connections:
