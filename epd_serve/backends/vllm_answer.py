@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any, Self
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -59,7 +59,7 @@ class VllmCall:
     prompt_note = ""
     #: What has to be put right in each object on its way: choices' index and the answer's id.
     rewrite: Callable[[dict[str, Any]], None] | None = None
-    opened: asyncio.Task[Self]
+    opened: asyncio.Task[VllmCall]
     _answer: aiohttp.ClientResponse | None = None
     #: The beginning of an event whose end has not come yet.
     _rest = b""
@@ -78,7 +78,7 @@ class VllmCall:
         self.opened = asyncio.create_task(self._open())
         self.opened.add_done_callback(lambda opened: opened.cancelled() or opened.exception())  # nobody has to ask
 
-    async def _open(self) -> Self:
+    async def _open(self) -> VllmCall:
         answer = self._answer = await self.server.send(
             "POST" if self._body else "GET", self._path, self._body, self._headers
         )

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from links import linked
 from pictures import noise
 from torch import Tensor
 from towers import TowerModel
@@ -26,7 +27,6 @@ from epd_serve.engine.dual_stream import TowerStream
 from epd_serve.engine.engine import Listeners, TokenEvent
 from epd_serve.instance.answer import Answer, Generation
 from epd_serve.instance.encode import EncodeService
-from epd_serve.instance.http import ControlApp, Event, Reply
 from epd_serve.instance.loading.language_weights import read_texts
 from epd_serve.instance.telemetry import InstanceTelemetry
 from epd_serve.instance.text.prompt import PromptProcessor
@@ -36,6 +36,8 @@ from epd_serve.models.family import TowerInputs
 from epd_serve.models.language import LanguageModel
 from epd_serve.models.loader import load_family
 from epd_serve.protocol import wire
+from epd_serve.rpc.link import Link
+from epd_serve.rpc.server import Reply
 from epd_serve.sched.sequence import Sequence
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore
@@ -43,7 +45,6 @@ from epd_serve.types import SamplingParams
 
 #: Far above what is measured (below 5 ms), far below what the work would take on the loop.
 BOUND_S = 0.03
-PIECE = 1 << 16
 #: As of a 4K image in a model of 7 B parameters.
 FEATURE_SHAPE = (8000, 3584)
 
@@ -97,28 +98,6 @@ async def lag() -> AsyncIterator[list[float]]:
     gc.unfreeze()
 
 
-async def post(app: ControlApp, body: bytes) -> list[Event]:
-    """As uvicorn hands a large body on: piece by piece."""
-    pieces = iter(range(0, len(body), PIECE))
-    answer: list[Event] = []
-    gone = asyncio.Event()
-
-    async def receive() -> Event:
-        await asyncio.sleep(0)
-        start = next(pieces, None)
-        if start is None:
-            await gone.wait()
-            return {"type": "http.disconnect"}
-        more = start + PIECE < len(body)
-        return {"type": "http.request", "body": body[start : start + PIECE], "more_body": more}
-
-    async def send(event: Event) -> None:
-        answer.append(event)
-
-    await app({"type": "http", "method": "POST", "path": "/"}, receive, send)
-    return answer
-
-
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     return tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
@@ -150,11 +129,10 @@ async def test_a_4k_image(model: Path) -> None:
         return Reply(body=wire.encode(await service.encode(wire.decode(received, wire.EncodeRequest))))
 
     try:
-        async with lag() as found:
+        async with linked({"/stage/encode": encode}) as url, Link("e0", url) as link, lag() as found:
             start = time.monotonic()
-            answer = await post(ControlApp([("POST", "/", encode)]), body)
+            await link.ask("/stage/encode", [body])
             took_s = time.monotonic() - start
-        assert answer[0]["status"] == 200
         store.check_integrity()
         print(f"{len(body)} bytes in {took_s:.3f} s, loop held for {found[0] * 1e3:.1f} ms")
         assert found[0] < BOUND_S < took_s

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from epd_serve.rpc.streams import BrokenStream
 from hand_off import Peers, Vocabulary, deliveries
 
 from epd_serve.engine.computing import SampledToken
@@ -22,6 +21,7 @@ from epd_serve.instance.telemetry import InstanceTelemetry
 from epd_serve.instance.text.prompt import Prompt
 from epd_serve.instance.text.request_processor import RequestProcessor
 from epd_serve.protocol import wire
+from epd_serve.rpc.server import BrokenStream
 from epd_serve.sched.sequence import Sequence
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore
