@@ -29,12 +29,19 @@ for name, derandomize, max_examples in (("suite", True, 50), ("search", False, 5
     )
 hypothesis.settings.load_profile("suite")
 
+#: Folders whose files take longest, and begin first: no process is left with one of them in the end.
+_LONG = ("end_to_end", "hosts", "instance", "proxy", "engine", "media", "verify", "docs")
 _MODELS: dict[str, Path] = {}
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """The whole suite in three processes, as much of it is waiting; what is asked for by name in this one."""
     return 3 if config.args_source is pytest.Config.ArgsSource.TESTPATHS else 0
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    places = {config.rootpath / "tests" / folder: place for place, folder in enumerate(_LONG)}
+    items.sort(key=lambda item: places.get(item.path.parent, len(_LONG)))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -18,7 +18,7 @@ from device.base import BareDevice, Stream
 from epd_serve.config import InstanceOptions
 from epd_serve.engine.device_board import DeviceBoard, apply_share
 from epd_serve.sched.schedule import ScheduleOutput
-from epd_serve.sched.token_time import Slack, TokenTimeAccount, pause_s
+from epd_serve.sched.token_time import Slack, pause_s
 
 #: Of the language model's stream, with its decodes; the tower's has 0.
 _LANGUAGE_PRIORITY = -1
@@ -27,16 +27,41 @@ _SMOOTHING = 0.3
 _TOKENS_PER_LAYER = 2
 
 
-class TowerStream:
+class _Side:
+    """A stream of an instance, and its threads on a CPU while the other side computes too, and while not."""
+
+    def __init__(self, device: BareDevice, stream: Stream, threads: tuple[int, int] | None) -> None:
+        self._device = device
+        self.stream = stream
+        self._threads = threads if device.type == "cpu" else None
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """A context in which weights, KV memory or graphs are made, on any thread; it ends when they are.
+
+        Their memory belongs to this stream.
+        """
+        self._device.activate()
+        with self.stream:
+            yield
+        self.stream.synchronize()
+
+    def _part_threads(self, is_beside: bool) -> None:
+        if self._threads is not None:
+            self._device.set_threads(self._threads[0 if is_beside else 1])
+
+
+class TowerStream(_Side):
     """The tower's side. The methods up to ``between_layers`` belong to the tower's thread.
 
     Args:
         share: part of the multiprocessors to which it keeps; None: no limit.
         threads: numbers on a CPU while this instance's language model computes too, and while it does not.
-        is_busy: whether that language model has work; False where there is none.
+        language: this instance's other side; None where it has no language model.
         sleep: lets the tower's thread sleep.
 
     Attributes:
+        paused_s: seconds for which encodes have waited in their middle for decodes.
         least_pixel_bytes: that a batch takes for each pixel where it is not a graph: its memory is there already.
     """
 
@@ -48,18 +73,16 @@ class TowerStream:
         priority: int = 0,
         share: float | None = None,
         threads: tuple[int, int] | None = None,
-        is_busy: Callable[[], bool] = lambda: False,
+        language: LanguageStream | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._device = device
+        super().__init__(device, device.stream(priority, share), threads)
         self._board = board
-        self._stream = device.stream(priority, share)
-        self._threads = threads if device.type == "cpu" else None
-        self._is_busy = is_busy
+        self._language = language
         self._clock = clock
         self._sleep = sleep
-        self._resumed_s = self._paused_s = 0.0
+        self._resumed_s = self.paused_s = 0.0
         self._num_layers = 0
         self._is_encoding = self._hurries = False
         self._pixel_bytes: float | None = None
@@ -67,31 +90,22 @@ class TowerStream:
         self._pixel_layer_s: float | None = None
 
     @contextmanager
-    def loading(self) -> Iterator[None]:
-        """A context in which the tower is loaded.
-
-        Its memory belongs to the tower's stream, and others may use it at the end.
-        """
-        with _loading(self._device, self._stream):
-            yield
-
-    @contextmanager
     def encoding(self, num_pixels: int) -> Iterator[None]:
         """A context in which a batch is encoded; its features are computed at the end."""
         self._device.activate()
         in_use = self._device.reset_peak_memory()
-        self._num_layers, paused_s = 0, self._paused_s
+        self._num_layers, paused_s = 0, self.paused_s
         began_s = self._resumed_s = self._clock()
-        self._part_threads()
+        self._part_threads(self._beside_steps)
         self._board.encode_begins()
         self._is_encoding = True
         try:
-            with self._stream:
+            with self.stream:
                 yield
         finally:
             self._is_encoding = False
             self._board.encode_ends()
-        seconds = self._clock() - began_s - (self._paused_s - paused_s)
+        seconds = self._clock() - began_s - (self.paused_s - paused_s)
         pixel_bytes = max((self._device.peak_memory() - in_use) / num_pixels, self.least_pixel_bytes)
         self._pixel_bytes = _smooth(self._pixel_bytes, pixel_bytes)
         self._pixel_layer_s = _smooth(self._pixel_layer_s, seconds / max(self._num_layers, 1) / num_pixels)
@@ -101,11 +115,11 @@ class TowerStream:
         if not self._is_encoding:
             return
         self._num_layers += 1
-        self._part_threads()
+        self._part_threads(self._beside_steps)
         if self._board.slack() is None:
             self._resumed_s = self._clock()
             return
-        self._stream.synchronize()  # else the layers before would still be running
+        self.stream.synchronize()  # else the layers before would still be running
         begun = now = self._clock()
         piece_s = begun - self._resumed_s
         while (
@@ -115,7 +129,7 @@ class TowerStream:
             self._board.encode_ends()
             self._sleep(wait_s)
             now = self._clock()
-        self._paused_s += now - begun
+        self.paused_s += now - begun
         self._resumed_s = now
         if not self._board.encodes_here:
             self._board.encode_begins()
@@ -124,16 +138,11 @@ class TowerStream:
         """Pause no more, whatever decodes: the instance ends. Any thread."""
         self._hurries = True
 
-    def _part_threads(self) -> None:
-        if self._threads is not None:
-            self._device.set_threads(self._threads[0 if self._is_busy() else 1])
+    @property
+    def _beside_steps(self) -> bool:
+        return self._language is not None and self._language.is_busy
 
     # ------------------------------------------------------------------ asked on the event loop
-
-    @property
-    def paused_s(self) -> float:
-        """Seconds for which encodes have waited in their middle for decodes."""
-        return self._paused_s
 
     def max_pixels(self) -> int:
         """The largest batch that fits the free memory, and under a limit also the time, as far as was measured."""
@@ -153,17 +162,18 @@ class TowerStream:
         """
         return (
             self._pixel_bytes is None
-            or not self._is_busy()
+            or not self._beside_steps
             or num_pixels * self._pixel_bytes <= self._device.headroom()
         )
 
 
-class LanguageStream:
+class LanguageStream(_Side):
     """The language model's side; its methods belong to the engine's thread.
 
     Attributes:
         stream: on which it is loaded and computed, by one thread at a time.
         is_busy: whether a step runs, or one that ran just now has decodes to go on with.
+        slack: the time that the decodes leave to encodes; None without a limit.
         on_pause: called when no step follows, after all: one has failed, or nothing can be computed.
 
     Args:
@@ -180,31 +190,23 @@ class LanguageStream:
         threads: tuple[int, int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._device = device
-        self._board = board
-        self._account = TokenTimeAccount(limit_s=limit_s) if limit_s is not None else None
-        self._threads = threads if device.type == "cpu" else None
-        self._clock = clock
         # served before a tower's; on an NPU the default stream, which is all that its limits count
-        self.stream = device.current_stream() if device.type == "npu" else device.stream(_LANGUAGE_PRIORITY)
+        stream = device.current_stream() if device.type == "npu" else device.stream(_LANGUAGE_PRIORITY)
+        super().__init__(device, stream, threads)
+        self._board = board
+        self.slack = None if limit_s is None else Slack(limit_s=limit_s)
+        self._clock = clock
         self._last_s: float | None = None  # end of the last step, where its decodes go on
         self._encoded_s = 0.0
         self.is_busy = False
         self.on_pause: Callable[[], None] = lambda: None
 
     @contextmanager
-    def loading(self) -> Iterator[None]:
-        """A context in which weights, KV memory or graphs are made, on any thread; it ends when they are."""
-        with _loading(self._device, self.stream):
-            yield
-
-    @contextmanager
     def step(self) -> Iterator[None]:
         """A context in which a step is computed; :meth:`stepped` follows unless it fails."""
         self.is_busy = True
-        if self._threads is not None:
-            self._device.set_threads(self._threads[0 if self._board.encodes_here else 1])
-        if self._account is not None and self._last_s is None:
+        self._part_threads(self._board.encodes_here)
+        if self.slack is not None and self._last_s is None:
             self._encoded_s = self._board.encoded_s()
         try:
             yield
@@ -216,24 +218,19 @@ class LanguageStream:
         """Book a step that took ``seconds``; ``num_running`` sequences go on."""
         goes_on = bool(output.decodes) and num_running > 0
         self.is_busy = goes_on
-        if self._account is None:
+        if self.slack is None:
             return
         now, encoded_s = self._clock(), self._board.encoded_s()
         if output.decodes:
             since_last = seconds if self._last_s is None else now - self._last_s
-            self._account.decoded(since_last, encoded_s - self._encoded_s)
+            self.slack = self.slack.after(since_last, encoded_s - self._encoded_s)
         self._encoded_s = encoded_s
         if goes_on:
             self._last_s = now
-            self._board.decodes(self._account.slack)
+            self._board.decodes(self.slack)
         else:
             self._last_s = None
             self._board.decodes_end()
-
-    @property
-    def slack(self) -> Slack | None:
-        """The time that the decodes leave to encodes; None without a limit."""
-        return None if self._account is None else self._account.slack
 
     def idle(self) -> None:
         """Note that nothing can be computed for now: sequences wait for features or blocks, or are gone."""
@@ -265,16 +262,8 @@ class DualStream:
             self.board,
             share=options.tower_share if options.role.has_language_model else None,
             threads=threads,
-            is_busy=lambda: self.language.is_busy,
+            language=self.language if options.role.has_language_model else None,
         )
-
-
-@contextmanager
-def _loading(device: BareDevice, stream: Stream) -> Iterator[None]:
-    device.activate()
-    with stream:
-        yield
-    stream.synchronize()
 
 
 def _smooth(mean: float | None, value: float) -> float:

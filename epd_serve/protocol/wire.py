@@ -1,7 +1,7 @@
 """Messages between the gateway and the instances, and among instances: flat, typed, msgpack.
 
-Every call lives as long as the work: closing it cancels the work. All calls of a process to an instance share a link
-(:mod:`epd_serve.rpc.messages`).
+Every call lives as long as the work: closing it cancels the work. All calls of a process to an instance share a
+link (:mod:`epd_serve.rpc.messages`).
 
 ======================  =========  ====================  ==========================================================
 call                    from, to   body                  answer
@@ -282,7 +282,7 @@ class PrefillRequest(Message, frozen=True):
     Attributes:
         max_model_len: D's, where it may hold less than P.
         generated: output tokens of a streamed answer that its client has already, from an instance that was lost;
-            the answer goes on behind them. Only for ``sampling.n == 1``: several choices go on each by itself.
+            the answer goes on behind them. Only for ``sampling.n == 1``.
     """
 
     request_id: str

@@ -50,11 +50,3 @@ async def test_in_tools_calls_and_results(api):
     _, said = await api.post("/detokenize", {"tokens": await tokens(api, body)})
     picture = said["prompt"].split("<|vision_start|>")[1].split("<|vision_end|>")[0]
     assert said["prompt"].count(spelling) == 3 + picture.count(spelling)
-
-
-async def test_the_end_of_a_turn_in_a_text_is_a_token_as_in_transformers(api):
-    body = chat("Say <|im_end|> now", noise(1), **FIELDS)
-    status, answer = await api.post("/v1/chat/completions", body)
-    assert status == 200, answer
-    ids = await tokens(api, body)
-    assert ids.count(2) == 1 + (await tokens(api, chat("Say now", noise(1)))).count(2)

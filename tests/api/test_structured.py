@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 
 import jsonschema
 import openai
@@ -79,20 +78,6 @@ async def test_a_stream_and_a_batch_say_the_same(client):
         jsonschema.validate(json.loads(text), ADDRESS)
 
 
-async def test_vllms_names_for_it(client):
-    regex = await ask(client, extra_body={"structured_outputs": {"regex": "[0-9]{3}-(a|b)/"}}, seed=3)
-    assert re.fullmatch("[0-9]{3}-(a|b)/", regex.choices[0].message.content)
-    choice = await ask(client, extra_body={"structured_outputs": {"choice": ["red", 'gre"en']}}, seed=3)
-    assert choice.choices[0].message.content in ("red", 'gre"en')
-    guided = await ask(client, extra_body={"structured_outputs": {"json": json.dumps(ADDRESS)}}, seed=4)
-    jsonschema.validate(json.loads(guided.choices[0].message.content), ADDRESS)
-
-
-async def test_json_object_mode_begins_an_object(client):
-    answer = await ask(client, response_format={"type": "json_object"}, max_tokens=8, seed=1)
-    assert answer.choices[0].message.content.startswith("{")
-
-
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
 async def test_a_tool_that_must_be_called_is(client, choice):
     fields = {"tools": [CLOCK, WEATHER], "tool_choice": choice, "parallel_tool_calls": False}
@@ -122,16 +107,6 @@ async def test_several_calls_at_once(client):
     raise AssertionError("never more than one")
 
 
-async def test_a_model_that_may_call_can_also_talk(client):
-    answer = await ask(client, tools=[WEATHER], tool_choice="auto", max_tokens=6, temperature=0)
-    assert answer.choices[0].finish_reason == "length" and answer.choices[0].message.content
-    none = await ask(client, tools=[WEATHER], tool_choice="none", max_tokens=6, temperature=0)
-    assert none.choices[0].message.tool_calls is None
-    # the prompt tells of the tools either way
-    bare = await ask(client, max_tokens=6, temperature=0)
-    assert answer.usage.prompt_tokens == none.usage.prompt_tokens > bare.usage.prompt_tokens + 50
-
-
 async def test_calls_and_their_results_are_read_again(client):
     call = {"id": "call_1", "type": "function", "function": {"name": "get_time", "arguments": "{}"}}
     history = [
@@ -150,16 +125,12 @@ async def test_calls_and_their_results_are_read_again(client):
     [
         ({"response_format": schema_format({"type": "zebra"})}, "response_format.json_schema.schema"),
         ({"response_format": schema_format({"$ref": "http://x/y"})}, "response_format.json_schema.schema"),
-        ({"response_format": schema_format({"not": {}})}, "response_format.json_schema.schema"),
         ({"structured_outputs": {"regex": "(("}}, "structured_outputs.regex"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
-        ({"structured_outputs": {}}, "structured_outputs"),
-        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
         ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
         ({"response_format": {"type": "json_object"}, "min_tokens": 2}, "min_tokens"),
         ({"tools": [WEATHER, WEATHER]}, "tools"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
-        ({"tools": [{**WEATHER, "type": "web"}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": []}, *MESSAGES]}, None),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "messages[0].tool_calls[0].function"),

@@ -31,13 +31,6 @@ async def test_a_chat_counts_what_usage_reports(api, images):
         assert answer["count"] >= 40
 
 
-async def test_without_a_generation_prompt_a_chat_is_shorter(api):
-    messages = [{"role": "user", "content": "Hi"}]
-    _, full = await api.post("/tokenize", {"messages": messages})
-    _, bare = await api.post("/tokenize", {"messages": messages, "add_generation_prompt": False})
-    assert bare["tokens"] == full["tokens"][: bare["count"]] and bare["count"] < full["count"]
-
-
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
@@ -55,8 +48,3 @@ async def test_without_a_generation_prompt_a_chat_is_shorter(api):
 async def test_what_is_wrong_is_named(api, path, body, param):
     status, answer = await api.post(path, body)
     assert (status, answer["error"]["param"]) == (400, param)
-
-
-async def test_an_unknown_model_is_a_404(api):
-    status, answer = await api.post("/tokenize", {"model": "gpt", "prompt": "x"})
-    assert (status, answer["error"]["code"]) == (404, "model_not_found")

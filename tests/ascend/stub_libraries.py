@@ -22,12 +22,7 @@ _LIBRARIES = (
 )
 _ATB = "libatb.so"
 _ERROR = 507000  # ACL_ERROR_RT_INTERNAL_ERROR
-_RETURN_NULL = (
-    "aclCreateDataBuffer",
-    "aclCreateTensorDesc",
-    "aclopCreateAttr",
-    "aclGetRecentErrMsg",
-)
+_RETURN_NULL = ("aclCreateDataBuffer", "aclCreateTensorDesc", "aclopCreateAttr", "aclGetRecentErrMsg")
 _HARMLESS = ("Msprof", "aclAppLog")
 _RUNTIME = Path(__file__).parent / "host_runtime.c"
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
@@ -82,32 +80,6 @@ def test_a_stream_that_waits_for_an_event_sees_the_numbers(npu: AscendDevice) ->
     assert done.query() and copy.tolist() == [3, 4]
 
 
-def test_a_stream_that_waits_for_no_event_goes_on_without_them(npu: AscendDevice) -> None:
-    copying, reading = npu.stream(), npu.stream()
-    there, copy = on(npu, 0, 0), on(npu, 1, 1)
-    pinned = npu.pin_memory(torch.tensor([3.0, 4.0]))
-    npu.synchronize()
-    with held(copying):
-        with copying:
-            there.copy_(pinned, non_blocking=True)
-        with reading:
-            copy.copy_(there, non_blocking=True)
-        reading.synchronize()
-    npu.synchronize()
-    assert copy.tolist() == [0, 0] and there.tolist() == [3, 4]
-
-
-def test_events_tell_the_time_between_them(npu: AscendDevice) -> None:
-    stream, start, end = npu.stream(), npu.event(enable_timing=True), npu.event(enable_timing=True)
-    start.record(stream)
-    stream.synchronize()
-    with held(stream):
-        end.record(stream)
-        time.sleep(0.02)
-    end.synchronize()
-    assert start.elapsed_time(end) >= 20
-
-
 def test_what_is_read_back_is_there_after_the_wait(npu: AscendDevice) -> None:
     numbers = on(npu, 1, 2, 3)
     with held(npu.current_stream()):
@@ -174,32 +146,6 @@ def test_a_thread_uses_the_device_after_activate(npu: AscendDevice) -> None:
         return before, context_error()
 
     assert elsewhere(use) == (NO_CONTEXT, 0)
-
-
-def test_activate_takes_the_devices_own_index() -> None:
-    def use() -> tuple[int, torch.device]:
-        AscendDevice(1).activate()
-        index = ctypes.c_int()
-        RUNTIME.aclrtGetDevice(ctypes.byref(index))
-        return index.value, torch.empty(1, device="npu").device
-
-    assert elsewhere(use) == (1, torch.device("npu:1"))
-
-
-def test_memory_is_told_on_every_thread(npu: AscendDevice) -> None:
-    """torch_npu's own call fails on a thread that has no context."""
-    with pytest.raises(RuntimeError, match=str(NO_CONTEXT)):
-        raise elsewhere(error_of, npu._vendor.mem_get_info, 0)
-    assert elsewhere(npu.memory)[0] == MEMORY
-    assert elsewhere(npu.headroom) <= MEMORY
-
-
-def error_of(function: Callable[..., Any], *args: Any) -> Exception:
-    try:
-        function(*args)
-    except RuntimeError as error:
-        return error
-    return AssertionError("it did not fail")
 
 
 def test_a_device_that_fails_is_lost(npu: AscendDevice) -> None:

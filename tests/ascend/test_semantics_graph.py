@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from ascend_ladder import require_torch_npu
-from decode_step import LAYERS, DecodeStep
+from decode_step import DecodeStep
 
 require_torch_npu()
 
@@ -44,14 +44,6 @@ def test_each_replay_has_its_lengths(version: FusedAttention, layout: Layout) ->
         assert not torch.allclose(output, step.eager([n % 64 + 1 for n in context_lens])), "lengths matter"
 
 
-def test_every_layer_is_a_task_group() -> None:
-    ops = AscendOps()
-    runner = runner_of(ops)
-    runner.capture(2, DecodeStep(ops, 2).run)
-    graph = runner._captured[2].graph
-    assert len(graph.graph_dispatch_mode.graph_dispatch_records) == LAYERS
-
-
 def test_an_unknown_size_and_a_wrong_number_of_lengths_are_refused() -> None:
     ops = AscendOps()
     runner = runner_of(ops)
@@ -76,14 +68,3 @@ def test_a_replay_without_its_update_is_refused() -> None:
     runner.replay(1)
     with pytest.raises(AssertionError, match="update binds the lengths"):
         runner.replay(1)
-
-
-def test_the_other_versions_keyword_binds_nothing() -> None:
-    """torch_npu ignores keywords that a call has not: the runner must be given its operator's own."""
-    ops = AscendOps(attention=V2)
-    runner = NPUGraphRunner(torch.device("npu:0"), V1.context_lens)
-    step = DecodeStep(ops, 1)
-    runner.capture(1, step.run)
-    step.fill([40])
-    runner.update(1, [40])
-    assert not torch.allclose(runner.replay(1), step.eager([40]))

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from device import ascend
-from device.ascend import ATTENTION_LAYOUT, VISIBLE_DEVICES, attention_layout
 from device.ascend_limits import (
     MAX_EVENTS,
     MAX_STREAMS,
@@ -20,15 +17,8 @@ from device.ascend_limits import (
     parse_visible_devices,
 )
 from device.base import DeviceUnavailable
-from epd_serve.engine.kv_memory import check_dtype
 
 ENCODE = InstanceUse(num_streams=4)
-DECODE = InstanceUse(num_streams=6, num_graphs=9, num_layers=36)
-
-
-def test_an_encoder_and_a_decoder_fit_on_one_npu() -> None:
-    check_colocation({"E0": ENCODE, "D0": DECODE})
-    check_colocation({})
 
 
 def test_too_many_graphs_are_refused_with_the_number_that_fits() -> None:
@@ -43,11 +33,6 @@ def test_events_run_out_before_streams_in_deep_models() -> None:
     deep = InstanceUse(num_streams=4, num_graphs=900, num_layers=80)
     with pytest.raises(ValueError, match=r"65536 events.*need 72000.*capture 819 batch sizes instead of 900"):
         check_colocation({"D0": deep})
-
-
-def test_streams_alone_cannot_be_helped_by_fewer_graphs() -> None:
-    with pytest.raises(ValueError, match="move an instance to another NPU"):
-        check_colocation({"E0": InstanceUse(num_streams=1000), "E1": InstanceUse(num_streams=1000)})
 
 
 @given(
@@ -72,26 +57,10 @@ def test_what_passes_is_within_every_limit(uses: list[InstanceUse]) -> None:
             check_colocation(instances)
 
 
-@pytest.mark.parametrize(("value", "devices"), [("0", [0]), ("3,1,2", [3, 1, 2])])
-def test_visible_devices(value: str, devices: list[int]) -> None:
-    assert parse_visible_devices(value) == devices
-
-
 @pytest.mark.parametrize("value", ["", "0,", "0-3", "npu:0", "0, 1", "1,1", "-1", "٣", "0;1"])
 def test_other_visible_devices_are_refused(value: str) -> None:
     with pytest.raises(ValueError, match="distinct device numbers with commas"):
         parse_visible_devices(value)
-
-
-def test_a_wrong_variable_is_the_reason_that_the_npu_is_missing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "torch_npu.py").write_text("")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv(VISIBLE_DEVICES, "0-3")
-    assert ascend.missing() == (
-        "ASCEND_RT_VISIBLE_DEVICES='0-3': write distinct device numbers with commas between them, as 0,1"
-    )
 
 
 @given(st.lists(st.integers(0, 280), min_size=2, max_size=2, unique=True))
@@ -105,22 +74,6 @@ def test_processes_get_ports_of_their_own(processes: list[int]) -> None:
         ranges.append((set(range(host, host + 16)), set(range(first, last + 1))))
     assert not ranges[0][0] & ranges[1][0]
     assert not ranges[0][1] & ranges[1][1]
-
-
-@pytest.mark.parametrize("process", [400, -1])
-def test_ports_beyond_the_last_are_refused(process: int) -> None:
-    with pytest.raises(ValueError, match="ports run from 1024 to 65535"):
-        hccl_environment(process)
-
-
-def test_the_attention_layout_is_chosen_by_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(ATTENTION_LAYOUT, raising=False)
-    assert attention_layout() == "TND"
-    monkeypatch.setenv(ATTENTION_LAYOUT, "BSND")
-    assert attention_layout() == "BSND"
-    monkeypatch.setenv(ATTENTION_LAYOUT, "BNSD")
-    with pytest.raises(ValueError, match=r"'BNSD': use TND \(the default\) or BSND"):
-        attention_layout()
 
 
 class Vendor:
@@ -184,17 +137,3 @@ def chip(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str
 def test_chips_without_the_operators_are_refused(chip: str) -> None:
     with pytest.raises(DeviceUnavailable, match=f"npu:0: {chip} lacks the attention over pages"):
         ascend.open_device(0)
-
-
-@pytest.mark.parametrize(
-    "chip", ["Ascend910B1", "Ascend910B2C", "Ascend910B4-1", "Ascend910_9391", "Ascend950"], indirect=True
-)
-def test_other_chips_are_opened(chip: str) -> None:
-    assert ascend.open_device(0) == chip
-
-
-def test_float16_is_refused() -> None:
-    device = object.__new__(ascend.AscendDevice)
-    device.type, device.name = "npu", "npu:0"
-    with pytest.raises(ValueError, match="npu:0 does not serve models in float16; set dtype: bfloat16"):
-        check_dtype(torch.float16, device)

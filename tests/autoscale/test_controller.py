@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 from fluid import Fluid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epd_serve.autoscale.controller import DEADLINE_S, Controller, Kind, Order
+from epd_serve.autoscale.controller import Controller, Kind, Order
 from epd_serve.autoscale.instance_load import InstanceLoad
 from epd_serve.autoscale.pressure import Limits
 from epd_serve.config.elastic import ElasticConfig
@@ -23,11 +22,7 @@ MOST_TOKENS = 30 / 0.05
 
 roles = st.lists(st.sampled_from(["E", "P", "D"]), min_size=0, max_size=6).map(lambda more: ["E", "P", "D", *more])
 loads = st.fixed_dictionaries(
-    {
-        Stage.ENCODE: st.floats(0, 6),
-        Stage.PREFILL: st.floats(0, 6),
-        Stage.DECODE: st.floats(0, 6 * MOST_TOKENS),
-    }
+    {Stage.ENCODE: st.floats(0, 6), Stage.PREFILL: st.floats(0, 6), Stage.DECODE: st.floats(0, 6 * MOST_TOKENS)}
 )
 
 
@@ -119,14 +114,6 @@ def test_a_late_stage_gets_instances_one_after_the_other() -> None:
     assert fluid.layout() == ["D", "D", "D", "E", "P"]
 
 
-def test_a_switch_that_does_not_come_fails_at_its_deadline() -> None:
-    one = controller()
-    fluid = Fluid(roles=["E", "E", "P", "D"], load={Stage.DECODE: 2 * MOST_TOKENS}, switch_s=1e9)
-    fluid.flow(one, 60.0)
-    failed = [decision for decision in fluid.decisions if decision.kind is Kind.FAILED]
-    assert [decision.at_s - fluid.orders[0].at_s for decision in failed] == [pytest.approx(DEADLINE_S, abs=1)]
-
-
 def test_an_order_that_fails_late_says_nothing_of_the_next_one() -> None:
     one = controller()
     fluid = Fluid(roles=["E", "E", "E", "P", "D"], load={Stage.DECODE: 3 * MOST_TOKENS}, switch_s=1e9)
@@ -170,14 +157,6 @@ def seen(**serving: bool) -> list[InstanceLoad]:
     ]
 
 
-def test_a_stage_whose_last_instance_is_gone_gets_another() -> None:
-    one = controller()
-    one.decide(0.0, seen(e0=True, e1=True, p0=True, d0=True))
-    decisions = [one.decide(float(at), seen(e0=True, e1=True, p0=True, d0=False)) for at in range(1, 10)]
-    orders = [decision.order for decision in decisions if decision.order]
-    assert orders == [Order(instance="e0", role=Role.parse("D"))]
-
-
 def test_a_decode_whose_steps_all_had_one_size_is_helped() -> None:
     """Nothing tells the two parts of such a step apart: all of it goes by the number of sequences (RateFit)."""
 
@@ -192,12 +171,3 @@ def test_a_decode_whose_steps_all_had_one_size_is_helped() -> None:
     assert [decision.order for decision in decisions if decision.order] == [
         Order(instance="e0", role=Role.parse("D"))
     ]
-
-
-def test_instances_that_are_still_to_come_are_waited_for() -> None:
-    """Encoders are ready first; a model takes its time, and nobody is to take its place meanwhile."""
-    one = controller()
-    starting = [one.decide(float(at), seen(e0=True, e1=True, p0=at > 30, d0=False)) for at in range(60)]
-    assert {decision.kind for decision in starting} == {Kind.STARTING}
-    later = [one.decide(float(at), seen(e0=True, e1=True, p0=True, d0=True)) for at in range(60, 90)]
-    assert {decision.kind for decision in later} == {Kind.CALM}

@@ -72,11 +72,6 @@ def test_each_figure_is_found_soon_and_then_known(figure: str, change: dict[str,
     assert 500 < found[0][0] <= 500 + WINDOW and found[-1][0] <= 500 + 3 * WINDOW
 
 
-def test_failed_requests_do_not_count() -> None:
-    failed = [msgspec.structs.replace(one, status=500) for one in load(2, 600, begin_s=200.0, answer=600.0)]
-    assert drifts_of([*load(1, 500), *failed]) == []
-
-
 def test_bursts_are_no_other_rate() -> None:
     every = [
         msgspec.structs.replace(one, time=at(30.0 * (number // 30) + 0.01 * number))

@@ -53,14 +53,6 @@ def test_prompts_wait_where_they_are_held_up(
     assert decode.waits(Stage.DECODE) == pytest.approx(decode_s)
 
 
-@pytest.mark.parametrize(("running", "waiting"), [(0, 0), (6, 1), (8, 3)])
-def test_only_what_finds_no_place_waits_for_one(running: int, waiting: int) -> None:
-    """The others are in the next step."""
-    [decode] = instance_loads(table(d0={"num_waiting": 3, "num_running": running}))
-    step_s = 0.02 + 0.001 * max(running, 1)
-    assert decode.waits(Stage.DECODE) == pytest.approx(waiting * 50 * step_s / max(running, 1))
-
-
 #: Three prompts of 100 tokens each, of which an image of 7840 pixels has 80.
 PROMPTS = {"num_waiting_tokens": 300, "num_waiting": 3}
 
@@ -120,9 +112,3 @@ def test_what_is_sent_counts_once() -> None:
     encode, _, decode = instance_loads(made)
     assert encode.sent == {Stage.ENCODE: pytest.approx(2 * seconds), Stage.DECODE: 0}
     assert decode.sent == {Stage.ENCODE: 0, Stage.DECODE: 2}
-
-
-def test_items_that_are_encoded_hold_up_their_prompts() -> None:
-    encoding = {"num_waiting_encodes": 5, "num_waiting_pixels": 100}
-    _, _, decode = instance_loads(table(e0=encoding, p0={"num_waiting_tokens": 15}, d0=dict(FULL)))
-    assert decode.waits(Stage.DECODE) == 0

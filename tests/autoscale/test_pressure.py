@@ -28,11 +28,6 @@ def test_encode_demands_what_comes_and_more_where_it_comes_in_bursts(sent: list[
         assert demand == pytest.approx(mean)
 
 
-def test_work_that_another_gateway_sends_is_seen_at_the_instances() -> None:
-    samples = [Sample(num_instances=3, num_busy=2, queue_s=0.1, sent=0.5) for _ in range(10)]
-    assert load(Stage.ENCODE, samples).demand == 2
-
-
 def decodes(nums: range, num_instances: int, output_tokens: float) -> list[Sample]:
     """Batches that grow as three sequences a second come and none ends."""
     return [

@@ -96,30 +96,3 @@ def test_no_bytes_raise(data: bytes) -> None:
 )
 def test_failures_by_name(data: bytes, complete: bool, failure: Failure | None) -> None:
     assert read(data, complete=complete).failure == failure
-
-
-def test_reasoning_and_tool_calls_are_tokens() -> None:
-    events = (
-        chunk(reasoning_content="hm"),
-        chunk(tool_calls=[{"index": 0}]),
-        chunk(finish="tool_calls"),
-        b"[DONE]",
-    )
-    answer = read(stream(*events))
-    assert answer.failure is None
-    assert len(answer.token_times_s) == 2
-    assert answer.text == []
-
-
-def test_special_tokens_alone_are_tokens_where_usage_says_so() -> None:
-    """The first of four events is the role's: usage has three tokens."""
-    usage = b'{"choices":[],"usage":{"completion_tokens":3}}'
-    events = (chunk("", role="assistant"), chunk(""), chunk(""), chunk("", "length"), usage, b"[DONE]")
-    answer = Answer()
-    for second, event in enumerate(events):
-        answer.feed(stream(event), float(second))
-    answer.end(complete=True)
-    assert answer.failure is None
-    assert answer.token_times_s == [1.0, 2.0, 3.0]
-    none = read(stream(*events[:4], b'{"choices":[],"usage":{"completion_tokens":0}}', b"[DONE]"))
-    assert none.failure == Failure.NO_TOKENS

@@ -12,10 +12,8 @@ import psutil
 import pytest
 
 from epd_serve import cli
-from epd_serve.bench.deployed import read_candidates
 from epd_serve.bench.run import Run
 
-ROOT = Path(__file__).parents[2]
 LOAD = ["--workload", "synthetic,image_share=0.5,image_size=64x64,output_tokens=4", "--rates", "20,30"]
 LOAD += ["--duration", "0.3", "--warmups", "1"]
 
@@ -70,11 +68,7 @@ def test_deployments_are_measured_in_turn_under_one_schedule(tmp_path: Path, ben
         assert not any(record.failure for run in runs for record in run.records)
         folder = runs[0].path
         suffixes = {file.suffix for file in (folder / "performances" / "demo").iterdir()}
-        assert suffixes == {
-            ".csv",
-            ".json",
-            ".jsonl",
-        }
+        assert suffixes == {".csv", ".json", ".jsonl"}
         assert json.loads((folder / "result.json").read_text())["completed"] == number
     assert "report.html" in {file.name for file in path.iterdir()}
     lines = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
@@ -84,33 +78,3 @@ def test_deployments_are_measured_in_turn_under_one_schedule(tmp_path: Path, ben
     assert redrawn.code == 3 and "synthetic, 20 req/s: 0 of 6 requests" in redrawn.out
     limits = ["--slo-ttft-ms", "60000", "--slo-tpot-ms", "60000"]
     assert bench("--redraw", str(path), "--fail-on-slo", "--no-report", *limits).code == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--compare", "a.yaml", "--base-url", "http://127.0.0.1:1"], "leave --base-url out"),
-        (["--compare", "gone.yaml"], "gone.yaml: No such file"),
-        (["--compare", "gone.yaml", "--find-goodput"], "not with --find-goodput"),
-        (["--redraw", "gone"], "gone holds no run"),
-    ],
-)
-def test_what_cannot_be_compared_is_explained(arguments: list[str], says: str, bench: Bench) -> None:
-    done = bench(*arguments)
-    assert done.code == 2
-    assert says in done.err
-
-
-def test_labels_and_devices_of_deployments(tmp_path: Path) -> None:
-    topologies = {"a": "E-P-D", "b": "(E-P)-D", "c": "EPD"}
-    files = [deployment(tmp_path, name, topology=topology) for name, topology in topologies.items()]
-    gpus = ["cuda:0", "cuda:1", "cuda:2"]
-    files.append(deployment(tmp_path, "gpu", topology="E-P-D", devices=gpus))
-    files.append(deployment(tmp_path, "pair", topology="(E-D)-P", devices=gpus[:2]))
-    found = [(one.label, one.num_devices) for one in read_candidates(files)]
-    assert found == [
-        *((f"E-P-D ({tmp_path / 'a'})", 1), ("(E-P)-D", 1), ("EPD", 1), (f"E-P-D ({tmp_path / 'gpu'})", 3)),
-        ("(E-D)-P", 2),
-    ]
-    with pytest.raises(ValueError, match=r"names .*c\.yaml twice"):
-        read_candidates([*files, files[2]])

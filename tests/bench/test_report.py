@@ -13,8 +13,8 @@ from bench_runs import failed, good, loaded, measured
 from rich.console import Console
 
 from epd_serve.bench.command import SLO_MISSED, Output
-from epd_serve.bench.grid import HEADER, make_grids
-from epd_serve.bench.report import figures, write_report
+from epd_serve.bench.grid import make_grids
+from epd_serve.bench.report import write_report
 from epd_serve.bench.run import Run
 from epd_serve.bench.terminal import show_run, show_runs
 
@@ -56,32 +56,6 @@ def test_every_run_stands_in_the_page_and_on_the_terminal(name: str, tmp_path: P
     show_runs(console, runs, 0.9)
     assert isinstance(console.file, io.StringIO)
     assert "…" not in console.file.getvalue(), console.file.getvalue()
-
-
-def test_emulated_devices_are_named_everywhere() -> None:
-    runs = comparison()
-    for run in runs:
-        run.settings.emulated = "emulated h200"
-    (grid,) = make_grids(runs, 0.9)
-    assert all("emulated h200" in plot.layout.title.text for plot in figures(grid))
-    assert all("emulated h200" in grid.verdict(label) for label in grid.labels)
-    assert runs[0].summary.warnings[0].startswith("The devices are emulated h200: queues and")
-
-
-def test_the_verdict_names_the_limit_that_breaks() -> None:
-    (grid,) = make_grids(comparison(), 0.9)
-    assert grid.telling_load == 6, "at 2 a second both are at 100 %, at 12 both are overloaded"
-    assert "EPD keeps the SLO up to 2 req/s; at 6 TTFT breaks first" in grid.verdict("EPD")
-    (grid,) = make_grids([measured([failed(0, 0.0), failed(1, 0.1)])], 0.9)
-    assert "at no measured load; at 2 2 of 2 requests failed (connect)" in grid.verdict("E-P-D")
-
-
-def test_loads_are_per_device_where_deployments_have_different_numbers() -> None:
-    runs = [loaded("EPD", 4, capacity=5), loaded("E-P-D", 12, capacity=15, num_devices=3)]
-    (grid,) = make_grids(runs, 0.9)
-    assert (grid.per_device, grid.loads, grid.unit) == (True, (4.0,), "req/s per device")
-    devices = HEADER.index("devices")
-    assert {row[0]: row[devices] for row in grid.rows(4.0)} == {"EPD": "1", "E-P-D": "3"}
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from bench_runs import failed, good, loaded, measured
+from bench_runs import failed, good, measured
 
 from epd_serve.bench.result_files import vllm_result, write_aisbench
 from epd_serve.bench.run import Run
@@ -25,11 +25,6 @@ VLLM_KEYS = {
 #: Of AISBench 3.1.
 AISBENCH_ROWS = ["E2EL", "TTFT", "TPOT", "ITL", "InputTokens", "OutputTokens", "OutputTokenThroughput"]
 AISBENCH_ROWS += ["PrefillTokenThroughput"]
-AISBENCH_TOTALS = [
-    *("Benchmark Duration", "Total Requests", "Failed Requests", "Success Requests", "Concurrency"),
-    *("Max Concurrency", "Request Throughput", "Total Input Tokens", "Prefill Token Throughput"),
-    *("Total Generated Tokens", "Input Token Throughput", "Output Token Throughput", "Total Token Throughput"),
-]
 
 
 @pytest.fixture
@@ -58,21 +53,6 @@ def test_aisbench_lays_its_files_out_like_this(run: Run, tmp_path: Path) -> None
     assert total["PrefillTokenThroughput"][2] == "500.0 token/s"
 
 
-def test_aisbench_totals_carry_their_units(run: Run, tmp_path: Path) -> None:
-    write_aisbench(tmp_path, run)
-    totals = json.loads((tmp_path / "performances" / "demo-model" / "mine.json").read_text())
-    assert list(totals)[: len(AISBENCH_TOTALS)] == AISBENCH_TOTALS
-    of = {name: stages["total"] for name, stages in totals.items()}
-    assert (of["Total Requests"], of["Failed Requests"], of["Success Requests"]) == (3, 1, 2)
-    assert (of["Total Input Tokens"], of["Total Generated Tokens"]) == (100, 10)
-    duration_s = float(of["Benchmark Duration"].removesuffix(" ms")) / 1e3
-    assert duration_s == pytest.approx(1.505, abs=1e-3), "from the first request to the last answer"
-    assert float(of["Output Token Throughput"].removesuffix(" token/s")) == pytest.approx(
-        10 / duration_s, rel=1e-3
-    )
-    assert of["SLO Attainment"].startswith("66.6667 % ("), "the failure is in the denominator"
-
-
 def test_every_request_stands_in_the_details(run: Run, tmp_path: Path) -> None:
     write_aisbench(tmp_path, run)
     path = tmp_path / "performances" / "demo-model" / "mine_details.jsonl"
@@ -82,14 +62,6 @@ def test_every_request_stands_in_the_details(run: Run, tmp_path: Path) -> None:
     assert len(first["time_points"]) == 6
     assert second["latency"] == pytest.approx(0.34)
     assert (third["success"], third["failure"], third["error_info"]) == (False, "connect", "refused")
-
-
-def test_modalities_have_rows_of_their_own(tmp_path: Path) -> None:
-    run = loaded("E-P-D", 10, capacity=20, seconds=20)
-    write_aisbench(tmp_path, run)
-    table = (tmp_path / "performances" / "demo-model" / "mine.csv").read_text()
-    rows = list(csv.reader(table.splitlines()))
-    assert {row[1] for row in rows[1:]} >= {"total", "total/image", "total/text"}
 
 
 def test_vllms_names(run: Run) -> None:
@@ -106,15 +78,3 @@ def test_vllms_names(run: Run) -> None:
     assert result["errors"] == ["", "", "connect: refused"]
     assert result["max_output_tokens_per_s"] == 5
     json.dumps(result)
-
-
-def test_vllm_calls_a_load_without_a_rate_infinite() -> None:
-    result = vllm_result(measured([good(0, 0.0)], rate=None, arrivals="closed:4"))
-    assert result["request_rate"] == "inf"
-    assert vllm_result(measured([good(0, 0.0)], arrivals="gamma:0.5"))["burstiness"] == 0.5
-
-
-def test_a_run_of_nothing_but_failures_has_files_too(tmp_path: Path) -> None:
-    run = measured([failed(0, 0.0), failed(1, 0.5)])
-    write_aisbench(tmp_path, run)
-    assert vllm_result(run)["mean_ttft_ms"] == 0.0

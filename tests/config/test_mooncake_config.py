@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from epd_serve.config import DeploymentConfig, load_config, parse_config
+from epd_serve.config import DeploymentConfig, parse_config
 
 KV = "instances: {kv_transfer: {transport: mooncake}}"
 STORE = "feature_store: mooncake"
@@ -30,10 +28,6 @@ def test_a_master_is_started_where_a_store_is_asked_for_and_none_is_named(
     assert (config.uses_mooncake, config.starts_master) == (uses, starts_master)
 
 
-def test_a_role_without_a_language_model_has_no_kv_to_move() -> None:
-    assert parse_config("roles: {E: {kv_transfer: {transport: mooncake}}}").uses_mooncake
-
-
 @pytest.mark.parametrize(
     ("named", "started", "told"), [("store:1", "here:2", "store:1"), (None, "here:2", "here:2")]
 )
@@ -43,9 +37,3 @@ def test_every_setting_reaches_the_instance(named: str | None, started: str, tol
     options = config.options_for(config.placement()[0], device="cpu", port=1, threads=1, master=started)
     assert (options.feature_store, options.mooncake.master) == ("mooncake", told)
     assert options.mooncake.devices == "mlx5_0"
-
-
-def test_the_example_asks_for_both() -> None:
-    config = load_config(Path(__file__).parents[2] / "deploy" / "cpu-mooncake.yaml")
-    assert config.starts_master
-    assert config.settings_for("P").kv_transfer.transport == "mooncake"

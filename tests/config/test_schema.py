@@ -1,4 +1,3 @@
-import json
 from pathlib import Path
 
 import jsonschema
@@ -32,11 +31,6 @@ def file_name(topology: str) -> str:
     return f"cpu-{''.join(letters)}.yaml"
 
 
-def test_the_schema_file_is_current() -> None:
-    expected = json.dumps(deployment_schema(), indent=2) + "\n"
-    assert (DEPLOY / "schema.json").read_text() == expected, "run: epd-serve schema > deploy/schema.json"
-
-
 def test_the_schema_is_valid_and_agrees_with_the_loader_on_bad_files() -> None:
     validator = jsonschema.Draft202012Validator(deployment_schema())
     validator.check_schema(deployment_schema())
@@ -63,10 +57,6 @@ def test_deployment_files_load_and_are_what_their_names_say(file: Path) -> None:
     assert file.name in EXAMPLES | {file_name(str(config.topology))}
     assert f"topology: {config.topology}\n" in text
     jsonschema.validate(YAML(typ="safe", pure=True).load(text), deployment_schema())
-
-
-def test_the_default_deployment_is_the_file_for_e_p_d() -> None:
-    assert load_config(DEPLOY / "cpu-e-p-d.yaml") == DeploymentConfig()
 
 
 def test_a_role_overrides_single_settings() -> None:

@@ -11,7 +11,6 @@ from device.datasheets import spec_of
 from epd_serve.config import InstanceOptions, ShapeConfig, load_config, parse_config
 from epd_serve.cost.roofline import analytic_profile
 from epd_serve.cost.shape import shape_of
-from epd_serve.demo import weights_dir
 from epd_serve.instance.loading.model import open_device
 
 EMULATED = "devices: [emulated:h200 x 3]"
@@ -24,14 +23,6 @@ def test_a_shape_is_a_model_without_files() -> None:
     assert InstanceOptions.model_validate_json(options.to_json()).model == config.model
     with pytest.raises(ValueError, match="no weights"):
         _ = config.checkpoint
-
-
-def test_a_shape_is_read_from_a_directory(tmp_path: Path) -> None:
-    (tmp_path / "large").mkdir()
-    (tmp_path / "large" / "config.json").write_text((weights_dir() / "config.json").read_text())
-    (tmp_path / "deployment.yaml").write_text(f"model: {{shape_of: {tmp_path}/large}}\n{EMULATED}")
-    config = load_config(tmp_path / "deployment.yaml")
-    assert config.model == ShapeConfig(shape_of=f"{tmp_path}/large") and config.model_name == "large"
 
 
 def test_a_measured_profile_is_a_device(tmp_path: Path) -> None:

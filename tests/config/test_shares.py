@@ -11,10 +11,6 @@ def shares(text: str) -> dict[str, tuple[float, float]]:
     return {name: (round(share.share, 4), round(share.start, 4)) for name, share in chosen.items()}
 
 
-def test_without_a_wish_there_are_no_limits() -> None:
-    assert shares("topology: (E-P)-D") == {}
-
-
 def test_numbers_stand_and_the_rest_goes_to_the_others_in_the_group_alone() -> None:
     assert shares("topology: (E-PD)\nroles: {E: {share: 0.3}}") == {"e0": (0.3, 0.0), "pd0": (0.7, 0.3)}
     assert shares("topology: (2E-P)-D\nroles: {E: {share: 0.25}}") == {

@@ -1,12 +1,8 @@
-from pathlib import Path
-
 import pytest
 
-from epd_serve.config import load_config, parse_config
+from epd_serve.config import parse_config
 from epd_serve.config.vllm import connectors
 from proxy.settings import GatewaySettings
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_flags_of_a_role_go_over_those_of_all() -> None:
@@ -32,13 +28,6 @@ def test_flags_of_a_role_go_over_those_of_all() -> None:
 def test_connectors_suit_the_devices_and_the_topology(text: str, chosen: tuple[str | None, str | None]) -> None:
     config = parse_config(f"engine: vllm\n{text}")
     assert connectors(config.placement(), config.vllm) == chosen
-
-
-@pytest.mark.parametrize("file", sorted((ROOT / "deploy").glob("vllm-*.yaml")), ids=lambda file: file.stem)
-def test_the_deployments_in_deploy_are_valid_and_their_paths_are_theirs(file: Path) -> None:
-    config = load_config(file)
-    assert config.engine == "vllm"
-    assert Path(config.model).resolve().parent == ROOT / "models"
 
 
 @pytest.mark.parametrize(

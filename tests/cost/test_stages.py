@@ -1,11 +1,8 @@
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd_serve.cost.stages import NETWORK, NONE, SAME_DEVICE, SAME_HOST, Place, StageCosts, Work, link_between
-from epd_serve.instance.rates import RateFit
+from epd_serve.cost.stages import NONE, StageCosts, Work
 from epd_serve.types import StageRate
 
 amounts = st.floats(0, 1e9)
@@ -36,64 +33,3 @@ def test_a_sequence_costs_more_the_more_there_are(num_sequences, num_active):
     one, more = costs.decode_s(num_sequences, num_active), costs.decode_s(num_sequences, num_active + 1)
     assert 0 < one < more
     assert costs.decode_s(num_sequences, num_active, 1) < one
-
-
-def test_room_comes_as_sequences_end():
-    costs = StageCosts(decode=StageRate(0.01, 0.0), mean_output_tokens=100)
-    assert costs.room_s(0, 0, 0) == 0.0
-    assert 0 < costs.room_s(1, 0, 0) == costs.room_s(1, 1, 1) < math.inf
-    assert 0 < costs.room_s(50, 500, 10) < costs.room_s(100, 500, 10)
-
-
-def test_near_is_cheaper():
-    here = Place(host_id="a", device="cuda:0")
-    assert link_between(here, here) is SAME_DEVICE
-    assert link_between(here, Place(host_id="a", device="cuda:1")) is SAME_HOST
-    assert link_between(here, Place(host_id="b", device="cuda:0")) is NETWORK
-    assert link_between(Place(), Place()) is NETWORK, "nothing is known of them"
-    seconds = [link.seconds(1 << 20) for link in (SAME_DEVICE, SAME_HOST, NETWORK)]
-    assert seconds == sorted(seconds)
-
-
-@given(
-    base=st.floats(0, 1),
-    unit=st.floats(1e-9, 1e-2),
-    sizes=st.lists(st.integers(1, 10**6), min_size=2, max_size=40),
-)
-def test_a_fit_predicts_batches_of_the_sizes_it_saw(base, unit, sizes):
-    fit = RateFit()
-    for size in sizes:
-        fit.observe(size, base + unit * size)
-    assert fit.base_s >= 0
-    assert fit.unit_s > 0
-    mean = sum(sizes) / len(sizes)
-    spread = max(sizes) / min(sizes)
-    if len(sizes) > 5 and 2 < spread < 20 and unit * mean > base / 10:
-        for size in sizes:
-            assert fit.base_s + fit.unit_s * size == pytest.approx(base + unit * size, rel=0.2)
-
-
-def test_a_fit_to_one_size_is_that_size_time():
-    fit = RateFit()
-    for _ in range(5):
-        fit.observe(1000, 0.5)
-    assert fit.base_s + fit.unit_s * 1000 == pytest.approx(0.5)
-    assert fit.unit_s == pytest.approx(0.0005)
-
-
-def test_a_fit_survives_an_outlier_and_follows_a_change():
-    fit = RateFit()
-    for number in range(40):
-        fit.observe(100 + number % 7 * 50, 0.001 * (100 + number % 7 * 50))
-    fit.observe(100, 60.0)
-    assert fit.base_s + fit.unit_s * 200 < 0.3, "one batch that took six hundred times as long"
-    for number in range(120):
-        fit.observe(100 + number % 7 * 50, 0.002 * (100 + number % 7 * 50))
-    assert fit.base_s + fit.unit_s * 200 == pytest.approx(0.4, rel=0.05)
-
-
-def test_a_fit_ignores_what_is_no_batch():
-    fit = RateFit()
-    fit.observe(0, 1.0)
-    fit.observe(5, -1.0)
-    assert not fit.weight

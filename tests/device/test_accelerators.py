@@ -126,24 +126,6 @@ def test_a_step_in_pieces_calls_what_is_between_them(name: str) -> None:
 
 
 @EACH
-def test_pinned_memory(name: str) -> None:
-    """The device reads it when it comes to it; only torch's own devices make torch say that it is pinned."""
-    device = opened(name)
-    pinned = device.pin_memory(torch.ones(8))
-    assert pinned.is_pinned() or device.type == "chip"
-    there = pinned.to(device.torch_device, non_blocking=True)
-    device.synchronize()
-    assert there.tolist() == [1.0] * 8
-
-
-@EACH
-def test_memory_fractions_out_of_range_are_refused(name: str) -> None:
-    for fraction in (0.0, -0.5, 1.5):
-        with pytest.raises(ValueError, match="at 1 at most"):
-            opened(name).set_memory_fraction(fraction)
-
-
-@EACH
 def test_the_peak_of_memory_is_that_since_it_was_reset(name: str) -> None:
     device, size = opened(name), 64 << 20
     before = device.reset_peak_memory()
@@ -152,15 +134,3 @@ def test_the_peak_of_memory_is_that_since_it_was_reset(name: str) -> None:
     room = device.headroom()
     del data
     assert device.headroom() >= room + size, "what the allocator keeps is room too"
-
-
-@EACH
-def test_streams_of_any_priority(name: str) -> None:
-    """None goes after those of priority 0: a higher number is the same."""
-    device = opened(name)
-    for priority in (0, -1, 3):
-        side = device.stream(priority)
-        with side:
-            result = torch.ones(1 << 20, device=device.torch_device) * 2
-            assert float(result.sum().cpu()) == 2 * (1 << 20)
-        side.synchronize()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
 from chip.accelerator import ChipDevice
-from chip.chip import never_waiting
 
 from device.registry import get_device
 
@@ -61,42 +59,6 @@ def test_the_device_reads_pinned_memory_when_it_comes_to_it_and_ordinary_memory_
     assert from_ordinary.tolist() == [0, 0]
 
 
-def test_a_thread_that_never_waits_copies_through_pinned_memory_alone(device: ChipDevice) -> None:
-    where = device.torch_device
-    there, pinned = torch.ones(3, device=where), device.pin_memory(torch.ones(3))
-    waits: dict[str, Callable[[], object]] = {
-        "a blocking copy": lambda: pinned.to(where),
-        "ordinary memory": lambda: torch.ones(3).to(where, non_blocking=True),
-        "a new tensor": lambda: torch.tensor([1.0], device=where),
-        "reading back": lambda: there.cpu(),
-        "a number": lambda: there.sum().item(),
-        "a shape": lambda: there.nonzero(),
-        "an event": lambda: device.record_event().synchronize(),
-    }
-    for name, wait in waits.items():
-        with never_waiting(), pytest.raises(RuntimeError, match="the host waits for the device"):
-            wait()
-            pytest.fail(name)
-        wait()
-    with never_waiting():
-        twice = pinned.to(where, non_blocking=True) + there
-        early = twice.to("cpu", non_blocking=True)
-    device.synchronize()
-    assert early.tolist() == [2, 2, 2]
-
-
-def test_a_launch_returns_at_once(device: ChipDevice) -> None:
-    done = threading.Event()
-    device.current_stream()
-    start, end = device.event(enable_timing=True), device.event(enable_timing=True)
-    start.record()
-    torch.ones(2, device=device.torch_device)
-    end.record()
-    assert not end.query() and not done.is_set()
-    end.synchronize()
-    assert end.query() and start.elapsed_time(end) >= 1e3 * LAUNCH_S
-
-
 def test_a_graph_replays_what_was_captured_over_what_its_buffers_hold(device: ChipDevice) -> None:
     device.chip.launch_s = 0.0
     buffer, factor = torch.ones(2, device=device.torch_device), 2.0
@@ -106,34 +68,6 @@ def test_a_graph_replays_what_was_captured_over_what_its_buffers_hold(device: Ch
     buffer.fill_(5)
     runner.update(2, [1, 1])
     assert runner.replay(2).tolist() == [10.0, 10.0]
-
-
-def test_a_capture_that_reads_back_fails_and_the_device_goes_on(device: ChipDevice) -> None:
-    device.chip.launch_s = 0.0
-    numbers, runner = torch.ones(2, device=device.torch_device), device.graph_runner()
-
-    def reads() -> torch.Tensor:
-        return numbers * numbers.sum().item()
-
-    assert reads().tolist() == [2, 2]
-    with pytest.raises(RuntimeError, match="a step that is captured reads nothing back and waits for nothing"):
-        runner.capture(2, reads)
-    assert reads().tolist() == [2, 2]
-    runner.capture(2, lambda: numbers + 1)
-    assert runner.replay(2).tolist() == [2, 2]
-
-
-def test_tensors_of_the_host_are_refused(device: ChipDevice) -> None:
-    with pytest.raises(RuntimeError, match="expected all tensors on chip, found \\(2,\\) on cpu"):
-        torch.ones(2, device=device.torch_device) + torch.ones(2)
-
-
-def test_work_that_fails_is_heard_of_when_the_host_waits() -> None:
-    device = get_device("chip:13")
-    index = torch.tensor([9], device=device.torch_device)
-    torch.ones(2, device=device.torch_device).index_select(0, index)
-    with pytest.raises(RuntimeError, match="work on chip:13 failed: index out of range"):
-        device.synchronize()
 
 
 def test_memory_ends_and_comes_back() -> None:

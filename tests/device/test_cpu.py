@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -74,45 +73,6 @@ def test_shares_divide_the_cores(device: CpuDevice) -> None:
 def test_shares_outside_the_device_are_refused(device: CpuDevice, share: float, start: float) -> None:
     with pytest.raises(ValueError, match="end at 1 at most"):
         device.apply_share(share, start)
-
-
-def test_thirds_written_as_decimals_fit(device: CpuDevice) -> None:
-    device.apply_share(0.3333334, start=0.6666667)
-
-
-def test_a_memory_fraction_is_refused(device: CpuDevice) -> None:
-    with pytest.raises(ValueError, match="no memory fraction"):
-        device.set_memory_fraction(0.5)
-
-
-def test_streams_and_events_let_everything_through(device: CpuDevice) -> None:
-    side = device.stream(priority=-1)
-    with side as entered:
-        assert entered is side
-        event = side.record_event()
-    device.current_stream().wait_event(event)
-    event.wait()
-    event.synchronize()
-    side.synchronize()
-    device.synchronize()
-    assert event.query()
-    assert device.event().query()
-    assert not device.has_streams
-
-
-def test_events_tell_the_time_between_them(device: CpuDevice) -> None:
-    start = device.record_event()
-    time.sleep(0.02)
-    end = device.event(enable_timing=True)
-    with pytest.raises(ValueError, match="recorded"):
-        start.elapsed_time(end)
-    assert device.current_stream().record_event(end) is end
-    assert start.elapsed_time(end) >= 20
-
-
-def test_pinning_keeps_the_tensor(device: CpuDevice) -> None:
-    tensor = torch.ones(3)
-    assert device.pin_memory(tensor) is tensor
 
 
 def test_the_eager_runner_calls_the_step_over_its_buffers(device: CpuDevice) -> None:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import subprocess
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from chip.accelerator import ChipDevice
 from chips import ENVIRONMENT
 
-from device import cuda_ipc
 from device.registry import get_device
 
 DEVICE = "chip:0"
@@ -115,94 +111,3 @@ def test_a_cpu_s_memory_is_no_device_s() -> None:
 
 
 _CONTEXT, _INVALID_CONTEXT = 4711, 201
-
-
-class Driver:
-    """The driver's calls over memory of this process, which takes itself for another one."""
-
-    def __init__(self, memory: torch.Tensor, offset: int) -> None:
-        self.base, self.nbytes = memory.data_ptr() - offset, memory.nbytes + offset
-        self.opened: list[int] = []
-        self.current: dict[int, list[int]] = {threading.get_ident(): [_CONTEXT]}  # contexts by thread
-        self.error = 0
-
-    def cuCtxGetCurrent(self, context: Any) -> int:
-        context._obj.value = self._contexts()[-1]
-        return self.error
-
-    def cuCtxPushCurrent_v2(self, context: ctypes.c_void_p) -> int:
-        assert context.value is not None
-        self._contexts().append(context.value)
-        return 0
-
-    def cuCtxPopCurrent_v2(self, context: Any) -> int:
-        context._obj.value = self._contexts().pop()
-        return 0
-
-    def _contexts(self) -> list[int]:
-        return self.current.setdefault(threading.get_ident(), [])
-
-    def cuMemGetAddressRange_v2(self, base: Any, size: Any, address: ctypes.c_uint64) -> int:
-        assert self.base <= address.value < self.base + self.nbytes
-        base._obj.value, size._obj.value = self.base, self.nbytes
-        return self.error
-
-    def cuIpcGetMemHandle(self, handle: Any, base: ctypes.c_uint64) -> int:
-        handle._obj.reserved = str(base.value).encode()
-        return self.error
-
-    def cuIpcOpenMemHandle_v2(self, address: Any, handle: Any, flags: ctypes.c_uint) -> int:
-        assert flags.value == 1, "also from a GPU beside it"
-        address._obj.value = int(handle.reserved)
-        self.opened.append(address._obj.value)
-        return self.error
-
-    def cuIpcCloseMemHandle(self, address: ctypes.c_uint64) -> int:
-        if self._contexts()[-1:] != [_CONTEXT]:
-            return _INVALID_CONTEXT
-        self.opened.remove(address.value)
-        return 0
-
-    def cuFlushGPUDirectRDMAWrites(self, target: ctypes.c_uint, scope: ctypes.c_uint) -> int:
-        assert (target.value, scope.value) == (0, 100), "of the current context, for its owner"
-        return self.error
-
-    def cuGetErrorString(self, error: int, text: Any) -> int:
-        text._obj.value = b"invalid argument"
-        return 0
-
-
-def test_the_driver_is_called_as_its_documentation_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor may lie anywhere in an allocation of the driver, which handles name as a whole."""
-    whole = torch.arange(64, dtype=torch.uint8)
-    memory = whole[16:48]
-    driver = Driver(memory, offset=16)
-    monkeypatch.setattr(cuda_ipc, "_driver", lambda: driver)
-    handle = cuda_ipc.export_memory(memory)
-    with cuda_ipc.mapped_memory(handle, torch.device("cpu")) as mapped:
-        assert driver.opened == [whole.data_ptr()]
-        assert mapped.tolist() == list(range(16, 48))
-        mapped.fill_(1)
-    assert driver.opened == []
-    assert whole.tolist() == [*range(16), *[1] * 32, *range(48, 64)]
-    cuda_ipc.settle_arrivals()
-    with pytest.raises(ValueError, match="7 bytes are no handle of GPU memory"):  # noqa: SIM117
-        with cuda_ipc.mapped_memory(b"handle.", torch.device("cpu")):
-            pass
-    driver.error = 1
-    with pytest.raises(ValueError, match="cuMemGetAddressRange_v2: invalid argument"):
-        cuda_ipc.export_memory(memory)
-    with pytest.raises(ValueError, match="cuFlushGPUDirectRDMAWrites: invalid argument"):
-        cuda_ipc.settle_arrivals()
-
-
-def test_a_mapping_may_close_on_a_thread_without_a_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = torch.arange(32, dtype=torch.uint8)
-    driver = Driver(memory, offset=0)
-    monkeypatch.setattr(cuda_ipc, "_driver", lambda: driver)
-    mapping = cuda_ipc.mapped_memory(cuda_ipc.export_memory(memory), torch.device("cpu"))
-    mapping.__enter__()
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(mapping.__exit__, None, None, None).result()
-    assert driver.opened == []
-    assert sorted(driver.current.values()) == [[], [_CONTEXT]], "each thread has the contexts that it had"

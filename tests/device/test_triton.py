@@ -39,7 +39,7 @@ assert HAS_GPU or not isinstance(triton.language.cdiv, triton.JITFunction), "set
 from operator_oracle import ReferenceOps  # noqa: E402
 
 from device.ops import cuda as cuda_ops  # noqa: E402
-from device.ops import triton_decode, triton_layers  # noqa: E402
+from device.ops import triton_decode  # noqa: E402
 from device.ops.triton_ops import TritonOps  # noqa: E402
 from device.ops.varlen import find_varlen  # noqa: E402
 
@@ -189,17 +189,6 @@ def test_decode_reads_a_narrow_cache() -> None:
     torch.testing.assert_close(output.cpu().float(), expected, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_many_tokens_are_written_several_a_program(dtype: torch.dtype) -> None:
-    num_tokens = triton_layers.MANY_TOKENS + 3
-    states = torch.randn(num_tokens, 3, 8, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
-    slots = torch.randperm(num_tokens + 9, generator=torch.Generator().manual_seed(1))[:num_tokens].to(DEVICE)
-    kv_layer = torch.zeros(2, num_tokens + 9, 1, 1, 8, device=DEVICE, dtype=dtype)
-    triton_layers.write_kv(states[:, :1], states[:, 1:2], kv_layer, slots)
-    for stored, source in zip(kv_layer, (states[:, 0], states[:, 1]), strict=True):
-        assert torch.equal(stored[slots, 0, 0], source)
-
-
 @pytest.mark.parametrize("lengths", [[16], [16, 21], [33, 40]])
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_long_prompts_go_to_sdpa(dtype: torch.dtype, lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,30 +199,3 @@ def test_long_prompts_go_to_sdpa(dtype: torch.dtype, lengths: list[int], monkeyp
     )
     assert isinstance(OPS[0].prepare(batch.meta_on(DEVICE), dtype).prefills, cuda_ops.DensePrefills)
     check_step(OPS[0], batch, dtype, DEVICE, tolerance(dtype))
-
-
-def test_a_context_that_is_one_too_long_gives_itself_away() -> None:
-    """The poison works: the kernel reads as far as it is told, so a wrong length cannot pass unseen."""
-    batch = Batch([16], [], block_size=16, kv_heads=1, group=1, head_dim=16, seed=0)
-    _, cache = batch.run(ReferenceOps())
-    cache[:, 0] = float("nan")
-    arguments = (batch.query.to(DEVICE), cache.to(DEVICE), batch.meta.decode_block_table.to(DEVICE))
-    for length, is_right in ((16, True), (17, False)):
-        lengths = torch.tensor([length], device=DEVICE)
-        output = triton_decode.paged_decode(*arguments, lengths, 1.0, cores=1)
-        assert bool(torch.isfinite(output).all()) is is_right
-
-
-def test_layouts_that_the_kernels_cannot_read_are_refused() -> None:
-    batch = Batch([16], [], block_size=16, kv_heads=2, group=1, head_dim=16, seed=0)
-    meta, kv_layer = batch.meta_on(DEVICE), batch.kv_layer.to(DEVICE)
-    query, lengths, table = batch.query.to(DEVICE), meta.decode_context_lens, meta.decode_block_table
-    with pytest.raises(AssertionError):
-        triton_decode.paged_decode(query[:, :1], kv_layer, table, lengths, 1.0, cores=1)
-    with pytest.raises(AssertionError):
-        triton_decode.paged_decode(query, kv_layer.transpose(3, 4), table, lengths, 1.0, cores=1)
-    with pytest.raises(AssertionError):
-        triton_decode.paged_decode(query, kv_layer, table.repeat(1, 2)[:, ::2], lengths, 1.0, cores=1)
-    with pytest.raises(AssertionError, match="prepared"):
-        plan = ReferenceOps().prepare(meta, torch.float32)
-        OPS[0].attend(query, query, query, kv_layer, plan, 1.0)

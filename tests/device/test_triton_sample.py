@@ -31,12 +31,7 @@ class Ops:
 def row(index: int = 0, position: int = 0, **sampling: Any) -> Row:
     params = SamplingParams(**{"temperature": 1.0, **sampling})
     sequence = Sequence(
-        request_id="r",
-        prompt_ids=[1],
-        sampling=params,
-        max_tokens=99,
-        positions=None,
-        output_ids=[0] * position,
+        request_id="r", prompt_ids=[1], sampling=params, max_tokens=99, positions=None, output_ids=[0] * position
     )
     return Row(sequence, index)
 

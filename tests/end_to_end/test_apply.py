@@ -31,9 +31,7 @@ def topology(line: str, more: str = "") -> DeploymentConfig:
 @pytest.fixture
 async def deployment() -> AsyncIterator[LocalDeployment]:
     async with LocalDeployment(
-        topology("E-P-D"),
-        ready_timeout_s=300,
-        backoff=lambda: Backoff(first_s=0.1, limit_s=0.1),
+        topology("E-P-D"), ready_timeout_s=300, backoff=lambda: Backoff(first_s=0.1, limit_s=0.1)
     ) as deployment:
         yield deployment
 

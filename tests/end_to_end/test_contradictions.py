@@ -80,17 +80,3 @@ async def test_wrong_requests_of_many_connections_leave_others_alone() -> None:
             float(line.split()[-1]) for line in metrics if line.startswith("epd_serve_request_retries_total")
         )
         await here.settle(60)
-
-
-async def test_what_only_seems_to_contradict_itself_is_answered() -> None:
-    async with deployment(weights_dir(), "P", "D") as here, asyncio.timeout(300):
-        for fields, text in (
-            (of_schema({"enum": ["p"]}, logit_bias={str(i): -100 for i in range(768)}), '"p"'),
-            (of_schema({"enum": ["p", "q"]}, bad_words=["q"]), '"p"'),
-            ({"structured_outputs": {"choice": ["p"]}, "bad_words": ["x"]}, "p"),
-        ):
-            status, answer = await here.post(
-                "/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 9, **fields}
-            )
-            assert status == 200, answer
-            assert answer["choices"][0]["message"]["content"] == text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import re
@@ -267,19 +266,3 @@ def test_instances_and_gateway_can_be_started_by_hand(tmp_path: Path) -> None:
             gateway.terminate()
             instance.terminate()
         assert gateway.wait(150) == instance.wait(150) == 0
-
-
-async def test_the_port_of_a_running_server_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    result = await asyncio.to_thread(
-        subprocess.run,
-        [sys.executable, "-m", "epd_serve.cli", "up", "--port", str(port)],
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
-    server.close()
-    await server.wait_closed()
-    assert result.returncode == 2
-    assert str(port) in result.stderr

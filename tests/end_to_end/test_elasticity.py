@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import pytest
 from chat import chat
 from fleet import Books
 from http_client import http_client
@@ -89,10 +90,7 @@ async def site() -> AsyncIterator[Site]:
             "elastic": ELASTIC,
         }
     )
-    async with (
-        LocalDeployment(config, ready_timeout_s=300) as deployment,
-        http_client() as client,
-    ):
+    async with LocalDeployment(config, ready_timeout_s=300) as deployment, http_client() as client:
         yield Site(deployment, f"http://127.0.0.1:{port}", client)
 
 
@@ -100,6 +98,7 @@ def ordered(decisions: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [one for one in decisions if one["order"] is not None]
 
 
+@pytest.mark.slow
 async def test_a_late_decode_gets_an_encoder_and_no_answer_notices() -> None:
     async with site() as here:
         for prompt in PROMPTS:

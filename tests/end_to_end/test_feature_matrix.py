@@ -20,26 +20,17 @@ SMALL_POOL = 11
 CASES: dict[str, dict[str, Any]] = {
     "budgets, slack, encodes after prefill, small pool, trace": {
         "slo": {"ttft_ms": 4000, "tpot_ms": 400},
-        "instances": {
-            "batching": {"order": "slack"},
-            "num_blocks": SMALL_POOL,
-            **SMALL_BUDGETS,
-        },
+        "instances": {"batching": {"order": "slack"}, "num_blocks": SMALL_POOL, **SMALL_BUDGETS},
         "trace": True,
         "baselines": {"encodes": "after-prefill"},
     },
     "no budgets, shortest first, small pool, late features": {
-        "instances": {
-            "batching": {"order": "sjf"},
-            "num_blocks": SMALL_POOL,
-        },
+        "instances": {"batching": {"order": "sjf"}, "num_blocks": SMALL_POOL},
         "baselines": {"prefetch": "sync"},
     },
     "budgets, encodes beside decodes, layer by layer": {
         "slo": {"tpot_ms": 400},
-        "instances": {
-            **SMALL_BUDGETS,
-        },
+        "instances": {**SMALL_BUDGETS},
         "baselines": {"kv": "layerwise"},
     },
 }

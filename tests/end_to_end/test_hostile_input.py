@@ -6,7 +6,6 @@ import asyncio
 import io
 import json
 import struct
-import time
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -102,27 +101,6 @@ async def test_a_picture_that_takes_an_hour_costs_a_second(deployment: LocalDepl
         assert (many.status_code, many.json()["error"]["code"]) == (400, "image_too_complex")
         assert (await client.get("/health")).status_code == 200
     assert {name: handle.pid for name, handle in deployment.instances.items()} == pids
-
-
-@pytest.mark.slow
-async def test_a_request_of_many_such_pictures_is_no_worse(deployment: LocalDeployment) -> None:
-    """The first that is refused, or waits too long behind the others, ends them all."""
-    hostile = [endless(80 + number) for number in range(8)]
-    async with http_client(deployment.gateway_url) as client:
-        started = time.monotonic()
-        pictures = iter(range(10**6, 2 * 10**6))
-        refused, others = await answers_beside(
-            client,
-            lambda: chat("What is this?", noise(next(pictures)), max_tokens=3),
-            client.post("/v1/chat/completions", json=chat("What is this?", *hostile)),
-        )
-        assert refused.json()["error"]["code"] in ("image_too_complex", "preparation_full")
-        assert [other.status_code for other in others] == [200] * len(others)
-        assert time.monotonic() - started < 60
-    e0 = deployment.instances["e0"].pid
-    async with asyncio.timeout(60):
-        while len(decoders(e0)) > 3:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
 
 
 def peak_bytes(pid: int) -> int:

@@ -67,11 +67,7 @@ async def test_the_way_of_the_kv_changes_no_token_and_leaves_nothing_behind(
     path, reference = model
     images = [noise(1), noise(2, (60, 140))]
     expected = reference.generate("What is this?", images, max_tokens=12)
-    settings = {
-        "lease_s": 10,
-        "max_num_batched_tokens": 20,
-        "kv_transfer": WAYS[way],
-    }
+    settings = {"lease_s": 10, "max_num_batched_tokens": 20, "kv_transfer": WAYS[way]}
     baselines = BASELINES.get(way, {}) | {"bandwidth": "2MB/s", "latency_ms": 5}
     body = chat("What is this?", *images, max_tokens=12, ignore_eos=True, logprobs=True, skip_special_tokens=False)
     async with (

@@ -103,20 +103,12 @@ async def running() -> AsyncIterator[Fleet]:
     config = DeploymentConfig(
         topology="E-P-D",
         gateway={"port": 0, "queue_timeout_s": 0.5},
-        instances={
-            "base_port": 0,
-            "threads": 1,
-            "lease_s": LEASE_S,
-            "feature_timeout_s": 12,
-        },
+        instances={"base_port": 0, "threads": 1, "lease_s": LEASE_S, "feature_timeout_s": 12},
         roles={"D": {"num_blocks": 80}},
     )
     with ablated(bandwidth=BYTES_PER_S, latency_ms=200):
         made = LocalDeployment(config, ready_timeout_s=300, backoff=lambda: Backoff(first_s=0.1, limit_s=0.1))
-    async with (
-        made as deployment,
-        http_client(deployment.gateway_url) as client,
-    ):
+    async with made as deployment, http_client(deployment.gateway_url) as client:
         yield Fleet(deployment, client)
 
 

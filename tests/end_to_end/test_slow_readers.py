@@ -42,9 +42,7 @@ async def unread(url: str, body: dict[str, Any]) -> socket.socket:
 @pytest.mark.slow
 async def test_streams_that_nobody_reads_cost_little_and_end() -> None:
     config = DeploymentConfig(
-        topology="P-D",
-        gateway={"port": 0, "request_timeout_s": 20.0},
-        instances={"base_port": 0, "threads": 1},
+        topology="P-D", gateway={"port": 0, "request_timeout_s": 20.0}, instances={"base_port": 0, "threads": 1}
     )
     async with (
         LocalDeployment(config, ready_timeout_s=300) as deployment,

@@ -24,10 +24,7 @@ async def _answers(config: DeploymentConfig) -> list[str]:
     picture = chat("What is this?", noise(1), max_tokens=6, ignore_eos=True, temperature=0)
     text = chat("Count to 9.", max_tokens=12, ignore_eos=True, temperature=0)
     answers = []
-    async with (
-        LocalDeployment(config, ready_timeout_s=300) as deployment,
-        http_client() as client,
-    ):
+    async with LocalDeployment(config, ready_timeout_s=300) as deployment, http_client() as client:
         for body in (picture, picture, text):
             answer = await client.post(f"{deployment.gateway_url}/v1/chat/completions", json=body)
             assert answer.status_code == 200, answer.text

@@ -6,7 +6,6 @@ import asyncio
 import io
 import os
 import re
-import signal
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -185,31 +184,6 @@ async def test_options_that_cannot_be_are_refused(
     error = answer.json()["error"]
     assert answer.status_code == 400 and words in error["message"], answer.text
     assert param is None or error["param"] == param
-
-
-async def test_a_video_is_counted_as_tokens_without_being_encoded(
-    deployment: LocalDeployment, reference: Reference
-) -> None:
-    question = Question("How long is it?", videos=(Clip(clip(8, 10, fps=2)),))
-    expected(reference, question)
-    body = {"messages": question.body(stream=False, ignore_eos=True)["messages"]}
-    async with http_client(deployment.gateway_url) as client:
-        answer = await client.post("/tokenize", json=body)
-    assert answer.json()["tokens"] == reference.prompt
-
-
-async def test_the_answer_is_the_same_when_the_encoder_dies(
-    deployment: LocalDeployment, reference: Reference
-) -> None:
-    """E is killed while it decodes the video; P encodes it. The last test of this deployment."""
-    question = Question("What happens?", videos=(Clip(clip(9, 300, (320, 240), fps=30)),))
-    async with http_client(deployment.gateway_url) as client:
-        handle = deployment.instances["e0"]
-        os.kill(handle.pid, signal.SIGSTOP)  # so that it has the request and cannot end it
-        task = asyncio.create_task(ask(client, question))
-        await asyncio.sleep(0.3)
-        os.kill(handle.pid, signal.SIGKILL)
-        assert await task == expected(reference, question)
 
 
 async def test_chunks_end_within_a_video_and_a_picture(model: Path, reference: Reference) -> None:

@@ -200,20 +200,9 @@ async def test_kv_is_not_there_before_its_layer_is_computed(parts: Deployment) -
 
 
 async def test_features_of_other_pictures_are_noticed(parts: Deployment) -> None:
-    model: Any = parts.instances["e0"].encode._model
+    model: Any = parts.instances["e0"].encoder._model
     model.data_of = lambda feature: memoryview(bytes(len(feature.data)))
     assert "is not that of its picture" in await refusal(parts, 4)
-
-
-async def test_what_needs_logits_is_refused_by_name(parts: Deployment) -> None:
-    for field, value in (
-        ("logprobs", True),
-        ("logit_bias", {"300": 5}),
-        ("response_format", {"type": "json_object"}),
-        ("tools", [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]),
-    ):
-        status, body = await parts.post("/v1/chat/completions", chat("hi", model="demo") | {field: value})
-        assert status == 400 and "without weights" in body["error"]["message"], (field, body)
 
 
 def test_an_instance_without_weights_loads_neither_torch_nor_numpy() -> None:

@@ -144,11 +144,7 @@ class Fleet:
 
 @asynccontextmanager
 async def _fleet(
-    log_dir: Path,
-    *names: str,
-    joined: bool = True,
-    spares: tuple[str, ...] = (),
-    **gateway: Any,
+    log_dir: Path, *names: str, joined: bool = True, spares: tuple[str, ...] = (), **gateway: Any
 ) -> AsyncIterator[Fleet]:
     async with AsyncExitStack() as stack:
         lab = await stack.enter_async_context(hosts([_GATEWAY, *names, *spares], log_dir))

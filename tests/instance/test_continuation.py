@@ -16,9 +16,9 @@ from services import serving
 from stage_requests import PICTURE, Frame, request, without_logprobs
 
 from epd_serve.errors import InvalidRequest
-from epd_serve.instance.http import Reply
 from epd_serve.instance.instance import Instance
 from epd_serve.protocol import frames, wire
+from epd_serve.rpc.server import Reply
 
 
 async def frames_of(reply: Reply) -> list[Frame]:
@@ -47,11 +47,11 @@ class Instances:
         async with asyncio.TaskGroup() as tasks:
             if apart:
                 expect = wire.DecodeRequest(name, stream=True)
-                decoding = tasks.create_task(self._decode.language.decode.decode(expect))
+                decoding = tasks.create_task(self._decode.language.decoder.decode(expect))
             for ref in wanted.items:
                 encode = wire.EncodeRequest(request_id=name, ref=ref, media=png(PICTURE), announce_to=prefill.url)
-                tasks.create_task(prefill.encode.encode(encode))
-            reply = await prefill.language.prefill.prefill(wanted)
+                tasks.create_task(prefill.encoder.encode(encode))
+            reply = await prefill.language.prefiller.prefill(wanted)
             answer = await frames_of(reply)
             if apart and (wire.NEXT_HEADER.encode(), b"none") in reply.headers:
                 decoding.cancel()
@@ -62,18 +62,6 @@ def text_of(answer: list[Frame]) -> str:
     events = [json.loads(event[6:]) for choice, _, event in answer if choice == 0]
     choices = [event["choices"][0] for event in events]
     return "".join(one["delta"]["content"] if "delta" in one else one["text"] for one in choices)
-
-
-async def each_choice_goes_on(instances: Instances) -> None:
-    """One choice of several, by itself: with the tokens that it would have had beside the others."""
-    one = request(temperature=1.5, max_tokens=9, n=3)
-    whole = await instances.ask(one, [], apart=True)
-    for choice in range(3):
-        ids = [token for index, tokens, _ in whole if index == choice for token in tokens]
-        sampling = msgspec.structs.replace(one.sampling, n=1, first_choice=choice)
-        for count, apart in ((0, False), (1, True), (5, False), (9, True)):
-            rest = await instances.ask(msgspec.structs.replace(one, sampling=sampling), ids[:count], apart=apart)
-            assert [token for _, tokens, _ in rest for token in tokens] == ids[count:], (choice, count, apart)
 
 
 async def test_an_answer_goes_on_from_any_token(tmp_path: Path) -> None:
@@ -103,7 +91,6 @@ async def test_an_answer_goes_on_from_any_token(tmp_path: Path) -> None:
                 apart = place % 2 == 0
                 rest = await instances.ask(one, ids[:count], apart=apart)
                 assert without_logprobs(rest) == without_logprobs(whole[count:]), (one, count, apart)
-        await each_choice_goes_on(instances)
         await Books({"epd": fused.url, "ep": prefill.url, "d": decode.url}).check()
         with pytest.raises(InvalidRequest, match="several choices"):
-            await fused.language.prefill.prefill(msgspec.structs.replace(request(n=2), generated=[5]))
+            await fused.language.prefiller.prefill(msgspec.structs.replace(request(n=2), generated=[5]))

@@ -13,6 +13,7 @@ from services import answering, held, serving
 
 from epd_serve.errors import Conflict, InstanceLost, ServeError, StageTimeout
 from epd_serve.instance import lifecycle as lifecycle_module
+from epd_serve.instance.lifecycle import SwitchState
 from epd_serve.protocol import instance_state, wire
 from epd_serve.rpc.link import LinkCall
 from epd_serve.types import SamplingParams
@@ -21,19 +22,11 @@ MAX_TOKENS = 200
 
 
 def request(name: str, *, can_move: bool) -> bytes:
-    """A stream; one that tells the usage of two choices with each event can only end where it is."""
+    """A stream; one of two choices can only end where it is."""
     return wire.encode(
         wire.PrefillRequest(
             request_id=name,
-            output=wire.OutputOptions(
-                "completion",
-                "r",
-                0,
-                "tiny",
-                stream=True,
-                include_usage=not can_move,
-                continuous_usage=not can_move,
-            ),
+            output=wire.OutputOptions("completion", "r", 0, "tiny", stream=True),
             sampling=SamplingParams(
                 seed=7, max_tokens=MAX_TOKENS, ignore_eos=True, temperature=0.0, n=1 if can_move else 2
             ),
@@ -90,7 +83,7 @@ async def test_one_that_changes_its_role_stays(tmp_path: Path) -> None:
     async with serving(model, "PD", num_blocks=100) as instance:
         async with held(instance):
             ordered = asyncio.create_task(instance.lifecycle.switch(instance_state.RoleOrder(role="P")))
-            while instance.lifecycle.is_serving:  # noqa: ASYNC110
+            while instance.lifecycle.state is SwitchState.SERVING:  # noqa: ASYNC110
                 await asyncio.sleep(0)
             with pytest.raises(Conflict, match="another role"):
                 await instance.lifecycle.leave(instance_state.LeaveOrder())

@@ -17,11 +17,7 @@ from epd_serve import cli
 from epd_serve.launch.processes.runs import RunDirectory
 
 LOAD = {"num_waiting": 2, "num_waiting_encodes": 1}
-BUDGETS = {
-    "max_num_seqs": 64.0,
-    "max_num_batched_tokens": 2048.0,
-    "feature_cache_bytes": 2.0**28,
-}
+BUDGETS = {"max_num_seqs": 64.0, "max_num_batched_tokens": 2048.0, "feature_cache_bytes": 2.0**28}
 IDLE: dict[str, Any] = {"ready": True, "in_flight": {}, "device": "cpu", "load": None, "budgets": BUDGETS}
 INSTANCES = [
     {**IDLE, "name": "e0", "role": "E", "in_flight": {"E": 1}, "load": LOAD},
@@ -122,13 +118,6 @@ def test_the_deployment_of_this_machine_needs_no_port(
     assert run(monkeypatch, capsys, "switch", "e0", "D").startswith("e0: E → D in 0.250 s")
     said = run(monkeypatch, capsys, "status", "--deployment", "9000")
     assert said == "epd-serve: no deployment of this user is called 9000; those that run: 127.0.0.1:8123\n"
-
-
-def test_a_gateway_elsewhere_has_a_url(
-    url: str, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, capsys, "status", "--admin", url) == TABLE.format(name=url)
-    assert run(monkeypatch, capsys, "switch", "e0", "D", "--admin", url).startswith("e0: E → D")
 
 
 @pytest.mark.parametrize(

@@ -122,27 +122,7 @@ def test_a_refused_picture_is_dropped(server: tuple[Server, str], tmp_path: Path
     assert code == 1 and len(first[0]["content"]) == 2 and second == [{"role": "user", "content": "hello"}]
 
 
-def test_a_key_is_asked_for_and_sent(server: tuple[Server, str]) -> None:
-    made, url = server
-    made.key = "right"
-    code, _, err = chat("--url", url, typed="hello\n")
-    assert code == 2 and "the API key is missing" in err and "OPENAI_API_KEY" in err
-    proxies = {
-        "http_proxy": "http://127.0.0.1:9",
-        "no_proxy": "",
-    }
-    assert chat("--url", url, typed="hello\n", OPENAI_API_KEY="right", **proxies)[1] == "answer 1[2J\n"
-
-
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "http://no-such-host.invalid", "127.0.0.1:8000"])
 def test_a_server_that_is_not_there(url: str) -> None:
     code, _, err = chat("--base-url", url)
     assert code == 2 and url in err
-
-
-def test_an_answer_that_is_cut_is_no_part_of_the_conversation(server: tuple[Server, str]) -> None:
-    made, url = server
-    made.cut = True
-    code, out, _ = chat("--url", url, "--model", "tiny", typed="hello\nagain\n")
-    assert code == 1 and out.count("broke the answer off") == 2
-    assert [one["content"] for one in made.bodies[1]["messages"]] == ["again"]

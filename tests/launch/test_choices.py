@@ -77,18 +77,6 @@ def test_gpus_that_this_torch_cannot_use_are_named(
     assert config.devices == ("cpu",) and "without CUDA" in reason
 
 
-def test_a_topology_that_needs_more_devices_is_refused(here: dict[str, int], tmp_path: Path) -> None:
-    here |= {"cuda": 1}
-    with pytest.raises(ValueError, match="devices: auto"):
-        choose_layout(config_of(tmp_path, "topology: P-D", "llama"))
-
-
-def test_the_built_in_model_stays_native_and_on_the_cpu(here: dict[str, int]) -> None:
-    here |= {"cuda": 8}
-    assert choose_layout(DeploymentConfig()).config.devices == ("cpu",)
-    assert choose_engine(DeploymentConfig(devices=["cuda:0"], topology="EPD")).config.engine == "native"
-
-
 @pytest.mark.usefixtures("architectures")
 @pytest.mark.parametrize(
     ("text", "engine", "why"),
@@ -111,10 +99,3 @@ def test_a_vllm_that_does_not_know_the_model_is_not_chosen(tmp_path: Path, archi
     architectures.clear()
     config, reason = choose_engine(config_of(tmp_path, f"{GPUS}EPD"))
     assert config.engine == "native" and ARCHITECTURE in reason
-
-
-def test_without_vllm_the_reason_says_so(tmp_path: Path) -> None:
-    config, reason = choose_engine(config_of(tmp_path, f"{GPUS}EPD"))
-    assert config.engine == "native" and "has no vLLM" in reason
-    with pytest.raises(ValueError, match="@tp2 needs engine: vllm"):
-        choose_engine(config_of(tmp_path, "topology: EP-D@tp2"))

@@ -11,7 +11,6 @@ from device import cpu, registry
 from device.cpu import CpuDevice
 from device.ops.cpu import CpuOps
 from epd_serve import __version__, cli
-from epd_serve.cli.app import GROUPS
 from epd_serve.config import InstanceOptions
 from epd_serve.config.shares import DeviceShare
 from epd_serve.demo import weights_dir
@@ -111,34 +110,9 @@ def test_what_a_user_got_wrong_is_one_clean_message(
     assert "Traceback" not in captured.err
 
 
-def test_topology_draws_and_explains(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(monkeypatch, "topology", "2(E-P)-1D") == 0
-    shown = capsys.readouterr().out
-    assert shown.startswith("2(E-P)-D\n")
-    assert "2 × device 0…1" in shown
-    assert "device 2: d0 decodes tokens." in shown
-
-
 def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, "--version") == 0
     assert capsys.readouterr().out == f"epd-serve {__version__}\n"
-
-
-def test_every_help_fits_80_columns_and_has_an_example(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    names = [name for group in GROUPS.values() for name in group]
-    assert set(names) | {"app", "admin", "flags"} == {
-        file.stem for file in Path(cli.__file__).parent.glob("[a-z]*.py")
-    }
-    for arguments in ((), *((name,) for name in names)):
-        assert run(monkeypatch, *arguments, "--help") == 0
-        text, _, example = capsys.readouterr().out.partition("Example:")
-        assert max(map(len, text.splitlines())) <= 80, arguments
-        listed = text.partition("Commands:")[2] if arguments else text.partition("Serve:")[2]
-        assert "..." not in listed, arguments
-        assert not arguments or f"epd-serve {arguments[0]}" in example
 
 
 @pytest.mark.parametrize("broken", ["", "operators", "opening"])

@@ -71,11 +71,6 @@ def test_children_keep_the_environment_and_stay_offline() -> None:
     assert spec.environment["GLIBC_TUNABLES"] == "glibc.malloc.perturb=7"
 
 
-def test_instances_on_the_cpu_may_be_forked() -> None:
-    text = "topology: E-P-D\ndevices: [cpu, cuda:0, npu:0]"
-    assert [spec.can_fork for spec in specs(text)[1]] == [True, False, False]
-
-
 @pytest.mark.parametrize(
     ("text", "resident"),
     [
@@ -127,15 +122,6 @@ def test_instances_in_parentheses_get_their_shares_and_a_board_of_their_own(
     assert [told(spec.command).threads for spec in specs_of_wishing] == [2, 4, 4], "none beyond its share's cores"
     boards = [told(spec.command).device_board for spec in (encode, decode, prefill)]
     assert boards == [f"{tmp_path}/device-d0:1", f"{tmp_path}/device-d0:0", None]
-
-
-@pytest.mark.parametrize(("topology", "has_board"), [("(E-PD)", True), ("(P-D)", False), ("EPD", False)])
-def test_a_board_is_for_encodes_beside_a_language_model(topology: str, has_board: bool, tmp_path: Path) -> None:
-    config = parse_config(f"topology: {topology}")
-    ports = Ports(gateway=8000, instances=tuple(range(8100, 8100 + config.topology.num_instances)))
-    assert [
-        told(spec.command).device_board is not None for spec in instance_specs(config, ports, {}, tmp_path)
-    ] == [has_board] * config.topology.num_instances
 
 
 def test_the_cluster_key_is_in_the_environment_of_instances_and_nowhere_else() -> None:

@@ -1,5 +1,4 @@
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -9,7 +8,6 @@ from epd_serve.config import change_config, load_config, parse_config
 from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.launch.processes import supervisor
 from epd_serve.launch.processes.process import ProcessDied, ProcessState
-from epd_serve.rpc.cluster import CLUSTER_KEY
 
 pytestmark = pytest.mark.usefixtures("fake_program")
 CONFIG = "topology: (E-P)-D\ninstances: {base_port: 0}\ngateway: {port: 0, api_key: secret}"
@@ -45,22 +43,6 @@ async def test_the_gateway_reads_the_deployment_as_it_is_from_a_file_of_the_owne
         config, {"gateway": {"instances": None}}
     )
     assert not written.exists() and not running.log_dir.exists()
-
-
-async def test_a_key_that_is_changed_in_its_file_stays_the_one_of_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Processes that die are started again, and find the others with the key that these have."""
-    file, key = tmp_path / "key", "the-key-at-the-start"
-    file.write_text(key)
-    async with LocalDeployment(
-        parse_config(f"cluster_key: {{file: {file}}}\n{CONFIG}"), ready_timeout_s=300
-    ) as one:
-        file.write_text("another-key-since-then")
-        assert {process.spec.environment[CLUSTER_KEY] for process in one.processes} == {key}
-        written = one.admin_socket.with_name("deployment.yaml")
-        monkeypatch.setenv(CLUSTER_KEY, key)
-        assert load_config(written).read_cluster_key() == key and key not in written.read_text()
 
 
 async def test_a_failed_start_leaves_its_logs_and_no_process(fakes: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,12 +63,6 @@ def test_a_failure_names_the_command(hub: Hub) -> None:
         download("acme/tiny@v1")
 
 
-@pytest.mark.parametrize("model", ["demo", "./acme/tiny", str(weights_dir())])
-def test_what_is_no_name_of_the_hub_is_not_asked_for(model: str, hub: Hub) -> None:
-    download(model)
-    assert hub.asked == []
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from epd_serve.config import DeploymentConfig, change_config, parse_config
-from epd_serve.launch.up import notes, ready_text
+from epd_serve.config import DeploymentConfig, change_config
+from epd_serve.launch.up import ready_text
 
 
 @pytest.mark.parametrize("needs_key", [True, False])
@@ -29,13 +29,3 @@ def test_the_printed_command_sends_what_it_shows(needs_key: bool, tmp_path: Path
     assert json.loads(sent.splitlines()[-1])["model"] == "it's"
     assert ("Authorization: Bearer sk-1" in sent) == needs_key and "secret" not in text
     assert "epd-serve chat --base-url http://h:1" in text
-
-
-def test_a_deployment_says_what_of_it_has_no_effect_or_is_made_up() -> None:
-    shape = "model: {shape_of: qwen2.5-vl-7b}\ndevices: ['emulated:h200 x 3']\ntopology: EP-D\nroles: {E: {}}"
-    made_up, unused, role = (
-        any(words in note for note in notes(parse_config(shape)))
-        for words in ("made of hashes", "emulated:h200:2 stays unused", "roles.E has no effect")
-    )
-    assert made_up and unused and role
-    assert not [*notes(DeploymentConfig())]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -11,7 +12,6 @@ from typing import Any
 import kubernetes_validate
 import kubernetes_validate.utils
 import pytest
-from manifests import faults
 from ruamel.yaml import YAML
 from typer.testing import CliRunner
 
@@ -22,12 +22,14 @@ from epd_serve.launch.remote.unit import prepare_unit, unit_placement
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 FILES = sorted(DEPLOY.glob("*.yaml"))
-ALL = Values(
-    namespace="models",
-    gateways=2,
-    cache_claim="hub",
-)
 RELEASES = ("1.29", "1.37")
+#: What answers at each port of a container.
+SERVED = {
+    ("gateway", "http"): {"/health/live", "/health/ready", "/metrics"},
+    ("instances", "health"): {"/health/live", "/health/ready"},
+    ("master", "http"): {"/health"},
+}
+ALL = Values(namespace="models", gateways=2, cache_claim="hub")
 
 
 def read(file: Path, values: Values) -> list[dict[str, Any]]:
@@ -38,7 +40,7 @@ def read(file: Path, values: Values) -> list[dict[str, Any]]:
 def test_every_deployment_file_is_rendered(file: Path, tmp_path: Path) -> None:
     for values in (Values(), ALL):
         docs = read(file, values)
-        assert faults(docs) == []
+        check_manifests(docs)
         assert docs == json.loads(json.dumps(docs)), "no types of YAML alone"
     (tmp_path / "file.yaml").write_text(docs[0]["data"]["deployment.yaml"])
     config = load_config(tmp_path / "file.yaml")
@@ -62,6 +64,66 @@ def _schemas_are_read_once() -> Iterator[None]:
 def test_the_schemas_of_releases_know_every_key(file: Path, release: str) -> None:
     for doc in read(file, ALL):
         kubernetes_validate.validate(doc, release, strict=True)
+
+
+def check_manifests(docs: list[dict[str, Any]]) -> None:
+    """Check what no schema sees: that names meet, that pods are locked, that strangers reach the API alone."""
+    of: dict[str, list[dict[str, Any]]] = {}
+    for doc in docs:
+        of.setdefault(doc["kind"], []).append(doc)
+    pods = {one["metadata"]["name"]: one["spec"]["template"] for one in of["Deployment"]}
+    assert len({(one["kind"], one["metadata"]["name"]) for one in docs}) == len(docs)
+
+    def chosen(selector: dict[str, str]) -> set[str]:
+        return {name for name, pod in pods.items() if selector.items() <= pod["metadata"]["labels"].items()}
+
+    gateways = {name for name, pod in pods.items() if pod["spec"]["containers"][0]["name"] == "gateway"}
+    for one in of["Deployment"]:
+        assert chosen(one["spec"]["selector"]["matchLabels"]) == {one["metadata"]["name"]}
+        check_pod(one["spec"]["template"]["spec"], {file["metadata"]["name"] for file in of["ConfigMap"]})
+    for one in of["Service"]:
+        [name] = chosen(one["spec"]["selector"])
+        ports = {port["name"] for port in pods[name]["spec"]["containers"][0]["ports"]}
+        assert {port["targetPort"] for port in one["spec"]["ports"]} <= ports
+    [headless] = [one for one in of["Service"] if one["spec"].get("publishNotReadyAddresses")]
+    joined = f"http://{headless['metadata']['name']}:{headless['spec']['ports'][0]['port']}"
+    for one in of["Deployment"]:
+        command = _command(one)
+        assert "--join" not in command or command[command.index("--join") + 1] == joined
+    for one in of.get("PodDisruptionBudget", []):
+        assert len(chosen(one["spec"]["selector"]["matchLabels"])) == 1 and one["spec"]["maxUnavailable"] > 0
+    covered = set[str]()
+    for one in of["NetworkPolicy"]:
+        selected = chosen(one["spec"]["podSelector"]["matchLabels"])
+        covered |= selected
+        for rule in one["spec"]["ingress"]:
+            if "from" not in rule:
+                assert [port["port"] for port in rule["ports"]] == ["http"] and selected == gateways
+            else:
+                assert [chosen(peer["podSelector"]["matchLabels"]) for peer in rule["from"]] == [pods.keys()]
+    assert covered == pods.keys()
+
+
+def check_pod(pod: dict[str, Any], files: set[str]) -> None:
+    [container] = pod["containers"]
+    user, locked = pod["securityContext"], container["securityContext"]
+    assert user["runAsNonRoot"] and user["runAsUser"] and user["seccompProfile"]["type"] == "RuntimeDefault"
+    assert not pod["automountServiceAccountToken"] and not locked["allowPrivilegeEscalation"]
+    assert locked["readOnlyRootFilesystem"] and locked["capabilities"]["drop"] == ["ALL"]
+    assert pod["terminationGracePeriodSeconds"] >= 30, "time to drain"
+    assert {mount["name"] for mount in container["volumeMounts"]} == {one["name"] for one in pod["volumes"]}
+    assert {one["configMap"]["name"] for one in pod["volumes"] if "configMap" in one} <= files
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe")[container["name"] == "master" :]:
+        get = container[probe]["httpGet"]
+        assert get["path"] in SERVED[container["name"], get["port"]]
+    assert container["resources"]["limits"]["memory"] == container["resources"]["requests"]["memory"]
+    variables = {one["name"]: one for one in container["env"]}
+    assert all(
+        "secretKeyRef" in one["valueFrom"] for name, one in variables.items() if re.search("KEY|TOKEN", name)
+    )
+    assert {word[2:-1] for word in container["command"] if word.startswith("$(")} <= variables.keys()
+    if container["name"] == "instances":
+        assert variables.keys() & {"EPD_SERVE_ADMIN_KEY", "EPD_SERVE_CLUSTER_KEY"}, "it can join"
 
 
 def test_secrets_stay_out_of_the_manifests(tmp_path: Path) -> None:

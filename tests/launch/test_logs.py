@@ -55,14 +55,6 @@ def test_the_last_runs_stay_and_those_that_last(folder: Path, monkeypatch: pytes
     assert not last.path.exists() and running() == {}
 
 
-def test_a_temporary_directory_with_a_name_too_long_for_sockets_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", "/" + "x" * 81)
-    with pytest.raises(ValueError, match="TMPDIR"):
-        make()
-
-
 def test_what_a_killed_launcher_left_is_removed_by_the_next(folder: Path) -> None:
     program = (
         "import os, signal\n"
@@ -77,13 +69,6 @@ def test_what_a_killed_launcher_left_is_removed_by_the_next(folder: Path) -> Non
     assert not left.exists()
 
 
-def test_a_run_of_another_version_is_passed_over() -> None:
-    old = make()
-    (old.path / "run.json").write_text('{"address": "127.0.0.1:8000"}')
-    assert all_runs() == {}
-    old.close(keep_logs=False)
-
-
 def test_a_run_is_found_by_its_address_port_or_file() -> None:
     with pytest.raises(ValueError, match="no deployment of this user is running"):
         find_run(None)
@@ -96,13 +81,6 @@ def test_a_run_is_found_by_its_address_port_or_file() -> None:
             find_run(wanted)
     for run in (one, other):
         run.close(keep_logs=False)
-
-
-def test_without_a_place_for_logs_nothing_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("EPD_SERVE_LOG_DIR", str(tmp_path / "file" / "logs"))
-    with pytest.raises(ValueError, match="set EPD_SERVE_LOG_DIR"):
-        make()
 
 
 def test_the_logs_of_the_deployment_that_is_meant(folder: Path) -> None:

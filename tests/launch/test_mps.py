@@ -20,9 +20,8 @@ from device import mps
 from epd_serve.config import DeploymentConfig, parse_config
 from epd_serve.launch.commands import check_mps, instance_specs, mps_note, mps_spec, with_mps
 from epd_serve.launch.processes.ports import choose_ports
-from epd_serve.launch.processes.process import ProcessDied, ProcessSpec
+from epd_serve.launch.processes.process import ProcessSpec
 from epd_serve.launch.processes.supervisor import Backoff, Supervisor
-from epd_serve.launch.remote.unit import prepare_unit, unit_placement
 
 SHARED = "topology: (E-PD)\ndevices: [cuda:0]\nroles: {E: {share: 0.5}}\ngateway: {port: 0}\n"
 
@@ -69,10 +68,7 @@ async def test_a_deployment_has_its_own_daemon_before_its_instances(
         assert spec.environment[mps.PIPES] == environment[mps.PIPES] == str(tmp_path / "mps")
         assert spec.environment[mps.SHARE] == "50"
     client = ProcessSpec(  # with an instance's variables, as there is no GPU
-        name="client",
-        label="",
-        command=(sys.executable, "-c", CLIENT),
-        environment=encode.environment,
+        name="client", label="", command=(sys.executable, "-c", CLIENT), environment=encode.environment
     )
     supervisor = Supervisor([daemon_spec, client], tmp_path, backoff=lambda: Backoff(first_s=0.1))
     try:
@@ -129,20 +125,6 @@ async def test_a_daemon_of_somebody_else_is_used_and_not_ended(
     assert lives(daemon(theirs))
 
 
-async def test_a_daemon_that_does_not_start_ends_the_deployment(
-    config: DeploymentConfig, environment: dict[str, str], tmp_path: Path
-) -> None:
-    environment = with_mps(config, environment, tmp_path, config.placement())
-    (tmp_path / "bin" / mps.CONTROL).write_text("#!/bin/sh\necho No GPU may be used\nexit 1\n")
-    spec = mps_spec(environment, tmp_path)
-    assert spec is not None
-    supervisor = Supervisor([spec], tmp_path)
-    supervisor.start()
-    with pytest.raises(ProcessDied, match=r"(?s)No GPU may be used.*mps-control -d does not run: exit code 1"):
-        await supervisor.wait_ready(30)
-    await supervisor.stop()
-
-
 def test_shares_without_mps_are_refused_and_no_shares_need_none(
     config: DeploymentConfig, environment: dict[str, str], tmp_path: Path
 ) -> None:
@@ -171,13 +153,3 @@ def test_a_running_deployment_gets_no_shares_that_nothing_would_give(
     mps.pid_file(running).touch()
     check_mps(config, running, config.placement())
     mps.pid_file(running).unlink()
-
-
-def test_a_part_on_another_host_has_a_daemon_of_its_own(environment: dict[str, str], tmp_path: Path) -> None:
-    several = parse_config(SHARED.replace("(E-PD)", "(E-PD)-D").replace("[cuda:0]", "[cuda:0, cuda:1]"))
-    here, there = (unit_placement(several, unit, None) for unit in range(2))
-    daemon_spec, *specs = prepare_unit(several, here, "127.0.0.1", environment, tmp_path).specs
-    assert daemon_spec.name == "mps" and [one.environment[mps.SHARE] for one in specs] == ["50", "50"]
-    assert mps_note(several, environment, there) == "" != mps_note(several, environment, here)
-    [alone] = prepare_unit(several, there, "127.0.0.1", environment, tmp_path).specs
-    assert mps.PIPES not in alone.environment

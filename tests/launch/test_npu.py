@@ -51,17 +51,6 @@ def test_what_an_npu_has_no_streams_for_is_refused(model: Path) -> None:
         specs(model, "(P-D)", ["npu:0"], **sizes)
 
 
-def test_visible_npus_are_numbers(model: Path) -> None:
-    config = DeploymentConfig(
-        topology="EPD", model=str(model), devices=["npu:1"], gateway={"port": 0}, instances={"base_port": 0}
-    )
-    ports = choose_ports(config)
-    (spec,) = instance_specs(config, ports, {"ASCEND_RT_VISIBLE_DEVICES": "6,4"})
-    assert spec.environment["ASCEND_RT_VISIBLE_DEVICES"] == "4"
-    with pytest.raises(ValueError, match="write distinct device numbers"):
-        instance_specs(config, ports, {"ASCEND_RT_VISIBLE_DEVICES": "0-3"})
-
-
 @pytest.mark.parametrize(("device", "size"), [("npu:0", 128), ("cpu", 16)])
 def test_a_block_has_the_size_that_suits_the_device(model: Path, device: str, size: int) -> None:
     config = DeploymentConfig(topology="EPD", model=str(model), devices=[device])

@@ -19,9 +19,7 @@ import pytest
 from chat import chat
 from fleet import wait_until
 from pictures import noise
-from typer.testing import CliRunner
 
-from epd_serve.cli.app import app
 from epd_serve.config import parse_config
 from epd_serve.config.keys import ADMIN_KEY
 from epd_serve.launch.processes.ports import free_port
@@ -105,23 +103,6 @@ def test_the_file_in_the_cluster_has_no_secret() -> None:
 def test_what_ray_cannot_do(file: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         on_ray.groups(parse_config(file))
-
-
-def test_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(ADMIN_KEY, raising=False)
-    for arguments, sentence in ((["--on", "slurm"], "write --on ray"), (["--on", "ray"], ADMIN_KEY)):
-        result = CliRunner().invoke(app, ["up", *arguments])
-        assert sentence in str(result.exception)
-    monkeypatch.setenv(ADMIN_KEY, "key-of-the-tests")
-    monkeypatch.setitem(sys.modules, "ray", None)
-    result = CliRunner().invoke(app, ["up", "--on", "ray"])
-    assert "pip install '.[ray]'" in str(result.exception)
-
-
-def test_an_address_where_nobody_listens() -> None:
-    pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
-    with pytest.raises(ValueError, match="Connection refused"), on_ray._connected("127.0.0.1:1", logs=False):
-        pass
 
 
 @pytest.fixture

@@ -116,22 +116,6 @@ async def test_the_start_fails_with_one_process_and_those_behind_it_never_start(
         assert (len(caught.value.log_tail), caught.value.log_tail[-1]) == (20, "no memory for the tower")
 
 
-async def test_a_command_that_cannot_start_is_a_death(fakes: Any, start: Start) -> None:
-    broken = replace(fakes.spec("p0"), command=("/no/such/program",))
-    async with start(fakes.spec("e0"), broken, ready=False) as running:
-        with pytest.raises(ProcessDied, match="No such file"):
-            await running.wait_ready(300)
-
-
-async def test_at_first_more_is_asked_of_a_process_than_when_it_comes_back(fakes: Any, start: Start) -> None:
-    spec = replace(fakes.spec("gateway", "partly"), first_health="/health?role=EPD")
-    async with start(spec) as running:
-        assert running.processes[0].elapsed_s >= 0.5
-        os.kill(fakes.pids["gateway"], signal.SIGKILL)
-        await until(lambda: running.processes[0].num_restarts == 1)
-        await running.wait_ready(300)
-
-
 @pytest.mark.parametrize(
     ("counted", "how"), [(3, "killed by SIGKILL"), (4, "killed by SIGKILL, as .* memory ran out")]
 )
@@ -162,15 +146,6 @@ async def test_a_process_that_ignores_sigterm_is_killed_after_its_grace(
     monkeypatch.setitem(supervisor.GRACES_S, "then", 0.5)
     async with start(fakes.spec("e0", "deaf"), fakes.spec("p0")):
         pass
-
-
-async def test_kill_ends_deaf_processes_at_once(fakes: Any, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(supervisor.GRACES_S, "then", 600)
-    async with start(fakes.spec("e0", "deaf"), fakes.spec("p0", "deaf")) as running:
-        stopping = asyncio.create_task(running.stop())
-        await until(lambda: running.processes[0].state is ProcessState.STOPPING)
-        running.kill()
-        await asyncio.wait_for(stopping, 300)
 
 
 async def test_a_death_is_for_good_where_nothing_is_restarted(fakes: Any, start: Start) -> None:
@@ -265,14 +240,6 @@ async def test_what_was_ready_and_hangs_is_killed_and_started_again(
     ]
 
 
-async def test_an_error_is_no_hang(fakes: Any, start: Start, events: Events) -> None:
-    """A gateway without instances answers 503."""
-    async with start(fakes.spec("e0"), fakes.spec("gateway", "ails"), hang_timeout_s=3):
-        os.kill(fakes.pids["e0"], signal.SIGSTOP)  # noticed only after the gateway was asked as often
-        await until(lambda: bool(events.deaths))
-    assert {death.name for death in events.deaths} == {"e0"}
-
-
 @pytest.mark.parametrize(
     ("behaviour", "failure", "timeout_s"), [("die", ProcessDied, 60), ("never", TimeoutError, 1)]
 )
@@ -310,12 +277,6 @@ async def test_another_process_takes_the_place_of_one_that_finishes_what_it_has(
         assert "retired\n" in (tmp_path / "gateway.log").read_text()
         os.kill(new.pid, signal.SIGKILL)
         await until(lambda: new.num_restarts == 1)
-
-
-def test_waits_double_up_to_a_limit_and_begin_anew_after_a_good_while() -> None:
-    backoff = Backoff(well_after_s=60)
-    assert [backoff.next_delay_s(0.0) for _ in range(7)] == [1, 2, 4, 8, 16, 30, 30]
-    assert [backoff.next_delay_s(ready_s) for ready_s in (5.0, 60.0, 1.0, 59.0)] == [30, 1, 2, 4]
 
 
 @given(ready_s=st.lists(st.floats(0, 100), max_size=3000))

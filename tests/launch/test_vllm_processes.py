@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shlex
 import subprocess
@@ -12,12 +11,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from rich.console import Console
 
 from epd_serve.config import change_config, load_config, parse_config
 from epd_serve.launch.commands import with_trust
 from epd_serve.launch.dry_run import dry_run
-from epd_serve.launch.vllm.installed import VllmFound, check_found, find_vllm, lacks, show_vllm
+from epd_serve.launch.vllm.installed import VllmFound, check_found, find_vllm
 from epd_serve.launch.vllm.process import VllmProcess, check_engines, link_plugin, vllm_processes
 
 ROOT = Path(__file__).parents[2]
@@ -121,36 +119,6 @@ def test_every_connector_has_its_configuration(kv: str, connector: str, devices:
     assert found["p0"].variables.get("UCX_NET_DEVICES") == ("lo" if kv == "nixl" else None)
 
 
-@pytest.mark.parametrize(
-    ("files", "vllm", "raw"),
-    [
-        ({"preprocessor_config.json": {"min_pixels": 1}}, "0.32.0", True),
-        ({"preprocessor_config.json": {"min_pixels": 1}}, "0.27.1", False),
-        ({"preprocessor_config.json": {"image_mean": [0, 0, 0]}}, "0.32.0", False),
-        ({"processor_config.json": {"image_processor": {"do_rescale": True}}}, "0.33.0+cpu", False),
-        ({"preprocessor_config.json": []}, "0.32.0", False),
-    ],
-)
-def test_pixels_are_normalised_where_the_model_does_not_say_how(
-    files: dict[str, object], vllm: str, raw: bool, model: Path, good: VllmFound
-) -> None:
-    for name, content in files.items():
-        (model / name).write_text(json.dumps(content))
-    config = parse_config(f"engine: vllm\nmodel: {model}\ntopology: PD")
-    found = {sys.executable: changed(good, vllm=vllm)}
-    (process,) = vllm_processes(config, config.placement(), [9000], {}, found=found)
-    assert ("--no-mm-device-do-normalize" in process.command) is raw
-    assert ("--trust-request-mm-kwargs" in process.command) is (vllm != "0.27.1"), "options of videos"
-
-
-def test_threads_stay_within_the_cores_of_a_share(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
-    text = "topology: (E-P)-D\ninstances: {threads: 6}\nroles: {E: {share: 0.25}, P: {share: 0.75, threads: 2}}"
-    found = {name: one.variables for name, one in processes(text, model).items()}
-    assert {name: one["OMP_NUM_THREADS"] for name, one in found.items()} == {"e0": "2", "p0": "2", "d0": "6"}
-    assert found["e0"]["VLLM_CPU_OMP_THREADS_BIND"] == "0,1"
-
-
 def test_a_plugin_link_to_another_installation_is_made_anew(tmp_path: Path) -> None:
     folder = tmp_path / "plugin"
     folder.mkdir()
@@ -196,10 +164,7 @@ def test_each_kind_of_device_has_its_own_vllm(
         "roles: {E: {engine_args: {enforce_eager: true}}}"
     )
     ascend, cuda = str(tmp_path / "ascend/bin/python"), "/opt/cuda/bin/python"
-    engines = {
-        ascend: changed(good, vllm="0.23.0", vllm_ascend="0.23.0", epd_serve=False),
-        cuda: good,
-    }
+    engines = {ascend: changed(good, vllm="0.23.0", vllm_ascend="0.23.0", epd_serve=False), cuda: good}
     monkeypatch.setattr("epd_serve.launch.vllm.process.find_vllm", lambda python: engines[python])
     config = load_config(file)
     assert check_engines(config) == engines
@@ -212,18 +177,6 @@ def test_each_kind_of_device_has_its_own_vllm(
     engines[ascend] = changed(engines[ascend], vllm_ascend="")
     with pytest.raises(ValueError, match=f"vllm-ascend is missing in {ascend}"):
         check_engines(config)
-
-
-def test_settings_and_flags_are_passed_on(model: Path) -> None:
-    one = processes(
-        "topology: PD\ndtype: bfloat16\nserved_model_name: mine\n"
-        "instances: {max_model_len: 99, engine_args: {enforce_eager: true, seed: 3, async_scheduling: false}}",
-        model,
-    )["pd0"]
-    assert (flag(one, "max-model-len"), flag(one, "seed"), flag(one, "dtype")) == ("99", "3", "bfloat16")
-    assert flag(one, "served-model-name") == "mine"
-    assert {"--enforce-eager", "--no-async-scheduling"} <= set(one.command)
-    assert flag(one, "max-num-seqs") is None, "vLLM's own default"
 
 
 def dry_lines(file: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -320,15 +273,6 @@ def test_a_vllm_ascend_for_another_vllm_is_refused(ascend: str, vllm: str, fits:
         return
     with pytest.raises(ValueError, match=fits):
         check_found(found, python="python", needs=["vllm_ascend"])
-
-
-def test_the_check_says_what_can_run(tmp_path: Path, good: VllmFound) -> None:
-    older = changed(good, vllm="0.27.1", mooncake=True)
-    assert [name for name, lack in lacks(older).items() if not lack] == ["kv: mooncake"]
-    assert not lacks(good)["E by itself"]
-    shown = Console(file=io.StringIO(), width=1000)
-    assert not show_vllm(shown, tmp_path / "nothing")
-    assert "does not run" in shown.file.getvalue()
 
 
 def test_the_interpreter_that_is_named_is_asked(tmp_path: Path) -> None:

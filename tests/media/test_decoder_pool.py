@@ -130,26 +130,9 @@ async def test_a_slow_picture_begins_again_in_a_slow_place(patient_pool: Decoder
     assert (await slow).tobytes() == open_image(data, WIDE).tobytes()
 
 
-async def test_memory_is_bounded_by_the_pixels() -> None:
-    """The limit is what the header explains; a decoder that wants more is told that there is none."""
-    script = """
-from epd_serve.media import decoder
-decoder._limit_memory(64 << 20)
-try:
-    bytearray(128 << 20)
-except MemoryError:
-    print("none")
-"""
-    done = await asyncio.to_thread(subprocess.run, [sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.stdout.split() == ["none"], done.stderr
-
-
 @pytest.mark.parametrize(
     ("signum", "error", "code"),
-    [
-        (signal.SIGKILL, Unavailable, "decoder_lost"),
-        (signal.SIGSEGV, InvalidRequest, "image_crashes_decoder"),
-    ],
+    [(signal.SIGKILL, Unavailable, "decoder_lost"), (signal.SIGSEGV, InvalidRequest, "image_crashes_decoder")],
 )
 async def test_a_worker_that_ends_fails_its_picture_alone(
     patient_pool: DecoderPool, signum: int, error: type[ServeError], code: str
@@ -194,12 +177,14 @@ async def test_who_leaves_ends_the_decoding(patient_pool: DecoderPool) -> None:
 
 
 async def test_many_at_once_leave_no_process(patient_pool: DecoderPool) -> None:
+    await decode(patient_pool)
+    num_open = psutil.Process().num_fds()
     data = {seed: saved(noise(seed, (400, 300)), "PNG") for seed in range(24)}
     pictures = await asyncio.gather(*(decode(patient_pool, one, (400, 300)) for one in data.values()))
     for seed, picture in enumerate(pictures):
         assert picture.tobytes() == noise(seed, (400, 300)).convert("RGB").tobytes()
     await until_idle()
-    assert psutil.Process().num_fds() < 100
+    assert psutil.Process().num_fds() <= num_open
 
 
 async def test_random_ends_leave_the_pool_whole(pool: DecoderPool) -> None:

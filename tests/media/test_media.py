@@ -62,17 +62,6 @@ def test_exif_orientation_turns_size_and_picture_alike(kind, orientation):
     assert red > 200 and green < 60
 
 
-@pytest.mark.parametrize("orientation", [0, 9, 65535])
-def test_a_senseless_orientation_is_upright(orientation):
-    assert pixel_size(with_orientation("JPEG", orientation), LIMITS) == (48, 32)
-
-
-@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "I;16", "CMYK"])
-def test_every_mode_becomes_rgb(mode):
-    data = encode(Image.new(mode, (4, 3)), "JPEG" if mode == "CMYK" else "PNG")
-    assert open_image(data, LIMITS).mode == "RGB"
-
-
 def test_transparency_lies_on_white_and_16_bits_are_scaled():
     clear = encode(Image.new("RGBA", (2, 2), (255, 0, 0, 0)), "PNG")
     half = encode(Image.new("RGBA", (2, 2), (0, 0, 0, 128)), "PNG")
@@ -82,12 +71,6 @@ def test_transparency_lies_on_white_and_16_bits_are_scaled():
     assert open_image(half, LIMITS).getpixel((0, 0)) == (127, 127, 127)
     assert open_image(encode(palette, "PNG", transparency=0), LIMITS).getpixel((0, 0)) == (255, 255, 255)
     assert open_image(encode(Image.new("I;16", (2, 2), 128 * 256), "PNG"), LIMITS).getpixel((0, 0)) == (128,) * 3
-
-
-def test_the_first_frame_of_an_animation():
-    frames = [Image.new("RGB", (5, 5), colour) for colour in ("red", "blue")]
-    data = encode(frames[0], "GIF", save_all=True, append_images=frames[1:])
-    assert open_image(data, LIMITS).getpixel((0, 0)) == (255, 0, 0)
 
 
 def test_limits():
@@ -100,14 +83,6 @@ def test_limits():
             reader(data, replace(LIMITS, max_bytes=len(data) - 1))
 
 
-def test_a_bomb_beyond_pillows_own_limit_is_refused_too():
-    data = encode(Image.new("RGB", (1, 1)), "PNG")
-    header = struct.pack(">4sII", b"IHDR", 60000, 60000) + data[24:29]
-    data = data[:12] + header + struct.pack(">I", zlib.crc32(header)) + data[33:]
-    with pytest.raises(InvalidRequest, match="pixels"):
-        pixel_size(data, replace(LIMITS, max_pixels=10**12))
-
-
 @pytest.mark.parametrize(
     "data", [b"", b"hello", b"GIF89a", b"\x89PNG\r\n\x1a\n", b"<svg/>", b"%PDF-1.7", b"II*\0" * 9]
 )
@@ -115,13 +90,6 @@ def test_what_is_no_image_is_refused(data):
     for reader in (pixel_size, open_image):
         with pytest.raises(InvalidRequest):
             reader(data, LIMITS)
-
-
-@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "BMP"])
-def test_a_truncated_picture_is_refused(kind):
-    data = encode(Image.effect_noise((64, 64), 80).convert("RGB"), kind)
-    with pytest.raises(InvalidRequest, match=r"broken|no image"):
-        open_image(data[: len(data) // 2], LIMITS)
 
 
 SAMPLES = [encode(Image.effect_noise((16, 12), 60).convert("RGB"), kind) for kind in FORMATS]
@@ -175,13 +143,6 @@ def test_any_other_text_is_refused_with_a_sentence(url):
     else:
         assert base64.b64encode(data).decode() == url.partition(",")[2]
         assert media_type == "" or media_type.startswith("image/")
-
-
-def test_a_data_url_too_long_is_refused_before_decoding():
-    url = "data:image/png;base64," + "A" * 4000
-    assert len(parse_data_url(url, 3000)[1]) == 3000
-    with pytest.raises(TooLarge):
-        parse_data_url(url, 2990)
 
 
 def test_orientation_is_read_as_pillow_reads_it():
@@ -289,19 +250,3 @@ async def test_a_hostile_picture_takes_no_more_than_its_time(name):
     assert time.process_time() - own_s < 0.5
     spent_s = after.children_user + after.children_system - before.children_user - before.children_system
     assert spent_s < 2.5, "the process that forks, and 0.3 s for the size and for the pixels"
-
-
-ORDINARY = {
-    "an optimised progressive JPEG": with_scans(12),
-    "a JPEG with a long profile": with_segments(b"\xff\xe2\x40\x00" + bytes(0x3FFE), 255),
-    "a JPEG whose profile looks like scans": with_segments(b"\xff\xe2\x40\x00" + b"\xff\xda" * 0x1FFF, 40),
-    "a PNG of small chunks": with_chunks(b"IDAT", b"", 10_000, behind=False),
-    "a PNG with a few texts": with_chunks(b"tEXt", b"k\0v", 500, behind=True),
-    "a GIF with a comment": with_blocks(b"!\xfe" + b"\xffx" + b"y" * 254 + b"\0", 100),
-}
-
-
-@pytest.mark.parametrize("name", ORDINARY)
-def test_what_programs_write_is_taken(name):
-    assert pixel_size(ORDINARY[name], LIMITS) == open_image(ORDINARY[name], LIMITS).size == (48, 32)
-    assert plain_size(ORDINARY[name]) in (None, (48, 32))

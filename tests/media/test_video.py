@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from functools import cache
@@ -16,11 +15,11 @@ from pictures import noise, png
 from PIL import Image
 from places import FakePlace, until_idle
 
-from epd_serve.errors import InvalidRequest, TooLarge
+from epd_serve.errors import InvalidRequest
 from epd_serve.media import decoder_pool
 from epd_serve.media.decoder_pool import DecoderPool
 from epd_serve.media.picture import MediaLimits
-from epd_serve.media.video import _decoded, load_pyav, pack_frames, read_facts, read_frames, read_list
+from epd_serve.media.video import _decoded, load_pyav, read_facts, read_frames, read_list
 from epd_serve.types import VideoFacts
 
 
@@ -131,11 +130,6 @@ def test_hostile_files_are_refused_in_a_sentence() -> None:
             read_facts(data, LIMITS)
 
 
-def test_bytes_are_limited() -> None:
-    with pytest.raises(TooLarge, match="at most 1000"):
-        read_facts(GOOD, replace(LIMITS, max_bytes=1000))
-
-
 def test_no_damage_makes_more_than_a_refusal() -> None:
     """Whatever byte is changed: frames of the size that was read, or InvalidRequest."""
     rng = np.random.default_rng(0)
@@ -149,14 +143,6 @@ def test_no_damage_makes_more_than_a_refusal() -> None:
                 assert frame.shape == (facts.height, facts.width, 3)
         except InvalidRequest:
             pass
-
-
-def test_a_frame_list_keeps_its_pictures() -> None:
-    pictures = [png(noise(seed)) for seed in range(3)]
-    facts = read_list(pictures, 2.0, LIMITS)
-    assert facts == VideoFacts(120, 90, 3, 2.0, is_list=True)
-    found = list(read_frames(pack_frames(pictures), facts, (0, 2)))
-    assert all(np.array_equal(found[i], np.asarray(noise(seed))) for i, seed in enumerate((0, 2)))
 
 
 @pytest.mark.parametrize(
@@ -193,15 +179,6 @@ async def test_a_reader_that_leaves_leaves_no_worker(pool: DecoderPool, monkeypa
     assert len(await frames_of(pool, GOOD, facts, [3])) == 1
 
 
-async def test_hostile_files_cost_no_worker_of_others(pool: DecoderPool) -> None:
-    for data, words in hostile().values():
-        with pytest.raises(InvalidRequest, match=words):
-            await pool.facts(data, LIMITS)
-        with pytest.raises(InvalidRequest):
-            await frames_of(pool, data, VideoFacts(64, 48, 9999, 4.0), [9998])
-    await until_idle()
-
-
 async def test_a_video_that_takes_too_long_is_ended(pool: DecoderPool) -> None:
     data = clip(4, 200, (640, 480), fps=10, codec="mpeg4", container="avi")
     facts = await pool.facts(data, LIMITS)
@@ -211,12 +188,6 @@ async def test_a_video_that_takes_too_long_is_ended(pool: DecoderPool) -> None:
                 pass
     assert caught.value.code == "video_too_complex"
     await until_idle()
-
-
-def test_without_pyav_a_video_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "av", None)
-    with pytest.raises(InvalidRequest, match=r"pip install '\.\[media\]'"):
-        read_facts(GOOD, LIMITS)
 
 
 def test_a_reader_counts_what_it_decodes() -> None:

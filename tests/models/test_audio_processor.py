@@ -182,13 +182,3 @@ def test_an_attention_that_sees_padding_is_not_used(
     tower = Tower(path, torch.float32, get_device("cpu"), family=family)
     assert not tower.uses_device_attention and "the tower attends by torch" in caplog.text
     torch.testing.assert_close(tower.encode([inputs])[0], expected, rtol=1e-4, atol=1e-4)
-
-
-def test_a_model_without_a_tower_that_hears_refuses_sounds(tmp_path: Path) -> None:
-    """As the larger ones of Gemma 4 are published."""
-    path = tiny_models.make_tiny_model("gemma4", tmp_path / "model")
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "audio_config": None}))
-    family = load_family(path)
-    with pytest.raises(InvalidRequest, match="the model takes no sounds"):
-        family.num_tokens(sound(1.0, 16_000))

@@ -312,16 +312,6 @@ def _refusal(path: Path, name: str) -> tuple[str, str]:
     return "wrong", "read"
 
 
-def test_quantised_weights_are_refused_by_the_checkpoint_around_a_thinker(tmp_path: Path) -> None:
-    content = {"model_type": "qwen3_omni_moe", "thinker_config": odd_models.config_of("qwen3_omni")}
-    (tmp_path / "config.json").write_text(json.dumps(content))
-    assert read_config(tmp_path).model_type == "qwen3_omni_moe_thinker"
-    content["quantization_config"] = {"quant_method": "fp8"}
-    (tmp_path / "config.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"quantization_config: .*quantised weights"):
-        read_config(tmp_path)
-
-
 @pytest.mark.parametrize("part", ["", "text_config", "vision_config"])
 def test_quantised_weights_are_refused(tmp_path: Path, part: str) -> None:
     change = (part, "quantization_config", {"quant_method": "fp8", "weight_block_size": [128, 128]})

@@ -12,17 +12,15 @@ from typing import Any
 import pytest
 import tiny_models
 from tiny_audio import TINY_AUDIO
-from tiny_families import TINY
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from epd_serve.demo import weights_dir
 from epd_serve.instance.text.prompt import MediaLayouts
-from epd_serve.models.families import FAMILIES, TEXT, family_of
+from epd_serve.models.families import FAMILIES, TEXT
 from epd_serve.models.family import Family, Size
-from epd_serve.models.not_run import NOT_RUN
 from epd_serve.protocol.wire import MediaRef
 
 
@@ -32,21 +30,6 @@ def test_a_model_type_is_of_one_family() -> None:
     assert kinds <= set(FAMILIES)
     assert set(Counter(towers).values()) == {1}
     assert set(TEXT) == set(tiny_models.TEXT_KINDS)
-
-
-def test_a_family_that_is_not_run_is_refused_with_the_reason() -> None:
-    assert not set(NOT_RUN) & set(FAMILIES)
-    with pytest.raises(ValueError, match=r"'kimi_k25' \(its KV is latent\); it runs .*mistral3"):
-        family_of(SimpleNamespace(model_type="kimi_k25"))
-
-
-def test_a_tiny_model_of_each_family_is_held_against_generate() -> None:
-    sounds = (tiny.model_type for tiny in TINY_AUDIO.values())
-    kinds = (*tiny_models.KINDS, *tiny_models.STATE_KINDS, *sounds)
-    configs = [AutoConfig.for_model(kind) for kind in kinds]
-    configs += [AutoConfig.for_model(one.model_type, vision_config=one.vision) for one in TINY.values()]
-    tried = {family_of(config) for config in configs}
-    assert tried == {family for families in FAMILIES.values() for family in families if family.modalities}
 
 
 def test_families_are_known_without_torch() -> None:

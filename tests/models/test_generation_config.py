@@ -60,11 +60,6 @@ def test_a_request_that_says_so_keeps_its_own(tmp_path: Path, name: str) -> None
     assert generation.complete(sampling(**{name: None})) == generation.complete(sampling())
 
 
-def test_a_model_without_the_file_has_the_ends_of_its_configuration(tmp_path: Path) -> None:
-    generation = read_generation_config(tmp_path, MODEL)
-    assert generation.eos_token_ids == {9} and generation.complete(sampling()) == sampling()
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [

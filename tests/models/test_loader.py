@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tiny_models
 import torch
-from pictures import noise
 from safetensors.torch import load_file, save_file
 from tiny_families import TINY
-from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from epd_serve.config.model_files import check_model_files, read_model_config
 from epd_serve.models.families import family_of
@@ -130,23 +128,6 @@ def test_pixels_are_counted_as_the_tower_sees_them(tiny_model: Path, size: tuple
     values = family.preprocess(blank(size))["pixel_values"]
     frames = getattr(family.config.vision_config, "temporal_patch_size", 1)  # a picture is all of them
     assert family.num_pixels(size) == values.numel() // 3 // frames
-
-
-def test_pictures_are_read_as_their_processor_reads_them(tiny_model: Path) -> None:
-    """However narrow: a picture of three rows looks like three channels."""
-    processor = AutoImageProcessor.from_pretrained(tiny_model)
-    for size in ((300, 3), (3, 300), (200, 150)):
-        picture = noise(4, size)
-        expected = processor(images=[picture], return_tensors="pt")["pixel_values"]
-        assert torch.equal(load_family(tiny_model).preprocess(np.array(picture))["pixel_values"], expected)
-
-
-def test_another_family_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    with pytest.raises(ValueError, match="does not run the family 'gpt2'"):
-        load_part(tmp_path, ModelPart.LANGUAGE_MODEL, torch.float32)
-    with pytest.raises(ValueError, match="does not run the family 'gpt2'"):
-        load_family(tmp_path)
 
 
 def test_the_fingerprint_names_weights_processor_and_dtype(tmp_path: Path) -> None:

@@ -82,22 +82,6 @@ def test_more_pictures_than_a_graph_has_borders_for_are_encoded_without(
         torch.testing.assert_close(feature, expected, **CLOSE)
 
 
-def test_layers_are_told_in_each_replay(tmp_path: Path, device: ChipDevice) -> None:
-    """So that an encode can pause between them for decodes."""
-    path = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
-    launches: list[int] = []
-    tower = Tower(
-        path, torch.float32, device, lambda: launches.append(device.chip.num_launches), graph_sizes=SIZES
-    )
-    launches.clear()
-    (small,) = pictures(path, (56, 56))
-    for _ in range(2):
-        tower.encode([small])
-    assert len(launches) == 2 * tower.num_layers
-    assert launches[1] == launches[0] + 1, "a layer is one launch"
-    assert tower.pixel_bytes > 0
-
-
 def test_a_tower_that_looks_at_sizes_itself_is_not_captured(tmp_path: Path, device: ChipDevice) -> None:
     path = tiny_models.make_tiny_model("glm4v", tmp_path / "model")
     plain, other = (Tower(path, torch.float32, device, graph_sizes=sizes) for sizes in ((), SIZES))

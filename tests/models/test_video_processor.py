@@ -15,7 +15,7 @@ import torch
 from clips import Clip
 from numpy.typing import NDArray
 from processors import processor_of, videos_of
-from transformers import AutoTokenizer, Qwen2VLVideoProcessor, Qwen3VLVideoProcessor
+from transformers import AutoTokenizer
 
 from epd_serve.errors import InvalidRequest
 from epd_serve.instance.text.prompt import MediaLayouts
@@ -24,8 +24,6 @@ from epd_serve.models.loader import load_family
 from epd_serve.models.video_processor import VideoProcessor
 from epd_serve.protocol.wire import MediaRef
 from epd_serve.types import VideoFacts, VideoSampling
-
-PROCESSORS = [VideoProcessor(Qwen2VLVideoProcessor()), VideoProcessor(Qwen3VLVideoProcessor())]
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,21 +91,6 @@ def test_tokens_and_pixels_of_videos_equal_the_processors(kind: str, tmp_path: P
         if "second_per_grid_ts" in expected:
             seconds = family.video.seconds_per_patch(clip.item)
             assert torch.equal(torch.tensor([seconds]), expected["second_per_grid_ts"])
-
-
-@pytest.mark.parametrize("processor", PROCESSORS)
-def test_a_video_of_one_frame_is_refused(processor: VideoProcessor) -> None:
-    item = MediaRef.of_video(VideoFacts(64, 64, 1, 25.0), VideoSampling())
-    with pytest.raises(InvalidRequest, match=r"frames of the video|needs at least 2"):
-        processor.grid(item)
-
-
-def test_fewer_frames_than_a_patch_has_are_refused_as_such() -> None:
-    item = MediaRef.of_video(VideoFacts(64, 64, 24, 25.0), VideoSampling(processor_num_frames=1))
-    with pytest.raises(
-        InvalidRequest, match="0 of the video's 24 frames would be encoded; the model needs at least 2"
-    ):
-        PROCESSORS[0].grid(item)
 
 
 def test_a_rate_at_which_positions_are_fractions_is_refused(tmp_path: Path) -> None:

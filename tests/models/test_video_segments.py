@@ -26,11 +26,7 @@ from epd_serve.types import AS_THE_MODEL, MediaSpan, VideoFacts, VideoSampling
 
 PROCESSORS = [
     VideoProcessor(one)
-    for one in (
-        Qwen2VLVideoProcessor(),
-        Qwen3VLVideoProcessor(),
-        Qwen3VLVideoProcessor(temporal_patch_size=3),
-    )
+    for one in (Qwen2VLVideoProcessor(), Qwen3VLVideoProcessor(), Qwen3VLVideoProcessor(temporal_patch_size=3))
 ]
 
 

@@ -76,11 +76,6 @@ async def test_the_data_ask_for_a_key_and_the_page_allows_nothing_foreign(observ
     assert "alice" not in str(data)
 
 
-async def test_the_first_page_is_the_dashboard(observed: in_process.Deployment) -> None:
-    async with observed.session.get(f"{observed.url}/", headers={"authorization": ""}) as response:
-        assert response.status == 200 and str(response.url) == f"{observed.url}/dashboard"
-
-
 async def test_failed_requests_are_shown_with_their_reason(observed: in_process.Deployment, ask: Any) -> None:
     await ask(max_tokens=2)
     asked = {"model": "gone", "messages": [{"role": "user", "content": "x"}]}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -52,31 +51,6 @@ async def test_a_streamed_request_with_an_image_leaves_a_line_with_its_stages(lo
     assert (stages["encode"]["instance"], stages["encode"]["feature"]) == ("e0", "encoded")
     assert all(stage["ms"] >= 0 for stage in line["stages"])
     assert "sk-observed" not in text_of(log)
-
-
-async def test_a_feature_that_is_there_is_told_apart(log: Path, ask: Any) -> None:
-    await ask("teal", max_tokens=2)
-    answer, _ = await ask("teal", max_tokens=3, headers={"x-request-id": "again"})
-    line = await line_of(log, "again")
-    usage = json.loads(answer)["usage"]
-    assert (line["prompt_tokens"], line["completion_tokens"]) == (usage["prompt_tokens"], 3)
-    [encode] = [stage for stage in line["stages"] if stage["stage"] == "encode"]
-    assert encode["feature"] in ("store", "prefill")
-    assert line["stream"] is False and line["ttft_ms"] is None
-
-
-async def test_each_prompt_of_a_request_has_stages_of_its_own(log: Path, observed: in_process.Deployment) -> None:
-    body = {"model": "demo", "prompt": ["a", "b", "c"], "max_tokens": 12, "ignore_eos": True}
-    headers = {"x-request-id": "three"}
-    async with observed.session.post(f"{observed.url}/v1/completions", json=body, headers=headers) as response:
-        assert response.status == 200
-    stages = (await line_of(log, "three"))["stages"]
-    of = {name: [one for one in stages if one["stage"] == name] for name in ("prefill", "kv_transfer", "decode")}
-    assert [len(found) for found in of.values()] == [3, 3, 3]
-    for before, after in pairwise(of.values()):
-        ends = sorted(one["start_ms"] + one["ms"] for one in before)
-        begins = sorted(one["start_ms"] for one in after)
-        assert all(end <= begin + 0.01 for end, begin in zip(ends, begins, strict=True)), (before, after)
 
 
 async def test_what_is_refused_is_logged_without_the_key(log: Path, observed: in_process.Deployment) -> None:

@@ -42,7 +42,3 @@ def test_all_waiting_is_by_a_clock_that_nobody_sets() -> None:
     }
     assert found.keys() == TOLD, found
     assert all(len(lines) <= 2 for lines in found.values()), found
-
-
-def test_uses_are_found() -> None:
-    assert list(uses("import time\nx = time.time() + 5\nf(clock=time.time)\ny = time.monotonic()")) == [2, 3]

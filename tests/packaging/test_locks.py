@@ -47,9 +47,3 @@ def test_every_entry_has_hashes_and_no_address(name: str) -> None:
     for entry in entries:
         assert re.search(r"--hash=sha256:[0-9a-f]{64}", entry), entry
     assert not re.search(r"://|--(extra-)?index|--find-links", text)
-
-
-def test_the_build_is_locked_as_pyproject_has_it() -> None:
-    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
-    lines = (ROOT / "requirements" / "build.in").read_text().splitlines()
-    assert [line for line in lines if not line.startswith("#")] == build

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.mark.parametrize("name", ["device", "epd_serve", "proxy"])
 def test_each_top_level_name_belongs_to_this_distribution(name: str) -> None:
@@ -30,7 +28,3 @@ def test_the_base_install_asks_for_no_torch() -> None:
     base = [requirement for requirement in requirements if "extra ==" not in requirement]
     assert base
     assert not [requirement for requirement in base if requirement.startswith(("torch", "transformers", "numpy"))]
-
-
-def test_tests_are_no_package() -> None:
-    assert not list((ROOT / "tests").rglob("__init__.py"))

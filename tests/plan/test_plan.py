@@ -12,13 +12,10 @@ from hypothesis import strategies as st
 from sim_load import SHAREGPT_4O, VISUAL_WEB_INSTRUCT, load
 from typer.testing import CliRunner
 
-from benchmarks.papers.triinfer import partition
-from device.datasheets import spec_of
 from epd_serve.cli.app import app
 from epd_serve.config import ShapeConfig, parse_config
 from epd_serve.cost.device_time import DeviceTime
 from epd_serve.cost.profile import DecodeLine, EncodeLine, Line, Profile
-from epd_serve.cost.roofline import analytic_profile
 from epd_serve.cost.shape import shape_of
 from epd_serve.plan.command import read_goal
 from epd_serve.plan.deployment import deployment_yaml
@@ -107,11 +104,6 @@ def test_a_queue_that_grows_is_seen(num_under_way: int, growth: float, seed: int
         assert is_steady(jobs)
 
 
-def test_unended_requests_are_under_way() -> None:
-    jobs = [job_of(n, float(n), None if n % 2 else n + 0.5) for n in range(8)]
-    assert under_way(jobs) == [0, 0, 1, 1, 2, 2, 3, 3]
-
-
 # ---------------------------------------------------------------------- the space of plans
 
 
@@ -123,14 +115,6 @@ def test_trinfers_35_strategies() -> None:
         assert str(topology) == line and not topology.text_only
         assert topology.num_devices == (6 if "@" in line else 5)
     assert all(one.topology.num_devices == 3 for one in candidates(fleet(3)))
-
-
-@pytest.mark.parametrize(
-    ("total", "times", "counts"),
-    [(8, [1, 1, 2], [2, 2, 4]), (8, [0, 0.01, 10], [1, 1, 6]), (3, [5, 0, 0], [1, 1, 1])],
-)
-def test_algorithm_2_divides_in_proportion(total: int, times: list[float], counts: list[int]) -> None:
-    assert partition(total, times) == counts
 
 
 @pytest.mark.slow
@@ -208,15 +192,6 @@ def test_the_cheapest_of_dear_and_cheap_devices() -> None:
     assert "EPD on h200, EPD on rtx-4090" in told
 
 
-def test_a_model_that_fits_in_no_monolithic_instance() -> None:
-    """Without the tower there is room for KV, with it there is none."""
-    profile = analytic_profile(SHAPE, spec_of("ascend-910b3"))
-    tight = msgspec.structs.replace(profile, memory_bytes=profile.language_bytes + 0.9 * profile.tower_bytes)
-    pool = Pool(device="x", kind="npu", count=2, price=1.0, shape=SHAPE, measured=tight)
-    judge = judge_of(Fleet(model="demo", pools=(pool,)), SHAREGPT_4O, count=60)
-    assert recommend(judge, every(judge, list(candidates(judge.fleet)))).chosen.candidate.line == "E-PD"
-
-
 def test_cheap_devices_encode_for_dear_ones() -> None:
     pools = (
         Pool(device="rtx-4090", kind="cuda", count=1, price=3000, shape=SHAPE),
@@ -291,18 +266,6 @@ def test_devices_that_cannot_be_read(tmp_path: Path, text: str, message: str) ->
     file.write_text(text)
     with pytest.raises(ValueError, match=message):
         read_fleet(str(file))
-
-
-def test_devices_in_a_line() -> None:
-    fleet = read_fleet("h100 x 2, ascend-910b3 x 2,rtx-4090", "qwen2.5-vl-7b")
-    assert fleet.model == "Qwen/Qwen2.5-VL-7B-Instruct"
-    assert [pool.names for pool in fleet.pools] == [("cuda:0", "cuda:1"), ("npu:0", "npu:1"), ("cuda:2",)]
-    assert fleet.pools[0].profile(1) == analytic_profile(SHAPE, spec_of("h100"))
-    assert not fleet.is_priced and {pool.price for pool in fleet.pools} == {1.0}
-    assert read_fleet("rtx-4090 x 2, a100", fleet.model).is_priced, "by the data sheets"
-    for text, model in (("h200 x 2", ""), ("h200 by 2", "demo"), ("cpu", "demo"), ("none.yaml", "demo")):
-        with pytest.raises(ValueError, match=text.split()[0]):
-            read_fleet(text, model)
 
 
 def test_emulated_devices_run_the_plan_here() -> None:

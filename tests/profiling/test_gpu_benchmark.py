@@ -36,7 +36,10 @@ def run(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     return code, json.loads(file.read_text())["parts"]
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize(
+    "part",
+    [part if part in ("attention", "sampling") else pytest.param(part, marks=pytest.mark.slow) for part in PARTS],
+)
 def test_a_part_runs_on_a_cpu(part: str, tmp_path: Path) -> None:
     code, parts = run(tmp_path, "--device", "cpu", "--only", part, "--limit", "10")
     assert (code, parts[part]["ended"]) == (0, "done"), parts

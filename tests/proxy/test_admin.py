@@ -1,7 +1,6 @@
 """The admin plane: another address, another key, and nothing of it where clients are."""
 
 import asyncio
-import json
 import socket
 
 import pytest
@@ -9,12 +8,7 @@ from fastapi import APIRouter, FastAPI
 from gateway_settings import admin_plane
 
 from epd_serve.autoscale.instance_load import from_json, instance_loads
-from epd_serve.config import parse_config
-from epd_serve.telemetry.span import join_trace
 from proxy.admin.plane import create_admin_app, running_admin
-from proxy.admin.scaling import ServedRequests
-from proxy.observe.record import RequestRecord
-from proxy.settings import GatewaySettings
 
 KEY = {"authorization": "Bearer admin-secret"}
 
@@ -70,18 +64,6 @@ async def test_what_autoscale_asks_and_says(start):
             assert answer.status == 400
 
 
-def test_served_requests_are_numbered_and_those_of_another_gateway_are_all_new():
-    served = ServedRequests()
-    for number in range(3):
-        record = RequestRecord("chat", join_trace(), str(number), 1000.0)
-        record.status, record.end_s = 200, 1001.0
-        served.put(record)
-    last, lines = served.after(1)
-    assert last == 3 and [json.loads(line)["request_id"] for line in lines] == ["1", "2"]
-    assert served.after(3) == (3, [])
-    assert len(served.after(7)[1]) == 3, "the gateway was started again"
-
-
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2"])
 async def test_web_pages_cannot_use_the_admin_plane_through_a_browser(start, address):
     gateway = await start("pd0:PD", admin=admin_plane(host=address))
@@ -118,12 +100,3 @@ async def test_a_port_that_is_taken_is_named():
         with pytest.raises(ValueError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
             async with running_admin(FastAPI(), admin_plane(port=port)):
                 pass
-
-
-def test_there_is_none_unless_the_deployment_has_one(monkeypatch):
-    monkeypatch.setenv("ADMIN_KEY", "one")
-    settings = GatewaySettings.of(
-        parse_config("gateway: {admin: {host: 0.0.0.0, port: 8001, key: {env: ADMIN_KEY}}}"), "127.0.0.1"
-    )
-    assert settings.admin_key == "one"
-    assert "'one'" not in repr(settings)

@@ -114,20 +114,6 @@ async def test_who_waits_too_long_is_told_to_come_back(start, kit):
     await gateway.until(lambda: gateway.admission.queue.num_in_flight == 0)
 
 
-async def test_tokenizing_waits_for_its_turn(start, kit):
-    gateway = await start("pd0:PD", max_in_flight=1, max_queue=1)
-    crowd = Crowd(gateway, kit)
-    first = crowd.send("first")
-    await gateway.until(lambda: crowd.served == ["first"])
-    waiting = asyncio.create_task(gateway.answer({"prompt": "How many tokens?"}, "/tokenize"))
-    await crowd.waiting(1)
-    status, error = await gateway.error({"tokens": [1]}, "/detokenize")
-    assert (status, error["code"]) == (429, "overloaded")
-    first.cancel()
-    assert (await waiting)[0] == 200
-    await gateway.until(lambda: not gateway.admission.queue.num_in_flight)
-
-
 async def test_nothing_is_fetched_for_a_request_that_finds_the_queue_full(start, kit):
     gateway = await start("epd0:EPD", max_in_flight=1, max_queue=0)
     gateway["epd0"].scripts["/stage/prefill"] = lambda _: [kit.FOREVER]

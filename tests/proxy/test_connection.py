@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 
 import pytest
-
-from proxy.observe.log_filters import Sparing
 
 BODY = json.dumps({"messages": [{"role": "user", "content": "hello"}]}).encode()
 
@@ -72,21 +69,6 @@ async def test_malformed_requests_fill_no_log(start, connect, caplog):
     assert sum("Invalid HTTP request" in line for line in caplog.messages) <= 11
 
 
-def test_what_was_left_out_of_a_log_is_counted():
-    now_s = 0.0
-    sparing = Sparing(2, 10.0, clock=lambda: now_s)
-
-    def record(text, exc_info=None):
-        return logging.LogRecord("x", logging.WARNING, "f", 1, text, (), exc_info)
-
-    assert [sparing.filter(record("a")) for _ in range(5)] == [True, True, False, False, False]
-    assert sparing.filter(record("b")) and sparing.filter(record("a", (None, None, None)))
-    now_s = 10.0
-    late = record("a")
-    assert sparing.filter(late) and late.msg == "a (3 more like it since were left out)"
-    assert sparing.filter(record("a")) and not sparing.filter(record("a"))
-
-
 async def test_an_outage_fills_no_log(start, kit, caplog):
     gateway = await start("p0:P", restart="never", startup_wait_s=0.1)
     for _ in range(15):
@@ -107,15 +89,6 @@ async def test_one_connection_serves_all_kinds_of_requests(start, kit, connect):
         assert (await peer.ask(post(path="/nowhere")))[0] == 404
         assert (await peer.ask(post(BODY, "Expect: 100-continue")))[0] == 200
     await gateway.settle()
-
-
-async def test_an_offer_of_http2_is_ignored(start, kit, connect):
-    """Java's client offers it with its first request, whose body follows."""
-    gateway = await start("pd0:PD")
-    offer = "Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA"
-    peer = await connect(gateway)
-    for _ in range(2):
-        assert (await peer.ask(post(BODY, *offer)))[::2] == (200, kit.WHOLE)
 
 
 async def test_a_refused_body_is_read_to_its_end(start, kit, connect):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import socket
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -14,7 +16,6 @@ import aiohttp
 import pytest
 import uvicorn
 from gateway_settings import admin_plane
-from resident import resident_bytes
 from servers import served
 
 from epd_serve.instance.http import LookApp, link_service
@@ -35,6 +36,11 @@ TRAILERS = (
 )
 TARGET = b"GET /", b"a" * 20000
 HELLO = OPENING + b"\xff\xff\x00\x00", b"a" * 20000
+
+
+def resident_bytes() -> int:
+    """Return the resident bytes of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 @contextlib.asynccontextmanager

@@ -216,20 +216,6 @@ async def test_no_password_is_sent_or_shown(site):
             await fetch.fetch(f"http://127.0.0.1:{port}/" + "x" * 9000)
 
 
-async def test_what_cannot_be_fetched_is_named(site):
-    port, _ = site
-    async with fetcher() as fetch:
-        for url, words in (
-            (f"http://127.0.0.1:{port}/nothing", "answered 404"),
-            ("http://127.0.0.1:1/x", "cannot be fetched"),
-            ("http://no-such-host.invalid/x", "cannot be fetched"),
-            ("gopher://127.0.0.1/x", "only data:, http"),
-        ):
-            with pytest.raises(InvalidRequest, match=words) as caught:
-                await fetch.fetch(url)
-            assert url in caught.value.message
-
-
 @pytest.mark.parametrize(
     "host", ["127.0.0.2", "127.0.0.2.", "[::ffff:127.0.0.2]", "2130706434", "0x7f000002", "127.2"]
 )
@@ -338,21 +324,3 @@ async def test_framing_without_end_is_broken_off(kind):
             with pytest.raises(InvalidRequest, match="cannot be fetched"):
                 await media.fetch(f"http://127.0.0.1:{port}/x.png")
     assert num_sent < 30 << 20, "what sockets hold on both sides, and no more"
-
-
-async def test_a_body_in_small_chunks_is_fetched():
-    async def serve(reader, writer):
-        for _ in range(2):
-            await reader.readuntil(b"\r\n\r\n")
-            writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
-            for _ in range(3000):
-                writer.write(b"40\r\n" + b"a" * 64 + b"\r\n")
-            writer.write(b"0\r\n\r\n")
-            await writer.drain()
-        writer.close()
-
-    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-        port = server.sockets[0].getsockname()[1]
-        async with fetcher(max_bytes=1 << 20) as media:
-            for _ in range(2):
-                assert await media.fetch(f"http://127.0.0.1:{port}/x.png") == b"a" * 192_000

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,13 +22,15 @@ KEY = "0123456789abcdef-"
 class Relay:
     """Forwards what it hears to ``target``, with ``(from, to)`` of ``rewrite`` replaced; keeps what it heard."""
 
-    def __init__(self, target: str, rewrite: tuple[bytes, bytes] = (b"", b"")) -> None:
-        self.target = urlsplit(target)
-        self.rewrite = rewrite
+    target: str
+    rewrite: tuple[bytes, bytes] = b"", b""
+
+    def __init__(self) -> None:
         self.heard = b""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        from_target, to_target = await asyncio.open_connection(self.target.hostname, self.target.port)
+        target = urlsplit(self.target)
+        from_target, to_target = await asyncio.open_connection(target.hostname, target.port)
 
         async def answer() -> None:
             while data := await from_target.read(65536):
@@ -47,17 +48,17 @@ class Relay:
 
 
 @contextlib.asynccontextmanager
-async def relaying(relay: Relay, port: int = 0) -> AsyncIterator[str]:
+async def relaying(relay: Relay) -> AsyncIterator[str]:
     """The URL of the relay while it listens."""
-    server = await asyncio.start_server(relay.serve, "127.0.0.1", port)
+    server = await asyncio.start_server(relay.serve, "127.0.0.1", 0)
     yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     server.close()
 
 
 @contextlib.asynccontextmanager
-async def instance(fake: Any, port: int = 0) -> AsyncIterator[str]:
+async def instance(fake: Any) -> AsyncIterator[str]:
     """The URL of a fake instance that has the key."""
-    async with served(fake.server(KEY, port)) as url:
+    async with served(fake.server(KEY)) as url:
         yield url
 
 
@@ -65,27 +66,20 @@ def netloc(url: str) -> bytes:
     return urlsplit(url).netloc.encode()
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        port: int = one.getsockname()[1]
-        return port
-
-
 @pytest.mark.parametrize("target", ["admin", "instance"])
 @pytest.mark.parametrize("rewritten", [False, True])
 async def test_at_the_port_of_a_crashed_instance(start: Any, kit: Any, target: str, rewritten: bool) -> None:
     first = await start("good:EPD", "crashed:EPD")
-    port = free_port()
+    relay = Relay()
     async with contextlib.AsyncExitStack() as stack:
+        crashed = await stack.enter_async_context(relaying(relay))
         good = await stack.enter_async_context(instance(first["good"]))
         gateway = await start(admin=admin_plane(key="secret"), cluster_key=KEY)
         admin_url = gateway.app.state.admin_url
-        to = admin_url if target == "admin" else good
-        own = b"instance 127.0.0.1:%d" % port
-        relay = Relay(to, (own, target.encode() + b" " + netloc(to)) if rewritten else (b"", b""))
-        await stack.enter_async_context(relaying(relay, port))
-        members = [("good", good), ("crashed", f"http://127.0.0.1:{port}")]
-        gateway.become(members)
+        relay.target = admin_url if target == "admin" else good
+        if rewritten:
+            relay.rewrite = b"instance " + netloc(crashed), target.encode() + b" " + netloc(relay.target)
+        gateway.become([("good", good), ("crashed", crashed)])
         await gateway.until(lambda: gateway.table["good"].ready and relay.heard.count(OPENING) >= 2)
         assert not gateway.table["crashed"].ready
         answers = await asyncio.gather(*(gateway.answer(kit.chat()) for _ in range(20)))
@@ -98,7 +92,8 @@ async def test_joining_passes_through_nobody(start: Any) -> None:
     first = await start("good:EPD")
     gateway = await start(admin=admin_plane(key="secret"), cluster_key=KEY)
     url = gateway.app.state.admin_url
-    relay = Relay(url)
+    relay = Relay()
+    relay.target = url
     async with relaying(relay) as through, Link("gateway", through, KEY, "admin") as link:
         with pytest.raises(InstanceUntrusted, match="something lies in between"):
             await link.ask("/leave", [b'{"name":"good","url":"http://10.0.0.1:1"}'])

@@ -19,7 +19,7 @@ from epd_serve.sim.device import Clock, SimDevice
 from epd_serve.sim.instance import SimInstance
 from epd_serve.sim.simulator import NoWay, Outcome, SimDeployment, build, simulate
 from epd_serve.sim.spec import Batching
-from epd_serve.sim.workloads import SimRequest, at_rate
+from epd_serve.sim.workloads import SimRequest
 from epd_serve.topology import parse_topology
 
 TOPOLOGIES = ("EPD", "EP-D", "ED-P", "E-P-D", "(E-P)-D", "(E-D)-P", "(E-PD)", "2E-P-2D", "2EPD")
@@ -87,16 +87,6 @@ def test_a_request_alone_takes_what_its_stages_take(deployed: Deploy, ascend: Pr
     assert one_job(deployed("E-P-D"))[0] == pytest.approx(first_s + feature_s)
 
 
-@pytest.mark.parametrize("line", ["EPD", "E-P-D"])
-def test_the_first_token_waits_for_the_gateway(line: str, ascend: Profile) -> None:
-    def alone(profile: Profile) -> tuple[float, float]:
-        topology = parse_topology(line)
-        return one_job(build(topology, [f"npu:{i}" for i in range(topology.num_devices)], lambda *_: profile))
-
-    before, rest_s = alone(ascend)
-    assert alone(msgspec.structs.replace(ascend, request_s=0.01)) == pytest.approx((before + 0.01, rest_s))
-
-
 def test_steps_of_decodes_take_the_time_measured_for_their_number(ascend: Profile) -> None:
     lines = (DecodeLine(num_sequences=1, base_s=0.1, context_s=1e-3), DecodeLine(num_sequences=3, base_s=0.3))
     profile = msgspec.structs.replace(ascend, decode=lines)
@@ -156,16 +146,6 @@ def test_like_stages_on_one_device_slow_each_other_down(deployed: Deploy) -> Non
     assert ttft_s(simulate(deployed("E-P-D"), requests)) < ttft_s(simulate(deployed("(E-P)-D"), requests))
 
 
-def test_a_cpu_has_cores_for_all_but_those_in_parentheses(ascend: Profile) -> None:
-    def run(line: str) -> Outcome:
-        deployment = build(parse_topology(line), ["cpu"], lambda *_: ascend, num_blocks=4096)
-        return simulate(deployment, load(SHAREGPT_4O, 40, 14.0))
-
-    apart, together = run("E-P-D"), run("(E-P)-D")
-    assert len(apart.busy) == 3 and len(together.busy) == 2
-    assert ttft_s(together) > ttft_s(apart)
-
-
 def test_prefixes_are_computed_once(deployed: Deploy) -> None:
     fresh = [SimRequest(at_s=i, num_text_tokens=1100, num_output_tokens=2) for i in range(8)]
     known = [replace(one, prefix=(7, 8)) for one in fresh]
@@ -175,19 +155,6 @@ def test_prefixes_are_computed_once(deployed: Deploy) -> None:
         return (job.first_token_s or 0) - job.sent_s
 
     assert last_ttft(known) < 0.5 * last_ttft(fresh)
-
-
-def test_impossible_deployments_and_requests_are_refused(deployed: Deploy) -> None:
-    with pytest.raises(NoWay, match="no room for KV"):
-        simulate(deployed("EPD", num_blocks=2), [])
-    with pytest.raises(ValueError, match="a prompt, an answer"):
-        SimRequest(at_s=0, num_text_tokens=0, num_output_tokens=1)
-
-
-def test_rates_are_stretched() -> None:
-    requests = at_rate(load(TEXT, 101, 3.0), 10.0)
-    assert requests[-1].at_s == pytest.approx(10.0)
-    assert at_rate([], 1.0) == []
 
 
 def test_no_torch_and_no_clock() -> None:

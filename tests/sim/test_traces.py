@@ -62,16 +62,6 @@ def test_the_gateways_history(tmp_path: Path) -> None:
         read_requests(str(log))
 
 
-def test_a_file_has_a_rate_of_its_own_and_settings_as_for_the_load_tester(tmp_path: Path) -> None:
-    lines = [{"timestamp": 500 * n, "input_length": 1200, "output_length": 30} for n in range(9)]
-    source = written(tmp_path / "trace.jsonl", *lines)
-    assert read_load(f"trace:{source}", count=20, seed=0).rate == pytest.approx(2.0)
-    other = read_load(f"trace:{source},length_scale=0.5,requests=5", rate=4.0, count=20, seed=0)
-    assert (other.rate, len(other.requests)) == (4.0, 5)
-    assert {(one.num_text_tokens, one.num_output_tokens) for one in other.requests} == {(600, 15)}
-    assert other.requests[-1].at_s == pytest.approx(1.0)
-
-
 def test_the_load_testers_workloads_are_drawn_without_pictures() -> None:
     load = drawn("sharegpt4o-like", count=2000)
     assert (load.rate, len(load.requests)) == (8.0, 512), "the workload has so many"
@@ -103,9 +93,3 @@ def test_a_file_of_requests_is_read_for_its_sizes(tmp_path: Path) -> None:
 def test_a_wrong_line_is_named(tmp_path: Path, line: object) -> None:
     with pytest.raises(ValueError, match=r"trace.jsonl:1: "):
         read_requests(written(tmp_path / "trace.jsonl", line))
-
-
-@pytest.mark.parametrize("spec", ["trace:nothing.jsonl", "trace", "sharegpt-4o", "synthetic,turns=2"])
-def test_a_workload_that_cannot_be_planned_for(spec: str) -> None:
-    with pytest.raises(ValueError):
-        drawn(spec)

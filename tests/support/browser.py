@@ -121,10 +121,7 @@ async def browser(program: str, profile: Path) -> AsyncIterator[Page]:
                 if "DevTools listening on " in line:
                     address = line.split()[-1]
         tasks.append(asyncio.create_task(process.stderr.read()))
-        async with (
-            aiohttp.ClientSession() as session,
-            session.ws_connect(address, max_msg_size=1 << 28) as socket,
-        ):
+        async with aiohttp.ClientSession() as session, session.ws_connect(address, max_msg_size=1 << 28) as socket:
             page = Page(socket)
             tasks.append(asyncio.create_task(page.read()))
             await page.attach()

@@ -14,21 +14,13 @@ _OF_THE_FILE = ("cluster_key", "elastic", "instances", "restart", "slo", "topolo
 
 
 def gateway_settings(
-    *,
-    poll_interval_s: float = 0.05,
-    startup_wait_s: float = 60.0,
-    host: str = "127.0.0.1",
-    **options: Any,
+    *, poll_interval_s: float = 0.05, startup_wait_s: float = 60.0, host: str = "127.0.0.1", **options: Any
 ) -> GatewaySettings:
     """``options``: keys of the section ``gateway``, and some of the whole file."""
     whole = {key: options.pop(key) for key in _OF_THE_FILE if key in options}
     options["media"] = {"allow_private": True, **options.get("media", {})}
     settings = GatewaySettings.of(DeploymentConfig.model_validate({**whole, "gateway": options}), host)
-    return replace(
-        settings,
-        poll_interval_s=poll_interval_s,
-        startup_wait_s=startup_wait_s,
-    )
+    return replace(settings, poll_interval_s=poll_interval_s, startup_wait_s=startup_wait_s)
 
 
 def admin_plane(host: str = "127.0.0.1", port: int = 0, key: str | None = None) -> AdminConfig:

@@ -146,13 +146,7 @@ def _gemma4(text: dict[str, Any], vision: dict[str, Any]) -> Tiny:
             "final_logit_softcapping": 20.0,
             **text,
         },
-        vision={
-            **_LAYERS,
-            "num_key_value_heads": 4,
-            "head_dim": 16,
-            "position_embedding_size": 256,
-            **vision,
-        },
+        vision={**_LAYERS, "num_key_value_heads": 4, "head_dim": 16, "position_embedding_size": 256, **vision},
         top={
             "boi_token_id": "<|image>",
             "eoi_token_id": "<image|>",
@@ -360,9 +354,12 @@ def make_tiny_family(
             image = tiny.shown or tiny.image
             shown = f"{{%- elif part['type'] == '{kind}' -%}}{token}"
             tokenizer.chat_template = tokenizer.chat_template.replace(image, image + shown, 1)
+    fields = dict(tiny.text)
+    if fields.get("hidden_size_per_layer_input"):  # else transformers takes 262144 tokens, which are 150 MB
+        fields["vocab_size_per_layer_input"] = len(tokenizer)
     config = AutoConfig.for_model(
         tiny.model_type,
-        text_config=text(len(tokenizer), **tiny.text),
+        text_config=text(len(tokenizer), **fields),
         vision_config=tiny.vision,
         **{tiny.image_field: tokenizer.convert_tokens_to_ids(tiny.rows or tiny.image)},
         **{

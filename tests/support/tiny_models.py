@@ -66,12 +66,7 @@ TEXT_KINDS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 48},
-    "qwen3_moe": {
-        "head_dim": 48,
-        **_EXPERTS,
-        "mlp_only_layers": [1],
-        "norm_topk_prob": True,
-    },
+    "qwen3_moe": {"head_dim": 48, **_EXPERTS, "mlp_only_layers": [1], "norm_topk_prob": True},
     "gemma3_text": GEMMA3,
     "qwen3_5_text": _QWEN3_5,
     "qwen3_5_moe_text": _QWEN3_5_MOE,

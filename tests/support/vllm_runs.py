@@ -264,11 +264,7 @@ def up(python: str, topology: str, model: Path, folder: Path, **settings: Any) -
         "model": str(model),
         "served_model_name": MODEL,
         "dtype": "float32",
-        "gateway": {
-            "port": 0,
-            "admin": {"port": free_port("127.0.0.1")},
-            "probe_timeout_s": 300,
-        },
+        "gateway": {"port": 0, "admin": {"port": free_port("127.0.0.1")}, "probe_timeout_s": 300},
         **settings,
         "vllm": {"python": python, **settings.get("vllm", {})},
         "instances": {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,46 +39,6 @@ def test_a_prompt_that_waits_for_its_image_and_is_handed_over() -> None:
         ("prefill_execute", 5, 7),
         ("pd_migration", 7, 9),
     ]
-    assert bench.timeline.num_requests == 0
-
-
-def test_a_feature_that_comes_during_a_step_or_is_seen_by_the_engine_first() -> None:
-    bench = Bench()
-    bench.at(1).received("during", FEATURE_WAIT, hand_off=True)
-    bench.at(3).features_here("during")
-    bench.timeline.stepped([("during", False)], [], 2, 4)
-    assert bench.stages == [("feature_wait", 1, 3), ("prefill_queue", 3, 3)], "it goes on at once"
-    bench.spans.clear()
-    bench.at(1).received("first", FEATURE_WAIT, hand_off=True)
-    bench.timeline.stepped([("first", True)], [], 5, 6)
-    bench.at(7).features_here("first")
-    assert bench.stages == [("feature_wait", 1, 5), ("prefill_queue", 5, 5), ("prefill_execute", 5, 6)]
-
-
-def test_one_instance_that_does_both() -> None:
-    bench = Bench()
-    bench.at(1).received("r", PREFILL_QUEUE, hand_off=False)
-    bench.timeline.stepped([("r", True)], [], 2, 3)
-    bench.timeline.stepped([], ["r", "r"], 4, 5)  # two choices
-    bench.timeline.stepped([], ["r"], 6, 7)
-    bench.at(8).finished("r")
-    bench.timeline.drop("r")
-    assert [stage for stage, *_ in bench.stages] == [
-        "prefill_queue",
-        "prefill_execute",
-        "decode_queue",
-        "decode_execute",
-    ]
-    assert bench.stages[-2:] == [("decode_queue", 3, 4), ("decode_execute", 4, 8)]
-
-
-@pytest.mark.parametrize("hand_off", [True, False])
-def test_a_first_token_that_is_the_last(hand_off: bool) -> None:
-    bench = Bench()
-    bench.at(1).received("r", PREFILL_QUEUE, hand_off=hand_off)
-    bench.timeline.stepped([("r", True)], [], 2, 3)
-    bench.at(4).finished("r")
-    assert bench.stages[-1] == ("decode_execute", 3, 3)
     assert bench.timeline.num_requests == 0
 
 

@@ -159,14 +159,6 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(tmp_path: Path, caplog: pyt
     assert 1 <= len([event for event in read_traces(tmp_path).events if event["ph"] == "X"]) < 10
 
 
-def test_what_is_no_trace_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds no traces"):
-        read_traces(tmp_path)
-    (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="cannot be written"):
-        TraceWriter(tmp_path / "file", "e0")
-
-
 def figures(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
     from epd_serve import cli
 

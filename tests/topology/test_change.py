@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd_serve.topology import parse_topology, place
 from epd_serve.topology.change import ChangeImpossible, Part, StepKind, plan_change
 from epd_serve.types import Role
 
@@ -75,21 +74,6 @@ def test_on_devices_it_is_the_same_or_is_refused(running: list[Part], wanted: li
         carry_out(on, to)
     except ChangeImpossible as error:
         assert "list another device" in str(error)
-
-
-def said(before: str, after: str) -> list[str]:
-    running, wanted = (
-        [part(one.name, str(one.role)) for one in place(parse_topology(line), ("cpu",))]
-        for line in (before, after)
-    )
-    return [str(step) for step in plan_change(running, wanted).steps]
-
-
-def test_what_can_change_its_role_does() -> None:
-    assert said("E-P-D", "2E-P-D") == ["start e1 (E)"]
-    assert said("E-P-D", "EP-D") == ["switch e0 from E to EP", "stop p0 (P)"]
-    assert said("2E-P-D", "E-P-2D") == ["switch e1 from E to D"]
-    assert said("EPD", "P-D") == ["start d0 (D)", "start p0 (P)", "stop epd0 (EPD)"]
 
 
 def test_a_device_that_is_not_free_is_named_before_anything_changes() -> None:

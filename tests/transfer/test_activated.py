@@ -1,6 +1,6 @@
 """Each call of Mooncake finds the instance's device active on its thread, as its protocol for NPUs asks.
 
-The engine and the store's client are stand-ins that copy within this process and look at the thread that calls.
+The engine is a stand-in that copies within this process and looks at the thread that calls.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 from on_thread import elsewhere
 
 from epd_serve.transfer.mooncake import engine as mooncake
-from epd_serve.transfer.mooncake.engine import MooncakeOptions, StoreClient
+from epd_serve.transfer.mooncake.engine import MooncakeOptions
 from epd_serve.transfer.mooncake.transport import MooncakeTransport
 
 THREAD = threading.local()
@@ -62,47 +62,9 @@ class Engine:
         return 0
 
 
-class Store:
-    """A client that has nothing."""
-
-    @asks_for_context
-    def setup(self, *options: object, **engine: object) -> int:
-        return 0
-
-    def get_hostname(self) -> str:
-        return "here"
-
-    @asks_for_context
-    def register_buffer(self, address: int, nbytes: int) -> int:
-        return 0
-
-    @asks_for_context
-    def put_from(self, *what: object) -> int:
-        return 0
-
-    @asks_for_context
-    def is_exist(self, key: str) -> int:
-        return 0
-
-    @asks_for_context
-    def get_into(self, key: str, address: int, nbytes: int) -> int:
-        return nbytes
-
-    @asks_for_context
-    def remove(self, key: str, force: bool) -> int:
-        return 0
-
-    @asks_for_context
-    def close(self) -> None: ...
-
-
 @pytest.fixture
 def options(monkeypatch: pytest.MonkeyPatch) -> MooncakeOptions:
-    modules = {
-        "mooncake.engine": SimpleNamespace(TransferEngine=Engine),
-        "mooncake.store": SimpleNamespace(MooncakeDistributedStore=Store, ReplicateConfig=SimpleNamespace),
-    }
-    monkeypatch.setattr(mooncake, "_load", modules.__getitem__)
+    monkeypatch.setattr(mooncake, "_load", lambda name: SimpleNamespace(TransferEngine=Engine))
     CALLED.clear()
     return MooncakeOptions(
         host="127.0.0.1", protocol="ascend", staging_bytes=1 << 16, timeout_s=2.0, activate=activate
@@ -118,20 +80,4 @@ def test_a_transport_activates_the_device_on_every_thread(options: MooncakeOptio
     assert back == data
     elsewhere(transport.release, slab)
     elsewhere(transport.close)
-    assert set(CALLED) == {
-        "initialize",
-        "register_memory",
-        "unregister_memory",
-        "batch_transfer_sync_read",
-    }
-
-
-def test_a_store_activates_the_device_on_every_thread(options: MooncakeOptions) -> None:
-    client = elsewhere(StoreClient, options, "127.0.0.1:1", 1 << 20)
-    elsewhere(client.register, 4096, 4096)
-    elsewhere(client.put, "key", 4096, 8)
-    assert elsewhere(client.size, "key") is None
-    elsewhere(client.get, "key", 4096, 8)
-    elsewhere(client.remove, "key")
-    elsewhere(client.close)
-    assert CALLED == ["setup", "register_buffer", "put_from", "is_exist", "get_into", "remove", "close"]
+    assert set(CALLED) == {"initialize", "register_memory", "unregister_memory", "batch_transfer_sync_read"}

@@ -13,13 +13,7 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from transfer_peer import SLAB_BYTES, Peer
 from transports import TIMEOUT_S, kinds, make_transport, needs_mooncake
 
@@ -114,7 +108,7 @@ def test_contract(kind: str) -> None:
         run_state_machine_as_test(
             machine,
             settings=settings(
-                max_examples=12 if "mooncake" in kind else 30,
+                max_examples=5 if "mooncake" in kind else 15,
                 stateful_step_count=30,
                 deadline=None,
                 suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

@@ -178,14 +178,3 @@ def test_half_a_greeting_and_a_wrong_one_open_nothing(guarded: Guarded, said: by
         if len(said) > 96 or said == b"\x07":
             assert SECRET[:4] not in rest(stranger)
     assert guarded.read(KEY) == SECRET
-
-
-def test_a_peer_that_advertises_a_name_is_reached_by_it() -> None:
-    offering = EmbeddedTransport("127.0.0.1", "tcp", advertise="localhost", key=KEY)
-    reading = EmbeddedTransport(path="tcp", key=KEY)
-    slab, into = offering.allocate("slab", 8), bytearray(8)
-    slab.buffer[:] = b"the data"
-    reading.read(slab.region, [(0, memoryview(into))])
-    assert into == b"the data"
-    reading.close()
-    offering.close()

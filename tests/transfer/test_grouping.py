@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,15 +44,6 @@ def test_against_the_inequality(
         assert taken_s[0] == min(taken_s)
 
 
-def test_a_link_that_is_slower_than_compute_sends_while_layers_are_computed() -> None:
-    """EPD-Serve's inequality has no solution there: one group of all layers would hide nothing."""
-    group = smallest_hidden_group(12, layer_s=0.016, layer_bytes=4e5, handshake_s=0.002, bytes_per_s=2e7)
-    assert group == 1
-    assert seconds_until_sent(12, 1, 0.016, 0.02, 0.002) == pytest.approx(0.016 + 12 * 0.02 + 7 * 0.002)
-    assert smallest_hidden_group(12, 0.016, 4e5, handshake_s=0.1, bytes_per_s=2e7) == 9
-    assert smallest_hidden_group(12, 0.016, 4e5, handshake_s=1.0, bytes_per_s=2e7) == 12
-
-
 @given(num_layers=st.integers(1, 80), group_size=st.integers(1, 90))
 def test_groups_end_at_the_last_layer_and_only_the_first_is_smaller(num_layers: int, group_size: int) -> None:
     ends = sorted(group_ends(num_layers, group_size))
@@ -78,16 +67,6 @@ def test_a_link_without_noise_is_found_exactly(handshake_s: float, bytes_per_s: 
         assert predicted == pytest.approx(handshake_s + size / bytes_per_s, rel=0.01, abs=1e-6)
 
 
-def test_a_handshake_stays_known_where_all_writes_are_of_one_size() -> None:
-    rng = random.Random(0)
-    estimate = TimeEstimate()
-    estimate.observe(0, 0.01)
-    for _ in range(500):
-        estimate.observe(1_000_000, 0.01 + 0.005 * rng.uniform(0.9, 1.1))
-    assert estimate.base_s == pytest.approx(0.01, rel=0.1)
-    assert estimate.slope_s == pytest.approx(0.005 / 1e6, rel=0.2)
-
-
 def test_a_link_that_changes_is_followed() -> None:
     estimate = TimeEstimate()
     for slowness in (1, 5):
@@ -96,19 +75,6 @@ def test_a_link_that_changes_is_followed() -> None:
             estimate.observe(size, 0.002 + slowness * size / 1e8)
     assert 1 / estimate.slope_s == pytest.approx(2e7, rel=0.02)
     assert estimate.base_s == pytest.approx(0.002, rel=0.05)
-
-
-def test_small_steps_among_large_ones_are_as_long_as_measured() -> None:
-    """By the mean time of a token, which a step of 4 raises, one of 60 looks many times as long as it is."""
-    sizer, seconds = GroupSizer(num_layers=28), {2000: 28 * 0.03, 1000: 28 * 0.015, 4: 28 * 0.003, 60: 28 * 0.003}
-    sizer.observe_transfer("d", 0, 0.009)
-    sizer.observe_transfer("d", 1_000_000, 0.0095)
-    for _ in range(5):
-        for num_tokens, step_s in seconds.items():
-            sizer.observe_compute(num_tokens, step_s)
-    assert smallest_hidden_group(28, 0.003, 1e5, 0.009, 2e9) == 4
-    assert [sizer.group_size("d", num_tokens, 1e5) for num_tokens in (4, 60)] == [4, 3]
-    assert sizer.group_size("d", 2000, 1e6) == 1
 
 
 def test_measured_times_move_the_size() -> None:

@@ -220,43 +220,6 @@ def test_a_prompt_is_handed_over_while_the_next_step_is_computed() -> None:
     sender.close()
 
 
-def test_what_fails_behind_a_transfer_holds_up_no_other() -> None:
-    decoder, computing = Decoder(), Computing()
-    sender = KVSender(Source(), GroupSizer(num_layers=1), time.monotonic)
-    transfer = decoder.transfer("t")
-
-    def fail() -> None:
-        raise RuntimeError("the loop is closed")
-
-    sender.push(range(1), [Part(transfer, [5], [1])], computing)
-    sender.fence(transfer, fail)
-    after = threading.Event()
-    sender.fence(transfer, after.set)
-    computing.end()
-    assert after.wait(60)
-    sender.push(range(1), [Part(transfer, [6], [2])])
-    assert passed(sender, transfer)
-    assert decoder.memory[0][2] == 6
-    sender.close()
-
-
-def test_the_first_contact_is_made_once_and_measured() -> None:
-    now = [0.0]
-
-    class Slow(Decoder):
-        def announce(self, announcement: KVAnnouncement) -> KVTaken:
-            now[0] += 0.02
-            return super().announce(announcement)
-
-    decoder = Slow()
-    sender = KVSender(Source(), GroupSizer(num_layers=1), lambda: now[0])
-    for _ in range(3):
-        sender.connect("d0", decoder)
-    sender.close()
-    assert decoder.read == [0, 0]
-    assert sender.sizer.links["d0"].base_s == pytest.approx(0.02)
-
-
 def test_a_peer_that_is_gone_fails_its_transfer_and_no_contact_is_an_error() -> None:
     class Gone(Decoder):
         def announce(self, announcement: KVAnnouncement) -> KVTaken:
@@ -475,17 +438,3 @@ def test_the_sender_takes_the_time_that_is_reckoned(
         sender.push(range(max(end + 1 - group, 0), end + 1), parts, Layers(board, end + 1))
     board.close(sender)
     assert board.now == seconds_until_sent(num_layers, group, layer, send, handshake, free_s=free)
-
-
-def test_layers_that_are_computed_go_at_once_and_so_do_steps_of_few_bytes() -> None:
-    board = Board(handshake_s=4.0, byte_s=0.5)
-    board.computes = iter([100])
-    sender = board.sender(Source(), GroupSizer(num_layers=3), knows_link=True)
-    one, two, large = board.transfers("one", "two", "large")
-    for step, (transfer, blocks) in enumerate(((one, [1]), (two, [2]), (large, [3, 4, 5]))):
-        parts = [Part(transfer, blocks, blocks)]
-        for layer in range(3):
-            sender.push(range(layer, layer + 1), parts, Launched(board, 3 * step + layer))
-    board.close(sender)
-    assert len(board.read) == 4, "the first layer, the rest of its step, and two steps of which one is large"
-    assert (one.num_announcements, two.num_announcements, large.num_announcements) == (2, 1, 1)

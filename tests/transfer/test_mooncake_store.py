@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
 import threading
 import time
 from collections.abc import Callable
 
-import psutil
 import pytest
 from mooncake_instances import MEBIBYTE, Instances, other_of, put, raw_client, until
 from mooncake_master import LEASE_S
 from transports import HAS_MOONCAKE, TIMEOUT_S
 
 from epd_serve.transfer.feature_store import StoredFeature
-from epd_serve.transfer.mooncake.engine import StoreUnreachable
 from epd_serve.transfer.transport import TransferError
 
 if not HAS_MOONCAKE:
@@ -38,30 +34,8 @@ async def test_what_one_encoder_has_put_another_announces_and_does_not_encode(
     assert consumer.fetch(again) == b"feature", "the first one stands"
 
 
-def test_clients_listen_on_the_loopback_device_alone(instances: Instances) -> None:
-    listening = [c for c in psutil.Process().net_connections("tcp") if c.status == "LISTEN"]
-    everywhere = [c for c in listening if c.laddr.ip in ("0.0.0.0", "::")]
-    assert len(everywhere) >= 2 * 3, "two ports of each client's engine"
-    for connection in everywhere:
-        with socket.socket(fileno=os.dup(connection.fd)) as listener:
-            device = listener.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16)
-        assert device.rstrip(b"\0") == b"lo"
-
-
-async def test_two_requests_that_put_one_feature_at_once_store_it_once(instances: Instances, key: str) -> None:
-    store = instances.start()
-    stored = await asyncio.gather(
-        *(store.put(key, memoryview(b"feature"), [7], "uint8", f"r{i}") for i in range(4))
-    )
-    assert len({str(s) for s in stored}) == 1
-    assert store.num_owners == 4
-    for i in range(4):
-        store.release(f"r{i}", key)
-
-
 async def test_a_put_that_nobody_waits_for_any_more_is_in_the_books_and_held_by_nobody(
-    instances: Instances,
-    key: str,
+    instances: Instances, key: str
 ) -> None:
     store = instances.start()
     putting = asyncio.create_task(store.put(key, memoryview(bytes(MEBIBYTE)), [MEBIBYTE], "uint8", "r"))
@@ -141,43 +115,6 @@ async def test_two_encoders_that_put_one_feature_at_once_announce_what_stands(
     assert sorted(store.num_bytes for store in stores) == [0, 7 + 512], "one of them owns it"
 
 
-async def test_what_cannot_be_removed_now_is_removed_later(instances: Instances, key: str) -> None:
-    """A master that is away for an eviction must not leave an object that nobody knows of."""
-    store = instances.start(capacity=MEBIBYTE + 512)
-    await put(store, key, b"x" * MEBIBYTE)
-    await asyncio.sleep(LEASE_S + 0.2)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(raw_client(store), "remove", _unreachable)
-        event = await put(store, other_of(key), b"y" * MEBIBYTE)
-        assert event.store == "", "kept by its encoder"
-    for name in (key[1:] + "z", key[2:] + "zz"):
-        assert (await put(store, name, b"z" * MEBIBYTE)).store
-    assert raw_client(store).size(key) is None
-
-
-async def test_what_got_there_though_its_put_failed_is_removed_when_room_is_needed(
-    instances: Instances, key: str
-) -> None:
-    store = instances.start(capacity=MEBIBYTE + 512)
-    client, put_there = raw_client(store), raw_client(store).put
-
-    def put_and_hear_nothing(name: str, address: int, nbytes: int) -> bool:
-        assert put_there(name, address, nbytes)
-        raise StoreUnreachable("mooncake_master does not answer")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(client, "put", put_and_hear_nothing)
-        assert (await put(store, key, b"x" * MEBIBYTE)).store == ""
-    for name in (other_of(key), key[1:] + "z"):
-        assert (await put(store, name, b"z" * MEBIBYTE)).store
-        await asyncio.sleep(LEASE_S + 0.2)
-    assert client.size(key) is None
-
-
-def _unreachable(key: str) -> bool:
-    raise StoreUnreachable("mooncake_master does not answer")
-
-
 async def test_what_is_acquired_while_it_is_being_removed_is_held(instances: Instances, key: str) -> None:
     store, consumer = instances.start(capacity=MEBIBYTE + 512), instances.start(encodes=False)
     event = await put(store, key, b"x" * MEBIBYTE)
@@ -223,29 +160,3 @@ async def test_a_store_that_hangs_in_a_put_is_waited_for_no_longer_than_the_time
         assert [store.fetch(event) for event in events] == [name.encode() for name in names]
         go_on.set()
         await until(lambda: store.num_bytes > 3 * 512, "what came late is in the books")
-
-
-async def test_what_the_store_does_is_told(instances: Instances, key: str) -> None:
-    store, consumer = instances.start(capacity=MEBIBYTE + 512), instances.start(encodes=False)
-    told: list[tuple[object, ...]] = []
-    store._observe = consumer._observe = lambda *what: told.append(what[:3])
-    assert await store.acquire(key, "r") is None
-    event = await put(store, key, b"x" * MEBIBYTE)
-    assert store.num_bytes == MEBIBYTE + 512
-    assert await store.acquire(key, "r") is not None
-    store.release("r", key)
-    consumer.fetch(event)
-    await asyncio.sleep(LEASE_S + 0.2)
-    await put(store, other_of(key), b"y" * MEBIBYTE)
-    with pytest.raises(TransferError):
-        consumer.fetch(event)
-    size = MEBIBYTE + 512
-    assert told == [
-        ("mooncake", "miss"),
-        ("mooncake", "put", size),
-        ("mooncake", "hit"),
-        ("mooncake", "fetch", MEBIBYTE),
-        ("mooncake", "evict"),
-        ("mooncake", "put", size),
-        ("mooncake", "lost"),
-    ]

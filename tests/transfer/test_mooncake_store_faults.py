@@ -37,18 +37,6 @@ async def test_a_corrupted_object_is_a_miss_and_is_encoded_anew(instances: Insta
     assert consumer.fetch(await put(store, key, b"feature")) == b"feature"
 
 
-async def test_an_object_that_is_no_feature_is_replaced(instances: Instances, key: str) -> None:
-    store, consumer = instances.start(), instances.start(encodes=False)
-    junk = bytearray(b"\xff" * 600)
-    client = raw_client(store)
-    client.register(address_of(memoryview(junk)), len(junk))
-    for nbytes in (600, 10):
-        assert client.put(key, address_of(memoryview(junk)), nbytes)
-        assert await store.acquire(key, "r") is None
-        assert consumer.fetch(await put(store, key, b"feature")) == b"feature"
-        assert client.remove(key, force=True)
-
-
 async def test_a_missing_object_and_one_of_another_size_are_misses(instances: Instances, key: str) -> None:
     store, consumer = instances.start(), instances.start(encodes=False)
     event = await put(store, key, b"feature")
@@ -70,15 +58,6 @@ async def test_a_feature_that_does_not_fit_the_store_goes_the_other_way(instance
     assert consumer.fetch(event) == b"x" * MEBIBYTE
     with pytest.raises(ValueError, match="raise feature_cache_bytes"):
         await store.put(other_of(key), memoryview(bytes(MEBIBYTE + 1)), [MEBIBYTE + 1], "uint8", "r")
-
-
-async def test_an_instance_that_was_not_meant_to_encode_keeps_its_features_itself(
-    instances: Instances, key: str
-) -> None:
-    store = instances.start(encodes=False)
-    event = await put(store, key, b"feature")
-    assert event.region is not None
-    assert store.fetch(event) == b"feature"
 
 
 async def test_without_its_master_features_go_straight_to_their_consumers(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 
 import msgspec
@@ -33,10 +32,6 @@ class Time:
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
-
-
-class TimeOfAThread(threading.local, Time):
-    """All threads begin at 0, and none is held up by what the machine does with the others."""
 
 
 def pieces(nbytes: int) -> list[Piece]:
@@ -78,29 +73,6 @@ def test_a_transfer_takes_the_time_of_what_it_stands_for_and_slower_on_a_link_th
         assert clock.now - start == pytest.approx(seconds)
 
 
-def test_transfers_of_several_threads_queue_on_one_link_and_not_on_another() -> None:
-    clock = TimeOfAThread()
-    link = ShapedTransport(Instant(), 1e6, 0.05, clock=clock, sleep=clock.sleep)  # type: ignore[arg-type]
-    other = msgspec.structs.replace(REGION, pid=2)
-    took: dict[str, float] = {}
-
-    def run(name: str, region: Region) -> None:
-        link.read(region, pieces(200_000))
-        took[name] = clock.now
-
-    threads = [
-        threading.Thread(target=run, args=arguments) for arguments in (("a", REGION), ("b", REGION), ("c", other))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    first, second = sorted((took["a"], took["b"]))
-    assert first == pytest.approx(0.25)
-    assert second == pytest.approx(0.45), "the latency of the second is spent while the link serves the first"
-    assert took["c"] == pytest.approx(0.25), "another peer has a link of its own"
-
-
 def test_bytes_and_errors_are_those_of_the_inner_transport() -> None:
     clock = Time()
     inner, peer = EmbeddedTransport(path="shm"), EmbeddedTransport(path="shm")
@@ -118,9 +90,3 @@ def test_bytes_and_errors_are_those_of_the_inner_transport() -> None:
     assert fast.allocate("own", 8).region.nbytes == 8
     fast.close()
     peer.close()
-
-
-@pytest.mark.parametrize(("bytes_per_s", "latency_s"), [(0, 0), (-1, 0), (1, -1)])
-def test_an_impossible_link_is_refused(bytes_per_s: float, latency_s: float) -> None:
-    with pytest.raises(ValueError, match="bandwidth above 0"):
-        ShapedTransport(EmbeddedTransport(path="shm"), bytes_per_s, latency_s)

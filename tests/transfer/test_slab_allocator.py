@@ -26,20 +26,3 @@ def test_ranges_tile_the_slab(steps: list[tuple[bool, int]]) -> None:
         allocator.free(offset)
     allocator.check_integrity()
     assert allocator.allocate(4096) == 0
-
-
-def test_no_single_hole_is_large_enough() -> None:
-    allocator = SlabAllocator(192, alignment=64)
-    first, _second, third = allocator.allocate(64), allocator.allocate(64), allocator.allocate(64)
-    assert first is not None
-    assert third is not None
-    allocator.free(first)
-    allocator.free(third)
-    assert allocator.allocate(128) is None
-
-
-def test_what_is_no_larger_than_the_capacity_fits_an_empty_slab() -> None:
-    allocator = SlabAllocator(1000, alignment=64)
-    assert allocator.capacity == 960
-    assert allocator.allocate(allocator.capacity) == 0
-    allocator.check_integrity()

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from epd_serve.protocol.engine_notices import FeatureAnnounced, FeatureKept, FeatureWithdrawn
+from epd_serve.protocol.engine_notices import FeatureAnnounced, FeatureWithdrawn
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.vllm_plugin.announced_features import AnnouncedFeatures, FeatureMemory
 
@@ -131,28 +131,10 @@ def test_a_feature_that_is_late_is_given_up(peers: Peers, now: list[float]) -> N
     assert not peers.announced.hold("engine-r", "a")
 
 
-def test_a_feature_that_is_not_what_it_should_be_is_encoded_here(peers: Peers) -> None:
-    assert "fails its checksum" in peers.announce("a", checksum="0" * 64)
-    assert peers.announced.is_settled("engine-r", "r", "a")
-    assert not peers.announced.hold("engine-r", "a")
-
-
 def test_a_feature_larger_than_the_cache_is_encoded_here(now: list[float]) -> None:
     peers = Peers(lambda: now[0], capacity=64)
     assert "finds no room" in peers.announce("a", bytes(100))
     assert peers.announced.is_settled("engine-r", "r", "a")
-
-
-def test_an_arrival_outlives_others_until_its_request_has_had_its_time(peers: Peers, now: list[float]) -> None:
-    peers.announce("taken", bytes(400))
-    assert peers.announced.hold("engine-r", "taken")
-    peers.announced.forget("engine-r")
-    peers.announce("first", bytes(500))
-    assert "finds no room" in peers.announce("second", bytes(800)), "the first is still waited for"
-    now[0] = 11.0
-    peers.announced.forget("any")
-    assert peers.announce("third", bytes(900)) == ""
-    assert not peers.announced.hold("engine-r", "first")
 
 
 def test_what_is_here_already_stays_for_the_request_that_it_was_announced_for(peers: Peers) -> None:
@@ -181,17 +163,3 @@ def test_who_waits_for_features_wakes_up_with_them(peers: Peers) -> None:
     began = time.monotonic()
     peers.announced.wait(0.05)  # nothing new
     assert time.monotonic() - began >= 0.05
-
-
-def test_notices_for_others_are_refused(peers: Peers) -> None:
-    assert "knows no FeatureKept" in peers.announced.handle(FeatureKept(stored=[], evicted=[]), never)
-
-
-def test_threads_may_announce_at_once(peers: Peers) -> None:
-    threads = [threading.Thread(target=peers.announce, args=(f"f{n}", bytes([n]) * 60)) for n in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(peers.announced.hold("engine-r", f"f{n}") for n in range(8))
-    peers.announced.check_integrity()
