@@ -154,6 +154,8 @@ NO_ROOM = "no_room"
 #: Code of the Unavailable of a decode instance that is through with a request for which a prefill instance asks.
 #: What ended the request there is the answer to the call that it came with.
 REQUEST_ENDED = "request_ended"
+#: Code of the error that ends a stream of several choices whose instance has failed: it does not go on elsewhere.
+CHOICES_LOST = "choices_lost"
 
 _UNAUTHORIZED = 401
 #: Characters of an instance's message that are passed on.

@@ -132,9 +132,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ``temperature == 0`` is greedy. ``max_tokens`` is None until the instance that knows the prompt length fills it
     with the room that the context leaves. ``seed`` is always set: the sender of the request draws one.
     ``include_stop``: a stop string stays in the text. ``bad_word_ids`` are ``bad_words`` as the instance that has
-    the tokenizer spells them. ``priority``: lower is computed earlier.
-    ``first_choice``: number of the first of these choices within the client's request; random numbers depend on
-    it. ``neutral``: those of
+    the tokenizer spells them. ``priority``: lower is computed earlier. ``neutral``: those of
     :data:`SAMPLING_DEFAULTS` that the request itself sets to that value; others that have it are open, and the
     model's generation_config.json decides.
     """
@@ -162,7 +160,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     grammar: Grammar | None = None
     priority: int = 0
-    first_choice: int = 0
     neutral: tuple[str, ...] = ()
 
     @property

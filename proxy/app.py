@@ -37,9 +37,7 @@ from proxy.api.endpoint import Endpoint, GenerationEndpoint
 from proxy.api.routes import add_body_route
 from proxy.api.tokenizing import TokenizingEndpoint
 from proxy.api.views import health_router, home_router, models_router
-from proxy.dispatch.dispatcher import Dispatcher
-from proxy.dispatch.job import Instances
-from proxy.fleet.leases import Leases, leases_router
+from proxy.fleet.leases import LeaseCalls, Leases
 from proxy.fleet.members import Members, connector, vllm_targets
 from proxy.fleet.monitor import Monitor
 from proxy.http.asgi import LocalGuard, install_cors, install_error_handlers
@@ -48,6 +46,7 @@ from proxy.media.loader import MediaLoader
 from proxy.media.probe import MediaProbe
 from proxy.observe.metrics import GatewayMetrics
 from proxy.observe.observer import Observer
+from proxy.serving.job import Instances
 from proxy.settings import GatewaySettings
 
 logger = logging.getLogger(__name__)
@@ -82,14 +81,12 @@ def create_app(
     if config.elastic is not None:
         observer.subscribe(served_requests.put)
     monitor = Monitor(table, calls, settings)
-    dispatcher = Dispatcher(
-        Instances(
-            table=table,
-            calls=calls,
-            router=router or router_of(gateway.routing),
-            monitor=monitor,
-            settings=settings,
-        )
+    served_by = Instances(
+        table=table,
+        calls=calls,
+        router=router or router_of(gateway.routing),
+        monitor=monitor,
+        settings=settings,
     )
     switches = Switches(table, calls)
     probe = MediaProbe(settings)
@@ -103,24 +100,24 @@ def create_app(
             await stack.enter_async_context(connections)
             await stack.enter_async_context(fetcher)
             stack.callback(probe.close)
-            routers = [operations_router(table, switches), scaling_router(table, served_requests)]
-            orders = [switches_router(switches), leave_router(switches)]
-            joining = leases_router(leases, needs_tls=settings.tls is not None)
+            routers = [
+                operations_router(table, switches),
+                scaling_router(table, served_requests),
+                switches_router(switches),
+                leave_router(switches),
+            ]
+            joining = LeaseCalls(leases, needs_tls=settings.tls is not None)
             if gateway.admin.port is not None:
                 admin = create_admin_app(
-                    table,
-                    admission,
-                    settings.admin_key,
-                    routers,
-                    joining,
-                    orders=orders,
-                    engine=engine,
+                    table, admission, settings.admin_key, routers, joining.router, engine=engine
                 )
-                running = running_admin(admin, gateway.admin, settings.cluster_key, settings.tls)
+                running = running_admin(
+                    admin, gateway.admin, settings.tls, joining.calls, cluster_key=settings.cluster_key
+                )
                 app.state.admin_url = await stack.enter_async_context(running)
             if app.state.admin_path is not None:
-                routers += [joining, instances_router(members), health]
-                admin = create_admin_app(table, admission, None, [*routers, *orders], engine=engine)
+                routers += [joining.router, instances_router(members), health]
+                admin = create_admin_app(table, admission, None, routers, engine=engine)
                 await stack.enter_async_context(running_on_path(admin, app.state.admin_path))
             polling = asyncio.gather(monitor.run(), leases.run())
             polling.add_done_callback(partial(_end_after, app))
@@ -150,7 +147,7 @@ def create_app(
         "admission": admission,
         "settings": settings,
     }
-    for path, endpoint in endpoints(dispatcher, calls, shared, for_vllm=engine == "vllm"):
+    for path, endpoint in endpoints(served_by, shared, for_vllm=engine == "vllm"):
         add_body_route(app, path, endpoint)
     members = Members(table, calls, monitor, connect, config.topology)
     app.state.members = members
@@ -178,7 +175,7 @@ def _end_after(app: FastAPI, polling: asyncio.Future[Any]) -> None:
 
 
 def endpoints(
-    dispatcher: Dispatcher, calls: Mapping[str, StageCalls], shared: Mapping[str, Any], *, for_vllm: bool
+    instances: Instances, shared: Mapping[str, Any], *, for_vllm: bool
 ) -> Iterator[tuple[str, Endpoint]]:
     """(path, endpoint) of each that takes a body; ``shared`` is what all of them are made with. ``for_vllm``:
     requests may have fields that only vLLM has."""
@@ -192,10 +189,16 @@ def endpoints(
         "/v1/audio/transcriptions": ("transcription", TranscriptionCall.parse),
     }
     for path, (kind, parse) in types.items():
-        yield path, GenerationEndpoint(kind=kind, parse=parse, dispatcher=dispatcher, **shared)
+        yield path, GenerationEndpoint(kind=kind, parse=parse, instances=instances, **shared)
     yield (
         "/v1/responses/input_tokens",
-        TokenizingEndpoint(kind="input_tokens", parse=ResponsesCall.parse, calls=calls, **shared),
+        TokenizingEndpoint(kind="input_tokens", parse=ResponsesCall.parse, calls=instances.calls, **shared),
     )
-    yield "/tokenize", TokenizingEndpoint(kind="tokenize", parse=TokenizeBody.parse, calls=calls, **shared)
-    yield "/detokenize", TokenizingEndpoint(kind="detokenize", parse=DetokenizeBody.parse, calls=calls, **shared)
+    yield (
+        "/tokenize",
+        TokenizingEndpoint(kind="tokenize", parse=TokenizeBody.parse, calls=instances.calls, **shared),
+    )
+    yield (
+        "/detokenize",
+        TokenizingEndpoint(kind="detokenize", parse=DetokenizeBody.parse, calls=instances.calls, **shared),
+    )

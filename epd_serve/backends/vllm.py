@@ -31,7 +31,7 @@ from epd_serve.backends.vllm_stream import (
 from epd_serve.errors import Conflict, InstanceFailed, InstanceLost, InvalidRequest, StageTimeout
 from epd_serve.protocol import instance_state, wire
 from epd_serve.protocol.engine_notices import FeatureWithdrawn
-from epd_serve.rpc.http import HttpPool
+from epd_serve.rpc.http import HttpServer
 from epd_serve.topology.remembered import remember_role, remembered_role
 from epd_serve.types import Role
 
@@ -113,7 +113,7 @@ class VllmInstance(VllmServer):
     """:class:`epd_serve.backends.base.StageCalls` of one vLLM server."""
 
     def __init__(self, others: VllmInstances, name: str, url: str, target: VllmTarget) -> None:
-        super().__init__(others.connections.pool(name, url), target)
+        super().__init__(HttpServer(name, url, others.connections.http), target)
         self._others = others
         self._warm: float | None = None
         self._model = ""
@@ -125,7 +125,7 @@ class VllmInstance(VllmServer):
         self._prompts: dict[object, int] = {}
         self._encodes: dict[object, int] = {}
         self._engine_id: tuple[float, str] | None = None
-        self._bootstrap: HttpPool | None = None
+        self._bootstrap: HttpServer | None = None
         self._ordered = target.role
 
     # ------------------------------------------------------------------ how it is
@@ -431,7 +431,9 @@ class VllmInstance(VllmServer):
         """
         if self._engine_id is None or self._engine_id[0] != self._warm:
             if self._bootstrap is None:
-                self._bootstrap = self._others.connections.pool(self.name, f"http://{self.address(KV_PORT)}")
+                self._bootstrap = HttpServer(
+                    self.name, f"http://{self.address(KV_PORT)}", self._others.connections.http
+                )
             answer = await self.ask_json("/query", self._bootstrap)
             try:
                 engine_id = next(iter(answer.values()))["engine_id"]
@@ -459,8 +461,8 @@ class VllmInstance(VllmServer):
         path, output = vllm_chat.path_of(request), request.output
         request_id = output.id.partition("-")[2] or request.request_id  # vLLM makes the answer's id of it
         if can_be_replayed(request):
-            parts = self.parts_of_call(path, body | {"return_token_ids": True}, request_id)
-            framed = KnownTokens(*parts) if exchange.behind else ReplayedTokens(*parts)
+            call_type = KnownTokens if exchange.behind else ReplayedTokens
+            framed = call_type(self.server, path, body | {"return_token_ids": True}, request_id)
             framed.for_request(request, prompt)
             framed.rewrite_usage = exchange.tell_cached
             return framed

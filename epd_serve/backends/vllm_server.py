@@ -20,7 +20,7 @@ from epd_serve.protocol import wire
 from epd_serve.protocol.engine_notices import LENGTH, Notice, pack
 from epd_serve.protocol.instance_state import Load
 from epd_serve.protocol.wire import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
-from epd_serve.rpc.http import HttpPool
+from epd_serve.rpc.http import HttpServer
 from epd_serve.rpc.sockets import connect
 from epd_serve.types import Modality, Role, SamplingParams
 
@@ -45,10 +45,10 @@ _FIRST_USES: tuple[dict[str, Any], ...] = (
 class VllmServer:
     """One vLLM server. Attributes: ``name``, ``url``, and ``target``, its entry in the deployment file."""
 
-    def __init__(self, pool: HttpPool, target: VllmTarget) -> None:
-        self.pool = pool
-        self.name = pool.name
-        self.url = pool.url
+    def __init__(self, server: HttpServer, target: VllmTarget) -> None:
+        self.server = server
+        self.name = server.name
+        self.url = server.url
         self.target = target
         self._takes: Modality = "image"
 
@@ -117,17 +117,17 @@ class VllmServer:
     async def figures(self) -> VllmFigures:
         return read_figures((await self.get("/metrics")).decode("utf-8", "replace"))
 
-    async def ask_json(self, path: str, pool: HttpPool | None = None) -> Any:
-        """Get a path and decode its JSON; ``pool`` is that of another server of the instance."""
+    async def ask_json(self, path: str, server: HttpServer | None = None) -> Any:
+        """Get a path and decode its JSON; ``server``: another one of the instance."""
         try:
-            return msgspec.json.decode(await self.get(path, pool))
+            return msgspec.json.decode(await self.get(path, server))
         except msgspec.MsgspecError as error:
-            raise InstanceLost(f"{(pool or self.pool).url}{path} is no answer of vLLM ({error})") from error
+            raise InstanceLost(f"{(server or self.server).url}{path} is no answer of vLLM ({error})") from error
 
-    async def get(self, path: str, pool: HttpPool | None = None) -> bytes:
+    async def get(self, path: str, server: HttpServer | None = None) -> bytes:
         try:
             async with asyncio.timeout(INFO_TIMEOUT_S):
-                return await VllmCall(pool or self.pool, "GET", path).ask()
+                return await VllmCall(server or self.server, path).ask()
         except TimeoutError as error:
             raise InstanceLost(f"instance {self.name} said nothing in {INFO_TIMEOUT_S:g} s") from error
 
@@ -144,13 +144,7 @@ class VllmServer:
         return answer
 
     def call(self, path: str, body: dict[str, Any], request_id: str) -> VllmCall:
-        return VllmCall(*self.parts_of_call(path, body, request_id))
-
-    def parts_of_call(
-        self, path: str, body: dict[str, Any], request_id: str
-    ) -> tuple[HttpPool, str, str, str, list[bytes]]:
-        headers = f"content-type: application/json\r\n{wire.REQUEST_ID_HEADER}: {request_id}\r\n"
-        return self.pool, "POST", path, headers, [msgspec.json.encode(body)]
+        return VllmCall(self.server, path, body, request_id)
 
 
 def _short_completion(model: str) -> dict[str, Any]:
@@ -190,7 +184,6 @@ class EngineWatch:
         if not is_busy and now - self._moved_at > IDLE_S:
             self._moved_at = now  # its patience begins anew
             self._trial = make_trial()
-            self._trial.opened.add_done_callback(lambda opened: opened.cancelled() or opened.exception())
             self._trial.send()
 
     def _end_trial(self, now: float) -> None:

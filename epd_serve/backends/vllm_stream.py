@@ -111,7 +111,7 @@ class FramedCall(VllmCall):
             text = (choice.get("delta") or choice).get("content", choice.get("text"))
             self._right(answer, choice)
         except (msgspec.MsgspecError, AttributeError, LookupError, TypeError) as error:
-            raise InstanceFailed(f"instance {self._pool.name} gave an unreadable answer ({error})") from error
+            raise InstanceFailed(f"instance {self.server.name} gave an unreadable answer ({error})") from error
         is_last = bool(choice.get("finish_reason"))
         if not self._is_new(tokens, prompt, has_choice=bool(choice), is_last=is_last):
             return b""
@@ -162,7 +162,7 @@ class KnownTokens(FramedCall):
         if not self._has_begun:
             self._has_begun = True
             if self.prompt is not None and prompt != self.prompt:
-                raise InstanceFailed(f"instance {self._pool.name} does not take a prompt as tokens")
+                raise InstanceFailed(f"instance {self.server.name} does not take a prompt as tokens")
         is_opening = has_choice and not tokens and not is_last
         return not (self.num_before and is_opening)
 
@@ -186,9 +186,9 @@ class ReplayedTokens(FramedCall):
         begin, self._num_told = self._num_told, self._num_told + len(tokens)
         missing = self._generated[begin : self._num_told]
         if tokens[: len(missing)] != missing:
-            raise InstanceFailed(f"instance {self._pool.name} gives another answer than the one that was begun")
+            raise InstanceFailed(f"instance {self.server.name} gives another answer than the one that was begun")
         if begin < len(self._generated) < self._num_told:
-            raise InstanceFailed(f"instance {self._pool.name} gives the answer in other parts than the first one")
+            raise InstanceFailed(f"instance {self.server.name} gives the answer in other parts than the first one")
         if begin < len(self._generated) and (is_last or not has_choice):
-            raise InstanceFailed(f"instance {self._pool.name} ends the answer before what there is of it")
+            raise InstanceFailed(f"instance {self.server.name} ends the answer before what there is of it")
         return begin >= len(self._generated)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as AbstractSequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
@@ -27,16 +26,8 @@ class SampledToken(msgspec.Struct, frozen=True, gc=False):
     logprob: TokenLogprob | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """The tokens that a step sampled.
-
-    ``first`` has the ``n`` first tokens of each sequence whose prompt ended in this step, ``decoded`` the next one
-    of each other.
-    """
-
-    decoded: list[tuple[Sequence, SampledToken]]
-    first: list[tuple[Sequence, list[SampledToken]]]
+#: The tokens of a step: the next one of each sequence, or the ``n`` first ones of one whose prompt ended in it.
+SampledTokens = list[tuple[Sequence, list[SampledToken]]]
 
 
 class LaunchedStep(Protocol):
@@ -46,7 +37,7 @@ class LaunchedStep(Protocol):
         """Let the device choose the tokens; those before them must be known."""
         ...
 
-    def read(self) -> StepResult:
+    def read(self) -> SampledTokens:
         """Wait for the end of the step."""
         ...
 

@@ -12,11 +12,10 @@ from epd_serve.config import InstanceOptions
 from epd_serve.protocol.instance_state import AppliedShare
 from epd_serve.sched.token_time import Slack
 
-_SLOTS, _FIELDS, _DOUBLE = 64, 8, 8
-_SIZE = _SLOTS * _FIELDS * _DOUBLE
-# Of a slot. Decodes: when they last wrote, 0 for no decodes; their slack. Encodes: begin of the one that runs, 0
-# for none; seconds of those before.
-_BEAT, _CREDIT, _LIMIT, _ALONE, _BESIDE, _SINCE, _ENCODED = range(7)
+_SLOTS, _FIELDS = 64, 8
+#: Of a slot. Decodes: when they last wrote, 0 for no decodes; from ``_SLACK`` on their slack. Encodes: begin of the
+#: one that runs, 0 for none; seconds of those before.
+_BEAT, _SLACK, _SINCE, _ENCODED = 0, 1, 5, 6
 #: Decodes that have not written for this long are over: their process may be gone.
 _STALE_S = 1.0
 
@@ -24,10 +23,9 @@ _STALE_S = 1.0
 class DeviceBoard:
     """Shared memory of the instances on one device: whether one encodes, and the slack that decodes leave for it.
 
-    It has 64 slots of 8 doubles; each instance writes its own slot, and all of them read all.
-
-    Several threads of an instance may write, each its own fields. A double is written at once; values that are
-    read together need not have been written together, which at worst makes one pause too long or too short.
+    It has 64 slots of 8 doubles; each instance writes its own slot, and all of them read all. Several threads of an
+    instance may write, each its own fields. A double is written at once; values that are read together need not
+    have been written together, which at worst makes one pause too long or too short.
 
     Args:
         path: a file that the instances of the device share; None: this instance is alone there.
@@ -40,81 +38,71 @@ class DeviceBoard:
             raise ValueError(f"slot {slot} of a device board: there are 0 to {_SLOTS - 1}")
         self._clock = clock
         self._map: mmap.mmap | None = None
-        memory: bytearray | mmap.mmap = bytearray(_SIZE)
+        memory: bytearray | mmap.mmap = bytearray(_SLOTS * _FIELDS * 8)
         if path is not None:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
             try:
-                os.ftruncate(descriptor, _SIZE)
-                memory = self._map = mmap.mmap(descriptor, _SIZE)
+                os.ftruncate(descriptor, len(memory))
+                memory = self._map = mmap.mmap(descriptor, len(memory))
             finally:
                 os.close(descriptor)
         self._values = memoryview(memory).cast("d")
-        self._own = slot * _FIELDS
+        self._slots = [self._values[at : at + _FIELDS] for at in range(0, len(self._values), _FIELDS)]
+        self._own = self._slots[slot]
         for field in range(_FIELDS):  # a process that was here before may have died in the middle of something
-            self._values[self._own + field] = 0.0
+            self._own[field] = 0.0
 
     def close(self) -> None:
         self.decodes_end()
         self.encode_ends()
-        self._values.release()
+        for view in (*self._slots, self._values):
+            view.release()
         if self._map is not None:
             self._map.close()
 
-    # ------------------------------------------------------------------ told by decodes
+    # ------------------------------------------------------------------ written by decodes
 
     def decodes(self, slack: Slack) -> None:
         """Note that decodes are running, and that they leave this slack."""
-        own, values = self._own, self._values
-        values[own + _CREDIT], values[own + _LIMIT] = slack.credit_s, slack.limit_s
-        values[own + _ALONE], values[own + _BESIDE] = slack.alone_s, slack.beside_s
-        values[own + _BEAT] = self._clock()
+        for field, value in enumerate((slack.credit_s, slack.limit_s, slack.alone_s, slack.beside_s), _SLACK):
+            self._own[field] = value
+        self._own[_BEAT] = self._clock()
 
     def decodes_end(self) -> None:
-        self._values[self._own + _BEAT] = 0.0
+        self._own[_BEAT] = 0.0
 
-    # ------------------------------------------------------------------ told by encodes
+    # ------------------------------------------------------------------ written by encodes
 
     def encode_begins(self) -> None:
-        self._values[self._own + _SINCE] = self._clock()
+        self._own[_SINCE] = self._clock()
 
     def encode_ends(self) -> None:
-        own, values = self._own, self._values
-        since = values[own + _SINCE]
+        since, self._own[_SINCE] = self._own[_SINCE], 0.0
         if since:
-            values[own + _SINCE] = 0.0
-            values[own + _ENCODED] += self._clock() - since
+            self._own[_ENCODED] += self._clock() - since
 
-    # ------------------------------------------------------------------ asked by both
+    # ------------------------------------------------------------------ read by both
 
     def slack(self) -> Slack | None:
         """The least that any decodes on the device leave; None where there are none."""
-        now, values = self._clock(), self._values
-        slacks = [
-            Slack(
-                credit_s=values[slot + _CREDIT],
-                limit_s=values[slot + _LIMIT],
-                alone_s=values[slot + _ALONE],
-                beside_s=values[slot + _BESIDE],
-            )
-            for slot in range(0, _SLOTS * _FIELDS, _FIELDS)
-            if values[slot + _BEAT]
-            and now - values[slot + _BEAT] < _STALE_S + 2 * max(values[slot + _BESIDE], values[slot + _ALONE])
-        ]
-        return min(slacks, key=lambda slack: slack.credit_s, default=None)
+        now, least = self._clock(), None
+        for slot in self._slots:
+            if beat := slot[_BEAT]:
+                credit_s, limit_s, alone_s, beside_s = slot[_SLACK : _SLACK + 4]
+                is_alive = now - beat < _STALE_S + 2 * max(beside_s, alone_s)
+                if is_alive and (least is None or credit_s < least.credit_s):
+                    least = Slack(credit_s=credit_s, limit_s=limit_s, alone_s=alone_s, beside_s=beside_s)
+        return least
 
     def encoded_s(self) -> float:
         """Seconds for which encodes have run on the device, until now."""
-        now, values = self._clock(), self._values
-        total = 0.0
-        for slot in range(0, _SLOTS * _FIELDS, _FIELDS):
-            since = values[slot + _SINCE]
-            total += values[slot + _ENCODED] + (max(now - since, 0.0) if since else 0.0)
-        return total
+        now = self._clock()
+        return sum(s[_ENCODED] + (max(now - s[_SINCE], 0.0) if s[_SINCE] else 0.0) for s in self._slots)
 
     @property
     def encodes_here(self) -> bool:
         """Whether this instance itself encodes."""
-        return self._values[self._own + _SINCE] > 0
+        return self._own[_SINCE] > 0
 
 
 def apply_share(options: InstanceOptions, device: BareDevice) -> AppliedShare | None:

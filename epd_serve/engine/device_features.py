@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from device.base import Device
-from epd_serve.engine.device_regions import registered
+from epd_serve.engine.device_regions import register
 from epd_serve.engine.mapped_memory import MappedMemory
 from epd_serve.protocol.wire import FeatureEvent, Region
 from epd_serve.transfer.feature_store import (
@@ -59,51 +58,42 @@ class Copies:
 
     def within(self, source: Tensor, target: Tensor | None = None) -> Tensor:
         """Copy memory that devices reach to ``target``, by default to new memory."""
+        target = self.empty(source.nbytes) if target is None else target
         self._device.activate()
         with self._copying, self._stream:
-            target = source.clone() if target is None else target.copy_(source)
+            target.copy_(source, non_blocking=True)
             done = self._device.record_event()
         done.synchronize()
         return target
 
     def empty(self, nbytes: int) -> Tensor:
-        """New memory of the device."""
+        """New memory of the device. Raises TransferError where there is too little."""
         self._device.activate()
-        with self._copying, self._stream:
-            return torch.empty(nbytes, dtype=torch.uint8, device=self._device.torch_device)
+        try:
+            with self._copying, self._stream:
+                return torch.empty(nbytes, dtype=torch.uint8, device=self._device.torch_device)
+        except torch.OutOfMemoryError as error:
+            raise TransferError(f"the device has no room for a feature of {nbytes} bytes: {error}") from error
 
     def to_host(self, source: Tensor) -> memoryview:
         data = torch.empty(source.nbytes, dtype=torch.uint8)
         for part in _parts(source.nbytes):
-            with self._place(part) as pinned:
-                self._copy(source[part], pinned)
-                data[part] = pinned
+            with self._places.lend(1) as place:
+                data[part] = self.within(source[part], self._pinned[place, : part.stop - part.start])
         view: memoryview = data.numpy().data
         return view
 
     def to_device(self, data: bytearray) -> Tensor:
         source, copy = torch.frombuffer(data, dtype=torch.uint8), self.empty(len(data))
         for part in _parts(len(data)):
-            with self._place(part) as pinned:
-                pinned.copy_(source[part])
-                self._copy(pinned, copy[part])
+            with self._places.lend(1) as place:
+                pinned = self._pinned[place, : part.stop - part.start]
+                self.within(pinned.copy_(source[part]), copy[part])
         return copy
-
-    @contextmanager
-    def _place(self, part: slice) -> Iterator[Tensor]:
-        with self._places.lend(1) as place:
-            yield self._pinned[place, : part.stop - part.start]
 
     @cached_property
     def _pinned(self) -> Tensor:
         return self._device.pin_memory(torch.empty(_NUM_PARTS, _PART_BYTES, dtype=torch.uint8))
-
-    def _copy(self, source: Tensor, target: Tensor) -> None:
-        self._device.activate()
-        with self._copying, self._stream:
-            target.copy_(source, non_blocking=True)
-            done = self._device.record_event()
-        done.synchronize()
 
 
 def _parts(nbytes: int) -> Iterator[slice]:
@@ -270,10 +260,7 @@ class GuardedMemory:
         """Raises TransferError where the feature is there no longer, or memory for it is not to be had."""
         if event.offset < 0 or event.offset % SLOT_BYTES or event.offset + event.nbytes > len(self.memory):
             raise TransferError(f"feature {event.mm_hash[:12]} is outside of its store")
-        try:
-            copy = copies.within(self.part(event.offset, event.nbytes))
-        except torch.OutOfMemoryError as error:
-            raise TransferError(f"the device has no room for feature {event.mm_hash[:12]}: {error}") from error
+        copy = copies.within(self.part(event.offset, event.nbytes))
         start = event.offset // SLOT_BYTES * _GENERATION.size
         check_generation(event, self.table[start : start + _GENERATION.size])
         return copy
@@ -305,7 +292,7 @@ class LandedFeatures:
         with self._registering:
             if self._slab is None:
                 self._memory, _ = self._device.share_memory(_NUM_PARTS * _PART_BYTES)
-                self._slab = registered(self._device, self._transport, "landing", self._memory)
+                self._slab = register(self._device, self._transport, "landing", self._memory)
             if self._slab is None:
                 raise NotMapped("the device has no memory in which features could land")
             return self._slab
@@ -314,11 +301,7 @@ class LandedFeatures:
         """Raises TransferError where the feature is not there, or memory for it is not to be had."""
         if event.offset % SLOT_BYTES:
             raise TransferError(f"feature {event.mm_hash[:12]} is outside of its store")
-        landing = self._landing()
-        try:
-            feature = self._copies.empty(event.nbytes)
-        except torch.OutOfMemoryError as error:
-            raise TransferError(f"the device has no room for feature {event.mm_hash[:12]}: {error}") from error
+        landing, feature = self._landing(), self._copies.empty(event.nbytes)
         for part in _parts(event.nbytes):
             with self._places.lend(1) as place:
                 here = slice(place * _PART_BYTES, place * _PART_BYTES + part.stop - part.start)
@@ -362,7 +345,7 @@ class FeatureArea(FeatureBooks):
         self.region = self._slab.region
         if shares:
             self.region = msgspec.structs.replace(self.region, device=device.type, handle=handle)
-        self._registered = registered(device, transport, "features", memory) if registers else None
+        self._registered = register(device, transport, "features", memory) if registers else None
         self.memory = None if self._registered is None else self._registered.region
         self._observe = observe
         self._num_features = 0

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 _PROBE_BYTES = 1 << 16
 
 
-def registered(device: Device, transport: Transport, name: str, memory: Tensor) -> DeviceSlab | None:
+def register(device: Device, transport: Transport, name: str, memory: Tensor) -> DeviceSlab | None:
     """Register a device's memory, [nbytes] uint8 from ``share_memory``; None where that cannot be had."""
     try:
         return transport.register(name, DeviceBytes(memory.data_ptr(), memory.nbytes))
@@ -34,7 +34,7 @@ def are_reached(device: Device, transport: Transport) -> bool:
     """
     device.activate()
     memory, _ = device.share_memory(2 * _PROBE_BYTES)
-    slab = registered(device, transport, "probe", memory)
+    slab = register(device, transport, "probe", memory)
     if slab is None:
         logger.info("%s: KV and features go to other hosts through host memory", device.name)
         return False

@@ -18,7 +18,7 @@ from device.base import BareDevice, Stream
 from epd_serve.config import InstanceOptions
 from epd_serve.engine.device_board import DeviceBoard, apply_share
 from epd_serve.sched.schedule import ScheduleOutput
-from epd_serve.sched.token_time import Slack, TokenTimeAccount, pause_s
+from epd_serve.sched.token_time import Slack, pause_s
 
 #: Of the language model's stream, with its decodes; the tower's has 0.
 _LANGUAGE_PRIORITY = -1
@@ -33,10 +33,11 @@ class TowerStream:
     Args:
         share: part of the multiprocessors to which it keeps; None: no limit.
         threads: numbers on a CPU while this instance's language model computes too, and while it does not.
-        is_busy: whether that language model has work; False where there is none.
+        language: this instance's other side; None where it has no language model.
         sleep: lets the tower's thread sleep.
 
     Attributes:
+        paused_s: seconds for which encodes have waited in their middle for decodes.
         least_pixel_bytes: that a batch takes for each pixel where it is not a graph: its memory is there already.
     """
 
@@ -48,7 +49,7 @@ class TowerStream:
         priority: int = 0,
         share: float | None = None,
         threads: tuple[int, int] | None = None,
-        is_busy: Callable[[], bool] = lambda: False,
+        language: LanguageStream | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -56,10 +57,10 @@ class TowerStream:
         self._board = board
         self._stream = device.stream(priority, share)
         self._threads = threads if device.type == "cpu" else None
-        self._is_busy = is_busy
+        self._language = language
         self._clock = clock
         self._sleep = sleep
-        self._resumed_s = self._paused_s = 0.0
+        self._resumed_s = self.paused_s = 0.0
         self._num_layers = 0
         self._is_encoding = self._hurries = False
         self._pixel_bytes: float | None = None
@@ -80,7 +81,7 @@ class TowerStream:
         """A context in which a batch is encoded; its features are computed at the end."""
         self._device.activate()
         in_use = self._device.reset_peak_memory()
-        self._num_layers, paused_s = 0, self._paused_s
+        self._num_layers, paused_s = 0, self.paused_s
         began_s = self._resumed_s = self._clock()
         self._part_threads()
         self._board.encode_begins()
@@ -91,7 +92,7 @@ class TowerStream:
         finally:
             self._is_encoding = False
             self._board.encode_ends()
-        seconds = self._clock() - began_s - (self._paused_s - paused_s)
+        seconds = self._clock() - began_s - (self.paused_s - paused_s)
         pixel_bytes = max((self._device.peak_memory() - in_use) / num_pixels, self.least_pixel_bytes)
         self._pixel_bytes = _smooth(self._pixel_bytes, pixel_bytes)
         self._pixel_layer_s = _smooth(self._pixel_layer_s, seconds / max(self._num_layers, 1) / num_pixels)
@@ -115,7 +116,7 @@ class TowerStream:
             self._board.encode_ends()
             self._sleep(wait_s)
             now = self._clock()
-        self._paused_s += now - begun
+        self.paused_s += now - begun
         self._resumed_s = now
         if not self._board.encodes_here:
             self._board.encode_begins()
@@ -124,16 +125,15 @@ class TowerStream:
         """Pause no more, whatever decodes: the instance ends. Any thread."""
         self._hurries = True
 
+    @property
+    def _beside_steps(self) -> bool:
+        return self._language is not None and self._language.is_busy
+
     def _part_threads(self) -> None:
         if self._threads is not None:
-            self._device.set_threads(self._threads[0 if self._is_busy() else 1])
+            self._device.set_threads(self._threads[0 if self._beside_steps else 1])
 
     # ------------------------------------------------------------------ asked on the event loop
-
-    @property
-    def paused_s(self) -> float:
-        """Seconds for which encodes have waited in their middle for decodes."""
-        return self._paused_s
 
     def max_pixels(self) -> int:
         """The largest batch that fits the free memory, and under a limit also the time, as far as was measured."""
@@ -153,7 +153,7 @@ class TowerStream:
         """
         return (
             self._pixel_bytes is None
-            or not self._is_busy()
+            or not self._beside_steps
             or num_pixels * self._pixel_bytes <= self._device.headroom()
         )
 
@@ -164,6 +164,7 @@ class LanguageStream:
     Attributes:
         stream: on which it is loaded and computed, by one thread at a time.
         is_busy: whether a step runs, or one that ran just now has decodes to go on with.
+        slack: the time that the decodes leave to encodes; None without a limit.
         on_pause: called when no step follows, after all: one has failed, or nothing can be computed.
 
     Args:
@@ -182,7 +183,7 @@ class LanguageStream:
     ) -> None:
         self._device = device
         self._board = board
-        self._account = TokenTimeAccount(limit_s=limit_s) if limit_s is not None else None
+        self.slack = None if limit_s is None else Slack(limit_s=limit_s)
         self._threads = threads if device.type == "cpu" else None
         self._clock = clock
         # served before a tower's; on an NPU the default stream, which is all that its limits count
@@ -204,7 +205,7 @@ class LanguageStream:
         self.is_busy = True
         if self._threads is not None:
             self._device.set_threads(self._threads[0 if self._board.encodes_here else 1])
-        if self._account is not None and self._last_s is None:
+        if self.slack is not None and self._last_s is None:
             self._encoded_s = self._board.encoded_s()
         try:
             yield
@@ -216,24 +217,19 @@ class LanguageStream:
         """Book a step that took ``seconds``; ``num_running`` sequences go on."""
         goes_on = bool(output.decodes) and num_running > 0
         self.is_busy = goes_on
-        if self._account is None:
+        if self.slack is None:
             return
         now, encoded_s = self._clock(), self._board.encoded_s()
         if output.decodes:
             since_last = seconds if self._last_s is None else now - self._last_s
-            self._account.decoded(since_last, encoded_s - self._encoded_s)
+            self.slack = self.slack.after(since_last, encoded_s - self._encoded_s)
         self._encoded_s = encoded_s
         if goes_on:
             self._last_s = now
-            self._board.decodes(self._account.slack)
+            self._board.decodes(self.slack)
         else:
             self._last_s = None
             self._board.decodes_end()
-
-    @property
-    def slack(self) -> Slack | None:
-        """The time that the decodes leave to encodes; None without a limit."""
-        return None if self._account is None else self._account.slack
 
     def idle(self) -> None:
         """Note that nothing can be computed for now: sequences wait for features or blocks, or are gone."""
@@ -265,7 +261,7 @@ class DualStream:
             self.board,
             share=options.tower_share if options.role.has_language_model else None,
             threads=threads,
-            is_busy=lambda: self.language.is_busy,
+            language=self.language if options.role.has_language_model else None,
         )
 
 

@@ -5,25 +5,26 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from epd_serve.cache.block_pool import BlockPool, RequestBlocks
-from epd_serve.engine.computing import NO_TOKEN, SampledToken, StepResult
+from epd_serve.engine.computing import NO_TOKEN, SampledToken, SampledTokens
 from epd_serve.errors import InvalidRequest, ServeError
 from epd_serve.protocol.instance_state import Load
 from epd_serve.protocol.wire import TokenLogprob
 from epd_serve.sched.block_tables import BlockMemory
 from epd_serve.sched.orders import Order
-from epd_serve.sched.queues import Queues
+from epd_serve.sched.queues import KVLostError, Queues
 from epd_serve.sched.schedule import Budget, ScheduleOutput
 from epd_serve.sched.sequence import PLACEHOLDER, FinishReason, Sequence, SequenceState
+from epd_serve.sched.step_cost import StepCost
 from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer
 
 logger = logging.getLogger(__name__)
@@ -101,10 +102,10 @@ class Listeners:
                 feed(FailureEvent(request_id, ServeError(f"the answer cannot be written: {error}")))
 
 
-class EngineHooks(Protocol):
+class EngineHooks:
     """An engine's calls to the instance around it: features, pacing, and the events of its steps.
 
-    All are called on the engine's thread unless they say otherwise, and none may block except ``feature`` and
+    The engine's thread makes them all unless they say otherwise, and none may block except ``feature`` and
     ``turn``. A class that derives from this one begins with no features, no pacing and no receiver of events.
     """
 
@@ -113,7 +114,7 @@ class EngineHooks(Protocol):
         return None
 
     def has_feature(self, mm_hash: str) -> bool:
-        """Whether the feature is here or can be fetched, so that ``feature`` is worth calling."""
+        """Return whether the feature is here or can be fetched, so that ``feature`` is worth calling."""
         return self.feature(mm_hash) is not None
 
     def feature_starved(self, mm_hash: str) -> None:
@@ -155,7 +156,7 @@ class Engine:
         clock: monotonic seconds, the sender's clock.
 
     Attributes:
-        queues: what waits and what runs; whoever calls it from outside reads one number.
+        queues: sequences that wait and that run; callers from outside read one number.
         transfers: targets of the KV of sequences that are handed on.
     """
 
@@ -168,7 +169,7 @@ class Engine:
         *,
         eos_token_ids: frozenset[int],
         sender: KVSender | None = None,
-        order: Order = lambda waiting, now: list(waiting),
+        order: Order | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pool = pool
@@ -176,15 +177,7 @@ class Engine:
         self._sender = sender
         self._clock = clock
         self.eos_token_ids = eos_token_ids
-        self.queues = Queues(
-            pool,
-            memory,
-            budget,
-            order,
-            has_feature=hooks.has_feature,
-            on_starved=hooks.feature_starved,
-            on_lost=self._lose,
-        )
+        self.queues = Queues(pool, memory, budget, order or Order("fcfs", pool, budget, StepCost()), hooks)
         self._tables = self.queues.tables
         self.check_fits, self.prefix_lookups = self._tables.check_fits, self._tables.prefix_lookups
         self._changed = threading.Condition()
@@ -315,16 +308,29 @@ class Engine:
             return None if self._closing else output
 
     def plan(self, in_flight: ScheduleOutput | None) -> ScheduleOutput:
-        """The next step, which may be empty; its sequences keep their blocks until it has ended."""
+        """Return the next step, which may be empty; its sequences keep their blocks until it has ended."""
         stepping = in_flight.sequences if in_flight is not None else []
         with self._changed:
-            output = self.queues.plan(self._clock())
+            while (output := self._plan()) is None:
+                pass
             self._stepping = frozenset(stepping if output is in_flight else (*output.sequences, *stepping))
             if output.admitted or output.preempted:
                 self._hooks.freed()  # a place in the queue for blocks, or blocks
         return output
 
-    def sampled(self, output: ScheduleOutput, *, placeholders: bool) -> None:
+    def _plan(self) -> ScheduleOutput | None:
+        """Return the next step; None: a request has lost its KV and is gone, and there may be another step."""
+        try:
+            return self.queues.plan(self._clock())
+        except KVLostError as error:
+            logger.exception("the KV of request %s is lost", error.request_id)
+            self.abort(error.request_id)
+            failure = ServeError(f"the request's KV is lost: {error.__cause__}")
+            self._hooks.emit([FailureEvent(error.request_id, failure)])
+            self._hooks.freed()
+            return None
+
+    def advance(self, output: ScheduleOutput, *, placeholders: bool) -> None:
         """Count the tokens of a launched step as computed.
 
         With ``placeholders``, a placeholder stands for each sampled token in the step after it.
@@ -340,27 +346,33 @@ class Engine:
                     sequence.output_ids.append(PLACEHOLDER)
 
     def finish(
-        self, result: StepResult, output: ScheduleOutput, after: ScheduleOutput | None
+        self, sampled: SampledTokens, output: ScheduleOutput, after: ScheduleOutput | None
     ) -> list[EngineEvent]:
         """Take the tokens of a step; ``after`` is the step that was launched since."""
         with self._changed:
             self._stepping = frozenset(after.sequences if after else ())
-            chosen = [(one, [token]) for one, token in result.decoded] + result.first
-            without = {one: ids for one, tokens in chosen if one.goes_on and min(ids := _ids(tokens)) < 0}
+            without = [(s, t.token_id) for s, tokens in sampled for t in tokens if t.token_id < 0 and s.goes_on]
             events = self._fail_without_token(without) if without else []
             for sequence, _ in output.prefills:
                 # it may have lost its blocks to an older one since, or an earlier step of its own has failed
                 if sequence.blocks and sequence.goes_on:
                     self._tables.register(sequence)
-            for sequence, token in result.decoded:
-                if sequence.goes_on:
-                    if sequence.hand_off:
-                        events += self._hand_out(sequence, [token])
-                    else:
-                        events.append(self._append(sequence, token))
-            for sequence, tokens in result.first:
-                if sequence.goes_on:
-                    events += self._hand_out(sequence, tokens)
+            for sequence, tokens in sampled:
+                if not sequence.goes_on:
+                    continue
+                if sequence.hand_off:
+                    self.queues.stop(sequence)
+                    sequence.move_to(SequenceState.TRANSFERRING)
+                    count = len(sequence.output_ids) + 1
+                    ends = [(t, sequence.finish_reason(t.token_id, count, self.eos_token_ids)) for t in tokens]
+                    events.append(PromptEvent(sequence, ends))
+                elif sequence.output_ids:
+                    events.append(self._append(sequence, tokens[0]))
+                elif not sequence.num_uncomputed:  # else it was preempted since, and its prompt is computed again
+                    choices = self._tables.fork(sequence) if sequence.forks else [sequence]
+                    for choice in choices[1:]:
+                        self.queues.run(choice)
+                    events += map(self._append, choices, tokens)
             if self._leaving:
                 self._let_go()
         return events
@@ -376,44 +388,27 @@ class Engine:
             failure = ServeError(f"the engine failed in the middle of a step: {error}")
             return self._fail_requests(output.sequences, failure)
 
-    def _fail_without_token(self, without: Mapping[Sequence, list[int]]) -> list[EngineEvent]:
+    def _fail_without_token(self, without: list[tuple[Sequence, int]]) -> list[EngineEvent]:
         """End requests for which no token can be chosen; those beside them go on."""
         events: list[EngineEvent] = []
-        if lacking := [sequence for sequence, ids in without.items() if NO_TOKEN in ids]:
+        if lacking := {sequence for sequence, token_id in without if token_id == NO_TOKEN}:
             self._hooks.failed()
             logger.error("the logits of %d requests are no numbers", len(lacking))
             events += self._fail_requests(lacking, ServeError(_NO_NUMBERS))
-        for request_id in {one.request_id for one in without} - {one.request_id for one in lacking}:
+        forbidden = {sequence for sequence, _ in without if sequence.goes_on}
+        for request_id in {sequence.request_id for sequence in forbidden}:
             self.abort(request_id)
             events.append(FailureEvent(request_id, InvalidRequest(_ALL_FORBIDDEN, code="contradiction")))
         return events
 
-    def _fail_requests(self, sequences: Iterable[Sequence], failure: ServeError) -> list[EngineEvent]:
-        """End the sequences' requests. Nobody else finds their KV, which may be why."""
-        sequences = list(sequences)
+    def _fail_requests(self, sequences: Collection[Sequence], failure: ServeError) -> list[EngineEvent]:
+        """End the sequences' requests. No other request finds their KV, which may be why."""
         for sequence in sequences:
             self._pool.forget(sequence.block_hashes)
         failed = {sequence.request_id for sequence in sequences}
         for request_id in failed:
             self.abort(request_id)
         return [FailureEvent(request_id, failure) for request_id in failed]
-
-    def _hand_out(self, sequence: Sequence, tokens: list[SampledToken]) -> list[EngineEvent]:
-        """The events of a sequence's next token, or of the first token of each choice."""
-        if sequence.hand_off:
-            self.queues.stop(sequence)
-            sequence.move_to(SequenceState.TRANSFERRING)
-            count = len(sequence.output_ids) + 1
-            ends = [(t, sequence.finish_reason(t.token_id, count, self.eos_token_ids)) for t in tokens]
-            return [PromptEvent(sequence, ends)]
-        if sequence.output_ids:
-            return [self._append(sequence, *tokens)]
-        if sequence.num_uncomputed:
-            return []  # it was preempted since, and its prompt is computed again
-        choices = self._tables.fork(sequence) if sequence.forks else [sequence]
-        for choice in choices[1:]:
-            self.queues.run(choice)
-        return [self._append(choice, token) for choice, token in zip(choices, tokens, strict=True)]
 
     def _append(self, sequence: Sequence, token: SampledToken) -> TokenEvent:
         token_id, output_ids = token.token_id, sequence.output_ids
@@ -457,11 +452,3 @@ class Engine:
             self._tables.release(sequence)
             self._changed.notify_all()
             self._hooks.freed()
-
-    def _lose(self, request_id: str, error: Exception) -> None:
-        self.abort(request_id)
-        self._hooks.emit([FailureEvent(request_id, ServeError(f"the request's KV is lost: {error}"))])
-
-
-def _ids(tokens: list[SampledToken]) -> list[int]:
-    return [token.token_id for token in tokens]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import mmap
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,7 @@ from device.copies import to_device
 from device.ops.linear import multiplies_halves
 from epd_serve.config import InstanceOptions
 from epd_serve.config.sizes import MIN_BLOCKS, blocks_in, in_binary_units
-from epd_serve.engine.device_regions import registered
+from epd_serve.engine.device_regions import register
 from epd_serve.engine.mapped_memory import MappedMemory
 from epd_serve.protocol.wire import KVLayout, Region
 from epd_serve.transfer.kv_sender import ReadableKV
@@ -38,115 +37,25 @@ def block_nbytes(layout: KVLayout) -> int:
     return 2 * layout.num_layers * layout.block_size * layout.num_kv_heads * layout.head_dim * dtype.itemsize
 
 
-class KVCache:
-    """The KV of an instance on its device: [layers, 2, num_blocks, block_size, kv_heads, head_dim].
-
-    Block 0 is scratch. Steps run on the stream on which it is made.
-
-    Args:
-        slab: on a CPU the memory of the cache itself; else cells (:mod:`epd_serve.transfer.staging`), from which
-            and to which :meth:`copy` moves blocks.
-
-    Attributes:
-        memory: on a device, all of it: [bytes] uint8.
-        handle: by which other processes of this host map it; empty where they cannot.
-        copied: of the latest copy within the cache, which does not hold its blocks until it is done.
-    """
-
-    def __init__(
-        self,
-        layout: KVLayout,
-        num_blocks: int,
-        device: Device,
-        slab: memoryview | mmap.mmap,
-    ) -> None:
-        self._layout, self._device, self._slab = layout, device, slab
-        self._dtype: torch.dtype = getattr(torch, layout.dtype)
-        self.steps, self._copies = device.current_stream(), device.stream()
-        self.copied: Event | None = None
-        self._copying = threading.Lock()  # torch before 2.13 forgets which stream a second thread came from
-        self._shape = (layout.num_layers, 2, num_blocks, layout.block_size, layout.num_kv_heads, layout.head_dim)
-        self.memory: Tensor | None = None
-        self.handle = b""
-        self._unpin: weakref.finalize[..., Any] | None = None
-        if device.type == "cpu":
-            self.tensor = torch.frombuffer(slab, dtype=self._dtype).view(self._shape)
-        else:
-            self.memory, self.handle = _allocate(device, math.prod(self._shape) * self._dtype.itemsize)
-            self.tensor = self.memory.view(self._dtype).view(self._shape)
-            self._unpin = weakref.finalize(self, device.pin_in_place(torch.frombuffer(slab, dtype=torch.uint8)))
-            self._unpin.atexit = False
-
-    def unpin(self) -> None:
-        """The slab is about to go: other memory will have its address."""
-        if self._unpin is not None:
-            self._unpin()
-
-    def copy_block(self, source: int, target: int) -> None:
-        """Copy a block between the steps launched before and those launched later, on any thread."""
-        here = self._device.current_stream()
-        here.wait_event(self.steps.record_event())
-        self.tensor[:, :, target] = self.tensor[:, :, source]
-        self.copied = here.record_event()
-        self.steps.wait_event(self.copied)
-
-    def cells(self, first: int, num_layers: int, num_blocks: int) -> Tensor:
-        """The cells from ``first`` on: [num_layers, 2, num_blocks, block_size, kv_heads, head_dim]."""
-        layout = self._layout
-        shape = (num_layers, 2, num_blocks, layout.block_size, layout.num_kv_heads, layout.head_dim)
-        size = math.prod(shape[2:]) * 2 // num_blocks
-        offset = first * size * self._dtype.itemsize
-        flat = torch.frombuffer(self._slab, dtype=self._dtype, count=math.prod(shape), offset=offset)
-        return flat.view(shape)
-
-    def copy(self, layers: range, blocks: Sequence[int], first_cell: int, *, lands: bool) -> None:
-        """Copy blocks of some layers, which no step writes now, to cells; with ``lands`` from cells.
-
-        It is done on return. On a stream of its own: else it would wait for all layers that were launched since.
-        """
-        if not blocks:
-            return
-        host = self.cells(first_cell, len(layers), len(blocks))
-        with self._copying, self._copies:
-            numbers = to_device(torch.tensor(blocks), self.tensor.device)
-            part = self.tensor[layers.start : layers.stop]
-            if lands:
-                if self.copied is not None:
-                    self._copies.wait_event(self.copied)
-                part[:, :, numbers] = host.to(self.tensor.device, non_blocking=True)
-            else:
-                host.copy_(part[:, :, numbers], non_blocking=True)
-            done = self._device.record_event()
-        done.synchronize()
-
-    def copy_from(self, memory: Tensor, layers: range, source: Sequence[int], blocks: Sequence[int]) -> None:
-        """Copy blocks of another cache of the layout, all of its ``memory``, to blocks here; done on return."""
-        other = memory.view(self._dtype).view(*self._shape[:2], -1, *self._shape[3:])
-        with self._copying, self._copies:
-            there, here = (
-                to_device(torch.tensor(one, dtype=torch.int64), self.tensor.device) for one in (source, blocks)
-            )
-            if self.copied is not None:
-                self._copies.wait_event(self.copied)  # it may still read blocks that are free since
-            for layer in layers:
-                self.tensor[layer].index_copy_(1, here, other[layer].index_select(1, there))
-            done = self._device.record_event()
-        done.synchronize()
-
-
 class KVMemory:
-    """The KV of an instance: the cache, and the slab by which the transport reaches it.
+    """The KV of an instance on its device, and the slab by which the transport reaches it.
 
-    Peers read what is announced to them; only this instance writes. On a CPU the slab *is* the cache. On a device
-    that the transport reaches the cache is registered, and peers on this host may map it. Else the slab is a
-    bounded area of cells through which KV comes and goes (:mod:`epd_serve.transfer.staging`), on the threads of
-    those who move it and on a stream of its own.
+    Block 0 is scratch. Steps run on the stream on which it is made. Peers read what is announced to them; only
+    this instance writes. On a CPU the slab *is* the cache. On a device that the transport reaches the cache is
+    registered, and peers on this host may map it. Else the slab is a bounded area of cells through which KV comes
+    and goes (:mod:`epd_serve.transfer.staging`), on the threads of those who move it and on a stream of its own.
 
     Args:
         staging_bytes: of that area, at most.
         lease_s: for which cells are kept that a peer may still copy to.
         shares: other instances on this host may read the KV on the device itself, and this one theirs.
         registers: the transport reaches the device's memory.
+
+    Attributes:
+        tensor: [layers, 2, num_blocks, block_size, kv_heads, head_dim].
+        block_bytes: K or V of a block in one layer.
+        region: the slab, as peers name it. buffer: the same, here.
+        staged_cells: the most layers × blocks that can be landed at once, where the slab is not the cache itself.
     """
 
     def __init__(
@@ -161,45 +70,54 @@ class KVMemory:
         shares: bool = False,
         registers: bool = False,
     ) -> None:
-        self.layout = layout
-        self.num_blocks = num_blocks
         nbytes = block_nbytes(layout)
-        self.block_bytes = nbytes // (2 * layout.num_layers)  # K or V of one layer
-        self._area: StagingArea | None = None
-        self.staged_cells: int | None = None
-        if device.type != "cpu":
-            self._area = StagingArea(
-                staging_bytes // (2 * self.block_bytes), num_blocks * layout.num_layers, lease_s
-            )
-            nbytes, num_cells, self.staged_cells = (
-                2 * self.block_bytes,
-                self._area.num_cells,
-                self._area.round_cells,
-            )
-        else:
-            num_cells = num_blocks
-        self.slab = slab = transport.allocate("kv", num_cells * nbytes)
-        self.region: Region = slab.region
-        self.buffer: memoryview | DeviceBytes = slab.buffer
+        self.layout, self.num_blocks = layout, num_blocks
+        self.block_bytes = nbytes // (2 * layout.num_layers)
         self._device = device
-        self._mapped = MappedMemory(device) if shares else None
+        self._dtype: torch.dtype = getattr(torch, layout.dtype)
+        self._shape = (layout.num_layers, 2, num_blocks, layout.block_size, layout.num_kv_heads, layout.head_dim)
+        self._steps, self._copies = device.current_stream(), device.stream()
+        self._copying = threading.Lock()  # torch before 2.13 forgets which stream a second thread came from
+        # of the latest copy within the cache, which does not hold its blocks until it is done
+        self._copied: Event | None = None
+        self._area: StagingArea | None = None
+        self._mapped: MappedMemory | None = None
         self._registered: DeviceSlab | None = None
+        self._unpin: weakref.finalize[..., Any] | None = None
+        self.staged_cells: int | None = None
+        if device.type == "cpu":
+            self.slab = transport.allocate("kv", num_blocks * nbytes)
+            self.region: Region = self.slab.region
+            self.buffer: memoryview | DeviceBytes = self.slab.buffer
+            self.tensor = torch.frombuffer(self.slab.buffer, dtype=self._dtype).view(self._shape)
+            return
+        num_cells = staging_bytes // (2 * self.block_bytes)
+        self._area = StagingArea(num_cells, num_blocks * layout.num_layers, lease_s)
+        self.staged_cells = self._area.round_cells
+        self.slab = transport.allocate("kv", self._area.num_cells * 2 * self.block_bytes)
+        self.region, self.buffer = self.slab.region, self.slab.buffer
         try:
-            self._cache = KVCache(layout, num_blocks, device, slab.buffer)
-        except BaseException:  # the device has no room for it, say
-            transport.release(slab)
+            memory, handle = _allocate(device, num_blocks * nbytes)
+        except BaseException:
+            transport.release(self.slab)
             raise
-        if shares and self._cache.handle:
-            self.region = msgspec.structs.replace(self.region, device=device.type, handle=self._cache.handle)
-        if registers and self._cache.memory is not None:
-            self._registered = registered(device, transport, "kv", self._cache.memory)
-        if self._registered is not None:
-            self.region, self.buffer = self._registered.region, self._registered.buffer
+        self.tensor = memory.view(self._dtype).view(self._shape)
+        self._unpin = weakref.finalize(self, device.pin_in_place(torch.frombuffer(self.buffer, dtype=torch.uint8)))
+        self._unpin.atexit = False
+        if shares:
+            self._mapped = MappedMemory(device)
+            if handle:
+                self.region = msgspec.structs.replace(self.region, device=device.type, handle=handle)
+        if registers and (registered := register(device, transport, "kv", memory)) is not None:
+            self._registered = registered
+            self.region, self.buffer = registered.region, registered.buffer
             # all: they are read, and not written, where they are
             self.staged_cells = layout.num_layers * num_blocks
 
     def unpin(self) -> None:
-        self._cache.unpin()
+        """The slab is about to go: other memory will have its address."""
+        if self._unpin is not None:
+            self._unpin()
 
     def release(self, transport: Transport) -> None:
         """Offer it to nobody any more. Blocks until no other process maps it."""
@@ -211,15 +129,12 @@ class KVMemory:
         release_mapped(transport, self.slab)
 
     @property
-    def tensor(self) -> Tensor:
-        """[layers, 2, num_blocks, block_size, kv_heads, head_dim]"""
-        return self._cache.tensor
-
-    @property
     def num_staged(self) -> int:
+        """Layers × blocks that are on their way through the slab."""
         return 0 if self._area is None else self._area.num_lent
 
     def check_integrity(self) -> None:
+        """Raise AssertionError unless the books of the slab balance."""
         if self._area is not None:
             self._area.check_integrity()
 
@@ -228,31 +143,44 @@ class KVMemory:
         return 2 * self.block_bytes * num_layers * num_blocks
 
     def copy_block(self, source: int, target: int) -> None:
-        self._cache.copy_block(source, target)
+        """Copy a block between the steps launched before and those launched later, on any thread."""
+        here = self._device.current_stream()
+        here.wait_event(self._steps.record_event())
+        self.tensor[:, :, target] = self.tensor[:, :, source]
+        self._copied = here.record_event()
+        self._steps.wait_event(self._copied)
+
+    # ------------------------------------------------------------------ for peers
 
     @contextmanager
     def stage(self, layers: range, blocks: Sequence[int]) -> Iterator[ReadableKV]:
+        """A context in which peers can read blocks that are computed. It may wait for others' to end."""
         if self._area is None or self._registered is not None:
             yield _InSlab(self, layers, blocks, self.num_blocks)
             return
         with self._area.leaving.lend(len(layers) * len(blocks)) as first:
-            self._cache.copy(layers, blocks, first, lands=False)
+            self.copy(layers, blocks, first, lands=False)
             yield self._in_cells(layers, len(blocks), first)
 
     @contextmanager
     def land(self, layers: range, blocks: Sequence[int]) -> Iterator[ReadableKV]:
-        if self._registered is not None and self._cache.copied is not None:
-            self._cache.copied.synchronize()  # it may still read blocks that are free since
+        """A context for writing blocks of some layers where its value says in the slab.
+
+        At its end, unless that is an error, the model can read them. It may wait for others' to end.
+        """
         if self._area is None or self._registered is not None:
+            if self._registered is not None and self._copied is not None:
+                self._copied.synchronize()  # it may still read blocks that are free since
             yield _InSlab(self, layers, blocks, self.num_blocks)
             if self._registered is not None:
                 self._device.settle_arrivals()
             return
         with self._area.arriving.lend(len(layers) * len(blocks)) as first:
             yield self._in_cells(layers, len(blocks), first)
-            self._cache.copy(layers, blocks, first, lands=True)
+            self.copy(layers, blocks, first, lands=True)
 
     def maps(self, region: Region) -> bool:
+        """Return whether :meth:`read_mapped` reaches the device's memory of ``region``. Blocks."""
         if self._mapped is None:
             return False
         try:
@@ -263,23 +191,32 @@ class KVMemory:
             return False
 
     def read_mapped(self, region: Region, layers: range, source: Sequence[int], blocks: Sequence[int]) -> None:
+        """Copy blocks of some layers on the device of ``region`` to blocks here. Blocks; raises TransferError."""
         assert self._mapped is not None, "nothing is mapped here"
         with self._mapped.reading(region) as memory:
-            self._cache.copy_from(memory, layers, source, blocks)
+            other = memory.view(self._dtype).view(*self._shape[:2], -1, *self._shape[3:])
+            with self._copying, self._copies:
+                there, here = (
+                    to_device(torch.tensor(one, dtype=torch.int64), self.tensor.device) for one in (source, blocks)
+                )
+                if self._copied is not None:
+                    self._copies.wait_event(self._copied)  # it may still read blocks that are free since
+                for layer in layers:
+                    self.tensor[layer].index_copy_(1, here, other[layer].index_select(1, there))
+                done = self._device.record_event()
+            done.synchronize()
+
+    # ------------------------------------------------------------------ for preempted sequences
 
     def save(self, blocks: Sequence[int]) -> Tensor:
         """A copy of blocks in host memory: [layers, 2, len(blocks), block_size, kv_heads, head_dim]."""
-        self._cache.steps.record_event().synchronize()  # the device may not have written them yet
+        self._steps.record_event().synchronize()  # the device may not have written them yet
         if self._area is None:
             return self.tensor[:, :, torch.tensor(blocks)]
-        layout = self.layout
-        saved = torch.empty(
-            (layout.num_layers, 2, len(blocks), layout.block_size, layout.num_kv_heads, layout.head_dim),
-            dtype=getattr(torch, layout.dtype),
-        )
+        saved = torch.empty((*self._shape[:2], len(blocks), *self._shape[3:]), dtype=self._dtype)
         for layers, part in rounds(range(self.layout.num_layers), len(blocks), self._area.round_cells):
-            self._cache.copy(layers, blocks[part.start : part.stop], self._area.saved, lands=False)
-            cells = self._cache.cells(self._area.saved, len(layers), len(part))
+            self.copy(layers, blocks[part.start : part.stop], self._area.saved, lands=False)
+            cells = self._cells(self._area.saved, len(layers), len(part))
             saved[layers.start : layers.stop, :, part.start : part.stop] = cells
         return saved
 
@@ -290,9 +227,38 @@ class KVMemory:
             self.tensor[:, :, torch.tensor(blocks)] = saved
             return
         for layers, part in rounds(range(self.layout.num_layers), len(blocks), self._area.round_cells):
-            cells = self._cache.cells(self._area.saved, len(layers), len(part))
+            cells = self._cells(self._area.saved, len(layers), len(part))
             cells.copy_(saved[layers.start : layers.stop, :, part.start : part.stop])
-            self._cache.copy(layers, blocks[part.start : part.stop], self._area.saved, lands=True)
+            self.copy(layers, blocks[part.start : part.stop], self._area.saved, lands=True)
+
+    # ------------------------------------------------------------------ cells
+
+    def copy(self, layers: range, blocks: Sequence[int], first_cell: int, *, lands: bool) -> None:
+        """Copy blocks of some layers, which no step writes now, to cells; with ``lands`` from cells.
+
+        It is done on return. On a stream of its own: else it would wait for all layers that were launched since.
+        """
+        if not blocks:
+            return
+        host = self._cells(first_cell, len(layers), len(blocks))
+        with self._copying, self._copies:
+            numbers = to_device(torch.tensor(blocks), self.tensor.device)
+            part = self.tensor[layers.start : layers.stop]
+            if lands:
+                if self._copied is not None:
+                    self._copies.wait_event(self._copied)
+                part[:, :, numbers] = host.to(self.tensor.device, non_blocking=True)
+            else:
+                host.copy_(part[:, :, numbers], non_blocking=True)
+            done = self._device.record_event()
+        done.synchronize()
+
+    def _cells(self, first: int, num_layers: int, num_blocks: int) -> Tensor:
+        """The cells from ``first`` on: [num_layers, 2, num_blocks, block_size, kv_heads, head_dim]."""
+        shape = (num_layers, 2, num_blocks, *self._shape[3:])
+        offset = first * 2 * self.block_bytes
+        flat = torch.frombuffer(self.slab.buffer, dtype=self._dtype, count=math.prod(shape), offset=offset)
+        return flat.view(shape)
 
     def _in_cells(self, layers: range, num_blocks: int, first: int) -> _InSlab:
         start = first * 2 * self.block_bytes

@@ -9,17 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
 from device.base import AttentionOps, AttnMeta, Device, GraphRunner
 from device.copies import Readback, to_device
-from epd_serve.engine.computing import StepResult
+from epd_serve.engine.computing import SampledTokens
 from epd_serve.engine.prefill_graphs import PrefillGraphs
 from epd_serve.engine.sampling.sampler import PromptLogprobs, Row, Sampler, Sampling
-from epd_serve.engine.step_inputs import Batch, DecodeTables, DeviceTables, StepInputs, on_device
+from epd_serve.engine.step_inputs import DecodeTables, DeviceTables, StepInputs, on_device, pack_step
 from epd_serve.models.decoder import StepContext
 from epd_serve.models.language import LanguageModel
 from epd_serve.sched.schedule import ScheduleOutput
@@ -49,7 +48,7 @@ class LanguageRunner:
         """Make its device that of this thread, which is to launch steps."""
         self._executor.activate()
 
-    def step(self, output: ScheduleOutput, features_by_hash: Mapping[str, Tensor]) -> StepResult:
+    def step(self, output: ScheduleOutput, features_by_hash: Mapping[str, Tensor]) -> SampledTokens:
         """Compute a step from its launch to its tokens."""
         step = self.launch(output, features_by_hash)
         step.sample()
@@ -69,35 +68,22 @@ class LanguageRunner:
             on_layer: called on this thread when a layer's KV is in the cache.
             before: has chosen the tokens for which placeholders stand.
         """
-        batch = Batch(output.decodes, self._tables, block_size=self._block_size, num_axes=self._num_position_axes)
-        for sequence, count in output.prefills:
-            batch.add_prefill(sequence, count, features_by_hash)
-        inputs = batch.inputs()
+        size, axes = self._block_size, self._num_position_axes
+        inputs = pack_step(output, self._tables, features_by_hash, block_size=size, num_axes=axes)
         fed = None
-        if batch.fed:
+        if inputs.fed:
             assert before is not None, "a step before has chosen the tokens"
-            fed = before.tokens_of(list(batch.fed.values()))
-        logprobs = PromptLogprobs(inputs, self._executor.device) if inputs.scored_rows else None
+            fed = before.tokens_of(inputs.fed)
+        logprobs = PromptLogprobs(inputs, self._executor.device) if inputs.scored else None
         logits = self._executor.compute(inputs, on_layer, fed, logprobs)
         finished = [s for s, count in output.prefills if s.num_computed + count == s.num_tokens]
-        scored = None if logprobs is None else Scored(logprobs, batch.scored)
-        if not finished and output.decodes != self._decoding.sequences:
-            self._decoding = SampledRows(output.decodes)
-        sampled = SampledRows([*output.decodes, *finished]) if finished else self._decoding
-        return LaunchedStep(self._sampler, logits, sampled, scored)
-
-
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """Log-probabilities on their way to the host, and the tokens that they belong to: (sequence, index)."""
-
-    logprobs: PromptLogprobs
-    tokens: list[tuple[TokenSequence, int]]
-
-    def hand_out(self) -> None:
-        for (sequence, index), logprob in zip(self.tokens, self.logprobs.read(), strict=True):
-            wanted = sequence.sampling.logprobs or 0
-            sequence.logprobs[index] = msgspec.structs.replace(logprob, top=logprob.top[:wanted])
+        if finished:
+            sampled = SampledRows([*output.decodes, *finished])
+        else:
+            if output.decodes != self._decoding.sequences:
+                self._decoding = SampledRows(output.decodes)
+            sampled = self._decoding
+        return LaunchedStep(self._sampler, logits, sampled, logprobs)
 
 
 class SampledRows:
@@ -105,14 +91,15 @@ class SampledRows:
 
     Attributes:
         rows: one for each token. by_row: the sequence of each.
-        decoding: whether a sequence gets one token, and not its first ones.
+        counts: number of tokens that each sequence gets.
     """
 
     def __init__(self, sequences: list[TokenSequence]) -> None:
         self.sequences = sequences
-        self.rows = [Row(s, index) for s in sequences for index in range(s.index, s.index + s.num_sampled)]
+        self.counts = [sequence.num_sampled for sequence in sequences]
+        indices = [(s, range(s.index, s.index + n)) for s, n in zip(sequences, self.counts, strict=True)]
+        self.rows = [Row(sequence, index) for sequence, own in indices for index in own]
         self.by_row = [row.sequence for row in self.rows]
-        self.decoding = [bool(sequence.output_ids) for sequence in sequences]
 
 
 @dataclass(eq=False)
@@ -122,14 +109,14 @@ class LaunchedStep:
     _sampler: Sampler
     _logits: Tensor
     _sampled: SampledRows
-    _scored: Scored | None
+    _logprobs: PromptLogprobs | None
     _sampling: Sampling | None = None
     _computed: Readback | None = None
 
     def sample(self) -> None:
         """Let the device choose the tokens; those before them must be known."""
-        if self._scored is not None:
-            self._scored.logprobs.send()
+        if self._logprobs is not None:
+            self._logprobs.send()
         rows, sequences = self._sampled.rows, self._sampled.sequences
         if not rows:
             self._computed = Readback(self._logits)  # of no rows: its end is that of the step
@@ -140,7 +127,7 @@ class LaunchedStep:
             logits = logits[on_device([place[sequence] for sequence in self._sampled.by_row], logits.device)]
         self._sampling = self._sampler.sample(logits, rows)
 
-    def tokens_of(self, sequences: list[TokenSequence]) -> Tensor:
+    def tokens_of(self, sequences: Sequence[TokenSequence]) -> Tensor:
         """[len(sequences)] on the device, which may not have chosen them yet."""
         assert self._sampling is not None, "sample() comes first"
         tokens = self._sampling.tokens
@@ -149,20 +136,17 @@ class LaunchedStep:
         places = {sequence: place for place, sequence in enumerate(self._sampled.by_row)}
         return tokens.index_select(0, on_device([places[sequence] for sequence in sequences], tokens.device))
 
-    def read(self) -> StepResult:
+    def read(self) -> SampledTokens:
         """Wait for the end of the step, and hand each sequence the log-probabilities of its known tokens."""
         if self._computed is not None:
             self._computed.wait()
-        if self._scored is not None:
-            self._scored.hand_out()
-        tokens = iter([] if self._sampling is None else self._sampling.read())
-        result = StepResult([], [])
-        for sequence, is_decoding in zip(self._sampled.sequences, self._sampled.decoding, strict=True):
-            if is_decoding:
-                result.decoded.append((sequence, next(tokens)))
-            else:
-                result.first.append((sequence, list(islice(tokens, sequence.num_sequences))))
-        return result
+        if self._logprobs is not None:
+            self._logprobs.hand_out()
+        if self._sampling is None:
+            return []
+        tokens = iter(self._sampling.read())
+        counts = zip(self._sampled.sequences, self._sampled.counts, strict=True)
+        return [(sequence, list(islice(tokens, count))) for sequence, count in counts]
 
 
 class StepExecutor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from device.copies import to_device
+from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sched.sequence import PLACEHOLDER
 from epd_serve.sched.sequence import Sequence as TokenSequence
 
@@ -41,14 +42,16 @@ class StepInputs:
         positions: [axes, tokens of prefills] int64; the device makes those of decodes.
         slots: [tokens of prefills], where each token's K and V go.
         rows: tokens whose logits are wanted. scored_rows: tokens behind which the log-probabilities of
-            ``scored_ids``, those that follow them, are wanted, with ``num_top`` alternatives.
+            ``scored_ids``, those that follow them, are wanted, with ``num_top`` alternatives. scored: the same
+            tokens as (sequence, index).
         decodes: what is new in their tables.
         prefill_blocks: the blocks in use of each sequence, as many as its context fills.
         prefill_both_ways: for each prefill, the runs of its sequence's tokens that see all of themselves.
         features: [F, (1 + deepstack levels) * hidden], in batch order; None without media.
         feature_rows: [F], the tokens that they replace.
         states: the blocks of the recurrent state of each sequence, decodes first; empty where there are none.
-        fed_rows: tokens that the device has chosen in the step before and the host does not know.
+        fed_rows: tokens that the device has chosen in the step before and the host does not know. fed: their
+            sequences.
     """
 
     ids: list[int]
@@ -68,6 +71,8 @@ class StepInputs:
     prefill_both_ways: Sequence[Sequence[tuple[int, int]]] = ()
     states: Sequence[list[int]] = ()
     fed_rows: Sequence[int] = ()
+    scored: Sequence[tuple[TokenSequence, int]] = ()
+    fed: Sequence[TokenSequence] = ()
 
     def feed(self, ids: Tensor, tokens: Tensor) -> None:
         """Put the ``tokens`` of ``fed_rows`` among the step's ``ids``, both on a device."""
@@ -202,95 +207,83 @@ class DeviceTables:
         return torch.where(self._batch[3, :size] > 0, slots, self._spare_slots[:size])
 
 
-class Batch:
-    """The packed tokens of one step: its decodes, then the prefill chunks that are added.
+def pack_step(
+    output: ScheduleOutput,
+    tables: DecodeTables,
+    features: Mapping[str, Tensor],
+    *,
+    block_size: int,
+    num_axes: int,
+) -> StepInputs:
+    """Pack the tokens of a step: its decodes, then its prefill chunks.
 
-    Attributes:
-        fed: sequences whose newest token the host does not know, by the row where it belongs.
-        scored: tokens, (sequence, index), whose log-probabilities the step computes.
+    Args:
+        tables: those of the decodes, which change.
+        features: those of all media that the chunks overlap, by hash.
     """
-
-    def __init__(
-        self, decodes: list[TokenSequence], tables: DecodeTables, *, block_size: int, num_axes: int
-    ) -> None:
-        self._block_size = block_size
-        self._decodes = decodes
-        ids = [sequence.output_ids[-1] for sequence in decodes]
-        self.fed = {row: decodes[row] for row, token in enumerate(ids) if token == PLACEHOLDER}
-        self._ids = [0 if token == PLACEHOLDER else token for token in ids] if self.fed else ids
-        self._rows = list(range(len(ids)))
-        lens = self._decode_lens = [len(one.prompt_ids) + len(one.output_ids) for one in decodes]
-        deltas = [one.position_delta for one in decodes]
-        self._change = tables.change([one.blocks for one in decodes], lens, deltas)
-        self._slots: list[int] = []
-        self._positions = [torch.zeros(num_axes, 0, dtype=torch.long)]
-        self._prefills: list[tuple[TokenSequence, int]] = []
-        self._features: list[Tensor] = []
-        self._feature_rows: list[int] = []
-        self.scored: list[tuple[TokenSequence, int]] = []
-        self._scored_rows: list[int] = []
-        self._scored_ids: list[int] = []
-
-    def add_prefill(self, sequence: TokenSequence, count: int, features: Mapping[str, Tensor]) -> None:
+    decodes, chunks = output.decodes, output.prefills
+    ids = [sequence.output_ids[-1] for sequence in decodes]
+    fed = {row: decodes[row] for row, token in enumerate(ids) if token == PLACEHOLDER}
+    lens = [len(one.prompt_ids) + len(one.output_ids) for one in decodes]
+    change = tables.change([one.blocks for one in decodes], lens, [one.position_delta for one in decodes])
+    rows, slots, feature_rows = list(range(len(ids))), list[int](), list[int]()
+    positions, taken = list[Tensor](), list[Tensor]()
+    scored, scored_rows, scored_ids = list[tuple[TokenSequence, int]](), list[int](), list[int]()
+    for sequence, count in chunks:
         start, end = sequence.num_computed, sequence.num_computed + count
-        first_row = len(self._ids) - start
+        length, first_row = len(sequence.prompt_ids), len(ids) - start
         for span in sequence.spans:
             low, high = max(span.start, start), min(span.end, end)
             if low < high:
                 first = span.offset - span.start
-                self._features.append(features[span.mm_hash][first + low : first + high])
-                self._feature_rows += range(first_row + low, first_row + high)
-        length = len(sequence.prompt_ids)
-        self._ids += sequence.prompt_ids[start:end]
-        self._positions.append(sequence.positions[:, start:end])
+                taken.append(features[span.mm_hash][first + low : first + high])
+                feature_rows += range(first_row + low, first_row + high)
+        ids += sequence.prompt_ids[start:end]
+        positions.append(sequence.positions[:, start:end])
         if end > length:  # output that is computed again
-            self._ids += sequence.output_ids[max(start - length, 0) : end - length]
+            ids += sequence.output_ids[max(start - length, 0) : end - length]
             index = torch.arange(max(start, length), end) + sequence.position_delta
-            self._positions.append(index.expand(len(sequence.positions), -1))
-            if self._ids[-1] == PLACEHOLDER:
-                self._ids[-1] = 0
-                self.fed[len(self._ids) - 1] = sequence
-        tokens, first = np.arange(start, end), start // self._block_size
-        own = np.array(sequence.blocks[first : -(-end // self._block_size)])
-        slots = own[tokens // self._block_size - first] * self._block_size + tokens % self._block_size
-        self._slots += slots.tolist()
-        self._prefills.append((sequence, end))
+            positions.append(index.expand(len(sequence.positions), -1))
+            if ids[-1] == PLACEHOLDER:
+                fed[len(ids) - 1] = sequence
+        tokens, first = np.arange(start, end), start // block_size
+        own = np.array(sequence.blocks[first : -(-end // block_size)])
+        slots += (own[tokens // block_size - first] * block_size + tokens % block_size).tolist()
         if end == sequence.num_tokens:
-            self._rows.append(len(self._ids) - 1)
+            rows.append(len(ids) - 1)
         wanted = sequence.wanted_logprobs
         for place in range(max(start + 1, wanted.start), min(end + 1, wanted.stop)):
-            self.scored.append((sequence, place))
-            self._scored_rows.append(first_row + place - 1)
             is_prompt = place < length
-            self._scored_ids.append(
-                sequence.prompt_ids[place] if is_prompt else sequence.output_ids[place - length]
-            )
-
-    def inputs(self) -> StepInputs:
-        sequences = [*self._decodes, *(sequence for sequence, _ in self._prefills)]
-        size = self._block_size
-        return StepInputs(
-            ids=self._ids,
-            positions=torch.cat(self._positions, dim=1) if self._prefills else self._positions[0],
-            slots=self._slots,
-            rows=self._rows,
-            decode_context_lens=self._decode_lens,
-            decodes=self._change,
-            prefill_query_lens=[end - sequence.num_computed for sequence, end in self._prefills],
-            prefill_context_lens=[end for _, end in self._prefills],
-            prefill_blocks=[sequence.blocks[: -(-end // size)] for sequence, end in self._prefills],
-            features=torch.cat(self._features) if self._features else None,
-            feature_rows=self._feature_rows,
-            scored_rows=self._scored_rows,
-            scored_ids=self._scored_ids,
-            prefill_both_ways=[
-                [span for span in sequence.both_ways if sequence.num_computed < span[1] and span[0] < end]
-                for sequence, end in self._prefills
-            ],
-            num_top=max((s.sampling.logprobs or 0 for s, _ in self.scored), default=0),
-            states=[one.states[0] for one in sequences] if sequences and sequences[0].states else [],
-            fed_rows=list(self.fed),
-        )
+            scored.append((sequence, place))
+            scored_rows.append(first_row + place - 1)
+            scored_ids.append(sequence.prompt_ids[place] if is_prompt else sequence.output_ids[place - length])
+    for row in fed:
+        ids[row] = 0
+    ends = [(sequence, sequence.num_computed + count) for sequence, count in chunks]
+    has_states = any(one.states for one in output.sequences[:1])
+    return StepInputs(
+        ids=ids,
+        positions=torch.cat(positions, dim=1) if positions else torch.zeros(num_axes, 0, dtype=torch.long),
+        slots=slots,
+        rows=rows,
+        decode_context_lens=lens,
+        decodes=change,
+        prefill_query_lens=[count for _, count in chunks],
+        prefill_context_lens=[end for _, end in ends],
+        prefill_blocks=[sequence.blocks[: -(-end // block_size)] for sequence, end in ends],
+        features=torch.cat(taken) if taken else None,
+        feature_rows=feature_rows,
+        scored_rows=scored_rows,
+        scored_ids=scored_ids,
+        num_top=max((one.sampling.logprobs or 0 for one, _ in scored), default=0),
+        prefill_both_ways=[
+            [span for span in one.both_ways if one.num_computed < span[1] and span[0] < end] for one, end in ends
+        ],
+        states=[one.states[0] for one in output.sequences] if has_states else [],
+        fed_rows=list(fed),
+        scored=scored,
+        fed=list(fed.values()),
+    )
 
 
 def on_device(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from device.base import Event
-from epd_serve.engine.computing import LaunchedStep, Runner, StepResult
+from epd_serve.engine.computing import LaunchedStep, Runner
 from epd_serve.engine.engine import Engine, EngineEvent, EngineHooks
 from epd_serve.engine.pace.step_watch import StepWatch
 from epd_serve.sched.schedule import ScheduleOutput, possible_prefills
@@ -104,7 +104,7 @@ class StepLoop:
             with self._failing(step.output, None):
                 if step.launched is not None:
                     step.launched.sample()
-                self._engine.sampled(step.output, placeholders=self._runs_ahead)
+                self._engine.advance(step.output, placeholders=self._runs_ahead)
                 self._in_flight = step
         if not self._runs_ahead and (step := self._in_flight) is not None:
             self._in_flight = None
@@ -118,12 +118,9 @@ class StepLoop:
         features: dict[str, Any] = {}
 
         def take(mm_hash: str) -> bool:
-            feature = features.get(mm_hash)
-            if feature is None:
-                feature = self._hooks.feature(mm_hash)
-            if feature is not None:
-                features[mm_hash] = feature
-            return feature is not None
+            if features.get(mm_hash) is None:
+                features[mm_hash] = self._hooks.feature(mm_hash)
+            return features[mm_hash] is not None
 
         if output.prefills:
             output = replace(output, prefills=possible_prefills(output.prefills, take))
@@ -140,10 +137,10 @@ class StepLoop:
     def _land(self, step: InFlightStep, after: InFlightStep | None) -> None:
         """Wait for a step's tokens and give them to the engine; ``after`` is the step that was launched since."""
         with self._failing(step.output, after):
-            result = StepResult([], []) if step.launched is None else step.launched.read()
+            sampled = [] if step.launched is None else step.launched.read()
             if step.groups is not None:
                 step.groups.on_computed()
-            self._events += self._engine.finish(result, step.output, after.output if after else None)
+            self._events += self._engine.finish(sampled, step.output, after.output if after else None)
             now = time.monotonic()
             seconds, self._landed_s = now - max(step.launched_s, self._landed_s), now
             try:
@@ -185,6 +182,15 @@ class InFlightStep:
     features: dict[str, Any]
 
 
+@dataclass(slots=True, eq=False)
+class SendLane:
+    """Parts of prompts that go to one decode instance, and the layers after which they go."""
+
+    parts: list[Part]
+    ends: frozenset[int]
+    next_layer: int = 0
+
+
 class LayerGroups:
     """The outgoing KV of one step. ``on_layer`` is the model's hook; ``on_computed`` ends the step."""
 
@@ -194,20 +200,17 @@ class LayerGroups:
         parts: defaultdict[str, list[Part]] = defaultdict(list)
         states: defaultdict[str, list[Part]] = defaultdict(list)
         for sequence, count in output.prefills:
-            transfer = transfers.get(sequence)
-            if transfer is None:
+            if (transfer := transfers.get(sequence)) is None:
                 continue
-            end = sequence.num_computed + count
+            target, end = transfer.target, sequence.num_computed + count
             if end == sequence.num_tokens:
                 self._finished.append(transfer)
-                if transfer.target is not None and sequence.states:
-                    state = sequence.states[0]
-                    part = Part(transfer, state, transfer.target.block_ids[-len(state) :])
-                    states[transfer.target.name].append(part)
+                if target is not None and (state := sequence.state_blocks):
+                    states[target.name].append(Part(transfer, state, target.block_ids[-len(state) :]))
             first, stop = transfer.next_block, -(-end // push.block_size)
-            if transfer.target is not None and first < stop:
-                part = Part(transfer, sequence.blocks[first:stop], transfer.target.block_ids[first:stop])
-                parts[transfer.target.name].append(part)
+            if target is not None and first < stop:
+                part = Part(transfer, sequence.blocks[first:stop], target.block_ids[first:stop])
+                parts[target.name].append(part)
                 # a block that the chunk fills in part is sent again with the next chunk
                 transfer.next_block = max(first, end // push.block_size)
         self._lanes: list[SendLane] = []
@@ -220,8 +223,7 @@ class LayerGroups:
 
     def on_layer(self, layer: int) -> None:
         """The layer's K and V are in the cache, or will be when the device's work so far is done."""
-        ending = [lane for lane in self._lanes if layer in lane.ends]
-        if ending:
+        if ending := [lane for lane in self._lanes if layer in lane.ends]:
             computed = self._push.record_event()
             for lane in ending:
                 self._send(lane, range(lane.next_layer, layer + 1), computed)
@@ -235,15 +237,6 @@ class LayerGroups:
 
     def _send(self, lane: SendLane, layers: range, computed: Event) -> None:
         self._push.sender.push(layers, lane.parts, computed)
-
-
-@dataclass(slots=True, eq=False)
-class SendLane:
-    """Parts of prompts that go to one decode instance, and the layers after which they go."""
-
-    parts: list[Part]
-    ends: frozenset[int]
-    next_layer: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,13 +12,12 @@ import msgspec
 from epd_serve.engine.engine import Engine, EngineEvent, FailureEvent, TokenEvent
 from epd_serve.engine.sampling.patterns import Patterns
 from epd_serve.errors import InvalidRequest, ServeError
-from epd_serve.instance.http import JSON, Header, Pieces, Reply
 from epd_serve.instance.text.tokenizer import Detokenizer, Vocabulary
 from epd_serve.protocol import frames
 from epd_serve.protocol.openai import chunks
 from epd_serve.protocol.openai.tool_format import Call, CallDelta, ToolCallReader
 from epd_serve.protocol.wire import OutputOptions, TokenLogprob
-from epd_serve.rpc.streams import BrokenStream
+from epd_serve.rpc.server import JSON, BrokenStream, Header, Pieces, Reply
 from epd_serve.types import SamplingParams
 
 
@@ -309,13 +308,12 @@ class Generation:
 
     Attributes:
         answer: as far as it has come.
-        can_move: whether another instance can go on with it, or begin it anew: not where several choices are
-            streamed, which go on one by one then, and each event is to tell the usage of all.
+        can_move: whether another instance can go on with it, or begin it anew: not a stream of several choices.
     """
 
     def __init__(self, answer: Answer, engine: Engine, on_finished: Callable[[], None] = lambda: None) -> None:
         options = answer.options
-        self.can_move = len(answer.choices) == 1 or not (options.stream and options.continuous_usage)
+        self.can_move = len(answer.choices) == 1 or not options.stream
         self.answer = answer
         self._engine = engine
         self._on_finished = on_finished
@@ -367,8 +365,7 @@ class Generation:
     ) -> Reply:
         """The answer; a failure before its first byte is raised as what it is."""
         if not stream:
-            body = b"".join([piece async for piece in self._pieces])
-            return Reply(headers=(JSON, *headers), body=body, on_close=on_close)
+            return Reply(headers=(JSON, *headers), body=await self._pieces.read(), on_close=on_close)
         await self._pieces.wait()
         return Reply(headers=(*frames.HEADERS, *headers), stream=self._pieces, on_close=on_close)
 

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from epd_serve.errors import DRAINING, InstanceFailed, ServeError, Unavailable
-from epd_serve.instance.http import JSON, Handler, Reply
 from epd_serve.instance.metrics import CONTENT_TYPE
 from epd_serve.protocol import wire
+from epd_serve.rpc.server import JSON, Handler, Reply
 from epd_serve.types import Stage
 
 if TYPE_CHECKING:
     from epd_serve.instance.instance import Instance
 
-_DONE = Reply(status=204)
+_DONE = Reply()
 
 
 @dataclass(eq=False, slots=True)

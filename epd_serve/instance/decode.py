@@ -24,10 +24,10 @@ from epd_serve.errors import (
     Unavailable,
 )
 from epd_serve.instance.answer import Answer, Generation
-from epd_serve.instance.http import Reply
 from epd_serve.instance.telemetry import InstanceTelemetry
 from epd_serve.instance.text.tokenizer import Vocabulary
 from epd_serve.protocol import wire
+from epd_serve.rpc.server import Reply
 from epd_serve.sched.sequence import Sequence
 from epd_serve.telemetry.span import DECODE_QUEUE
 from epd_serve.transfer.reservation import Reservation, ReservationState, ReservationTable, Tombstones

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from epd_serve.errors import Conflict, InvalidRequest, ServeError, StageTimeout
 from epd_serve.instance import process
-from epd_serve.instance.http import Handler, Reply
 from epd_serve.protocol import instance_state, wire
+from epd_serve.rpc.server import Handler, Reply
 from epd_serve.types import Role
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ import uvloop
 from epd_serve.config import InstanceOptions
 from epd_serve.config.keys import admin_headers
 from epd_serve.config.role_files import remembered
-from epd_serve.instance.http import ControlHttp, control_server_app
+from epd_serve.instance.http import LookApp, link_service
 from epd_serve.instance.instance import Instance
 from epd_serve.instance.loading.model import prepare_process
 from epd_serve.protocol.addresses import NoBrowsers
@@ -28,7 +28,6 @@ from epd_serve.rpc.cluster import cluster_key
 from epd_serve.rpc.descriptors import raise_limit
 from epd_serve.rpc.joining import join_all
 from epd_serve.rpc.sockets import watch_accepted
-from epd_serve.rpc.streams import BrokenStream
 from epd_serve.rpc.tls import tls_files
 
 logger = logging.getLogger(__name__)
@@ -46,7 +45,6 @@ def run_instance(options: InstanceOptions) -> None:
     """
     options = remembered(options)
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {options.name} %(levelname)s %(message)s")
-    logging.getLogger("uvicorn.error").addFilter(_is_no_broken_stream)
     raise_limit()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     prepare_process(options)
@@ -70,14 +68,12 @@ async def _serve(options: InstanceOptions) -> None:
     if tls is not None:
         tls.check(options.advertise or options.host)
     instance = Instance(options)
+    service = link_service(instance.routes(), cluster_key(), lambda: urlsplit(instance.url).netloc)
     config = uvicorn.Config(
-        NoBrowsers(
-            control_server_app(instance.routes(), cluster_key(), lambda: urlsplit(instance.url).netloc),
-            options.host,
-        ),
+        NoBrowsers(LookApp(service), options.host),
         host=options.host,
         port=options.port,
-        http=ControlHttp,
+        http=service.protocol,
         lifespan="off",
         access_log=False,
         log_config=None,
@@ -162,8 +158,3 @@ async def _start(instance: Instance, joined: list[asyncio.Task[None]]) -> None:
         )
         joined.append(asyncio.create_task(joining))
     logger.info("ready: role %s on %s, pid %d", instance.options.role, instance.options.device, os.getpid())
-
-
-def _is_no_broken_stream(record: logging.LogRecord) -> bool:
-    """Cutting a connection is how a broken stream is reported to the caller; it needs no traceback in the log."""
-    return not (record.exc_info and isinstance(record.exc_info[1], BrokenStream))

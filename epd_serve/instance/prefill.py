@@ -14,14 +14,13 @@ from epd_serve.engine.engine import Engine, EngineEvent, FailureEvent, Listeners
 from epd_serve.errors import DECODE_DRAINING, DRAINING, PEER_UNREACHABLE, InvalidRequest, ServeError, StageTimeout
 from epd_serve.instance.answer import Answer, Generation, broken_structure
 from epd_serve.instance.feature_receiver import FeatureReceiver
-from epd_serve.instance.http import JSON, Reply
 from epd_serve.instance.kv_delivery import Deliveries, KVDelivery
 from epd_serve.instance.telemetry import InstanceTelemetry
 from epd_serve.instance.text.prompt import PromptProcessor
 from epd_serve.instance.text.request_processor import S_PER_CHARACTER, RequestProcessor
 from epd_serve.protocol import frames, wire
 from epd_serve.protocol.openai import chunks
-from epd_serve.rpc.streams import BrokenStream
+from epd_serve.rpc.server import JSON, BrokenStream, Reply
 from epd_serve.sched.sequence import Sequence, SequenceState
 from epd_serve.telemetry.span import FEATURE_WAIT, PREFILL_QUEUE
 from epd_serve.transfer.kv_sender import OutgoingTransfer

@@ -9,8 +9,8 @@ from contextlib import suppress
 
 import msgspec
 
-from epd_serve.instance.http import Handler, Reply
 from epd_serve.protocol import instance_state
+from epd_serve.rpc.server import Handler, Reply
 from epd_serve.types import Stage
 
 #: Gateways expect five reports a second and take an instance without any for stalled (proxy/fleet/monitor.py).

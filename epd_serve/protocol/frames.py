@@ -107,16 +107,5 @@ def token_ids(labels: Iterable[bytes]) -> list[int]:
     return [int(token) for text in labels for label in text.split(b";") for token in label.split(b",")[1:]]
 
 
-def token_ids_of_each(labels: Iterable[bytes], num_choices: int) -> list[list[int]]:
-    """The tokens of each choice in :attr:`FrameReader.labels`."""
-    found: list[list[int]] = [[] for _ in range(num_choices)]
-    for text in labels:
-        for label in text.split(b";"):
-            choice, *tokens = label.split(b",")
-            if tokens:
-                found[int(choice)] += map(int, tokens)
-    return found
-
-
 def num_tokens(labels: Iterable[bytes]) -> int:
     return sum([text.count(b",") for text in labels])

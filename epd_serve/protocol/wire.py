@@ -283,7 +283,7 @@ class PrefillRequest(Message, frozen=True):
     Attributes:
         max_model_len: D's, where it may hold less than P.
         generated: output tokens of a streamed answer that its client has already, from an instance that was lost;
-            the answer goes on behind them. Only for ``sampling.n == 1``: several choices go on each by itself.
+            the answer goes on behind them. Only for ``sampling.n == 1``.
     """
 
     request_id: str

@@ -11,7 +11,7 @@ from urllib.parse import quote
 import msgspec
 
 from epd_serve.errors import ServeError
-from epd_serve.rpc.http import HttpCall, HttpPool
+from epd_serve.rpc.http import HttpPool, HttpServer
 from epd_serve.rpc.tls import TlsFiles, tls_files
 
 
@@ -43,54 +43,46 @@ class AdminClient:
     Args:
         where: the path of its socket, or its URL.
         headers: sent with each call: its key.
-        cluster_key: proved to a URL, in place of that key.
         tls: for a URL at https; None: the files that the environment names.
     """
 
     def __init__(
-        self,
-        where: Path | str,
-        headers: Mapping[str, str] | None = None,
-        cluster_key: str | None = None,
-        tls: TlsFiles | None = None,
+        self, where: Path | str, headers: Mapping[str, str] | None = None, tls: TlsFiles | None = None
     ) -> None:
         self.where = where
         self._tls = tls
-        self._cluster_key = cluster_key
-        self._headers = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
+        self._headers = {**(headers or {}), "content-type": "application/json"}
 
     async def ask(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = 30.0
     ) -> Any:
-        """The JSON of the answer. Raises AdminRefused, AdminUnreachable and TimeoutError."""
+        """Return the JSON of the answer. Raises AdminRefused, AdminUnreachable and TimeoutError."""
         on_socket = isinstance(self.where, Path)
         url = "http://admin" if on_socket else str(self.where)
-        data = b"" if body is None else msgspec.json.encode(body)
-        headers = f"{self._headers}content-type: application/json\r\n"
+        pool = HttpPool(self._tls or tls_files(), Path(self.where) if on_socket else None)
         try:
-            own_path = Path(self.where) if on_socket else None
-            pool = HttpPool("admin", url, self._cluster_key, "admin", tls=self._tls or tls_files(), path=own_path)
+            server = _AdminServer("admin", url, pool)
         except ValueError as error:
             raise AdminUnreachable(f"{url!r} is no URL of an admin API, as in http://127.0.0.1:9001") from error
+        data = b"" if body is None else msgspec.json.encode(body)
         async with pool:
-            call = _AdminCall(pool, method, quote(path, safe="/?=&"), headers, [data])
             try:
                 async with asyncio.timeout(timeout_s):
-                    answer = await call.ask()
+                    answer = await server.ask(method, quote(path, safe="/?=&"), data, self._headers)
             except ServeError as error:
                 raise AdminUnreachable(f"nothing answers at {self.where} ({error.message})") from error
-        try:
-            return msgspec.json.decode(answer)
-        except msgspec.DecodeError:
-            raise AdminUnreachable(f"{self.where} answered {call.status}, and no JSON") from None
+        return server.decode(answer)
 
 
-class _AdminCall(HttpCall):
-    def error(self, body: bytes) -> Exception:
+class _AdminServer(HttpServer):
+    def decode(self, body: bytes) -> Any:
         try:
-            content = msgspec.json.decode(body)
+            return msgspec.json.decode(body)
         except msgspec.DecodeError:
-            return AdminUnreachable(f"{self._pool.url} answered {self.status}, and no JSON")
+            raise AdminUnreachable(f"{self.url} answered, and no JSON") from None
+
+    def error(self, status: int, body: bytes) -> Exception:
+        content = self.decode(body)
         error = content.get("error") if isinstance(content, dict) else None
         found = error if isinstance(error, dict) else {}
-        return AdminRefused(self.status, str(found.get("message") or content), found.get("code"))
+        return AdminRefused(status, str(found.get("message") or content), found.get("code"))

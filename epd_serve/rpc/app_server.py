@@ -6,27 +6,23 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from typing import Any
 
 import uvicorn
 
 from epd_serve.rpc.bounded import BoundedHttp
-from epd_serve.rpc.cluster import with_link
 from epd_serve.rpc.tls import TlsFiles
 
 
-class LinkedHttp(BoundedHttp):
-    """Knows for each connection whether the cluster's key was proved on it; a base of other protocols, too."""
+class AdminHttp(BoundedHttp):
+    """Takes JSON: orders, deployment files."""
 
-    max_body_bytes = 4 << 20  # of JSON: orders, deployment files
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self.app_state = with_link(self.app_state)
-        super().connection_made(transport)
+    max_body_bytes = 4 << 20
 
 
 @asynccontextmanager
 async def serving(
-    app: object, listener: socket.socket, http: type[asyncio.Protocol] = LinkedHttp, tls: TlsFiles | None = None
+    app: object, listener: socket.socket, http: Any = AdminHttp, tls: TlsFiles | None = None
 ) -> AsyncIterator[None]:
     """Serve ``app`` while the context lasts, on a socket that listens and is closed then.
 

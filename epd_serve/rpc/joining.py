@@ -13,7 +13,8 @@ from urllib.parse import urlsplit
 import msgspec
 
 from epd_serve.errors import InstanceLost, ServeError
-from epd_serve.rpc.http import HttpCall, HttpPool
+from epd_serve.rpc.http import HttpPool, HttpServer
+from epd_serve.rpc.link import Link
 from epd_serve.rpc.tls import TlsFiles
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class Joining:
 
     Args:
         name, url: of the instance. role: for a gateway that cannot ask it.
-        headers: that the admin plane asks for. key: of the cluster, if it has one; then that alone is proved.
+        headers: that the admin plane asks for. key: of the cluster, if it has one; it is proved in their place.
         tls: with an admin plane at https. address: that of the URL's host which is meant, where it has several.
         lease_s: after so long without a renewal the gateway takes it out. It is renewed three times as often; a
             renewal without an answer in a third of it is tried again at once.
@@ -91,13 +92,15 @@ class Joining:
         address: str | None = None,
         lease_s: float = 10.0,
     ) -> None:
-        self._gateway = HttpPool("gateway", admin_url, key, "admin", tls=tls, address=address)
+        self._link = None if key is None else Link("gateway", admin_url, key, "admin", tls=tls, address=address)
+        self._pool = HttpPool(tls)
+        self._gateway = HttpServer("gateway", admin_url, self._pool, address=address)
         self._url = self._gateway.url + "/instances"
         incarnation = time.time_ns()
         body = {"name": name, "url": url, "lease_s": lease_s, "incarnation": incarnation}
         self._body = msgspec.json.encode(body if role is None else body | {"role": role})
         self._own_path = f"/instances/{name}?incarnation={incarnation}"
-        self._headers = "".join(f"{header}: {value}\r\n" for header, value in headers.items() if key is None)
+        self._headers = {**headers, "content-type": "application/json"}
         self._lease_s = lease_s
         #: Whether the gateway may have it: it has said so, or has been asked and has not answered.
         self._may_have_lease = False
@@ -114,15 +117,17 @@ class Joining:
         finally:
             if self._may_have_lease:
                 with suppress(ServeError, TimeoutError):
-                    await self._ask("DELETE", self._own_path)
+                    await self._ask("DELETE", self._own_path, "/leave")
                     logger.info("left %s", self._url)
-            await self._gateway.close()
+            await self._pool.__aexit__()
+            if self._link is not None:
+                await self._link.close()
 
     async def _renew(self) -> tuple[str, float]:
         """Return what is wrong ("" for nothing), and when to ask again."""
         self._may_have_lease = True
         try:
-            await self._ask("POST", "/instances", self._body)
+            await self._ask("POST", "/instances", "/join")
         except (InstanceLost, TimeoutError) as error:
             return f"{self._url} does not answer: {error or type(error).__name__}", _AGAIN_S
         except ServeError as error:
@@ -130,7 +135,10 @@ class Joining:
             return f"{self._url} answered {error.status}: {error.message[:300]}", self._lease_s / 3
         return "", self._lease_s / 3
 
-    async def _ask(self, method: str, path: str, body: bytes = b"") -> None:
-        headers = "content-type: application/json\r\n" + self._headers
+    async def _ask(self, method: str, path: str, call: str) -> None:
+        """Ask over HTTP with the admin plane's key, or over a link where the cluster's key is proved."""
         async with asyncio.timeout(self._lease_s / 3):
-            await HttpCall(self._gateway, method, path, headers, [body] if body else []).ask()
+            if self._link is not None:
+                await self._link.ask(call, [self._body])
+            else:
+                await self._gateway.ask(method, path, self._body if method == "POST" else b"", self._headers)

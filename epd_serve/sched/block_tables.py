@@ -50,6 +50,14 @@ class BlockTables:
                 param="max_tokens",
             )
 
+    @property
+    def num_free(self) -> int:
+        return self._pool.num_free
+
+    def num_cached(self, sequence: Sequence) -> int:
+        """Leading tokens that a sequence without blocks would find computed."""
+        return len(self._pool.match(sequence.reusable_hashes(self._pool.block_size))) * self._pool.block_size
+
     def num_needed(self, sequence: Sequence) -> int:
         """Blocks that a sequence takes from the pool to be admitted, or, where it has some, to go on."""
         if blocks := sequence.blocks:
@@ -70,9 +78,9 @@ class BlockTables:
         sequence.blocks, sequence.forks, sequence.states = taken.root, taken.forks, taken.states
         sequence.num_registered = taken.num_cached
         if sequence.saved is None:
-            self._num_looked_up += 0 if self._pool.state_blocks else sequence.num_tokens
-            self._num_found += taken.num_cached * self._pool.block_size
             sequence.num_computed = taken.num_cached * self._pool.block_size
+            self._num_looked_up += 0 if self._pool.state_blocks else sequence.num_tokens
+            self._num_found += sequence.num_computed
             if sequence.num_cached is None:
                 sequence.num_cached = sequence.num_computed
             return
@@ -95,9 +103,6 @@ class BlockTables:
 
     def grow(self, sequence: Sequence) -> bool:
         """Let a sequence have a block for its newest token; False: there is none."""
-        room = len(sequence.blocks) * self._pool.block_size
-        if len(sequence.prompt_ids) + len(sequence.output_ids) <= room:
-            return True  # as it mostly is
         needed = self.num_needed(sequence)
         if needed > self._pool.num_free:
             return False

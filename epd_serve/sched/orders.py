@@ -1,84 +1,56 @@
-"""The orders in which waiting sequences are admitted.
-
-An order is a pure function of the queue and the time that returns a permutation of ``waiting``. Among equals the
-order of the queue stays.
-"""
+"""The orders in which waiting sequences are admitted. Among equals the order of the queue stays."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as AbstractSequence
-from functools import partial
 
 from epd_serve.cache.block_pool import BlockPool
 from epd_serve.sched.schedule import Budget
 from epd_serve.sched.sequence import Sequence
 from epd_serve.sched.step_cost import StepCost
 
-#: The waiting sequences in the order in which they are to be admitted, at a time (monotonic seconds). Pure.
-Order = Callable[[AbstractSequence[Sequence], float], list[Sequence]]
-#: A sequence that has waited for so many times TTFT_max goes before all that have not.
+#: A sequence that has waited for this many times TTFT_max goes before all that have not.
 PATIENCE = 4.0
 
 
-def fcfs(waiting: AbstractSequence[Sequence], now: float) -> list[Sequence]:
-    """First come, first served, behind those that have output: they were preempted."""
-    return sorted(waiting, key=lambda sequence: (not sequence.output_ids, sequence.arrival_s))
+class Order:
+    """The order of ``batching.order``. Preempted sequences, which have output, always come first.
 
-
-def sjf(
-    waiting: AbstractSequence[Sequence], now: float, *, uncached_tokens: Callable[[Sequence], int]
-) -> list[Sequence]:
-    """Shortest job first, by the prompt tokens that no cached prefix holds. Long prompts can starve under it."""
-
-    def key(sequence: Sequence) -> tuple[bool, float]:
-        if sequence.output_ids:
-            return False, sequence.arrival_s
-        return True, uncached_tokens(sequence)
-
-    return sorted(waiting, key=key)
-
-
-def slack(
-    waiting: AbstractSequence[Sequence], now: float, *, ttft_s: float, prefill_s: Callable[[Sequence], float]
-) -> list[Sequence]:
-    """Least slack first: what is left of TTFT_max when ``prefill_s``, a sequence's own prefill, is taken off it.
-
-    Those whose slack is used up come last, oldest first: one that is too late anyway shall not make others late.
-    No one starves: who has waited ``PATIENCE * ttft_s`` comes before all but those who arrived still earlier.
-    """
-
-    def key(sequence: Sequence) -> tuple[int, float]:
-        waited = now - sequence.arrival_s
-        if sequence.output_ids:
-            return 0, sequence.arrival_s
-        if waited >= PATIENCE * ttft_s:
-            return 1, sequence.arrival_s
-        left = ttft_s - waited - prefill_s(sequence)
-        return (2, left) if left >= 0 else (3, sequence.arrival_s)
-
-    return sorted(waiting, key=key)
-
-
-def order_of(name: str, pool: BlockPool, budget: Budget, cost: StepCost, ttft_s: float | None) -> Order:
-    """The order of ``batching.order``; called under the engine's lock, as the pool is read.
+    * ``fcfs``: by arrival.
+    * ``sjf``: fewest prompt tokens that no cached prefix holds first; long prompts can starve.
+    * ``slack``: the least time first that is left of TTFT_max without the sequence's own prefill. Sequences that
+      are too late come last, oldest first, so that they make no others late; one that has waited for
+      ``PATIENCE * ttft_s`` comes before all but older ones, so that none starves.
 
     Args:
-        cost: of steps within the budget. ttft_s: TTFT_max, which the order ``slack`` needs.
+        cost: of steps within the budget. ttft_s: TTFT_max, which ``slack`` needs.
     """
 
-    def cached_tokens(sequence: Sequence) -> int:
-        return len(pool.match(sequence.reusable_hashes(pool.block_size))) * pool.block_size
+    def __init__(
+        self, name: str, pool: BlockPool, budget: Budget, cost: StepCost, ttft_s: float | None = None
+    ) -> None:
+        assert name != "slack" or ttft_s is not None, "the order slack needs a limit on TTFT"
+        self._name, self._pool, self._budget, self._cost = name, pool, budget, cost
+        self._ttft_s = ttft_s or 0.0
 
-    def prefill_s(sequence: Sequence) -> float:
-        start = cached_tokens(sequence)
+    def sort(self, waiting: AbstractSequence[Sequence], now: float) -> list[Sequence]:
+        """Return ``waiting`` in the order of admission at a time (monotonic seconds). Pure.
+
+        Called under the engine's lock, as it reads the pool.
+        """
+        return sorted(waiting, key=lambda sequence: self._rank(sequence, now))
+
+    def _rank(self, sequence: Sequence, now: float) -> tuple[int, float]:
+        if sequence.output_ids or self._name == "fcfs":
+            return (0 if sequence.output_ids else 1), sequence.arrival_s
+        block_size = self._pool.block_size
+        start = len(self._pool.match(sequence.reusable_hashes(block_size))) * block_size
         count = sequence.num_prompt_tokens - start
-        steps = -(-count // budget.max_num_tokens)
-        return steps * cost.base_s + cost.chunk_s(start, count)
-
-    if name == "sjf":
-        return partial(sjf, uncached_tokens=lambda s: s.num_prompt_tokens - cached_tokens(s))
-    if name == "slack":
-        assert ttft_s is not None, "the order slack needs a limit on TTFT"
-        return partial(slack, ttft_s=ttft_s, prefill_s=prefill_s)
-    return fcfs
+        if self._name == "sjf":
+            return 1, count
+        waited = now - sequence.arrival_s
+        if waited >= PATIENCE * self._ttft_s:
+            return 1, sequence.arrival_s
+        steps = -(-count // self._budget.max_num_tokens)
+        left = self._ttft_s - waited - steps * self._cost.base_s - self._cost.chunk_s(start, count)
+        return (2, left) if left >= 0 else (3, sequence.arrival_s)

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import logging
 from bisect import insort
 from collections import defaultdict, deque
-from collections.abc import Callable
 from operator import attrgetter
 
 from epd_serve.cache.block_pool import BlockPool, RequestBlocks
 from epd_serve.sched.block_tables import BlockMemory, BlockTables
 from epd_serve.sched.orders import Order
-from epd_serve.sched.schedule import Budget, ScheduleOutput, missing_span, possible_prefills, schedule
+from epd_serve.sched.schedule import Budget, Features, ScheduleOutput, possible_prefills, ready_tokens, schedule
 from epd_serve.sched.sequence import Sequence, SequenceState
-
-logger = logging.getLogger(__name__)
 
 _PRIORITY = attrgetter("sampling.priority")
 #: A sort key: the most urgent first, and of these the oldest.
 _AGE = attrgetter("sampling.priority", "arrival_s", "index")
+
+
+class KVLostError(Exception):
+    """The KV of a request could not be saved or brought back: abort it and plan again."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(f"the KV of request {request_id} is lost")
+        self.request_id = request_id
 
 
 class SteadyDecodes:
@@ -36,19 +40,15 @@ class SteadyDecodes:
             room = len(sequence.blocks) * block_size - sequence.num_tokens
             self._lacking[room + 1].append(sequence)
 
-    def next(self, grow: Callable[[Sequence], bool]) -> ScheduleOutput | None:
-        """Return the next step, each sequence a token further; None: it has to be planned.
-
-        ``grow`` gives a sequence a block.
-        """
+    def next(self, tables: BlockTables) -> ScheduleOutput | None:
+        """Return the next step, each sequence a token further; None: it has to be planned."""
         self._number += 1
         self._num_tokens += 1
         if self._number >= self._end or self._first.num_tokens != self._num_tokens:
             return None
         if lacking := self._lacking.pop(self._number, None):
-            for sequence in lacking:
-                if not grow(sequence):
-                    return None
+            if not all(map(tables.grow, lacking)):
+                return None
             self._lacking[self._number + self._block_size] += lacking
         return self._output
 
@@ -61,31 +61,16 @@ class Queues:
     sequences come first, then new prompts and reservations as they arrived. A running sequence that finds no block
     takes those of the last one behind it, which is preempted and continues later. A waiting sequence takes nothing
     from a running one.
-
-    Args:
-        has_feature: whether media could be computed now.
-        on_starved: called with a feature that holds up a sequence which could be computed otherwise.
-        on_lost: called with a request whose KV could not be saved or brought back; it must :meth:`remove` it.
     """
 
     def __init__(
-        self,
-        pool: BlockPool,
-        memory: BlockMemory,
-        budget: Budget,
-        order: Order,
-        *,
-        has_feature: Callable[[str], bool],
-        on_starved: Callable[[str], None],
-        on_lost: Callable[[str, Exception], None],
+        self, pool: BlockPool, memory: BlockMemory, budget: Budget, order: Order, features: Features
     ) -> None:
         self.tables = BlockTables(pool, memory)
         self._pool = pool
         self._budget = budget
         self._order = order
-        self._has_feature = has_feature
-        self._on_starved = on_starved
-        self._on_lost = on_lost
+        self._features = features
         self._watermark = max(pool.capacity // 100, 1)
         self._waiting: deque[Sequence] = deque()
         self._preempted: list[Sequence] = []  # oldest first, likewise the running ones
@@ -106,7 +91,8 @@ class Queues:
     def num_waiting_tokens(self) -> int:
         """Tokens to be computed, of all sequences; not those that the cache holds for them now."""
         held = (*self._preempted, *self._running)
-        return sum(s.num_uncomputed for s in held) + sum(s.num_tokens - self._num_cached(s) for s in self._waiting)
+        uncached = sum(s.num_tokens - self.tables.num_cached(s) for s in self._waiting)
+        return sum(s.num_uncomputed for s in held) + uncached
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books of the pool balance, and each sequence has a state of its own."""
@@ -115,7 +101,7 @@ class Queues:
         for sequence in self._running:
             own = {block for state in sequence.states for block in state}
             assert len(own) == (size and size * (1 + len(sequence.forks))), (
-                "a state has too few or too many blocks"
+                "a state has too few or many blocks"
             )
             assert not own & taken and not own & set(sequence.blocks), "a state's block is another's as well"
             taken |= own
@@ -132,7 +118,7 @@ class Queues:
         self._steady = None
 
     def stop(self, sequence: Sequence) -> bool:
-        """Take a sequence that has output out of its queue; False if it is in none."""
+        """Take a sequence that has output out of its queue; return whether it was in one."""
         for queue in (self._running, self._preempted):
             if sequence in queue:
                 queue.remove(sequence)
@@ -142,14 +128,12 @@ class Queues:
 
     def remove(self, request_id: str) -> list[Sequence]:
         """Take all sequences of a request out of their queues."""
-        removed: list[Sequence] = []
-        for queue in (self._waiting, self._preempted, self._running):
-            found = [s for s in queue if s.request_id == request_id]
-            for sequence in found:
-                queue.remove(sequence)
-            removed += found
+        queues = (self._waiting, self._preempted, self._running)
+        removed = [(queue, s) for queue in queues for s in queue if s.request_id == request_id]
+        for queue, sequence in removed:
+            queue.remove(sequence)
         self._steady = None
-        return removed
+        return [sequence for _, sequence in removed]
 
     # ------------------------------------------------------------------ reservations
 
@@ -181,7 +165,7 @@ class Queues:
         return was_refused
 
     def _can_decode(self, num_tokens: int) -> bool:
-        """Whether a step has room for one more sequence; further choices of a request wait for their own."""
+        """Return whether a step has room for one more sequence; further choices of a request wait for theirs."""
         contexts = [s.num_tokens for s in (*self._running, *self._preempted) if not s.hand_off]
         contexts += [tokens for reserved in self._reserved.values() for tokens in reserved]
         pace = self._budget.pace
@@ -190,25 +174,22 @@ class Queues:
         )
 
     def _ahead_of(self, priority: int, arrival_s: float) -> set[Sequence]:
-        """The waiting sequences ahead of a reservation, without those that wait for their first feature."""
+        """Return the waiting sequences ahead of a reservation, but those that wait for their first feature."""
         ahead = {s for s in self._preempted if s.sampling.priority <= priority}
         earlier = (s for s in self._waiting if (s.sampling.priority, s.arrival_s) <= (priority, arrival_s))
-        return ahead.union(s for s in earlier if self._ready_tokens(s))
+        return ahead.union(s for s in earlier if ready_tokens(s, self.tables, self._features))
 
     # ------------------------------------------------------------------ steps
 
     def plan(self, now: float) -> ScheduleOutput:
-        """The next step; its sequences have the blocks that it needs, and the preempted none any more."""
-        is_steady = self._steady is not None and not self._waiting and not self._preempted
-        if self._steady is not None and is_steady and (again := self._steady.next(self.tables.grow)) is not None:
-            return again
-        output = self._plan(now)
-        changes = output.prefills or output.admitted or output.preempted or self._waiting or self._preempted
-        all_decode = 0 < len(output.decodes) == len(self._running)
-        self._steady = SteadyDecodes(output, self._pool.block_size) if all_decode and not changes else None
-        return output
+        """Return the next step; its sequences have the blocks that it needs, and the preempted none any more.
 
-    def _plan(self, now: float) -> ScheduleOutput:
+        Raises KVLostError for a request whose blocks cannot be moved; whatever was moved before is in order.
+        """
+        is_steady = self._steady is not None and not self._waiting and not self._preempted
+        if self._steady is not None and is_steady and (again := self._steady.next(self.tables)) is not None:
+            return again
+        self._steady = None
         admitted: list[Sequence] = []
         preempted: list[Sequence] = []
         while True:
@@ -216,32 +197,32 @@ class Queues:
                 self._running,
                 self._admissible(now),
                 self._budget,
-                ready_tokens=self._ready_tokens,
-                blocks_needed=self.tables.num_needed,
-                blocks_freed=self.tables.num_freed,
-                free_blocks=self._pool.num_free,
+                self.tables,
+                self._features,
                 watermark=self._watermark,
             )
             for sequence in output.preempted:
-                self._guard(self._preempt, sequence)
+                self._preempt(sequence)
             for sequence in output.admitted:
-                self._guard(self._admit, sequence)
+                self._admit(sequence)
             admitted += output.admitted
             preempted += output.preempted
-            here = [s for s in output.decodes if s.state is SequenceState.RUNNING]
-            # One that was to give its blocks and was lost keeps them as long as a launched step uses them.
-            decodes = [s for s in here if self.tables.grow(s)]
-            chunks = [(s, count) for s, count in output.prefills if s.state is SequenceState.RUNNING]
-            prefills = possible_prefills(chunks, self._has_feature)
-            if prefills or here or not (output.admitted or output.preempted):
-                return ScheduleOutput(decodes=decodes, prefills=prefills, admitted=admitted, preempted=preempted)
-            # all of the budget went to a cached prefix or to what was lost: there may be work behind it
+            decodes = [s for s in output.decodes if self.tables.grow(s)]
+            prefills = possible_prefills(output.prefills, self._features.has_feature)
+            if decodes or prefills or not (output.admitted or output.preempted):
+                break
+            # all of the budget went to a cached prefix: there may be work behind it
+        output = ScheduleOutput(decodes=decodes, prefills=prefills, admitted=admitted, preempted=preempted)
+        changes = prefills or admitted or preempted or self._waiting or self._preempted
+        if not changes and 0 < len(decodes) == len(self._running):
+            self._steady = SteadyDecodes(output, self._pool.block_size)
+        return output
 
     def _admissible(self, now: float) -> list[Sequence]:
-        """The sequences that wait for blocks, in the order in which they may take them."""
+        """Return the sequences that wait for blocks, in the order in which they may take them."""
         if not self._waiting and not self._preempted:
             return []
-        waiting = sorted(self._preempted + self._order(self._waiting, now), key=_PRIORITY)
+        waiting = sorted(self._preempted + self._order.sort(self._waiting, now), key=_PRIORITY)
         if self._reserving is None:
             return waiting
         ahead = self._ahead_of(*self._reserving)
@@ -251,40 +232,16 @@ class Queues:
         (self._preempted if sequence in self._preempted else self._waiting).remove(sequence)
         sequence.move_to(SequenceState.RUNNING)
         self.run(sequence)
-        self.tables.admit(sequence)
+        try:
+            self.tables.admit(sequence)
+        except Exception as error:
+            raise KVLostError(sequence.request_id) from error
 
     def _preempt(self, sequence: Sequence) -> None:
-        self.tables.preempt(sequence)
+        try:
+            self.tables.preempt(sequence)
+        except Exception as error:
+            raise KVLostError(sequence.request_id) from error
         self._running.remove(sequence)
-        self._steady = None
         sequence.move_to(SequenceState.WAITING)
         insort(self._preempted, sequence, key=_AGE)
-
-    def _guard(self, move: Callable[[Sequence], None], sequence: Sequence) -> None:
-        """KV that cannot be saved or brought back fails its request, and no other."""
-        if sequence.state is SequenceState.ABORTED or sequence.state is SequenceState.FINISHED:
-            return  # with a sequence of the same request, a moment ago
-        try:
-            move(sequence)
-        except Exception as error:
-            logger.exception("the KV of request %s is lost", sequence.request_id)
-            self._on_lost(sequence.request_id, error)
-
-    def _num_cached(self, sequence: Sequence) -> int:
-        """Leading tokens that a sequence without blocks would find computed."""
-        usable = sequence.reusable_hashes(self._pool.block_size)
-        return len(self._pool.match(usable)) * self._pool.block_size
-
-    def _ready_tokens(self, sequence: Sequence) -> int:
-        """Leading tokens that can be computed now: up to the first feature that is needed and not here."""
-        if not sequence.spans or sequence.saved is not None:
-            return sequence.num_tokens
-        computed = sequence.num_computed
-        if sequence.state is SequenceState.WAITING:
-            computed = self._num_cached(sequence)
-        span = missing_span(sequence, computed, sequence.num_tokens, self._has_feature)
-        if span is None:
-            return sequence.num_tokens
-        if span.start <= computed:
-            self._on_starved(span.mm_hash)
-        return max(span.start, computed)

@@ -1,4 +1,4 @@
-"""Stage-level batching for the language model (TriInfer, Algorithm 1): decodes, running prefills, new requests."""
+"""Stage-level batching (TriInfer, Algorithm 1): decodes, running prefills, new requests; encodes by pixels."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from epd_serve.sched.sequence import Sequence
-from epd_serve.sched.step_cost import ChunkMeter, ChunkPace, StepMeter, StepPace
+from epd_serve.sched.block_tables import BlockTables
+from epd_serve.sched.sequence import Sequence, SequenceState
+from epd_serve.sched.step_cost import NO_LIMIT, ChunkPace, StepPace
 from epd_serve.types import MediaSpan
 
 
@@ -56,123 +57,126 @@ class ScheduleOutput:
         return bool(self.decodes or self.prefills)
 
 
+class Features(Protocol):
+    """The encoder outputs that prompts need."""
+
+    def has_feature(self, mm_hash: str) -> bool:
+        """Return whether tokens of this media item could be computed now."""
+        ...
+
+    def feature_starved(self, mm_hash: str) -> None:
+        """Take note that a sequence could be computed if its feature were here."""
+        ...
+
+
 def schedule(
     running: AbstractSequence[Sequence],
     waiting: Iterable[Sequence],
     budget: Budget,
+    blocks: BlockTables,
+    features: Features,
     *,
-    ready_tokens: Callable[[Sequence], int],
-    blocks_needed: Callable[[Sequence], int],
-    blocks_freed: Callable[[Sequence], int],
-    free_blocks: int,
     watermark: int = 0,
 ) -> ScheduleOutput:
     """Choose the next step. Pure: reads its arguments, changes nothing.
 
     A decode that lacks a block takes it from the last. So the first always goes on, unless all other blocks are
-    held by what does not run; a decode without anything behind it keeps its own and waits.
+    held by sequences that do not run; a decode without anything behind it keeps its own and waits.
 
     Args:
         running: sequences that hold blocks, in the order in which they may keep them.
         waiting: sequences without blocks, in the order in which they are to be admitted.
-        ready_tokens: number of leading tokens of a sequence that could be computed now (features are here).
-        blocks_needed: blocks that a decode lacks, or that admitting a sequence takes.
-        blocks_freed: blocks that are free again when a sequence is preempted, at least one.
-        free_blocks: blocks that growing and admission may take in all.
         watermark: blocks that admission leaves for those that run already, if there are any.
     """
-    tokens, seqs = budget.max_num_tokens, budget.max_num_seqs
-    pace = budget.pace
-    meter: StepMeter | ChunkMeter | None = None if pace is None else pace.meter()
+    tokens, seqs, free_blocks = budget.max_num_tokens, budget.max_num_seqs, blocks.num_free
+    pace = budget.pace or NO_LIMIT
+    meter = pace.meter()
     output = ScheduleOutput()
+
+    # Decodes first; the youngest sequences give their blocks to the oldest.
     unfinished: list[Sequence] = []
-    last = reversed(running)
+    youngest = reversed(running)
     for sequence in running:
         if sequence.is_complete or (output.preempted and sequence in output.preempted):
             continue
         if not sequence.is_decoding:
             unfinished.append(sequence)
         elif tokens and seqs:
-            needed = blocks_needed(sequence)
-            while needed > free_blocks and (victim := next(last, sequence)) is not sequence:
+            needed = blocks.num_needed(sequence)
+            while needed > free_blocks and (victim := next(youngest, sequence)) is not sequence:
                 if not victim.hand_off:  # its blocks are being copied from
                     output.preempted.append(victim)
-                    free_blocks += blocks_freed(victim)
+                    free_blocks += blocks.num_freed(victim)
             if needed <= free_blocks:
-                free_blocks -= needed
                 output.decodes.append(sequence)
-                if meter is not None:
-                    meter.take_decode(sequence.num_tokens)
-                tokens -= 1
-                seqs -= 1
+                meter.take_decode(sequence.num_tokens)
+                free_blocks, tokens, seqs = free_blocks - needed, tokens - 1, seqs - 1
+
+    # Then chunks of the prompts that have blocks.
     for sequence in unfinished:
         if not tokens or not seqs:
             break
         if sequence in output.preempted:
             continue
-        count = min(tokens, ready_tokens(sequence) - sequence.num_computed)
-        if count > 0 and meter is not None:
-            count = meter.take_chunk(sequence.num_computed, count)
-        if count > 0:
+        ready = ready_tokens(sequence, blocks, features) - sequence.num_computed
+        count = meter.take_chunk(sequence.num_computed, min(tokens, ready))
+        if count:
             output.prefills.append((sequence, count))
-            tokens -= count
-            seqs -= 1
+            tokens, seqs = tokens - count, seqs - 1
+
+    # Then new requests, unless blocks were short: what is left of them is for those that run.
     if output.preempted:
-        return output  # what is left of their blocks is for those that run
-    num_decodes = context = -1  # counted where they are needed
+        return output
+    num_decodes = context = -1  # sequences that decode here or will, and their tokens; counted when needed
     for sequence in waiting:
         if not tokens or not seqs:
             break
-        ready = ready_tokens(sequence) - sequence.num_computed
+        ready = ready_tokens(sequence, blocks, features) - sequence.num_computed
         if not ready or sequence.is_complete:
             continue  # its first tokens are an image that is still being encoded; nothing behind it has to wait
-        needed = blocks_needed(sequence)
+        needed = blocks.num_needed(sequence)
         if needed + (watermark if running or output.admitted else 0) > free_blocks:
             break  # first come, first served: what fits behind it would starve it
-        if pace and not sequence.hand_off:
+        if budget.pace and not sequence.hand_off:
             if num_decodes < 0:
-                num_decodes, context = _decodes((*running, *output.admitted))
+                here = [one.num_tokens for one in (*running, *output.admitted) if not one.hand_off]
+                num_decodes, context = len(here), sum(here)
             if not pace.has_room(num_decodes, context, sequence.num_tokens):
                 break
         if sequence.is_decoding:  # it was preempted and its KV saved
             count = 1
-            if meter is not None:
-                meter.take_decode(sequence.num_tokens)
+            meter.take_decode(sequence.num_tokens)
             output.decodes.append(sequence)
         else:
-            count = min(tokens, ready)
-            if meter is not None:
-                count = meter.take_chunk(sequence.num_computed, count)
+            count = meter.take_chunk(sequence.num_computed, min(tokens, ready))
             if not count:
                 break
             output.prefills.append((sequence, count))
         output.admitted.append(sequence)
         if num_decodes >= 0 and not sequence.hand_off:
             num_decodes, context = num_decodes + 1, context + sequence.num_tokens
-        free_blocks -= needed
-        tokens -= count
-        seqs -= 1
+        free_blocks, tokens, seqs = free_blocks - needed, tokens - count, seqs - 1
     return output
 
 
-def _decodes(running: Iterable[Sequence]) -> tuple[int, int]:
-    """The number of sequences that decode here, or will, and their tokens."""
-    contexts = [sequence.num_tokens for sequence in running if not sequence.hand_off]
-    return len(contexts), sum(contexts)
-
-
-def missing_span(sequence: Sequence, start: int, end: int, has: Callable[[str], bool]) -> MediaSpan | None:
-    """The first media among the tokens ``start`` ... ``end - 1`` whose feature is not there."""
-    for span in sequence.spans:
-        if span.end > start and span.start < end and not has(span.mm_hash):
-            return span
-    return None
+def ready_tokens(sequence: Sequence, blocks: BlockTables, features: Features) -> int:
+    """Return the leading tokens that can be computed now: up to the first feature that is needed and not here."""
+    if not sequence.spans or sequence.saved is not None:
+        return sequence.num_tokens
+    is_waiting = sequence.state is SequenceState.WAITING
+    computed = blocks.num_cached(sequence) if is_waiting else sequence.num_computed
+    span = _missing_span(sequence, computed, sequence.num_tokens, features.has_feature)
+    if span is None:
+        return sequence.num_tokens
+    if span.start <= computed:
+        features.feature_starved(span.mm_hash)
+    return max(span.start, computed)
 
 
 def possible_prefills(
     prefills: Iterable[tuple[Sequence, int]], has: Callable[[str], bool]
 ) -> list[tuple[Sequence, int]]:
-    """The prefills as far as their features are there, without a cut in a run that attends both ways.
+    """Return the prefills as far as their features are there, without a cut in a run that attends both ways.
 
     The first of them takes such a run whole even where the budget ends within it: so it always goes on. An
     admission may have found a cached prefix, or evicted one that its successor was counted on to find; and a
@@ -183,7 +187,7 @@ def possible_prefills(
         start, end = sequence.num_computed, min(sequence.num_computed + count, sequence.num_tokens)
         if sequence.both_ways:
             end = _uncut(sequence, start, end, grows=not possible)
-        span = missing_span(sequence, start, end, has)
+        span = _missing_span(sequence, start, end, has)
         if span is not None:
             end = _uncut(sequence, start, max(span.start, start), grows=False)
         if end > start:
@@ -191,9 +195,14 @@ def possible_prefills(
     return possible
 
 
+def _missing_span(sequence: Sequence, start: int, end: int, has: Callable[[str], bool]) -> MediaSpan | None:
+    """Return the first media among the tokens ``start`` ... ``end - 1`` whose feature is not there."""
+    return next((s for s in sequence.spans if s.end > start and s.start < end and not has(s.mm_hash)), None)
+
+
 def _uncut(sequence: Sequence, start: int, end: int, *, grows: bool) -> int:
-    """The end of a chunk, moved out of a run that attends both ways: back to the run's beginning, or on to its end
-    where nothing lies before it and the chunk ``grows``."""
+    """Return the end of a chunk, moved out of a run that attends both ways: back to the run's beginning, or on to
+    its end where nothing lies before it and the chunk ``grows``."""
     for first, behind in sequence.both_ways:
         if first < end < behind:
             return behind if grows and first <= start else max(first, start)
@@ -209,12 +218,12 @@ ItemT = TypeVar("ItemT", bound=Encodable)
 
 
 def schedule_encodes(waiting: Iterable[ItemT], max_num_pixels: int) -> list[ItemT]:
-    """The longest prefix of ``waiting`` within the budget, in pixels; one item at least, however large."""
+    """Return the longest prefix of ``waiting`` within the budget, in pixels; one item at least, however large."""
     batch: list[ItemT] = []
     pixels = 0
     for item in waiting:
-        if batch and pixels + item.num_pixels > max_num_pixels:
+        pixels += item.num_pixels
+        if batch and pixels > max_num_pixels:
             break
         batch.append(item)
-        pixels += item.num_pixels
     return batch

@@ -22,19 +22,13 @@ class SequenceState(Enum):
     ABORTED = auto()  # to be removed as soon as no step or copy uses its blocks
 
 
-_ALLOWED: dict[SequenceState, frozenset[SequenceState]] = {
-    SequenceState.WAITING: frozenset({SequenceState.RUNNING, SequenceState.ABORTED}),
-    SequenceState.RUNNING: frozenset(
-        {
-            SequenceState.WAITING,
-            SequenceState.TRANSFERRING,
-            SequenceState.FINISHED,
-            SequenceState.ABORTED,
-        }
-    ),
-    SequenceState.TRANSFERRING: frozenset({SequenceState.FINISHED, SequenceState.ABORTED}),
-    SequenceState.ABORTED: frozenset({SequenceState.FINISHED}),
-    SequenceState.FINISHED: frozenset(),
+_WAITING, _RUNNING, _TRANSFERRING, _FINISHED, _ABORTED = SequenceState
+_NEXT = {
+    _WAITING: {_RUNNING, _ABORTED},
+    _RUNNING: {_WAITING, _TRANSFERRING, _FINISHED, _ABORTED},
+    _TRANSFERRING: {_FINISHED, _ABORTED},
+    _ABORTED: {_FINISHED},
+    _FINISHED: set[SequenceState](),
 }
 
 
@@ -58,6 +52,7 @@ class Sequence:
         blocks: block table. forks: the first own block of each choice to be forked.
         states: blocks of its recurrent state, then of that of each choice to be forked; empty: the model has none.
         constraint: the grammar of its answer and its position there, opaque here; None where there is none.
+        rules: the meaning of its lists of tokens, by place, opaque here; all choices share it.
         num_cached: known tokens that were found in the prefix cache when it first got its blocks.
         output_ids: generated tokens; a sequence that goes on from elsewhere begins with some.
         wanted_logprobs: known tokens, by index, whose log-probabilities are wanted; never the first.
@@ -86,6 +81,7 @@ class Sequence:
     forks: list[list[int]] = field(default_factory=list)
     states: list[list[int]] = field(default_factory=list)
     constraint: Any = None
+    rules: dict[Any, Any] = field(default_factory=dict)
     saved: Any = None
     wanted_logprobs: range = range(0)
     logprobs: dict[int, Any] = field(default_factory=dict)
@@ -140,7 +136,7 @@ class Sequence:
     @property
     def goes_on(self) -> bool:
         """Whether its tokens are still wanted here."""
-        return self.state is SequenceState.RUNNING or self.state is SequenceState.WAITING
+        return self.state is _RUNNING or self.state is _WAITING
 
     @property
     def yields_one_token(self) -> bool:
@@ -169,7 +165,7 @@ class Sequence:
 
     def move_to(self, state: SequenceState) -> None:
         """The one place where a state changes. Raises AssertionError for a transition the table lacks."""
-        assert state in _ALLOWED[self.state], f"{self.request_id}: {self.state.name} -> {state.name}"
+        assert state in _NEXT[self.state], f"{self.request_id}: {self.state.name} -> {state.name}"
         self.state = state
 
     def finish_reason(self, token_id: int, count: int, eos_token_ids: frozenset[int]) -> FinishReason | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -16,8 +17,6 @@ PREFILL_SHARE = 0.1
 #: The least that is prefilled in a step, however little time it leaves.
 MIN_CHUNK = 16
 _GAIN = 0.1
-
-
 #: A request passes two steps at least, an encode and a prefill, before its first token.
 _ALPHA = 0.5
 
@@ -29,36 +28,23 @@ def latency_limit_s(role: Role, *, ttft_s: float | None, tpot_s: float | None) -
     return None if ttft_s is None else _ALPHA * ttft_s
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
-    """The result of a search: a size, its measured time, and whether that is within the limit."""
-
-    size: int
-    seconds: float
-    feasible: bool
-
-
-def search_budget(measure: Callable[[int], float], limit_s: float, low: int, high: int) -> Found:
-    """The largest size among ``low`` ... ``high`` whose measured time is within the limit.
+def search_budget(measure: Callable[[int], float], limit_s: float, low: int, high: int) -> tuple[int, float]:
+    """Return the largest size among ``low`` ... ``high`` whose time is within the limit, and that time.
 
     Doubles until a size misses the limit, as a much larger one would take much longer to measure; then bisects.
-    Time is taken to grow with size, so that nothing beyond a miss is tried. The result was measured within the
-    limit; ``low`` alone can miss it.
+    Time is taken to grow with size, so that nothing beyond a miss is tried. ``low`` alone can miss the limit.
     """
     if not 1 <= low <= high:
         raise ValueError(f"nothing to search between {low} and {high}; write two sizes from 1 on, in order")
-    best = Found(size=low, seconds=measure(low), feasible=True)
-    if best.seconds > limit_s:
-        return Found(size=low, seconds=best.seconds, feasible=False)
-    missed = high + 1
-    while missed - best.size > 1:
-        size = min(2 * best.size, high) if missed > high else (best.size + missed) // 2
-        seconds = measure(size)
-        if seconds <= limit_s:
-            best = Found(size=size, seconds=seconds, feasible=True)
+    best, best_s = low, measure(low)
+    missed = high + 1 if best_s <= limit_s else low + 1
+    while missed - best > 1:
+        size = min(2 * best, high) if missed > high else (best + missed) // 2
+        if (seconds := measure(size)) <= limit_s:
+            best, best_s = size, seconds
         else:
             missed = size
-    return best
+    return best, best_s
 
 
 class StepWork(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -125,6 +111,31 @@ class StepCost:
         return math.inf if not root else 2 * rest / root
 
 
+class StepMeter:
+    """The seconds and prompt tokens left in one step. Decodes always fit; the first chunk gets its share even if
+    they leave less."""
+
+    def __init__(self, cost: StepCost, limit_s: float, num_tokens: int) -> None:
+        self._cost = cost
+        self._left_s = limit_s - cost.base_s
+        self._share_s = PREFILL_SHARE * limit_s
+        self._least = MIN_CHUNK
+        self._num_tokens = num_tokens
+
+    def take_decode(self, context: int) -> None:
+        self._left_s -= self._cost.decode_s(context)
+
+    def take_chunk(self, start: int, count: int) -> int:
+        """Take a chunk of up to ``count`` tokens from ``start`` on; return the number of tokens that had room."""
+        seconds, count = max(self._left_s, self._share_s), max(min(count, self._num_tokens), 0)
+        count = min(count, max(self._least, int(min(self._cost.tokens_within(seconds, start), count))))
+        if count:
+            self._left_s = seconds - self._cost.chunk_s(start, count)
+            self._share_s, self._least = 0.0, 0
+            self._num_tokens -= count
+        return count
+
+
 class StepPace:
     """The time that a step may take by the cost model, corrected by the times of past steps.
 
@@ -144,7 +155,7 @@ class StepPace:
 
     def meter(self) -> StepMeter:
         """Return the meter of one step."""
-        return StepMeter(self.cost, self.limit_s / self.correction)
+        return StepMeter(self.cost, self.limit_s / self.correction, sys.maxsize)
 
     def has_room(self, num_decodes: int, context: int, num_tokens: int) -> bool:
         """Whether one more sequence of ``num_tokens`` may join those that decode here, or will.
@@ -188,9 +199,9 @@ class ChunkPace:
         self.num_tokens = num_tokens
         self._decode_s = 0.0
 
-    def meter(self) -> ChunkMeter:
-        """Return the meter of one step."""
-        return ChunkMeter(self.num_tokens)
+    def meter(self) -> StepMeter:
+        """Return the meter of one step: its time costs nothing."""
+        return StepMeter(StepCost(), 1.0, self.num_tokens)
 
     def has_room(self, num_decodes: int, context: int, num_tokens: int) -> bool:
         """Whether one more sequence may join: always, within the budget's other limits."""
@@ -211,42 +222,8 @@ class ChunkPace:
             self.num_tokens = max(min(int(fitting), _MOST_CHANGE * self.num_tokens), self.num_tokens)
 
 
-class ChunkMeter:
-    """The prompt tokens of one step."""
-
-    def __init__(self, num_tokens: int) -> None:
-        self._left = num_tokens
-
-    def take_decode(self, context: int) -> None:
-        """A decode takes no prompt token."""
-
-    def take_chunk(self, start: int, count: int) -> int:
-        """Take a chunk of up to ``count`` tokens from ``start`` on; return the number of tokens that had room."""
-        count = min(count, self._left)
-        self._left -= count
-        return count
-
-
-class StepMeter:
-    """The seconds of one step. Decodes always fit; the first chunk gets its share even if they leave less."""
-
-    def __init__(self, cost: StepCost, limit_s: float) -> None:
-        self._cost = cost
-        self._left_s = limit_s - cost.base_s
-        self._share_s = PREFILL_SHARE * limit_s
-        self._least = MIN_CHUNK
-
-    def take_decode(self, context: int) -> None:
-        self._left_s -= self._cost.decode_s(context)
-
-    def take_chunk(self, start: int, count: int) -> int:
-        """Take a chunk of up to ``count`` tokens from ``start`` on; return the number of tokens that had room."""
-        seconds = max(self._left_s, self._share_s)
-        count = min(count, max(self._least, int(min(self._cost.tokens_within(seconds, start), count))))
-        if count:
-            self._left_s = seconds - self._cost.chunk_s(start, count)
-            self._share_s, self._least = 0.0, 0
-        return count
+#: The pace of a budget without one.
+NO_LIMIT = ChunkPace(sys.maxsize)
 
 
 def work_done(decodes: Iterable[Sequence], prefills: Iterable[tuple[Sequence, int]]) -> StepWork:

@@ -11,15 +11,7 @@ from dataclasses import dataclass
 
 from epd_serve.cost.least_squares import fit_relative
 from epd_serve.sched.schedule import Budget
-from epd_serve.sched.step_cost import (
-    MIN_CHUNK,
-    PREFILL_SHARE,
-    Found,
-    StepCost,
-    StepPace,
-    StepWork,
-    search_budget,
-)
+from epd_serve.sched.step_cost import MIN_CHUNK, PREFILL_SHARE, StepCost, StepPace, StepWork, search_budget
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,14 +89,14 @@ class Sizes:
 
     Attributes:
         budget: without a pace where there is no limit.
-        decodes, prefills: results of the searches: sequences, and chunks of ``Limits.chunk`` tokens.
+        decodes, prefills: found sizes and their seconds: sequences, and chunks of ``Limits.chunk`` tokens.
         errors: relative errors of the cost at the measured steps, rising.
     """
 
     budget: Budget
     cost: StepCost
-    decodes: Found | None
-    prefills: Found | None
+    decodes: tuple[int, float] | None
+    prefills: tuple[int, float] | None
     errors: list[float]
 
 
@@ -129,22 +121,18 @@ def size_steps(measure: Callable[[StepShape], float], limits: Limits) -> Sizes:
     num_tokens, num_seqs = min(limits.max_num_tokens, capacity, 512), limits.max_num_seqs
     decodes = prefills = None
     if limits.decode_s is not None and limits.decodes:
+        most = max(min(num_seqs, capacity // block), 1)
         decodes = search_budget(
-            lambda count: seconds(StepShape(num_decodes=count, context=block)),
-            limits.decode_s,
-            1,
-            max(min(num_seqs, capacity // block), 1),
+            lambda count: seconds(StepShape(num_decodes=count, context=block)), limits.decode_s, 1, most
         )
-        num_seqs = decodes.size
+        num_seqs = decodes[0]
     if latency_s is not None:
         unit = limits.chunk
+        most = max(1, min(limits.max_num_tokens, capacity) // unit)
         prefills = search_budget(
-            lambda count: seconds(StepShape(chunks=prompts_of(count * unit, longest))),
-            latency_s,
-            1,
-            max(1, min(limits.max_num_tokens, capacity) // unit),
+            lambda count: seconds(StepShape(chunks=prompts_of(count * unit, longest))), latency_s, 1, most
         )
-        num_tokens = prefills.size * unit
+        num_tokens = prefills[0] * unit
     context = max(min(longest // 2, capacity // num_seqs) // block * block, block)
     for shape in _mixtures(num_tokens, num_seqs if limits.decodes else 0, context, longest):
         if shape.num_blocks(block) <= capacity // block:
@@ -152,18 +140,10 @@ def size_steps(measure: Callable[[StepShape], float], limits: Limits) -> Sizes:
     cost = fit_cost(samples)
     budget = Budget(max_num_tokens=limits.max_num_tokens, max_num_seqs=limits.max_num_seqs)
     if latency_s is not None:
-        budget = Budget(
-            max_num_tokens=max(num_tokens, num_seqs if limits.decodes else 0),
-            max_num_seqs=num_seqs,
-            pace=StepPace(cost, latency_s),
-        )
-    return Sizes(
-        budget=budget,
-        cost=cost,
-        decodes=decodes,
-        prefills=prefills,
-        errors=sorted(abs(cost.seconds(work) / measured - 1) for work, measured in samples.items()),
-    )
+        most = max(num_tokens, num_seqs if limits.decodes else 0)
+        budget = Budget(max_num_tokens=most, max_num_seqs=num_seqs, pace=StepPace(cost, latency_s))
+    errors = sorted(abs(cost.seconds(work) / measured - 1) for work, measured in samples.items())
+    return Sizes(budget=budget, cost=cost, decodes=decodes, prefills=prefills, errors=errors)
 
 
 def prompts_of(num_tokens: int, longest: int) -> tuple[tuple[int, int], ...]:

@@ -21,7 +21,7 @@ MIN_SHARE = 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slack:
-    """The time that decodes leave to encodes on their device.
+    """The decodes' account of their time per token: what it leaves to encodes on their device.
 
     Attributes:
         credit_s: seconds that steps may still take beyond their limit.
@@ -29,10 +29,21 @@ class Slack:
         alone_s, beside_s: mean seconds of steps without and beside an encode; 0 where there was none yet.
     """
 
-    credit_s: float
+    credit_s: float = 0.0
     limit_s: float
     alone_s: float = 0.0
     beside_s: float = 0.0
+
+    def after(self, seconds: float, encoded_s: float) -> Slack:
+        """Return the account after a token that took ``seconds``; an encode ran beside it for ``encoded_s``."""
+        depth = _DEPTH * self.limit_s
+        alone_s, beside_s = self.alone_s, self.beside_s
+        if encoded_s >= _BESIDE * seconds:
+            beside_s = beside_s + _SMOOTHING * (seconds - beside_s) if beside_s else seconds
+        elif encoded_s <= _ALONE * seconds:
+            alone_s = alone_s + _SMOOTHING * (seconds - alone_s) if alone_s else seconds
+        credit_s = max(-depth, min(self.credit_s + self.limit_s - seconds, depth))
+        return Slack(credit_s=credit_s, limit_s=self.limit_s, alone_s=alone_s, beside_s=beside_s)
 
     def cost_s(self, piece_s: float) -> float:
         """Seconds that an encode's piece of ``piece_s`` is expected to take from the account."""
@@ -40,29 +51,6 @@ class Slack:
             return 0.0
         overshoot = max(self.beside_s - self.limit_s, 0.0)
         return min(overshoot * piece_s / self.beside_s, _DEPTH / 2 * self.limit_s)
-
-
-@dataclass(slots=True, kw_only=True)
-class TokenTimeAccount:
-    """The account that the decodes keep of their time per token."""
-
-    limit_s: float
-    credit_s: float = 0.0
-    alone_s: float = 0.0
-    beside_s: float = 0.0
-
-    def decoded(self, seconds: float, encoded_s: float) -> None:
-        """Book a token that took ``seconds``; an encode ran beside it for ``encoded_s`` of them."""
-        depth = _DEPTH * self.limit_s
-        self.credit_s = max(-depth, min(self.credit_s + self.limit_s - seconds, depth))
-        if encoded_s >= _BESIDE * seconds:
-            self.beside_s = _smooth(self.beside_s, seconds)
-        elif encoded_s <= _ALONE * seconds:
-            self.alone_s = _smooth(self.alone_s, seconds)
-
-    @property
-    def slack(self) -> Slack:
-        return Slack(credit_s=self.credit_s, limit_s=self.limit_s, alone_s=self.alone_s, beside_s=self.beside_s)
 
 
 def pause_s(slack: Slack | None, *, piece_s: float, paused_s: float) -> float:
@@ -77,7 +65,3 @@ def pause_s(slack: Slack | None, *, piece_s: float, paused_s: float) -> float:
         return 0.0
     patience_s = piece_s * (1 / MIN_SHARE - 1)
     return max(0.0, min(slack.limit_s / 2, patience_s - paused_s))
-
-
-def _smooth(mean: float, value: float) -> float:
-    return mean + _SMOOTHING * (value - mean) if mean else value

@@ -1,4 +1,4 @@
-"""A simulated gateway: the real instance table and router; requests pass E, P and D on virtual time."""
+"""A simulated gateway: the real instance table, router and retry; requests pass E, P and D on virtual time."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from hashlib import blake2b
 from typing import Any
 
 from epd_serve.cost.stages import Link
-from epd_serve.errors import InvalidRequest, Unavailable
+from epd_serve.errors import ServeError
 from epd_serve.protocol.wire import MediaRef
+from epd_serve.routing.retry import LOOK_AGAIN_S, Retry
 from epd_serve.routing.routes import Demand, Route, Router
 from epd_serve.routing.table import InstanceRecord, InstanceTable, OpenCall
 from epd_serve.sched.sequence import Sequence
@@ -23,6 +24,8 @@ from epd_serve.types import MediaSpan, SamplingParams, Stage
 _MODEL = "model"
 _SAMPLING = SamplingParams(seed=0, temperature=0.0)
 _PROMPTS: dict[int, list[int]] = {}
+#: A request waits this long for a stage without an instance, as at a gateway whose instances start at once.
+WAIT_S = 55.0
 
 
 @dataclass(slots=True, eq=False)
@@ -79,6 +82,7 @@ class SimGateway:
             self.table.update(name, instance.info(), contains=0)
         self._spec = next(iter(instances.values())).spec  # its profile and blocks: prompts are the same everywhere
         self._running: dict[str, _Running] = {}
+        self._complete_at_s: float | None = None  # when each stage had an instance last, as far as requests saw
 
     @property
     def num_open(self) -> int:
@@ -90,10 +94,6 @@ class SimGateway:
     # ------------------------------------------------------------------ a request
 
     def serve(self, job: Job) -> None:
-        self._clock.after(self._spec.profile.request_s, partial(self._send, job))
-
-    def _send(self, job: Job) -> None:
-        """Call P, D and the encoders at once."""
         request = job.request
         demand = Demand(
             num_characters=4 * request.num_text_tokens,
@@ -102,11 +102,22 @@ class SimGateway:
             prefix=self._prefix(request) if self._router.routes.uses_prefix else (),
             prefix_characters=4 * request.num_text_tokens,
         )
+        retry = Retry(self.table, self._router, _MODEL, demand)
+        self._clock.after(self._spec.profile.request_s, partial(self._send, job, retry))
+
+    def _send(self, job: Job, retry: Retry) -> None:
+        """Call P, D and the encoders at once; look again where no instance is left for a stage."""
+        request, now_s = job.request, self._clock.now
+        if not self.table.missing_stages():
+            self._complete_at_s = now_s
         try:
-            route = self._router.routes.choose_route(self.table, _MODEL, demand=demand)
+            route = retry.pick_route(now_s, WAIT_S, self._complete_at_s)
+            if route is None:
+                self._clock.after(LOOK_AGAIN_S, partial(self._send, job, retry))
+                return
             self._check_fits(job, route)
-        except (Unavailable, InvalidRequest) as error:
-            job.finish_s, job.failure = self._clock.now, error.message
+        except ServeError as error:
+            job.finish_s, job.failure = now_s, error.message
             self._on_done(job)
             return
         running = _Running(job, route, self._sequence(job, hand_off=not route.fused))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from epd_serve.cache.block_pool import BlockPool
-from epd_serve.sched.orders import order_of
+from epd_serve.sched.orders import Order
 from epd_serve.sched.queues import Queues
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sched.sequence import Sequence, SequenceState
@@ -55,6 +55,7 @@ class LanguageSide:
         self._clock = clock
         self._device = device
         self._spec = spec
+        self._has_feature = has_feature
         self._on_prompt = on_prompt
         self._on_end = on_end
         self._on_free = on_free
@@ -64,10 +65,8 @@ class LanguageSide:
             self.pool,
             NoMemory(),
             self.budget,
-            order_of(spec.batching.order, self.pool, self.budget, cost, spec.batching.ttft_s),
-            has_feature=lambda key: key not in self._unseen_features and has_feature(key),
-            on_starved=lambda mm_hash: None,
-            on_lost=lambda request_id, error: None,
+            Order(spec.batching.order, self.pool, self.budget, cost, spec.batching.ttft_s),
+            self,
         )
         self._output: ScheduleOutput | None = None  # the step under way
         self._unseen: list[Sequence] = []  # arrived since the next step was planned
@@ -132,6 +131,12 @@ class LanguageSide:
             if self._output is not None and self._spec.runs_ahead:
                 self._unseen_features.add(key)
             self._begin()
+
+    def has_feature(self, mm_hash: str) -> bool:
+        return mm_hash not in self._unseen_features and self._has_feature(mm_hash)
+
+    def feature_starved(self, mm_hash: str) -> None:
+        pass
 
     # ------------------------------------------------------------------ steps
 

@@ -113,7 +113,8 @@ def find_image_budget(spec: SimInstanceSpec) -> int:
     if limit_s is None or not spec.profile.encode:
         return spec.batching.image_budget_pixels
     most = max(1, spec.batching.image_budget_pixels // area)
-    return area * search_budget(lambda count: spec.profile.encode_s([area] * count), limit_s, 1, most).size
+    size, _ = search_budget(lambda count: spec.profile.encode_s([area] * count), limit_s, 1, most)
+    return area * size
 
 
 def with_memory(spec: SimInstanceSpec, *, share: float, beside_tower: bool = False) -> SimInstanceSpec:

@@ -31,7 +31,7 @@ from typing import NoReturn
 
 from epd_serve.protocol.wire import Region
 from epd_serve.rpc import sockets
-from epd_serve.rpc.cluster import NONCE_BYTES, PROOF_BYTES, Endpoint, Greeting, Link, NotProved
+from epd_serve.rpc.cluster import NONCE_BYTES, PROOF_BYTES, Endpoint, Greeting, NotProved, ServerProof
 from epd_serve.transfer.transport import HostPiece, PeerGone, TransferError, check_bounds
 
 HEADER = struct.Struct("!BHI")
@@ -189,7 +189,7 @@ class _Stranger:
         key: that it has to prove before, for a connection to ``own``; None: none.
     """
 
-    __slots__ = ("_key", "_link", "_own", "connection", "data", "until_s")
+    __slots__ = ("_key", "_own", "_proof", "connection", "data", "until_s")
 
     def __init__(self, connection: socket.socket, key: str | None, own: Endpoint) -> None:
         self.connection = connection
@@ -197,11 +197,11 @@ class _Stranger:
         self.until_s = time.monotonic() + STRANGER_S
         self._key = key
         self._own = own
-        self._link = Link()
+        self._proof: ServerProof | None = None  # sent; the peer's own is awaited
 
     def read(self) -> bool:
         """Whether the name is complete. Raises OSError for a peer that left, or sends something else."""
-        if self._key is not None and not self._link.proved and not self._greeted(self._key):
+        if self._key is not None and not self._greeted(self._key):
             return False
         if not self._fill(HEADER.size):
             return False
@@ -219,13 +219,15 @@ class _Stranger:
         if len(self.data) < hello_bytes:
             if not self._fill(hello_bytes):
                 return False
-            nonce, proof = self._link.greeted(key, self._own, self.data[1:].decode("latin-1"))
-            self.connection.sendall(nonce.encode() + proof.encode())
+            self._proof = ServerProof(key, self._own, self.data[1:].decode("latin-1"))
+            self.connection.sendall((self._proof.nonce + self._proof.proof).encode())
         if not self._fill(hello_bytes + PROOF_BYTES):
             return False
-        if not self._link.prove(bytes(self.data[hello_bytes:])):
+        assert self._proof is not None
+        if not self._proof.check(bytes(self.data[hello_bytes:])):
             raise ConnectionRefusedError("this is no proof of the cluster_key")
         self.data.clear()
+        self._key = None
         return True
 
     def _fill(self, num_bytes: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,8 +20,9 @@ from epd_serve.config.keys import ADMIN_KEY, hash_key
 from epd_serve.errors import ServeError
 from epd_serve.protocol.addresses import NoBrowsers, url_of
 from epd_serve.routing.table import InstanceRecord, InstanceTable
-from epd_serve.rpc.app_server import LinkedHttp, serving
-from epd_serve.rpc.cluster import CLUSTER_KEY, ClusterLinks, is_proved
+from epd_serve.rpc.app_server import AdminHttp, serving
+from epd_serve.rpc.cluster import CLUSTER_KEY
+from epd_serve.rpc.server import Handler, LinkService
 from epd_serve.rpc.sockets import watch_accepted
 from epd_serve.rpc.tls import TlsFiles
 from proxy.admission.control import AdmissionControl
@@ -39,13 +40,11 @@ def create_admin_app(
     routers: Sequence[APIRouter] = (),
     joining: APIRouter | None = None,
     *,
-    orders: Sequence[APIRouter] = (),
     engine: str = "native",
 ) -> FastAPI:
-    """``GET /instances`` and ``/requests``, and ``routers``, all behind ``key``.
+    """``GET /instances`` and ``/requests``, ``routers`` and ``joining``, all behind ``key``.
 
-    ``orders`` and ``joining`` are for those that have proved the cluster's key, too: they could give these orders
-    to the instances themselves. Nobody joins where there is neither of the two.
+    Without a key nobody joins here: who has proved the cluster's key does so over a link (:func:`running_admin`).
     """
     admin = [] if key is None else [(hash_key(key), Client("admin"))]
     router = APIRouter()
@@ -66,8 +65,6 @@ def create_admin_app(
     app = FastAPI(title="epd-serve admin", openapi_url=None)
     for one in (router, *routers):
         app.include_router(one, dependencies=[Depends(key_required(Authenticator(admin)))])
-    for one in orders:
-        app.include_router(one, dependencies=[Depends(_proof_or_key(Authenticator(admin)))])
     if joining is not None:
         required = _secret_required(Authenticator(admin), bool(admin))
         app.include_router(joining, dependencies=[Depends(required)])
@@ -83,20 +80,8 @@ class SecretRequired(ServeError):
     default_code: ClassVar[str | None] = "secret_required"
 
 
-def _proof_or_key(authenticator: Authenticator) -> Callable[[Request], Awaitable[None]]:
-    check_key = key_required(authenticator)
-
-    async def check(request: Request) -> None:
-        if not is_proved(request.scope):
-            await check_key(request)
-
-    return check
-
-
 def _secret_required(authenticator: Authenticator, has_key: bool) -> Callable[[Request], Awaitable[None]]:
     async def check(request: Request) -> None:
-        if is_proved(request.scope):
-            return
         if not has_key:
             raise SecretRequired(
                 f"who joins gets prompts, so it must have a secret: set cluster_key in the deployment file, and "
@@ -125,11 +110,14 @@ def _describe(record: InstanceRecord) -> dict[str, Any]:
 async def running_admin(
     app: FastAPI,
     place: AdminConfig,
-    cluster_key: str | None = None,
     tls: TlsFiles | None = None,
+    calls: Mapping[str, Handler] | None = None,
+    *,
+    cluster_key: str | None = None,
 ) -> AsyncIterator[str]:
-    """Serve ``app`` while the context lasts; yields its URL. Callers may prove ``cluster_key`` there; with ``tls``
-    they show a certificate.
+    """Serve ``app`` while the context lasts; yields its URL. With ``tls`` callers show a certificate.
+
+    Where there is a ``cluster_key``, ``calls`` are for those that prove it over a link.
 
     Raises ValueError where the port is taken.
     """
@@ -143,8 +131,13 @@ async def running_admin(
     watch_accepted(listener)
     url = url_of(place.host, listener.getsockname()[1], tls=tls is not None)
     own_address = urlsplit(url).netloc
-    linked = app if cluster_key is None else ClusterLinks(app, cluster_key, "admin", lambda: own_address)
-    async with serving(NoBrowsers(linked, place.host), listener, _AdminHttp, tls):
+    http: Any = AdminHttp
+    if cluster_key is not None:
+        service = LinkService(
+            calls=calls or {}, key=cluster_key, service="admin", own_address=lambda: own_address, http=AdminHttp
+        )
+        http = service.protocol
+    async with serving(NoBrowsers(app, place.host), listener, http, tls):
         logger.info("the admin plane is at %s", url)
         yield url
 
@@ -155,7 +148,7 @@ async def running_on_path(app: FastAPI, path: Path) -> AsyncIterator[None]:
 
     Whoever can enter the socket's directory can give orders. Raises ValueError where it cannot listen there.
     """
-    async with serving(app, await asyncio.to_thread(_listen, path), _AdminHttp):
+    async with serving(app, await asyncio.to_thread(_listen, path)):
         yield
 
 
@@ -169,7 +162,3 @@ def _listen(path: Path) -> socket.socket:
         listener.close()
         raise ValueError(f"the admin API cannot listen at {path}: {error.strerror or error}") from error
     return listener
-
-
-class _AdminHttp(LinkedHttp):
-    """Also knows whose connection it is."""

@@ -25,11 +25,6 @@ from epd_serve.protocol.wire import REQUEST_ID_HEADER
 from epd_serve.routing.table import InstanceTable
 from epd_serve.types import PLURALS
 from proxy.admission.control import AdmissionControl, Visit
-from proxy.dispatch.dispatcher import Dispatcher
-from proxy.dispatch.forwarding import EventSink
-from proxy.dispatch.interruption import Interruption
-from proxy.dispatch.job import Job
-from proxy.dispatch.strands import stream_several, whole_several
 from proxy.fleet.monitor import Monitor
 from proxy.http.client import (
     JSON,
@@ -43,6 +38,11 @@ from proxy.http.client import (
 from proxy.media.loader import MediaItem, MediaLoader
 from proxy.observe.observer import Observer
 from proxy.observe.record import RequestRecord
+from proxy.serving.forwarding import EventSink
+from proxy.serving.interruption import Interruption
+from proxy.serving.job import Instances, Job
+from proxy.serving.prompts import stream_several, whole_several
+from proxy.serving.serve import serve_stream, serve_whole
 from proxy.settings import GatewaySettings
 
 logger = logging.getLogger(__name__)
@@ -188,7 +188,7 @@ class GenerationEndpoint(Endpoint):
     """An endpoint whose answer is generated."""
 
     parse: Callable[[bytes | bytearray], GenerationRequest]
-    dispatcher: Dispatcher
+    instances: Instances
 
     async def _generate(self, exchange: Exchange, body: bytearray, sink: EventSink) -> None:
         request = await parse_body(self.parse, body)
@@ -210,17 +210,17 @@ class GenerationEndpoint(Endpoint):
             if translation is not None:
                 sink.outlet = TranslatedOutlet(exchange.client, translation)
             if len(jobs) == 1:
-                await self.dispatcher.stream(jobs[0], sink)
+                await serve_stream(self.instances, jobs[0], sink)
             else:
-                await stream_several(self.dispatcher, jobs, sink)
+                await stream_several(self.instances, jobs, sink)
             exchange.answered = True
             if not sink.is_out:
                 await sink.finish()
         else:
             if len(jobs) == 1:
-                answer = await self.dispatcher.whole(jobs[0])
+                answer = await serve_whole(self.instances, jobs[0])
             else:
-                answer = await whole_several(self.dispatcher, jobs)
+                answer = await whole_several(self.instances, jobs)
             exchange.record.answered(answer)
             content_type = JSON if translation is None else translation.content_type
             if translation is not None:

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 
 from epd_serve.backends.base import StageCalls
 from epd_serve.errors import InstanceLost, Unavailable
-from epd_serve.flow.failures import is_planned
 from epd_serve.protocol.openai.tokenizing import TokenQuestion
 from epd_serve.protocol.wire import DetokenizeReply, DetokenizeRequest, MediaRef, TokenizeReply
+from epd_serve.routing.retry import LOOK_AGAIN_S, is_planned
 from epd_serve.types import Stage
 from proxy.api.endpoint import Endpoint, Exchange, parse_body
-from proxy.dispatch.dispatcher import LOOK_AGAIN_S
-from proxy.dispatch.forwarding import EventSink
 from proxy.http.client import send_json
+from proxy.serving.forwarding import EventSink
 
 
 @dataclass(kw_only=True, eq=False)

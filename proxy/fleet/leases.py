@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from epd_serve.config.elastic import RoleName
 from epd_serve.config.gateway import InstanceName, InstanceUrl
 from epd_serve.errors import Conflict, InvalidRequest
+from epd_serve.rpc.server import Handler, Reply
 from proxy.fleet.members import Members, NoSuchInstance
 
 logger = logging.getLogger(__name__)
@@ -122,35 +123,60 @@ class Leases:
             self.expire()
 
 
-def leases_router(leases: Leases, *, needs_tls: bool = False) -> APIRouter:
-    """``POST /instances`` and ``DELETE /instances/{name}``. ``needs_tls``: who joins is called over TLS alone."""
-    router = APIRouter()
+class LeaseCalls:
+    """Joining and leaving. ``needs_tls``: who joins is called over TLS alone."""
 
-    @router.post("/instances")
-    async def join(request: Request) -> JSONResponse:
-        """Join, or stay for ``lease_s`` from now on; 201 where it is new."""
-        body = _read(await request.body())
-        if needs_tls and not body.url.startswith("https://"):
+    def __init__(self, leases: Leases, *, needs_tls: bool = False) -> None:
+        self._leases = leases
+        self._needs_tls = needs_tls
+
+    @property
+    def calls(self) -> dict[str, Handler]:
+        """The calls over a link of those that have proved the cluster's key."""
+        return {"/join": self._join_by_link, "/leave": self._leave_by_link}
+
+    @property
+    def router(self) -> APIRouter:
+        """``POST /instances`` and ``DELETE /instances/{name}``."""
+        router = APIRouter()
+
+        @router.post("/instances")
+        async def join(request: Request) -> JSONResponse:
+            """Join, or stay for ``lease_s`` from now on; 201 where it is new."""
+            body = _read(await request.body())
+            is_new = self._join(body)
+            answer = {"name": body.name, "lease_s": body.lease_s}
+            return JSONResponse(answer, status_code=201 if is_new else 200)
+
+        @router.delete("/instances/{name}")
+        async def leave(name: str, incarnation: int = 0) -> JSONResponse:
+            """Leave; with ``incarnation`` that one alone, and not another that has the name by now."""
+            self._leases.leave(name, incarnation)
+            return JSONResponse({"name": name})
+
+        return router
+
+    def _join(self, body: JoinBody) -> bool:
+        if self._needs_tls and not body.url.startswith("https://"):
             raise InvalidRequest(
                 f"url: {body.url} is plain, and this deployment has tls; start the instance with it, too",
                 param="url",
             )
-        is_new = leases.join(body.name, body.url, body.lease_s, role=body.role, incarnation=body.incarnation)
-        answer = {"name": body.name, "lease_s": body.lease_s}
-        return JSONResponse(answer, status_code=201 if is_new else 200)
+        return self._leases.join(body.name, body.url, body.lease_s, role=body.role, incarnation=body.incarnation)
 
-    @router.delete("/instances/{name}")
-    async def leave(name: str, incarnation: int = 0) -> JSONResponse:
-        """Leave; with ``incarnation`` that one alone, and not another that has the name by now."""
-        leases.leave(name, incarnation)
-        return JSONResponse({"name": name})
+    async def _join_by_link(self, body: bytes) -> Reply:
+        self._join(_read(body))
+        return Reply()
 
-    return router
+    async def _leave_by_link(self, body: bytes) -> Reply:
+        told = _read(body)
+        self._leases.leave(told.name, told.incarnation)
+        return Reply()
 
 
 def _read(body: bytes) -> JoinBody:
     try:
-        return JoinBody.model_validate_json(body)
+        return JoinBody.model_validate_json(bytes(body))
     except ValidationError as error:
         fault = error.errors()[0]
         where = ".".join(str(part) for part in fault["loc"]) or "body"

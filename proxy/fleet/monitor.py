@@ -19,7 +19,6 @@ from epd_serve.errors import (
     ServeError,
     Unavailable,
 )
-from epd_serve.flow.events import Lost
 from epd_serve.protocol.instance_state import InstanceInfo
 from epd_serve.routing.table import InstanceTable
 from proxy.settings import GatewaySettings
@@ -34,9 +33,10 @@ _TICK_S = 0.1
 
 
 class Watcher(Protocol):
-    """A request that is told of instances that have stopped answering."""
+    """A request under way."""
 
-    def feed(self, event: Lost) -> None: ...
+    def lose_instance(self, name: str) -> None:
+        """Leave an instance that does not answer."""
 
 
 class Monitor:
@@ -92,7 +92,7 @@ class Monitor:
         """The instance does not answer: its requests go elsewhere."""
         self._table.mark_down(name)
         for watcher in list(self.watchers):
-            watcher.feed(Lost(name))
+            watcher.lose_instance(name)
 
     # ------------------------------------------------------------------ the instances
 

@@ -21,7 +21,7 @@ from reference import Reference
 from transports import needs_mooncake
 
 from epd_serve.engine.device_features import Copies
-from epd_serve.engine.kv_memory import KVCache
+from epd_serve.engine.kv_memory import KVMemory
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.types import Role
 
@@ -52,7 +52,7 @@ class Copied:
         self.streams: dict[str, set[Any]] = {}
         self.attention: set[Any] = set()
         self._inside = threading.local()
-        self._watch(monkeypatch, KVCache, "copy")
+        self._watch(monkeypatch, KVMemory, "copy")
         for name in ("to_host", "to_device"):
             self._watch(monkeypatch, Copies, name)
         self._watch(monkeypatch, EmbeddedTransport, "read")
@@ -124,7 +124,7 @@ async def test_features_and_kv_go_from_device_to_device(
     reference = Reference(model)
     asked = [("What is this?", [noise(1)]), ("Repeat: " + "apple banana " * 20, []), ("Say apple", [])]
     options = {"device": "chip:2", "block_size": 8, "max_num_batched_tokens": 40}
-    monkeypatch.setattr(KVCache, "copy", None)  # between the device and the host's cells
+    monkeypatch.setattr(KVMemory, "copy", None)  # between the device and the host's cells
     monkeypatch.setattr(Copies, "to_host", None)
     monkeypatch.setattr(Copies, "to_device", None)
     async with deployment(model, *roles, options=options, probe_timeout_s=UNWATCHED_S) as one:
@@ -152,7 +152,7 @@ async def test_mooncake_reads_features_and_kv_where_they_are(
     asked = [("What is this?", [noise(1)]), ("Repeat: " + "apple banana " * 20, []), ("Say apple", [])]
     transfer = {"transport": "mooncake"}
     options = {"device": "chip:2", "block_size": 8, "max_num_batched_tokens": 40, "kv_transfer": transfer}
-    for part, name in ((KVCache, "copy"), (Copies, "to_host"), (Copies, "to_device")):
+    for part, name in ((KVMemory, "copy"), (Copies, "to_host"), (Copies, "to_device")):
         monkeypatch.setattr(part, name, None)
     async with deployment(model, "E", "P", "D", options=options, probe_timeout_s=UNWATCHED_S) as one:
         for again in (False, True):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from itertools import pairwise
 
 import numpy as np
@@ -17,7 +16,6 @@ from epd_serve.demo import weights_dir
 from epd_serve.engine.sampling.constraints import restrict
 from epd_serve.engine.sampling.grammar import Grammars
 from epd_serve.engine.sampling.json_schema import close_objects, drop_patterns, patterns_of
-from epd_serve.engine.sampling.sampler import Row
 from epd_serve.errors import InvalidRequest
 from epd_serve.protocol.openai.tool_format import ToolCallReader
 from epd_serve.sched.sequence import Sequence
@@ -188,34 +186,6 @@ def test_calls_are_read_the_same_however_they_come(cuts, text):
     )
 
 
-@pytest.mark.parametrize("seed", [-1, -(2**63), 2**63 - 1, 0])
-def test_every_seed_gives_numbers_of_its_own(seed):
-    def uniforms(seed):
-        sampling = SamplingParams(seed=seed)
-        sequence = Sequence(request_id="r", prompt_ids=[1], sampling=sampling, max_tokens=9, positions=None)
-        return [Row(sequence, index).uniform() for index in range(3)]
-
-    assert uniforms(seed) == uniforms(seed)
-    assert len({*uniforms(seed), *uniforms(seed ^ 1)}) == 6
-
-
-def test_a_long_list_of_allowed_tokens_is_read_once(monkeypatch) -> None:
-    sampling = SamplingParams(seed=0, allowed_token_ids=tuple([7, 3, 3, 900] * 1000))
-    sequences = [
-        Sequence(request_id=name, prompt_ids=[1], sampling=sampling, max_tokens=5, positions=torch.empty(0))
-        for name in "ab"
-    ]
-    tensor, made = torch.tensor, []
-    monkeypatch.setattr(torch, "tensor", lambda *args, **kwargs: made.append(1) or tensor(*args, **kwargs))
-    made_once = 0
-    for _ in range(3):
-        scores = torch.zeros(2, 40)
-        restrict(scores, sequences)
-        assert scores.isfinite().nonzero().tolist() == [[0, 3], [0, 7], [1, 3], [1, 7]]
-        made_once = made_once or len(made)
-    assert len(made) == made_once
-
-
 TOKENS = st.integers(0, 2)
 WORDS = st.lists(st.lists(TOKENS, min_size=1, max_size=5).map(tuple), min_size=1, max_size=6).map(tuple)
 
@@ -240,24 +210,3 @@ def test_bad_words_are_banned_where_their_other_tokens_end_the_output(words, out
                 if len(word) == 1 or tuple(choice.output_ids[start:]) == word[:-1]
             }
             assert {token for token in range(3) if row[token] == float("-inf")} == banned
-
-
-def test_the_cost_of_a_token_does_not_grow_with_bad_words() -> None:
-    def cpu_s(words: tuple[tuple[int, ...], ...]) -> float:
-        sampling = SamplingParams(seed=0, bad_word_ids=words)
-        sequence = Sequence(
-            request_id="r", prompt_ids=[1], sampling=sampling, max_tokens=9, positions=torch.empty(0)
-        )
-        choices = [sequence, *(sequence.fork(index, []) for index in range(1, 40))]
-        lowest = float("inf")
-        for length in range(1, 60):
-            for choice in choices:
-                choice.output_ids.append(1)
-            start = time.process_time()
-            restrict(torch.zeros(40, 600), choices)
-            if length > 50:
-                lowest = min(lowest, time.process_time() - start)
-        return lowest
-
-    few, many = cpu_s(((1, 1, 2),)), cpu_s(tuple((*[1] * 4000, last) for last in range(512)))
-    assert many < 4 * few + 1e-3

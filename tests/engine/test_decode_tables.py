@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import threading
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import pytest
-import tiny_models
 import torch
-from chip import tensors
-from engine_bench import EngineBench
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from device.base import Device
 from device.registry import get_device
 from epd_serve.engine.step_inputs import DecodeTables, DeviceTables
-from epd_serve.sched.schedule import Budget, ScheduleOutput
-from epd_serve.sched.sequence import Sequence
 
 SIZE, SEATS, MAX_BLOCKS = 4, 5, 40
 EVENTS = ["come", "go", "move", "rest", "back", "same", "same", "same"]
@@ -82,54 +73,6 @@ def test_inputs_are_those_of_the_sequences(name: str, events: list[tuple[str, in
             assert row[:used] == one.blocks[:used]
         assert not table[len(batch) :].cpu().any()
         assert positions.tolist()[: len(batch)] == [one.length - 1 + one.delta for one in batch]
-
-
-class UploadBench(EngineBench):
-    """Counts the bytes that go to the device between the ends of two steps; begins when all is submitted."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.num_bytes, self.steps = 0, list[tuple[list[Sequence], int]]()
-        self.submitted = threading.Event()
-        super().__init__(*args, **kwargs)
-
-    def turn(self) -> AbstractContextManager[None]:
-        self.submitted.wait()
-        return nullcontext()
-
-    def stepped(self, output: ScheduleOutput, seconds: float) -> None:
-        self.steps.append((output.sequences, self.num_bytes))
-        self.num_bytes = 0
-        super().stepped(output, seconds)
-
-
-def test_an_ordinary_step_uploads_new_blocks_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
-    budget = Budget(max_num_tokens=512, max_num_seqs=4)
-    bench = UploadBench(model, budget, device=device("chip:0"), runs_ahead=True)
-    pinned = tensors.pinned
-
-    def counted(tensor: torch.Tensor) -> torch.Tensor:
-        bench.num_bytes += tensor.nbytes
-        return pinned(tensor)
-
-    monkeypatch.setattr(tensors, "pinned", counted)
-    try:
-        for number in range(4):
-            bench.engine.submit(bench.sequence(str(number), "hello " * 30, [], max_tokens=30))
-        bench.submitted.set()
-        bench.collect(4)
-    finally:
-        bench.close()
-    batches = [sequences for sequences, _ in bench.steps]
-    ordinary = [
-        num_bytes
-        for place, (_, num_bytes) in enumerate(bench.steps)
-        # the steps around it, as the next one is launched before this one ends
-        if len(batches[place]) == 4 and batches[place - 2 : place + 2] == [batches[place]] * 4
-    ]
-    # A place and a block for each sequence that begins a block, and nothing for the others.
-    assert len(ordinary) > 20 and ordinary.count(0) > len(ordinary) / 2
-    assert sum(ordinary) > 0 and set(ordinary) <= {2 * 8 * count for count in range(5)}
 
 
 def test_an_ordinary_step_names_new_blocks_alone() -> None:

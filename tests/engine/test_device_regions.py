@@ -16,7 +16,7 @@ from transports import DEVICE_OPTIONS, mooncake_options, needs_mooncake
 
 from device.registry import get_device
 from epd_serve.engine.device_regions import are_reached
-from epd_serve.engine.kv_memory import KVCache, KVMemory, block_nbytes
+from epd_serve.engine.kv_memory import KVMemory, block_nbytes
 from epd_serve.instance.decode import read_kv
 from epd_serve.protocol import wire
 from epd_serve.transfer.embedded import EmbeddedTransport
@@ -99,7 +99,7 @@ def test_kv_is_read_from_one_device_s_memory_into_another_s(
     free = DEVICE.memory()[1]
     monkeypatch.setattr(mooncake, "_MAX_BYTES", 100)
     monkeypatch.setattr(mooncake, "_MAX_PIECES", 4)
-    monkeypatch.setattr(KVCache, "copy", None)
+    monkeypatch.setattr(KVMemory, "copy", None)
     here, there = memories(transports)
     announced: list[wire.KVAnnouncement] = []
 

@@ -42,7 +42,9 @@ class Rig:
         self.device = get_device("cpu")
         self.board = DeviceBoard(None, 0, self.clock)
         self.language = LanguageStream(self.device, self.board, limit_s=limit_s, clock=self.clock)
-        self.tower = TowerStream(self.device, self.board, clock=self.clock, sleep=self.clock.sleep, **tower)
+        self.tower = TowerStream(
+            self.device, self.board, language=self.language, clock=self.clock, sleep=self.clock.sleep, **tower
+        )
 
     def step(self, seconds: float, output: Any = DECODES, num_running: int = 1) -> None:
         with self.language.step():
@@ -92,24 +94,6 @@ def test_layers_wait_while_decodes_have_no_time_to_spare_and_go_on_when_they_hav
     assert rig.clock.now - begun == pytest.approx(0.06)
 
 
-def test_a_pause_ends_though_decodes_stay_over_their_limit() -> None:
-    rig = Rig()
-    rig.step(5.0)
-    waits = 0
-
-    def sleep(seconds: float) -> None:
-        nonlocal waits
-        waits += 1
-        rig.clock.now += seconds
-        rig.language.stepped(DECODES, 5.0, 1)
-
-    rig.tower._sleep = sleep
-    with rig.tower.encoding(1000):
-        rig.clock.now += 0.01
-        rig.tower.between_layers()
-    assert 0 < waits <= 5
-
-
 def test_the_end_of_the_instance_ends_the_pause() -> None:
     """A batch that only gets its least share would otherwise take minutes to stop."""
     rig = Rig()
@@ -128,19 +112,8 @@ def test_the_end_of_the_instance_ends_the_pause() -> None:
     assert len(waited) == 1
 
 
-def test_the_end_of_decodes_ends_the_pause() -> None:
-    rig = Rig()
-    rig.step(0.2)
-    rig.tower._sleep = lambda seconds: rig.step(0.01, num_running=0)
-    with rig.tower.encoding(1000):
-        rig.clock.now += 0.5
-        rig.tower.between_layers()
-    assert rig.board.slack() is None
-    assert not rig.language.is_busy
-
-
 def test_batches_are_as_large_as_memory_and_the_limit_allow(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(is_busy=lambda: rig.language.is_busy)
+    rig = Rig()
     assert rig.tower.max_pixels() == 0, "the first batch is one item, to measure"
     assert rig.tower.may_start(1 << 60), "nothing is known yet"
     peaks = iter([3000, 5000])
@@ -159,7 +132,7 @@ def test_batches_are_as_large_as_memory_and_the_limit_allow(monkeypatch: pytest.
 
 
 def test_threads_are_parted_while_both_sides_compute() -> None:
-    rig = Rig(threads=(1, 3), is_busy=lambda: rig.language.is_busy)
+    rig = Rig(threads=(1, 3))
     rig.language._threads = (2, 3)
     seen: list[tuple[str, int]] = []
 
@@ -204,25 +177,17 @@ def test_a_real_tower_pauses_before_each_of_its_layers(tmp_path: Path) -> None:
     assert rig.tower.max_pixels() > 0
 
 
-def test_a_failed_step_leaves_nothing_to_wait_for() -> None:
-    rig = Rig(is_busy=lambda: rig.language.is_busy)
-    told: list[bool] = []
-    rig.language.on_pause = lambda: told.append(rig.language.is_busy)
-    rig.step(0.2)
-    with pytest.raises(RuntimeError), rig.language.step():
-        raise RuntimeError("out of memory")
-    assert told == [False], "who asks again after this hears that the language model is idle"
-    assert rig.board.slack() is None
-
-
-def test_nothing_to_compute_is_not_busy() -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_step_that_failed_or_nothing_to_compute_is_not_busy(fails: bool) -> None:
     """Running sequences may wait for an image whose encode waits for the language model to be idle."""
-    rig = Rig(is_busy=lambda: rig.language.is_busy)
-    told: list[bool] = []
+    rig, told = Rig(), list[bool]()
     rig.language.on_pause = lambda: told.append(rig.language.is_busy)
     rig.step(0.2)
     assert rig.language.is_busy
+    if fails:
+        with pytest.raises(RuntimeError), rig.language.step():
+            raise RuntimeError("out of memory")
     for _ in range(2):
         rig.language.idle()
-    assert told == [False]
+    assert told == [False], "who asks again after this hears that the language model is idle"
     assert rig.board.slack() is None

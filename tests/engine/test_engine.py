@@ -173,15 +173,6 @@ def test_abort_at_any_time_frees_every_block(bench: Bench) -> None:
     assert bench.engine.load().num_running == 0
 
 
-@ONE
-def test_a_request_waits_for_its_feature_and_can_be_aborted_while_it_does(bench: Bench) -> None:
-    bench.engine.submit(bench.sequence("r", "What is this?", [noise(5)]))
-    time.sleep(0.2)
-    assert bench.events.empty()
-    bench.engine.abort("r")
-    bench.check_idle()
-
-
 @SOME
 def test_a_failing_step_fails_its_requests_and_nothing_else(bench: Bench, tiny_model: Path) -> None:
     bench.features[f"{hash(noise(6).tobytes()):x}"] = torch.zeros(3, 5)  # not what the prompt counts on

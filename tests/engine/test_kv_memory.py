@@ -141,7 +141,7 @@ def test_a_cell_has_no_numbers_before_the_copy_into_it_is_done(
 ) -> None:
     """Planted: the event of its end is missing. The host's memory is pinned: a copy into it comes back at once."""
     gate = threading.Event()
-    pair.here._cache._copies.launch(gate.wait)  # type: ignore[attr-defined]
+    pair.here._copies.launch(gate.wait)  # type: ignore[attr-defined]
     monkeypatch.setattr(pair.device, "record_event", CpuEvent)
     with pair.here.stage(range(1), [1]) as early:
         [(start, nbytes), *_] = early.spans(0, 1)

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -120,20 +119,3 @@ def test_what_arrives(
         per_transfer = [part.transfer.transfer_id for _, parts in sender.pushes for part in parts]
         pieces = Counter(per_transfer).values()
         assert set(pieces) <= {2 if state_blocks else 1}, "a prompt goes out in one piece, its state in another"
-
-
-def test_a_step_that_sends_nothing_marks_nothing() -> None:
-    sender: Any = Sender(2, 1)
-    sequence = prompt("s", 5, 0)
-    push = KVPush(
-        sender=sender,
-        num_layers=2,
-        block_size=BLOCK_SIZE,
-        layer_bytes=8,
-        record_event=lambda: pytest.fail("an event for nobody"),
-    )
-    groups = push.layer_groups(push, ScheduleOutput(prefills=[(sequence, 5)]), {})
-    groups.on_layer(0)
-    groups.on_layer(1)
-    groups.on_computed()
-    assert not sender.pushes

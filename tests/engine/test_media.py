@@ -12,7 +12,6 @@ from engine_bench import BLOCK_SIZE, EngineBench, Medium
 from identity import OMNI_QUESTIONS, QUESTIONS, SOUND_QUESTIONS, VIDEO_QUESTIONS, Question
 from reference import Reference
 
-from epd_serve.cache.block_pool import num_blocks_for
 from epd_serve.sched.schedule import Budget
 
 MAX_TOKENS = 40
@@ -104,24 +103,3 @@ def test_a_prefix_may_end_within_any_item(bench: EngineBench, expected: dict[Que
             bench.check_idle()
     if not num_tried:
         pytest.skip("prefixes are not cached, or its items are shorter than two blocks")
-
-
-def test_a_pool_that_is_too_small(bench: EngineBench, expected: dict[Question, list[int]], model: Path) -> None:
-    """The longest two prompts fit, and not what is to follow them: how often depends on a family's lengths."""
-    twice = [*expected, *expected]
-    sequences = [
-        bench.sequence(str(number), question.text, media_of(question), max_tokens=MAX_TOKENS)
-        for number, question in enumerate(twice)
-    ]
-    for sequence in sequences:
-        sequence.block_hashes = []  # no help from the prefix cache
-    *_, longer, longest = sorted(num_blocks_for(s.num_prompt_tokens, BLOCK_SIZE) for s in sequences)
-    bench.shrink(max(longer + longest + 3, longest + MAX_TOKENS // BLOCK_SIZE) + 2 * bench.pool.state_blocks)
-    for question in expected:
-        bench.encode(media_of(question))
-    for sequence in sequences:
-        bench.engine.submit(sequence)
-    answers = bench.collect(len(sequences))
-    assert [answers[str(number), 0] for number in range(len(twice))] == 2 * list(expected.values())
-    assert bench.num_preemptions > 0 or model.name in _SLOW
-    bench.check_idle()

@@ -99,22 +99,6 @@ def test_concurrent_requests_in_a_tiny_pool(bench: EngineBench, expected: list[l
 
 
 @pytest.mark.parametrize("tiny_model", ["qwen3_vl"], indirect=True)
-def test_an_answer_of_open_length_runs_beside_others(bench: EngineBench, expected: list[list[int]]) -> None:
-    Held(bench)
-    (text, images) = QUESTIONS[0]
-    endless = bench.sequence("endless", text, images, max_tokens=None)
-    assert endless.num_prompt_tokens + endless.max_tokens == 1024
-    bench.shrink(longest([endless]))
-    bench.engine.submit(endless)
-    bench.engine.submit(bench.sequence("short", text, images, max_tokens=MAX_TOKENS))
-    answers = bench.collect(1)
-    assert answers["short", 0] == expected[0]
-    assert answers["endless", 0][:MAX_TOKENS] == expected[0][: len(answers["endless", 0])]
-    bench.engine.abort("endless")
-    bench.check_idle()
-
-
-@pytest.mark.parametrize("tiny_model", ["qwen3_vl"], indirect=True)
 def test_choices_are_preempted_one_by_one(bench: EngineBench, tiny_model: Path) -> None:
     """Random draws with penalties: whatever a choice has seen and drawn so far is part of what goes on."""
     Held(bench)

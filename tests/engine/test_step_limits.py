@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Callable
@@ -12,13 +11,11 @@ from typing import Any
 
 import pytest
 import tiny_models
-from pictures import noise, png
 
-from benchmarks.ablations.encodes import EncodeGate, PrefillMarkingEngine, may_encode
-from epd_serve import factories
+from benchmarks.ablations.encodes import EncodeGate
 from epd_serve.config import InstanceOptions
 from epd_serve.config.sections import BatchingConfig, SLOConfig
-from epd_serve.engine.pace import step_limits, step_timer
+from epd_serve.engine.pace import measurements, step_timer
 from epd_serve.engine.pace.measurements import Measurements, cache_dir
 from epd_serve.engine.pace.step_limits import StepLimits
 from epd_serve.instance.instance import Instance
@@ -136,7 +133,7 @@ async def test_without_an_slo_nothing_is_measured(
 async def test_budgets_come_from_the_slo_and_answers_stay(
     model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_limits, "cpu_seconds_of_others", lambda: 0.0)  # else nothing is kept
+    monkeypatch.setattr(measurements, "cpu_seconds_of_others", lambda: 0.0)  # else nothing is kept
     measured = counted(monkeypatch, "seconds")
     async with started(options(model, "EPD", slo=SLOConfig(tpot_ms=10_000.0))) as instance:
         loose = await budgets(instance)
@@ -184,30 +181,9 @@ async def test_orders_serve_all(model: Path) -> None:
             assert again["choices"] == first["choices"], "with its prefix cached"
 
 
-async def test_encodes_can_wait_for_prefills(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(factories, "_REGISTERED", {"engine": PrefillMarkingEngine, "may encode": may_encode})
-    request = wire.EncodeRequest(
-        request_id="a",
-        ref=wire.MediaRef(mm_hash="0" * 64, width=64, height=48),
-        media=png(noise(1, (64, 48))),
-        announce_to="",
-    )
-    async with started(options(model, "EPD")) as instance:
-        engine = instance.language and instance.language.engine
-        assert isinstance(engine, PrefillMarkingEngine)
-        engine.is_prefilling = True
-        encode = asyncio.create_task(instance.encode._encoded(request))
-        done, _ = await asyncio.wait([encode], timeout=0.3)
-        assert not done, "it did not wait"
-        engine.is_prefilling = False
-        assert (await asyncio.wait_for(encode, 300)).feature.shape[0] > 0
-        assert b'"completion_tokens":6' in await answer(instance, "b", 40)
-        assert not engine.is_prefilling
-
-
 def limits_of(cache: Path, clock: Callable[[], float], others_s: Callable[[], float]) -> StepLimits:
     chosen = options(Path("model"), "P", slo=SLOConfig(ttft_ms=2000), max_num_batched_tokens=4096)
-    return StepLimits(chosen, Measurements(cache, {"model": "a"}), clock=clock, others_s=others_s)
+    return StepLimits(chosen, Measurements(cache, {"model": "a"}, clock=clock, others_s=others_s))
 
 
 @pytest.mark.parametrize("step_s", [0.3, 1.0, 4.0])
@@ -224,7 +200,7 @@ def test_a_start_measures_for_seconds_and_says_where_it_keeps_them(
     budget = limits_of(cache, lambda: now[0], lambda: 0.0).find_budget(
         measure, num_blocks=1000, max_model_len=4000
     )
-    assert now[0] <= step_limits.MEASURE_S + step_s and budget.pace is not None
+    assert now[0] <= measurements.MEASURE_S + step_s and budget.pace is not None
     [file] = (cache / "profiles").iterdir()
     assert str(file) in caplog.text
 
@@ -257,13 +233,9 @@ def test_measurements_are_kept_per_combination(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content",
     [
-        b"",
         b"\xff\xfe",
-        b"[1]",
         b'{"about": {}, "seconds": {"x": 1.5}}',
         b'{"about": {"model": "a"}, "seconds": {"x": -1.5}}',
-        b'{"about": {"model": "a"}, "seconds": {"x": "1"}}',
-        b'{"about": {"model": "a"}, "seconds": 3}',
         b'{"about": {"model": "a"}, "seconds": {"x": 1.5}',
     ],
 )

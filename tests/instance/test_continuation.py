@@ -64,18 +64,6 @@ def text_of(answer: list[Frame]) -> str:
     return "".join(one["delta"]["content"] if "delta" in one else one["text"] for one in choices)
 
 
-async def each_choice_goes_on(instances: Instances) -> None:
-    """One choice of several, by itself: with the tokens that it would have had beside the others."""
-    one = request(temperature=1.5, max_tokens=9, n=3)
-    whole = await instances.ask(one, [], apart=True)
-    for choice in range(3):
-        ids = [token for index, tokens, _ in whole if index == choice for token in tokens]
-        sampling = msgspec.structs.replace(one.sampling, n=1, first_choice=choice)
-        for count, apart in ((0, False), (1, True), (5, False), (9, True)):
-            rest = await instances.ask(msgspec.structs.replace(one, sampling=sampling), ids[:count], apart=apart)
-            assert [token for _, tokens, _ in rest for token in tokens] == ids[count:], (choice, count, apart)
-
-
 async def test_an_answer_goes_on_from_any_token(tmp_path: Path) -> None:
     path = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
     async with (
@@ -103,7 +91,6 @@ async def test_an_answer_goes_on_from_any_token(tmp_path: Path) -> None:
                 apart = place % 2 == 0
                 rest = await instances.ask(one, ids[:count], apart=apart)
                 assert without_logprobs(rest) == without_logprobs(whole[count:]), (one, count, apart)
-        await each_choice_goes_on(instances)
         await Books({"epd": fused.url, "ep": prefill.url, "d": decode.url}).check()
         with pytest.raises(InvalidRequest, match="several choices"):
             await fused.language.prefill.prefill(msgspec.structs.replace(request(n=2), generated=[5]))

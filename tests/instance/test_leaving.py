@@ -21,19 +21,11 @@ MAX_TOKENS = 200
 
 
 def request(name: str, *, can_move: bool) -> bytes:
-    """A stream; one that tells the usage of two choices with each event can only end where it is."""
+    """A stream; one of two choices can only end where it is."""
     return wire.encode(
         wire.PrefillRequest(
             request_id=name,
-            output=wire.OutputOptions(
-                "completion",
-                "r",
-                0,
-                "tiny",
-                stream=True,
-                include_usage=not can_move,
-                continuous_usage=not can_move,
-            ),
+            output=wire.OutputOptions("completion", "r", 0, "tiny", stream=True),
             sampling=SamplingParams(
                 seed=7, max_tokens=MAX_TOKENS, ignore_eos=True, temperature=0.0, n=1 if can_move else 2
             ),

@@ -8,7 +8,7 @@ from servers import served
 
 from epd_serve.backends.native import NativeConnections, NativeInstance
 from epd_serve.errors import InstanceLost, InvalidRequest, Unavailable
-from epd_serve.instance.http import ControlApp
+from epd_serve.instance.http import LookApp, link_service
 from epd_serve.instance.rates import StageRates
 from epd_serve.instance.reports import INTERVAL_S, Reporter
 from epd_serve.protocol.instance_state import Load
@@ -20,8 +20,9 @@ from epd_serve.types import SamplingParams, Stage
 @contextlib.asynccontextmanager
 async def serving(routes):
     """URL of an instance with these routes."""
-    server = uvicorn.Server(uvicorn.Config(ControlApp(routes), port=0, lifespan="off", log_level="critical"))
-    async with served(server) as url:
+    service = link_service(routes)
+    config = uvicorn.Config(LookApp(service), port=0, lifespan="off", log_config=None, http=service.protocol)
+    async with served(uvicorn.Server(config)) as url:
         yield url
 
 
@@ -110,7 +111,7 @@ async def test_errors_of_reports():
         with pytest.raises(Unavailable, match="loading"):
             await anext(reports)
     async with serving([]) as url, NativeConnections() as connections:
-        with pytest.raises(InvalidRequest, match="no GET /reports"):
+        with pytest.raises(InvalidRequest, match="no /reports"):
             await anext(NativeInstance(connections, "p0", url).reports())
     with pytest.raises(InstanceLost):
         async with NativeConnections() as connections:

@@ -31,8 +31,8 @@ FIELDS = {
     "priority": (-1, "priority", -1),
     "structured_outputs": ({"regex": "a+"}, "grammar", None),
 }
-#: Set behind the request: by the instance, and for choices that go on by themselves.
-OTHERS = {"bad_word_ids", "first_choice", "group", "key", "neutral"}
+#: Set by the instance.
+OTHERS = {"bad_word_ids", "group", "key", "neutral"}
 
 
 def sampling(fields):

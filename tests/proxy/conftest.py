@@ -8,7 +8,7 @@ import contextlib
 import inspect
 import io
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -23,9 +23,9 @@ from instance_info import instance_info
 from PIL import Image
 from servers import QuietServer
 
+from epd_serve.errors import ServeError
 from epd_serve.protocol import frames, instance_state, wire
-from epd_serve.rpc import streams
-from epd_serve.rpc.streams import Exchange, UpgradableHttp, upgrade
+from epd_serve.rpc.server import LinkService, Port, Reply
 from proxy.app import create_app
 from proxy.fleet.members import Member
 from proxy.http.server import new_server
@@ -68,8 +68,20 @@ def fail(status: int, message: str, **more: Any) -> Script:
     return [(status, {}), json.dumps(body).encode()]
 
 
+class Told(ServeError):
+    """An error of a script, as it stands there."""
+
+    def __init__(self, status: int, body: bytes) -> None:
+        super().__init__("")
+        self.status = status  # type: ignore[misc]
+        self._body = body
+
+    def to_json(self) -> bytes:
+        return self._body
+
+
 class FakeInstance:
-    """An ASGI application that answers like an instance, over :class:`UpgradableHttp`.
+    """Answers calls as an instance does.
 
     ``scripts`` maps a path to a function from the message to a script; without one it answers as it should.
     ``report`` makes its next report, if it makes any. While it ``hangs`` it is silent, and does not answer
@@ -90,84 +102,102 @@ class FakeInstance:
         self.scripts: dict[str, Callable[[Any], Script]] = {}
         self.calls: list[tuple[str, Any]] = []
         self.cancelled: list[tuple[str, Any]] = []
+        self._transports: set[Any] = set()
 
     def got(self, path: str) -> list[Any]:
         return [message for called, message in self.calls if called == path]
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        path, body, more = scope["path"], b"", True
-        if path == streams.PATH:
-            assert upgrade(scope, self)
-            return
-        while more:
-            event = await receive()
-            body += event.get("body", b"")
-            more = event.get("more_body", False)
-        if path == "/info":
-            self.num_hung += self.hangs
-            while self.hangs:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
-            loading = fail(503, "the instance is loading its model")
-            await self._play(loading if self.loading else [(200, {}), msgspec.json.encode(self._info())], send)
-            return
-        if path == "/health":
-            self.num_probes += 1
-            script = self.scripts.get(path, lambda _: [(204, {})])(None)
-            with contextlib.suppress(Exception):  # the gateway may have left
-                await self._play(script, send)
-            return
-        if path == "/reports":
-            await self._report(receive, send)
-            return
+    def server(self, key: str | None = None, port: int = 0) -> uvicorn.Server:
+        """A server of its calls, for callers that prove ``key`` if there is one."""
+        calls = {path: partial(self._call, path) for path in MESSAGES}
+        calls |= {"/info": self._tell, "/health": self._answer_probe, "/reports": self._begin_reports}
+        service = LinkService(calls=calls, key=key)
+
+        class Watched(Port):
+            def connection_made(watched, transport: Any) -> None:
+                self._transports.add(transport)
+                super().connection_made(transport)
+
+        http: Any = partial(Watched, service)
+        config = uvicorn.Config(
+            no_http,
+            host="127.0.0.1",
+            port=port,
+            http=http,
+            lifespan="off",
+            log_level="critical",
+            timeout_graceful_shutdown=1,
+        )
+        return uvicorn.Server(config)
+
+    async def _tell(self, body: bytes) -> Reply:
+        self.num_hung += self.hangs
+        while self.hangs:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        if self.loading:
+            return await self._play(fail(503, "the instance is loading its model"))
+        return Reply(body=msgspec.json.encode(self._info()))
+
+    async def _answer_probe(self, body: bytes) -> Reply:
+        self.num_probes += 1
+        return await self._play(self.scripts.get("/health", lambda _: [(200, {})])(None))
+
+    async def _begin_reports(self, body: bytes) -> Reply:
+        if self.report is None:
+            return await self._play(fail(404, "there is no GET /reports"))
+        return Reply(stream=self._reports(self.report))
+
+    async def _reports(self, report: Callable[[], instance_state.Report]) -> AsyncGenerator[bytes, None]:
+        while True:
+            if not self.hangs:
+                yield msgspec.json.encode(report()) + b"\n"
+            await asyncio.sleep(0.05)
+
+    async def _call(self, path: str, body: bytes) -> Reply:
         message: Any = wire.decode(body, MESSAGES[path])
         self.calls.append((path, message))
         script = self.scripts.get(path, self.regular)(message)
-        play = asyncio.create_task(self._play(script, send))
-        gone = asyncio.create_task(receive())
-        await asyncio.wait({play, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not play.done():
-            self.cancelled.append((path, message))
-            play.cancel()
-        gone.cancel()
-        await asyncio.gather(gone, return_exceptions=True)
-        with contextlib.suppress(asyncio.CancelledError):
-            await play
+        return await self._play(script, lambda: self.cancelled.append((path, message)))
 
-    async def _report(self, receive: Any, send: Any) -> None:
-        if self.report is None:
-            await self._play(fail(404, "there is no GET /reports"), send)
-            return
-        gone = asyncio.create_task(receive())
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        while not gone.done():
-            if not self.hangs:
-                line = msgspec.json.encode(self.report()) + b"\n"
-                await send({"type": "http.response.body", "body": line, "more_body": True})
-            await asyncio.wait({gone}, timeout=0.05)
+    async def _play(self, script: Script, cancel: Callable[[], None] = lambda: None) -> Reply:
+        """Play a script up to its head; the rest is the reply's stream. ``cancel``: called if it is broken off."""
+        steps, is_over = iter(script), False
 
-    async def _play(self, script: Script, send: Any) -> None:
-        for step in script:
-            if callable(step):
-                step = step()  # as late as that
-            if inspect.isawaitable(step):
-                await step
-                continue
-            if step == DIE:
-                await asyncio.sleep(0.01)  # what was sent before leaves the socket first
-                owner = send.__self__
-                transport = owner._server._transport if isinstance(owner, Exchange) else owner.transport
-                transport.abort()
-                return
-            if step == FOREVER:
-                await asyncio.sleep(3600)
-            elif isinstance(step, float):
-                await asyncio.sleep(step)
-            elif isinstance(step, tuple):
-                headers = [(name.encode(), value.encode()) for name, value in step[1].items()]
-                await send({"type": "http.response.start", "status": step[0], "headers": headers})
-            else:
-                await send({"type": "http.response.body", "body": step, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        async def pieces() -> AsyncGenerator[Any, None]:
+            nonlocal is_over
+            for step in steps:
+                if callable(step):
+                    step = step()  # as late as that
+                if inspect.isawaitable(step):
+                    await step
+                elif step == DIE:
+                    await asyncio.sleep(0.01)  # what was sent before leaves the socket first
+                    is_over = True
+                    for transport in self._transports:
+                        transport.abort()
+                    await asyncio.sleep(3600)
+                elif step == FOREVER:
+                    await asyncio.sleep(3600)
+                elif isinstance(step, float):
+                    await asyncio.sleep(step)
+                else:
+                    yield step
+            is_over = True
+
+        def close() -> None:
+            if not is_over:
+                cancel()
+
+        played = pieces()
+        try:
+            status, headers = await anext(played)
+        except asyncio.CancelledError:
+            close()
+            raise
+        if status >= 400:
+            raise Told(status, b"".join([piece async for piece in played]))
+        told = tuple((name.encode(), value.encode()) for name, value in headers.items())
+        return Reply(headers=told, stream=played, on_close=close)
 
     def regular(self, message: Any) -> Script:
         if isinstance(message, wire.EncodeRequest):
@@ -215,14 +245,16 @@ class Servers:
         await asyncio.gather(*(task for _, task in self._running))
 
 
+async def no_http(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 404, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
+
+
 async def run_fakes(servers: Servers, *instances: str) -> list[FakeInstance]:
     """Instances as in ``"p0:P"``, each with its URL."""
     fakes = [FakeInstance(*instance.split(":")) for instance in instances]
     for fake in fakes:
-        config = uvicorn.Config(
-            fake, port=0, lifespan="off", log_level="critical", timeout_graceful_shutdown=1, http=UpgradableHttp
-        )
-        fake.url = await servers.add(uvicorn.Server(config))
+        fake.url = await servers.add(fake.server())
     return fakes
 
 

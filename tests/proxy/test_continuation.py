@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from epd_serve.protocol import frames
-from proxy.dispatch.dispatcher import MAX_ATTEMPTS
+from epd_serve.routing.retry import MAX_ATTEMPTS
 
 TOKENS = range(1, 7)
 
@@ -97,45 +97,18 @@ async def test_one_instance_for_all_is_replaced_however_it_ends(start, kit, end)
     await gateway.settle()
 
 
-def of_choice(choice, number):
-    return frames.pack(choice, (number,), b'data: {"token":%d}\n\n' % number)
-
-
-async def test_several_choices_go_on_each_by_itself(start, kit):
-    """The first of three has ended, the last has no token yet; another death on the way is one of one choice."""
-    gateway = await start("a0:EPD", "a1:EPD", "a2:EPD")
-    whole = {0: [1, 2], 1: [11, 12, 13], 2: [21, 22]}
-    usage = b'data: {"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":%d,"total_tokens":0}}\n\n'
-    died = []
-
-    def script(message):
-        if message.sampling.n == 3:
-            return [kit.FRAMES, *(of_choice(0, number) for number in whole[0]), of_choice(1, 11), kit.DIE]
-        choice = message.sampling.first_choice
-        assert message.output.first_index == choice and not died[2:]
-        rest = whole[choice][len(message.generated) :]
-        if choice == 1 and len(rest) == 2:
-            died.append(message.generated)
-            return [kit.FRAMES, of_choice(0, 12), kit.DIE]
-        end = frames.pack(frames.END, (), usage % len(whole[choice]) + kit.DONE)
-        return [kit.FRAMES, *(of_choice(0, number) for number in rest), end]
-
+@pytest.mark.parametrize("begun", [True, False])
+async def test_a_stream_of_several_choices_moves_only_before_its_first_token(start, kit, begun):
+    gateway = await start("a0:EPD", "a1:EPD")
+    whole = [kit.FRAMES, kit.frame(1), kit.frame(2), kit.frame(0, end=True)]
+    scripts = [[kit.FRAMES, *([kit.frame(1)] if begun else []), kit.DIE], whole]
     for fake in gateway.fakes.values():
-        fake.scripts["/stage/prefill"] = script
-    status, answer = await gateway.answer(kit.chat(stream=True, n=3, stream_options={"include_usage": True}))
-    *events, told, end = [line for line in answer.split(b"\n\n") if line]
-    assert (status, end) == (200, b"data: [DONE]")
-    numbers = [json.loads(line[6:])["token"] for line in events]
-    assert {c: [n for n in numbers if n // 10 == c] for c in whole} == whole
-    assert json.loads(told[6:])["usage"] == {
-        "prompt_tokens": 5,
-        "completion_tokens": 7,
-        "total_tokens": 12,
-        "prompt_tokens_details": {"cached_tokens": 0},
-    }
-    assert died == [[11]]
+        fake.scripts["/stage/prefill"] = lambda _: scripts.pop(0)
+    answer = await gateway.raw(kit.chat(stream=True, n=2))
+    assert (b'"choices_lost"' in answer) is begun
+    assert (b"data: [DONE]" in answer) is not begun
+    assert answer.count(b'{"token":1}') == 1 and len(scripts) == begun
     await gateway.settle()
-    assert await counted(gateway) == (5, 7)
 
 
 async def counted(gateway):
@@ -154,42 +127,6 @@ async def test_tokens_that_come_in_no_frames_are_those_that_the_answer_tells(sta
     gateway["d0"].scripts["/stage/decode"] = lambda _: [0.05, (200, {}), kit.FIRST, usage, kit.DONE]
     assert (await gateway.answer(kit.chat(stream=True)))[1] == kit.FIRST + usage + kit.DONE
     assert await counted(gateway) == (5, 3)
-
-
-async def test_attempts_of_several_choices_are_bounded(start, kit):
-    """The continuation of a choice is an attempt of the request, and not sent where the request has failed."""
-    gateway = await start(*(f"a{i}:EPD" for i in range(14)))  # each choice avoids what failed another
-    where = {}
-
-    def script_of(name):
-        def script(message):
-            where.setdefault(message.sampling.first_choice if message.sampling.n == 1 else None, []).append(name)
-            number = 1 + len(message.generated)
-            frames = [of_choice(0, number), of_choice(1, 10 + number), of_choice(2, 20 + number)]
-            return [kit.FRAMES, *frames[: message.sampling.n], kit.DIE]
-
-        return script
-
-    for name, fake in gateway.fakes.items():
-        fake.scripts["/stage/prefill"] = script_of(name)
-    answer = await gateway.raw(kit.chat(stream=True, n=3))
-    assert answer.count(b'data: {"error"') == 1 and b"[DONE]" not in answer
-    (first,) = where.pop(None)
-    for names in where.values():
-        assert first not in names and len(set(names)) == len(names) < MAX_ATTEMPTS
-    assert max(map(len, where.values())) == MAX_ATTEMPTS - 1
-    await gateway.settle()
-
-
-async def test_several_choices_with_usage_in_each_event_end_in_an_error_event(start, kit):
-    gateway = await start("a0:EPD", "a1:EPD")
-    for name in ("a0", "a1"):
-        gateway[name].scripts["/stage/prefill"] = lambda _: [kit.FRAMES, kit.frame(1), kit.DIE]
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    answer = await gateway.raw(kit.chat(stream=True, n=2, stream_options=options))
-    assert b'data: {"error"' in answer and b"[DONE]" not in answer and not answer.endswith(b"0\r\n\r\n")
-    assert sum(len(gateway[name].calls) for name in ("a0", "a1")) == 1
-    await gateway.settle()
 
 
 async def test_attempts_are_bounded(start, kit):

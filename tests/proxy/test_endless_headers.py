@@ -18,7 +18,9 @@ import uvicorn
 from gateway_settings import admin_plane
 from servers import served
 
-from epd_serve.instance.http import ControlHttp, Reply, control_server_app
+from epd_serve.instance.http import LookApp, link_service
+from epd_serve.rpc.messages import OPENING
+from epd_serve.rpc.server import Reply
 from epd_serve.transfer.embedded import EmbeddedTransport
 
 KEY = "0123456789abcdef-"
@@ -29,10 +31,11 @@ MAX_TAKEN_BYTES = 24 << 20
 LINES = b"GET /health HTTP/1.1\r\nhost: localhost\r\n", b"x-filler: " + b"a" * 20000 + b"\r\n"
 ONE_LINE = b"GET /health HTTP/1.1\r\nhost: localhost\r\nx-filler: ", b"a" * 20000
 TRAILERS = (
-    b"POST /cluster/hello HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n1\r\na\r\n0\r\n",
+    b"POST /health HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n1\r\na\r\n0\r\n",
     b"x-filler: " + b"a" * 20000 + b"\r\n",
 )
 TARGET = b"GET /", b"a" * 20000
+HELLO = OPENING + b"\xff\xff\x00\x00", b"a" * 20000
 
 
 def resident_bytes() -> int:
@@ -45,8 +48,8 @@ async def instance(key: str | None) -> AsyncIterator[str]:
     async def answer(body: bytes) -> Reply:
         return Reply(body=b"ok")
 
-    app = control_server_app([("GET", "/health", answer)], key, lambda: "")
-    config = uvicorn.Config(app, port=0, lifespan="off", log_level="critical", http=ControlHttp)
+    service = link_service([("GET", "/health", answer)], key)
+    config = uvicorn.Config(LookApp(service), port=0, lifespan="off", log_level="critical", http=service.protocol)
     async with served(uvicorn.Server(config)) as url:
         yield url
 
@@ -65,7 +68,9 @@ def send_without_end(url: str, begin: bytes, piece: bytes) -> int:
     return num_sent
 
 
-@pytest.mark.parametrize("sent", [LINES, ONE_LINE, TRAILERS, TARGET], ids=["lines", "line", "trailers", "target"])
+@pytest.mark.parametrize(
+    "sent", [LINES, ONE_LINE, TRAILERS, TARGET, HELLO], ids=["lines", "line", "trailers", "target", "hello"]
+)
 @pytest.mark.parametrize("port", ["instance", "keyless instance", "admin", "gateway", "data"])
 async def test_headers(start: Any, port: str, sent: tuple[bytes, bytes]) -> None:
     async with contextlib.AsyncExitStack() as stack:
@@ -100,7 +105,7 @@ async def test_headers(start: Any, port: str, sent: tuple[bytes, bytes]) -> None
         assert max(waits_s) < 1.0, "a healthy neighbour is answered meanwhile"
 
 
-@pytest.mark.parametrize("path", ["/health", "/cluster/hello", "/stage/prefill", "/streams"])
+@pytest.mark.parametrize("path", ["/health", "/stage/prefill"])
 async def test_a_body_before_a_proof_takes_no_memory(path: str) -> None:
     head = f"GET {path} HTTP/1.1\r\nhost: h\r\ntransfer-encoding: chunked\r\n\r\n".encode()
     async with instance(KEY) as url:
@@ -119,12 +124,13 @@ def _send_body(url: str, head: bytes, num_bytes: int) -> None:
             one.sendall(chunk)
 
 
-async def test_who_sends_its_head_slowly_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("begin", [b"", b"GET /health HTTP/1.1\r\nx: ", OPENING[:5], OPENING + b"\x10"])
+async def test_who_sends_its_head_slowly_is_cut_off(monkeypatch: pytest.MonkeyPatch, begin: bytes) -> None:
     monkeypatch.setattr("epd_serve.rpc.bounded.HEADER_S", 0.3)
     async with instance(KEY) as url:
         parts = urlsplit(url)
         reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
-        writer.write(b"GET /health HTTP/1.1\r\nx: ")
+        writer.write(begin)
         async with asyncio.timeout(5):
             assert await reader.read() == b""
         writer.close()

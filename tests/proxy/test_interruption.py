@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from proxy.dispatch.interruption import Interruption
+from proxy.serving.interruption import Interruption
 
 
 class Late(Exception):

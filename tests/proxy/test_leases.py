@@ -9,15 +9,12 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-import uvicorn
 from certificates import Authority
 from gateway_settings import admin_plane
 from servers import served
 
 from epd_serve.errors import Conflict
-from epd_serve.instance.http import ControlHttp
 from epd_serve.rpc.admin import AdminClient, AdminRefused, AdminUnreachable
-from epd_serve.rpc.cluster import ClusterLinks
 from epd_serve.rpc.joining import Joining, join_all
 from proxy.admin.switches import NoSuchInstance
 from proxy.fleet.leases import Leases
@@ -133,10 +130,7 @@ KEY = "0123456789abcdef-"
 @contextlib.asynccontextmanager
 async def linked(fake: Any, key: str) -> AsyncIterator[str]:
     """URL under which a fake instance proves that it has ``key``."""
-    app = ClusterLinks(fake, key, "instance", lambda: "")
-    async with served(
-        uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", log_level="critical", http=ControlHttp))
-    ) as url:
+    async with served(fake.server(key)) as url:
         yield url
 
 

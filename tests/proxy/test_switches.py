@@ -78,7 +78,7 @@ async def test_d_that_leaves_while_p_hands_over_to_it_is_not_taken_for_p(
 
     def hand_over(message: Any) -> Any:
         if message.decode_url == gateway["d0"].url:
-            return [kit.FRAMES_THEN_DECODE, kit.frame(1), frames.pack(frames.ERROR, (), left), kit.DIE]
+            return [kit.FRAMES_THEN_DECODE, kit.frame(1), frames.pack(frames.ERROR, (), left)]
         return [kit.FRAMES_THEN_DECODE, kit.frame(len(message.generated) + 1)]
 
     p0.scripts["/stage/prefill"] = hand_over

@@ -1,12 +1,14 @@
 import math
 from collections import Counter
-from functools import partial
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epd_serve.sched.orders import PATIENCE, Order, fcfs, sjf, slack
+from epd_serve.cache.block_pool import BlockPool
+from epd_serve.sched.orders import PATIENCE, Order
+from epd_serve.sched.schedule import Budget
 from epd_serve.sched.sequence import Sequence
+from epd_serve.sched.step_cost import StepCost
 from epd_serve.types import SamplingParams
 
 TTFT_S = 2.0
@@ -24,15 +26,17 @@ def sequence(name: str, tokens: int, arrival_s: float = 0.0, *, preempted: bool 
     )
 
 
-def prefill_s(sequence: Sequence) -> float:
-    return 0.01 * sequence.num_prompt_tokens
+def order(name: str, cached: int = 0) -> Order:
+    """Over blocks of one token, of which the first ``cached`` of each prompt that has hashes are known; a token
+    takes 0.01 s."""
+    pool = BlockPool(cached + 2, 1)
+    for block in pool.allocate(cached):
+        pool.register(block, bytes([block]))
+    budget = Budget(max_num_tokens=10_000, max_num_seqs=1)
+    return Order(name, pool, budget, StepCost(token_s=0.01), TTFT_S)
 
 
-ORDERS: dict[str, Order] = {
-    "fcfs": fcfs,
-    "sjf": partial(sjf, uncached_tokens=lambda s: s.num_prompt_tokens),
-    "slack": partial(slack, ttft_s=TTFT_S, prefill_s=prefill_s),
-}
+ORDERS = {name: order(name) for name in ("fcfs", "sjf", "slack")}
 times = st.integers(0, 400).map(lambda n: n / 16)
 sequences = st.builds(
     lambda tokens, arrival_s, preempted: sequence("s", tokens, arrival_s, preempted=preempted),
@@ -42,8 +46,8 @@ sequences = st.builds(
 )
 
 
-def names(order: list[Sequence]) -> str:
-    return "".join(sequence.request_id for sequence in order)
+def names(ordered: list[Sequence]) -> str:
+    return "".join(sequence.request_id for sequence in ordered)
 
 
 @given(st.sampled_from(sorted(ORDERS)), st.lists(sequences, max_size=12), times)
@@ -51,27 +55,19 @@ def test_an_order_is_a_permutation_with_the_preempted_first(
     name: str, waiting: list[Sequence], now: float
 ) -> None:
     before = list(waiting)
-    order = ORDERS[name](waiting, now)
+    ordered = ORDERS[name].sort(waiting, now)
     assert waiting == before, "the queue itself was changed"
-    assert Counter(map(id, order)) == Counter(map(id, waiting))
-    preempted = [s for s in order if s.output_ids]
-    assert order[: len(preempted)] == preempted
+    assert Counter(map(id, ordered)) == Counter(map(id, waiting))
+    preempted = [s for s in ordered if s.output_ids]
+    assert ordered[: len(preempted)] == preempted
     assert [s.arrival_s for s in preempted] == sorted(s.arrival_s for s in preempted)
-    assert order == ORDERS[name](order, now), "a second sorting changes nothing"
-
-
-@given(st.lists(sequences, max_size=12), times)
-def test_fcfs_is_by_arrival_and_keeps_ties(waiting: list[Sequence], now: float) -> None:
-    order = [s for s in fcfs(waiting, now) if not s.output_ids]
-    positions = {id(s): i for i, s in enumerate(waiting)}
-    assert order == sorted(order, key=lambda s: (s.arrival_s, positions[id(s)]))
+    assert ordered == ORDERS[name].sort(ordered, now), "a second sorting changes nothing"
 
 
 def test_sjf_counts_what_is_not_cached() -> None:
-    cached = {"a": 90, "b": 0, "c": 0}
     waiting = [sequence("a", 100), sequence("b", 50), sequence("c", 5), sequence("d", 10, preempted=True)]
-    order = sjf(waiting, 0.0, uncached_tokens=lambda s: s.num_prompt_tokens - cached[s.request_id])
-    assert names(order) == "dcab"
+    waiting[0].block_hashes = [bytes([block + 1]) for block in range(99)]
+    assert names(order("sjf", 90).sort(waiting, 0.0)) == "dcab"
 
 
 def test_least_slack_first_and_what_is_too_late_last() -> None:
@@ -82,8 +78,8 @@ def test_least_slack_first_and_what_is_too_late_last() -> None:
         sequence("d", 10, 8.2),  # 2 - 1.8 - 0.1
         sequence("e", 10, 5.0),  # too late, for longer
     ]
-    assert names(ORDERS["slack"](waiting, 10.0)) == "dbaec"
-    assert names(ORDERS["slack"](waiting, 5.0 + PATIENCE * TTFT_S)) == "edcab"
+    assert names(ORDERS["slack"].sort(waiting, 10.0)) == "dbaec"
+    assert names(ORDERS["slack"].sort(waiting, 5.0 + PATIENCE * TTFT_S)) == "edcab"
 
 
 @settings(max_examples=25)
@@ -102,7 +98,7 @@ def test_nothing_starves_under_slack(victim: int, others: list[tuple[int, int]])
     while True:
         here = [s for s in waiting if s.arrival_s <= now]
         if here:
-            first = ORDERS["slack"](here, now)[0]
+            first = ORDERS["slack"].sort(here, now)[0]
             waiting.remove(first)
             if first.request_id == "victim":
                 break

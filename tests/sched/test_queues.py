@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd_serve.cache.block_pool import BlockPool
-from epd_serve.sched.queues import Queues
+from epd_serve.sched import queues
+from epd_serve.sched.orders import Order
+from epd_serve.sched.queues import KVLostError, Queues
 from epd_serve.sched.schedule import Budget, ScheduleOutput
 from epd_serve.sched.sequence import Sequence, SequenceState
 from epd_serve.sched.step_cost import StepCost, StepPace
@@ -38,6 +40,15 @@ class Memory:
         self.restored.append((saved, first, list(blocks)))
 
 
+class Features:
+    """All of them."""
+
+    def has_feature(self, mm_hash: str) -> bool:
+        return True
+
+    def feature_starved(self, mm_hash: str) -> None: ...
+
+
 class Bench:
     """Queues over blocks of one token."""
 
@@ -49,17 +60,19 @@ class Bench:
             self.pool,
             self.memory,
             Budget(max_num_tokens=100, max_num_seqs=10, pace=pace),
-            lambda waiting, now: list(waiting),
-            has_feature=lambda mm_hash: True,
-            on_starved=lambda mm_hash: None,
-            on_lost=self.lose,
+            Order("fcfs", self.pool, Budget(max_num_tokens=100, max_num_seqs=10), StepCost()),
+            Features(),
         )
 
-    def lose(self, request_id: str, error: Exception) -> None:
-        self.lost.append(request_id)
-        for sequence in self.queues.remove(request_id):
-            sequence.move_to(SequenceState.ABORTED)
-            self.queues.tables.release(sequence)
+    def plan(self) -> ScheduleOutput:
+        while True:
+            try:
+                return self.queues.plan(0.0)
+            except KVLostError as error:
+                self.lost.append(error.request_id)
+                for sequence in self.queues.remove(error.request_id):
+                    sequence.move_to(SequenceState.ABORTED)
+                    self.queues.tables.release(sequence)
 
     def submit(
         self, name: str, arrival_s: float, num_tokens: int, *, here: bool = True, priority: int = 0
@@ -77,7 +90,7 @@ class Bench:
 
     def step(self) -> tuple[list[str], list[str]]:
         """Names of those that were computed and of those that were preempted."""
-        output = self.queues.plan(0.0)
+        output = self.plan()
         computed = [(s, 1) for s in output.decodes] + output.prefills
         for sequence, count in computed:
             sequence.num_computed += count
@@ -304,13 +317,13 @@ def test_blocks_are_given_first_come_first_served_within_a_priority(
 
 def test_steps_of_the_same_decodes_are_not_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until one comes, or a block is missing that there is not."""
-    bench, plan, planned = Bench(24), Queues._plan, list[float]()
+    bench, schedule, planned = Bench(24), queues.schedule, list[ScheduleOutput]()
 
-    def counted(queues: Queues, now: float) -> ScheduleOutput:
-        planned.append(now)
-        return plan(queues, now)
+    def counted(*args: Any, **kwargs: Any) -> ScheduleOutput:
+        planned.append(schedule(*args, **kwargs))
+        return planned[-1]
 
-    monkeypatch.setattr(Queues, "_plan", counted)
+    monkeypatch.setattr(queues, "schedule", counted)
     bench.submit("a", 0.0, 2)
     bench.submit("b", 1.0, 2)
     assert [bench.step() for _ in range(4)] == [(["a", "b"], [])] * 4

@@ -1,10 +1,12 @@
 """schedule(): within its budgets, decodes first, in order, and without touching its arguments."""
 
 import copy
+from typing import cast
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from epd_serve.sched.block_tables import BlockTables
 from epd_serve.sched.schedule import Budget, ScheduleOutput, possible_prefills, schedule, schedule_encodes
 from epd_serve.sched.sequence import Sequence, SequenceState
 from epd_serve.types import MediaSpan, SamplingParams
@@ -25,26 +27,48 @@ def sequence(name: str, prompt: int, computed: int = 0, output: int = 0, *, grow
     )
 
 
+class Tables:
+    """Blocks of one token."""
+
+    def __init__(self, num_free: int) -> None:
+        self.num_free = num_free
+
+    def num_needed(self, sequence: Sequence) -> int:
+        return max(sequence.num_tokens - len(sequence.blocks), 0)
+
+    def num_freed(self, sequence: Sequence) -> int:
+        return len(sequence.blocks)
+
+    def num_cached(self, sequence: Sequence) -> int:
+        return 0
+
+
+class Features:
+    """All features but some."""
+
+    def __init__(self, *missing: str) -> None:
+        self.missing = missing
+        self.starved: list[str] = []
+
+    def has_feature(self, mm_hash: str) -> bool:
+        return mm_hash not in self.missing
+
+    def feature_starved(self, mm_hash: str) -> None:
+        self.starved.append(mm_hash)
+
+
 def run(
     running: list[Sequence],
     waiting: list[Sequence],
     *,
     tokens: int = 32,
     seqs: int = 8,
-    ready: dict[str, int] | None = None,
+    features: Features | None = None,
     free_blocks: int = 1000,
     watermark: int = 0,
 ) -> ScheduleOutput:
-    return schedule(
-        running,
-        waiting,
-        Budget(max_num_tokens=tokens, max_num_seqs=seqs),
-        ready_tokens=lambda s: (ready or {}).get(s.request_id, s.num_tokens),
-        blocks_needed=lambda s: max(s.num_tokens - len(s.blocks), 0),
-        blocks_freed=lambda s: len(s.blocks),
-        free_blocks=free_blocks,
-        watermark=watermark,
-    )
+    budget, tables = Budget(max_num_tokens=tokens, max_num_seqs=seqs), cast(BlockTables, Tables(free_blocks))
+    return schedule(running, waiting, budget, tables, features or Features(), watermark=watermark)
 
 
 decoding = st.builds(sequence, st.uuids().map(str), st.just(3), st.just(3), st.just(1), grows=st.booleans())
@@ -139,8 +163,11 @@ def test_a_prompt_is_computed_in_chunks_beside_decodes() -> None:
 
 def test_text_before_a_missing_image_is_computed_and_the_image_blocks_nobody_else() -> None:
     blocked, partly, free = sequence("blocked", 20), sequence("partly", 20), sequence("free", 5)
-    output = run([], [blocked, partly, free], ready={"blocked": 0, "partly": 7})
+    blocked.spans, partly.spans = [MediaSpan(0, 9, "b")], [MediaSpan(7, 9, "p")]
+    features = Features("b", "p")
+    output = run([], [blocked, partly, free], features=features)
     assert output.prefills == [(partly, 7), (free, 5)]
+    assert features.starved == ["b"]
 
 
 def test_a_run_that_attends_both_ways_is_never_cut() -> None:

@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd_serve.sched.token_time import MIN_SHARE, Slack, TokenTimeAccount, pause_s
+from epd_serve.sched.token_time import MIN_SHARE, Slack, pause_s
 
 
 def simulate(
     alone_s: float, slowdown: float, limit_s: float, piece_s: float, seconds: float
 ) -> tuple[float, float]:
     """(mean time per token, share of the time that encodes ran) of decodes beside an encode that never ends."""
-    account = TokenTimeAccount(limit_s=limit_s)
+    account = Slack(limit_s=limit_s)
     now, token_s, encoded_s, tokens, encoding_s = 0.0, 0.0, 0.0, 0, 0.0
     wait_s, left_s, paused_s = 0.0, piece_s, 0.0  # the encode runs while nothing is to wait for
     progress, tick = 0.0, min(piece_s, alone_s) / 16
@@ -24,10 +24,10 @@ def simulate(
             left_s, encoded_s, encoding_s = left_s - tick, encoded_s + tick, encoding_s + tick
         progress += tick / (alone_s if wait_s > 0 else alone_s * slowdown)
         if progress >= 1:
-            account.decoded(token_s, encoded_s)
+            account = account.after(token_s, encoded_s)
             tokens, progress, token_s, encoded_s = tokens + 1, 0.0, 0.0, 0.0
         if (wait_s <= 0 and left_s <= 0) or paused_s:
-            wait_s = wait_s if wait_s > 0 else pause_s(account.slack, piece_s=piece_s, paused_s=paused_s)
+            wait_s = wait_s if wait_s > 0 else pause_s(account, piece_s=piece_s, paused_s=paused_s)
             if wait_s <= 0:
                 left_s, paused_s = piece_s, 0.0
     return now / tokens, encoding_s / now
@@ -72,12 +72,12 @@ def test_every_pause_ends(credit: float, beside: float, piece: float, limit: flo
 
 
 def test_the_account_knows_steps_beside_an_encode_from_steps_alone() -> None:
-    account = TokenTimeAccount(limit_s=0.03)
+    account = Slack(limit_s=0.03)
     for _ in range(100):
-        account.decoded(0.02, 0.0)
-        account.decoded(0.05, 0.05)
-        account.decoded(0.9, 0.2)  # neither
+        account = account.after(0.02, 0.0)
+        account = account.after(0.05, 0.05)
+        account = account.after(0.9, 0.2)  # neither
     assert account.alone_s == pytest.approx(0.02)
     assert account.beside_s == pytest.approx(0.05)
-    assert account.slack.cost_s(0.05) == pytest.approx(0.02)
+    assert account.cost_s(0.05) == pytest.approx(0.02)
     assert account.credit_s == pytest.approx(-4 * 0.03), "what was long before is forgotten"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as AbstractSequence
 from typing import Any
 
-from epd_serve.engine.computing import SampledToken, StepResult
+from epd_serve.engine.computing import SampledToken, SampledTokens
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sched.sequence import PLACEHOLDER, Sequence
 from epd_serve.types import MediaSpan
@@ -128,16 +128,10 @@ class Step:
             indices = [sequence.index] if is_decoding else range(sequence.num_sequences)
             self.tokens[sequence] = [next_token(tokens, index) for index in indices]
 
-    def read(self) -> StepResult:
+    def read(self) -> SampledTokens:
         for sequence, blocks in self.used.items():
             if blocks and sequence.blocks[: len(blocks)] == blocks:  # else others may have them by now
                 computed = min(len(self.known[sequence]), sequence.num_computed)
                 self.runner.cells.check(blocks, self.content(sequence)[:computed])
-        result = StepResult([], [])
-        for sequence, is_decoding in self.sampled:
-            tokens = [SampledToken(token) for token in self.tokens[sequence]]
-            if is_decoding:
-                result.decoded.append((sequence, *tokens))
-            else:
-                result.first.append((sequence, tokens))
-        return result
+        sampled = [sequence for sequence, _ in self.sampled]
+        return [(one, [SampledToken(token) for token in self.tokens[one]]) for one in sampled]

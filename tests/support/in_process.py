@@ -16,7 +16,7 @@ from gateway_settings import gateway_settings
 from servers import served
 
 from epd_serve.config import InstanceOptions, ShapeConfig
-from epd_serve.instance.http import ControlApp, ControlHttp
+from epd_serve.instance.http import LookApp, link_service
 from epd_serve.instance.instance import Instance
 from epd_serve.types import Role
 from proxy.app import create_app
@@ -85,10 +85,11 @@ async def deployment(
                     name=name, role=Role.parse(role), model=model, served_model_name="demo", port=0, **chosen
                 )
             )
+            service = link_service(instance.routes())
             config = uvicorn.Config(
-                ControlApp(instance.routes()),
+                LookApp(service),
                 port=0,
-                http=ControlHttp,
+                http=service.protocol,
                 lifespan="off",
                 log_level="critical",
                 timeout_keep_alive=75,

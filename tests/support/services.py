@@ -13,7 +13,7 @@ from http_client import http_client
 from servers import served
 
 from epd_serve.config import InstanceOptions
-from epd_serve.instance.http import ControlApp, ControlHttp, Peers
+from epd_serve.instance.http import LookApp, Peers, link_service
 from epd_serve.instance.instance import Instance
 from epd_serve.instance.language_engine import LanguageEngine
 from epd_serve.launch.processes.ports import free_port
@@ -36,10 +36,11 @@ async def serving(path: Path, role: str, **options: Any) -> AsyncIterator[Instan
         )
     )
     await instance.start()
-    app = ControlApp(instance.routes())
-    server = uvicorn.Server(
-        uvicorn.Config(app, port=instance.options.port, lifespan="off", log_config=None, http=ControlHttp)
+    service = link_service(instance.routes())
+    config = uvicorn.Config(
+        LookApp(service), port=instance.options.port, lifespan="off", log_config=None, http=service.protocol
     )
+    server = uvicorn.Server(config)
     async with served(server):
         try:
             yield instance

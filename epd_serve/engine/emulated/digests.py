@@ -23,7 +23,7 @@ from blake3 import blake3
 from device.emulated.timed import TimedDevice
 from device.emulated.timeline import Demand
 from epd_serve.cost.device_time import DeviceTime
-from epd_serve.engine.computing import SampledToken, StepResult
+from epd_serve.engine.computing import SampledToken, SampledTokens
 from epd_serve.protocol.wire import KVLayout, Region
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sched.sequence import PLACEHOLDER
@@ -225,7 +225,7 @@ class _Known:
     Attributes:
         table: the sequence's blocks, a list that only grows.
         num_tokens: whose KV is in them.
-        tail_ids, tail_pictures, tail: of the block behind the full ones: tokens, pictures, content.
+        tail: content of the block behind the full ones.
     """
 
     blocks: list[int] = field(default_factory=list)
@@ -233,8 +233,6 @@ class _Known:
     pictures: list[bytes] = field(default_factory=list)
     table: list[int] | None = None
     num_tokens: int = 0
-    tail_ids: array[int] = field(default_factory=partial(array, "q"))
-    tail_pictures: bytes = _NO_PICTURES
     tail: bytes = b""
 
     def cut(self, blocks: Sequence[int]) -> None:
@@ -322,6 +320,7 @@ class _Part:
     Attributes:
         table: the sequence's blocks, a list that only grows.
         token: the last of the tokens, or PLACEHOLDER.
+        num_sampled: tokens to choose behind them.
         num_output: tokens of the answer that the sequence had.
     """
 
@@ -330,12 +329,8 @@ class _Part:
     end: int
     table: list[int]
     token: int
-    samples: bool
+    num_sampled: int
     num_output: int
-
-    @property
-    def is_decoding(self) -> bool:
-        return self.num_output > 0
 
 
 class DigestStep:
@@ -353,33 +348,24 @@ class DigestStep:
         self.tokens: dict[TokenSequence, list[int]] = {}
         self.end: Any = None
         self._parts: list[_Part] = []
-        for sequence in output.decodes:
-            end = len(sequence.prompt_ids) + (num_output := len(sequence.output_ids))
-            token = sequence.output_ids[-1]
-            self._parts.append(_Part(sequence, end - 1, end, sequence.blocks, token, True, num_output))
-        for sequence, count in output.prefills:
-            start, end, num_tokens = sequence.num_computed, sequence.num_computed + count, sequence.num_tokens
-            num_output = len(sequence.output_ids)
-            (token,) = _ids(sequence, end - 1, end)
-            self._parts.append(_Part(sequence, start, end, sequence.blocks, token, end == num_tokens, num_output))
+        chunks = [(one, one.num_tokens - 1, one.num_tokens) for one in output.decodes]
+        chunks += [(one, one.num_computed, one.num_computed + count) for one, count in output.prefills]
+        for one, start, end in chunks:
+            num_sampled = one.num_sampled if end == one.num_tokens else 0
+            [token] = _ids(one, end - 1, end)
+            part = _Part(one, start, end, one.blocks, token, num_sampled, len(one.output_ids))
+            self._parts.append(part)
 
     def sample(self) -> None:
         """Do nothing: the device chooses at the end of the step."""
 
-    def read(self) -> StepResult:
+    def read(self) -> SampledTokens:
         """Wait for the end of the step. Raises DigestError where KV was not what it must be."""
         self.end.wait()
         if self._error is not None:
             raise self._error
-        result = StepResult([], [])
-        for part in self._parts:
-            if part.samples:
-                tokens = self.tokens[part.sequence]
-                if part.is_decoding:
-                    result.decoded.append((part.sequence, SampledToken(tokens[0])))
-                else:
-                    result.first.append((part.sequence, [SampledToken(token) for token in tokens]))
-        return result
+        sampled = [part.sequence for part in self._parts if part.num_sampled]
+        return [(one, [SampledToken(token) for token in self.tokens[one]]) for one in sampled]
 
     # ------------------------------------------------------------------ on the device
 
@@ -397,73 +383,43 @@ class DigestStep:
             self._error = self._error or error
 
     def _compute(self, part: _Part) -> None:
-        sequence = part.sequence
+        """Find all right that was computed before the part; write its KV and choose its tokens."""
+        sequence, runner = part.sequence, self._runner
         if part.token == PLACEHOLDER:
             assert self._before is not None, "nobody knows the token"
             if sequence not in self._before.tokens:  # the step before has failed
                 raise DigestError(f"request {sequence.request_id}: the token before was not computed")
-            (part.token,) = self._before.tokens[sequence]
-        known = self._runner.known.get(sequence)
-        if known is None:
-            known = self._runner.known[sequence] = _Known()
-        if part.num_output and known.table is part.table and known.num_tokens == part.end - 1 == part.start:
-            self._decode(part, known)
-        else:
-            self._find(part, known)
-
-    def _decode(self, part: _Part, known: _Known) -> None:
-        """One token behind those that this runner computed itself."""
-        runner, sequence = self._runner, part.sequence
-        size, block = runner.block_size, part.table[part.start // runner.block_size]
-        self._check_again(part, known)
-        if part.start % size == 0:
-            known.tail_ids, known.tail_pictures = array("q"), _NO_PICTURES
-        elif runner.memory.read(block) != known.tail:
-            self._same(part, part.start // size, known.tail)
-        known.tail_ids.append(part.token)
-        chain = blake3(known.end + known.tail_pictures + known.tail_ids.tobytes()).digest()
-        known.tail = runner.content(chain, known.tail_pictures)
-        self._writes.append((block, known.tail))
-        if part.end % size == 0:
-            known.add(block, chain, known.tail_pictures)
-        known.num_tokens = part.end
-        self.tokens[sequence] = [runner.choose(chain, sequence.sampling, sequence.index, part.num_output + 1)]
-
-    def _check_again(self, part: _Part, known: _Known) -> None:
-        """Find one full block right once more at each token: a block may also go bad later."""
-        if known.blocks:
-            again = part.end % len(known.blocks)
-            self._same(part, again, self._runner.content(known.chain[again], known.pictures[again]))
-
-    def _find(self, part: _Part, known: _Known) -> None:
-        """Any tokens of a sequence: all that was computed before them is looked at."""
-        runner, sequence = self._runner, part.sequence
+            [part.token] = self._before.tokens[sequence]
+        known = runner.known.setdefault(sequence, _Known())
         size, first = runner.block_size, part.start // runner.block_size
         ids = [*_ids(sequence, first * size, part.end - 1), part.token]
-        known.cut(part.table[:first])
-        for number in range(len(known.blocks), first):
-            self._check(part, known, number, _ids(sequence, number * size, (number + 1) * size))
-        if part.is_decoding:
-            self._check_again(part, known)
+        goes_on = known.table is part.table and known.num_tokens == part.start  # where this runner stopped
+        if not goes_on:
+            known.cut(part.table[:first])
+            for number in range(len(known.blocks), first):
+                self._check(part, known, number, _ids(sequence, number * size, (number + 1) * size))
+        if part.num_output and known.blocks:  # one full block at each token: a block may also go bad later
+            again = part.end % len(known.blocks)
+            self._same(part, again, runner.content(known.chain[again], known.pictures[again]))
         is_begun = part.start > first * size
-        if is_begun:
+        if is_begun and goes_on:
+            self._same(part, first, known.tail)
+        elif is_begun:
             self._check(part, known, first, ids[: part.start - first * size])
         chain = known.end
         for number in range(first, -(-part.end // size)):
             tokens = ids[(number - first) * size : (number - first + 1) * size]
             pictures = self._pictures(part, number, is_begun=is_begun and number == first)
             chain = _fold(known.end, tokens, pictures)
-            known.tail_ids, known.tail_pictures = array("q", tokens), pictures
             known.tail = runner.content(chain, pictures)
             self._writes.append((part.table[number], known.tail))
             if len(tokens) == size:
                 known.add(part.table[number], chain, pictures)
         known.table, known.num_tokens = part.table, part.end
-        if part.samples:
-            indices = range(sequence.index, sequence.index + (1 if part.is_decoding else sequence.num_sequences))
-            self.tokens[sequence] = [
-                runner.choose(chain, sequence.sampling, index, part.num_output + 1) for index in indices
-            ]
+        if part.num_sampled:
+            choices = range(sequence.index, sequence.index + part.num_sampled)
+            number = part.num_output + 1
+            self.tokens[sequence] = [runner.choose(chain, sequence.sampling, one, number) for one in choices]
 
     def _check(self, part: _Part, known: _Known, number: int, ids: list[int]) -> None:
         """Find a block's content right that was computed before this step, and remember it where it is full."""
@@ -477,11 +433,9 @@ class DigestStep:
         found = self._runner.memory.read(part.table[number])
         if found == expected:
             return
+        starts = range(0, len(found), LAYER_BYTES)
         layers = [
-            layer
-            for layer in range(self._runner.num_layers)
-            if found[layer * LAYER_BYTES : (layer + 1) * LAYER_BYTES]
-            != expected[layer * LAYER_BYTES : (layer + 1) * LAYER_BYTES]
+            at // LAYER_BYTES for at in starts if found[at : at + LAYER_BYTES] != expected[at : at + LAYER_BYTES]
         ]
         raise DigestError(
             f"request {part.sequence.request_id}: the KV in block {part.table[number]}, number {number} of the "

@@ -5,15 +5,27 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+
+import psutil
+
+from device.base import BareDevice
+from epd_serve import __version__
+from epd_serve.config import InstanceOptions
 
 logger = logging.getLogger(__name__)
 
 #: Encodes are measured with square images of this side, in pixels.
 IMAGE_SIDE = 448
+#: For encodes, and for steps: a start with an SLO takes 10 s longer at most, but for the last of each.
+MEASURE_S = 5.0
+#: Cores that others may use while measurements are made that are kept.
+_MOST_OTHERS = 0.25
 
 
 def cache_dir(environment: Mapping[str, str]) -> Path:
@@ -23,20 +35,61 @@ def cache_dir(environment: Mapping[str, str]) -> Path:
     return Path(environment.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "epd-serve"
 
 
+def measurements(options: InstanceOptions, device: BareDevice, fingerprint: str, torch: str = "") -> Measurements:
+    """The known measurements of an instance like this one, in this user's cache.
+
+    Args:
+        fingerprint: of the model and the dtype.
+        torch: its version.
+    """
+    about: dict[str, str | int | None] = {
+        "role": str(options.role),  # instances of different roles start at once and measure different things
+        "model": fingerprint,
+        "device": f"{device.type} {device.description}",
+        "threads": options.threads,
+        "cores": device.cores,
+        "share": None if options.device_share is None else f"{options.device_share.share:g}",
+        "tower_share": None if options.tower_share is None else f"{options.tower_share:g}",
+        "max_num_seqs": options.sizes.max_num_seqs,
+        "block_size": options.tokens_per_block,
+        "epd_serve": __version__,
+        "torch": torch,
+    }
+    others_s = cpu_seconds_of_others if device.type == "cpu" else lambda: 0.0
+    return Measurements(cache_dir(os.environ), about, others_s=others_s)
+
+
+def cpu_seconds_of_others() -> float:
+    """Return the CPU seconds that other processes have used on this machine since it started."""
+    times, own = psutil.cpu_times(), os.times()
+    return times.user + times.system - own.user - own.system
+
+
 class Measurements:
     """Measured seconds by key, for one combination of model, device and software; kept in a file.
 
-    A file that is damaged or cannot be written costs a line in the log and the time to measure again.
+    From the first new measurement to :meth:`save`, ``MEASURE_S`` may pass; a key is not measured after them.
+    Times that were measured while others used the cores serve until the end of the process, and are not kept. A
+    file that is damaged or cannot be written costs a line in the log and the time to measure again.
 
     Args:
         directory: of the file; None: there is none.
         about: all that the times depend on, as JSON values; it names the file.
+        others_s: CPU seconds that others have used on this machine.
     """
 
-    def __init__(self, directory: Path | None, about: Mapping[str, str | int | None]) -> None:
+    def __init__(
+        self,
+        directory: Path | None,
+        about: Mapping[str, str | int | None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        others_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         self._about = dict(about)
+        self._clock, self._others_s = clock, others_s
         self._seconds: dict[str, float] = {}
-        self._is_new = False
+        self._begun: tuple[float, float] | None = None
         self.file: Path | None = None
         if directory is None:
             return
@@ -53,37 +106,40 @@ class Measurements:
         if not isinstance(content, dict) or content.get("about") != self._about:
             raise ValueError("it is about something else")
         seconds = content.get("seconds")
-        if not isinstance(seconds, dict) or not all(
-            isinstance(value, float) and value > 0 for value in seconds.values()
-        ):
+        if not isinstance(seconds, dict) or not all(isinstance(s, float) and s > 0 for s in seconds.values()):
             raise ValueError("it holds something other than seconds")
         return seconds
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._seconds
-
     def get(self, key: str, measure: Callable[[], float]) -> float:
-        """The known seconds of ``key``; else those that ``measure`` returns, which are then known."""
+        """Return the known seconds of ``key``, else those that ``measure`` returns, else infinity."""
         if key not in self._seconds:
+            if self._begun is None:
+                logger.info(
+                    "measuring for the SLO, for %g s at most; kept in %s: remove it to measure again",
+                    MEASURE_S,
+                    self.file or "no file",
+                )
+                self._begun = self._clock(), self._others_s()
+            elif self._clock() - self._begun[0] > MEASURE_S:
+                return math.inf
             self._seconds[key] = measure()
-            self._is_new = True
         return self._seconds[key]
 
     def save(self) -> None:
-        """Write the file where there are new measurements, all of it or nothing."""
-        if not self._is_new or self.file is None:
+        """Write the file, all of it or nothing, where there are new measurements that others left undisturbed."""
+        begun, self._begun = self._begun, None
+        if begun is None or self.file is None:
+            return
+        if self._others_s() - begun[1] > _MOST_OTHERS * (self._clock() - begun[0]):
+            logger.warning("times were measured beside other work, and are not kept for the next start")
             return
         content = json.dumps({"about": self._about, "seconds": self._seconds}, indent=1)
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=self.file.parent, suffix=".tmp")
-            try:
-                with os.fdopen(handle, "w", encoding="utf-8") as stream:
-                    stream.write(content)
-                Path(temporary).replace(self.file)
-            except BaseException:
-                Path(temporary).unlink()
-                raise
+            with tempfile.NamedTemporaryFile(
+                "w", encoding="utf-8", dir=self.file.parent, suffix=".tmp", delete=False
+            ) as stream:
+                stream.write(content)
+            Path(stream.name).replace(self.file)
         except OSError as error:
             logger.warning("the profile cannot be kept in %s: %s", self.file.parent, error)
-        self._is_new = False

@@ -3,39 +3,20 @@
 from __future__ import annotations
 
 import logging
-import math
-import os
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
-import psutil
-
-from device.base import BareDevice
-from epd_serve import __version__
 from epd_serve.cache.block_pool import BlockPool
 from epd_serve.config import InstanceOptions
-from epd_serve.engine.pace.measurements import IMAGE_SIDE, Measurements, cache_dir
-from epd_serve.sched.orders import Order, order_of
+from epd_serve.engine.pace.measurements import IMAGE_SIDE, Measurements
+from epd_serve.sched.orders import Order
 from epd_serve.sched.schedule import Budget, ScheduleOutput
-from epd_serve.sched.step_cost import (
-    ChunkPace,
-    Found,
-    StepCost,
-    StepPace,
-    latency_limit_s,
-    search_budget,
-    work_done,
-)
+from epd_serve.sched.step_cost import ChunkPace, StepCost, StepPace, latency_limit_s, search_budget, work_done
 from epd_serve.sched.step_sizes import Limits, StepShape, size_steps
 
 logger = logging.getLogger(__name__)
 
 _FIRST_CHUNK_ON_CPU = 256
-#: For encodes, and for steps: a start with an SLO takes 10 s longer at most, but for the last of each.
-MEASURE_S = 5.0
-#: Cores that others may use while measurements are made that are kept.
-_MOST_OTHERS = 0.25
 
 
 class StepLimits:
@@ -48,18 +29,8 @@ class StepLimits:
         budget: limits of a step.
     """
 
-    def __init__(
-        self,
-        options: InstanceOptions,
-        measurements: Measurements,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        others_s: Callable[[], float] | None = None,
-    ) -> None:
-        """``others_s``: CPU seconds that others have used on this machine, by default on a CPU alone."""
+    def __init__(self, options: InstanceOptions, measurements: Measurements) -> None:
         self._options = options
-        self._clock = clock
-        self._others_s = others_s or (cpu_seconds_of_others if options.device == "cpu" else lambda: 0.0)
         self._known = measurements
         self._cost = StepCost()
         self._ttft_s, tpot_s = (
@@ -80,16 +51,13 @@ class StepLimits:
             seconds: the time to encode so many of these.
         """
         if self.limit_s is not None:
-            measuring = _Measuring(self._known, "encodes", self._clock, self._others_s)
+            most = max(1, self.image_budget_pixels // area)
             found = search_budget(
-                lambda count: measuring.seconds(f"encode {count}", lambda: seconds(count)),
-                self.limit_s,
-                1,
-                max(1, self.image_budget_pixels // area),
+                lambda count: self._known.get(f"encode {count}", lambda: seconds(count)), self.limit_s, 1, most
             )
-            measuring.save()
-            self._report(f"encodes of images of {IMAGE_SIDE}x{IMAGE_SIDE} pixels", found, self.limit_s)
-            self.image_budget_pixels = found.size * area
+            self._known.save()
+            self._report(f"encodes of images of {IMAGE_SIDE}x{IMAGE_SIDE} pixels", *found, self.limit_s)
+            self.image_budget_pixels = found[0] * area
         return self.image_budget_pixels
 
     def find_budget(self, seconds: Callable[[StepShape], float], *, num_blocks: int, max_model_len: int) -> Budget:
@@ -114,13 +82,12 @@ class StepLimits:
             block_size=block,
             max_model_len=max_model_len,
         )
-        measuring = _Measuring(self._known, "steps", self._clock, self._others_s)
-        sizes = size_steps(lambda shape: measuring.seconds(f"step {shape}", lambda: seconds(shape)), limits)
-        measuring.save()
+        sizes = size_steps(lambda shape: self._known.get(f"step {shape}", lambda: seconds(shape)), limits)
+        self._known.save()
         if limits.decode_s is not None and sizes.decodes is not None:
-            self._report("decodes", sizes.decodes, limits.decode_s)
+            self._report("decodes", *sizes.decodes, limits.decode_s)
         if self.limit_s is not None and sizes.prefills is not None:
-            self._report(f"prefills of {limits.chunk} tokens", sizes.prefills, self.limit_s)
+            self._report(f"prefills of {limits.chunk} tokens", *sizes.prefills, self.limit_s)
         self._cost = sizes.cost
         if self.limit_s is not None:
             self.budget = sizes.budget
@@ -128,30 +95,27 @@ class StepLimits:
         logger.info("steps: %s, off by %.0f %% (median)", self._cost, 100 * median)
         return self.budget
 
-    def _report(self, what: str, found: Found, limit_s: float) -> None:
-        slo = "slo.tpot_ms" if self._options.role.decodes else "half of slo.ttft_ms"
-        if found.feasible:
-            logger.info(
-                "budget: %d %s take %.1f of %.1f ms", found.size, what, 1000 * found.seconds, 1000 * limit_s
-            )
-        else:
-            assert self.limit_s is not None
-            logger.warning(
-                "%s cannot be met: the smallest batch, %d %s, takes %.1f ms and may take %.1f ms; "
-                "the least limit that could be met is %.1f ms",
-                slo,
-                found.size,
-                what,
-                1000 * found.seconds,
-                1000 * limit_s,
-                1000 * found.seconds * self.limit_s / limit_s,
-            )
+    def _report(self, what: str, size: int, seconds: float, limit_s: float) -> None:
+        if seconds <= limit_s:
+            logger.info("budget: %d %s take %.1f of %.1f ms", size, what, 1000 * seconds, 1000 * limit_s)
+            return
+        assert self.limit_s is not None
+        logger.warning(
+            "%s cannot be met: the smallest batch, %d %s, takes %.1f ms and may take %.1f ms; "
+            "the least limit that could be met is %.1f ms",
+            "slo.tpot_ms" if self._options.role.decodes else "half of slo.ttft_ms",
+            size,
+            what,
+            1000 * seconds,
+            1000 * limit_s,
+            1000 * seconds * self.limit_s / limit_s,
+        )
 
     # ------------------------------------------------------------------ while it serves
 
     def order(self, pool: BlockPool) -> Order:
-        """The order of the waiting queue (:func:`~epd_serve.sched.orders.order_of`)."""
-        return order_of(self._options.batching.order, pool, self.budget, self._cost, self._ttft_s)
+        """The order of the waiting queue."""
+        return Order(self._options.batching.order, pool, self.budget, self._cost, self._ttft_s)
 
     def stepped(self, output: ScheduleOutput, seconds: float) -> None:
         """Correct the pace of a budget that has one by a step that has just ended."""
@@ -173,72 +137,3 @@ class StepLimits:
             **({"correction": pace.correction} if isinstance(pace, StepPace) else {}),
             **({"chunk_tokens": pace.num_tokens} if isinstance(pace, ChunkPace) else {}),
         }
-
-
-class _Measuring:
-    """The measurements of one kind at a start: they take so long and no longer, and are kept if they are sound.
-
-    A step is not measured once the time is up, and counts as beyond any limit. What was measured while others used
-    the cores is used until the end of the process, and measured again at the next start.
-    """
-
-    def __init__(
-        self, known: Measurements, what: str, clock: Callable[[], float], others_s: Callable[[], float]
-    ) -> None:
-        self._known, self._what, self._clock, self._others_s = known, what, clock, others_s
-        self._begun: tuple[float, float] | None = None
-
-    def seconds(self, key: str, measure: Callable[[], float]) -> float:
-        """Return the seconds that are known, else measured, else infinity."""
-        if key in self._known:
-            return self._known.get(key, measure)
-        if self._begun is None:
-            logger.info(
-                "measuring %s for the SLO, for %g s at most; kept in %s: remove it to measure again",
-                self._what,
-                MEASURE_S,
-                self._known.file or "no file",
-            )
-            self._begun = self._clock(), self._others_s()
-        elif self._clock() - self._begun[0] > MEASURE_S:
-            return math.inf
-        return self._known.get(key, measure)
-
-    def save(self) -> None:
-        """Keep new measurements where others left the cores alone."""
-        if self._begun is None:
-            return
-        took_s, others_s = self._clock() - self._begun[0], self._others_s() - self._begun[1]
-        if others_s > _MOST_OTHERS * took_s:
-            logger.warning("%s were measured beside other work, and are not kept for the next start", self._what)
-            return
-        self._known.save()
-
-
-def cpu_seconds_of_others() -> float:
-    """Return the CPU seconds that other processes have used on this machine since it started."""
-    times, own = psutil.cpu_times(), os.times()
-    return times.user + times.system - own.user - own.system
-
-
-def measurements(options: InstanceOptions, device: BareDevice, fingerprint: str, torch: str = "") -> Measurements:
-    """The known measurements of an instance like this one, in this user's cache.
-
-    Args:
-        fingerprint: of the model and the dtype.
-        torch: its version.
-    """
-    about: dict[str, str | int | None] = {
-        "role": str(options.role),  # instances of different roles start at once and measure different things
-        "model": fingerprint,
-        "device": f"{device.type} {device.description}",
-        "threads": options.threads,
-        "cores": device.cores,
-        "share": None if options.device_share is None else f"{options.device_share.share:g}",
-        "tower_share": None if options.tower_share is None else f"{options.tower_share:g}",
-        "max_num_seqs": options.sizes.max_num_seqs,
-        "block_size": options.tokens_per_block,
-        "epd_serve": __version__,
-        "torch": torch,
-    }
-    return Measurements(cache_dir(os.environ), about)

@@ -102,11 +102,7 @@ def encode_seconds(
 ) -> float:
     """Return the median time to encode a batch of square images."""
     inputs = family.blank_inputs((side, side))
-
-    def run() -> None:
-        tower.encode([inputs] * num_images)
-
-    return median_s(run, clock)
+    return median_s(lambda: tower.encode([inputs] * num_images), clock)
 
 
 def median_s(
@@ -118,15 +114,10 @@ def median_s(
         least_s: seconds for which it runs uncounted, and again to be counted. On a CPU a small model's decode
             takes half as long again behind something else as behind its like, some tens of times.
     """
-    _times(run, clock, 1, least_s)
-    return statistics.median(_times(run, clock, _RUNS, least_s))
-
-
-def _times(run: Callable[[], object], clock: Callable[[], float], count: int, least_s: float) -> list[float]:
-    """Seconds of each run, ``count`` at least."""
-    times: list[float] = []
-    while len(times) < count or sum(times) < least_s:
-        start = clock()
-        run()
-        times.append(clock() - start)
-    return times
+    for count in (1, _RUNS):
+        times: list[float] = []
+        while len(times) < count or sum(times) < least_s:
+            start = clock()
+            run()
+            times.append(clock() - start)
+    return statistics.median(times)

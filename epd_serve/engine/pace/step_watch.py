@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 #: A step hangs when it takes this many times as long as measured steps of its kind, and at least so many seconds:
 #: a machine that swaps, or a device that others use too, is slower by far than it was, and lives.
@@ -14,13 +13,6 @@ LEAST_S = 60.0
 #: Between two looks no more is counted: a process that was stopped has not computed meanwhile.
 _MOST_BETWEEN_LOOKS_S = 1.0
 _SMOOTHING = 0.3
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Step:
-    """A step in progress, and the seconds that steps of its kind take; None: it is the first."""
-
-    predicted_s: float | None
 
 
 class StepWatch:
@@ -32,8 +24,8 @@ class StepWatch:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._mean_s: dict[Hashable, float] = {}
-        self._step: _Step | None = None
-        self._seen: _Step | None = None
+        self._step: tuple[object, float | None] | None = None  # the one in progress, and the seconds of its kind
+        self._seen: tuple[object, float | None] | None = None
         self._seen_s = 0.0
         self._looked_s = clock()
 
@@ -45,7 +37,7 @@ class StepWatch:
             kind: steps of one kind take about as long as each other.
         """
         began_s, mean_s = self._clock(), self._mean_s.get(kind)
-        self._step = _Step(mean_s)
+        self._step = object(), mean_s
         try:
             yield
         finally:
@@ -63,6 +55,7 @@ class StepWatch:
             self._seen, self._seen_s = step, 0.0
             return None
         self._seen_s += passed_s
-        if step.predicted_s is None or self._seen_s < max(FACTOR * step.predicted_s, LEAST_S):
+        _, usual_s = step
+        if usual_s is None or self._seen_s < max(FACTOR * usual_s, LEAST_S):
             return None
-        return f"it has computed for {self._seen_s:.0f} s, and {step.predicted_s:.2g} s are usual"
+        return f"it has computed for {self._seen_s:.0f} s, and {usual_s:.2g} s are usual"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as AbstractSequence
-from typing import Protocol
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -15,25 +14,10 @@ from device.copies import to_device
 from epd_serve.engine.sampling.patterns import Node, Patterns
 from epd_serve.engine.step_inputs import on_device
 from epd_serve.sched.sequence import Sequence
-from epd_serve.types import Grammar, SamplingParams
+from epd_serve.types import SamplingParams
 
 _MASKED = float("-inf")
 _BITS = 32
-
-
-class Constraint(Protocol):
-    """A grammar, and one choice's position in it. Used by one thread at a time."""
-
-    error: str
-    grammar: Grammar
-
-    def allowed(self, output_ids: AbstractSequence[int]) -> NDArray[np.int32]:
-        """The tokens that may follow: one bit each, [vocab / 32]. ``output_ids`` only grow from call to call."""
-        ...
-
-    def fork(self) -> Constraint:
-        """Return the same state for another choice."""
-        ...
 
 
 def mask_ends(scores: Tensor, sequence: Sequence, eos_token_ids: Tensor) -> None:
@@ -63,48 +47,38 @@ def restrict(scores: Tensor, sequences: AbstractSequence[Sequence]) -> None:
 
 
 class _Rules:
-    """The meaning of a request's lists for its scores. All choices share it, for as long as one of them lives."""
+    """The meaning of a request's lists for its scores."""
 
-    def __init__(self, sampling: SamplingParams, scores: Tensor) -> None:
-        self.sampling = sampling  # its id is no other's as long as it is here
-        self.place = (scores.shape[-1], scores.device)
-        stop_tokens = [token for token in sampling.stop_token_ids if token < scores.shape[-1]]
-        self.stop_tokens = on_device(stop_tokens, scores.device)
-        biases = {token: bias for token, bias in sampling.logit_bias.items() if token < scores.shape[-1]}
-        self.biased = on_device(list(biases), scores.device)
-        self.biases = on_device(list(biases.values()), scores.device, torch.float32)
+    def __init__(self, sampling: SamplingParams, width: int, device: torch.device) -> None:
+        self.stop_tokens = on_device([token for token in sampling.stop_token_ids if token < width], device)
+        biases = {token: bias for token, bias in sampling.logit_bias.items() if token < width}
+        self.biased = on_device(list(biases), device)
+        self.biases = on_device(list(biases.values()), device, torch.float32)
         self.forbidden: Tensor | None = None
         if sampling.allowed_token_ids:
             allowed = torch.tensor(sampling.allowed_token_ids, dtype=torch.long)
-            forbidden = torch.ones(scores.shape[-1], dtype=torch.bool)
-            forbidden[allowed[allowed < len(forbidden)]] = False
-            self.forbidden = to_device(forbidden, scores.device)
-        self.bad_words = _BadWords(sampling.bad_word_ids, scores) if sampling.bad_word_ids else None
-
-
-_rules: WeakKeyDictionary[Sequence, _Rules] = WeakKeyDictionary()
-_shared: WeakValueDictionary[int, _Rules] = WeakValueDictionary()
+            forbidden = torch.ones(width, dtype=torch.bool)
+            forbidden[allowed[allowed < width]] = False
+            self.forbidden = to_device(forbidden, device)
+        self.bad_words = _BadWords(sampling.bad_word_ids, width, device) if sampling.bad_word_ids else None
 
 
 def _rules_of(sequence: Sequence, scores: Tensor) -> _Rules:
-    place = (scores.shape[-1], scores.device)
-    for rules in (_rules.get(sequence), _shared.get(id(sequence.sampling))):
-        if rules is not None and rules.place == place:
-            break
-    else:
-        rules = _shared[id(sequence.sampling)] = _Rules(sequence.sampling, scores)
-    _rules[sequence] = rules
+    place = scores.shape[-1], scores.device
+    if place not in sequence.rules:
+        sequence.rules[place] = _Rules(sequence.sampling, *place)
+    rules: _Rules = sequence.rules[place]
     return rules
 
 
 class _BadWords:
     """The bad words of a request, and how far the output of each choice has come in them."""
 
-    def __init__(self, words: tuple[tuple[int, ...], ...], scores: Tensor) -> None:
-        self._scores = scores.new_empty(0)
+    def __init__(self, words: tuple[tuple[int, ...], ...], width: int, device: torch.device) -> None:
+        self._device = device
         last: dict[tuple[int, ...], set[int]] = {}
         for word in words:
-            if word[-1] < scores.shape[-1]:
+            if word[-1] < width:
                 last.setdefault(word[:-1], set()).add(word[-1])
         self._last = last
         self._patterns = Patterns(last)
@@ -130,7 +104,7 @@ class _BadWords:
         tokens = frozenset[int]() if shorter is None else self._banned[shorter][0]
         for node in reversed(nodes):
             tokens |= self._last[tuple(self._patterns.pattern(node))]
-            self._banned[node] = (tokens, on_device(sorted(tokens), self._scores.device))
+            self._banned[node] = (tokens, on_device(sorted(tokens), self._device))
         return self._banned[ends]
 
 

@@ -34,7 +34,7 @@ _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 
 
 class MatcherConstraint:
-    """:class:`epd_serve.engine.sampling.constraints.Constraint` over a matcher.
+    """A grammar, and one choice's position in it. Used by one thread at a time.
 
     Attributes:
         grammar: that it follows.
@@ -54,6 +54,7 @@ class MatcherConstraint:
         self.error = ""
 
     def allowed(self, output_ids: Sequence[int]) -> NDArray[np.int32]:
+        """Return the tokens that may follow, a bit each, [vocab / 32]; ``output_ids`` only grow between calls."""
         for token in output_ids[self._num_consumed :]:
             if token not in self._ends:
                 self._matcher.consume_token(token)
@@ -70,6 +71,7 @@ class MatcherConstraint:
         return row
 
     def fork(self) -> MatcherConstraint:
+        """Return the same state for another choice."""
         copy = self._matcher.deep_copy()
         return MatcherConstraint(self.grammar, copy, self._num_tokens, self._ends, self._num_consumed)
 
@@ -100,7 +102,12 @@ class Grammars:
         with self._lock:
             vocabulary, matcher = self._vocabulary_of(grammar), self._cache.get(key)
         if matcher is None:  # without the lock: others' grammars are not kept waiting
-            matcher = _compile(grammar, vocabulary)
+            matcher = llguidance.LLMatcher(vocabulary, as_lark(grammar), log_level=0)
+            if matcher.is_error():
+                raise InvalidRequest(
+                    f"{grammar.param}: this structure cannot be enforced: {grammar_problem(matcher.get_error())}",
+                    param=grammar.param,
+                )
         with self._lock:
             self._cache[key] = matcher
             self._cache.move_to_end(key)
@@ -120,16 +127,6 @@ class Grammars:
                     f"this model's tokenizer cannot be used for structured output: {error}", param=grammar.param
                 ) from error
         return self._vocabulary
-
-
-def _compile(grammar: Grammar, vocabulary: Any) -> Any:
-    matcher = llguidance.LLMatcher(vocabulary, as_lark(grammar), log_level=0)
-    if matcher.is_error():
-        raise InvalidRequest(
-            f"{grammar.param}: this structure cannot be enforced: {grammar_problem(matcher.get_error())}",
-            param=grammar.param,
-        )
-    return matcher
 
 
 def as_lark(grammar: Grammar) -> str:
@@ -166,7 +163,7 @@ def _content(grammar: Grammar) -> str:
     if grammar.kind == "json":
         return _json(json.loads(grammar.text), is_strict=grammar.strict)
     if grammar.kind == "regex":
-        return "/" + _escape_slashes(grammar.text) + "/"
+        return f"/{_escape_slashes(grammar.text)}/"
     return " | ".join(_text(choice) for choice in json.loads(grammar.text))
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
+from copy import deepcopy
 from typing import Any
 
 _Schema = dict[str, Any]
@@ -18,74 +19,57 @@ def close_objects(schema: _Schema) -> _Schema:
     Objects that have to follow several schemas with ``properties`` at once (``allOf``, or ``anyOf`` or ``$ref``
     beside ``properties``) stay open: a key that one of them declares would be undeclared in another.
     """
-    joined = _Joined(schema)
-
-    def close(node: _Schema, copied: _Schema) -> _Schema:
+    closed = deepcopy(schema)
+    joined = _Joined(closed).schemas
+    for node in _walk(closed):
         declared = node.get("properties")
         if (
             isinstance(declared, dict)
             and "additionalProperties" not in node
             and node.get("unevaluatedProperties", False) is False
             and all(isinstance(name, str) and name in declared for name in _list(node.get("required")))
-            and id(node) not in joined.schemas
+            and id(node) not in joined
         ):
-            copied["additionalProperties"] = False
-        return copied
-
-    closed: _Schema = _rewrite(schema, close)
+            node["additionalProperties"] = False
     return closed
 
 
 def patterns_of(schema: _Schema) -> list[str]:
     """Return the regular expressions of a schema, each once."""
     found: dict[str, None] = {}
-
-    def note(node: _Schema, copied: _Schema) -> _Schema:
-        found.update((pattern, None) for pattern in _patterns(node))
-        return copied
-
-    _rewrite(schema, note)
+    for node in _walk(schema):
+        if isinstance(node.get("pattern"), str):
+            found[node["pattern"]] = None
+        if isinstance(node.get("patternProperties"), dict):
+            found |= dict.fromkeys(node["patternProperties"])
     return list(found)
 
 
 def drop_patterns(schema: _Schema, patterns: Collection[str]) -> _Schema:
     """Return a schema without these regular expressions; keys that they allowed are allowed still."""
-
-    def drop(node: _Schema, copied: _Schema) -> _Schema:
-        if copied.get("pattern") in patterns:
-            del copied["pattern"]
-        by_pattern = copied.get("patternProperties")
+    dropped = deepcopy(schema)
+    for node in _walk(dropped):
+        if node.get("pattern") in patterns:
+            del node["pattern"]
+        by_pattern = node.get("patternProperties")
         if isinstance(by_pattern, dict) and not by_pattern.keys().isdisjoint(patterns):
-            copied["patternProperties"] = {key: one for key, one in by_pattern.items() if key not in patterns}
-            copied["additionalProperties"] = True
-        return copied
-
-    dropped: _Schema = _rewrite(schema, drop)
+            node["patternProperties"] = {key: one for key, one in by_pattern.items() if key not in patterns}
+            node["additionalProperties"] = True
     return dropped
 
 
-def _patterns(node: _Schema) -> Iterator[str]:
-    if isinstance(node.get("pattern"), str):
-        yield node["pattern"]
-    if isinstance(node.get("patternProperties"), dict):
-        yield from node["patternProperties"]
-
-
-def _rewrite(node: Any, change: Callable[[_Schema, _Schema], _Schema]) -> Any:
-    """Copy a schema; ``change`` gets each schema in it, and its copy with the schemas below it changed already."""
+def _walk(node: Any) -> Iterator[_Schema]:
+    """Each schema in a schema, the inner ones first."""
     if isinstance(node, list):
-        return [_rewrite(one, change) for one in node]
-    if not isinstance(node, dict):
-        return node
-    copied: _Schema = {}
-    for key, value in node.items():
-        if key in _DATA:
-            copied[key] = value
-        elif key in _BY_NAME and isinstance(value, dict):
-            copied[key] = {name: _rewrite(one, change) for name, one in value.items()}
-        else:
-            copied[key] = _rewrite(value, change)
-    return change(node, copied)
+        for one in node:
+            yield from _walk(one)
+    elif isinstance(node, dict):
+        for key, value in node.items():
+            if key in _BY_NAME and isinstance(value, dict):
+                yield from _walk(list(value.values()))
+            elif key not in _DATA:
+                yield from _walk(value)
+        yield node
 
 
 class _Joined:
@@ -99,17 +83,11 @@ class _Joined:
         self._root = root
         self._declaring: dict[int, bool] = {}
         self.schemas: set[int] = set()
-        _rewrite(root, self._look_at)
-
-    def _look_at(self, node: _Schema, copied: _Schema) -> _Schema:
-        groups = self._groups(node)
-        num_declaring = sum(any(map(self._declares, group)) for group in groups)
-        if num_declaring + bool(node.get("properties")) > 1:
-            self.schemas.add(id(node))
-            for group in groups:
-                for member in group:
-                    self._join(member)
-        return copied
+        for node in _walk(root):
+            groups = self._groups(node)
+            num_declaring = sum(any(map(self._declares, group)) for group in groups)
+            if num_declaring + bool(node.get("properties")) > 1:
+                self._join(node)
 
     def _groups(self, node: _Schema) -> list[list[_Schema]]:
         """The schemas that a value of ``node`` has to follow as well: one of each group at least."""

@@ -12,7 +12,7 @@ That takes about 1 - ln(top_p) draws.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,7 +57,7 @@ class Row:
     @property
     def counters(self) -> tuple[int, int, int]:
         """The counters of the token's random numbers: seed, choice and position in the output."""
-        return self.sampling.seed, self.sampling.first_choice + self.index, len(self.sequence.output_ids) + 1
+        return self.sampling.seed, self.index, len(self.sequence.output_ids) + 1
 
     def uniform(self, attempt: int = 0) -> float:
         """The token's random number in [0, 1), by Philox 4x64-10; another one for each attempt."""
@@ -73,27 +73,34 @@ class Row:
 
 def draw(scores: Tensor, rows: AbstractSequence[Row]) -> Tensor:
     """Draw a token for each row of ``scores`` [rows, width], float32: [rows] int64. Without a word to the host."""
-    values = (scores - scores.amax(dim=-1, keepdim=True)).div_(_temperatures(scores, rows))
-    params = [row.sampling for row in rows]
+    params, width = [row.sampling for row in rows], scores.shape[1]
+
+    def column(values: list[float]) -> Tensor:
+        return on_device(values, scores.device, torch.float32).unsqueeze(1)
+
+    best = scores - scores.amax(dim=-1, keepdim=True)
+    best.div_(column([max(p.temperature, _MIN_TEMPERATURE) for p in params]))
+    tokens: Tensor | None = None
     if any(p.top_k or p.top_p < 1.0 or p.min_p for p in params):
-        best, tokens = values.sort(dim=-1, descending=True)
-    else:
-        best, tokens = values, torch.arange(values.shape[1], device=values.device).expand_as(values)
-    return _draw_best(best, tokens, rows)
-
-
-def draw_from_largest(scores: Tensor, rows: AbstractSequence[Row]) -> Tensor:
-    """Draw as :func:`draw` does, from the largest entries alone: all rows have a top-k."""
-    drawn = torch.empty(len(rows), dtype=torch.long, device=scores.device)
-    by_top_k: dict[int, list[int]] = {}
-    for i, row in enumerate(rows):
-        by_top_k.setdefault(min(row.sampling.top_k, scores.shape[1]), []).append(i)
-    for top_k, members in by_top_k.items():  # one size each: which of equals are the best depends on it
-        some = [rows[i] for i in members]
-        best, tokens = largest(scores if len(some) == len(rows) else scores[members], top_k)
-        best = (best - best[:, :1]).div_(_temperatures(best, some))
-        drawn[members] = _draw_best(best, tokens, some)
-    return drawn
+        best, tokens = best.sort(dim=-1, descending=True)
+    if any(p.top_k for p in params):
+        limits = column([float(min(p.top_k or width, width)) for p in params])
+        best = best.masked_fill(torch.arange(width, device=best.device) >= limits, _MASKED)
+    weights = best.exp()
+    if any(p.min_p for p in params):
+        weights = weights.masked_fill(weights < column([p.min_p for p in params]), 0.0)
+    kept = weights
+    if any(p.top_p < 1.0 for p in params):
+        ends = weights.cumsum(dim=-1)
+        # the mass of all that are likelier: equals begin where the first of them does
+        starts = torch.where(F.pad(best, (1, 0), value=math.inf)[:, :-1] == best, -1.0, ends - weights)
+        dropped = starts.cummax(dim=-1).values >= column([p.top_p for p in params]) * ends[:, -1:]
+        kept = kept.masked_fill(dropped & (best < best[:, :1]), 0.0)
+    cumulative = kept.double().cumsum(dim=-1)
+    uniforms = on_device([row.uniform() for row in rows], best.device, torch.float64).unsqueeze(1)
+    # right=True skips tokens of no probability
+    chosen = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True).clamp_(max=width - 1)
+    return (chosen if tokens is None else tokens.gather(1, chosen)).squeeze(1)
 
 
 class RowDrawer:
@@ -108,8 +115,15 @@ class RowDrawer:
 
     def draw(self, values: Tensor, row: Row) -> int:
         """Draw a token by its logits [width], whatever top-k is."""
-        sampling = row.sampling
-        total = self._weigh(values, sampling.temperature)
+        sampling, weights = row.sampling, self._weights[: self.width]
+        weights.copy_(values)  # then the largest weight is 1
+        best = weights.amax()
+        if sampling.temperature >= _MIN_SCALED:
+            torch.add(best / -sampling.temperature, weights, alpha=1 / sampling.temperature, out=weights)
+        else:  # from the best downwards, so that no temperature, however small, makes two infinities
+            weights.sub_(best).div_(max(sampling.temperature, _MIN_TEMPERATURE))
+        weights.exp_()
+        total = self._sum()
         if not math.isfinite(total):  # all are forbidden, or the model's logits are no numbers
             return int(values.argmax())
         if sampling.min_p:
@@ -124,18 +138,6 @@ class RowDrawer:
             token = self._invert(row.uniform(attempt))
         return token
 
-    def _weigh(self, values: Tensor, temperature: float) -> float:
-        """Set the weights, the largest to 1, and return their sum."""
-        weights = self._weights[: self.width]
-        weights.copy_(values)
-        best = weights.amax()
-        if temperature >= _MIN_SCALED:
-            torch.add(best / -temperature, weights, alpha=1 / temperature, out=weights)
-        else:  # from the best downwards, so that no temperature, however small, makes two infinities
-            weights.sub_(best).div_(max(temperature, _MIN_TEMPERATURE))
-        weights.exp_()
-        return self._sum()
-
     def _drop(self, limit: float) -> float:
         """Leave only weights above a limit, and return their sum."""
         F.threshold(self._weights, limit, 0.0, inplace=True)
@@ -146,7 +148,7 @@ class RowDrawer:
         return float(self._sums_np.sum(dtype=np.float64))
 
     def _invert(self, uniform: float) -> int:
-        """The token at which the weights' cumulative sum reaches this share of their total.
+        """Return the token at which the weights' cumulative sum reaches this share of their total.
 
         The run of tokens is found first, then the token in it.
         """
@@ -179,37 +181,6 @@ def largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return best.values, best.indices // count * num_runs + run
 
 
-def _draw_best(best: Tensor, tokens: Tensor, rows: AbstractSequence[Row]) -> Tensor:
-    """Draw from tokens in descending order of their logarithmic weights, of which the parameters keep some."""
-    params, width = [row.sampling for row in rows], best.shape[1]
-    if any(p.top_k for p in params):
-        limits = _column(best, [float(min(p.top_k or width, width)) for p in params])
-        best = best.masked_fill(torch.arange(width, device=best.device) >= limits, _MASKED)
-    weights = best.exp()
-    if any(p.min_p for p in params):
-        weights = weights.masked_fill(weights < _column(best, [p.min_p for p in params]), 0.0)
-    kept = weights
-    if any(p.top_p < 1.0 for p in params):
-        ends = weights.cumsum(dim=-1)
-        # the mass of all that are likelier: equals begin where the first of them does
-        starts = torch.where(F.pad(best, (1, 0), value=math.inf)[:, :-1] == best, -1.0, ends - weights)
-        dropped = starts.cummax(dim=-1).values >= _column(best, [p.top_p for p in params]) * ends[:, -1:]
-        kept = kept.masked_fill(dropped & (best < best[:, :1]), 0.0)
-    cumulative = kept.double().cumsum(dim=-1)
-    uniforms = on_device([row.uniform() for row in rows], best.device, torch.float64).unsqueeze(1)
-    # right=True skips tokens of no probability
-    chosen = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True).clamp_(max=width - 1)
-    return tokens.gather(1, chosen).squeeze(1)
-
-
-def _temperatures(like: Tensor, rows: AbstractSequence[Row]) -> Tensor:
-    return _column(like, [max(row.sampling.temperature, _MIN_TEMPERATURE) for row in rows])
-
-
-def _column(like: Tensor, values: list[float]) -> Tensor:
-    return on_device(values, like.device, torch.float32).unsqueeze(1)
-
-
 class DrawNumbers:
     """Counters and limits of :class:`device.base.Draw`, which stay on the device while the rows are the same."""
 
@@ -232,17 +203,58 @@ class DrawNumbers:
         return self._numbers
 
 
-@dataclass(frozen=True, slots=True)
 class Sampling:
-    """Tokens that the device chooses.
+    """Tokens that the device chooses, and their log-probabilities, on the way to the host in one copy.
+
+    Log-probabilities are those before temperature and penalties, as OpenAI and vLLM report them.
+
+    Args:
+        forbidden: some rows, and those of them for which ALL_FORBIDDEN stands.
+        num_top: number of the likeliest tokens that rows want the log-probabilities of, by row.
 
     Attributes:
         tokens: [rows] int64, on the device.
-        read: waits for them; called once.
     """
 
-    tokens: Tensor
-    read: Callable[[], list[SampledToken]]
+    def __init__(
+        self, logits: Tensor, tokens: Tensor, forbidden: tuple[Tensor, Tensor] | None, num_top: dict[int, int]
+    ) -> None:
+        self.tokens, self._num_top = tokens, num_top
+        chosen = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
+        marked = torch.where(chosen.isnan(), NO_TOKEN, tokens)
+        if forbidden is not None:
+            rows, is_forbidden = forbidden
+            marked = marked.index_copy(0, rows, torch.where(is_forbidden, ALL_FORBIDDEN, marked[rows]))
+        if num_top:
+            rows = on_device(list(num_top), logits.device)
+            some = logits if len(rows) == len(logits) else logits[rows]
+            values, indices = log_probabilities(some, tokens[rows], max(num_top.values()))
+            # one copy for all: float32 as it is, in the bits of int32
+            floats = values.view(torch.int32).flatten()
+            marked = torch.cat([marked.int(), indices.int().flatten(), floats])
+        self._readback = Readback(marked)
+
+    def read(self) -> list[SampledToken]:
+        """Wait for the tokens; called once. Raises FloatingPointError where one is not chosen yet."""
+        packed, count = self._readback.wait(), len(self.tokens)
+        ids = packed[:count].tolist()
+        if min(ids) < ALL_FORBIDDEN:
+            raise FloatingPointError("tokens were read before the device had chosen them, for want of an event")
+        sampled = [SampledToken(token_id) for token_id in ids]
+        if self._num_top:
+            width = (len(packed) - count - len(self._num_top)) // (2 * len(self._num_top))
+            top_ids, values = packed[count:].split([len(self._num_top) * n for n in (width, width + 1)])
+            details = zip(
+                self._num_top.items(),
+                top_ids.view(-1, width).tolist() if width else [[]] * len(self._num_top),
+                values.view(torch.float32).view(-1, width + 1).tolist(),
+                strict=True,
+            )
+            for (row, num_top), top, (logprob, *top_logprobs) in details:
+                pairs = list(zip(top, top_logprobs, strict=True))[:num_top]
+                detail = TokenLogprob(token_id=ids[row], logprob=logprob, top=pairs)
+                sampled[row] = SampledToken(ids[row], detail)
+        return sampled
 
 
 class Sampler:
@@ -254,14 +266,12 @@ class Sampler:
         self._penalties = Penalties()
         self._numbers = DrawNumbers()
         self._scores = torch.empty(0, 0)
-        self._drawer: RowDrawer | None = None
+        self._drawers: dict[int, RowDrawer] = {}  # by width
         self._ends: Tensor | None = None  # the model's own end tokens
-        self._forbidden: tuple[Tensor, Tensor] | None = None  # rows, and whether all is forbidden there
         self._rows: AbstractSequence[Row] = ()
         self._asking: list[int] = []  # rows that may be more than greedy
         self._bound: set[int] = set()  # rows of which something may be required or forbidden
-        self._ways: dict[int, Callable[[Tensor, list[Row]], Tensor]] = {}
-        self._counts: dict[int, int] = {}
+        self._num_top: dict[int, int] = {}
 
     def sample(self, logits: Tensor, rows: AbstractSequence[Row]) -> Sampling:
         """Choose tokens from ``logits`` [len(rows), vocab]; does not wait for the device.
@@ -273,94 +283,76 @@ class Sampler:
             self._rows = rows
             self._bound = {i for i, row in enumerate(rows) if row.sampling.min_tokens > 0 or _is_constrained(row)}
             self._asking = [i for i, row in enumerate(rows) if i in self._bound or not row.sampling.greedy]
-            self._ways = {i: self._way(rows[i], logits.device.type) for i in self._asking}
-            self._counts = {i: n for i, row in enumerate(rows) if (n := row.sampling.logprobs) is not None}
-        # what was given up has no rules any more, and may lack the tokens that they are about
-        ruled = [i for i in self._asking if rows[i].sequence.goes_on]
-        worked = [
-            i for i in ruled if i not in self._bound or not rows[i].sampling.greedy or _is_constrained(rows[i])
-        ]
-        self._forbidden = None
-        tokens = self._work(logits, rows, worked) if worked else self._ops.argmax(logits)
-        marked = _marked(logits, tokens, self._forbidden)
-        if self._counts:
-            return _with_logprobs(logits, tokens, marked, self._counts)
-        ids = Readback(marked)
-        return Sampling(tokens, lambda: _sampled(ids.wait().tolist()))
-
-    def _work(self, logits: Tensor, rows: AbstractSequence[Row], worked: list[int]) -> Tensor:
-        """Tokens of rows of which ``worked`` are more than greedy."""
-        if len(worked) < len(rows):
+            self._num_top = {i: n for i, row in enumerate(rows) if (n := row.sampling.logprobs) is not None}
+        plain: list[int] = []  # rows that are drawn from their logits as they are
+        changed: list[int] = []
+        for i in self._asking:
+            # what was given up has no rules any more, and may lack the tokens that they are about
+            if rows[i].sequence.goes_on:
+                if i in self._bound and _is_constrained(rows[i]):
+                    changed.append(i)
+                elif not rows[i].sampling.greedy:
+                    (plain if logits.device.type == "cpu" else changed).append(i)
+        if len(plain) + len(changed) < len(rows):
             tokens = self._ops.argmax(logits)
         else:
             tokens = torch.empty(len(rows), dtype=torch.long, device=logits.device)
-        by_rows: list[int] = []  # those that can be drawn from their logits as they are
-        if logits.device.type == "cpu":
-            by_rows = [
-                i
-                for i in worked
-                if not (rows[i].sampling.greedy or rows[i].sampling.top_k or _is_constrained(rows[i]))
-            ]
-        copied = sorted({*worked} - {*by_rows}) if by_rows else worked
-        scores = self._constrained(logits, rows, copied) if copied else logits
-        ways: dict[Callable[[Tensor, list[Row]], Tensor], list[int]] = {}
-        for place, i in enumerate(copied):
-            ways.setdefault(self._ways[i], []).append(place)
-        for way, places in ways.items():
-            some = scores if len(places) == len(copied) else scores[on_device(places, scores.device)]
-            chosen = way(some, [rows[copied[place]] for place in places])
-            if len(places) == len(rows):
-                return chosen
-            tokens = tokens.index_copy(0, on_device([copied[place] for place in places], tokens.device), chosen)
-        if by_rows:
-            drawn = self._draw_rows([logits[i] for i in by_rows], [rows[i] for i in by_rows])
-            tokens[by_rows] = drawn
-        return tokens
+        if plain:
+            tokens[plain] = torch.tensor([self._draw_row(logits[i], rows[i]) for i in plain])
+        forbidden: tuple[Tensor, Tensor] | None = None
+        if changed:
+            scores = self._constrained(logits, rows, changed)
+            if not self._bound.isdisjoint(changed):
+                forbidden = on_device(changed, scores.device), scores.amax(dim=-1) == _MASKED
+            for is_greedy in (True, False):
+                places = [p for p, i in enumerate(changed) if rows[i].sampling.greedy == is_greedy]
+                if places:
+                    some = scores if len(places) == len(changed) else scores[on_device(places, scores.device)]
+                    numbers = [changed[place] for place in places]
+                    chosen = self._ops.argmax(some) if is_greedy else self._draw(some, [rows[i] for i in numbers])
+                    where = on_device(numbers, tokens.device)
+                    tokens = chosen if len(places) == len(rows) else tokens.index_copy(0, where, chosen)
+        return Sampling(logits, tokens, forbidden, self._num_top)
 
-    def _way(self, row: Row, device_type: str) -> Callable[[Tensor, list[Row]], Tensor]:
-        if row.sampling.greedy:
-            return self._argmax
-        if device_type != "cpu":
-            return draw if self._ops.draw is None else self._draw_unsorted
-        return draw_from_largest if row.sampling.top_k else self._draw_rows
-
-    def _argmax(self, scores: Tensor, rows: list[Row]) -> Tensor:
-        return self._ops.argmax(scores)
-
-    def _draw_unsorted(self, scores: Tensor, rows: list[Row]) -> Tensor:
-        assert self._ops.draw is not None
+    def _draw(self, scores: Tensor, rows: list[Row]) -> Tensor:
+        if scores.device.type == "cpu":
+            return torch.tensor([self._draw_row(values, row) for values, row in zip(scores, rows, strict=True)])
+        if self._ops.draw is None:
+            return draw(scores, rows)
         return self._ops.draw(scores, *self._numbers.of(rows, scores.device))
 
-    def _draw_rows(self, scores: Tensor | list[Tensor], rows: list[Row]) -> Tensor:
-        if self._drawer is None or self._drawer.width != len(scores[0]):
-            self._drawer = RowDrawer(len(scores[0]))
-        return torch.tensor([self._drawer.draw(values, row) for values, row in zip(scores, rows, strict=True)])
+    def _draw_row(self, values: Tensor, row: Row) -> int:
+        """Draw from logits [vocab] on a CPU."""
+        count = min(row.sampling.top_k, len(values)) or len(values)
+        drawer = self._drawers.get(count)
+        if drawer is None:
+            drawer = self._drawers[count] = RowDrawer(count)
+        if count == len(values):
+            return drawer.draw(values, row)
+        best, tokens = largest(values.unsqueeze(0), count)
+        return int(tokens[0, drawer.draw(best[0], row)])
 
     def _constrained(self, logits: Tensor, rows: AbstractSequence[Row], which: list[int]) -> Tensor:
         """Rows in float32 with penalties, min_tokens and what requests forbid, [len(which), vocab]."""
-        scores = self._copy(logits, which)
+        some = logits if len(which) == len(logits) else logits[on_device(which, logits.device)]
+        if logits.device.type != "cpu":
+            scores = some.to(torch.float32, copy=True)
+        else:  # in memory that stays
+            if len(self._scores) < len(some) or self._scores.shape[1:] != logits.shape[1:]:
+                self._scores = torch.empty(some.shape)
+            scores = self._scores[: len(some)].copy_(some)
         if self._bound.isdisjoint(which):
             return scores
-        some = [rows[i] for i in which]
-        self._penalties.apply(scores, some)
-        for values, row in zip(scores, some, strict=True):
+        changed = [rows[i] for i in which]
+        self._penalties.apply(scores, changed)
+        for values, row in zip(scores, changed, strict=True):
             if len(row.sequence.output_ids) < row.sampling.min_tokens:
                 if self._ends is None:
                     ends = [token for token in self._eos_token_ids if token < len(values)]
                     self._ends = on_device(ends, scores.device)
                 mask_ends(values, row.sequence, self._ends)
-        restrict(scores, [row.sequence for row in some])
-        self._forbidden = on_device(which, scores.device), scores.amax(dim=-1) == _MASKED
+        restrict(scores, [row.sequence for row in changed])
         return scores
-
-    def _copy(self, logits: Tensor, which: list[int]) -> Tensor:
-        """Rows in float32; on a CPU in memory that stays."""
-        some = logits if len(which) == len(logits) else logits[on_device(which, logits.device)]
-        if logits.device.type != "cpu":
-            return some.to(torch.float32, copy=True)
-        if len(self._scores) < len(some) or self._scores.shape[1:] != logits.shape[1:]:
-            self._scores = torch.empty(some.shape)
-        return self._scores[: len(some)].copy_(some)
 
 
 def _is_constrained(row: Row) -> bool:
@@ -368,27 +360,6 @@ def _is_constrained(row: Row) -> bool:
     sampling, sequence = row.sampling, row.sequence
     is_restricted = sampling.has_token_lists or sequence.constraint is not None
     return is_restricted or sampling.penalised or len(sequence.output_ids) < sampling.min_tokens
-
-
-def _marked(logits: Tensor, tokens: Tensor, forbidden: tuple[Tensor, Tensor] | None) -> Tensor:
-    """Tokens [rows] with NO_TOKEN in place of those whose logits [rows, vocab] are no numbers.
-
-    Args:
-        forbidden: some rows, and those of them for which ALL_FORBIDDEN stands.
-    """
-    chosen = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
-    marked = torch.where(chosen.isnan(), NO_TOKEN, tokens)
-    if forbidden is None:
-        return marked
-    rows, is_forbidden = forbidden
-    return marked.index_copy(0, rows, torch.where(is_forbidden, ALL_FORBIDDEN, marked[rows]))
-
-
-def _sampled(tokens: list[int]) -> list[SampledToken]:
-    """Tokens as they are on the host. Raises FloatingPointError where one is not chosen yet."""
-    if min(tokens) < ALL_FORBIDDEN:
-        raise FloatingPointError("tokens were read before the device had chosen them, for want of an event")
-    return [SampledToken(token) for token in tokens]
 
 
 def log_probabilities(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
@@ -403,39 +374,6 @@ def log_probabilities(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Ten
     return torch.cat([chosen, best], dim=1) - scores.logsumexp(dim=-1, keepdim=True), indices
 
 
-def _with_logprobs(logits: Tensor, tokens: Tensor, marked: Tensor, counts: dict[int, int]) -> Sampling:
-    """Log-probabilities before temperature and penalties, as OpenAI and vLLM report them.
-
-    Args:
-        marked: tokens as :func:`_marked` returns them.
-        counts: number of the best ones that each row wants, by row.
-    """
-    rows = on_device(list(counts), logits.device)
-    some = logits if len(rows) == len(logits) else logits[rows]
-    values, indices = log_probabilities(some, tokens[rows], max(counts.values()))
-    # one copy for all: float32 as it is, in the bits of int32
-    floats = values.view(torch.int32)
-    readback = Readback(torch.cat([marked.int(), indices.int().flatten(), floats.flatten()]))
-    count_ids, count_top = len(tokens), indices.numel()
-
-    def read() -> list[SampledToken]:
-        packed = readback.wait()
-        sampled = _sampled(packed[:count_ids].tolist())
-        top_ids = packed[count_ids : count_ids + count_top].view(len(counts), -1).tolist()
-        values = packed[count_ids + count_top :].view(torch.float32).view(len(counts), -1).tolist()
-        details = zip(counts.items(), top_ids, values, strict=True)
-        for (i, count), top, (logprob, *top_logprobs) in details:
-            token_id = sampled[i].token_id
-            pairs = list(zip(top, top_logprobs, strict=True))[:count]
-            sampled[i] = SampledToken(token_id, TokenLogprob(token_id=token_id, logprob=logprob, top=pairs))
-        return sampled
-
-    return Sampling(tokens, read)
-
-
-Array = npt.NDArray[Any]
-
-
 class Penalties:
     """Repetition over prompt and output, presence and frequency over the output; each token is counted once."""
 
@@ -444,22 +382,20 @@ class Penalties:
 
     def apply(self, scores: Tensor, rows: AbstractSequence[Row]) -> None:
         """Change the scores [rows, width], which are contiguous, of the rows that ask for it."""
-        ids: list[Array] = []
-        amounts: list[Array] = []
-        factors: list[Array] = []
+        parts: list[tuple[npt.NDArray[Any], ...]] = []  # tokens, what each of them loses, repetition
         for i, row in enumerate(rows):
             if row.sampling.penalised:
                 history = self._histories.get(row.sequence)
                 if history is None:
                     history = self._histories[row.sequence] = _History(row.sequence)
                 history.take(row.sequence.output_ids)
-                ids.append(history.ids[: history.count] + i * scores.shape[1])
-                amounts.append(history.amounts[: history.count])
-                factors.append(np.full(history.count, row.sampling.repetition_penalty, np.float32))
-        if not ids:
+                count = len(history.places)
+                factors = np.full(count, row.sampling.repetition_penalty, np.float32)
+                parts.append((history.ids[:count] + i * scores.shape[1], history.amounts[:count], factors))
+        if not parts:
             return
         where, amount, factor = (
-            to_device(torch.from_numpy(np.concatenate(parts)), scores.device) for parts in (ids, amounts, factors)
+            to_device(torch.from_numpy(np.concatenate(one)), scores.device) for one in zip(*parts, strict=True)
         )
         flat = scores.view(-1)
         values = flat.index_select(0, where)
@@ -467,23 +403,19 @@ class Penalties:
 
 
 class _History:
-    """The distinct tokens of a sequence that count, and what each of them loses."""
+    """The distinct tokens of a sequence that count, and what each of them loses, by place."""
 
     def __init__(self, sequence: Sequence) -> None:
         sampling = sequence.sampling
         self._presence, self._frequency = sampling.presence_penalty, sampling.frequency_penalty
-        self._places: dict[int, int] = {}
         self._seen: set[int] = set()
         self._num_taken = 0
+        self.places: dict[int, int] = {}
         self.ids = np.zeros(64, np.int64)
         self.amounts = np.zeros(64, np.float32)
         if sampling.repetition_penalty != 1.0:
             for token in sequence.prompt_ids:
                 self._place(token)
-
-    @property
-    def count(self) -> int:
-        return len(self._places)
 
     def take(self, output_ids: list[int]) -> None:
         """Count the tokens that are new."""
@@ -496,7 +428,7 @@ class _History:
         self._num_taken = len(output_ids)
 
     def _place(self, token: int) -> int:
-        place = self._places.setdefault(token, len(self._places))
+        place = self.places.setdefault(token, len(self.places))
         if place == len(self.ids):
             self.ids, self.amounts = np.resize(self.ids, 2 * place), np.resize(self.amounts, 2 * place)
             self.amounts[place:] = 0.0
@@ -515,8 +447,7 @@ class PromptLogprobs:
         starts = range(0, len(inputs.scored_rows), _PIECE)
         self._rows = [on_device(inputs.scored_rows[i : i + _PIECE], device) for i in starts]
         self._targets = [on_device(inputs.scored_ids[i : i + _PIECE], device) for i in starts]
-        self._num_top = inputs.num_top
-        self._tokens = inputs.scored_ids
+        self._inputs = inputs
         self._taken: list[tuple[Tensor, Tensor]] = []
 
     def pieces(self) -> Iterator[Tensor]:
@@ -524,17 +455,17 @@ class PromptLogprobs:
 
     def take(self, logits: Tensor) -> None:
         targets = self._targets[len(self._taken)]
-        self._taken.append(log_probabilities(logits, targets, self._num_top))
+        self._taken.append(log_probabilities(logits, targets, self._inputs.num_top))
 
     def send(self) -> None:
         """Start the copy to the host."""
         values, indices = zip(*self._taken, strict=True)
         self._values, self._indices = Readback(torch.cat(values)), Readback(torch.cat(indices))
 
-    def read(self) -> list[TokenLogprob]:
-        """Wait for the log-probabilities of the inputs' ``scored_ids``, with ``num_top`` alternatives each."""
-        rows = zip(self._tokens, self._values.wait().tolist(), self._indices.wait().tolist(), strict=True)
-        return [
-            TokenLogprob(token_id=token, logprob=own, top=list(zip(ids, top, strict=True)))
-            for token, (own, *top), ids in rows
-        ]
+    def hand_out(self) -> None:
+        """Wait for the log-probabilities, and give each sequence those of its known tokens."""
+        inputs, values, indices = self._inputs, self._values.wait().tolist(), self._indices.wait().tolist()
+        details = zip(inputs.scored, inputs.scored_ids, values, indices, strict=True)
+        for (sequence, index), token_id, (logprob, *top_logprobs), top in details:
+            pairs = list(zip(top, top_logprobs, strict=True))[: sequence.sampling.logprobs or 0]
+            sequence.logprobs[index] = TokenLogprob(token_id=token_id, logprob=logprob, top=pairs)

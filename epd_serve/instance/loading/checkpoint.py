@@ -19,8 +19,7 @@ from epd_serve.config.model_files import check_model_files
 from epd_serve.engine.device_features import DeviceFeatureStore
 from epd_serve.engine.device_regions import are_reached
 from epd_serve.engine.kv_memory import check_dtype, resolve_dtype
-from epd_serve.engine.pace.measurements import Measurements
-from epd_serve.engine.pace.step_limits import measurements
+from epd_serve.engine.pace.measurements import Measurements, measurements
 from epd_serve.engine.pace.step_timer import encode_seconds
 from epd_serve.instance.loading.language_weights import LanguageWeights
 from epd_serve.instance.loading.model import tensor_data

@@ -270,7 +270,7 @@ def next_token(chain: bytes, sampling: SamplingParams, index: int, number: int) 
 
     One of ``MEAN_ANSWER_TOKENS`` ends an answer that may end.
     """
-    drawn = "" if sampling.greedy else f"{sampling.seed} {sampling.first_choice + index}"
+    drawn = "" if sampling.greedy else f"{sampling.seed} {index}"
     found, end = divmod(int.from_bytes(blake3(chain + drawn.encode()).digest(8)), MEAN_ANSWER_TOKENS)
     may_end = not sampling.ignore_eos and number >= sampling.min_tokens
     return END if may_end and not end else SYLLABLES[found % len(SYLLABLES)]

@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 
 from epd_serve.errors import InstanceUnreachable, ServeError
 from epd_serve.lifeline import CLEAN_UP_S
-from epd_serve.rpc.http import MAX_NOTE_BYTES, HttpCall, HttpPool
+from epd_serve.rpc.http import HttpPool, HttpServer
 from epd_serve.rpc.tls import tls_files
 
 #: Lines of a dead process's log that are shown.
@@ -286,16 +286,16 @@ class ManagedProcess:
             return 200 if self.spec.ready_file is None or self.spec.ready_file.exists() else None
         path = self.spec.socket
         url, tls = (self.spec.url, tls_files(self.spec.environment)) if path is None else ("http://socket", None)
-        async with HttpPool(self.spec.name, url, tls=tls, path=path) as pool:
-            call = HttpCall(pool, "GET", self._health)
+        async with HttpPool(tls, path) as pool:
             try:
                 async with asyncio.timeout(timeout_s):
-                    await call.ask(MAX_NOTE_BYTES)
+                    answer = await HttpServer(self.spec.name, url, pool).send("GET", self._health)
             except InstanceUnreachable:
                 return None
             except (ServeError, TimeoutError):
-                pass
-            return call.status
+                return 0
+            answer.close()
+            return answer.status
 
     def enter(self, state: ProcessState) -> None:
         """Change its state; WAITING is that of one that has died, until its next :meth:`start`."""

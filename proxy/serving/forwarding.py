@@ -1,10 +1,10 @@
-"""An answer on its way from P and D to the client: bytes pass, and its tokens are noted for another instance."""
+"""Forwards the answers of P and D to the client: bytes pass unparsed, and their tokens are noted for a retry."""
 
 from __future__ import annotations
 
 import re
 import time
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -18,33 +18,26 @@ from epd_serve.errors import (
     ServeError,
     error_from_response,
 )
-from epd_serve.flow import events as on
-from epd_serve.protocol.frames import FrameError, FrameReader, num_tokens, token_ids, token_ids_of_each
+from epd_serve.protocol.frames import FrameError, FrameReader, num_tokens, token_ids
+from epd_serve.routing.retry import CallFailed
 from epd_serve.routing.routes import Route
 from epd_serve.types import Stage
-from proxy.dispatch.job import Job
 from proxy.http.client import Outlet
 from proxy.observe.record import RequestRecord
+from proxy.serving.job import Job
 
 #: What a token may take of an answer, once more for itself and each alternative where its log-probability is told;
 #: what an answer has beside them.
 _TOKEN_BYTES, _ANSWER_BYTES = 1024, 1024**2
 
 
-class Forwarding(on.Progress, Protocol):
-    """Takes the answers of a request's instances, one behind the other."""
-
-    async def forward(self, stage: Stage, route: Route, answer: Answer) -> on.Ended | on.Broke:
-        """Pass one answer on as it comes, until its end."""
-
-
 class EventSink(msgspec.Struct, eq=False):
-    """Forwards whole server-sent events, unparsed; status and headers go out with the first of them.
+    """Writes whole server-sent events to an outlet; status and headers go out with the first of them.
 
     Attributes:
-        outlet: where they go; once it has started, what is not the last may be written there.
-        started, ended: whether the first and the last of them were written.
-        is_out: whether the last were, and nobody has to wait until the client takes them.
+        outlet: once it has started, events that are not the last may be written there directly.
+        started, ended: whether the first and the last events were written.
+        is_out: whether the last events were written and the client has room for them.
     """
 
     outlet: Outlet
@@ -54,7 +47,7 @@ class EventSink(msgspec.Struct, eq=False):
     is_out: bool = False
 
     def write(self, events: bytes | memoryview, *, last: bool = False) -> bool:
-        """Returns False where :meth:`drain` has to come before the next events. ``last``: these are all."""
+        """Write events; return False where :meth:`drain` must come before the next ones."""
         if not self.started:
             self.started = True
             if self.record.ttft_s is None:
@@ -70,7 +63,7 @@ class EventSink(msgspec.Struct, eq=False):
         await self.outlet.drain()
 
     async def finish(self) -> None:
-        """Write the end where it is not written, and wait until the client has it, unless :attr:`is_out`."""
+        """Write the end where it is not written, and wait until the client has it."""
         if not self.ended:
             self.outlet.write(b"", last=True)
         await self.outlet.drain()
@@ -89,40 +82,41 @@ _HEADERS = (
 
 
 class Streamed(msgspec.Struct, eq=False):
-    """A streamed answer, over all instances that give some of it: whole events go into ``sink``, unparsed.
+    """A streamed answer, over all instances that give a part of it.
 
     Attributes:
-        before: tokens that the client had already, of a single choice.
-        known: whether all tokens that were sent to the client are, so that another instance can go on.
-        complete: whether the answer has come to its end.
+        known: whether the ids of all tokens that the client has are known.
+        complete: whether the client has the whole answer.
         readers: of the instances whose answers came in frames.
     """
 
     job: Job
     sink: EventSink
-    before: list[int]
     known: bool = True
     complete: bool = False
     readers: list[FrameReader] = []
 
     @property
     def begun(self) -> bool:
+        """Whether the client has a part of the answer."""
         return self.sink.started
 
     def num_tokens(self) -> int:
-        """The tokens of the output, over all choices, as far as it came in frames."""
+        """Count the output's tokens, over all choices, as far as they came in frames."""
         return sum([num_tokens(reader.labels) for reader in self.readers])
 
-    def tokens_of_each(self) -> list[list[int]] | None:
-        """The ids of all that the client has, by choice; of several, one instance gave all."""
-        if not self.known:
+    def generated(self) -> list[int] | None:
+        """Return the tokens that the client has; None where they are not known, or of several choices."""
+        if not self.known or self.job.sampling.n > 1:
             return None
-        labels = [text for reader in self.readers for text in reader.labels]
-        if self.job.sampling.n > 1:
-            return token_ids_of_each(labels, self.job.sampling.n)
-        return [[*self.before, *token_ids(labels)]]
+        return token_ids([text for reader in self.readers for text in reader.labels])
 
-    async def forward(self, stage: Stage, route: Route, answer: Answer) -> on.Ended | on.Broke:
+    async def forward(self, stage: Stage, route: Route, answer: Answer) -> None:
+        """Write one instance's events to the sink until its answer ends.
+
+        Raises CallFailed where the instance reports an error or sends what no instance should, InstanceLost where
+        the connection breaks, ServeError where the answer cannot be passed on.
+        """
         sink = self.sink
         reader: FrameReader | _PlainEvents
         if answer.framed:
@@ -136,7 +130,7 @@ class Streamed(msgspec.Struct, eq=False):
 
         def relay(chunk: bytes) -> bool:
             """Called for each token: it calls little."""
-            nonlocal failure, room
+            nonlocal failure, room, has_begun
             room -= len(chunk)
             if room < 0:
                 failure = _too_long(stage, route)
@@ -149,10 +143,6 @@ class Streamed(msgspec.Struct, eq=False):
             if has_begun and events and not reader.is_over:
                 noted(events)
                 return write(events)
-            return last_or_first(events)
-
-        def last_or_first(events: bytes) -> bool:
-            nonlocal failure, has_begun
             ended = self.complete = reader.ended
             if reader.error is not None and not ended:
                 failure = _error_of(reader.error)
@@ -165,14 +155,14 @@ class Streamed(msgspec.Struct, eq=False):
         try:
             while not await answer.forward(relay) and failure is None:
                 await sink.drain()
-        except ServeError as error:
+        except ServeError:
             await sink.drain()
-            if failure is None:  # else it has said why, and was cut off behind it
-                return on.Broke(stage, error, "lost" if isinstance(error, InstanceLost) else "unreadable")
-        await sink.drain()
-        if failure is not None:
-            return on.Broke(stage, failure, "said")
-        return on.Ended(stage)
+            if failure is None and not self.complete:  # else it has said why, and was cut off behind it
+                raise
+        else:
+            await sink.drain()
+        if failure is not None and not self.complete:
+            raise CallFailed(stage, failure, began=True)
 
 
 class Whole:
@@ -188,31 +178,29 @@ class Whole:
     def complete(self) -> bool:
         return bool(self.body)
 
-    def tokens_of_each(self) -> list[list[int]] | None:
-        return None
+    def generated(self) -> None:
+        """No part of the answer is sent before it is complete."""
 
-    async def forward(self, stage: Stage, route: Route, answer: Answer) -> on.Ended | on.Broke:
-        """Forward an answer. Where D follows, P's body is empty; it ends once all is handed over, or says why."""
+    async def forward(self, stage: Stage, route: Route, answer: Answer) -> None:
+        """Read one instance's answer to its end; raises as :meth:`Streamed.forward` does.
+
+        Where D follows, P's body is empty once the KV is handed over, or says why that failed.
+        """
         body, room = bytearray(), _most_bytes(self._job, route)
         try:
             async for chunk in answer.chunks():
                 body += chunk
                 if len(body) > room:
-                    return on.Broke(stage, _too_long(stage, route), "said")
-        except InstanceLost as lost:
+                    raise CallFailed(stage, _too_long(stage, route), began=True)
+        except InstanceLost:
             if not (body and answer.decode_follows):
-                return on.Broke(stage, lost, "lost")
-        except ServeError as unreadable:
-            return on.Broke(stage, unreadable, "unreadable")
-        if answer.decode_follows:
-            if body:
-                origin = f"instance {route.prefill.name}"
-                return on.Broke(
-                    stage, error_from_response(InstanceFailed.status, bytes(body), origin=origin), "said"
-                )
-        else:
+                raise
+        if not answer.decode_follows:
             self.body = bytes(body)
-        return on.Ended(stage)
+        elif body:
+            origin = f"instance {route.prefill.name}"
+            error = error_from_response(InstanceFailed.status, bytes(body), origin=origin)
+            raise CallFailed(stage, error, began=True)
 
 
 def _most_bytes(job: Job, route: Route) -> int:
@@ -246,7 +234,7 @@ class InstanceBroke(InstanceFailed):
 
 
 def _error_of(event: bytes) -> ServeError:
-    """The error for which :attr:`FrameReader.error` stands: the request's own, or the instance's."""
+    """Return the error of an error event: the request's own, or the instance's."""
     try:
         error = msgspec.json.decode(event.removeprefix(b"data:"), type=ErrorEnvelope).error
     except msgspec.MsgspecError:
@@ -257,8 +245,10 @@ def _error_of(event: bytes) -> ServeError:
 
 
 class _PlainEvents:
-    """Takes server-sent events apart as :class:`FrameReader` does frames, without their tokens. What follows the
-    last empty line waits for its event's rest."""
+    """Splits server-sent events as :class:`FrameReader` splits frames, without their tokens.
+
+    An incomplete event waits for its rest.
+    """
 
     __slots__ = ("_pending", "ended", "error")
 

@@ -1,4 +1,4 @@
-"""A request as it is run, the instances that it is run on, and its prompt as a router looks at it."""
+"""A checked request, the instances that serve it, and its demand as the router sees it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 
 from epd_serve.backends.base import StageCalls
 from epd_serve.protocol.wire import ChatMessage, OutputOptions, PromptOptions
-from epd_serve.routing.routes import Router
+from epd_serve.routing.routes import Demand, Router
 from epd_serve.routing.table import InstanceTable
 from epd_serve.types import SamplingParams
 from proxy.fleet.monitor import Monitor
@@ -56,19 +56,46 @@ class Instances:
 _FIRST_BEGINNING = 256
 
 
-async def prompt_pieces(job: Job, table: InstanceTable) -> list[str]:
-    """The prompt in pieces, in which media are their names, for a router that looks at it."""
+async def measure_demand(instances: Instances, job: Job) -> Demand:
+    """Return the facts on which a request's route depends, with its beginnings where the router uses them."""
+    num_characters = num_tokens = 0
+    for message in job.messages or ():
+        num_characters += len(message.role) + sum([len(part.text) for part in message.content])
+    if isinstance(job.prompt, str):
+        num_characters = len(job.prompt)
+    elif job.prompt is not None:
+        num_tokens = len(job.prompt)
+    pieces = await _prompt_pieces(job, instances.table) if instances.router.routes.uses_prefix else []
+    return Demand(
+        num_characters=num_characters,
+        num_tokens=num_tokens,
+        num_pixels=sum([item.ref.num_pixels for item in job.items]),
+        max_tokens=job.sampling.max_tokens,
+        num_sequences=job.sampling.n,
+        prefix=_hash_beginnings(pieces) if pieces else (),
+        prefix_characters=sum(map(len, pieces)),
+    )
+
+
+async def _prompt_pieces(job: Job, table: InstanceTable) -> list[str]:
+    """Return the prompt in pieces, in which media are their names."""
     infos = table.models()
     fingerprint = infos[job.model].media_fingerprint if job.model in infos else ""
-    names = iter([(await item.name(fingerprint)).mm_hash for item in job.items])
-    pieces = [next(names) if text is None else text for text in _texts(job)]
+    pieces = [job.prompting.cache_salt]
     if isinstance(job.prompt, list):
-        pieces = [f"{token} " for token in job.prompt]
-    return [job.prompting.cache_salt, *pieces]
+        return [*pieces, *(f"{token} " for token in job.prompt)]
+    if job.prompt is not None:
+        return [*pieces, job.prompt]
+    items = iter(job.items)
+    for message in job.messages or ():
+        pieces.append(message.role)
+        for part in message.content:
+            pieces.append(part.text if part.type == "text" else (await next(items).name(fingerprint)).mm_hash)
+    return pieces
 
 
-def beginnings(pieces: Iterable[str]) -> tuple[tuple[int, bytes], ...]:
-    """(characters, hash of all up to there), shorter ones first; no more than the pieces have together."""
+def _hash_beginnings(pieces: Iterable[str]) -> tuple[tuple[int, bytes], ...]:
+    """Return the hash of each beginning of the prompt with its number of characters, shorter ones first."""
     found: list[tuple[int, bytes]] = []
     hasher, done, mark = blake2b(digest_size=16), 0, _FIRST_BEGINNING
     for piece in pieces:
@@ -81,14 +108,3 @@ def beginnings(pieces: Iterable[str]) -> tuple[tuple[int, bytes], ...]:
         hasher.update(left.encode(errors="surrogatepass"))
         done += len(left)
     return tuple(found)
-
-
-def _texts(job: Job) -> list[str | None]:
-    """Return the texts of the prompt in order; None stands for a media item."""
-    if job.messages is None:
-        return [job.prompt] if isinstance(job.prompt, str) else []
-    texts: list[str | None] = []
-    for message in job.messages:
-        texts.append(message.role)
-        texts += [part.text if part.type == "text" else None for part in message.content]
-    return texts

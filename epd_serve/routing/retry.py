@@ -1,0 +1,248 @@
+"""What follows a failure: whom the next attempt avoids, how long it waits, and when the request fails.
+
+The gateway and the simulator ask the same objects, with the time as an argument.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from epd_serve.errors import (
+    CHOICES_LOST,
+    DECODE_DRAINING,
+    DRAINING,
+    NO_ROOM,
+    PEER_UNREACHABLE,
+    PREPARATION_FULL,
+    REQUEST_ENDED,
+    Conflict,
+    InstanceFailed,
+    InstanceLost,
+    InvalidRequest,
+    Overloaded,
+    ServeError,
+    StageTimeout,
+    Unavailable,
+)
+from epd_serve.protocol.wire import MediaRef
+from epd_serve.routing.routes import Demand, Route, Router
+from epd_serve.routing.table import InstanceRecord, InstanceTable
+from epd_serve.types import Stage
+
+_P, _D = Stage.PREFILL, Stage.DECODE
+#: Attempts of a request, the first one and those behind the first token included.
+MAX_ATTEMPTS = 5
+#: Attempts that ended because an instance left its role; they do not count.
+_MAX_PLANNED = 50
+#: A request that waits for an instance looks for one this often.
+LOOK_AGAIN_S = 0.05
+#: Time for D to say why P has failed.
+EXPLAIN_S = 0.5
+#: Encoders that may stall on one item before P encodes it.
+_MAX_STALLED = 2
+
+
+class CallFailed(Exception):
+    """The call to P or D has failed, which ends the attempt.
+
+    Attributes:
+        began: whether the answer had begun.
+    """
+
+    def __init__(self, stage: Stage, error: ServeError, *, began: bool = False) -> None:
+        super().__init__(error.message)
+        self.stage = stage
+        self.error = error
+        self.began = began
+
+
+def is_planned(error: ServeError) -> bool:
+    """Return whether an instance only leaves its role."""
+    return error.code in (DRAINING, DECODE_DRAINING)
+
+
+def explains(error: ServeError, failure: ServeError) -> bool:
+    """Return whether D's error says why P's call failed.
+
+    Where the connection to P broke, a D that only waited for P knows nothing.
+    """
+    return failure.code == REQUEST_ENDED or isinstance(error, InstanceFailed) or is_planned(error)
+
+
+def find_culprit(route: Route, failure: CallFailed) -> InstanceRecord:
+    """Return the instance to avoid after a failed call. P reports errors of D, and D those of P."""
+    stage, error = failure.stage, failure.error
+    if error.code in (PEER_UNREACHABLE, DECODE_DRAINING):  # another D is tried with the same P
+        return route.decode
+    if not failure.began and not isinstance(error, InstanceLost):
+        if stage is _D:
+            return route.prefill if isinstance(error, StageTimeout) else route.decode
+        if isinstance(error, InstanceFailed) or error.code in (NO_ROOM, REQUEST_ENDED):
+            return route.decode
+    return route.prefill if stage is _P else route.decode
+
+
+class Retry:
+    """The attempts of one request.
+
+    Attributes:
+        generated: tokens that the client has; the next attempt goes on behind them.
+    """
+
+    __slots__ = (
+        "_avoided",
+        "_demand",
+        "_error",
+        "_is_awaited",
+        "_lost",
+        "_model",
+        "_num_attempts",
+        "_num_planned",
+        "_router",
+        "_table",
+        "_until_s",
+        "generated",
+    )
+
+    def __init__(self, table: InstanceTable, router: Router, model: str, demand: Demand) -> None:
+        self._table = table
+        self._router = router
+        self._model = model
+        self._demand = demand
+        self.generated: list[int] = []
+        self._num_attempts = self._num_planned = 0
+        self._error: ServeError | None = None  # of the last attempt
+        self._avoided: dict[str, tuple[InstanceRecord, int]] = {}  # with num_lives at that time
+        self._lost: set[str] = set()  # a connection to them failed: others are preferred
+        self._until_s: float | None = None  # it waits for an instance until then
+        self._is_awaited = False
+
+    def pick_route(self, now_s: float, wait_s: float, complete_at_s: float | None) -> Route | None:
+        """Return P and D for the next attempt, or None while the request has to wait for an instance.
+
+        Raises ServeError where no instance can be expected, or none came in time.
+
+        Args:
+            wait_s: time to wait after a failed attempt, or since each stage had an instance.
+            complete_at_s: when each stage had an instance last; None: never.
+        """
+        if self._until_s is None:
+            expected_s = 0.0 if complete_at_s is None else complete_at_s + wait_s - now_s
+            self._is_awaited = expected_s > 0
+            self._until_s = now_s + (expected_s if self._error is None else wait_s)
+        avoided = {
+            name
+            for name, (record, num_lives) in self._avoided.items()
+            if self._table.get(name) is record and record.num_lives == num_lives
+        }
+        missing: ServeError
+        for exclude in (avoided | self._lost, avoided):
+            try:
+                route = self._router.routes.choose_route(
+                    self._table, self._model, exclude=exclude, demand=self._demand
+                )
+            except Unavailable as error:
+                missing = error
+            else:
+                self._until_s = None
+                return route
+        may_come = self._may_come(avoided)
+        if may_come and now_s < self._until_s:
+            return None
+        if self._error is None:
+            raise missing
+        if may_come and wait_s:
+            raise self._error.with_more(f"nothing could take over within {wait_s:.3g} s")
+        raise self._error
+
+    def _may_come(self, avoided: set[str]) -> bool:
+        """Return whether each stage has an instance, or may get one: it is not up, or left a while ago."""
+        for stage in (_P, _D):
+            known = [record for record in self._table if stage in record.stages]
+            up = {record.name for record in self._table.ready(stage, self._model)}
+            is_down = any(record.name not in up for record in known)
+            if not (up - avoided or is_down or (self._is_awaited and not known)):
+                return False
+        return True
+
+    def fail_attempt(
+        self, route: Route, failure: CallFailed, *, begun: bool = False, generated: list[int] | None = None
+    ) -> None:
+        """Note a failed attempt; return where another one may follow, else raise the request's error.
+
+        Args:
+            begun: whether the client has a part of the answer.
+            generated: all tokens that the client has; None where they are not known, or of several choices.
+        """
+        error, culprit = failure.error, find_culprit(route, failure)
+        if error.status < 500 and not isinstance(error, Overloaded | Conflict):
+            raise error
+        if is_planned(error):
+            self._num_planned += 1
+            self._table.mark_lost(culprit.name)  # until it says that it takes requests
+        elif error.code == PEER_UNREACHABLE or isinstance(error, InstanceLost):
+            self._lost.add(culprit.name)
+        else:
+            self._avoided[culprit.name] = culprit, culprit.num_lives
+        self._num_attempts += not is_planned(error) or self._num_planned > _MAX_PLANNED
+        if self._num_attempts >= MAX_ATTEMPTS:
+            raise error
+        if begun and self._demand.num_sequences > 1:
+            raise InstanceFailed(
+                f"{error.message}; a stream of several choices (n > 1) does not go on at another instance: "
+                "send the request again",
+                code=CHOICES_LOST,
+            )
+        if begun and generated is None:
+            raise error
+        self._error = error
+        if generated is not None:
+            self.generated = generated
+
+
+class ItemEncoders(Struct, eq=False):
+    """The instances that are asked to encode one item, one after the other.
+
+    P waits for the feature for twice ``patience_s``. An encoder that stalls may take half of that time, the next
+    one half of the rest; the remaining time is P's own.
+
+    Attributes:
+        param: the field of the request that holds the item.
+        encoder: the instance whose turn it is.
+    """
+
+    ref: MediaRef
+    param: str | None
+    encoder: InstanceRecord
+    patience_s: float
+    _num_stalled: int = 0
+    _tried: set[str] = set()
+
+    def note_stall(self) -> StageTimeout:
+        """Note that the encoder gave no answer in its time."""
+        error = StageTimeout(f"instance {self.encoder.name} gave no answer in {self.patience_s:g} s")
+        self._num_stalled += 1
+        self.patience_s /= 2
+        return error
+
+    def pick_next(self, router: Router, table: InstanceTable, prefill: InstanceRecord, error: ServeError) -> None:
+        """Set the next encoder after a failure: at last P itself, which loads the tower for it.
+
+        Raises the request's error where the item is wrong or nobody is left. Encoders that are only too busy are
+        not replaced by P.
+        """
+        if isinstance(error, InvalidRequest):
+            error.param = error.param or self.param
+            raise error
+        self._tried.add(self.encoder.name)
+        encoder = prefill
+        if self._num_stalled < _MAX_STALLED:
+            [encoder] = router.encoders.choose_encoders(table, prefill, [self.ref], exclude=self._tried)
+        is_tried = encoder.name in self._tried
+        if error.code == PREPARATION_FULL and (is_tried or Stage.ENCODE not in encoder.stages):
+            raise error
+        if is_tried:
+            if is_planned(error):
+                raise error
+            raise InstanceFailed(f"the image could not be encoded: {error.message}", param=self.param)
+        self.encoder = encoder

@@ -1,0 +1,407 @@
+"""The server's end of links, on a port that answers HTTP as well: the first byte of a connection decides."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any, cast
+
+import msgspec
+from uvicorn import Config
+from uvicorn.server import ServerState
+
+from epd_serve.errors import ErrorBody, ErrorEnvelope, InvalidRequest, ServeError
+from epd_serve.rpc import bounded
+from epd_serve.rpc.cluster import CLUSTER_KEY, Endpoint, ServerProof, Service, address_text
+from epd_serve.rpc.messages import (
+    HELLO,
+    MAX_ANSWER_BYTES,
+    MAX_CALL_BYTES,
+    MAX_GREETING_BYTES,
+    OPENING,
+    PROOF,
+    TO_SERVER,
+    WINDOW_BYTES,
+    Call,
+    Credit,
+    Data,
+    End,
+    Error,
+    Frames,
+    Head,
+    Hello,
+    LinkClosed,
+    ToCaller,
+    Welcome,
+    pack,
+)
+
+logger = logging.getLogger(__name__)
+
+Header = tuple[bytes, bytes]
+JSON = (b"content-type", b"application/json")
+#: A list of messages is sent when so much of answers is in it.
+_LIST_BYTES = 1 << 20
+
+
+class BrokenStream(Exception):
+    """An answer that has begun cannot be completed: its caller gets the end as a failure."""
+
+
+class NoSuchCall(InvalidRequest):
+    """The server has no handler of that path."""
+
+    status = 404
+
+
+class Pieces:
+    """A streamed answer as it comes. One reader iterates over it, or takes it by :meth:`forward`."""
+
+    def __init__(self) -> None:
+        self._held: list[bytes] = []
+        self._write: Callable[[bytes], None] | None = None
+        self._news = asyncio.Event()  # cleared by the one who waits for it
+        self._is_over = False
+        self._error: Exception | None = None
+        self.has_begun = False
+
+    def put(self, piece: bytes) -> None:
+        """Add a piece, which may not be empty. Nothing happens behind the end."""
+        self.has_begun = True
+        if self._write is not None:
+            self._write(piece)
+        elif not self._is_over:
+            self._held.append(piece)
+            self._news.set()
+
+    def end(self, error: Exception | None = None) -> None:
+        """Let the reader have what there is, then ``error`` if there is one. Only the first end counts."""
+        if not self._is_over:
+            self._is_over, self._error, self._write = True, error, None
+            self._news.set()
+
+    async def wait(self) -> None:
+        """Return when there is something to read. Raises the error of an answer that has nothing else."""
+        while not self._held and not self._is_over:
+            self._news.clear()
+            await self._news.wait()
+        if not self._held and self._error is not None:
+            raise self._error
+
+    async def forward(self, write: Callable[[bytes], None]) -> None:
+        """Hand each piece to ``write`` when it comes, until the last one. Raises the error behind it."""
+        held, self._held = self._held, []
+        for piece in held:
+            write(piece)
+        if not self._is_over:
+            self._write = write
+            try:
+                self._news.clear()
+                await self._news.wait()
+            finally:
+                self._write = None
+        if self._error is not None:
+            raise self._error
+
+    async def read(self) -> bytes:
+        """Return the whole. Raises the error at its end."""
+        pieces: list[bytes] = []
+        await self.forward(pieces.append)
+        return b"".join(pieces)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reply:
+    """An answer: a body in one piece, or pieces as they come and the body behind them.
+
+    ``on_close`` is called exactly once, when the answer is out or the caller is gone.
+    """
+
+    headers: tuple[Header, ...] = ()
+    body: bytes = b""
+    stream: AsyncGenerator[bytes, None] | Pieces | None = None
+    on_close: Callable[[], None] | None = None
+
+
+Handler = Callable[[bytes], Awaitable[Reply]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkService:
+    """The calls that a port answers.
+
+    Attributes:
+        calls: path → handler of the body.
+        key: the cluster's, which both ends prove; None: neither does.
+        service: that the server proves to be.
+        http: uvicorn's protocol for other connections.
+        own_address: returns the address (``host:port``) that the server tells others; the address of its socket
+            is valid, too.
+    """
+
+    calls: Mapping[str, Handler]
+    key: str | None = None
+    service: Service = "instance"
+    own_address: Callable[[], str] = lambda: ""
+    http: type[bounded.BoundedHttp] = bounded.BoundedHttp
+
+    @property
+    def protocol(self) -> Any:
+        """The ``http`` of a ``uvicorn.Config``."""
+        return partial(Port, self)
+
+
+class Port(asyncio.Protocol):
+    """A connection before its first bytes, made by uvicorn as one of its protocols."""
+
+    def __init__(
+        self, service: LinkService, config: Config, server_state: ServerState, app_state: dict[str, Any], **_: Any
+    ) -> None:
+        self._service = service
+        self._state = server_state
+        self._http = partial(service.http, config, server_state, app_state)
+        self._begun = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
+        self._state.connections.add(cast(Any, self))  # uvicorn names its own protocols alone
+        self._timer = asyncio.get_running_loop().call_later(bounded.HEADER_S, transport.close)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.shutdown()
+        self._state.connections.discard(cast(Any, self))
+
+    def shutdown(self) -> None:
+        """Close the connection."""
+        self._timer.cancel()
+        self._transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        self._begun += data
+        if OPENING.startswith(self._begun) and self._begun != OPENING:
+            return
+        self._timer.cancel()
+        self._state.connections.discard(cast(Any, self))
+        is_link = self._begun.startswith(OPENING)
+        if not is_link and self._begun.startswith(OPENING[:1]):  # another version
+            self._transport.write(OPENING)
+            self._transport.close()
+            return
+        made = LinkServer(self._service, self._state) if is_link else self._http()
+        self._transport.set_protocol(made)
+        made.connection_made(self._transport)
+        made.data_received(self._begun[len(OPENING) :] if is_link else self._begun)
+
+
+class LinkServer(asyncio.Protocol):
+    """One caller's link."""
+
+    def __init__(self, service: LinkService, state: ServerState) -> None:
+        self._service = service
+        self._state = state
+        self._loop = asyncio.get_running_loop()
+        self._proof: ServerProof | None = None  # until the caller has answered with its own
+        self._greeting: Frames[Any] | None = Frames(HELLO, MAX_GREETING_BYTES)
+        self._frames = Frames(TO_SERVER, MAX_CALL_BYTES)
+        self._answers: dict[int, _Answer] = {}
+        self._last = 0
+        self._due: list[ToCaller] = []
+        self._due_bytes = 0
+        self._is_stopping = False
+
+    def shutdown(self) -> None:
+        """Close the connection when the last call is answered; uvicorn waits for that, for a time."""
+        self._is_stopping = True
+        if not self._answers:
+            self._transport.close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._state.connections.add(cast(Any, self))
+        self._timer = self._loop.call_later(bounded.HEADER_S, transport.close)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._timer.cancel()
+        self._state.connections.discard(cast(Any, self))
+        self._due.clear()
+        for answer in self._answers.values():
+            answer.task.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            while self._greeting is not None:
+                if not (said := self._greeting.take(data, 1)):
+                    return
+                data = self._greeting.rest
+                self._greet(said[0])
+            if data:
+                for message in chain.from_iterable(self._frames.take(data)):
+                    if type(message) is Call:
+                        self._begin(message)
+                    elif (answer := self._answers.get(message.stream)) is None:  # it is complete
+                        continue
+                    elif type(message) is Credit:
+                        answer.credit(message.num_bytes)
+                    else:
+                        answer.task.cancel()
+        except _Refused as error:
+            logger.warning("a caller is refused: %s", error)
+        except LinkClosed as error:
+            logger.warning("a caller's link is closed: what it sends cannot be read: %s", error)
+            self._transport.abort()
+
+    def _greet(self, said: Any) -> None:
+        """Take the caller's greeting, then its proof. Raises LinkClosed for a caller that proves nothing."""
+        if not isinstance(said, Hello):
+            if self._proof is not None and not self._proof.check(said.proof.encode()):
+                self._refuse(401, "this is no proof of the deployment's cluster_key")
+            self._greeting = None
+            self._timer.cancel()
+            return
+        self._greeting = Frames(PROOF, MAX_GREETING_BYTES)
+        welcome = Welcome("", "")
+        key, service = self._service.key, self._service.service
+        if key is not None:
+            if not said.nonce:
+                self._refuse(401, f"this {service} asks for its deployment's cluster_key: set {CLUSTER_KEY}")
+            here = address_text(*self._transport.get_extra_info("sockname")[:2])
+            own = {str(one): one for at in (here, self._service.own_address()) for one in [Endpoint(service, at)]}
+            if said.reached not in own:
+                names, reached = " or ".join(sorted(own)), said.reached[:100]
+                self._refuse(421, f"this is {names}, reached as {reached}: something lies in between")
+            self._proof = ServerProof(key, own[said.reached], said.nonce)
+            welcome = Welcome(self._proof.nonce, self._proof.proof)
+        self._transport.write(OPENING + pack(welcome))
+
+    def _refuse(self, status: int, reason: str) -> None:
+        """End the connection with an error. Raises Refused."""
+        told = ErrorEnvelope(ErrorBody(message=reason, type="authentication_error"))
+        self._transport.write(OPENING + pack(Error(0, status, msgspec.json.encode(told))))
+        self._transport.close()
+        raise _Refused(reason)
+
+    def _begin(self, call: Call) -> None:
+        number = call.stream
+        if number <= self._last:
+            raise LinkClosed(f"stream {number} comes behind {self._last}")
+        self._last = number
+        if self._is_stopping:
+            self.put(Error(number))
+            return
+        answer = self._answers[number] = _Answer(self, number)
+        answer.task = self._loop.create_task(answer.give(self._service.calls.get(call.path), call))
+        self._state.tasks.add(answer.task)
+        answer.task.add_done_callback(partial(self._end, number))
+
+    def _end(self, number: int, task: asyncio.Task[None]) -> None:
+        self._state.tasks.discard(task)
+        del self._answers[number]
+        if self._is_stopping and not self._answers:
+            self._flush()
+            self._transport.close()
+
+    def put(self, message: ToCaller, num_bytes: int = 0) -> None:
+        """Send a message with all others of this pass of the event loop."""
+        if not self._due:
+            self._loop.call_soon(self._flush)
+        self._due.append(message)
+        self._due_bytes += num_bytes
+        if self._due_bytes >= _LIST_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        due, self._due, self._due_bytes = self._due, [], 0
+        if due and not self._transport.is_closing():
+            self._transport.write(pack(due, MAX_ANSWER_BYTES))
+
+
+class _Refused(Exception):
+    """The caller was told why."""
+
+
+class _Answer:
+    """The answer to one call. ``task`` gives it; cancelled where the caller does not want the rest."""
+
+    task: asyncio.Task[None]
+
+    def __init__(self, server: LinkServer, number: int) -> None:
+        self._server = server
+        self._number = number
+        self._room_bytes = WINDOW_BYTES
+        self._held = bytearray()  # for which the reader has no room
+        self._drained = asyncio.Event()  # cleared by those who wait for it
+
+    async def give(self, handler: Handler | None, call: Call) -> None:
+        """Answer the call with the handler's reply, or its error."""
+        try:
+            if handler is None:
+                raise NoSuchCall(f"there is no {call.path}")
+            reply = await handler(cast(bytes, call.body))
+        except ServeError as error:
+            self._server.put(Error(self._number, error.status, error.to_json()))
+            return
+        except ValueError as error:  # msgspec names the wrong field
+            self._server.put(Error(self._number, 400, InvalidRequest(str(error)).to_json()))
+            return
+        except Exception:  # the caller must hear of it, whatever it was
+            logger.exception("a call failed")
+            told = ServeError("the instance failed; its log says more")
+            self._server.put(Error(self._number, told.status, told.to_json()))
+            return
+        try:
+            self._server.put(Head(self._number, list(reply.headers)))
+            if isinstance(reply.stream, Pieces):
+                await reply.stream.forward(self.write)
+            elif reply.stream is not None:
+                async with aclosing(reply.stream) as pieces:
+                    async for piece in pieces:
+                        self.write(piece)
+                        await self._drain()
+            if reply.body:
+                self.write(reply.body)
+            await self._drain()
+            self._server.put(End(self._number))
+        except BrokenStream:
+            await self._drain()
+            self._server.put(Error(self._number))
+        except Exception:
+            logger.exception("an answer broke off")
+            self._server.put(Error(self._number))
+        finally:
+            if reply.on_close is not None:
+                reply.on_close()
+
+    def write(self, body: bytes) -> None:
+        """Send a piece of the answer's body now, or as its reader gets room."""
+        if len(body) <= self._room_bytes and not self._held:
+            self._room_bytes -= len(body)
+            self._server.put(Data(self._number, body), len(body))
+        else:
+            self._held += body
+            self._send_held()
+
+    def credit(self, num_bytes: int) -> None:
+        """Take the reader's word that it has room for so much more."""
+        self._room_bytes += num_bytes
+        if self._room_bytes > WINDOW_BYTES:
+            raise LinkClosed(f"the reader of stream {self._number} takes more than there was")
+        self._send_held()
+        if not self._held:
+            self._drained.set()
+
+    async def _drain(self) -> None:
+        while self._held:
+            self._drained.clear()
+            await self._drained.wait()
+
+    def _send_held(self) -> None:
+        piece = bytes(self._held[: self._room_bytes])
+        if piece:
+            del self._held[: len(piece)]
+            self._room_bytes -= len(piece)
+            self._server.put(Data(self._number, piece), len(piece))

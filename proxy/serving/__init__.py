@@ -1,0 +1,1 @@
+"""Serves checked requests on the instances: one coroutine a request."""

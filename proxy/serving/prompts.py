@@ -1,0 +1,83 @@
+"""Several prompts of one completion: their answers become one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from epd_serve.protocol.openai import chunks
+from proxy.http.client import Header
+from proxy.serving.forwarding import EventSink
+from proxy.serving.job import Instances, Job
+from proxy.serving.serve import serve_stream, serve_whole
+
+_END_OF_EVENT = b"\n\n"
+_NO_CHOICES = b'"choices":[]'
+
+T = TypeVar("T")
+
+
+async def stream_several(instances: Instances, jobs: Sequence[Job], sink: EventSink) -> None:
+    """Write the events of all jobs to ``sink`` as they come. Raises ServeError with the first that fails."""
+    strands = [_Strand(job, sink) for job in jobs]
+    await _run_all(serve_stream(instances, strand.job, strand.sink) for strand in strands)
+    usage, options = sum((strand.usage for strand in strands), chunks.Usage(0, 0)), jobs[0].output
+    sink.write((chunks.usage_event(options, usage) if options.include_usage else b"") + chunks.DONE)
+
+
+async def whole_several(instances: Instances, jobs: Sequence[Job]) -> bytes:
+    """Return one answer with the choices of all jobs. Raises ServeError with the first that fails."""
+    bodies = await _run_all(serve_whole(instances, job) for job in jobs)
+    answers = [msgspec.json.decode(body) for body in bodies]
+    usages = [answer["usage"] for answer in answers]
+    return msgspec.json.encode(
+        {
+            **answers[0],
+            "choices": [choice for answer in answers for choice in answer["choices"]],
+            "usage": sum(map(chunks.Usage.of, usages), chunks.Usage(0, 0)).to_dict(),
+        }
+    )
+
+
+async def _run_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one) for one in work]
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+class _Strand:
+    """The Outlet of one job's stream, which writes into the common one but keeps back its usage and its end."""
+
+    def __init__(self, job: Job, into: EventSink) -> None:
+        self.job = job
+        self.sink = EventSink(self, job.record)
+        self.usage = chunks.Usage(0, 0)
+        self._into = into
+
+    def start(self, headers: Sequence[Header]) -> None:
+        """The common stream has headers of its own."""
+
+    def write(self, data: bytes | memoryview, *, last: bool = False) -> bool:
+        events = bytes(data)
+        if chunks.DONE in events or _NO_CHOICES in events:
+            kept = [event for event in events.split(_END_OF_EVENT) if event and not self._take(event)]
+            events = b"".join(event + _END_OF_EVENT for event in kept)
+        return self._into.write(events) if events else True
+
+    async def drain(self) -> None:
+        await self._into.drain()
+
+    def _take(self, event: bytes) -> bool:
+        """Return whether the event is for this strand alone; note its usage."""
+        if event + _END_OF_EVENT == chunks.DONE:
+            return True
+        if _NO_CHOICES not in event:
+            return False
+        self.usage = chunks.Usage.of(msgspec.json.decode(event.removeprefix(b"data: "))["usage"])
+        return True

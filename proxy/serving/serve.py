@@ -1,0 +1,324 @@
+"""One coroutine a request: pick instances, call them all at once, forward their answers, retry after a failure."""
+
+from __future__ import annotations
+
+import asyncio
+
+from msgspec import Struct
+
+from epd_serve.backends.base import Answer, StageCall
+from epd_serve.errors import REQUEST_ENDED, InstanceFailed, InstanceLost, ServeError
+from epd_serve.protocol.wire import DecodeRequest, EncodeRequest, MediaRef, PrefillRequest
+from epd_serve.routing.encoders import in_segments
+from epd_serve.routing.retry import (
+    EXPLAIN_S,
+    LOOK_AGAIN_S,
+    CallFailed,
+    ItemEncoders,
+    Retry,
+    explains,
+    is_planned,
+)
+from epd_serve.routing.routes import Route
+from epd_serve.routing.table import InstanceRecord, OpenCall
+from epd_serve.telemetry.span import Span
+from epd_serve.types import Stage
+from proxy.observe.record import DECODE, ENCODE, ENCODED, PREFILL, RECOMPUTED, STORED, TRANSFER
+from proxy.serving.forwarding import EventSink, Streamed, Whole
+from proxy.serving.interruption import Interruption
+from proxy.serving.job import Instances, Job, measure_demand
+
+_P, _D = Stage.PREFILL, Stage.DECODE
+
+
+async def serve_stream(instances: Instances, job: Job, sink: EventSink) -> None:
+    """Write the answer's events to ``sink``. Raises ServeError, before or after ``sink.started``."""
+    answer = Streamed(job, sink)
+    try:
+        await _serve(instances, job, answer)
+    finally:
+        job.record.streamed_all(answer.num_tokens if answer.known and answer.readers else None)
+
+
+async def serve_whole(instances: Instances, job: Job) -> bytes:
+    """Return the answer's JSON. Raises ServeError."""
+    answer = Whole(job)
+    await _serve(instances, job, answer)
+    return answer.body
+
+
+async def _serve(instances: Instances, job: Job, answer: Streamed | Whole) -> None:
+    """Make attempts until the client has the whole answer. Raises the ServeError of the last one.
+
+    Cancelling the task closes all calls.
+    """
+    monitor, record, number = instances.monitor, job.record, 0
+    retry = Retry(instances.table, instances.router, job.model, await measure_demand(instances, job))
+    while True:
+        route = retry.pick_route(job.loop.time(), monitor.wait_s, monitor.complete_at_s)
+        if route is None:
+            await asyncio.sleep(LOOK_AGAIN_S)
+            continue
+        number += 1
+        if number > 1:
+            record.again(continued=bool(retry.generated))
+        assert route.prefill.info is not None, "a ready instance has sent its info"
+        fingerprint = route.prefill.info.media_fingerprint
+        refs = [await item.name(fingerprint) for item in job.items]
+        attempt = _Attempt(instances, job, route, f"{job.id}-{number}", Interruption(job.loop))
+        monitor.watchers.add(attempt)
+        try:
+            with attempt.interruption:
+                attempt.call_instances(refs, retry.generated, again=number > 1)
+                await attempt.forward_answers(answer)
+            return
+        except CallFailed as failure:
+            if answer.complete:
+                return
+            retry.fail_attempt(route, failure, begun=answer.begun, generated=answer.generated())
+            record.attempt_failed(attempt.request_id)
+        finally:
+            monitor.watchers.discard(attempt)
+            await attempt.close()
+
+
+class _Attempt(Struct, eq=False):
+    """One attempt: its calls to P, D and the encoders, all under way at once.
+
+    Attributes:
+        interruption: ends the attempt when a call fails for which the coroutine does not wait.
+    """
+
+    instances: Instances
+    job: Job
+    route: Route
+    request_id: str
+    interruption: Interruption
+    _calls: dict[Stage, tuple[StageCall, OpenCall]] = {}  # P's and D's
+    _encodes: list[asyncio.Task[None]] = []
+    _encode_calls: dict[Interruption, str] = {}  # the encoder of each that is under way
+    _span: Span | None = None  # of the stage of P or D under way
+    _is_with_decode: bool = False  # D's answer has begun: P is not needed any more
+
+    def call_instances(self, refs: list[MediaRef], generated: list[int], *, again: bool) -> None:
+        """Begin all calls: nobody waits for E before calling P. Raises CallFailed."""
+        instances, job, route, record = self.instances, self.job, self.route, self.job.record
+        for stage, one in ((_P, route.prefill), (_D, route.decode)):
+            if one.name not in instances.calls:
+                raise self._failure(stage, _left(one))
+        prefill, decode = instances.calls[route.prefill.name], instances.calls[route.decode.name]
+        if any(ref.modality == "video" for ref in refs):
+            refs = in_segments(instances.table, route.prefill, refs)
+        parts = [(place, part) for place, ref in enumerate(refs) for part in ref.segments]
+        record.items = [part.mm_hash for _, part in parts]
+        self._begin_span(PREFILL, route.prefill)
+        assert self._span is not None
+        request = PrefillRequest(
+            request_id=self.request_id,
+            output=job.output,
+            sampling=job.sampling,
+            items=refs,
+            messages=job.messages,
+            prompt=job.prompt,
+            prompting=job.prompting,
+            decode_url=None if route.fused else decode.url,
+            max_model_len=route.max_model_len,
+            generated=generated,
+            traceparent=self._traceparent(self._span),
+        )
+        media = [item.data for item in job.items]
+        self._count_call(_P, prefill.prefill(request, trace_id=job.trace_id, media=media), again=again)
+        if not route.fused:
+            expected = DecodeRequest(
+                request_id=self.request_id, stream=job.output.stream, traceparent=record.traceparent
+            )
+            try:
+                call = decode.decode(expected, trace_id=job.trace_id)
+            except ServeError as error:
+                raise self._failure(_D, error) from error
+            self._count_call(_D, call, again=again)
+            call.opened.add_done_callback(self._decode_opened)
+        distinct = {part.mm_hash: (place, part) for place, part in parts}
+        if not distinct:
+            return
+        items = [part for _, part in distinct.values()]
+        encoders = instances.router.encoders.choose_encoders(instances.table, route.prefill, items)
+        patience_s = instances.settings.encode_timeout_s
+        for (place, part), encoder in zip(distinct.values(), encoders, strict=True):
+            item = ItemEncoders(part, job.items[place].param, encoder, patience_s)
+            encode = self._encode(item, job.items[place].data, prefill.url)
+            self._encodes.append(job.loop.create_task(encode))
+
+    async def forward_answers(self, answer: Streamed | Whole) -> None:
+        """Pass P's answer, then D's, on to the client as they come. Raises CallFailed."""
+        route, record, (prefill, _) = self.route, self.job.record, self._calls[_P]
+        try:
+            opened = await prefill.opened
+        except ServeError as error:
+            raise await self._explain(error, may_ask=error.code == REQUEST_ENDED) from error
+        follows = opened.decode_follows
+        record.prompt_note = opened.prompt_note or record.prompt_note
+        if follows and not route.fused:
+            self._begin_span(TRANSFER, route.decode)
+        else:
+            self._begin_span(DECODE, route.prefill)
+            self._close_call(_D)  # P answers all of it
+        try:
+            await answer.forward(_P, route, opened)
+        except InstanceLost as error:
+            raise await self._explain(error, may_ask=True) from error
+        if not follows:
+            self._check_complete(answer, _P)
+            return
+        if route.fused:
+            left_over = f"instance {route.prefill.name} left the answer to a decode instance; it has none"
+            raise CallFailed(_P, InstanceFailed(left_over), began=True)
+        self._begin_span(DECODE, route.decode)
+        try:
+            opened = await self._calls[_D][0].opened
+            self._is_with_decode = True
+            await answer.forward(_D, route, opened)
+        except InstanceLost as error:
+            raise self._failure(_D, error) from error
+        self._check_complete(answer, _D)
+
+    async def close(self) -> None:
+        """Close all calls; return once none counts as in flight."""
+        encodes = [task for task in self._encodes if not task.done()]
+        for task in encodes:
+            task.cancel()
+        for stage in list(self._calls):
+            self._close_call(stage)
+        if encodes:
+            await asyncio.wait(encodes)
+
+    def lose_instance(self, name: str) -> None:
+        """Leave an instance that does not answer, though its connections may be open."""
+        lost = InstanceLost(f"instance {name} has stopped answering")
+        for encode, encoder in list(self._encode_calls.items()):
+            if encoder == name:
+                encode.fire(lost)
+        if name == self.route.decode.name:
+            self.interruption.fire(CallFailed(_D, lost))
+        elif name == self.route.prefill.name and not self._is_with_decode:
+            self.interruption.fire(CallFailed(_P, lost))
+
+    # ------------------------------------------------------------------ P and D
+
+    def _count_call(self, stage: Stage, call: StageCall, *, again: bool) -> None:
+        """Count a call as in flight until it is closed."""
+        route, is_prefill = self.route, stage is _P
+        counted = self.instances.table.in_flight(
+            route.prefill if is_prefill else route.decode,
+            stage,
+            request_id=self.request_id,
+            work=route.prefill_work if is_prefill else route.decode_work,
+            prefix=route.prefix if is_prefill else (),
+            again=again,
+        )
+        self._calls[stage] = call, counted
+
+    def _close_call(self, stage: Stage) -> None:
+        if (entry := self._calls.pop(stage, None)) is not None:
+            call, counted = entry
+            try:
+                call.close()
+            finally:
+                counted.close()
+
+    def _decode_opened(self, opened: asyncio.Future[Answer]) -> None:
+        """End the attempt where D refuses the request before P's answer has begun; later it counts behind that."""
+        if opened.cancelled() or _P not in self._calls or self._calls[_P][0].opened.done():
+            return
+        if isinstance(error := opened.exception(), ServeError):
+            self.interruption.fire(self._failure(_D, error))
+        elif isinstance(error, Exception):
+            self.interruption.fire(error)
+
+    async def _explain(self, error: ServeError, *, may_ask: bool) -> CallFailed:
+        """Return the failure of P's call, or D's in its place where that says why P failed."""
+        if may_ask and _D in self._calls:
+            opened = self._calls[_D][0].opened
+            await asyncio.wait([opened], timeout=EXPLAIN_S)
+            said = opened.exception() if opened.done() and not opened.cancelled() else None
+            if isinstance(said, ServeError) and explains(said, error):
+                return self._failure(_D, said)
+        return self._failure(_P, error)
+
+    def _failure(self, stage: Stage, error: ServeError) -> CallFailed:
+        """Return the failure of a call, and report an instance whose connection broke."""
+        if isinstance(error, InstanceLost):
+            self.instances.monitor.report_lost((self.route.prefill if stage is _P else self.route.decode).name)
+        return CallFailed(stage, error)
+
+    def _check_complete(self, answer: Streamed | Whole, stage: Stage) -> None:
+        if not answer.complete:
+            name = (self.route.prefill if stage is _P else self.route.decode).name
+            early = InstanceFailed(f"instance {name} ended its answer before it was complete")
+            raise CallFailed(stage, early, began=True)
+
+    def _begin_span(self, stage: str, instance: InstanceRecord) -> None:
+        """End the span of P or D under way and begin the next."""
+        if self._span is not None:
+            self._span.end()
+        self._span = self.job.record.begin(stage, self.request_id, instance.name)
+
+    def _traceparent(self, span: Span) -> str:
+        record = self.job.record
+        return record.traceparent_of(span) if record.context.sampled else record.traceparent
+
+    # ------------------------------------------------------------------ encoders
+
+    async def _encode(self, item: ItemEncoders, media: bytes, announce_to: str) -> None:
+        """Have an item encoded by one instance after the other; end the attempt where nobody can."""
+        instances, route = self.instances, self.route
+        try:
+            while True:
+                error: ServeError
+                try:
+                    await self._call_encoder(item, media, announce_to)
+                    return
+                except TimeoutError:
+                    error = item.note_stall()
+                except ServeError as failure:
+                    error = failure
+                if isinstance(error, InstanceLost):
+                    instances.monitor.report_lost(item.encoder.name)
+                item.pick_next(instances.router, instances.table, route.prefill, error)
+                self.job.record.encode_retries += 1
+        except ServeError as error:
+            if _P in self._calls and not self._calls[_P][0].opened.done():  # else P needs no feature any more
+                self.interruption.fire(CallFailed(_P, error) if is_planned(error) else error)
+        except Exception as error:  # noqa: BLE001 - a fault of the gateway's own, raised in the request's task
+            self.interruption.fire(error)
+
+    async def _call_encoder(self, item: ItemEncoders, media: bytes, announce_to: str) -> None:
+        """Have the item's current encoder encode it. Raises TimeoutError where it stalls, or ServeError."""
+        instances, job, encoder = self.instances, self.job, item.encoder
+        span = job.record.begin(ENCODE, self.request_id, encoder.name, item.ref.mm_hash)
+        request = EncodeRequest(
+            request_id=self.request_id,
+            ref=item.ref,
+            media=media,
+            announce_to=announce_to,
+            traceparent=self._traceparent(span),
+        )
+        interruption = Interruption(job.loop, None if encoder is self.route.prefill else item.patience_s)
+        try:
+            if (calls := instances.calls.get(encoder.name)) is None:
+                raise _left(encoder)
+            self._encode_calls[interruption] = encoder.name
+            with instances.table.encoding(encoder, item.ref, self.request_id), interruption:
+                reply = await calls.encode(request, trace_id=job.trace_id)
+            computed = ENCODED if Stage.ENCODE in encoder.stages else RECOMPUTED
+            span.end(feature=STORED if reply.cached else computed)
+        except (TimeoutError, ServeError):
+            span.end(failed=True)
+            raise
+        finally:
+            self._encode_calls.pop(interruption, None)
+
+
+def _left(record: InstanceRecord) -> InstanceLost:
+    """Return the error of an instance that was taken out of the deployment meanwhile."""
+    return InstanceLost(f"instance {record.name} is no longer part of the deployment")

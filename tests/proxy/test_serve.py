@@ -1,0 +1,413 @@
+"""One request under arbitrary faults and orders of events, with scripted instances on virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from typing import Any, TypeVar
+
+from gateway_settings import gateway_settings
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from instance_info import instance_info
+from msgspec.structs import replace
+
+from epd_serve.errors import (
+    CHOICES_LOST,
+    DECODE_DRAINING,
+    DRAINING,
+    NO_ROOM,
+    PEER_UNREACHABLE,
+    PREPARATION_FULL,
+    REQUEST_ENDED,
+    Conflict,
+    InstanceFailed,
+    InstanceLost,
+    InstanceUnreachable,
+    InvalidRequest,
+    Overloaded,
+    ServeError,
+    StageTimeout,
+    Unavailable,
+)
+from epd_serve.protocol import frames
+from epd_serve.protocol.wire import (
+    DecodeRequest,
+    EncodeReply,
+    EncodeRequest,
+    MediaRef,
+    OutputOptions,
+    PrefillRequest,
+    PromptOptions,
+)
+from epd_serve.routing.retry import MAX_ATTEMPTS
+from epd_serve.routing.routes import Router
+from epd_serve.routing.table import InstanceTable
+from epd_serve.telemetry.span import TraceContext
+from epd_serve.types import SamplingParams
+from proxy.fleet.monitor import Monitor
+from proxy.media.loader import MediaItem
+from proxy.observe.record import RequestRecord
+from proxy.serving.forwarding import EventSink
+from proxy.serving.job import Instances, Job
+from proxy.serving.serve import serve_stream, serve_whole
+
+T = TypeVar("T")
+ROLES = {"e0": "E", "e1": "E", "p0": "P", "p1": "P", "d0": "D", "d1": "D", "a0": "EPD"}
+NUM_TOKENS = 6
+PLANNED = [Unavailable("it leaves", code=code) for code in (DRAINING, DECODE_DRAINING)]
+FAILURES = [
+    InstanceLost("gone"),
+    InstanceUnreachable("not there"),
+    InstanceFailed("broken"),
+    InstanceFailed("cut off", code=PEER_UNREACHABLE),
+    StageTimeout("late"),
+    Unavailable("no room", code=NO_ROOM),
+    Unavailable("ended", code=REQUEST_ENDED),
+    Overloaded("too many", code=PREPARATION_FULL),
+    Conflict("changing"),
+    InvalidRequest("wrong"),
+    *PLANNED,
+]
+#: Draws for so many events; after them, the first of what may happen does.
+NUM_DRAWN = 40
+DONE = b"data: [DONE]\n\n"
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """A loop whose clock jumps to the next timer when nothing else is to do."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        loop = self
+
+        class Selector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
+            def select(self, timeout: float | None = None) -> Any:
+                loop.now_s += timeout or 0.0
+                return super().select(0)
+
+        super().__init__(Selector())
+
+    def time(self) -> float:
+        return self.now_s
+
+
+class Call:
+    """A call to P or D, and its answer."""
+
+    prompt_note = ""
+
+    def __init__(self, world: World, name: str, request_id: str, *, framed: bool) -> None:
+        self.world = world
+        self.name = name
+        self.request_id = request_id
+        self.framed = framed
+        self.decode_follows = False
+        self.opened: asyncio.Future[Call] = asyncio.get_running_loop().create_future()
+        self.num_closed = 0
+        self.is_over = False
+        self.reading: asyncio.Future[bool] | None = None
+        self._write: Callable[[bytes], bool] | None = None
+        self._body: list[bytes] = []
+
+    def close(self) -> None:
+        self.num_closed += 1
+        self.opened.cancel()
+        if self.opened.done() and not self.opened.cancelled():
+            self.opened.exception()
+
+    async def forward(self, write: Callable[[bytes], bool]) -> bool:
+        if self.is_over:
+            return True
+        self._write, self.reading = write, asyncio.get_running_loop().create_future()
+        try:
+            return await self.reading
+        finally:
+            self._write = None
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        await self.forward(lambda data: self._body.append(data) or True)
+        for chunk in self._body:
+            yield chunk
+
+    @property
+    def is_read(self) -> bool:
+        return self._write is not None and self.reading is not None and not self.reading.done()
+
+    def send(self, data: bytes) -> None:
+        """Hand bytes to the reader, which may want no more for now."""
+        assert self._write is not None and self.reading is not None
+        if not self._write(data):
+            self.reading.set_result(False)
+
+    def end(self, error: ServeError | None = None) -> None:
+        if error is not None:
+            self.reading.set_exception(error)
+            return
+        self.is_over = True
+        if self.is_read:
+            self.reading.set_result(True)
+
+
+class Instance:
+    """One instance's calls."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world = world
+        self.name = name
+        self.url = f"http://{name}"
+
+    async def encode(self, request: EncodeRequest, *, trace_id: str) -> EncodeReply:
+        world, done = self.world, asyncio.get_running_loop().create_future()
+        assert request.ref.mm_hash not in world.encodes, "one instance at a time"
+        assert world.is_calling, "no encode outlives its attempt"
+        world.encodes[request.ref.mm_hash] = done
+        world.encoded.add(request.ref.mm_hash)
+        try:
+            return await done
+        finally:
+            del world.encodes[request.ref.mm_hash]
+
+    def prefill(self, request: PrefillRequest, *, trace_id: str, media: Any) -> Call:
+        world = self.world
+        assert not world.is_calling and not world.encodes, "one attempt at a time"
+        assert request.generated == (world.tokens(0) if world.begun else []), "behind what the client has"
+        assert [replace(ref, num_segments=1) for ref in request.items] == world.refs
+        world.asked = {part.mm_hash for ref in request.items for part in ref.segments}
+        world.encoded = set()
+        world.num_attempts += 1
+        world.next = [len(request.generated)] * world.num_choices
+        world.is_fused = request.decode_url is None
+        return world.open(self.name, request.request_id)
+
+    def decode(self, request: DecodeRequest, *, trace_id: str) -> Call:
+        assert [call.request_id for call in self.world.calls if not call.num_closed] == [request.request_id]
+        return self.world.open(self.name, request.request_id)
+
+
+class Outlet:
+    """The client."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.got = bytearray()
+
+    def start(self, headers: Any) -> None:
+        self.got.clear()
+
+    def write(self, data: bytes, *, last: bool = False) -> bool:
+        self.got += data
+        return self.world.pick(True, True, False)
+
+    async def drain(self) -> None:
+        await asyncio.sleep(0)
+
+
+class World:
+    """Instances and the client of one request; whatever may happen next is drawn.
+
+    Attributes:
+        calls: to P and D, all that were opened.
+        next: the next token of the attempt under way, by choice; a token is its place in the answer.
+    """
+
+    def __init__(self, data: st.DataObject, *, num_items: int, num_choices: int, streams: bool) -> None:
+        self.data = data
+        self.num_steps = 0
+        self.num_choices = num_choices
+        self.streams = streams
+        self.is_framed = self.pick(True, True, True, False)
+        self.calls: list[Call] = []
+        self.next: list[int] = []
+        self.is_fused = False
+        self.num_attempts = self.num_planned = 0
+        self.encodes: dict[str, asyncio.Future[EncodeReply]] = {}
+        self.asked: set[str] = set()
+        self.encoded: set[str] = set()
+        # the last two items are the same picture
+        self.refs = [MediaRef(mm_hash=f"{min(n, 2)}", width=10, height=10) for n in range(num_items)]
+        if num_items and self.pick(True, False):  # a video for which more than one encoder pays
+            self.refs[0] = MediaRef("0", 900, 900, "video", num_frames=self.pick(400, 5), fps=2.0)
+        self.table = InstanceTable([(name, f"http://{name}") for name in ROLES])
+        for name in ROLES:
+            self._return(name, 1)
+        calls: dict[str, Any] = {name: Instance(self, name) for name in ROLES}
+        chosen = gateway_settings(restart=self.pick("never", "on-failure"))
+        self.monitor = Monitor(self.table, calls, chosen)
+        self.monitor.complete_at_s = self.pick(100.0, None)
+        self.instances = Instances(
+            table=self.table, calls=calls, router=Router(), monitor=self.monitor, settings=chosen
+        )
+        self.record = RequestRecord("chat", TraceContext("0" * 32, "0" * 16), "r", 0.0)
+        self.client = Outlet(self)
+        self.sink = EventSink(self.client, self.record)
+
+    @property
+    def begun(self) -> bool:
+        return self.sink.started
+
+    @property
+    def is_calling(self) -> bool:
+        return any(not call.num_closed for call in self.calls)
+
+    def tokens(self, choice: int) -> list[int]:
+        events = [event.removeprefix(b"data: ") for event in bytes(self.client.got).split(b"\n\n")[:-1]]
+        pairs = [event.split(b" ") for event in events if event != b"[DONE]"]
+        return [int(token) for of, token in pairs if int(of) == choice]
+
+    def pick(self, *options: T) -> T:
+        return options[0] if self.num_steps > NUM_DRAWN else self.data.draw(st.sampled_from(options))
+
+    def open(self, name: str, request_id: str) -> Call:
+        call = Call(self, name, request_id, framed=self.is_framed)
+        self.calls.append(call)
+        return call
+
+    def job(self, loop: asyncio.AbstractEventLoop) -> Job:
+        return Job(
+            id="r",
+            trace_id="r",
+            model="m",
+            output=OutputOptions("chat", "r", 0, "m", stream=self.streams),
+            sampling=SamplingParams(seed=1, n=self.num_choices),
+            messages=None,
+            prompt="once",
+            items=[MediaItem(data=b"", ref=ref, param="param", fingerprint="f") for ref in self.refs],
+            record=self.record,
+            prompting=PromptOptions(),
+            loop=loop,
+        )
+
+    # what may happen
+
+    def happen(self) -> None:
+        """One of the things that may happen now, the regular ones first."""
+        self.num_steps += 1
+        may: list[Callable[[], None]] = []
+        for call in self.calls:
+            if call.num_closed:
+                continue
+            if not call.opened.done():
+                may += [partial(self._open, call)] * 2
+            elif call.is_read:
+                may += [partial(self._answer, call)] * 4
+        may += [partial(self._encode, done) for done in self.encodes.values() if not done.done()]
+        self.pick(*may, self._change_table)()
+
+    def _failure(self) -> ServeError:
+        failure = self.pick(*FAILURES)
+        self.num_planned += failure in PLANNED
+        return failure
+
+    def _return(self, name: str, pid: int) -> None:
+        info = instance_info(name, ROLES[name], pid=pid, splits_videos=True)
+        self.table.update(name, info, contains=self.table.num_calls)
+
+    def _change_table(self) -> None:
+        name = self.pick(*ROLES)
+        match self.pick("nothing", "back", "lost", "down"):
+            case "lost":
+                self.table.mark_lost(name)
+            case "back":
+                self._return(name, self.pick(1, 2))
+            case "down":
+                self.monitor.report_down(name)
+
+    def _open(self, call: Call) -> None:
+        if self.pick(True, True, False):
+            is_prefill = call is next(one for one in self.calls if one.request_id == call.request_id)
+            # P of a pair may answer all by itself; a single instance may say nonsense
+            call.decode_follows = is_prefill and (self.pick(*range(6)) < 5) is not self.is_fused
+            call.opened.set_result(call)
+        else:
+            call.opened.set_exception(self._failure())
+
+    def _encode(self, done: asyncio.Future[EncodeReply]) -> None:
+        if self.pick(True, False):
+            done.set_result(EncodeReply(cached=False, num_tokens=4))
+        else:
+            done.set_exception(self._failure())
+
+    def _answer(self, call: Call) -> None:
+        """Some tokens come, then the end or a failure, or nothing yet."""
+        is_last = not call.decode_follows
+        what = self.pick("end", "early end", "lost", "said", "unreadable", "nothing", "lost behind the end")
+        is_whole = is_last and what in ("end", "lost behind the end")
+        for choice in range(self.num_choices if self.streams else 0):
+            left = NUM_TOKENS - self.next[choice]
+            for _ in range(left if is_whole else self.pick(*range(min(left, 1) + 1 if not is_last else left + 1))):
+                if call.is_read:
+                    number = self.next[choice]
+                    self.next[choice] += 1
+                    event = b"data: %d %d\n\n" % (choice, number)
+                    call.send(frames.pack(choice, (number,), event) if call.framed else event)
+        if what == "nothing" or not call.is_read:
+            return
+        if is_whole:
+            call.send((frames.pack(frames.END, (), DONE) if call.framed else DONE) if self.streams else b"{}")
+            if not call.is_read:  # the client takes the end slowly
+                call.end()
+                return
+        if what in ("end", "early end"):
+            call.end()
+        elif what == "said" and self.streams and call.framed:
+            event = b"data: " + self._failure().to_json() + b"\n\n"
+            call.send(frames.pack(frames.ERROR, (), event))
+        elif what == "unreadable":
+            call.end(self._failure())
+        else:
+            call.end(InstanceLost("broke off"))
+
+
+async def run(world: World) -> tuple[bytes | None, BaseException | None]:
+    """Return the whole answer, or what the request ended with."""
+    loop = asyncio.get_running_loop()
+    job = world.job(loop)
+    if world.streams:
+        serving: asyncio.Task[Any] = loop.create_task(serve_stream(world.instances, job, world.sink))
+    else:
+        serving = loop.create_task(serve_whole(world.instances, job))
+    patience = world.pick(None, None, None, *range(1, 30))
+    while not serving.done():
+        for _ in range(12):  # all that follows from an event
+            await asyncio.sleep(0)
+        if serving.done():
+            break
+        assert world.asked == world.encoded, "each item, and each segment of a video, is encoded at once"
+        if world.num_steps == patience:
+            serving.cancel()
+        world.happen()
+        await asyncio.sleep(world.pick(0.0, 0.0, 0.06, 8.0))
+        assert world.num_steps < 1000
+    await asyncio.wait([serving])
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    assert not left, "nothing runs on"
+    if serving.cancelled():
+        assert world.num_steps >= (patience or 1000)
+        return None, asyncio.CancelledError()
+    return (None, error) if (error := serving.exception()) is not None else (serving.result(), None)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), num_items=st.integers(0, 4), num_choices=st.integers(1, 2), streams=st.booleans())
+def test_every_request_comes_to_one_end(
+    data: st.DataObject, num_items: int, num_choices: int, streams: bool
+) -> None:
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        world = World(data, num_items=num_items, num_choices=num_choices, streams=streams)
+        body, error = runner.run(run(world))
+    assert all(call.num_closed == 1 for call in world.calls), "each call that was opened is closed once"
+    assert not world.encodes and not world.monitor.watchers
+    assert not any(sum(record.in_flight.values()) for record in world.table)
+    assert world.num_attempts <= MAX_ATTEMPTS + world.num_planned
+    assert isinstance(error, ServeError | asyncio.CancelledError | None), repr(error)
+    for choice in range(num_choices):
+        tokens = world.tokens(choice)
+        assert tokens == list(range(NUM_TOKENS if streams and error is None else len(tokens)))
+    if error is None:
+        assert world.client.got.endswith(DONE) if streams else body == b"{}"
+    elif streams and isinstance(error, ServeError):
+        assert not world.client.got.endswith(DONE)
+        assert (error.code == CHOICES_LOST) <= (num_choices > 1 and world.begun)
