@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 T = TypeVar("T")
 
-Part = Literal["transport", "mooncake engine", "features", "layer groups", "engine", "may encode"]
+Part = Literal["transport", "mooncake engine", "features", "layer groups", "engine", "encoder"]
 
 PLUGINS = "EPD_SERVE_PLUGINS"
 _REGISTERED: dict[Part, Any] = {}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
-from weakref import WeakKeyDictionary
+from typing import Any
 
 from epd_serve.engine.engine import Engine
-from epd_serve.instance.instance import Instance
+from epd_serve.instance.encode import Encoder
 from epd_serve.sched.schedule import ScheduleOutput
 
 _ASK_AGAIN_S = 0.01
@@ -50,17 +51,19 @@ class EncodeGate:
         return True
 
 
-_GATES: WeakKeyDictionary[Instance, EncodeGate] = WeakKeyDictionary()
+class WaitingEncoder(Encoder):
+    """Starts no encode while prompts are computed, up to a time; asks again soon."""
 
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self._gate = EncodeGate(self._is_prefilling, time.monotonic)
 
-def may_encode(instance: Instance) -> bool:
-    """Whether an encode may start; where it may not, the instance's encoder asks again soon."""
-
-    def is_prefilling() -> bool:
-        engine = instance.language and instance.language.engine
+    def _is_prefilling(self) -> bool:
+        engine = self.consumer and self.consumer.engine
         return isinstance(engine, PrefillMarkingEngine) and engine.is_prefilling
 
-    if _GATES.setdefault(instance, EncodeGate(is_prefilling, time.monotonic)).may_start():
-        return True
-    instance.loop.call_later(_ASK_AGAIN_S, instance.encode.reconsider)
-    return False
+    def may_start(self) -> bool:
+        if self._gate.may_start():
+            return super().may_start()
+        asyncio.get_running_loop().call_later(_ASK_AGAIN_S, self.reconsider)
+        return False

@@ -42,16 +42,16 @@ class FeaturesWhenDue(FeatureReceiver):
             asyncio.run_coroutine_threadsafe(announcement.fetched(), self._loop).result()
         return super().use(mm_hash)
 
-    async def _receive(self, event: FeatureEvent) -> None:
+    async def _receive(self, event: FeatureEvent, announced_at: float) -> None:
         if super().has(event.mm_hash):
-            return await super()._receive(event)
+            return await super()._receive(event, announced_at)
         self._loop = asyncio.get_running_loop()
         announcement = self._announced.setdefault(event.mm_hash, _Announcement())
         announcement.num_waiting += 1
-        self._arrived()
+        self.engine.wake()
         try:
             await announcement.due.wait()
-            await super()._receive(event)
+            await super()._receive(event, announced_at)
         finally:
             announcement.num_waiting -= 1
             if announcement.due.is_set() or not announcement.num_waiting:  # else others still wait to be asked

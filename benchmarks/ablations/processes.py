@@ -63,10 +63,10 @@ def use(
 
         register("features", FeaturesWhenDue)
     if encodes == "after-prefill":
-        from benchmarks.ablations.encodes import PrefillMarkingEngine, may_encode
+        from benchmarks.ablations.encodes import PrefillMarkingEngine, WaitingEncoder
 
         register("engine", PrefillMarkingEngine)
-        register("may encode", may_encode)
+        register("encoder", WaitingEncoder)
     if bandwidth or latency_ms:
         from benchmarks.ablations.links import SlowEngine
         from epd_serve.transfer.shaped import ShapedTransport

@@ -66,22 +66,6 @@ class BlockPool:
         num_free: blocks without a reference, cached ones included. capacity: the same while nothing is held.
     """
 
-    __slots__ = (
-        "_blank",
-        "_by_hash",
-        "_cached",
-        "_hash_of",
-        "_num_requests",
-        "_refs",
-        "_untouched",
-        "block_size",
-        "capacity",
-        "idle_requests",
-        "num_blocks",
-        "num_free",
-        "state_blocks",
-    )
-
     def __init__(
         self, num_blocks: int, block_size: int, idle_requests: int = IDLE_REQUESTS, *, state_blocks: int = 0
     ) -> None:

@@ -13,8 +13,8 @@ from epd_serve.protocol.instance_state import AppliedShare
 from epd_serve.sched.token_time import Slack
 
 _SLOTS, _FIELDS = 64, 8
-#: Of a slot. Decodes: when they last wrote, 0 for no decodes; from ``_SLACK`` on their slack. Encodes: begin of the
-#: one that runs, 0 for none; seconds of those before.
+#: Fields of a slot. Decodes: when they last wrote, 0 for no decodes; from ``_SLACK`` on their slack. Encodes:
+#: begin of the one that runs, 0 for none; seconds of those before.
 _BEAT, _SLACK, _SINCE, _ENCODED = 0, 1, 5, 6
 #: Decodes that have not written for this long are over: their process may be gone.
 _STALE_S = 1.0
@@ -23,9 +23,9 @@ _STALE_S = 1.0
 class DeviceBoard:
     """Shared memory of the instances on one device: whether one encodes, and the slack that decodes leave for it.
 
-    It has 64 slots of 8 doubles; each instance writes its own slot, and all of them read all. Several threads of an
-    instance may write, each its own fields. A double is written at once; values that are read together need not
-    have been written together, which at worst makes one pause too long or too short.
+    It has 64 slots of 8 doubles; each instance writes its own slot, and all of them read all. Several threads of
+    an instance may write, each its own fields. A double is written at once; values that are read together need
+    not have been written together, which at worst makes one pause too long or too short.
 
     Args:
         path: a file that the instances of the device share; None: this instance is alone there.

@@ -27,7 +27,31 @@ _SMOOTHING = 0.3
 _TOKENS_PER_LAYER = 2
 
 
-class TowerStream:
+class _Side:
+    """A stream of an instance, and its threads on a CPU while the other side computes too, and while not."""
+
+    def __init__(self, device: BareDevice, stream: Stream, threads: tuple[int, int] | None) -> None:
+        self._device = device
+        self.stream = stream
+        self._threads = threads if device.type == "cpu" else None
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """A context in which weights, KV memory or graphs are made, on any thread; it ends when they are.
+
+        Their memory belongs to this stream.
+        """
+        self._device.activate()
+        with self.stream:
+            yield
+        self.stream.synchronize()
+
+    def _part_threads(self, is_beside: bool) -> None:
+        if self._threads is not None:
+            self._device.set_threads(self._threads[0 if is_beside else 1])
+
+
+class TowerStream(_Side):
     """The tower's side. The methods up to ``between_layers`` belong to the tower's thread.
 
     Args:
@@ -53,10 +77,8 @@ class TowerStream:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._device = device
+        super().__init__(device, device.stream(priority, share), threads)
         self._board = board
-        self._stream = device.stream(priority, share)
-        self._threads = threads if device.type == "cpu" else None
         self._language = language
         self._clock = clock
         self._sleep = sleep
@@ -68,26 +90,17 @@ class TowerStream:
         self._pixel_layer_s: float | None = None
 
     @contextmanager
-    def loading(self) -> Iterator[None]:
-        """A context in which the tower is loaded.
-
-        Its memory belongs to the tower's stream, and others may use it at the end.
-        """
-        with _loading(self._device, self._stream):
-            yield
-
-    @contextmanager
     def encoding(self, num_pixels: int) -> Iterator[None]:
         """A context in which a batch is encoded; its features are computed at the end."""
         self._device.activate()
         in_use = self._device.reset_peak_memory()
         self._num_layers, paused_s = 0, self.paused_s
         began_s = self._resumed_s = self._clock()
-        self._part_threads()
+        self._part_threads(self._beside_steps)
         self._board.encode_begins()
         self._is_encoding = True
         try:
-            with self._stream:
+            with self.stream:
                 yield
         finally:
             self._is_encoding = False
@@ -102,11 +115,11 @@ class TowerStream:
         if not self._is_encoding:
             return
         self._num_layers += 1
-        self._part_threads()
+        self._part_threads(self._beside_steps)
         if self._board.slack() is None:
             self._resumed_s = self._clock()
             return
-        self._stream.synchronize()  # else the layers before would still be running
+        self.stream.synchronize()  # else the layers before would still be running
         begun = now = self._clock()
         piece_s = begun - self._resumed_s
         while (
@@ -128,10 +141,6 @@ class TowerStream:
     @property
     def _beside_steps(self) -> bool:
         return self._language is not None and self._language.is_busy
-
-    def _part_threads(self) -> None:
-        if self._threads is not None:
-            self._device.set_threads(self._threads[0 if self._beside_steps else 1])
 
     # ------------------------------------------------------------------ asked on the event loop
 
@@ -158,7 +167,7 @@ class TowerStream:
         )
 
 
-class LanguageStream:
+class LanguageStream(_Side):
     """The language model's side; its methods belong to the engine's thread.
 
     Attributes:
@@ -181,30 +190,22 @@ class LanguageStream:
         threads: tuple[int, int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._device = device
+        # served before a tower's; on an NPU the default stream, which is all that its limits count
+        stream = device.current_stream() if device.type == "npu" else device.stream(_LANGUAGE_PRIORITY)
+        super().__init__(device, stream, threads)
         self._board = board
         self.slack = None if limit_s is None else Slack(limit_s=limit_s)
-        self._threads = threads if device.type == "cpu" else None
         self._clock = clock
-        # served before a tower's; on an NPU the default stream, which is all that its limits count
-        self.stream = device.current_stream() if device.type == "npu" else device.stream(_LANGUAGE_PRIORITY)
         self._last_s: float | None = None  # end of the last step, where its decodes go on
         self._encoded_s = 0.0
         self.is_busy = False
         self.on_pause: Callable[[], None] = lambda: None
 
     @contextmanager
-    def loading(self) -> Iterator[None]:
-        """A context in which weights, KV memory or graphs are made, on any thread; it ends when they are."""
-        with _loading(self._device, self.stream):
-            yield
-
-    @contextmanager
     def step(self) -> Iterator[None]:
         """A context in which a step is computed; :meth:`stepped` follows unless it fails."""
         self.is_busy = True
-        if self._threads is not None:
-            self._device.set_threads(self._threads[0 if self._board.encodes_here else 1])
+        self._part_threads(self._board.encodes_here)
         if self.slack is not None and self._last_s is None:
             self._encoded_s = self._board.encoded_s()
         try:
@@ -263,14 +264,6 @@ class DualStream:
             threads=threads,
             language=self.language if options.role.has_language_model else None,
         )
-
-
-@contextmanager
-def _loading(device: BareDevice, stream: Stream) -> Iterator[None]:
-    device.activate()
-    with stream:
-        yield
-    stream.synchronize()
 
 
 def _smooth(mean: float | None, value: float) -> float:

@@ -38,7 +38,7 @@ def block_nbytes(layout: KVLayout) -> int:
 
 
 class KVMemory:
-    """The KV of an instance on its device, and the slab by which the transport reaches it.
+    """Fills the KVCacheMemory protocol: the KV on a device, and the slab by which the transport reaches it.
 
     Block 0 is scratch. Steps run on the stream on which it is made. Peers read what is announced to them; only
     this instance writes. On a CPU the slab *is* the cache. On a device that the transport reaches the cache is
@@ -54,8 +54,6 @@ class KVMemory:
     Attributes:
         tensor: [layers, 2, num_blocks, block_size, kv_heads, head_dim].
         block_bytes: K or V of a block in one layer.
-        region: the slab, as peers name it. buffer: the same, here.
-        staged_cells: the most layers × blocks that can be landed at once, where the slab is not the cache itself.
     """
 
     def __init__(
@@ -130,16 +128,13 @@ class KVMemory:
 
     @property
     def num_staged(self) -> int:
-        """Layers × blocks that are on their way through the slab."""
         return 0 if self._area is None else self._area.num_lent
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the books of the slab balance."""
         if self._area is not None:
             self._area.check_integrity()
 
     def nbytes(self, num_layers: int, num_blocks: int) -> int:
-        """Bytes of so many blocks in so many layers."""
         return 2 * self.block_bytes * num_layers * num_blocks
 
     def copy_block(self, source: int, target: int) -> None:
@@ -154,7 +149,6 @@ class KVMemory:
 
     @contextmanager
     def stage(self, layers: range, blocks: Sequence[int]) -> Iterator[ReadableKV]:
-        """A context in which peers can read blocks that are computed. It may wait for others' to end."""
         if self._area is None or self._registered is not None:
             yield _InSlab(self, layers, blocks, self.num_blocks)
             return
@@ -164,10 +158,6 @@ class KVMemory:
 
     @contextmanager
     def land(self, layers: range, blocks: Sequence[int]) -> Iterator[ReadableKV]:
-        """A context for writing blocks of some layers where its value says in the slab.
-
-        At its end, unless that is an error, the model can read them. It may wait for others' to end.
-        """
         if self._area is None or self._registered is not None:
             if self._registered is not None and self._copied is not None:
                 self._copied.synchronize()  # it may still read blocks that are free since
@@ -180,7 +170,6 @@ class KVMemory:
             self.copy(layers, blocks, first, lands=True)
 
     def maps(self, region: Region) -> bool:
-        """Return whether :meth:`read_mapped` reaches the device's memory of ``region``. Blocks."""
         if self._mapped is None:
             return False
         try:
@@ -191,7 +180,6 @@ class KVMemory:
             return False
 
     def read_mapped(self, region: Region, layers: range, source: Sequence[int], blocks: Sequence[int]) -> None:
-        """Copy blocks of some layers on the device of ``region`` to blocks here. Blocks; raises TransferError."""
         assert self._mapped is not None, "nothing is mapped here"
         with self._mapped.reading(region) as memory:
             other = memory.view(self._dtype).view(*self._shape[:2], -1, *self._shape[3:])

@@ -48,12 +48,6 @@ class LanguageRunner:
         """Make its device that of this thread, which is to launch steps."""
         self._executor.activate()
 
-    def step(self, output: ScheduleOutput, features_by_hash: Mapping[str, Tensor]) -> SampledTokens:
-        """Compute a step from its launch to its tokens."""
-        step = self.launch(output, features_by_hash)
-        step.sample()
-        return step.read()
-
     def launch(
         self,
         output: ScheduleOutput,
@@ -188,23 +182,15 @@ class StepExecutor:
             block_size=kv.shape[3],
         )
         self._graphs: DecodeGraphs | None = None
-        graphs = device.graph_runner()
-        if graph_sizes and graphs.captures and model.capturable:
-            self._graphs = DecodeGraphs(
-                model,
-                device,
-                graphs,
-                kv,
-                self._tables,
-                num_position_axes=num_position_axes,
-                sizes=graph_sizes,
-            )
-
         self._prefill_graphs: PrefillGraphs | None = None
-        graphs = device.graph_runner()
-        if prefill_graph_sizes and graphs.cuts and model.capturable:
+        axes = num_position_axes
+        if graph_sizes and (graphs := device.graph_runner()).captures and model.capturable:
+            self._graphs = DecodeGraphs(
+                model, device, graphs, kv, self._tables, num_position_axes=axes, sizes=graph_sizes
+            )
+        if prefill_graph_sizes and (graphs := device.graph_runner()).cuts and model.capturable:
             self._prefill_graphs = PrefillGraphs(
-                model, device, graphs, kv, num_position_axes=num_position_axes, sizes=prefill_graph_sizes
+                model, device, graphs, kv, num_position_axes=axes, sizes=prefill_graph_sizes
             )
 
     def activate(self) -> None:
@@ -227,32 +213,25 @@ class StepExecutor:
         self._tables.update(inputs.decodes, inputs.decode_context_lens)
         if self._graphs is not None and self._graphs.fits(inputs):
             return self._graphs.run(inputs, fed)
-        target = self.device
+        target, layers = self.device, None
         meta, positions = self._pack(inputs)
-        plan = self._device.ops.prepare(meta, self._model.dtype)
         features, ids = inputs.features, on_device(inputs.ids, target)
         if features is not None:
             features = to_device(features, target)
         if fed is not None:
             inputs.feed(ids, fed)
-        return self._model.forward(
-            ids,
-            positions,
-            StepContext(
-                plan=plan,
-                kv=self._kv,
-                on_layer=on_layer,
-                both_ways=inputs.prefill_both_ways,
-                states=to_device(torch.tensor(inputs.states), target) if inputs.states else None,
-            ),
-            on_device(inputs.rows, target),
-            features,
-            None if features is None else on_device(inputs.feature_rows, target),
-            logprobs,
-            self._prefill_graphs.forward
-            if self._prefill_graphs is not None and self._prefill_graphs.fits(len(inputs.ids))
-            else None,
+        if self._prefill_graphs is not None and self._prefill_graphs.fits(len(inputs.ids)):
+            layers = self._prefill_graphs.forward
+        context = StepContext(
+            plan=self._device.ops.prepare(meta, self._model.dtype),
+            kv=self._kv,
+            on_layer=on_layer,
+            both_ways=inputs.prefill_both_ways,
+            states=to_device(torch.tensor(inputs.states), target) if inputs.states else None,
         )
+        rows = on_device(inputs.rows, target)
+        feature_rows = None if features is None else on_device(inputs.feature_rows, target)
+        return self._model.forward(ids, positions, context, rows, features, feature_rows, logprobs, layers)
 
     def _pack(self, inputs: StepInputs) -> tuple[AttnMeta, Tensor]:
         """The sequences of a step that is computed eagerly, and the positions [axes, T] of its tokens."""
@@ -302,13 +281,8 @@ class DecodeGraphs:
         num_position_axes: int,
         sizes: Sequence[int],
     ) -> None:
-        self._model = model
-        self._device = device
-        self._graphs = graphs
-        self._kv = kv
-        self._tables = tables
-        self._num_position_axes = num_position_axes
-        self._sizes = sizes
+        self._model, self._device, self._graphs, self._kv, self._tables = model, device, graphs, kv, tables
+        self._num_position_axes, self._sizes = num_position_axes, sizes
         self._ids = torch.zeros(sizes[-1], dtype=torch.long, device=device.torch_device)
         for size in reversed(self._sizes):  # the largest first: its memory pool serves the others
             graphs.capture(size, lambda size=size: self._step(size))  # type: ignore[misc]

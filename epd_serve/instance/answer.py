@@ -12,12 +12,13 @@ import msgspec
 from epd_serve.engine.engine import Engine, EngineEvent, FailureEvent, TokenEvent
 from epd_serve.engine.sampling.patterns import Patterns
 from epd_serve.errors import InvalidRequest, ServeError
-from epd_serve.instance.text.tokenizer import Detokenizer, Vocabulary
+from epd_serve.instance.text.tokenizer import Detokenizer, Tokenizer
 from epd_serve.protocol import frames
 from epd_serve.protocol.openai import chunks
 from epd_serve.protocol.openai.tool_format import Call, CallDelta, ToolCallReader
 from epd_serve.protocol.wire import OutputOptions, TokenLogprob
 from epd_serve.rpc.server import JSON, BrokenStream, Header, Pieces, Reply
+from epd_serve.telemetry.span import Timeline
 from epd_serve.types import SamplingParams
 
 
@@ -34,25 +35,25 @@ class Answer:
     """
 
     def __init__(
-        self, vocabulary: Vocabulary, options: OutputOptions, sampling: SamplingParams, prompt_ids: Sequence[int]
+        self, tokenizer: Tokenizer, options: OutputOptions, sampling: SamplingParams, prompt_ids: Sequence[int]
     ) -> None:
-        self._vocabulary = vocabulary
+        self._tokenizer = tokenizer
         self.options = options
         self.num_cached_tokens = 0
         self._prompt_ids = prompt_ids
         self._is_empty = sampling.max_tokens == 0
         self._is_streamed, self._tells_usage = options.stream, options.continuous_usage
         self._logprobs: dict[int, TokenLogprob] = {}  # of tokens before those that are pushed, by index
-        echo = vocabulary.decode(list(prompt_ids), skip_special_tokens=True) if options.echo else ""
+        echo = tokenizer.decode(list(prompt_ids), skip_special_tokens=True) if options.echo else ""
         self._echoed: list[_Token] = []
         if options.echo and sampling.logprobs is not None:
-            prompt = Choice(vocabulary, (), SamplingParams(seed=0, logprobs=0), None, "", lists_all=True)
+            prompt = Choice(tokenizer, (), SamplingParams(seed=0, logprobs=0), None, "", lists_all=True)
             for token_id in prompt_ids:
                 prompt.add(token_id, None, None)
             self._echoed = [replace(token, start=min(token.start, len(echo))) for token in prompt.untold(False)]
         stop = Patterns(sampling.stop) if sampling.stop else None
         self.choices = [
-            Choice(vocabulary, prompt_ids, sampling, stop, echo, lists_all=options.echo) for _ in range(sampling.n)
+            Choice(tokenizer, prompt_ids, sampling, stop, echo, lists_all=options.echo) for _ in range(sampling.n)
         ]
 
     @property
@@ -64,9 +65,10 @@ class Answer:
         num_prompt, num_output = len(self._prompt_ids), sum(choice.num_tokens for choice in self.choices)
         return chunks.Usage(num_prompt, num_output, min(self.num_cached_tokens, num_prompt))
 
-    def replay(self, index: int, token_id: int, finish_reason: str | None) -> None:
-        """Add a token that the client has already."""
-        self.choices[index].add(token_id, finish_reason, None)
+    def replay(self, token_ids: Sequence[int], last_finish_reason: str | None = None) -> None:
+        """Add tokens of the only choice that the client has already."""
+        for number, token_id in enumerate(token_ids, start=1):
+            self.choices[0].add(token_id, last_finish_reason if number == len(token_ids) else None, None)
 
     # ------------------------------------------------------------------ log-probabilities of earlier tokens
 
@@ -116,9 +118,9 @@ class Answer:
             return b""
         told: list[chunks.ScoredToken] | None = None
         if choice.held is not None:
-            told = [*(self._prompt_tokens() if first else ()), *self._described(choice, news.told)]
+            told = self._describe(choice, news.told, first=first)
         says_nothing = not (first or news.text or news.calls or news.told or choice.finish_reason)
-        if says_nothing and choice.may_call and not self._tells_usage:
+        if says_nothing and choice.reader is not None and not self._tells_usage:
             event = b""  # a call's name is not certain yet
         elif first or choice.finish_reason is not None or told is not None or news.calls or self._tells_usage:
             event = chunks.delta_event(
@@ -146,30 +148,22 @@ class Answer:
         for i, choice in enumerate(self.choices):
             told: list[chunks.ScoredToken] | None = None
             if choice.held is not None:
-                told = [*self._prompt_tokens(), *self._described(choice, choice.told)]
+                told = self._describe(choice, choice.told, first=True)
             reason = choice.finish_reason or "stop"
             finished.append(chunks.ChoiceText(i, choice.text, reason, told, choice.calls))
         return chunks.whole_answer(self.options, finished, self.usage)
 
-    def _prompt_tokens(self) -> list[chunks.ScoredToken]:
-        """The prompt's tokens where it is repeated."""
-        return [
-            self._describe(token.token_id, self._logprobs.get(token.index), token.start) for token in self._echoed
-        ]
-
-    def _described(self, choice: Choice, tokens: Sequence[_Token]) -> list[chunks.ScoredToken]:
-        longest = len(choice.text)
-        return [
-            self._describe(token.token_id, token.logprob, min(len(choice.echo) + token.start, longest))
-            for token in tokens
-        ]
-
-    def _describe(self, token_id: int, logprob: TokenLogprob | None, offset: int) -> chunks.ScoredToken:
-        bytes_of = self._vocabulary.bytes_of
-        if logprob is None:
-            return chunks.ScoredToken(bytes_of(token_id), None, [], offset)
-        top = [(bytes_of(other), value) for other, value in logprob.top]
-        return chunks.ScoredToken(bytes_of(token_id), logprob.logprob, top, offset)
+    def _describe(self, choice: Choice, tokens: Sequence[_Token], *, first: bool) -> list[chunks.ScoredToken]:
+        """Return tokens with their log-probabilities; before the ``first``, the prompt's where it is repeated."""
+        bytes_of, length = self._tokenizer.bytes_of, len(choice.text)
+        echoed = [(one.token_id, self._logprobs.get(one.index), one.start) for one in self._echoed if first]
+        told = [(one.token_id, one.logprob, min(len(choice.echo) + one.start, length)) for one in tokens]
+        described = []
+        for token_id, logprob, offset in [*echoed, *told]:
+            top = [] if logprob is None else [(bytes_of(other), value) for other, value in logprob.top]
+            value = None if logprob is None else logprob.logprob
+            described.append(chunks.ScoredToken(bytes_of(token_id), value, top, offset))
+        return described
 
 
 @dataclass(slots=True)
@@ -195,12 +189,13 @@ class Choice:
     """One text of an answer.
 
     Attributes:
-        held: tokens whose text is not out. told: the others; None where no log-probability is wanted.
+        held: tokens whose text is not out; None where no log-probability is wanted. told: the others.
+        reader: finds tool calls in the text; None where there are no tools.
     """
 
     def __init__(
         self,
-        vocabulary: Vocabulary,
+        tokenizer: Tokenizer,
         prompt_ids: Sequence[int],
         sampling: SamplingParams,
         stop: Patterns | None,
@@ -210,7 +205,7 @@ class Choice:
     ) -> None:
         """``echo`` stands before the text; ``lists_all``: tokens that show nothing are told, too."""
         self.detokenizer = Detokenizer(
-            vocabulary,
+            tokenizer,
             prompt_ids,
             stop,
             skip_special_tokens=sampling.skip_special_tokens,
@@ -218,9 +213,9 @@ class Choice:
             include_stop=sampling.include_stop,
         )
         has_tools = sampling.grammar is not None and sampling.grammar.tools
-        self._reader = ToolCallReader() if has_tools else None
-        self._hidden_ids = vocabulary.special_ids if sampling.skip_special_tokens else frozenset()
-        self._bytes_of = vocabulary.bytes_of
+        self.reader = ToolCallReader() if has_tools else None
+        self._hidden_ids = tokenizer.special_ids if sampling.skip_special_tokens else frozenset()
+        self._bytes_of = tokenizer.bytes_of
         self._lists_all = lists_all
         self._num_prompt_tokens = len(prompt_ids)
         self._num_read = 0
@@ -235,16 +230,11 @@ class Choice:
     @property
     def text(self) -> str:
         """The content as far as it is certain, behind the prompt where that is repeated."""
-        return self.echo + self._content
-
-    @property
-    def may_call(self) -> bool:
-        """Whether the text may have tool calls in it."""
-        return self._reader is not None
+        return self.echo + (self.detokenizer.text if self.reader is None else self.reader.content)
 
     @property
     def calls(self) -> list[Call]:
-        return [] if self._reader is None else self._reader.calls
+        return [] if self.reader is None else self.reader.calls
 
     def untold(self, stream: bool) -> list[_Token]:
         """Tokens whose log-probabilities the client has not got."""
@@ -263,12 +253,12 @@ class Choice:
             text += self.detokenizer.flush()
         self.finish_reason = "stop" if self.detokenizer.stopped else finish_reason
         self.num_tokens += 1
-        if self._reader is None and self.held is None:
+        if self.reader is None and self.held is None:
             return _News(text)
         calls: list[CallDelta] = []
-        if self._reader is not None:
-            text, calls = self._reader.push(text, self.finish_reason)
-            if self.finish_reason == "stop" and self._reader.calls:
+        if self.reader is not None:
+            text, calls = self.reader.push(text, self.finish_reason)
+            if self.finish_reason == "stop" and self.reader.calls:
                 self.finish_reason = "tool_calls"
         return _News(text, calls, self._tell())
 
@@ -282,20 +272,15 @@ class Choice:
         self._unread += token
         return self._num_read + len(characters)
 
-    @property
-    def _content(self) -> str:
-        return self.detokenizer.text if self._reader is None else self._reader.content
-
     def _tell(self) -> list[_Token]:
         """The tokens whose text has come out, in part at least."""
         if not self.held:
             return []
-        is_cut = self.detokenizer.stopped or bool(self.calls)  # what follows is no content
-        is_cut = is_cut or len(self._content) < len(self.detokenizer.text)
+        length = len(self.text) - len(self.echo)
+        is_cut = self.detokenizer.stopped or bool(self.calls)  # the rest is no content
+        is_cut = is_cut or length < len(self.detokenizer.text)
         if self.finish_reason is not None and (self._lists_all or not is_cut):
             length = self.detokenizer.num_read + 1
-        else:
-            length = len(self._content)
         is_out = (one.start < length or not self._bytes_of(one.token_id) for one in self.held)
         told = self.held[: sum(takewhile(bool, is_out))]
         self.held = [] if self.finish_reason is not None else self.held[len(told) :]
@@ -304,19 +289,19 @@ class Choice:
 
 
 class Generation:
-    """Turns engine events into an OpenAI answer, streamed or whole; ``on_finished`` is told of the last token.
+    """Turns engine events into an OpenAI answer, streamed or whole.
 
     Attributes:
         answer: as far as it has come.
         can_move: whether another instance can go on with it, or begin it anew: not a stream of several choices.
     """
 
-    def __init__(self, answer: Answer, engine: Engine, on_finished: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, answer: Answer, engine: Engine, timeline: Timeline, request_id: str) -> None:
         options = answer.options
         self.can_move = len(answer.choices) == 1 or not options.stream
         self.answer = answer
         self._engine = engine
-        self._on_finished = on_finished
+        self._timeline, self._request_id = timeline, request_id
         self._pieces = Pieces()
         self._finished: set[int] = set()  # choices whose last token came here
 
@@ -342,7 +327,7 @@ class Generation:
         if event.finish_reason is None:
             self._engine.stop_sequence(sequence)
         if answer.finished:
-            self._on_finished()
+            self._timeline.finished(self._request_id)
             self._pieces.put(answer.end())
             self._pieces.end()
 

@@ -1,19 +1,19 @@
-"""The control calls of an instance: bodies in, services called, answers out; and which it refuses as it leaves."""
+"""The calls of an instance: bodies in, stages called, answers out; and those that it refuses as it leaves."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from epd_serve.errors import DRAINING, InstanceFailed, ServeError, Unavailable
+from epd_serve.errors import DRAINING, ServeError, Unavailable
 from epd_serve.instance.metrics import CONTENT_TYPE
-from epd_serve.protocol import wire
+from epd_serve.protocol import instance_state, wire
 from epd_serve.rpc.server import JSON, Handler, Reply
 from epd_serve.types import Stage
 
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
     from epd_serve.instance.instance import Instance
 
 _DONE = Reply()
+_NDJSON = (b"content-type", b"application/x-ndjson")
+
+
+class Begins(Protocol):
+    """A stage that knows how far its requests have come."""
+
+    def has_begun(self, key: str) -> bool:
+        """Return whether anything was computed for a request, or an item."""
+        ...
 
 
 @dataclass(eq=False, slots=True)
 class _Call:
     scope: asyncio.Timeout
-    has_begun: Callable[[], bool]
-
-
-def left(name: str) -> Unavailable:
-    """Return the error of a call that is refused: another instance takes it."""
-    return Unavailable(f"instance {name} is leaving its role", code=DRAINING)
-
-
-def moved(name: str) -> InstanceFailed:
-    """Return the error of an answer that has begun: another instance goes on with it."""
-    return InstanceFailed(f"instance {name} is leaving its role", code=DRAINING)
+    stage: Begins | None
+    key: str
 
 
 class Refusals:
@@ -49,21 +49,30 @@ class Refusals:
     def __len__(self) -> int:
         return len(self._calls)
 
+    def error(self, kind: type[ServeError] = Unavailable) -> ServeError:
+        """Return the error of a call that is refused: another instance takes it.
+
+        InstanceFailed is the ``kind`` of an answer that has begun: another instance goes on with it.
+        """
+        return kind(f"instance {self._name} is leaving its role", code=DRAINING)
+
     @asynccontextmanager
     async def call(
         self,
-        has_begun: Callable[[], bool],
-        refusal: Callable[[str], ServeError] = left,
+        stage: Begins | None = None,
+        key: str = "",
+        *,
+        kind: type[ServeError] = Unavailable,
     ) -> AsyncGenerator[None]:
-        """Around what answers a call; it is cancelled, and raises ``refusal``, when it is refused.
+        """Around what answers a call; it is cancelled, and raises an error of that ``kind``, when it is refused.
 
         Args:
-            has_begun: whether anything was computed for it.
+            stage: of the request or item ``key``; None: something was computed for it.
         """
         call: _Call | None = None
         try:
             async with asyncio.timeout(None) as scope:
-                call = _Call(scope, has_begun)
+                call = _Call(scope, stage, key)
                 self._calls.add(call)
                 try:
                     yield
@@ -71,14 +80,15 @@ class Refusals:
                     self._calls.discard(call)
         except TimeoutError:
             if call is not None and call.scope.expired():
-                raise refusal(self._name) from None
+                raise self.error(kind) from None
             raise
 
     def refuse(self, *, begun: bool) -> None:
         """Refuse the calls that have not begun; with ``begun``, all."""
         now = asyncio.get_running_loop().time()
-        for call in [call for call in self._calls if begun or not call.has_begun()]:
-            if not call.scope.expired():
+        for call in list(self._calls):
+            has_begun = call.stage is None or call.stage.has_begun(call.key)
+            if (begun or not has_begun) and not call.scope.expired():
                 call.scope.reschedule(now)
 
 
@@ -118,6 +128,9 @@ class ControlCalls:
             ("GET", "/info", self._info),
             ("GET", "/integrity", self._integrity),
             ("GET", "/metrics", self._metrics),
+            ("GET", "/reports", self._reports),
+            ("POST", "/role", self._role),
+            ("POST", "/leave", self._leave),
             ("POST", "/stage/encode", self._encode),
             ("POST", "/stage/prefill", self._prefill),
             ("POST", "/stage/decode", self._decode),
@@ -125,101 +138,91 @@ class ControlCalls:
             ("POST", "/prompt/detokenize", self._detokenize),
             ("POST", "/feature/event", self._feature_event),
             ("POST", "/kv/reserve", self._kv_reserve),
-            ("POST", "/kv/renew", self._kv_renew),
-            ("POST", "/kv/complete", self._kv_complete),
-            ("POST", "/kv/cancel", self._kv_cancel),
             ("POST", "/kv/announce", self._kv_announce),
+            *(("POST", path, partial(self._kv, path)) for path in ("/kv/renew", "/kv/complete", "/kv/cancel")),
         ]
 
+    # ------------------------------------------------------------------ stages
+
     async def _encode(self, body: bytes) -> Reply:
-        request = wire.decode(body, wire.EncodeRequest)
-        is_own = request.announce_to == self._instance.url  # the last resort of a prompt that has begun here
-        if not (is_own and self._instance.serving(Stage.PREFILL).prefill.is_serving(request.request_id)):
-            self._instance.check_accepting()
-        encodes = self._instance.encode  # every role has E's stage for the worst case
-        reports, mm_hash = self._instance.reports, request.ref.mm_hash
-        self._instance.telemetry.add_call(request.request_id, request.traceparent, mm_hash)
-        reports.add_call(Stage.ENCODE, request.request_id)
-        reports.add_feature(mm_hash)
+        instance, request = self._instance, wire.decode(body, wire.EncodeRequest)
+        encoder, mm_hash = instance.encoder, request.ref.mm_hash  # every role has E's stage for the worst case
+        is_own = request.announce_to == instance.url  # the last resort of a prompt that has begun here
+        if not (is_own and instance.serving(Stage.PREFILL).prefiller.is_serving(request.request_id)):
+            instance.check_accepting()
+        instance.telemetry.add_call(request.request_id, request.traceparent, mm_hash)
+        instance.reports.add_call(Stage.ENCODE, request.request_id)
+        instance.reports.add_feature(mm_hash)
         try:
-            async with self._instance.refusals.call(lambda: is_own or encodes.has_begun(mm_hash)):
-                reply = await encodes.encode(request)
+            async with instance.refusals.call(None if is_own else encoder, mm_hash):
+                reply = await encoder.encode(request)
         except BaseException:
-            reports.drop_feature(mm_hash)
+            instance.reports.drop_feature(mm_hash)
             raise
-        stages = self._instance.options.role.stages
-        self._instance.telemetry.metrics.encoded(reply.cached, instead=Stage.ENCODE not in stages)
+        instance.telemetry.metrics.encoded(reply.cached, instead=Stage.ENCODE not in instance.options.role.stages)
         return Reply(body=wire.encode(reply))
 
     async def _prefill(self, body: bytes) -> Reply:
-        self._instance.check_accepting()
         request = wire.decode(body, wire.PrefillRequest)
-        language, request_id = self._instance.serving(Stage.PREFILL), request.request_id
-        self._instance.telemetry.add_call(request_id, request.traceparent)
-        self._instance.reports.add_call(Stage.PREFILL, request_id)
-        async with self._instance.refusals.call(partial(language.prefill.has_begun, request_id)):
-            return await language.prefill.prefill(request)
+        self._begin(Stage.PREFILL, request)
+        prefiller = self._instance.serving(Stage.PREFILL).prefiller
+        async with self._instance.refusals.call(prefiller, request.request_id):
+            return await prefiller.prefill(request)
 
     async def _decode(self, body: bytes) -> Reply:
-        self._instance.check_accepting()
         request = wire.decode(body, wire.DecodeRequest)
-        language, request_id = self._instance.serving(Stage.DECODE), request.request_id
-        self._instance.telemetry.add_call(request_id, request.traceparent)
-        self._instance.reports.add_call(Stage.DECODE, request_id)
-        async with self._instance.refusals.call(partial(language.decode.has_begun, request_id)):
-            return await language.decode.decode(request)
+        self._begin(Stage.DECODE, request)
+        decoder = self._instance.serving(Stage.DECODE).decoder
+        async with self._instance.refusals.call(decoder, request.request_id):
+            return await decoder.decode(request)
+
+    def _begin(self, stage: Stage, request: wire.PrefillRequest | wire.DecodeRequest) -> None:
+        self._instance.check_accepting()
+        self._instance.serving(stage)
+        self._instance.telemetry.add_call(request.request_id, request.traceparent)
+        self._instance.reports.add_call(stage, request.request_id)
 
     async def _tokenize(self, body: bytes) -> Reply:
-        reply = await self._instance.serving(Stage.PREFILL).prefill.tokenize(
-            wire.decode(body, wire.TokenizeRequest)
-        )
-        return Reply(body=wire.encode(reply))
+        prefiller = self._instance.serving(Stage.PREFILL).prefiller
+        return Reply(body=wire.encode(await prefiller.tokenize(wire.decode(body, wire.TokenizeRequest))))
 
     async def _detokenize(self, body: bytes) -> Reply:
-        reply = await self._instance.serving(Stage.PREFILL).prefill.detokenize(
-            wire.decode(body, wire.DetokenizeRequest)
-        )
-        return Reply(body=wire.encode(reply))
+        prefiller = self._instance.serving(Stage.PREFILL).prefiller
+        return Reply(body=wire.encode(await prefiller.detokenize(wire.decode(body, wire.DetokenizeRequest))))
 
     async def _feature_event(self, body: bytes) -> Reply:
-        receiver = self._instance.serving(Stage.PREFILL).receiver
-        event = wire.decode(body, wire.FeatureEvent)
+        receiver, event = self._instance.serving(Stage.PREFILL).receiver, wire.decode(body, wire.FeatureEvent)
         self._instance.telemetry.metrics.feature_came(event.producer)
         await receiver.receive(event)
         return _DONE
 
     async def _kv_reserve(self, body: bytes) -> Reply:
         self._instance.check_accepting()
-        request = wire.decode(body, wire.ReserveRequest)
-        async with self._instance.refusals.call(lambda: True):
-            reply = await self._instance.serving(Stage.DECODE).decode.reserve(request)
-        return Reply(body=wire.encode(reply))
+        decoder = self._instance.serving(Stage.DECODE).decoder
+        async with self._instance.refusals.call():
+            return Reply(body=wire.encode(await decoder.reserve(wire.decode(body, wire.ReserveRequest))))
 
-    async def _kv_renew(self, body: bytes) -> Reply:
-        self._instance.serving(Stage.DECODE).decode.renew(wire.decode(body, wire.TransferRef))
-        return _DONE
-
-    async def _kv_complete(self, body: bytes) -> Reply:
-        await self._instance.serving(Stage.DECODE).decode.complete(wire.decode(body, wire.Handoff))
-        return _DONE
-
-    async def _kv_cancel(self, body: bytes) -> Reply:
-        self._instance.serving(Stage.DECODE).decode.cancel(wire.decode(body, wire.TransferRef))
+    async def _kv(self, path: str, body: bytes) -> Reply:
+        decoder = self._instance.serving(Stage.DECODE).decoder
+        if path == "/kv/complete":
+            await decoder.complete(wire.decode(body, wire.Handoff))
+        else:
+            ref = wire.decode(body, wire.TransferRef)
+            decoder.renew(ref) if path == "/kv/renew" else decoder.cancel(ref)
         return _DONE
 
     async def _kv_announce(self, body: bytes) -> Reply:
-        announcement = wire.decode(body, wire.KVAnnouncement)
-        taken = await self._instance.serving(Stage.DECODE).decode.read_kv(announcement)
-        return Reply(body=wire.encode(taken))
+        decoder = self._instance.serving(Stage.DECODE).decoder
+        return Reply(body=wire.encode(await decoder.read_kv(wire.decode(body, wire.KVAnnouncement))))
 
-    # ------------------------------------------------------------------ how it is
+    # ------------------------------------------------------------------ its state
 
     async def _health(self, body: bytes) -> Reply:
         self._instance.check_ready()
         return Reply(headers=(JSON,), body=b'{"status":"ok"}')
 
     async def _live(self, body: bytes) -> Reply:
-        """It answers, be it loading its model or draining: to start it again would not help."""
+        """Answer even while it loads its model or drains: to start it again would not help."""
         return Reply(headers=(JSON,), body=b'{"status":"live"}')
 
     async def _info(self, body: bytes) -> Reply:
@@ -238,3 +241,15 @@ class ControlCalls:
         self._instance.check_ready()
         headers = ((b"content-type", CONTENT_TYPE.encode()),)
         return Reply(headers=headers, body=self._instance.render_metrics())
+
+    async def _reports(self, body: bytes) -> Reply:
+        self._instance.check_started()
+        return Reply(headers=(_NDJSON,), stream=self._instance.reports.stream())
+
+    async def _role(self, body: bytes) -> Reply:
+        order = wire.decode(body, instance_state.RoleOrder)
+        return Reply(body=wire.encode(await self._instance.lifecycle.switch(order)))
+
+    async def _leave(self, body: bytes) -> Reply:
+        order = wire.decode(body, instance_state.LeaveOrder)
+        return Reply(body=wire.encode(await self._instance.lifecycle.leave(order)))

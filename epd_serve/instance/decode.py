@@ -7,7 +7,6 @@ import time
 from bisect import insort
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from epd_serve.cache.block_pool import num_blocks_for
@@ -24,8 +23,9 @@ from epd_serve.errors import (
     Unavailable,
 )
 from epd_serve.instance.answer import Answer, Generation
+from epd_serve.instance.feature_receiver import ORPHAN_S
 from epd_serve.instance.telemetry import InstanceTelemetry
-from epd_serve.instance.text.tokenizer import Vocabulary
+from epd_serve.instance.text.tokenizer import Tokenizer
 from epd_serve.protocol import wire
 from epd_serve.rpc.server import Reply
 from epd_serve.sched.sequence import Sequence
@@ -34,10 +34,7 @@ from epd_serve.transfer.reservation import Reservation, ReservationState, Reserv
 from epd_serve.transfer.transport import PeerGone, Piece, StillCopying, TransferError, Transport, paired
 
 if TYPE_CHECKING:
-    from epd_serve.instance.loading.model import Compiler
-
-#: How long a hand-off, or a feature, is held for a request that nobody has asked for yet.
-ORPHAN_S = 10.0
+    from epd_serve.instance.text.grammar_compiler import GrammarCompiler
 
 
 @dataclass(eq=False, slots=True)
@@ -50,7 +47,7 @@ class _Waiting:
     turn: asyncio.Future[None]
 
 
-class DecodeService:
+class Decoder:
     """Decodes requests whose prompt another instance computed.
 
     The gateway's "expect" and P's reservation and hand-off come in any order; a hand-off that no gateway asks for
@@ -58,7 +55,7 @@ class DecodeService:
 
     Attributes:
         generations: of the answers that are decoded here, by request.
-        expected: what the gateway has announced; done when it is handed over.
+        expected: requests that the gateway has announced; done when they are handed over.
         waiting: reservations that wait for room: the most urgent first, and of these the oldest.
     """
 
@@ -66,17 +63,18 @@ class DecodeService:
         self,
         engine: Engine,
         memory: KVCacheMemory,
-        vocabulary: Vocabulary,
+        tokenizer: Tokenizer,
         *,
         transport: Transport,
         listeners: Listeners,
-        compiler: Compiler,
+        compiler: GrammarCompiler | None,
         telemetry: InstanceTelemetry,
         queue_timeout_s: float,
     ) -> None:
+        """``compiler`` is None where no answer follows a grammar."""
         self._engine = engine
         self._memory = memory
-        self._vocabulary = vocabulary
+        self._tokenizer = tokenizer
         self._transport = transport
         self._listeners = listeners
         self._compiler = compiler
@@ -99,7 +97,7 @@ class DecodeService:
         return (expected is not None and expected.done()) or self._reservations.has_blocks(request_id)
 
     def send_away(self) -> None:
-        """End hand-offs that nobody has asked for."""
+        """End hand-offs that no gateway has asked for."""
         for request_id in list(self._unclaimed):
             self._end(request_id)
 
@@ -152,18 +150,25 @@ class DecodeService:
             self._reservations.release(request.transfer_id)
             raise _ended(request.request_id)
         if reservation.state is ReservationState.PENDING:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            waiting = _Waiting(reservation, request, time.monotonic(), turn)
+            insort(self.waiting, waiting, key=lambda one: (one.request.priority, one.arrival_s))
+            self.grant()
             try:
                 async with asyncio.timeout(self._queue_timeout_s):
-                    await self._granted(reservation, request)
-            except TimeoutError as error:
+                    await turn
+            except BaseException as error:
                 self._reservations.release(request.transfer_id)
+                if not isinstance(error, TimeoutError):
+                    raise
                 raise Unavailable(
                     f"no room for the request's KV within {self._queue_timeout_s:g} s; try again later",
                     code=NO_ROOM,
                 ) from error
-            except BaseException:
-                self._reservations.release(request.transfer_id)
-                raise
+            finally:
+                if waiting in self.waiting:
+                    self.waiting.remove(waiting)
+                    self.grant()  # it may have stood before others
         if reservation.blocks is None or reservation.state is not ReservationState.GRANTED:
             raise _ended(request.request_id)
         num_blocks = num_blocks_for(request.num_prompt_tokens, self._memory.layout.block_size)
@@ -175,19 +180,6 @@ class DecodeService:
             staged_cells=self._memory.staged_cells,
             maps=maps,
         )
-
-    async def _granted(self, reservation: Reservation, request: wire.ReserveRequest) -> None:
-        """Return when it is no longer PENDING."""
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waiting = _Waiting(reservation, request, time.monotonic(), turn)
-        insort(self.waiting, waiting, key=lambda one: (one.request.priority, one.arrival_s))
-        self.grant()
-        try:
-            await turn
-        finally:
-            if waiting in self.waiting:
-                self.waiting.remove(waiting)
-                self.grant()  # it may have stood before others
 
     def grant(self) -> None:
         """Give blocks to reservations that wait, in their order, as long as there are some. On the event loop."""
@@ -221,12 +213,14 @@ class DecodeService:
     async def complete(self, handoff: wire.Handoff) -> None:
         """Take the request over. Raises Unavailable where it was cancelled or its lease has ended. Idempotent."""
         # before the blocks are taken over: where this fails, P cancels and they go back
-        answer = Answer(self._vocabulary, handoff.output, handoff.sampling, handoff.prompt_ids)
+        answer = Answer(self._tokenizer, handoff.output, handoff.sampling, handoff.prompt_ids)
         answer.num_cached_tokens = handoff.num_cached_tokens
         if handoff.generated:  # a long answer that goes on here takes a while to be read again
-            await asyncio.to_thread(_replay, answer, handoff.generated)
-        grammar = handoff.sampling.grammar
-        constraint = None if grammar is None else await self._compiler.compile(grammar, is_tried=True)
+            await asyncio.to_thread(answer.replay, handoff.generated)
+        constraint = None
+        if (grammar := handoff.sampling.grammar) is not None:
+            assert self._compiler is not None, "P refuses it"
+            constraint = await self._compiler.compile(grammar, is_tried=True)
         if self._reservations.is_completed(handoff.transfer_id):
             return
         if handoff.logprobs:
@@ -239,8 +233,7 @@ class DecodeService:
         if handoff.request_id in self._ended:
             self._engine.unreserve(reservation.blocks)
             raise _ended(handoff.request_id)
-        finished = partial(self._telemetry.timeline.finished, handoff.request_id)
-        generation = Generation(answer, self._engine, finished)
+        generation = Generation(answer, self._engine, self._telemetry.timeline, handoff.request_id)
         self._telemetry.timeline.received(handoff.request_id, DECODE_QUEUE)
         self.generations[handoff.request_id] = generation
         self._listeners.listen(handoff.request_id, generation.feed)
@@ -275,27 +268,26 @@ class DecodeService:
         call ends before.
         """
         wanted = [p for p in announcement.parts if self._reservations.begin_read(p.transfer_id, p.block_ids)]
-        reading = asyncio.create_task(asyncio.to_thread(self._read, announcement, wanted))
-        reading.add_done_callback(lambda done: self._end_read(done, wanted))
+        reading = asyncio.create_task(
+            asyncio.to_thread(read_kv, announcement, wanted, self._memory, self._transport)
+        )
+
+        def end_read(reading: asyncio.Task[float]) -> None:
+            error = None if reading.cancelled() else reading.exception()  # P hears of it, if it still listens
+            given_up_at = time.monotonic() if isinstance(error, StillCopying) else None
+            for part in wanted:
+                self._reservations.end_read(part.transfer_id, given_up_at)
+
+        reading.add_done_callback(end_read)
         try:
-            await asyncio.shield(reading)
+            seconds = await asyncio.shield(reading)
         except TransferError as error:
             code = PEER_UNREACHABLE if isinstance(error, PeerGone) else None
             raise InstanceFailed(f"the KV cannot be read: {error}", code=code) from error
-        return wire.KVTaken([part.transfer_id for part in wanted])
-
-    def _end_read(self, reading: asyncio.Task[None], parts: list[wire.SentKV]) -> None:
-        # P hears of the error, if it still listens
-        error = None if reading.cancelled() else reading.exception()
-        given_up_at = time.monotonic() if isinstance(error, StillCopying) else None
-        for part in parts:
-            self._reservations.end_read(part.transfer_id, given_up_at)
-
-    def _read(self, announcement: wire.KVAnnouncement, parts: list[wire.SentKV]) -> None:
-        seconds = read_kv(announcement, parts, self._memory, self._transport)
-        if num_blocks := sum(len(part.block_ids) for part in parts):
+        if num_blocks := sum(len(part.block_ids) for part in wanted):
             num_layers = announcement.end_layer - announcement.first_layer
             self._telemetry.metrics.kv_read(self._memory.nbytes(num_layers, num_blocks), seconds)
+        return wire.KVTaken([part.transfer_id for part in wanted])
 
     def cancel(self, ref: wire.TransferRef) -> None:
         """P announces no more; with a reason, the request has failed. Idempotent."""
@@ -334,29 +326,24 @@ def read_kv(
     """
     layers = range(announcement.first_layer, announcement.end_layer)
     blocks = [block for part in parts for block in part.block_ids]
-    start = time.monotonic()
     if not blocks:
+        start = time.monotonic()
         transport.read(announcement.region, [])  # the first contact
-    elif parts[0].source_ids:
+        return time.monotonic() - start
+    if parts[0].source_ids:
+        start = time.monotonic()
         memory.read_mapped(announcement.region, layers, [one for part in parts for one in part.source_ids], blocks)
-    else:
-        with memory.land(layers, blocks) as landing:
-            pieces: list[Piece] = []
-            first = 0
-            for part in parts:
-                pairs = paired(part.spans, landing.spans(first, len(part.block_ids)))
-                pieces += [(there, memory.buffer[here : here + count]) for there, here, count in pairs]
-                first += len(part.block_ids)
-            start = time.monotonic()
-            transport.read(announcement.region, pieces)
-            return time.monotonic() - start
-    return time.monotonic() - start
-
-
-def _replay(answer: Answer, token_ids: list[int]) -> None:
-    """Let it stand where it stood for the client before P."""
-    for token_id in token_ids:
-        answer.replay(0, token_id, None)
+        return time.monotonic() - start
+    with memory.land(layers, blocks) as landing:
+        pieces: list[Piece] = []
+        first = 0
+        for part in parts:
+            pairs = paired(part.spans, landing.spans(first, len(part.block_ids)))
+            pieces += [(there, memory.buffer[here : here + count]) for there, here, count in pairs]
+            first += len(part.block_ids)
+        start = time.monotonic()
+        transport.read(announcement.region, pieces)
+        return time.monotonic() - start
 
 
 def _ended(request_id: str) -> Unavailable:

@@ -16,25 +16,22 @@ import msgspec
 
 from device.base import BareDevice
 from epd_serve.engine.dual_stream import TowerStream
+from epd_serve.engine.pace.measurements import IMAGE_SIDE
+from epd_serve.engine.pace.step_limits import StepLimits
 from epd_serve.engine.pace.step_watch import StepWatch
-from epd_serve.errors import (
-    NOT_MAPPED,
-    PREPARATION_FULL,
-    InstanceFailed,
-    InvalidRequest,
-    ServeError,
-)
+from epd_serve.errors import NOT_MAPPED, PREPARATION_FULL, InstanceFailed, InvalidRequest, ServeError
+from epd_serve.instance.feature_receiver import FeatureReceiver
 from epd_serve.instance.http import Peers
-from epd_serve.instance.process import end_if_lost
+from epd_serve.instance.lifecycle import end_if_lost
 from epd_serve.instance.telemetry import InstanceTelemetry
 from epd_serve.instance.text.request_processor import S_PER_PIXEL, RequestProcessor
-from epd_serve.protocol.wire import EncodeReply, EncodeRequest, MediaRef
+from epd_serve.protocol.wire import EncodeReply, EncodeRequest
 from epd_serve.sched.schedule import schedule_encodes
 from epd_serve.transfer.feature_store import FeatureStore, StoredFeature
 from epd_serve.types import PLURALS
 
 if TYPE_CHECKING:
-    from epd_serve.instance.loading.model import InstanceModel, Tower
+    from epd_serve.instance.loading.model import InstanceModel
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +44,7 @@ _ANNOUNCE_TIMEOUT_S = 60.0
 
 @dataclass(eq=False, slots=True)
 class _Item:
-    """One distinct media item on its way through the tower, for all requests that want it.
+    """One distinct media item that is ready for the tower, for all requests that want it.
 
     Attributes:
         num_pixels: that the tower sees. num_original_pixels: that the image has.
@@ -70,25 +67,30 @@ class _Encoded:
     batch_s: tuple[float, float]
 
 
-class EncodeService:
+@dataclass(eq=False, slots=True)
+class _Flight:
+    """The encode of one item, for as long as a request waits for it."""
+
+    task: asyncio.Task[_Encoded]
+    num_waiters: int = 0
+
+
+class Encoder:
     """Encodes media in batches on a thread of its own, beside whatever else the instance computes.
 
-    :meth:`serve` comes before all requests.
-
-    The tower is loaded at :meth:`warm_up`, or with the first item on an instance that was not meant to encode
-    (recompute where no encoder is left).
+    :meth:`serve` comes before all requests. :meth:`load_tower` loads the tower, or else the first item does, on an
+    instance that was not meant to encode (recompute where no encoder is left).
 
     Args:
-        processor: has threads on which media are prepared.
+        processor: has places in which media are prepared.
         stream: on which the tower runs. device: of the tower; the process ends where a batch finds it lost.
         url: of this instance, as consumers announce themselves.
         feature_timeout_s: how long consumers wait for a feature.
 
     Attributes:
-        may_start: asked on the event loop before each batch; while it says no, items wait. Whoever makes it say
-            yes again calls :meth:`reconsider` afterwards. It must say yes while nothing else runs.
+        consumer: takes features of this instance's own requests; None where its role has no prompts.
         num_waiting_pixels: of distinct items that are not encoded yet.
-        is_held: whether items wait for ``may_start``.
+        is_held: whether items wait for :meth:`may_start`.
         watch: of the batches.
     """
 
@@ -113,12 +115,11 @@ class EncodeService:
         self._stream = stream
         self._device = device
         self._telemetry = telemetry
-        self.may_start: Callable[[], bool] = lambda: True
+        self.consumer: FeatureReceiver | None = None
         self._loop = asyncio.get_running_loop()
-        self._tower: Tower | None = None
+        self._tower: Any = None
         self._tower_thread = ThreadPoolExecutor(1, thread_name_prefix="tower")
-        self._flights: dict[str, asyncio.Task[_Encoded]] = {}
-        self._waiters: dict[str, int] = {}
+        self._flights: dict[str, _Flight] = {}
         self._waiting: list[_Item] = []
         self.num_waiting_pixels = 0
         self._changed = asyncio.Event()
@@ -130,7 +131,7 @@ class EncodeService:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiters)
+        return len(self._flights)
 
     @property
     def num_parameters(self) -> int:
@@ -141,36 +142,32 @@ class EncodeService:
         """Whether an item that was asked for is in the tower, or past it."""
         return mm_hash not in self._flights or mm_hash in self._in_tower
 
-    def serve(
-        self,
-        store: FeatureStore,
-        deliver_here: Callable[[str, MediaRef, Any], Awaitable[None]] | None,
-        *,
-        image_budget_pixels: int,
-    ) -> None:
-        """From now on, in a role of the instance. Nothing may be under way.
+    def serve(self, store: FeatureStore, image_budget_pixels: int) -> None:
+        """Keep features in this store, from now on. Nothing may be under way."""
+        assert not self._flights, "something is being encoded"
+        self._off_device: set[str] = set()  # consumers that do not reach this device
+        self._store, self._budget = store, image_budget_pixels
 
-        Args:
-            deliver_here: gives a feature to the consumer in this instance, by request id; None: there is none.
-        """
-        assert not self._waiters, "something is being encoded"
-        self._off_device: set[str] = set()
-        self._store, self._deliver_here, self._budget = store, deliver_here, image_budget_pixels
-
-    def unload(self) -> None:
+    def unload_tower(self) -> None:
         """Give the tower's memory back; it is loaded again when it is needed."""
         self._tower = None
 
-    async def warm_up(self, find_budget: Callable[[Tower], int] | None = None) -> None:
-        """Load the tower; ``find_budget`` may measure it, on its thread, and says how many pixels a batch has."""
-        loop = asyncio.get_running_loop()
-        self._model.decoders.start()
-        tower = await loop.run_in_executor(self._tower_thread, self._loaded_tower)
-        if find_budget is not None:
-            self._budget = await loop.run_in_executor(self._tower_thread, find_budget, tower)
+    async def load_tower(self, limits: StepLimits | None = None) -> None:
+        """Load the tower; with ``limits``, measure the pixels of a batch within them."""
+        if self._model.decoders is not None:
+            self._model.decoders.start()
+        tower = await self._loop.run_in_executor(self._tower_thread, self._loaded_tower)
+        if limits is not None:
+            area = self._family.num_pixels((IMAGE_SIDE, IMAGE_SIDE))
+            find = partial(limits.find_image_budget, area, partial(self._model.encode_seconds, tower))
+            self._budget = await self._loop.run_in_executor(self._tower_thread, find)
+
+    def may_start(self) -> bool:
+        """Whether the items that wait may start now; :meth:`reconsider` follows when that changes."""
+        return self._stream.may_start(self._waiting[0].num_pixels)
 
     def reconsider(self) -> None:
-        """Ask ``may_start`` again, if items wait for it. Any thread, before the event loop is closed."""
+        """Ask :meth:`may_start` again, if items wait for it. Any thread, before the event loop is closed."""
         if self.is_held:
             self._loop.call_soon_threadsafe(self._changed.set)
 
@@ -181,7 +178,8 @@ class EncodeService:
         with suppress(asyncio.CancelledError):
             await self._loop_task
         self._tower_thread.shutdown(cancel_futures=True)
-        self._model.decoders.close()
+        if self._model.decoders is not None:
+            self._model.decoders.close()
 
     async def encode(self, request: EncodeRequest) -> EncodeReply:
         """Encode, store and announce one item; done when the consumer has it.
@@ -195,32 +193,35 @@ class EncodeService:
         if request.ref.segment is not None and not self._family.num_tokens(request.ref):
             return EncodeReply(cached=True, num_tokens=0)  # the video has fewer groups of frames than segments
         try:
-            reply, batch = await self._announced(request)
+            reply, batch = await self._store_and_announce(request)
         except InvalidRequest:
             raise
         except ServeError as error:
-            if self._deliver_here is None or request.announce_to != self._url or error.code == PREPARATION_FULL:
+            if self.consumer is None or request.announce_to != self._url or error.code == PREPARATION_FULL:
                 raise
             logger.warning("feature %s goes past the store: %s", request.ref.mm_hash[:12], error.message)
-            encoded = await self._encoded(request)
-            await self._deliver_here(request.request_id, request.ref, encoded.feature)
+            encoded = await self._encode_item(request)
+            await self.consumer.take(request.request_id, request.ref, encoded.feature)
             reply, batch = EncodeReply(cached=False, num_tokens=encoded.feature.shape[0]), encoded.batch_s
         self._telemetry.timeline.encoded(request.request_id, request.ref.mm_hash, received, batch)
         return reply
 
-    async def _announced(self, request: EncodeRequest) -> tuple[EncodeReply, tuple[float, float]]:
-        ref, owner = request.ref, request.request_id
+    async def _store_and_announce(self, request: EncodeRequest) -> tuple[EncodeReply, tuple[float, float]]:
+        """Return the answer, and when the batch with the item began and ended."""
+        mm_hash, owner = request.ref.mm_hash, request.request_id
         try:
-            feature = await self._store.acquire(ref.mm_hash, owner)
+            feature = await self._store.acquire(mm_hash, owner)
             cached, hit = feature is not None, time.monotonic()
             batch = hit, hit
             if feature is None:
-                encoded = await self._encoded(request)
-                batch = encoded.batch_s
-                feature = await self._put(ref.mm_hash, encoded.feature, owner)
+                encoded = await self._encode_item(request)
+                batch, made = encoded.batch_s, encoded.feature
+                data, dtype = self._model.data_of(made), str(made.dtype).removeprefix("torch.")
+                put = partial(self._store.put, mm_hash, data, list(made.shape), dtype, owner)
+                feature = await _with_room(put)
             await self._announce(request, feature)
         finally:
-            self._store.release(owner, ref.mm_hash)
+            self._store.release(owner, mm_hash)
         return EncodeReply(cached=cached, num_tokens=feature.shape[0]), batch
 
     async def _announce(self, request: EncodeRequest, feature: StoredFeature) -> None:
@@ -229,7 +230,7 @@ class EncodeService:
         while True:
             here, is_on_host = feature, consumer in self._off_device
             if is_on_host:
-                here = await self._with_room(partial(self._store.on_host, mm_hash, feature, owner))
+                here = await _with_room(partial(self._store.on_host, mm_hash, feature, owner))
             event = msgspec.structs.replace(
                 self._store.event(mm_hash, here, owner),
                 item=request.ref,
@@ -243,54 +244,41 @@ class EncodeService:
                     raise
                 self._off_device.add(consumer)
 
-    async def _encoded(self, request: EncodeRequest) -> _Encoded:
+    async def _encode_item(self, request: EncodeRequest) -> _Encoded:
         """The item's feature; requests for one item share one encode, which ends when nobody wants it any more."""
         mm_hash = request.ref.mm_hash
-        if mm_hash not in self._flights:
-            self._flights[mm_hash] = asyncio.create_task(self._fly(request))
-        flight = self._flights[mm_hash]
-        self._waiters[mm_hash] = self._waiters.get(mm_hash, 0) + 1
+        flight = self._flights.get(mm_hash)
+        if flight is None:
+            flight = self._flights[mm_hash] = _Flight(asyncio.create_task(self._prepare_and_encode(request)))
+        flight.num_waiters += 1
         try:
-            return await asyncio.shield(flight)
+            return await asyncio.shield(flight.task)
         finally:
-            self._waiters[mm_hash] -= 1
-            if not self._waiters[mm_hash]:
-                del self._waiters[mm_hash]
+            flight.num_waiters -= 1
+            if not flight.num_waiters:
                 del self._flights[mm_hash]
-                flight.cancel()
+                flight.task.cancel()
 
-    async def _fly(self, request: EncodeRequest) -> _Encoded:
-        num_pixels = request.ref.num_pixels
+    async def _prepare_and_encode(self, request: EncodeRequest) -> _Encoded:
+        ref = request.ref
+        if ref.modality not in self._family.token_ids:
+            raise InvalidRequest(f"the model takes no {PLURALS[ref.modality]}", code="unsupported_media")
         item: _Item | None = None
-        self.num_waiting_pixels += num_pixels
+        self.num_waiting_pixels += ref.num_pixels
         try:
-            inputs, begun_s = await self._prepared(
-                request.media, request.ref, is_own=request.announce_to == self._url
-            )
-            item = _Item(
-                request.ref.mm_hash,
-                inputs,
-                self._family.pixels_of(request.ref),
-                num_pixels,
-                begun_s,
-                asyncio.get_running_loop().create_future(),
-            )
+            timeout_s = self._feature_timeout_s * (_OWN_PART if request.announce_to == self._url else _PART)
+            async with self._processor.place("media", ref.num_pixels * S_PER_PIXEL, timeout_s) as place:
+                begun_s = time.monotonic()
+                inputs = await self._model.prepare(request.media, ref, place)
+            pixels = self._family.pixels_of(ref)
+            item = _Item(ref.mm_hash, inputs, pixels, ref.num_pixels, begun_s, self._loop.create_future())
             self._waiting.append(item)
             self._changed.set()
             return await item.feature
         finally:
-            self.num_waiting_pixels -= num_pixels
+            self.num_waiting_pixels -= ref.num_pixels
             if item in self._waiting:
                 self._waiting.remove(item)
-
-    async def _prepared(self, media: bytes, ref: MediaRef, *, is_own: bool = False) -> tuple[Any, float]:
-        """Return the tower's inputs, and when this began. ``is_own``: this instance itself needs the item."""
-        if ref.modality not in self._family.token_ids:
-            raise InvalidRequest(f"the model takes no {PLURALS[ref.modality]}", code="unsupported_media")
-        timeout_s = self._feature_timeout_s * (_OWN_PART if is_own else _PART)
-        async with self._processor.place("media", ref.num_pixels * S_PER_PIXEL, timeout_s) as place:
-            begun_s = time.monotonic()
-            return await self._model.prepare(media, ref, place), begun_s
 
     async def _run(self) -> None:
         while True:
@@ -299,25 +287,19 @@ class EncodeService:
             while self._waiting:
                 # set before the question: who changes the answer after it sees this and calls back
                 was_held, self.is_held = self.is_held, True
-                batch = self._next_batch()
-                if not batch:
-                    break
+                budget = self._budget
+                try:
+                    if not self.may_start():
+                        break
+                    budget = min(budget, self._stream.max_pixels())
+                except Exception:  # a device that does not answer must not end the encoder
+                    logger.exception("cannot find out whether an encode may start; it starts")
                 self.is_held = False
+                batch = schedule_encodes(self._waiting, budget)
                 del self._waiting[: len(batch)]
                 self._in_tower = frozenset(item.mm_hash for item in batch)
                 await self._encode_batch(batch, was_held)
                 self._in_tower = frozenset()
-
-    def _next_batch(self) -> list[_Item]:
-        """Return the waiting items that may start now."""
-        budget = self._budget
-        try:
-            if not (self.may_start() and self._stream.may_start(self._waiting[0].num_pixels)):
-                return []
-            budget = min(budget, self._stream.max_pixels())
-        except Exception:  # a guard that fails must not end the encoder
-            logger.exception("whether an encode may start is not to be found out; it starts")
-        return schedule_encodes(self._waiting, budget)
 
     async def _encode_batch(self, batch: list[_Item], was_held: bool) -> None:
         try:
@@ -353,25 +335,20 @@ class EncodeService:
         self._telemetry.add_batch(len(batch), sum(pixels), loaded, end, busy_s)
         return features, (start, end)
 
-    def _loaded_tower(self) -> Tower:
+    def _loaded_tower(self) -> Any:
         if self._tower is None:
             with self._stream.loading():
                 self._tower = self._model.tower(self._stream.between_layers)
             self._stream.least_pixel_bytes = self._tower.pixel_bytes
         return self._tower
 
-    async def _put(self, mm_hash: str, feature: Any, owner: str) -> StoredFeature:
-        data = self._model.data_of(feature)
-        dtype = str(feature.dtype).removeprefix("torch.")
-        return await self._with_room(partial(self._store.put, mm_hash, data, list(feature.shape), dtype, owner))
 
-    @staticmethod
-    async def _with_room(put: Callable[[], Awaitable[StoredFeature | None]]) -> StoredFeature:
-        while True:
-            try:
-                stored = await put()
-            except ValueError as error:
-                raise ServeError(str(error)) from error
-            if stored is not None:
-                return stored
-            await asyncio.sleep(_RETRY_ROOM_S)  # what is held is being fetched, so room will come
+async def _with_room(put: Callable[[], Awaitable[StoredFeature | None]]) -> StoredFeature:
+    while True:
+        try:
+            stored = await put()
+        except ValueError as error:
+            raise ServeError(str(error)) from error
+        if stored is not None:
+            return stored
+        await asyncio.sleep(_RETRY_ROOM_S)  # what is held is being fetched, so room will come

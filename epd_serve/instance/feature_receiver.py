@@ -1,13 +1,13 @@
-"""The consumer's side of the feature path: fetches on a hash event, verifies, caches, times, tells who waits."""
+"""The consumer's side of the feature path: fetch on a hash event, verify, cache, time, wake who waits."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from epd_serve.cache.feature_cache import IDLE_FEATURES, FeatureCache
@@ -16,91 +16,90 @@ from epd_serve.protocol.wire import FeatureEvent, MediaRef
 from epd_serve.transfer.reservation import Tombstones
 from epd_serve.transfer.transport import NotMapped, PeerGone, TransferError
 
+if TYPE_CHECKING:
+    from epd_serve.engine.engine import Engine
+    from epd_serve.instance.metrics import InstanceMetrics
+    from epd_serve.models.family import Family
+    from epd_serve.transfer.feature_store import FeatureStore
+
+#: How long a feature, or a hand-off, is held for a request that nobody has asked for yet.
+ORPHAN_S = 10.0
 _RETRY_ROOM_S = 0.02
 _ROOM_PATIENCE_S = 0.5
 _NUM_FETCHES = 4
 _MAX_UNUSED = 4096
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FetchTiming:
-    """One feature's way to its first use (EPD-Serve Table 3).
+@dataclass(frozen=True, kw_only=True)
+class FeatureForm:
+    """[rows of the item's feature, ``width``] of ``dtype``. ``family`` knows the rows of each item."""
 
-    Attributes:
-        transmission_s: from the event to the feature being here.
-        scheduling_s: from the event until the engine would have computed with it, had it been here.
-    """
+    dtype: str
+    width: int
+    family: Family
 
-    nbytes: int
-    transmission_s: float
-    scheduling_s: float
+    def check(self, item: MediaRef, feature: Any) -> None:
+        """Raise InstanceFailed for a feature, or an event of one, that is none of this model's for ``item``."""
+        shape, dtype = list(feature.shape), str(feature.dtype).removeprefix("torch.")
+        expected = [self.family.num_tokens(item), self.width]
+        if shape != expected or dtype != self.dtype:
+            frames = f" and {item.num_frames} frames" if item.modality == "video" else ""
+            size = (
+                f"{item.num_samples} samples" if item.modality == "audio" else f"{item.width}x{item.height} pixels"
+            )
+            raise InstanceFailed(
+                f"feature {item.mm_hash[:12]} is {shape} {dtype}; a media item ({item.modality}) of "
+                f"{size}{frames} has {expected} {self.dtype} here"
+            )
 
-    @property
-    def exposed_s(self) -> float:
-        return max(self.transmission_s - self.scheduling_s, 0.0)
+    def read(self, data: Any, shape: Sequence[int], dtype: str) -> Any:
+        """Return bytes, or a tensor [nbytes] uint8, as a feature. Runs on a thread."""
+        import torch
 
-    @property
-    def overlap_ratio(self) -> float:
-        """1 − exposed / transmission: 1 means entirely hidden."""
-        return 1.0 - self.exposed_s / self.transmission_s if self.transmission_s else 1.0
-
-
-@dataclass(slots=True)
-class _Fetch:
-    nbytes: int
-    announced_at: float
-    arrived_at: float | None = None
+        if isinstance(data, torch.Tensor):
+            return data.view(getattr(torch, dtype)).view(shape)
+        return torch.frombuffer(data, dtype=getattr(torch, dtype)).view(shape)
 
 
 class FeatureReceiver:
-    """Features that this instance's requests need, by mm_hash.
+    """Features that this instance's requests need, by mm_hash. On the event loop, but for what the engine asks.
 
     Events may come before or after the request that they are for. A feature that came early is held for its
-    request until ``orphan_s`` have passed; one for a request that has ended is not fetched at all.
+    request until ORPHAN_S have passed; one for a request that has ended is not fetched at all.
 
     ``capacity_bytes`` bounds what is kept beyond need, and so does the number of features that nobody needs: their
     encoder has them, too. Requests that hold some of their features and wait for room for the others, or hold them
     all and wait for blocks of each other's, would wait for ever: so after a moment that slows encoders down, a
     feature is taken in beyond the capacity.
 
-    Args:
-        fetch: the verified bytes of an announced feature; called on threads
-            (:meth:`epd_serve.transfer.feature_store.FeatureStore.fetch`).
-        form: what a feature must look like; another is refused, as if it had not come.
-        arrived: called after each new feature.
-        observe: told of each feature that was fetched, at its first use.
-
     Attributes:
         timeout_s: how long a request waits for its features.
-        early: until when features are held for requests that have not come.
+        engine: is woken by each new feature.
     """
 
     def __init__(
         self,
-        capacity_bytes: int,
-        fetch: Callable[[FeatureEvent], Any],
-        arrived: Callable[[], None],
-        *,
+        store: FeatureStore,
+        engine: Engine,
+        metrics: InstanceMetrics,
         form: FeatureForm,
-        orphan_s: float,
+        *,
+        capacity_bytes: int,
         timeout_s: float,
-        clock: Callable[[], float],
-        observe: Callable[[FetchTiming], None] = lambda timing: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._cache: FeatureCache[Feature] = FeatureCache(capacity_bytes, IDLE_FEATURES)
-        self._fetch_bytes = fetch
+        self._store = store
+        self.engine = engine
+        self._metrics = metrics
         self._form = form
-        self._arrived = arrived
-        self._orphan_s = orphan_s
         self.timeout_s = timeout_s
         self._clock = clock
-        self._observe = observe
-        self._lock = threading.Lock()  # of the next two
-        self._fetches: dict[str, _Fetch] = {}
+        self._cache: FeatureCache[Any] = FeatureCache(capacity_bytes, IDLE_FEATURES)
+        self._fetched: dict[str, tuple[int, float, float]] = {}  # until used: bytes, when announced, when here
         self._starved: dict[str, float] = {}
         self._wanted: dict[str, asyncio.Event] = {}
         self._items: dict[str, dict[str, MediaRef]] = {}
-        self.early: dict[str, float] = {}
+        self._early: dict[str, float] = {}  # until when features are held for requests that have not come
         self._ended: Tombstones[bool] = Tombstones()
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         # of its own: fetches that hang must not hold up the tokenising of other requests
@@ -119,36 +118,25 @@ class FeatureReceiver:
         """Whether :meth:`use` is worth calling."""
         return mm_hash in self._cache
 
-    def use(self, mm_hash: str) -> Feature | None:
+    def use(self, mm_hash: str) -> Any | None:
         """The feature for a step; None where it is not here."""
         feature = self._cache.get(mm_hash)
-        if feature is not None and (self._fetches or self._starved):
-            self._used(mm_hash)
+        if feature is not None and (self._fetched or self._starved):
+            now = self._clock()
+            needed_at = self._starved.pop(mm_hash, now)
+            fetched = self._fetched.pop(mm_hash, None)
+            if fetched is not None:
+                nbytes, announced_at, arrived_at = fetched
+                self._metrics.feature_used(nbytes, arrived_at - announced_at, max(needed_at - announced_at, 0.0))
         return feature
 
     def starved(self, mm_hash: str) -> None:
-        """Work that could be done otherwise waits for this feature."""
-        with self._lock:
-            if len(self._starved) >= _MAX_UNUSED:  # of requests that have ended without their feature
-                self._starved.clear()
-            self._starved.setdefault(mm_hash, self._clock())
+        """Note that work which could be done otherwise waits for this feature."""
+        if len(self._starved) >= _MAX_UNUSED:  # of requests that have ended without their feature
+            self._starved.clear()
+        self._starved.setdefault(mm_hash, self._clock())
 
-    def _used(self, mm_hash: str) -> None:
-        now = self._clock()
-        with self._lock:
-            needed_at = self._starved.pop(mm_hash, now)
-            fetch = self._fetches.pop(mm_hash, None)
-        if fetch is None:
-            return
-        self._observe(
-            FetchTiming(
-                nbytes=fetch.nbytes,
-                transmission_s=(now if fetch.arrived_at is None else fetch.arrived_at) - fetch.announced_at,
-                scheduling_s=max(needed_at - fetch.announced_at, 0.0),
-            )
-        )
-
-    # ------------------------------------------------------------------ on the event loop
+    # ------------------------------------------------------------------ requests
 
     def expect(self, request_id: str, items: list[MediaRef]) -> set[str]:
         """Hold what is here of a request's features and take note of the rest; returns what is here, by mm_hash.
@@ -156,7 +144,7 @@ class FeatureReceiver:
         Raises InstanceFailed for one that is here and is not of the item's length.
         """
         here: set[str] = set()
-        self.early.pop(request_id, None)
+        self._early.pop(request_id, None)
         self._wanted[request_id] = asyncio.Event()
         self._items[request_id] = {item.mm_hash: item for item in items}
         for mm_hash, item in self._items[request_id].items():
@@ -177,40 +165,26 @@ class FeatureReceiver:
         """The request needs its features no more; later events for it are ignored. Idempotent."""
         self._wanted.pop(request_id, None)
         self._items.pop(request_id, None)
-        self.early.pop(request_id, None)
+        self._early.pop(request_id, None)
         self._cache.release(request_id)
         self._ended.add(request_id, True)
 
     def expire(self) -> None:
         """Let go of features whose request never came."""
         now = self._clock()
-        for request_id in [r for r, deadline in self.early.items() if deadline <= now]:
+        for request_id in [r for r, deadline in self._early.items() if deadline <= now]:
             self.release(request_id)
+
+    # ------------------------------------------------------------------ features
 
     async def receive(self, event: FeatureEvent) -> None:
         """Have an announced feature fetched; return once it is here.
 
         Raises InstanceFailed where it cannot be had as described.
         """
-        mm_hash = event.mm_hash
-        if mm_hash in self._cache:
-            return await self._receive(event)
-        with self._lock:
-            while len(self._fetches) >= _MAX_UNUSED:  # of requests that have ended without using theirs
-                del self._fetches[next(iter(self._fetches))]
-            fetch = self._fetches.get(mm_hash)
-            if fetch is None or fetch.arrived_at is not None:  # an earlier one went without being used
-                fetch = self._fetches[mm_hash] = _Fetch(event.nbytes, self._clock())
-        try:
-            await self._receive(event)
-        finally:
-            with self._lock:
-                if fetch.arrived_at is None and mm_hash in self._cache:
-                    fetch.arrived_at = self._clock()
-                elif fetch.arrived_at is None and self._fetches.get(mm_hash) is fetch:
-                    del self._fetches[mm_hash]  # failed, or its request has ended
+        await self._receive(event, self._clock())
 
-    async def _receive(self, event: FeatureEvent) -> None:
+    async def _receive(self, event: FeatureEvent, announced_at: float) -> None:
         if self._is_over(event.request_id):
             return
         # what the gateway told us of the item, if we know that already, goes over what the encoder says
@@ -227,22 +201,32 @@ class FeatureReceiver:
                         "raise feature_cache_bytes"
                     )
                 feature = await asyncio.get_running_loop().run_in_executor(self._threads, self._fetch, event)
-                await self._take_in(event.request_id, event.mm_hash, feature)
+                await self._take_in(event.request_id, event.mm_hash, feature, announced_at)
             elif not self._is_over(event.request_id):
                 self._hold(event.mm_hash, event.request_id)
 
-    async def take(self, request_id: str, item: MediaRef, feature: Feature) -> None:
+    async def take(self, request_id: str, item: MediaRef, feature: Any) -> None:
         """Take in a feature that this instance has encoded itself. Raises InstanceFailed for one that is wrong."""
         self._form.check(item, feature)
-        await self._take_in(request_id, item.mm_hash, feature)
+        await self._take_in(request_id, item.mm_hash, feature, None)
 
-    async def _take_in(self, request_id: str, mm_hash: str, feature: Feature) -> None:
-        await self._wait_for_room(mm_hash, feature.nbytes)
+    async def _take_in(self, request_id: str, mm_hash: str, feature: Any, announced_at: float | None) -> None:
+        deadline = self._clock() + _ROOM_PATIENCE_S
+        while mm_hash not in self._cache and not self._cache.can_put(feature.nbytes):
+            if self._clock() >= deadline:
+                break
+            await asyncio.sleep(_RETRY_ROOM_S)
         if self._is_over(request_id):
             return
         for items in self._items.values():  # requests may have become known since the event was looked at
             if mm_hash in items:
                 self._form.check(items[mm_hash], feature)
+        if announced_at is None:
+            self._fetched.pop(mm_hash, None)
+        else:
+            if len(self._fetched) >= _MAX_UNUSED:  # of requests that have ended without using theirs
+                self._fetched.clear()
+            self._fetched[mm_hash] = (feature.nbytes, announced_at, self._clock())
         self._cache.put(mm_hash, feature, feature.nbytes, request_id, beyond=True)
         self._hold(mm_hash, request_id)
 
@@ -254,88 +238,27 @@ class FeatureReceiver:
         """For the request, and for all others that wait for this feature: else it might go before they hold it."""
         self._cache.acquire(mm_hash, request_id)
         if request_id not in self._wanted:
-            self.early[request_id] = self._clock() + self._orphan_s
+            self._early[request_id] = self._clock() + ORPHAN_S
         for other, items in self._items.items():
             if mm_hash in items:
                 self._cache.acquire(mm_hash, other)
                 self._wanted[other].set()
-        self._arrived()
+        self.engine.wake()
 
-    def check_integrity(self) -> None:
-        self._cache.check_integrity()
-
-    async def _wait_for_room(self, mm_hash: str, nbytes: int) -> None:
-        deadline = self._clock() + _ROOM_PATIENCE_S
-        while mm_hash not in self._cache and not self._cache.can_put(nbytes):
-            if self._clock() >= deadline:
-                return
-            await asyncio.sleep(_RETRY_ROOM_S)
-
-    def _fetch(self, event: FeatureEvent) -> Feature:
+    def _fetch(self, event: FeatureEvent) -> Any:
+        what = f"feature {event.mm_hash[:12]}"
         try:
-            data = self._fetch_bytes(event)
+            data = self._store.fetch(event)
         except TransferError as error:
             code = PEER_UNREACHABLE if isinstance(error, PeerGone) else None
             code = NOT_MAPPED if isinstance(error, NotMapped) else code
-            raise InstanceFailed(f"feature {event.mm_hash[:12]} cannot be fetched: {error}", code=code) from error
+            raise InstanceFailed(f"{what} cannot be fetched: {error}", code=code) from error
         try:
             return self._form.read(data, event.shape, event.dtype)
         except (RuntimeError, ValueError, AttributeError, TypeError) as error:
             raise InstanceFailed(
-                f"feature {event.mm_hash[:12]} of {event.nbytes} bytes is no {event.shape} {event.dtype}: {error}"
+                f"{what} of {event.nbytes} bytes is no {event.shape} {event.dtype}: {error}"
             ) from error
 
-
-class Feature(Protocol):
-    """A picture as the language model takes it. A tensor is one."""
-
-    @property
-    def shape(self) -> Sequence[int]:
-        """[tokens, width]"""
-        ...
-
-    @property
-    def dtype(self) -> Any:
-        """A name such as ``float32``, or torch's."""
-        ...
-
-    @property
-    def nbytes(self) -> int: ...
-
-
-def tensor_of(data: Any, shape: Sequence[int], dtype: str) -> Any:
-    """Bytes, or a tensor [nbytes] uint8, as a tensor of that shape and dtype."""
-    import torch
-
-    if isinstance(data, torch.Tensor):
-        return data.view(getattr(torch, dtype)).view(shape)
-    return torch.frombuffer(data, dtype=getattr(torch, dtype)).view(shape)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FeatureForm:
-    """[rows of the item's feature, ``width``] of ``dtype``.
-
-    Attributes:
-        num_tokens: rows of an item's feature.
-        read: bytes, shape and dtype → the feature; called on a thread once they are here.
-    """
-
-    dtype: str
-    width: int
-    num_tokens: Callable[[MediaRef], int]
-    read: Callable[[Any, Sequence[int], str], Feature] = tensor_of
-
-    def check(self, item: MediaRef, feature: Feature | FeatureEvent) -> None:
-        """Raise InstanceFailed for a feature that is none of this model's for ``item``."""
-        shape, dtype = list(feature.shape), str(feature.dtype).removeprefix("torch.")
-        expected = [self.num_tokens(item), self.width]
-        if shape != expected or dtype != self.dtype:
-            frames = f" and {item.num_frames} frames" if item.modality == "video" else ""
-            size = (
-                f"{item.num_samples} samples" if item.modality == "audio" else f"{item.width}x{item.height} pixels"
-            )
-            raise InstanceFailed(
-                f"feature {item.mm_hash[:12]} is {shape} {dtype}; a media item ({item.modality}) of "
-                f"{size}{frames} has {expected} {self.dtype} here"
-            )
+    def check_integrity(self) -> None:
+        self._cache.check_integrity()

@@ -7,10 +7,8 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import psutil
@@ -21,23 +19,22 @@ from epd_serve.config import InstanceOptions
 from epd_serve.config.role_files import in_role, remember
 from epd_serve.config.sections import MIN_SEGMENT_BYTES
 from epd_serve.engine.dual_stream import DualStream
-from epd_serve.engine.pace.measurements import IMAGE_SIDE
 from epd_serve.engine.pace.step_limits import StepLimits
-from epd_serve.errors import DRAINING, Unavailable
+from epd_serve.errors import DRAINING, InstanceFailed, Unavailable
 from epd_serve.factories import as_it_is, factory
-from epd_serve.instance import process
-from epd_serve.instance.calls import CleanUps, ControlCalls, Refusals, left
-from epd_serve.instance.encode import EncodeService
+from epd_serve.instance.calls import CleanUps, ControlCalls, Refusals
+from epd_serve.instance.encode import Encoder
 from epd_serve.instance.http import Peers
 from epd_serve.instance.language_engine import LanguageEngine
-from epd_serve.instance.lifecycle import DrainReason, Lifecycle, SwitchState
-from epd_serve.instance.loading.model import Language, open_device, open_model
-from epd_serve.instance.reports import Reporter
+from epd_serve.instance.lifecycle import DrainReason, Lifecycle, SwitchState, end_process
+from epd_serve.instance.loading.model import open_device, open_model
+from epd_serve.instance.reports import Reports
 from epd_serve.instance.telemetry import InstanceTelemetry
 from epd_serve.instance.text.request_processor import RequestProcessor, num_media_threads
-from epd_serve.protocol import instance_state, wire
+from epd_serve.protocol import instance_state
 from epd_serve.protocol.addresses import url_of
 from epd_serve.rpc.cluster import cluster_key
+from epd_serve.rpc.server import Handler
 from epd_serve.rpc.tls import tls_files
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore, FeatureStore, StoreObserver
@@ -48,9 +45,14 @@ from epd_serve.transfer.shared_memory import host_id
 from epd_serve.transfer.transport import Transport
 from epd_serve.types import Role, Stage
 
+if TYPE_CHECKING:
+    from epd_serve.instance.loading.model import Language
+
 logger = logging.getLogger(__name__)
 
 _HOUSEKEEPING_S = 0.25
+#: A read must end well before the lease of the blocks that it reads into.
+_READS_PER_LEASE = 4
 
 
 class Instance:
@@ -58,10 +60,11 @@ class Instance:
 
     Attributes:
         is_accepting: whether it takes new requests.
+        encoder: of every role, for the worst case.
+        language: the other stages; None where the role has none.
     """
 
     def __init__(self, options: InstanceOptions) -> None:
-        self.options = options
         self.url = url_of(options.advertise or options.host, options.port, tls=tls_files() is not None)
         self.ready = self.is_accepting = False
         self.language: LanguageEngine | None = None
@@ -70,12 +73,12 @@ class Instance:
         logger.info("%s of %s: %s", options.name, self.device.name, options.sizes)
         self.streams = DualStream(options, self.device)
         self.clean_ups = CleanUps()
-        # where Mooncake takes nothing, an instance's own store does
+        # an instance's own store takes what Mooncake does not
         stores = tuple(dict.fromkeys(("embedded", options.feature_store)))
         self.telemetry = InstanceTelemetry(options.name, stores=stores, trace=options.trace)
         self.refusals = Refusals(options.name)
         self.lifecycle = Lifecycle(self, options.role)
-        self.reports = Reporter(self.load, self.check_started)
+        self.reports = Reports(self)
         self._weights: Language | None = None
 
     async def start(self) -> None:
@@ -84,7 +87,7 @@ class Instance:
         self.loop = asyncio.get_running_loop()
         self.model = await asyncio.to_thread(open_model, options, self.device)
         self.family = self.model.family
-        self._check_tower(options.role)
+        self.check_role(options.role)
         transport = await asyncio.to_thread(start_transport, options, self.device)
         # Mooncake brings links of its own
         self.transport = transport if options.kv_transfer.transport == "mooncake" else self.model.linked(transport)
@@ -93,9 +96,9 @@ class Instance:
         self.processor = RequestProcessor(
             num_media_threads(options.threads),
             queue_timeout_s=options.queue_timeout_s,
-            put=self.telemetry.spans.put,
+            spans=self.telemetry.spans,
         )
-        self.encode = EncodeService(
+        self.encoder = factory("encoder", Encoder)(
             self.model,
             self.peers,
             processor=self.processor,
@@ -105,51 +108,42 @@ class Instance:
             url=self.url,
             feature_timeout_s=options.feature_timeout_s,
         )
-        self.encode.may_start = partial(factory("may encode", _may_encode), self)
-        self.streams.language.on_pause = self.encode.reconsider
+        self.streams.language.on_pause = self.encoder.reconsider
         await self._build()
         self.clean_ups.start(self._housekeep())
         self.ready = True
         self.state_changed()
 
     async def _new_store(self) -> FeatureStore:
-        options, transport, told = self.options, self.transport, self.telemetry.metrics.store_did
+        options, transport, observe = self.options, self.transport, self.telemetry.metrics.store_did
         host = await asyncio.to_thread(
-            start_feature_store, options, transport, self.device, told, self.model.producer
+            start_feature_store, options, transport, self.device, observe, self.model.producer
         )
-        return await asyncio.to_thread(self.model.feature_store, options, host, transport, told)
+        return await asyncio.to_thread(self.model.feature_store, options, host, transport, observe)
 
     async def _build(self) -> None:
-        """Make the stages of the role, out of what is there of them; load the others' weights that stay."""
+        """Make the stages of the role from what is there of them; load the others' weights that stay."""
         options, role = self.options, self.options.role
         keeps_all = options.resident == "all"
         self.limits = StepLimits(options, self.model.measurements())
-        self.encode.serve(
-            self.store,
-            self._deliver_here if role.has_language_model else None,
-            image_budget_pixels=options.image_budget_pixels,
-        )
+        self.encoder.serve(self.store, options.image_budget_pixels)
         if self.family.token_ids and (role.encodes or keeps_all):
-            await self.encode.warm_up(self._find_image_budget if role.encodes else None)
+            await self.encoder.load_tower(self.limits if role.encodes else None)
         if self._weights is None and (role.has_language_model or keeps_all):
             # known before the engine, which may fail: others use them then
             self._weights = await asyncio.to_thread(self.model.language, self)
         if self._weights is not None and role.has_language_model:
             language = await asyncio.to_thread(LanguageEngine, self, self._weights)
             language.start()
-            self.language = language
-
-    def _find_image_budget(self, tower: Any) -> int:
-        area = self.family.num_pixels((IMAGE_SIDE, IMAGE_SIDE))
-        return self.limits.find_image_budget(area, partial(self.model.encode_seconds, tower))
+            self.language, self.encoder.consumer = language, language.receiver
 
     async def close(self) -> None:
         """Stop threads and give back memory."""
-        await self.lifecycle.settled()
+        await self.lifecycle.settled.wait()
         self.ready = self.is_accepting = False
         await self.clean_ups.cancel()
         await self.processor.close()
-        await self.encode.close()
+        await self.encoder.close()
         if self.language is not None:
             await asyncio.to_thread(self.language.close)
         if self._weights is not None:
@@ -162,17 +156,13 @@ class Instance:
 
     # ------------------------------------------------------------------ calls
 
-    def routes(self) -> list[tuple[str, str, Callable[[bytes], Any]]]:
+    def routes(self) -> list[tuple[str, str, Handler]]:
         """(method, path, handler) of the control server; see :mod:`epd_serve.protocol.wire`."""
-        parts = (ControlCalls(self), self.reports, self.lifecycle)
-        return [route for part in parts for route in part.routes()]
+        return ControlCalls(self).routes()
 
     def check_role(self, role: Role) -> None:
         """Raise ValueError for a role that the options or the model do not allow."""
         in_role(self.options, role)
-        self._check_tower(role)
-
-    def _check_tower(self, role: Role) -> None:
         if not (self.family.token_ids or role.has_language_model):
             raise ValueError("the model takes text alone, so an instance of role E has nothing to encode")
 
@@ -185,7 +175,7 @@ class Instance:
         """Raise Unavailable while there are no stages."""
         self.check_started()
         if self.lifecycle.state is SwitchState.REBUILDING:
-            raise left(self.options.name)
+            raise self.refusals.error()
 
     def check_accepting(self) -> None:
         """Raise Unavailable while the instance takes no new requests."""
@@ -194,7 +184,7 @@ class Instance:
         self.check_ready()
         if self.lifecycle.is_leaving:
             raise Unavailable(f"instance {self.options.name} is being shut down", code=DRAINING)
-        raise left(self.options.name)
+        raise self.refusals.error()
 
     async def drained(self) -> None:
         """Take no new requests; return when those that are here have ended."""
@@ -206,6 +196,9 @@ class Instance:
         self.check_started()
         options, lifecycle, language = self.options, self.lifecycle, self.language
         longest = options.max_model_len or self.model.max_positions
+        tokens_per_pixel = 0.0
+        if self.family.token_ids:
+            tokens_per_pixel = self.family.num_tokens(self.family.typical) / self.family.typical.num_pixels
         return instance_state.InstanceInfo(
             name=options.name,
             role=str(lifecycle.role),
@@ -220,15 +213,15 @@ class Instance:
             ready=self.is_accepting,
             load=self.load(),
             parameters={
-                "tower": self.encode.num_parameters,
+                "tower": self.encoder.num_parameters,
                 "language_model": language.weights.num_parameters if language else 0,
             },
             share=self.streams.share,
             budgets=self.limits.summary(),
             host_id=host_id(),
             block_size=options.tokens_per_block if language else 0,
-            kv_token_bytes=language.kv_token_bytes if language else 0,
-            tokens_per_pixel=self._tokens_per_pixel(),
+            kv_token_bytes=language.weights.block_nbytes // options.tokens_per_block if language else 0,
+            tokens_per_pixel=tokens_per_pixel,
             feature_token_bytes=self.model.feature_token_bytes,
             epoch=lifecycle.epoch,
             state=lifecycle.state,
@@ -238,14 +231,8 @@ class Instance:
             splits_videos=self.family.splits_videos and "video" in self.family.token_ids,
         )
 
-    def _tokens_per_pixel(self) -> float:
-        if not self.family.token_ids:
-            return 0.0
-        item = self.family.typical
-        return self.family.num_tokens(item) / item.num_pixels
-
     def _usage(self) -> instance_state.Usage:
-        """This process's and its device's."""
+        """Return the use that this process makes of its host and its device."""
         times = os.times()
         total = free = 0
         if self.device.type != "cpu":
@@ -261,11 +248,11 @@ class Instance:
         )
 
     def load(self) -> instance_state.Load:
-        """As of now. The instance must be ready."""
+        """Return its load as of now. The instance must be ready."""
         return msgspec.structs.replace(
             self.language.load() if self.language else instance_state.Load(),
-            num_waiting_encodes=self.encode.num_waiting,
-            num_waiting_pixels=self.encode.num_waiting_pixels,
+            num_waiting_encodes=self.encoder.num_waiting,
+            num_waiting_pixels=self.encoder.num_waiting_pixels,
             mean_output_tokens=self.telemetry.rates.mean_output_tokens,
             tokens_per_character=self.telemetry.rates.tokens_per_character,
             rates=self.telemetry.rates.report(),
@@ -274,15 +261,16 @@ class Instance:
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books of all caches balance."""
         self.store.check_integrity()
-        if self.language is not None:
-            self.language.check_integrity()
+        if (language := self.language) is not None:
+            for part in (language.engine, language.receiver, language.decoder, language.memory):
+                part.check_integrity()
 
     def in_use(self) -> dict[str, int]:
         """Count the things that are held, by kind; all zero on an idle instance."""
         in_use = {
             "calls": len(self.refusals),
             "features_held": self.store.num_owners,
-            "encodes": self.encode.num_waiting,
+            "encodes": self.encoder.num_waiting,
             "preparations": self.processor.num_waiting,
         }
         if self.language is not None:
@@ -291,12 +279,15 @@ class Instance:
 
     def render_metrics(self) -> bytes:
         """Prometheus text."""
-        links = self.language.sender.sizer.known_links() if self.language else {}
-        metrics = self.telemetry.metrics
-        metrics.paced(self.streams.tower.paused_s, self.streams.language.slack)
-        if self.language is not None:
-            metrics.looked_up(*self.language.engine.prefix_lookups())
-        return metrics.render(self.load(), (self.store.num_owners, self.store.num_bytes), links)
+        language, streams = self.language, self.streams
+        return self.telemetry.metrics.render(
+            self.load(),
+            (self.store.num_owners, self.store.num_bytes),
+            language.sender.sizer.known_links() if language else {},
+            prefix_tokens=language.engine.prefix_lookups() if language else (0, 0),
+            paused_s=streams.tower.paused_s,
+            slack=streams.language.slack,
+        )
 
     def serving(self, stage: Stage) -> LanguageEngine:
         """The part that prefills and decodes. Raises Unavailable where the role lacks the stage, or while it is
@@ -311,15 +302,19 @@ class Instance:
     # ------------------------------------------------------------------ another role
 
     def state_changed(self) -> None:
-        """Take note of where the lifecycle is, and tell all listeners now."""
+        """Take note of the lifecycle's state, and report it at once."""
         lifecycle = self.lifecycle
-        self.is_accepting = self.ready and not lifecycle.is_leaving and lifecycle.is_serving
-        self.reports.state_changed(self.is_accepting, lifecycle.epoch)
+        self.is_accepting = self.ready and not lifecycle.is_leaving and lifecycle.state is SwitchState.SERVING
+        self.reports.send_now()
 
     def send_away(self, *, begun: bool) -> None:
         """Refuse requests that have not begun; with ``begun``, give up those that can go on elsewhere as well."""
-        if self.language is not None:
-            self.language.send_away(begun=begun)
+        if (language := self.language) is not None:
+            language.decoder.send_away()
+            generations = [*language.decoder.generations.values(), *language.prefiller.generations]
+            for generation in generations if begun else ():
+                if generation.can_move:
+                    generation.fail(self.refusals.error(InstanceFailed))
         self.refusals.refuse(begun=begun)
 
     async def rebuild(self, role: Role) -> None:
@@ -330,7 +325,7 @@ class Instance:
         old, options = self.options, in_role(self.options, role)
         remember(options)
         if self.language is not None:
-            closing, self.language = [self.language], None
+            closing, self.language, self.encoder.consumer = [self.language], None, None
             await _close(closing)
         # those of a role that encodes have a part of the device, or lend one of the host
         lends = (old.feature_store == "mooncake" or self.store.on_device) and old.role.stages != role.stages
@@ -341,7 +336,7 @@ class Instance:
                 await _close([self._weights])
                 self._weights = None
         if options.resident == "role" and not role.encodes:
-            self.encode.unload()
+            self.encoder.unload_tower()
         if lends or old.sizes.feature_cache_bytes != options.sizes.feature_cache_bytes:
             await asyncio.to_thread(self.store.close)
             self.store = await self._new_store()
@@ -349,34 +344,22 @@ class Instance:
             gc.collect()  # objects that know each other keep the old role's KV and model on the device
         await self._build()
 
-    # ------------------------------------------------------------------ inside
-
-    async def _deliver_here(self, request_id: str, item: wire.MediaRef, feature: Any) -> None:
-        assert self.language is not None
-        await self.language.receiver.take(request_id, item, feature)
-
-    def _end_if_hung(self) -> None:
-        """End the process where a step or an encode hangs, as no thread can be taken out of it."""
-        watches = {"the tower": self.encode.watch}
-        if self.language is not None:
-            watches["the language model"] = self.language.watch
-        for part, watch in watches.items():
-            if (how_long := watch.overdue()) is not None:
-                logger.critical("%s hangs: %s; this process ends", part, how_long)
-                process.end_process()
-
     async def _housekeep(self) -> None:
         while True:
             await asyncio.sleep(_HOUSEKEEPING_S)
-            for chore in (self._end_if_hung, self._expire):
-                try:
-                    chore()
-                except Exception:  # without housekeeping the instance would leak from now on
-                    logger.exception("housekeeping failed")
-
-    def _expire(self) -> None:
-        if self.language is not None:
-            self.language.expire()
+            watches = {"the tower": self.encoder.watch}
+            if self.language is not None:
+                watches["the language model"] = self.language.watch
+            for part, watch in watches.items():
+                if (how_long := watch.overdue()) is not None:  # no thread can be taken out of its step
+                    logger.critical("%s hangs: %s; this process ends", part, how_long)
+                    end_process()
+            try:
+                if self.language is not None:
+                    self.language.decoder.expire()
+                    self.language.receiver.expire()
+            except Exception:  # without housekeeping the instance would leak from now on
+                logger.exception("housekeeping failed")
 
 
 async def _close(part: list[Any]) -> None:
@@ -387,10 +370,6 @@ async def _close(part: list[Any]) -> None:
     await asyncio.to_thread(lambda: part.pop().close())
 
 
-def _may_encode(instance: Instance) -> bool:
-    return True
-
-
 def start_transport(options: InstanceOptions, device: BareDevice) -> Transport:
     """Raises ValueError where mooncake is asked for and missing, or does not reach the device's memory so."""
     if options.kv_transfer.transport == "mooncake":
@@ -399,7 +378,7 @@ def start_transport(options: InstanceOptions, device: BareDevice) -> Transport:
         transport = EmbeddedTransport(
             options.host,
             options.kv_transfer.transport,
-            _timeout_s(options),
+            options.lease_s / _READS_PER_LEASE,
             port=options.data_port,
             advertise=options.advertise,
             key=cluster_key(),
@@ -424,12 +403,8 @@ def start_feature_store(
     if 0 < segment_bytes < MIN_SEGMENT_BYTES:
         raise ValueError(f"Mooncake Store takes no less than {MIN_SEGMENT_BYTES}; raise feature_cache_bytes")
     mooncake = _mooncake_options(options, device)
-    client = StoreClient(
-        mooncake,
-        options.mooncake.master,
-        segment_bytes,
-        engine=transport.engine if isinstance(transport, MooncakeTransport) else None,
-    )
+    engine = transport.engine if isinstance(transport, MooncakeTransport) else None
+    client = StoreClient(mooncake, options.mooncake.master, segment_bytes, engine=engine)
     return MooncakeFeatureStore(client, local, capacity_bytes, mooncake, observe, producer)
 
 
@@ -445,14 +420,9 @@ def _mooncake_options(options: InstanceOptions, device: BareDevice) -> MooncakeO
         protocol=protocol,
         devices=options.mooncake.devices or "",
         staging_bytes=options.staging_bytes,
-        timeout_s=_timeout_s(options),
+        timeout_s=options.lease_s / _READS_PER_LEASE,
         alignment_bytes=capability.alignment_bytes,
         max_regions=capability.max_regions,
         device=device.type if protocol in capability.device_protocols else "",
         activate=device.activate,
     )
-
-
-def _timeout_s(options: InstanceOptions) -> float:
-    """A write must end well before the lease of its target."""
-    return options.lease_s / 4

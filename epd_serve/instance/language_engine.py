@@ -1,4 +1,4 @@
-"""The stages that need the language model: its weights, its KV, its engine, prefill and decode."""
+"""The stages that need the language model: its engine, prefill and decode, in one role of the instance."""
 
 from __future__ import annotations
 
@@ -9,18 +9,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from epd_serve.cache.block_pool import BlockPool
-from epd_serve.engine.computing import Runner
 from epd_serve.engine.engine import Engine, EngineEvent, EngineHooks, Listeners
 from epd_serve.engine.pace.step_watch import StepWatch
 from epd_serve.engine.step_loop import KVPush, LayerGroups, StepLoop
 from epd_serve.factories import factory
-from epd_serve.instance import process
-from epd_serve.instance.calls import moved
-from epd_serve.instance.decode import ORPHAN_S, DecodeService
+from epd_serve.instance.decode import Decoder
 from epd_serve.instance.feature_receiver import FeatureReceiver
-from epd_serve.instance.kv_delivery import Deliveries
-from epd_serve.instance.loading.model import Language
-from epd_serve.instance.prefill import PrefillService
+from epd_serve.instance.kv_delivery import Transfers
+from epd_serve.instance.lifecycle import end_if_lost, end_process
+from epd_serve.instance.prefill import Prefiller
 from epd_serve.protocol import instance_state
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.transfer.grouping import GroupSizer
@@ -28,56 +25,47 @@ from epd_serve.transfer.kv_sender import KVSender
 
 if TYPE_CHECKING:
     from epd_serve.instance.instance import Instance
+    from epd_serve.instance.loading.model import Language
 
 
 class LanguageEngine(EngineHooks):
-    """Prefill and decode of one instance in one role; call ``start`` next."""
+    """Engine, prefill and decode of one instance in one role; call :meth:`start` next.
+
+    Attributes:
+        weights: which another role may keep. memory: of its KV.
+        engine: computes. sender: announces KV. receiver: has the features. watch: of the steps.
+    """
 
     def __init__(self, instance: Instance, weights: Language) -> None:
         """Raises ValueError for a model that cannot be served so. Blocks while KV memory and graphs are made."""
+        options, limits = instance.options, instance.limits
         self._instance = instance
         self.weights = weights
-        self.listeners = Listeners()
+        self.listeners = listeners = Listeners()
         self.watch = StepWatch()
         with instance.streams.language.loading():
             runner = weights.prepare(instance)
-            self._memory, self._layout = weights.memory, weights.layout
+            self.memory = memory = weights.memory
+            layout = memory.layout
             self.max_model_len = weights.max_model_len
-            instance.limits.find_budget(
-                weights.step_seconds(runner),
-                num_blocks=self._memory.num_blocks - self._layout.state_blocks,
-                max_model_len=self.max_model_len,
+            num_blocks = memory.num_blocks - layout.state_blocks
+            limits.find_budget(
+                weights.step_seconds(runner), num_blocks=num_blocks, max_model_len=self.max_model_len
             )
-            for block in range(self._memory.num_blocks - self._layout.state_blocks, self._memory.num_blocks):
-                self._memory.copy_block(0, block)  # the steps that were measured had their state there
-        self._start_engine(runner)
-        self.receiver = factory("features", FeatureReceiver)(
-            instance.options.sizes.feature_cache_bytes,
-            instance.store.fetch,
-            self.engine.wake,
-            form=weights.feature_form,
-            orphan_s=ORPHAN_S,
-            timeout_s=instance.options.feature_timeout_s,
-            clock=time.monotonic,
-            observe=instance.telemetry.metrics.feature_used,
-        )
-        self._start_services()
-
-    def _start_engine(self, runner: Runner) -> None:
-        instance, options, memory = self._instance, self._instance.options, self._memory
+            for block in range(num_blocks, memory.num_blocks):
+                memory.copy_block(0, block)  # the steps that were measured had their state there
         group_layers = options.kv_transfer.group_layers
         fixed = None if group_layers == "auto" else group_layers
-        sizer = GroupSizer(num_layers=self._layout.num_layers, fixed=fixed)
-        self.sender = KVSender(memory, sizer, time.monotonic)
-        pool = BlockPool(memory.num_blocks, options.tokens_per_block, state_blocks=self._layout.state_blocks)
+        self.sender = KVSender(memory, GroupSizer(num_layers=layout.num_layers, fixed=fixed), time.monotonic)
+        pool = BlockPool(memory.num_blocks, options.tokens_per_block, state_blocks=layout.state_blocks)
         self.engine = factory("engine", Engine)(
             pool,
             memory,
-            instance.limits.budget,
+            limits.budget,
             self,
-            eos_token_ids=self.weights.eos_token_ids,
+            eos_token_ids=weights.eos_token_ids,
             sender=self.sender,
-            order=instance.limits.order(pool),
+            order=limits.order(pool),
         )
         self._loop = StepLoop(
             self.engine,
@@ -85,9 +73,9 @@ class LanguageEngine(EngineHooks):
             self,
             push=KVPush(
                 sender=self.sender,
-                num_layers=self._layout.num_layers,
-                block_size=self._layout.block_size,
-                layer_bytes=self.weights.block_nbytes // self._layout.num_layers,
+                num_layers=layout.num_layers,
+                block_size=layout.block_size,
+                layer_bytes=weights.block_nbytes // layout.num_layers,
                 record_event=instance.device.record_event,
                 layer_groups=factory("layer groups", LayerGroups),
             ),
@@ -95,52 +83,43 @@ class LanguageEngine(EngineHooks):
             runs_ahead=instance.device.type != "cpu",
             watch=self.watch,
         )
-
-    def _start_services(self) -> None:
-        instance, options, engine = self._instance, self._instance.options, self.engine
-        compiler = self.weights.compiler(instance)
-        self.prefill = PrefillService(
-            engine,
-            self.weights.prompts,
+        telemetry = instance.telemetry
+        self.receiver = factory("features", FeatureReceiver)(
+            instance.store,
+            self.engine,
+            telemetry.metrics,
+            weights.feature_form,
+            capacity_bytes=options.sizes.feature_cache_bytes,
+            timeout_s=options.feature_timeout_s,
+        )
+        self.prefiller = Prefiller(
+            self.engine,
+            weights.prompts,
             self.receiver,
-            Deliveries(
-                engine,
+            Transfers(
+                self.engine,
                 self.sender,
-                self._memory,
+                memory,
                 peers=instance.peers,
-                telemetry=instance.telemetry,
+                telemetry=telemetry,
                 refusals=instance.refusals,
                 clean_ups=instance.clean_ups,
                 lease_s=options.lease_s,
             ),
-            listeners=self.listeners,
+            listeners=listeners,
             processor=instance.processor,
-            compiler=compiler,
-            telemetry=instance.telemetry,
+            compiler=weights.compiler,
+            telemetry=telemetry,
         )
-        self.decode = DecodeService(
-            engine,
-            self._memory,
-            self.weights.prompts.vocabulary,
+        self.decoder = Decoder(
+            self.engine,
+            memory,
+            weights.prompts.tokenizer,
             transport=instance.transport,
-            listeners=self.listeners,
-            compiler=compiler,
-            telemetry=instance.telemetry,
+            listeners=listeners,
+            compiler=weights.compiler,
+            telemetry=telemetry,
             queue_timeout_s=options.queue_timeout_s,
-        )
-
-    @property
-    def kv_token_bytes(self) -> int:
-        return self.weights.block_nbytes // self._layout.block_size
-
-    def load(self) -> instance_state.Load:
-        """The engine's, with what has not come to it yet."""
-        load = self.engine.load()
-        return msgspec.structs.replace(
-            load,
-            num_waiting_tokens=load.num_waiting_tokens + sum(self.prefill.preparing.values()),
-            num_expected=sum(not generation.done() for generation in self.decode.expected.values()),
-            num_refused=sum(waiting.request.num_sequences for waiting in self.decode.waiting),
         )
 
     def start(self) -> None:
@@ -153,35 +132,24 @@ class LanguageEngine(EngineHooks):
         self._loop.close()
         self.sender.close()
 
-    def send_away(self, *, begun: bool) -> None:
-        """See :meth:`~epd_serve.instance.instance.Instance.send_away`."""
-        self.decode.send_away()
-        if begun:
-            for generation in (self.decode.generations | self.prefill.generations).values():
-                if generation.can_move:
-                    generation.fail(moved(self._instance.options.name))
-
-    def expire(self) -> None:
-        """End what has waited for too long; to be called now and then, on the event loop."""
-        self.decode.expire()
-        if self.receiver.early:
-            self.receiver.expire()
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless the books of all caches balance."""
-        self.engine.check_integrity()
-        self.receiver.check_integrity()
-        self.decode.check_integrity()
-        self._memory.check_integrity()
+    def load(self) -> instance_state.Load:
+        """Return the engine's load, with requests that have not come to it yet."""
+        load = self.engine.load()
+        return msgspec.structs.replace(
+            load,
+            num_waiting_tokens=load.num_waiting_tokens + self.prefiller.num_preparing_tokens,
+            num_expected=sum(not generation.done() for generation in self.decoder.expected.values()),
+            num_refused=sum(waiting.request.num_sequences for waiting in self.decoder.waiting),
+        )
 
     def in_use(self) -> dict[str, int]:
-        """All zero on an idle instance."""
+        """Count the things that are held, by kind; all zero while idle."""
         load = self.engine.load()
         return {
             "blocks": load.total_blocks - load.free_blocks,
             "sequences": load.num_running + load.num_waiting,
-            "reservations": self.decode.num_reservations,
-            "staged": self._memory.num_staged,
+            "reservations": self.decoder.num_reservations,
+            "staged": self.memory.num_staged,
             "feature_owners": self.receiver.num_owners,
             "listeners": len(self.listeners),
         }
@@ -205,22 +173,21 @@ class LanguageEngine(EngineHooks):
         instance.telemetry.add_step(output, seconds)
         instance.streams.language.stepped(output, seconds, self.engine.queues.num_running)
         instance.limits.stepped(output, seconds)
-        if instance.encode.is_held:
-            instance.encode.reconsider()
+        instance.encoder.reconsider()
 
     def idle(self) -> None:
         self._instance.streams.language.idle()
 
     def failed(self) -> None:
-        process.end_if_lost(self._instance.device)
+        end_if_lost(self._instance.device)
 
     def died(self) -> None:
-        process.end_process()
+        end_process()
 
     def emit(self, events: list[EngineEvent]) -> None:
         if not self._instance.loop.is_closed():
             self._instance.loop.call_soon_threadsafe(self.listeners.dispatch, events)
 
     def freed(self) -> None:
-        if self.decode.waiting and not self._instance.loop.is_closed():
-            self._instance.loop.call_soon_threadsafe(self.decode.grant)
+        if self.decoder.waiting and not self._instance.loop.is_closed():
+            self._instance.loop.call_soon_threadsafe(self.decoder.grant)

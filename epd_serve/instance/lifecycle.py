@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import time
 from collections.abc import Callable
 from enum import Enum, StrEnum, auto
 from typing import TYPE_CHECKING
 
+from device.base import BareDevice, DeviceLost
 from epd_serve.errors import Conflict, InvalidRequest, ServeError, StageTimeout
-from epd_serve.instance import process
-from epd_serve.protocol import instance_state, wire
-from epd_serve.rpc.server import Handler, Reply
+from epd_serve.protocol import instance_state
 from epd_serve.types import Role
 
 if TYPE_CHECKING:
@@ -26,13 +26,6 @@ class SwitchState(StrEnum):
     SERVING = "SERVING"
     DRAINING = "DRAINING"  # takes nothing new; what is here ends, or goes on elsewhere
     REBUILDING = "REBUILDING"  # is empty; stages and caches of the other role are made
-
-
-_ALLOWED: dict[SwitchState, frozenset[SwitchState]] = {
-    SwitchState.SERVING: frozenset({SwitchState.DRAINING}),
-    SwitchState.DRAINING: frozenset({SwitchState.SERVING, SwitchState.REBUILDING}),
-    SwitchState.REBUILDING: frozenset({SwitchState.SERVING}),
-}
 
 
 logger = logging.getLogger(__name__)
@@ -57,6 +50,7 @@ class Lifecycle:
         role: the role that it serves, or served last.
         wanted: the role that it is to serve; ``role`` while no switch is ordered.
         epoch: number of times its stages were rebuilt; a new epoch makes callers' knowledge of its caches void.
+        settled: set while no switch is under way.
     """
 
     def __init__(self, instance: Instance, role: Role, clock: Callable[[], float] = time.monotonic) -> None:
@@ -66,34 +60,16 @@ class Lifecycle:
         self._instance = instance
         self._clock = clock
         self._called_back = asyncio.Event()
-        self._settled = asyncio.Event()
-        self._settled.set()
+        self.settled = asyncio.Event()
+        self.settled.set()
         self._rebuilding: asyncio.Task[None] | None = None
         self._draining: set[DrainReason] = set()
         self._empty: asyncio.TimerHandle | None = None
 
     @property
-    def is_serving(self) -> bool:
-        return self.state is SwitchState.SERVING
-
-    @property
     def is_leaving(self) -> bool:
         """Whether it takes nothing new because its process is to end."""
         return self._empty is not None or not self._draining <= {DrainReason.SWITCH}
-
-    def routes(self) -> list[tuple[str, str, Handler]]:
-        """(method, path, handler)."""
-        return [("POST", "/role", self._role), ("POST", "/leave", self._leave)]
-
-    async def _role(self, body: bytes) -> Reply:
-        return Reply(body=wire.encode(await self.switch(wire.decode(body, instance_state.RoleOrder))))
-
-    async def _leave(self, body: bytes) -> Reply:
-        return Reply(body=wire.encode(await self.leave(wire.decode(body, instance_state.LeaveOrder))))
-
-    async def settled(self) -> None:
-        """Return when no switch is under way."""
-        await self._settled.wait()
 
     async def switch(self, order: instance_state.RoleOrder) -> instance_state.RoleChanged:
         """Return when the instance serves the role. Cancelled while it drains, it goes on in its old one.
@@ -105,49 +81,38 @@ class Lifecycle:
             ServeError: the stages could not be made; likewise.
         """
         self._instance.check_ready()
-        role, old, began = _parse(order.role), self.role, self._clock()
-        if role == old:
-            if self.state is SwitchState.DRAINING:
-                self._called_back.set()
-                await self._settled.wait()
-            elif not self.is_serving:
-                raise Conflict(f"the stages of role {self.wanted} are being made; wait for them")
-            return instance_state.RoleChanged(str(role), str(role), self.epoch, self._clock() - began)
-        if not self.is_serving:
-            raise Conflict(f"it is {self.state} on its way from {old} to {self.wanted}")
-        if self.is_leaving:
-            raise Conflict("it is leaving; it takes no other role")
+        old, began = self.role, self._clock()
         try:
+            role = Role.parse(order.role)
             self._instance.check_role(role)
         except ValueError as error:
             raise InvalidRequest(str(error), param="role") from error
-        self._enter(SwitchState.DRAINING, wanted=role)
+        if role == old:
+            if self.state is SwitchState.DRAINING:
+                self._called_back.set()
+                await self.settled.wait()
+            return instance_state.RoleChanged(str(role), str(role), self.epoch, self._clock() - began)
+        if self.state is not SwitchState.SERVING:
+            raise Conflict(f"it is {self.state} on its way from {old} to {self.wanted}")
+        if self.is_leaving:
+            raise Conflict("it is leaving; it takes no other role")
+        self.state, self.wanted = SwitchState.DRAINING, role
         logger.info("role %s → %s: draining", old, role)
-        self._settled.clear()
+        self.settled.clear()
         self._called_back.clear()
         try:
             drain_s = await self.drain(DrainReason.SWITCH, order.deadline_s, order.patience_s)
-            self._enter(SwitchState.REBUILDING, wanted=role)
+            self.state = SwitchState.REBUILDING
             self._instance.state_changed()
             self._rebuilding = asyncio.create_task(self._rebuild(role))
             await asyncio.shield(self._rebuilding)
         finally:
             if self.state is SwitchState.DRAINING:
-                self._enter(SwitchState.SERVING, wanted=old)
                 logger.info("role %s stays", old)
-            if self.is_serving:
-                self._settle()
+                self._settle(old)
         seconds = self._clock() - began
         logger.info("role %s → %s in %.3f s, %.3f s of it to drain", old, role, seconds, drain_s)
         return instance_state.RoleChanged(str(old), str(role), self.epoch, seconds, drain_s)
-
-    def _enter(self, state: SwitchState, *, wanted: Role) -> None:
-        assert state in _ALLOWED[self.state], f"{self.state} → {state}"
-        self.state, self.wanted = state, wanted
-
-    def _rebuilt(self, role: Role) -> None:
-        self.role, self.epoch = role, self.epoch + 1
-        self._enter(SwitchState.SERVING, wanted=role)
 
     async def leave(self, order: instance_state.LeaveOrder) -> instance_state.Left:
         """Return when nothing is left. Cancelled before, it serves on; not stopped afterwards, it serves again.
@@ -158,7 +123,7 @@ class Lifecycle:
             StageTimeout: something was still there at the deadline; it serves on.
         """
         self._instance.check_started()
-        if not self.is_serving:
+        if self.state is not SwitchState.SERVING:
             raise Conflict("it is on its way to another role")
         if DrainReason.LEAVE in self._draining:
             raise Conflict("it is leaving already")
@@ -216,32 +181,45 @@ class Lifecycle:
                 self._draining.discard(reason)
 
     async def _rebuild(self, role: Role) -> None:
-        old = self.role
+        """Make the stages of the role, or else those of the old one; nobody may wait for the order any more."""
+        old = now = self.role
         try:
             try:
                 await self._instance.rebuild(role)
+                now = role
             except Exception as error:
                 logger.exception("role %s cannot be served", role)
                 await self._instance.rebuild(old)
-                self._rebuilt(old)
                 raise ServeError(f"role {role} cannot be served ({error}); role {old} is served on") from error
-            self._rebuilt(role)
+            finally:
+                self.epoch += 1
         except ServeError:
             raise
         except BaseException:
             logger.critical("neither role %s nor role %s can be served", role, old, exc_info=True)
-            process.end_process()
+            end_process()
             raise
         finally:
-            self._settle()  # here as well: nobody may wait for the order any more
+            self._settle(now)
 
-    def _settle(self) -> None:
-        self._settled.set()
+    def _settle(self, role: Role) -> None:
+        """Serve a role from now on."""
+        self.role = self.wanted = role
+        self.state = SwitchState.SERVING
+        self.settled.set()
         self._instance.state_changed()
 
 
-def _parse(text: str) -> Role:
+def end_process() -> None:
+    """End this process at once, where it cannot go on: whoever started it starts it again."""
+    logging.shutdown()
+    os._exit(1)
+
+
+def end_if_lost(device: BareDevice) -> None:
+    """End this process where its device is lost, since no step on it will succeed again."""
     try:
-        return Role.parse(text)
-    except ValueError as error:
-        raise InvalidRequest(str(error), param="role") from error
+        device.check()
+    except DeviceLost as error:
+        logger.critical("%s; this process ends", error)
+        end_process()

@@ -17,12 +17,11 @@ from urllib.parse import urlsplit
 import uvicorn
 import uvloop
 
-from epd_serve.config import InstanceOptions
+from epd_serve.config import InstanceOptions, ShapeConfig
 from epd_serve.config.keys import admin_headers
 from epd_serve.config.role_files import remembered
 from epd_serve.instance.http import LookApp, link_service
 from epd_serve.instance.instance import Instance
-from epd_serve.instance.loading.model import prepare_process
 from epd_serve.protocol.addresses import NoBrowsers
 from epd_serve.rpc.cluster import cluster_key
 from epd_serve.rpc.descriptors import raise_limit
@@ -47,7 +46,10 @@ def run_instance(options: InstanceOptions) -> None:
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {options.name} %(levelname)s %(message)s")
     raise_limit()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    prepare_process(options)
+    if not isinstance(options.model, ShapeConfig):
+        from epd_serve.instance.loading.checkpoint import set_up
+
+        set_up(options.threads)
     uvloop.run(_serve(options))
 
 

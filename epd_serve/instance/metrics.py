@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 from typing import TypeVar, get_args
 
@@ -9,7 +10,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from epd_serve.config.sections import FeatureStoreKind
-from epd_serve.instance.feature_receiver import FetchTiming
 from epd_serve.instance.text.request_processor import Kind
 from epd_serve.protocol.instance_state import Load
 from epd_serve.sched.token_time import Slack
@@ -18,6 +18,7 @@ from epd_serve.telemetry.span import FEATURE_WAIT, STAGES, Span
 from epd_serve.transfer.kv_sender import OutgoingTransfer
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
+_PREFIX = "epd_serve_instance_"
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 _RATIOS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99, 0.999, 1.0)
 _STEPS = ("decode", "prefill", "mixed")
@@ -39,67 +40,59 @@ class InstanceMetrics:
 
     def __init__(self, stores: tuple[FeatureStoreKind, ...] = ("embedded",)) -> None:
         self.registry = CollectorRegistry()
-        self._paused_s = 0.0
-        self._stages = self._histogram(
-            "stage_seconds",
-            "Time of requests in each stage (telemetry/span)",
-            _SECONDS,
-            stage=(*STAGES, FEATURE_WAIT),
+        counter, gauge, seconds = self._counter, self._gauge, partial(self._histogram, _SECONDS)
+        ratio = partial(self._histogram, _RATIOS)
+        self._stages = seconds(
+            "stage_seconds", "Time of requests in each stage (telemetry/span)", stage=(*STAGES, FEATURE_WAIT)
         )
-        self._preparation = self._histogram(
-            "preparation_seconds",
-            "Waiting for and work of tokenising and image preprocessing",
-            _SECONDS,
-            kind=_KINDS,
+        self._preparation = seconds(
+            "preparation_seconds", "Waiting for and work of tokenising and image preprocessing", kind=_KINDS
         )
-        self._kv_bytes = self._counter("kv_bytes", "KV bytes read from other instances")
-        self._kv_seconds = self._counter("kv_seconds", "Time of reads of KV")
-        self._kv_announcements = self._counter("kv_announcements", "Groups of layers that were announced and read")
-        self._kv_requests = self._counter("kv_requests", "Requests whose KV was handed over")
-        self._kv_request_bytes = self._counter("kv_request_bytes", "KV bytes of requests that were handed over")
-        self._kv_request_seconds = self._counter("kv_request_seconds", "Time of their transfers")
-        self._kv_exposed = self._counter("kv_exposed_seconds", "Part of that after their prompts were computed")
-        self._kv_overlap = self._histogram("kv_overlap_ratio", "Hidden share of a request's KV transfer", _RATIOS)
-        self._kv_wait = self._histogram("kv_wait_seconds", "From a prompt's end to its last KV byte", _SECONDS)
-        self._kv_handshake = self._gauge("kv_handshake_seconds", "Estimate of what each write costs", link=())
-        self._kv_bandwidth = self._gauge("kv_bandwidth_bytes_per_second", "Estimate for each link", link=())
-        self._feature_bytes = self._counter("feature_bytes", "Feature bytes fetched and used")
-        self._feature_transmission = self._histogram(
-            "feature_transmission_seconds", "From a feature's event to the feature", _SECONDS
+        self._kv_bytes = counter("kv_bytes", "KV bytes read from other instances")
+        self._kv_seconds = counter("kv_seconds", "Time of reads of KV")
+        self._kv_announcements = counter("kv_announcements", "Groups of layers that were announced and read")
+        self._kv_requests = counter("kv_requests", "Requests whose KV was handed over")
+        self._kv_request_bytes = counter("kv_request_bytes", "KV bytes of requests that were handed over")
+        self._kv_request_seconds = counter("kv_request_seconds", "Time of their transfers")
+        self._kv_exposed = counter("kv_exposed_seconds", "Part of that after their prompts were computed")
+        self._kv_overlap = ratio("kv_overlap_ratio", "Hidden share of a request's KV transfer")
+        self._kv_wait = seconds("kv_wait_seconds", "From a prompt's end to its last KV byte")
+        self._kv_handshake = gauge("kv_handshake_seconds", "Estimate of the fixed cost of a read", link=())
+        self._kv_bandwidth = gauge("kv_bandwidth_bytes_per_second", "Estimate for each link", link=())
+        self._feature_bytes = counter("feature_bytes", "Feature bytes fetched and used")
+        self._feature_transmission = seconds(
+            "feature_transmission_seconds", "From a feature's event to the feature"
         )
-        self._feature_scheduling = self._histogram(
-            "feature_scheduling_seconds", "From a feature's event to when it could have been used", _SECONDS
+        self._feature_scheduling = seconds(
+            "feature_scheduling_seconds", "From a feature's event to when it could have been used"
         )
-        self._feature_exposed = self._counter("feature_exposed_seconds", "Transmission that requests waited for")
-        self._feature_overlap = self._histogram(
-            "feature_overlap_ratio", "Hidden share of a feature's transmission", _RATIOS
-        )
-        self._feature_arrivals = self._counter(
+        self._feature_exposed = counter("feature_exposed_seconds", "Transmission that requests waited for")
+        self._feature_overlap = ratio("feature_overlap_ratio", "Hidden share of a feature's transmission")
+        self._feature_arrivals = counter(
             "feature_arrivals",
             "Fetched features by their first use: in_time, or late and waited for",
             arrival=("in_time", "late"),
         )
-        self._feature_recomputes = self._counter(
+        self._feature_recomputes = counter(
             "feature_recomputes", "Features encoded here because no encoder could deliver them"
         )
-        self._feature_producers = self._counter(
+        self._feature_producers = counter(
             "feature_producers",
             "Announced features by the kind of device and the operators that made them",
             producer=(),
         )
-        self._encodes = self._counter(
+        self._encodes = counter(
             "encodes", "Encode calls; cached: the store had the feature", cached=("false", "true")
         )
-        self._tower_images = self._counter("tower_images", "Images that went through the tower")
-        self._tower_pixels = self._counter("tower_pixels", "Their pixels")
-        self._tower_seconds = self._counter("tower_seconds", "Time of their computation")
-        self._prefix_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
-        self._prefix_hits = self._counter("prefix_cache_hits", "Prompt tokens found there")
-        self._prefix_told = (0, 0)
-        self._store_owners = self._gauge("store_owners", "Requests that hold features in the store")
-        self._store_held = self._gauge("store_held_bytes", "Bytes of this instance's features in the store")
+        self._tower_images = counter("tower_images", "Images that went through the tower")
+        self._tower_pixels = counter("tower_pixels", "Their pixels")
+        self._tower_seconds = counter("tower_seconds", "Time of their computation")
+        self._prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
+        self._prefix_hits = counter("prefix_cache_hits", "Prompt tokens found there")
+        self._store_owners = gauge("store_owners", "Requests that hold features in the store")
+        self._store_held = gauge("store_held_bytes", "Bytes of this instance's features in the store")
         self._store_counts = {
-            operation: self._counter(f"store_{name}", text, store=stores)
+            operation: counter(f"store_{name}", text, store=stores)
             for operation, name, text in (
                 ("hit", "hits", "Features asked for before they are encoded, and found"),
                 ("miss", "misses", "Features asked for before they are encoded, and not found"),
@@ -110,31 +103,30 @@ class InstanceMetrics:
             )
         }
         self._store_bytes = {
-            operation: self._counter(f"store_{operation}_bytes", text, store=stores)
-            for operation, text in (("put", "Feature bytes put"), ("fetch", "Feature bytes fetched"))
+            operation: counter(f"store_{operation}_bytes", f"Feature bytes of each {operation}", store=stores)
+            for operation in ("put", "fetch")
         }
         self._store_seconds = {
-            operation: self._histogram(f"store_{operation}_seconds", text, _SECONDS, store=stores)
-            for operation, text in (("put", "Time of a put"), ("fetch", "Time of a fetch"))
+            operation: seconds(f"store_{operation}_seconds", f"Time of a {operation}", store=stores)
+            for operation in ("put", "fetch")
         }
-        self._steps = self._counter("steps", "Steps of the language model", kind=_STEPS)
-        self._step_seconds = self._counter("step_seconds", "Time of steps", kind=_STEPS)
-        self._step_tokens = self._counter("step_tokens", "Tokens computed", stage=("decode", "prefill"))
-        self._preemptions = self._counter(
-            "preemptions", "Sequences that gave their blocks to older ones for a while"
-        )
-        self._encode_paused = self._counter(
+        self._steps = counter("steps", "Steps of the language model", kind=_STEPS)
+        self._step_seconds = counter("step_seconds", "Time of steps", kind=_STEPS)
+        self._step_tokens = counter("step_tokens", "Tokens computed", stage=("decode", "prefill"))
+        self._preemptions = counter("preemptions", "Sequences that gave their blocks to older ones for a while")
+        self._encode_paused = counter(
             "encode_paused_seconds", "Time for which encodes waited in their middle for decodes"
         )
-        self._token_time = self._gauge(
+        self._token_time = gauge(
             "token_time_seconds",
             "Decodes under a limit. limit: of the time per token; credit: what steps may still take beyond it; "
             "alone, beside: mean time per token without and beside an encode, 0 while there was none",
             part=(),
         )
+        self._totals: dict[Counter, float] = {}  # of counters that are told by their totals
         self._as_vllm = VllmGauges(self.registry)
         self._load = {
-            name: self._gauge(name, text)
+            name: gauge(name, text)
             for name, text in (
                 ("num_running", "Sequences that hold blocks and are computed"),
                 ("num_waiting", "Sequences without blocks"),
@@ -180,13 +172,20 @@ class InstanceMetrics:
             self._kv_overlap.observe(transfer.overlap_ratio)
             self._kv_wait.observe(transfer.wait_s)
 
-    def feature_used(self, timing: FetchTiming) -> None:
-        self._feature_bytes.inc(timing.nbytes)
-        self._feature_transmission.observe(timing.transmission_s)
-        self._feature_scheduling.observe(timing.scheduling_s)
-        self._feature_exposed.inc(timing.exposed_s)
-        self._feature_overlap.observe(timing.overlap_ratio)
-        self._feature_arrivals.labels("late" if timing.exposed_s else "in_time").inc()
+    def feature_used(self, nbytes: int, transmission_s: float, scheduling_s: float) -> None:
+        """Count a feature's way to its first use (EPD-Serve Table 3).
+
+        Args:
+            transmission_s: from the event to the feature being here.
+            scheduling_s: from the event until the engine would have computed with it, had it been here.
+        """
+        exposed_s = max(transmission_s - scheduling_s, 0.0)
+        self._feature_bytes.inc(nbytes)
+        self._feature_transmission.observe(transmission_s)
+        self._feature_scheduling.observe(scheduling_s)
+        self._feature_exposed.inc(exposed_s)
+        self._feature_overlap.observe(1.0 - exposed_s / transmission_s if transmission_s else 1.0)
+        self._feature_arrivals.labels("late" if exposed_s else "in_time").inc()
 
     def encoded(self, cached: bool, *, instead: bool = False) -> None:
         """``instead``: by an instance that is not meant to, because no encoder could deliver."""
@@ -205,41 +204,34 @@ class InstanceMetrics:
             self._store_bytes[operation].labels(store).inc(nbytes)
             self._store_seconds[operation].labels(store).observe(seconds)
 
-    def looked_up(self, num_tokens: int, num_found: int) -> None:
-        """Prompt tokens looked up in the prefix cache, and found there, in all."""
-        queries, hits = self._prefix_told
-        self._prefix_queries.inc(num_tokens - queries)
-        self._prefix_hits.inc(num_found - hits)
-        self._prefix_told = (num_tokens, num_found)
-
-    def paced(self, paused_s: float, slack: Slack | None) -> None:
-        """Before :meth:`render`.
-
-        Args:
-            paused_s: seconds for which encodes have waited in their middle for decodes, in all.
-            slack: of the decodes; None without a limit on their time per token.
-        """
-        self._encode_paused.inc(max(paused_s - self._paused_s, 0.0))
-        self._paused_s = paused_s
-        if slack is not None:
-            parts = {
-                "limit": slack.limit_s,
-                "credit": slack.credit_s,
-                "alone": slack.alone_s,
-                "beside": slack.beside_s,
-            }
-            for part, seconds in parts.items():
-                self._token_time.labels(part).set(seconds)
-
     # ------------------------------------------------------------------ asked for
 
-    def render(self, load: Load, store: tuple[int, int], links: dict[str, tuple[float, float]]) -> bytes:
-        """The exposition text as of now.
+    def render(
+        self,
+        load: Load,
+        store: tuple[int, int],
+        links: dict[str, tuple[float, float]],
+        *,
+        prefix_tokens: tuple[int, int] = (0, 0),
+        paused_s: float = 0.0,
+        slack: Slack | None = None,
+    ) -> bytes:
+        """Return the exposition text as of now.
 
         Args:
             store: owners and bytes in the feature store.
             links: (handshake seconds, bytes per second) by region.
+            prefix_tokens: prompt tokens looked up in the prefix cache, and found there, in all.
+            paused_s: seconds for which encodes have waited in their middle for decodes, in all.
+            slack: of the decodes; None without a limit on their time per token.
         """
+        totals = {self._prefix_queries: prefix_tokens[0], self._prefix_hits: prefix_tokens[1]}
+        for counter, total in {**totals, self._encode_paused: paused_s}.items():
+            counter.inc(max(total - self._totals.get(counter, 0.0), 0.0))
+            self._totals[counter] = total
+        if slack is not None:
+            for part in ("limit", "credit", "alone", "beside"):
+                self._token_time.labels(part).set(getattr(slack, f"{part}_s"))
         for name, gauge in self._load.items():
             gauge.set(getattr(load, name))
         used = load.total_blocks - load.free_blocks
@@ -255,20 +247,18 @@ class InstanceMetrics:
         return generate_latest(self.registry)
 
     def _counter(self, name: str, text: str, **labels: tuple[str, ...]) -> Counter:
-        return _at_0(Counter(f"epd_serve_instance_{name}", text, tuple(labels), registry=self.registry), labels)
+        return _at_0(Counter(_PREFIX + name, text, tuple(labels), registry=self.registry), labels)
 
     def _gauge(self, name: str, text: str, **labels: tuple[str, ...]) -> Gauge:
-        return _at_0(Gauge(f"epd_serve_instance_{name}", text, tuple(labels), registry=self.registry), labels)
+        return _at_0(Gauge(_PREFIX + name, text, tuple(labels), registry=self.registry), labels)
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], **labels: tuple[str, ...]) -> Histogram:
-        metric = Histogram(
-            f"epd_serve_instance_{name}", text, tuple(labels), buckets=buckets, registry=self.registry
-        )
+    def _histogram(self, buckets: tuple[float, ...], name: str, text: str, **labels: tuple[str, ...]) -> Histogram:
+        metric = Histogram(_PREFIX + name, text, tuple(labels), buckets=buckets, registry=self.registry)
         return _at_0(metric, labels)
 
 
 def _at_0(metric: _Metric, labels: dict[str, tuple[str, ...]]) -> _Metric:
-    """The metric with a series for each value that its labels can take."""
+    """Return the metric with a series for each value that its labels can take."""
     if labels:
         for values in product(*labels.values()):
             metric.labels(*values)

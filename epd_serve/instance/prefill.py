@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from epd_serve.engine.engine import Engine, EngineEvent, FailureEvent, Listeners
 from epd_serve.errors import DECODE_DRAINING, DRAINING, PEER_UNREACHABLE, InvalidRequest, ServeError, StageTimeout
 from epd_serve.instance.answer import Answer, Generation, broken_structure
 from epd_serve.instance.feature_receiver import FeatureReceiver
-from epd_serve.instance.kv_delivery import Deliveries, KVDelivery
+from epd_serve.instance.kv_delivery import KVDelivery, Transfers
 from epd_serve.instance.telemetry import InstanceTelemetry
 from epd_serve.instance.text.prompt import PromptProcessor
 from epd_serve.instance.text.request_processor import S_PER_CHARACTER, RequestProcessor
@@ -26,7 +26,7 @@ from epd_serve.telemetry.span import FEATURE_WAIT, PREFILL_QUEUE
 from epd_serve.transfer.kv_sender import OutgoingTransfer
 
 if TYPE_CHECKING:
-    from epd_serve.instance.loading.model import Compiler
+    from epd_serve.instance.text.grammar_compiler import GrammarCompiler
 
 _NEXT = wire.NEXT_HEADER.encode()
 _NOTE = wire.PROMPT_NOTE_HEADER.encode()
@@ -34,46 +34,65 @@ NEXT_NONE = (_NEXT, b"none")
 NEXT_DECODE = (_NEXT, b"decode")
 
 
-class PrefillService:
-    """Runs prompts. Decodes them too where the gateway names no decode instance.
+@dataclass(eq=False, slots=True)
+class _Prompt:
+    """A request that is being served.
 
     Attributes:
-        preparing: about how many tokens prompts have that the engine does not know yet, by request.
-        generations: of the answers that are decoded here, by request.
+        num_tokens: about how many its prompt has.
+        sequence: in the engine; None before.
+        generation: of an answer that is decoded here.
     """
+
+    num_tokens: int
+    sequence: Sequence | None = None
+    generation: Generation | None = None
+
+
+class Prefiller:
+    """Computes prompts. Decodes them too where the gateway names no decode instance."""
 
     def __init__(
         self,
         engine: Engine,
         prompts: PromptProcessor,
         receiver: FeatureReceiver,
-        deliveries: Deliveries,
+        transfers: Transfers,
         *,
         listeners: Listeners,
         processor: RequestProcessor,
-        compiler: Compiler,
+        compiler: GrammarCompiler | None,
         telemetry: InstanceTelemetry,
     ) -> None:
+        """``compiler`` is None where no answer follows a grammar."""
         self._engine = engine
         self._prompts = prompts
         self._receiver = receiver
-        self._deliveries = deliveries
+        self._transfers = transfers
         self._listeners = listeners
         self._processor = processor
         self._compiler = compiler
         self._timeline = telemetry.timeline
-        self._active: set[str] = set()
-        self.preparing: dict[str, int] = {}
-        self._submitted: dict[str, Sequence] = {}
-        self.generations: dict[str, Generation] = {}
+        self._requests: dict[str, _Prompt] = {}
 
     def is_serving(self, request_id: str) -> bool:
-        return request_id in self._active
+        return request_id in self._requests
 
     def has_begun(self, request_id: str) -> bool:
         """Whether the prompt is being computed, or was."""
-        sequence = self._submitted.get(request_id)
+        request = self._requests.get(request_id)
+        sequence = None if request is None else request.sequence
         return sequence is not None and sequence.state is not SequenceState.WAITING
+
+    @property
+    def num_preparing_tokens(self) -> int:
+        """About how many tokens prompts have that the engine does not know yet."""
+        return sum(one.num_tokens for one in self._requests.values() if one.sequence is None)
+
+    @property
+    def generations(self) -> list[Generation]:
+        """The answers that are decoded here."""
+        return [one.generation for one in self._requests.values() if one.generation is not None]
 
     async def prefill(self, request: wire.PrefillRequest) -> Reply:
         """Compute the prompt and answer with the first token as soon as there is one.
@@ -81,11 +100,10 @@ class PrefillService:
         Raises InvalidRequest, StageTimeout (a feature did not come in time), InstanceFailed (D is gone).
         """
         request_id = request.request_id
-        if request_id in self._active:
+        if request_id in self._requests:
             raise InvalidRequest(f"request {request_id} is being served already", param="request_id")
         num_characters = self._prompts.check_size(request)
-        self._active.add(request_id)
-        self.preparing[request_id] = self._prompts.estimate(request, num_characters)
+        self._requests[request_id] = _Prompt(self._prompts.estimate(request, num_characters))
         try:
             items = self._prompts.segments(request.items)
             here = self._receiver.expect(request_id, items)  # before all else: features may be here already
@@ -93,24 +111,25 @@ class PrefillService:
             had = [i for i, part in enumerate(parts) if part.mm_hash in here]
             stage = FEATURE_WAIT if len(had) < len(items) else PREFILL_QUEUE
             self._timeline.received(request_id, stage, hand_off=request.decode_url is not None)
-            features = asyncio.create_task(self._features(request_id, items))
+            features = asyncio.create_task(self._receive_features(request_id, items))
             try:
                 sequence, answer = await self._processor.run(
                     "text", S_PER_CHARACTER * num_characters, self._prepare, request
                 )
                 if sequence.sampling.grammar is not None:
+                    assert self._compiler is not None, "refused before"
                     constraint = sequence.constraint = await self._compiler.compile(sequence.sampling.grammar)
                     # an instance that goes on with the answer follows the same, without parts left out here
                     sequence.sampling = msgspec.structs.replace(sequence.sampling, grammar=constraint.grammar)
                 if answer.finished:  # the client lacks nothing but the end
-                    reply = self._ended(sequence, answer, b"", partial(self._end, request_id))
+                    reply = self._end_answer(sequence, answer, b"", partial(self._end, request_id))
                 else:
                     num_new = 0 if sequence.hand_off else sequence.max_tokens - len(sequence.output_ids)
                     self._engine.check_fits(sequence.num_tokens, num_new, sequence.num_forked)
-                    if sequence.hand_off:
-                        reply = await self._hand_over(request, sequence, answer, features)
-                    else:
+                    if request.decode_url is None:
                         reply = await self._serve(sequence, answer, features)
+                    else:
+                        reply = await self._hand_over(request.decode_url, sequence, answer, features)
                 note = wire.write_prompt_note(len(sequence.prompt_ids), had)
                 return replace(reply, headers=(*reply.headers, (_NOTE, note.encode())))
             finally:
@@ -127,58 +146,23 @@ class PrefillService:
     async def detokenize(self, request: wire.DetokenizeRequest) -> wire.DetokenizeReply:
         """The text of tokens. Raises InvalidRequest for those that are none."""
         cost_s = S_PER_CHARACTER * len(request.tokens)
-        return wire.DetokenizeReply(
-            await self._processor.run("text", cost_s, self._prompts.detokenize, request.tokens)
-        )
+        text = await self._processor.run("text", cost_s, self._prompts.detokenize, request.tokens)
+        return wire.DetokenizeReply(text)
 
     def _prepare(self, request: wire.PrefillRequest) -> tuple[Sequence, Answer]:
         """The prompt, and the answer as far as the client has it. Runs on a thread."""
-        prompt = self._prompts.process(request)
-        if request.generated and request.sampling.n > 1:
-            raise InvalidRequest("an answer of several choices cannot go on from its middle", param="generated")
-        sequence = Sequence(
-            request_id=request.request_id,
-            prompt_ids=prompt.ids,
-            sampling=prompt.sampling,
-            max_tokens=prompt.max_tokens,
-            positions=prompt.positions,
-            position_delta=prompt.position_delta,
-            spans=prompt.spans,
-            both_ways=prompt.both_ways,
-            block_hashes=prompt.block_hashes,
-            num_sequences=request.sampling.n,
-            hand_off=request.decode_url is not None,
-            output_ids=list(request.generated),
-        )
-        answer = Answer(self._prompts.vocabulary, request.output, prompt.sampling, prompt.ids)
-        for count, token_id in enumerate(request.generated, start=1):
-            answer.replay(0, token_id, sequence.finish_reason(token_id, count, self._engine.eos_token_ids))
-        if prompt.sampling.logprobs is not None:
+        sequence = self._prompts.process(request)
+        answer = Answer(self._prompts.tokenizer, request.output, sequence.sampling, sequence.prompt_ids)
+        if generated := request.generated:
+            reason = sequence.finish_reason(generated[-1], len(generated), self._engine.eos_token_ids)
+            answer.replay(generated, reason)
+        if sequence.sampling.logprobs is not None:
             sequence.wanted_logprobs = answer.unknown_logprobs
         return sequence, answer
 
-    def _ended(self, sequence: Sequence, answer: Answer, body: bytes, on_close: Callable[[], None]) -> Reply:
-        """The rest of an answer of which no instance has anything to compute."""
-        self._timeline.finished(sequence.request_id)
-        content = frames.HEADERS if answer.options.stream else (JSON,)
-        return Reply(headers=(*content, NEXT_NONE), body=body + answer.end(), on_close=on_close)
-
-    async def _features(self, request_id: str, items: list[wire.MediaRef]) -> None:
-        """Return when all features of the request are here."""
+    async def _receive_features(self, request_id: str, items: list[wire.MediaRef]) -> None:
         await self._receiver.complete(request_id, items)
         self._timeline.features_here(request_id)
-
-    def _end(self, request_id: str) -> None:
-        if request_id not in self._active:
-            return
-        self._active.discard(request_id)
-        self.preparing.pop(request_id, None)
-        self._submitted.pop(request_id, None)
-        self.generations.pop(request_id, None)
-        self._listeners.listen(request_id, None)
-        self._engine.abort(request_id)
-        self._timeline.drop(request_id)
-        self._receiver.release(request_id)
 
     async def _compute(
         self,
@@ -191,8 +175,7 @@ class PrefillService:
         """Have a prompt computed; return with its first event. Its features must be here before their deadline."""
         self._listeners.listen(sequence.request_id, feed)
         self._engine.submit(sequence, transfer)
-        self._submitted[sequence.request_id] = sequence
-        self.preparing.pop(sequence.request_id, None)
+        self._requests[sequence.request_id].sequence = sequence
         done, _ = await asyncio.wait(
             (features, first), timeout=self._receiver.timeout_s, return_when=asyncio.FIRST_COMPLETED
         )
@@ -204,11 +187,11 @@ class PrefillService:
         await first
         self._receiver.release(sequence.request_id)
 
-    # ------------------------------------------------------------------ decoded here
-
     async def _serve(self, sequence: Sequence, answer: Answer, features: asyncio.Task[None]) -> Reply:
+        """Decode the answer here."""
         request_id = sequence.request_id
-        generation = Generation(answer, self._engine, partial(self._timeline.finished, request_id))
+        generation = Generation(answer, self._engine, self._timeline, request_id)
+        self._requests[request_id].generation = generation
         first = asyncio.get_running_loop().create_future()
 
         def feed(event: EngineEvent) -> None:
@@ -218,19 +201,17 @@ class PrefillService:
             self._listeners.listen(request_id, generation.feed)
             generation.feed(event)
 
-        self.generations[request_id] = generation
         await self._compute(sequence, feed, first, features)
         return await generation.reply(
             stream=answer.options.stream, headers=(NEXT_NONE,), on_close=partial(self._end, request_id)
         )
 
-    # ------------------------------------------------------------------ decoded elsewhere
-
     async def _hand_over(
-        self, request: wire.PrefillRequest, sequence: Sequence, answer: Answer, features: asyncio.Task[None]
+        self, decode_url: str, sequence: Sequence, answer: Answer, features: asyncio.Task[None]
     ) -> Reply:
-        assert request.decode_url is not None
-        delivery = self._deliveries.new(sequence, len(request.generated), request.decode_url)
+        """Have the answer decoded elsewhere."""
+        delivery = KVDelivery(self._transfers, sequence, decode_url)
+        generated = list(sequence.output_ids)
         first: asyncio.Future[PromptEvent] = asyncio.get_running_loop().create_future()
 
         def feed(event: EngineEvent) -> None:
@@ -239,7 +220,7 @@ class PrefillService:
             elif isinstance(event, PromptEvent) and not first.done():
                 first.set_result(event)
 
-        await delivery.open(feed)
+        await delivery.open(first)
         try:
             await self._compute(sequence, feed, first, features, delivery.transfer)
             tokens = first.result().tokens
@@ -257,11 +238,26 @@ class PrefillService:
             is_failure = isinstance(error, ServeError) and not isinstance(error, InvalidRequest)
             delivery.give_up(str(error) if is_failure else "")
             raise
-        close = partial(self._close_handover, sequence, delivery)
+
+        def close() -> None:
+            delivery.close()
+            self._end(sequence.request_id)
+
         if answer.finished:
-            return self._ended(sequence, answer, body, close)
-        handed = [wire.FirstToken(token.token_id, token.logprob, reason) for token, reason in tokens]
-        handoff = delivery.handoff(request.generated, handed, answer)
+            return self._end_answer(sequence, answer, body, close)
+        handoff = wire.Handoff(
+            transfer_id=delivery.ref.transfer_id,
+            request_id=sequence.request_id,
+            prompt_ids=sequence.prompt_ids,
+            position_delta=sequence.position_delta,
+            sampling=sequence.sampling,
+            max_tokens=sequence.max_tokens,
+            output=answer.options,
+            first=[wire.FirstToken(token.token_id, token.logprob, reason) for token, reason in tokens],
+            generated=generated,
+            logprobs={} if sequence.sampling.logprobs is None else answer.unsent_logprobs,
+            num_cached_tokens=answer.num_cached_tokens,
+        )
         return Reply(
             headers=(*(frames.HEADERS if handoff.output.stream else ()), NEXT_DECODE),
             stream=self._first_then_handoff(body, delivery, handoff),
@@ -283,9 +279,15 @@ class PrefillService:
                 yield error.to_json()
             raise BrokenStream(error.message) from error
 
-    def _close_handover(self, sequence: Sequence, delivery: KVDelivery) -> None:
-        if delivery.is_confirmed:
-            self._engine.transferred(sequence)
-        else:
-            delivery.give_up("")
-        self._end(sequence.request_id)
+    def _end_answer(self, sequence: Sequence, answer: Answer, body: bytes, on_close: Callable[[], None]) -> Reply:
+        """Return the rest of an answer for which nothing is left to compute."""
+        self._timeline.finished(sequence.request_id)
+        content = frames.HEADERS if answer.options.stream else (JSON,)
+        return Reply(headers=(*content, NEXT_NONE), body=body + answer.end(), on_close=on_close)
+
+    def _end(self, request_id: str) -> None:
+        if self._requests.pop(request_id, None) is not None:
+            self._listeners.listen(request_id, None)
+            self._engine.abort(request_id)
+            self._timeline.drop(request_id)
+            self._receiver.release(request_id)

@@ -63,7 +63,15 @@ class InstanceTelemetry:
             end_s - seconds,
             end_s,
         )
-        self.spans.put(step_span(output, end_s - seconds, end_s))
+        kind = "decode" if not output.prefills else "mixed" if output.decodes else "prefill"
+        about: dict[str, Value] = {
+            "track": "engine",
+            "decodes": len(output.decodes),
+            "prefills": len(output.prefills),
+            "prefill_tokens": output.num_tokens - len(output.decodes),
+            "preempted": len(output.preempted),
+        }
+        self.spans.put(Span(kind, "", end_s - seconds, end_s, about))
         self.rates.stepped(output, seconds)
 
     async def close(self) -> None:
@@ -72,16 +80,3 @@ class InstanceTelemetry:
             self._trace.close()
         if self._export is not None:
             await asyncio.to_thread(self._export.close)
-
-
-def step_span(output: ScheduleOutput, start_s: float, end_s: float) -> Span:
-    """Return the span of a step of the language model."""
-    kind = "decode" if not output.prefills else "mixed" if output.decodes else "prefill"
-    about: dict[str, Value] = {
-        "track": "engine",
-        "decodes": len(output.decodes),
-        "prefills": len(output.prefills),
-        "prefill_tokens": output.num_tokens - len(output.decodes),
-        "preempted": len(output.preempted),
-    }
-    return Span(kind, "", start_s, end_s, about)

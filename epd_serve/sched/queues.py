@@ -100,9 +100,7 @@ class Queues:
         size, taken = self._pool.state_blocks, set[int]()
         for sequence in self._running:
             own = {block for state in sequence.states for block in state}
-            assert len(own) == (size and size * (1 + len(sequence.forks))), (
-                "a state has too few or many blocks"
-            )
+            assert len(own) == (size and size * (1 + len(sequence.forks))), "a state has too few or many blocks"
             assert not own & taken and not own & set(sequence.blocks), "a state's block is another's as well"
             taken |= own
         assert not any((*s.blocks, *s.states) for s in self._waiting), "a sequence that waits holds blocks"

@@ -82,7 +82,8 @@ class SimGateway:
             self.table.update(name, instance.info(), contains=0)
         self._spec = next(iter(instances.values())).spec  # its profile and blocks: prompts are the same everywhere
         self._running: dict[str, _Running] = {}
-        self._complete_at_s: float | None = None  # when each stage had an instance last, as far as requests saw
+        self._complete_at_s: float | None = None
+        self.note_stages()
 
     @property
     def num_open(self) -> int:
@@ -90,6 +91,11 @@ class SimGateway:
 
     def has(self, sequence: Sequence) -> bool:
         return sequence.request_id in self._running
+
+    def note_stages(self) -> None:
+        """Note when each stage had an instance last; to be called now and then."""
+        if not self.table.missing_stages():
+            self._complete_at_s = self._clock.now
 
     # ------------------------------------------------------------------ a request
 
@@ -108,8 +114,6 @@ class SimGateway:
     def _send(self, job: Job, retry: Retry) -> None:
         """Call P, D and the encoders at once; look again where no instance is left for a stage."""
         request, now_s = job.request, self._clock.now
-        if not self.table.missing_stages():
-            self._complete_at_s = now_s
         try:
             route = retry.pick_route(now_s, WAIT_S, self._complete_at_s)
             if route is None:

@@ -158,6 +158,8 @@ def simulate(
                 told = instance.report()
                 for gateway in gateways:
                     gateway.table.report(name, told)
+        for gateway in gateways:
+            gateway.note_stages()
         if operator is not None:
             operator.tick()
         if not clock.has_events and len(done) < len(jobs):

@@ -59,17 +59,19 @@ def group_ends(num_layers: int, group_size: int) -> frozenset[int]:
     return frozenset(range(num_layers - 1, -1, -group_size))
 
 
-#: The weight of what was measured before, at each new time.
-_MEMORY = 0.9
-
-
 @dataclass(slots=True, kw_only=True)
 class TimeEstimate:
     """``seconds = base + amount · slope``, fitted to measured times; older ones count less.
 
     Where all amounts are alike, their times cannot tell the two apart: then the base stays as it was.
+
+    Attributes:
+        memory: the weight of what was measured before, at each new time.
+        outlier: a time counts as so many times longer or shorter than expected at most.
     """
 
+    memory: float = 0.9
+    outlier: float = math.inf
     base_s: float = 0.0
     slope_s: float = 0.0
     is_known: bool = False
@@ -81,11 +83,14 @@ class TimeEstimate:
 
     def observe(self, amount: int, seconds: float) -> None:
         """Learn from one time; where the amount is none, it is all base."""
-        self._weight = _MEMORY * self._weight + 1
-        self._amount = _MEMORY * self._amount + amount
-        self._seconds = _MEMORY * self._seconds + seconds
-        self._amount_squared = _MEMORY * self._amount_squared + amount * amount
-        self._product = _MEMORY * self._product + amount * seconds
+        if self.outlier < math.inf and self._weight > 2:
+            expected = self.base_s + self.slope_s * amount
+            seconds = min(max(seconds, expected / self.outlier), expected * self.outlier)
+        self._weight = self.memory * self._weight + 1
+        self._amount = self.memory * self._amount + amount
+        self._seconds = self.memory * self._seconds + seconds
+        self._amount_squared = self.memory * self._amount_squared + amount * amount
+        self._product = self.memory * self._product + amount * seconds
         mean, mean_s = self._amount / self._weight, self._seconds / self._weight
         if not mean:
             self.base_s = mean_s

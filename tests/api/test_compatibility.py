@@ -35,7 +35,7 @@ async def test_names_and_reasoning_of_the_history_are_for_templates_that_show_th
     ]
     rich = [{**message, "name": "bob"} for message in plain]
     rich[1] |= {"reasoning_content": "They greet."}
-    tokenizer = api.instances["ep0"].language.weights.prompts.tokenizer
+    tokenizer = api.instances["ep0"].language.weights.prompts.tokenizer.inner
     assert await content(api, {"messages": rich}) == await content(api, {"messages": plain})
     before = tokenizer.chat_template
     try:

@@ -1,6 +1,5 @@
 """The block pool as a state machine: nothing is lost, nothing is given twice, hashes find what they name."""
 
-import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
@@ -87,18 +86,6 @@ class BlockPoolMachine(RuleBasedStateMachine):
 TestBlockPool = BlockPoolMachine.TestCase
 
 
-def test_a_released_prefix_is_found_again_until_it_is_needed_for_something_else() -> None:
-    pool = BlockPool(5, BLOCK_SIZE)
-    hashes = hash_blocks(list(range(8)), BLOCK_SIZE)
-    blocks = pool.allocate_request(9, 0, 1, hashes)
-    for block, digest in zip(blocks.root, hashes, strict=False):
-        pool.register(block, digest)
-    pool.release(blocks.all())
-    assert pool.match(hashes) == blocks.root[:2]
-    pool.allocate(4)
-    assert pool.match(hashes) == []
-
-
 def serve(pool: BlockPool, tokens: list[int]) -> int:
     """Runs one prompt alone; returns how many of its blocks were cached."""
     hashes = hash_blocks(tokens, pool.block_size)
@@ -137,22 +124,6 @@ def test_a_full_pool_gives_what_was_released_longest_ago() -> None:
     serve(pool, third)
     assert serve(pool, first) == 2
     assert len(pool.match(hash_blocks(second, BLOCK_SIZE))) < 2
-
-
-def test_blocks_without_content_are_taken_before_fresh_ones_in_runs() -> None:
-    pool = BlockPool(100, BLOCK_SIZE)
-    blocks = pool.allocate(5)
-    assert blocks == [1, 2, 3, 4, 5]
-    pool.release(blocks)
-    assert pool.allocate(6) == [1, 2, 3, 4, 5, 6]
-
-
-def test_releasing_twice_is_caught() -> None:
-    pool = BlockPool(4, BLOCK_SIZE)
-    blocks = pool.allocate(1)
-    pool.release(blocks)
-    with pytest.raises(AssertionError, match="more often"):
-        pool.release(blocks)
 
 
 def test_hashes_tell_images_apart_and_chain() -> None:

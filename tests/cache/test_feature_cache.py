@@ -77,16 +77,6 @@ TestFeatureCache = FeatureCacheMachine.TestCase
 TestFeatureCacheWithFewIdle = FewIdleMachine.TestCase
 
 
-def test_what_nobody_holds_is_bounded_by_number_too() -> None:
-    cache: FeatureCache[str] = FeatureCache(1000, max_idle=2)
-    for key in "abcd":
-        cache.put(key, key, 1, f"request {key}")
-    assert len(cache) == 4
-    for key in "abcd":
-        cache.release(f"request {key}")
-    assert [key for key in "abcd" if key in cache] == ["c", "d"]
-
-
 def test_least_recently_used_goes_first() -> None:
     cache: FeatureCache[str] = FeatureCache(3)
     for key in "abc":
@@ -106,15 +96,3 @@ def test_a_look_at_a_value_is_not_a_use() -> None:
     assert not cache.is_held("a")
     assert cache.can_put(1)
     assert cache.put("d", "d", 1, "r") == ["a"]
-
-
-def test_what_went_beyond_the_capacity_is_dropped_when_released() -> None:
-    cache: FeatureCache[str] = FeatureCache(2)
-    for key in "abc":
-        cache.put(key, key, 1, key, beyond=True)
-    assert cache.num_bytes == 3
-    cache.release("b")
-    assert cache.num_bytes == 2
-    assert "b" not in cache
-    cache.release("a")
-    assert "a" in cache, "what fits stays"

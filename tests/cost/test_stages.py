@@ -3,7 +3,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd_serve.cost.stages import NONE, StageCosts, Work
-from epd_serve.instance.rates import RateFit
 from epd_serve.types import StageRate
 
 amounts = st.floats(0, 1e9)
@@ -34,32 +33,3 @@ def test_a_sequence_costs_more_the_more_there_are(num_sequences, num_active):
     one, more = costs.decode_s(num_sequences, num_active), costs.decode_s(num_sequences, num_active + 1)
     assert 0 < one < more
     assert costs.decode_s(num_sequences, num_active, 1) < one
-
-
-@given(
-    base=st.floats(0, 1),
-    unit=st.floats(1e-9, 1e-2),
-    sizes=st.lists(st.integers(1, 10**6), min_size=2, max_size=40),
-)
-def test_a_fit_predicts_batches_of_the_sizes_it_saw(base, unit, sizes):
-    fit = RateFit()
-    for size in sizes:
-        fit.observe(size, base + unit * size)
-    assert fit.base_s >= 0
-    assert fit.unit_s > 0
-    mean = sum(sizes) / len(sizes)
-    spread = max(sizes) / min(sizes)
-    if len(sizes) > 5 and 2 < spread < 20 and unit * mean > base / 10:
-        for size in sizes:
-            assert fit.base_s + fit.unit_s * size == pytest.approx(base + unit * size, rel=0.2)
-
-
-def test_a_fit_survives_an_outlier_and_follows_a_change():
-    fit = RateFit()
-    for number in range(40):
-        fit.observe(100 + number % 7 * 50, 0.001 * (100 + number % 7 * 50))
-    fit.observe(100, 60.0)
-    assert fit.base_s + fit.unit_s * 200 < 0.3, "one batch that took six hundred times as long"
-    for number in range(120):
-        fit.observe(100 + number % 7 * 50, 0.002 * (100 + number % 7 * 50))
-    assert fit.base_s + fit.unit_s * 200 == pytest.approx(0.4, rel=0.05)

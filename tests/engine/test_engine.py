@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -161,19 +160,6 @@ def test_choices_fork_from_one_prompt(bench: Bench, tiny_model: Path) -> None:
 
 
 @SOME
-def test_abort_at_any_time_frees_every_block(bench: Bench) -> None:
-    bench.encode([noise(1)])
-    for i in range(12):
-        bench.engine.submit(bench.sequence(f"r{i}", f"What is this? {i}", [noise(1)], max_tokens=40))
-    for i in range(12):
-        time.sleep(0.004 * i)
-        bench.engine.abort(f"r{i}")
-        bench.engine.abort(f"r{i}")
-    bench.check_idle()
-    assert bench.engine.load().num_running == 0
-
-
-@SOME
 def test_a_failing_step_fails_its_requests_and_nothing_else(bench: Bench, tiny_model: Path) -> None:
     bench.features[f"{hash(noise(6).tobytes()):x}"] = torch.zeros(3, 5)  # not what the prompt counts on
     bench.engine.submit(bench.sequence("broken", "What is this?", [noise(6)]))
@@ -245,21 +231,6 @@ def test_logits_without_numbers_end_their_request_and_none_beside_it(bench: Benc
     bench.features |= right
     bench.engine.submit(bench.sequence("again", "What is this?", [picture]))
     assert bench.collect(1)["again", 0] == reference.generate("What is this?", [picture], max_tokens=12)
-
-
-@ONE
-def test_a_feature_that_another_request_held_may_go_at_any_moment(bench: Bench, tiny_model: Path) -> None:
-    bench.encode([noise(1)])
-    looks = itertools.count()
-    gone = {2, 5, 6, 8}  # the third look was the one that the engine did not survive
-    bench.feature = lambda name: None if next(looks) in gone else bench.features.get(name)  # type: ignore[method-assign]
-    bench.engine.submit(bench.sequence("r", "What is this?", [noise(1)]))
-    for _ in range(10):
-        time.sleep(0.02)
-        bench.engine.wake()
-    assert bench.collect(1)["r", 0] == reference_of(tiny_model).generate(
-        "What is this?", [noise(1)], max_tokens=12
-    )
 
 
 @ONE

@@ -99,14 +99,6 @@ def test_numbers_of_draws_are_those_of_the_rows_however_they_go_on() -> None:
         assert limits[:, 3].tolist() == [row.sampling.top_k for row in chosen] and limits[:, 0].min() > 0
 
 
-def test_greedy_and_drawn_rows_share_a_batch(logits: torch.Tensor) -> None:
-    drawn = sequence(temperature=1.0)
-    alone = draw(logits, drawn)
-    together = draw(logits, sequence(temperature=0.0), drawn, sequence(temperature=0.0))
-    best = int(logits.argmax())
-    assert together == [best, alone[0], best]
-
-
 def test_a_token_depends_on_seed_index_and_position_only(logits: torch.Tensor) -> None:
     def tokens(**kwargs: Any) -> list[int]:
         return [draw(logits, sequence(output=[0] * i, temperature=1.0, **kwargs))[0] for i in range(20)]

@@ -82,7 +82,7 @@ async def answer(instance: Instance, name: str, length: int) -> bytes:
         sampling=SamplingParams(seed=0, temperature=0.0, max_tokens=6, ignore_eos=True),
         items=[],
     )
-    reply = await instance.language.prefill.prefill(request)
+    reply = await instance.language.prefiller.prefill(request)
     assert reply.on_close is not None
     reply.on_close()
     return reply.body

@@ -10,21 +10,19 @@ from transformers import AutoTokenizer
 
 from epd_serve.demo import weights_dir
 from epd_serve.instance.answer import Answer
-from epd_serve.instance.text.tokenizer import Vocabulary
+from epd_serve.instance.text.tokenizer import Tokenizer
 from epd_serve.protocol.frames import FrameReader, token_ids
 from epd_serve.protocol.openai.tool_format import CALL_START
 from epd_serve.protocol.wire import OutputOptions, TokenLogprob
 from epd_serve.types import Grammar, SamplingParams, ToolSchema
 
-TOKENIZER: Any = AutoTokenizer.from_pretrained(weights_dir())
-VOCABULARY = Vocabulary(TOKENIZER)
-BEYOND = len(TOKENIZER)
+TOKENIZER = Tokenizer(AutoTokenizer.from_pretrained(weights_dir()))
+BEYOND = len(TOKENIZER.inner)
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 
 
 def ids_of(text: str) -> list[int]:
-    ids: list[int] = TOKENIZER.encode(text, add_special_tokens=False)
-    return ids
+    return TOKENIZER.encode(text, add_special_tokens=False)
 
 
 def answers(ids: list[int], finish_reason: str, **sampling: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -32,7 +30,7 @@ def answers(ids: list[int], finish_reason: str, **sampling: Any) -> tuple[list[d
     made = []
     for stream in (True, False):
         options = OutputOptions("chat", "chatcmpl-1", 0, "m", stream=stream)
-        answer = Answer(VOCABULARY, options, SamplingParams(seed=0, **sampling), [1, 2])
+        answer = Answer(TOKENIZER, options, SamplingParams(seed=0, **sampling), [1, 2])
         reader, events = FrameReader(), b""
         for place, token in enumerate(ids):
             logprob = TokenLogprob(token, -1.0 - place, [(token, -1.0 - place)])
@@ -58,14 +56,8 @@ def test_each_token_has_an_entry_of_its_own(ids: list[int]) -> None:
     streamed = [entry for chunk in chunks for entry in chunk["logprobs"]["content"]]
     for listed in (streamed, whole["logprobs"]["content"]):
         assert [entry["logprob"] for entry in listed] == [-1.0 - place for place in range(len(ids))]
-        assert [bytes(entry["bytes"]) for entry in listed] == [VOCABULARY.bytes_of(token) for token in ids]
+        assert [bytes(entry["bytes"]) for entry in listed] == [TOKENIZER.bytes_of(token) for token in ids]
         assert [entry["top_logprobs"][0]["bytes"] for entry in listed] == [entry["bytes"] for entry in listed]
-
-
-def test_a_token_without_text_is_told_with_its_own_event() -> None:
-    ids = [BEYOND, *ids_of("so"), BEYOND + 3]
-    chunks, _ = answers(ids, "length", logprobs=1)
-    assert [len(chunk["logprobs"]["content"]) for chunk in chunks] == [1] * len(ids)
 
 
 TOOLS = Grammar(tools=[ToolSchema(name="f", parameters="{}")])

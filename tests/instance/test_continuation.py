@@ -16,9 +16,9 @@ from services import serving
 from stage_requests import PICTURE, Frame, request, without_logprobs
 
 from epd_serve.errors import InvalidRequest
-from epd_serve.instance.http import Reply
 from epd_serve.instance.instance import Instance
 from epd_serve.protocol import frames, wire
+from epd_serve.rpc.server import Reply
 
 
 async def frames_of(reply: Reply) -> list[Frame]:
@@ -47,11 +47,11 @@ class Instances:
         async with asyncio.TaskGroup() as tasks:
             if apart:
                 expect = wire.DecodeRequest(name, stream=True)
-                decoding = tasks.create_task(self._decode.language.decode.decode(expect))
+                decoding = tasks.create_task(self._decode.language.decoder.decode(expect))
             for ref in wanted.items:
                 encode = wire.EncodeRequest(request_id=name, ref=ref, media=png(PICTURE), announce_to=prefill.url)
-                tasks.create_task(prefill.encode.encode(encode))
-            reply = await prefill.language.prefill.prefill(wanted)
+                tasks.create_task(prefill.encoder.encode(encode))
+            reply = await prefill.language.prefiller.prefill(wanted)
             answer = await frames_of(reply)
             if apart and (wire.NEXT_HEADER.encode(), b"none") in reply.headers:
                 decoding.cancel()
@@ -93,4 +93,4 @@ async def test_an_answer_goes_on_from_any_token(tmp_path: Path) -> None:
                 assert without_logprobs(rest) == without_logprobs(whole[count:]), (one, count, apart)
         await Books({"epd": fused.url, "ep": prefill.url, "d": decode.url}).check()
         with pytest.raises(InvalidRequest, match="several choices"):
-            await fused.language.prefill.prefill(msgspec.structs.replace(request(n=2), generated=[5]))
+            await fused.language.prefiller.prefill(msgspec.structs.replace(request(n=2), generated=[5]))

@@ -11,7 +11,7 @@ import pytest
 from hand_off import REGION, Memory, TenBlocks, decode_service, handoff, reserve
 
 from epd_serve.errors import NO_ROOM, REQUEST_ENDED, InstanceFailed, InvalidRequest, Unavailable
-from epd_serve.instance.decode import DecodeService
+from epd_serve.instance.decode import Decoder
 from epd_serve.protocol import wire
 from epd_serve.transfer.transport import Piece, StillCopying, TransferError
 
@@ -22,7 +22,7 @@ def ref(name: str = "r", reason: str = "") -> wire.TransferRef:
     return wire.TransferRef(f"transfer {name}", name, reason=reason)
 
 
-async def cancelled_by_the_gateway(decode: DecodeService, name: str) -> None:
+async def cancelled_by_the_gateway(decode: Decoder, name: str) -> None:
     expecting = asyncio.create_task(decode.decode(wire.DecodeRequest(name, stream=True)))
     await asyncio.sleep(0)
     expecting.cancel()

@@ -15,7 +15,8 @@ from services import serving
 
 from device.registry import get_device
 from epd_serve.engine.pace import step_watch
-from epd_serve.instance import process
+from epd_serve.instance import instance as instance_module
+from epd_serve.instance import lifecycle
 from epd_serve.protocol import wire
 
 DEVICE = "chip:11"
@@ -49,7 +50,8 @@ async def test_a_device_that_hangs_and_one_that_is_lost(
             return await client.post("/stage/prefill", content=prompt(name))
 
         ended = list[str]()
-        monkeypatch.setattr(process, "end_process", lambda: ended.append("process"))
+        for module in (instance_module, lifecycle):
+            monkeypatch.setattr(module, "end_process", lambda: ended.append("process"))
         monkeypatch.setattr(step_watch, "LEAST_S", 1.0)
         monkeypatch.setattr(step_watch, "FACTOR", 0.0)
         healthy = await ask("healthy")

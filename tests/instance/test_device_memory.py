@@ -121,7 +121,7 @@ async def test_a_role_leaves_nothing_on_the_device(role: str, other: str, tmp_pa
             if role == "PD"
             else 0
         )
-        assert logits < weights.step_bytes(instance.options, weights.layout) < 1 << 30
+        assert logits < weights.step_bytes(instance.options, weights.memory.layout) < 1 << 30
         assert used() <= first + 65536, "what was measured is free again"
     finally:
         await instance.close()

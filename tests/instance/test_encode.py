@@ -1,11 +1,11 @@
-"""The encode loop survives whatever a batch fails with; equal items are encoded once."""
+"""The encoder survives whatever a batch fails with; equal items are encoded once; batches start when they may."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -21,7 +21,7 @@ from device.registry import get_device
 from epd_serve.engine.device_board import DeviceBoard
 from epd_serve.engine.dual_stream import TowerStream
 from epd_serve.errors import InstanceFailed, InvalidRequest, Unavailable
-from epd_serve.instance.encode import EncodeService
+from epd_serve.instance.encode import Encoder
 from epd_serve.instance.telemetry import InstanceTelemetry
 from epd_serve.instance.text.request_processor import RequestProcessor
 from epd_serve.models.family import TowerInputs
@@ -32,9 +32,14 @@ from epd_serve.transfer.feature_store import EmbeddedFeatureStore
 
 
 class Family:
-    """Its processor makes every image one pixel."""
+    """Its processor makes every image one pixel, when it may, and takes its time."""
 
     token_ids: ClassVar = {"image": 1}
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds = seconds
+        self.go = threading.Event()
+        self.go.set()
 
     def pixels_of(self, item: wire.MediaRef) -> int:
         return 1
@@ -43,55 +48,29 @@ class Family:
         return self
 
     def preprocess(self, pixels: NDArray[np.uint8]) -> TowerInputs:
-        return {"pixel_values": torch.zeros(1, 1)}
-
-    def blank_inputs(self, size: tuple[int, int]) -> TowerInputs:
-        return {"pixel_values": torch.zeros(1, 1)}
-
-
-class SlowFamily(Family):
-    """Takes its time to prepare."""
-
-    def preprocess(self, pixels: NDArray[np.uint8]) -> TowerInputs:
-        time.sleep(_PREPARE_S)
-        return super().preprocess(pixels)
-
-
-class HeldFamily(Family):
-    """Prepares when it is told to."""
-
-    def __init__(self) -> None:
-        self.go = threading.Event()
-
-    def preprocess(self, pixels: NDArray[np.uint8]) -> TowerInputs:
         self.go.wait(60)
-        return super().preprocess(pixels)
+        time.sleep(self.seconds)
+        return {"pixel_values": torch.zeros(1, 1)}
 
 
 class Tower:
-    """Fails once as no list of exceptions foresees, and once with too few features."""
+    """Encodes when it may; ``failures`` say what its first calls do."""
 
-    calls, pixel_bytes = 0, 0.0
+    pixel_bytes = 0.0
 
-    def encode(self, batch: list[TowerInputs]) -> list[Tensor]:
-        self.calls += 1
-        if self.calls == 1:
-            raise KeyError("image_sizes")
-        return [torch.ones(2, 3) for _ in batch][self.calls == 2 :]
-
-
-class SlowTower:
-    """Encodes when it is let go."""
-
-    num_images, pixel_bytes = 0, 0.0
-
-    def __init__(self) -> None:
+    def __init__(self, *failures: Exception | int) -> None:
+        self.failures = list(failures)
         self.go = threading.Event()
+        self.go.set()
+        self.num_images = 0
 
     def encode(self, batch: list[TowerInputs]) -> list[Tensor]:
-        self.go.wait()
+        self.go.wait(60)
         self.num_images += len(batch)
-        return [torch.ones(2, 3) for _ in batch]
+        failure = self.failures.pop(0) if self.failures else 0
+        if isinstance(failure, Exception):
+            raise failure
+        return [torch.ones(2, 3) for _ in batch][failure:]
 
 
 @dataclass
@@ -108,14 +87,35 @@ class Peers:
         return b""
 
 
+@dataclass
+class Consumer:
+    """Takes features of this instance's own requests."""
+
+    taken: list[tuple[str, wire.MediaRef, int]] = field(default_factory=list)
+
+    async def take(self, request_id: str, ref: wire.MediaRef, feature: Tensor) -> None:
+        self.taken.append((request_id, ref, len(feature)))
+
+
+class Gate(Encoder):
+    """Starts batches when it is open."""
+
+    is_open = True
+    num_asked = 0
+
+    def may_start(self) -> bool:
+        self.num_asked += 1
+        return self.is_open
+
+
 PICTURE = noise(1)
-_PREPARE_S = 0.05
+PREPARE_S = 0.05
 REF = wire.MediaRef("h" * 64, *PICTURE.size)
 HERE = "http://here"
 
 
-def request(request_id: str, announce_to: str = "http://p") -> wire.EncodeRequest:
-    return wire.EncodeRequest(request_id, REF, png(PICTURE), announce_to)
+def request(request_id: str, announce_to: str = "http://p", ref: wire.MediaRef = REF) -> wire.EncodeRequest:
+    return wire.EncodeRequest(request_id, ref, png(PICTURE), announce_to)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -127,62 +127,64 @@ async def until(condition: Callable[[], bool]) -> None:
 @dataclass
 class Bench:
     transport: EmbeddedTransport
-    services: list[EncodeService]
+    encoders: list[Encoder] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    telemetry: InstanceTelemetry = field(default_factory=lambda: InstanceTelemetry("e0"))
 
-    def service(
+    def __post_init__(self) -> None:
+        self.store = EmbeddedFeatureStore(self.transport, 1 << 12)
+        self.telemetry.spans.subscribe(lambda span: self.spans.append(span) if span.name == "encode" else None)
+
+    def encoder(
         self,
-        tower: Any,
-        peers: Peers,
-        deliver_here: Callable[[str, wire.MediaRef, Tensor], Awaitable[None]] | None = None,
+        tower: Tower,
+        peers: Peers | None = None,
         *,
-        image_budget_pixels: int = 1,
+        kind: type[Encoder] = Gate,
         family: Family | None = None,
+        image_budget_pixels: int = 1,
         num_threads: int = 2,
         feature_timeout_s: float = 300,
-        stream: TowerStream | None = None,
-        may_start: Callable[[], bool] = lambda: True,
-        telemetry: InstanceTelemetry | None = None,
-    ) -> tuple[EncodeService, EmbeddedFeatureStore]:
-        store = EmbeddedFeatureStore(self.transport, 1 << 12)
-        parts: list[Any] = [TowerModel(tower, family or Family()), peers]
-        service = EncodeService(
+    ) -> Any:
+        parts: list[Any] = [TowerModel(tower, family or Family()), peers or Peers()]
+        encoder = kind(
             *parts,
-            processor=RequestProcessor(num_threads, queue_timeout_s=60),
-            stream=stream or TowerStream(get_device("cpu"), DeviceBoard(None, 0, time.monotonic)),
+            processor=RequestProcessor(num_threads, queue_timeout_s=60, spans=self.telemetry.spans),
+            stream=TowerStream(get_device("cpu"), DeviceBoard(None, 0, time.monotonic)),
             device=get_device("cpu"),
-            telemetry=telemetry or InstanceTelemetry("e0"),
+            telemetry=self.telemetry,
             url=HERE,
             feature_timeout_s=feature_timeout_s,
         )
-        service.may_start = may_start
-        service.serve(store, deliver_here, image_budget_pixels=image_budget_pixels)
-        self.services.append(service)
-        return service, store
+        encoder.serve(self.store, image_budget_pixels)
+        self.encoders.append(encoder)
+        return encoder
 
 
 @pytest.fixture
 async def bench() -> AsyncIterator[Bench]:
-    bench = Bench(EmbeddedTransport(path="shm"), [])
+    bench = Bench(EmbeddedTransport(path="shm"))
     yield bench
-    for service in bench.services:
-        await service.close()
+    for encoder in bench.encoders:
+        await encoder.close()
     bench.transport.close()
 
 
 async def test_a_batch_that_fails_takes_no_other_along(bench: Bench) -> None:
-    service, store = bench.service(Tower(), Peers())
+    encoder = bench.encoder(Tower(KeyError("image_sizes"), 1))
     for _ in range(2):
         with pytest.raises(InstanceFailed, match="the encoder failed"):
-            await service.encode(request("r"))
-    assert (await service.encode(request("r"))).num_tokens == 2
-    assert store.num_owners == service.num_waiting == 0
+            await encoder.encode(request("r"))
+    assert (await encoder.encode(request("r"))).num_tokens == 2
+    assert bench.store.num_owners == encoder.num_waiting == 0
 
 
 async def test_requests_for_one_item_share_one_encode_and_outlive_each_other(bench: Bench) -> None:
-    tower, peers = SlowTower(), Peers()
-    service, store = bench.service(tower, peers)
-    asked = [asyncio.create_task(service.encode(request(f"r{number}"))) for number in range(5)]
-    await until(lambda: service.num_waiting == 1)
+    tower, peers = Tower(), Peers()
+    tower.go.clear()
+    encoder = bench.encoder(tower, peers)
+    asked = [asyncio.create_task(encoder.encode(request(f"r{number}"))) for number in range(5)]
+    await until(lambda: encoder.num_waiting == 1)
     asked[0].cancel()  # the one that began it
     await asyncio.gather(asked[0], return_exceptions=True)
     tower.go.set()
@@ -190,56 +192,49 @@ async def test_requests_for_one_item_share_one_encode_and_outlive_each_other(ben
     assert tower.num_images == 1
     assert [reply.num_tokens for reply in replies] == [2] * 4
     assert [event.request_id for event in peers.events] == ["r1", "r2", "r3", "r4"]
-    assert {((event.item.width, event.item.height)) for event in peers.events} == {PICTURE.size}
-    assert (await service.encode(request("r5"))).cached
+    assert {(event.item.width, event.item.height) for event in peers.events if event.item} == {PICTURE.size}
+    assert (await encoder.encode(request("r5"))).cached
     assert tower.num_images == 1, "the second time nothing is encoded"
-    assert store.num_owners == service.num_waiting == 0
-    store.check_integrity()
+    assert bench.store.num_owners == encoder.num_waiting == 0
+    bench.store.check_integrity()
 
 
 async def test_an_encode_that_nobody_wants_any_more_ends(bench: Bench) -> None:
-    tower = SlowTower()
-    service, store = bench.service(tower, Peers())
-    asked = [asyncio.create_task(service.encode(request(f"r{number}"))) for number in range(3)]
-    await asyncio.sleep(0.05)
+    tower = Tower()
+    tower.go.clear()
+    encoder = bench.encoder(tower)
+    asked = [asyncio.create_task(encoder.encode(request(f"r{number}"))) for number in range(3)]
+    await until(lambda: encoder.num_waiting == 1)
     for task in asked:
         task.cancel()
     await asyncio.gather(*asked, return_exceptions=True)
-    assert service.num_waiting == store.num_owners == 0
+    assert encoder.num_waiting == bench.store.num_owners == 0
     tower.go.set()
 
 
 async def test_what_the_store_cannot_deliver_goes_to_the_consumer_in_this_instance_directly(bench: Bench) -> None:
-    delivered: list[tuple[str, wire.MediaRef, int]] = []
-
-    async def deliver(request_id: str, ref: wire.MediaRef, feature: Tensor) -> None:
-        delivered.append((request_id, ref, len(feature)))
-
-    tower = SlowTower()
-    tower.go.set()
-    service, store = bench.service(tower, Peers(InstanceFailed("feature hhhh fails its checksum")), deliver)
-    reply = await service.encode(request("r", HERE))
+    encoder = bench.encoder(Tower(), Peers(InstanceFailed("feature hhhh fails its checksum")))
+    encoder.consumer = Consumer()
+    reply = await encoder.encode(request("r", HERE))
     assert (reply.cached, reply.num_tokens) == (False, 2)
-    assert delivered == [("r", REF, 2)]
+    assert encoder.consumer.taken == [("r", REF, 2)]
     with pytest.raises(InstanceFailed, match="checksum"):
-        await service.encode(request("r", "http://p"))
-    assert store.num_owners == 0
+        await encoder.encode(request("r"))
+    with pytest.raises(InvalidRequest):  # a picture that cannot be decoded is not tried twice
+        await encoder.encode(wire.EncodeRequest("s", wire.MediaRef("s" * 64, *PICTURE.size), b"no image", HERE))
+    assert len(encoder.consumer.taken) == 1 and bench.store.num_owners == 0
 
 
 async def test_the_last_resort_waits_in_line_where_others_are_sent_away(bench: Bench) -> None:
     """An item that P encodes itself cannot go elsewhere; one of another consumer goes to the next encoder."""
-    tower, family = SlowTower(), HeldFamily()
-    tower.go.set()
-    service, _ = bench.service(tower, Peers(), family=family, num_threads=1, feature_timeout_s=10)
-    family.go.set()
-    await service.encode(request("decoders are there"))
+    family = Family()
+    encoder = bench.encoder(Tower(), family=family, num_threads=1, feature_timeout_s=10)
+    await encoder.encode(request("decoders are there"))
     family.go.clear()
-    images = {who: wire.MediaRef(who[:1] * 63 + "-", *PICTURE.size) for who in ("first", "other", HERE)}
+    refs = {who: wire.MediaRef(who[:1] * 63 + "-", *PICTURE.size) for who in ("first", "other", HERE)}
     asked = {
-        who: asyncio.create_task(
-            service.encode(wire.EncodeRequest(who, ref, png(PICTURE), HERE if who == HERE else "http://p"))
-        )
-        for who, ref in images.items()
+        who: asyncio.create_task(encoder.encode(request(who, HERE if who == HERE else "http://p", ref)))
+        for who, ref in refs.items()
     }
     with pytest.raises(Unavailable, match="within 2 s"):
         await asked["other"]
@@ -247,146 +242,63 @@ async def test_the_last_resort_waits_in_line_where_others_are_sent_away(bench: B
     assert (await asked["first"]).num_tokens == (await asked[HERE]).num_tokens == 2
 
 
-async def test_an_image_that_cannot_be_decoded_is_not_tried_twice(bench: Bench) -> None:
-    async def deliver(request_id: str, ref: wire.MediaRef, feature: Tensor) -> None:
-        raise AssertionError("nothing to deliver")
+async def test_a_batch_waits_until_it_may_start_and_counts_the_pixels_that_the_tower_sees(bench: Bench) -> None:
+    """Images of hundreds of pixels, of which the processor leaves one each."""
+    tower = Tower()
+    encoder = bench.encoder(tower, image_budget_pixels=2)
+    encoder.is_open = False
+    refs = [wire.MediaRef(letter * 64, *PICTURE.size) for letter in "abc"]
+    asked = [asyncio.create_task(encoder.encode(request("r", ref=ref))) for ref in refs]
+    await until(lambda: len(encoder._waiting) == 3)
+    num_asked = encoder.num_asked
+    encoder.reconsider()
+    await until(lambda: encoder.num_asked == num_asked + 1)
+    assert tower.num_images == 0, "asked again, still no"
+    encoder.is_open = True
+    await asyncio.to_thread(encoder.reconsider)
+    await asyncio.wait_for(asyncio.gather(*asked), 300)
+    assert [span.attributes["images"] for span in bench.spans] == [1, 2], "the first one alone, to be measured"
+    assert not encoder.is_held, "nothing waits: nothing to ask"
 
-    service, _ = bench.service(SlowTower(), Peers(), deliver)
-    with pytest.raises(InvalidRequest):
-        await service.encode(wire.EncodeRequest("r", REF, b"no image", HERE))
 
+class ChangesItsMind(Encoder):
+    """Opens, and says so, after it has said no and before the encoder has heard that."""
 
-class Gate:
-    """Says what it is told to say."""
-
-    is_open = False
-    num_asked = 0
+    answers = (False, True)
 
     def may_start(self) -> bool:
-        self.num_asked += 1
-        return self.is_open
-
-
-async def test_a_batch_waits_until_it_may_start_and_is_not_asked_for_meanwhile(bench: Bench) -> None:
-    tower, gate = SlowTower(), Gate()
-    tower.go.set()
-    service, _ = bench.service(tower, Peers(), may_start=gate.may_start)
-    asked = asyncio.create_task(service.encode(request("r")))
-    await until(lambda: gate.num_asked == 1)
-    await asyncio.sleep(0.05)
-    assert (gate.num_asked, tower.num_images) == (1, 0)
-    service.reconsider()
-    await until(lambda: gate.num_asked == 2)
-    await asyncio.sleep(0.05)
-    assert (gate.num_asked, tower.num_images) == (2, 0), "asked again, still no"
-    gate.is_open = True
-    await asyncio.to_thread(service.reconsider)
-    assert (await asyncio.wait_for(asked, 300)).num_tokens == 2
-    service.reconsider()
-    await asyncio.sleep(0.05)
-    assert gate.num_asked == 3, "nothing waits: nothing to ask"
-
-
-async def test_a_batch_counts_the_pixels_that_the_tower_sees(bench: Bench) -> None:
-    """Images of hundreds of pixels, of which the processor leaves one each."""
-    sizes: list[int] = []
-    tower, gate = SlowTower(), Gate()
-    tower.go.set()
-    service, _ = bench.service(
-        tower,
-        Peers(),
-        may_start=gate.may_start,
-        image_budget_pixels=2,
-        telemetry=(telemetry := InstanceTelemetry("e0")),
-    )
-    telemetry.spans.subscribe(
-        lambda span: sizes.append(int(span.attributes["images"])) if span.name == "encode" else None
-    )
-    calls = [
-        wire.EncodeRequest("r", wire.MediaRef(letter * 64, *PICTURE.size), png(PICTURE), "http://there")
-        for letter in "abc"
-    ]
-    asked = [asyncio.create_task(service.encode(call)) for call in calls]
-    await until(lambda: len(service._waiting) == 3)
-    gate.is_open = True
-    service.reconsider()
-    await asyncio.wait_for(asyncio.gather(*asked), 300)
-    assert sizes == [1, 2], "the first one alone, to be measured"
-
-
-async def test_a_change_in_the_middle_of_the_question_is_not_lost(bench: Bench) -> None:
-    """The gate opens, and says so, after it has said no and before the service has heard that."""
-    tower, services = SlowTower(), list[EncodeService]()
-    tower.go.set()
-    answers = iter((False, True))
-
-    def may_start() -> bool:
-        answer = next(answers)
-        thread = threading.Thread(target=services[0].reconsider)
+        answer, *rest = self.answers
+        self.answers = tuple(rest)
+        thread = threading.Thread(target=self.reconsider)
         thread.start()
         thread.join()
         return answer
 
-    service, _ = bench.service(tower, Peers(), may_start=may_start)
-    services.append(service)
-    assert (await asyncio.wait_for(service.encode(request("r")), 300)).num_tokens == 2
 
-
-async def test_a_guard_that_fails_does_not_end_the_encoder(bench: Bench) -> None:
-    def may_start() -> bool:
+class NoAnswer(Encoder):
+    def may_start(self) -> bool:
         raise OSError("the device does not say how much memory it has")
 
-    tower = SlowTower()
-    tower.go.set()
-    service, _ = bench.service(tower, Peers(), may_start=may_start)
-    assert (await asyncio.wait_for(service.encode(request("r")), 300)).num_tokens == 2
 
-
-class ReadyTower:
-    """Encodes at once."""
-
-    pixel_bytes = 0.0
-
-    def encode(self, batch: list[TowerInputs]) -> list[Tensor]:
-        return [torch.ones(2, 3) for _ in batch]
+@pytest.mark.parametrize("kind", [ChangesItsMind, NoAnswer])
+async def test_an_encoder_starts_whatever_happens_to_the_question(bench: Bench, kind: type[Encoder]) -> None:
+    encoder = bench.encoder(Tower(), kind=kind)
+    assert (await asyncio.wait_for(encoder.encode(request("r")), 300)).num_tokens == 2
 
 
 @pytest.mark.parametrize("held", [False, True])
-async def test_an_encoder_is_busy_with_what_it_prepares_and_with_no_second_twice(
-    bench: Bench, held: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tower, asked_whether, spans, busy_s = SlowTower(), threading.Event(), list[Span](), list[float]()
-    tower.go.set()
-    may = [not held]
-
-    def may_start() -> bool:
-        asked_whether.set()
-        return may[0]
-
-    def note(num_pixels: int, seconds: float) -> None:
-        busy_s.append(seconds)
-
-    service, _ = bench.service(
-        tower,
-        Peers(),
-        family=SlowFamily(),
-        may_start=may_start,
-        telemetry=(telemetry := InstanceTelemetry("e0")),
-        image_budget_pixels=1,
-    )
-    telemetry.spans.subscribe(lambda span: spans.append(span) if span.name == "encode" else None)
-    monkeypatch.setattr(telemetry.rates, "encoded", note)
+async def test_an_encoder_is_busy_with_what_it_prepares_and_with_no_second_twice(bench: Bench, held: bool) -> None:
+    encoder = bench.encoder(Tower(), family=Family(PREPARE_S), image_budget_pixels=1)
+    encoder.is_open = not held
     since_s = time.monotonic()
     refs = [wire.MediaRef(name * 64, *PICTURE.size) for name in "ab"]
-    asked = [
-        asyncio.create_task(service.encode(wire.EncodeRequest("r", ref, png(PICTURE), "http://p"))) for ref in refs
-    ]
+    asked = [asyncio.create_task(encoder.encode(request("r", ref=ref))) for ref in refs]
     if held:
-        await until(asked_whether.is_set)
-        may[0] = True
-        service.reconsider()
+        await until(lambda: encoder.num_asked > 0)
+        encoder.is_open = True
+        encoder.reconsider()
     await asyncio.gather(*asked)
-    [first, second] = zip([span.end_s - span.start_s for span in spans], busy_s, strict=True)
-    assert first[1] == first[0] if held else first[1] >= first[0] + _PREPARE_S
-    assert second[1] >= second[0]
-    assert first[1] + second[1] <= time.monotonic() - since_s
+    computed_s = sum(span.end_s - span.start_s for span in bench.spans)
+    busy_s = bench.telemetry.rates.busy_s["E"]
+    assert busy_s >= computed_s + (0 if held else PREPARE_S)
+    assert busy_s <= time.monotonic() - since_s

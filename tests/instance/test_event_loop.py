@@ -25,15 +25,11 @@ from epd_serve.engine.device_board import DeviceBoard
 from epd_serve.engine.dual_stream import TowerStream
 from epd_serve.engine.engine import Listeners, TokenEvent
 from epd_serve.instance.answer import Answer, Generation
-from epd_serve.instance.encode import EncodeService
-from epd_serve.instance.http import ControlApp, Event, Reply
-from epd_serve.instance.loading.language_weights import read_texts
+from epd_serve.instance.encode import Encoder
 from epd_serve.instance.telemetry import InstanceTelemetry
-from epd_serve.instance.text.prompt import PromptProcessor
 from epd_serve.instance.text.request_processor import RequestProcessor
-from epd_serve.instance.text.tokenizer import Vocabulary
+from epd_serve.instance.text.tokenizer import Tokenizer
 from epd_serve.models.family import TowerInputs
-from epd_serve.models.language import LanguageModel
 from epd_serve.models.loader import load_family
 from epd_serve.protocol import wire
 from epd_serve.sched.sequence import Sequence
@@ -43,7 +39,6 @@ from epd_serve.types import SamplingParams
 
 #: Far above what is measured (below 5 ms), far below what the work would take on the loop.
 BOUND_S = 0.03
-PIECE = 1 << 16
 #: As of a 4K image in a model of 7 B parameters.
 FEATURE_SHAPE = (8000, 3584)
 
@@ -97,28 +92,6 @@ async def lag() -> AsyncIterator[list[float]]:
     gc.unfreeze()
 
 
-async def post(app: ControlApp, body: bytes) -> list[Event]:
-    """As uvicorn hands a large body on: piece by piece."""
-    pieces = iter(range(0, len(body), PIECE))
-    answer: list[Event] = []
-    gone = asyncio.Event()
-
-    async def receive() -> Event:
-        await asyncio.sleep(0)
-        start = next(pieces, None)
-        if start is None:
-            await gone.wait()
-            return {"type": "http.disconnect"}
-        more = start + PIECE < len(body)
-        return {"type": "http.request", "body": body[start : start + PIECE], "more_body": more}
-
-    async def send(event: Event) -> None:
-        answer.append(event)
-
-    await app({"type": "http", "method": "POST", "path": "/"}, receive, send)
-    return answer
-
-
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     return tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
@@ -132,69 +105,38 @@ async def test_a_4k_image(model: Path) -> None:
     body = wire.encode(request)
     transport = EmbeddedTransport(path="shm")
     store = EmbeddedFeatureStore(transport, 1 << 27)
-    processor = RequestProcessor(1, queue_timeout_s=60)
+    telemetry = InstanceTelemetry("e0")
+    processor = RequestProcessor(1, queue_timeout_s=60, spans=telemetry.spans)
     parts: list[Any] = [TowerModel(Tower(), family), Peers()]
     stream = TowerStream(get_device("cpu"), DeviceBoard(None, 0, time.monotonic))
-    service = EncodeService(
+    encoder = Encoder(
         *parts,
         processor=processor,
         stream=stream,
         device=get_device("cpu"),
-        telemetry=InstanceTelemetry("e0"),
+        telemetry=telemetry,
         url="http://e",
         feature_timeout_s=300,
     )
-    service.serve(store, None, image_budget_pixels=1)
-
-    async def encode(received: bytes) -> Reply:
-        return Reply(body=wire.encode(await service.encode(wire.decode(received, wire.EncodeRequest))))
+    encoder.serve(store, 1)
 
     try:
         async with lag() as found:
             start = time.monotonic()
-            answer = await post(ControlApp([("POST", "/", encode)]), body)
+            reply = await encoder.encode(wire.decode(body, wire.EncodeRequest))
             took_s = time.monotonic() - start
-        assert answer[0]["status"] == 200
+        assert reply.num_tokens == FEATURE_SHAPE[0]
         store.check_integrity()
         print(f"{len(body)} bytes in {took_s:.3f} s, loop held for {found[0] * 1e3:.1f} ms")
         assert found[0] < BOUND_S < took_s
     finally:
         await processor.close()
-        await service.close()
+        await encoder.close()
         transport.close()
 
 
-async def test_a_prompt_of_4k_tokens_and_its_hand_over(model: Path) -> None:
-    family = load_family(model)
-    language = LanguageModel(model, torch.float32, get_device("cpu"))
-    texts = read_texts(model, family)
-    prompts = PromptProcessor(texts, family, language.inner, max_model_len=1 << 15, block_size=16)
-    processor = RequestProcessor(1, queue_timeout_s=60)
-    request = wire.PrefillRequest(
-        request_id="r",
-        output=OUTPUT,
-        sampling=SamplingParams(seed=0),
-        items=[wire.MediaRef("h" * 64, 300, 200)],
-        messages=[wire.ChatMessage("user", [wire.Part("image"), wire.Part("text", "apple tree house " * 700)])],
-    )
-    body = wire.encode(request)
-    try:
-        async with lag() as found:
-            request = wire.decode(body, wire.PrefillRequest)
-            prompt = await processor.run("text", 0.0, prompts.process, request)
-            await asyncio.sleep(0)
-            handoff = wire.Handoff("t", "r", prompt.ids, 0, request.sampling, 8, OUTPUT, [wire.FirstToken(5)])
-            handoff = wire.decode(wire.encode(handoff), wire.Handoff)
-            Answer(prompts.vocabulary, OUTPUT, request.sampling, handoff.prompt_ids)
-        print(f"{len(prompt.ids)} tokens, loop held for {found[0] * 1e3:.1f} ms")
-        assert len(prompt.ids) > 4000
-        assert found[0] < BOUND_S
-    finally:
-        await processor.close()
-
-
 async def test_a_step_of_256_sequences(model: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer, timeline = Tokenizer(AutoTokenizer.from_pretrained(model)), InstanceTelemetry("d0").timeline
     listeners, engine = Listeners(), Engine()
     sequences = [
         Sequence(
@@ -207,8 +149,9 @@ async def test_a_step_of_256_sequences(model: Path) -> None:
         for number in range(256)
     ]
     for sequence in sequences:
-        answer = Answer(Vocabulary(tokenizer), OUTPUT, sequence.sampling, sequence.prompt_ids)
-        listeners.listen(sequence.request_id, Generation(answer, engine).feed)  # type: ignore[arg-type]
+        answer = Answer(tokenizer, OUTPUT, sequence.sampling, sequence.prompt_ids)
+        generation = Generation(answer, engine, timeline, sequence.request_id)  # type: ignore[arg-type]
+        listeners.listen(sequence.request_id, generation.feed)
     async with lag() as found:
         for token_id in range(200, 210):
             listeners.dispatch([TokenEvent(sequence, SampledToken(token_id), None) for sequence in sequences])

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from hand_off import REGION, Peers, TenBlocks, deliveries, handoff
+from hand_off import REGION, Peers, TenBlocks, handoff, transfers
 
 from epd_serve.errors import DECODE_DRAINING, PEER_UNREACHABLE, InstanceFailed, Unavailable
-from epd_serve.instance.calls import CleanUps, left
+from epd_serve.instance.calls import CleanUps, Refusals
 from epd_serve.instance.kv_delivery import KVDelivery
 from epd_serve.instance.telemetry import InstanceTelemetry
 from epd_serve.protocol import wire
@@ -29,15 +29,15 @@ def delivery(peers: Peers) -> KVDelivery:
         positions=None,
         blocks=[5, 6, 7],
     )
-    own = deliveries(
+    own = transfers(
         peers, engine=TenBlocks(), clean_ups=CleanUps(), telemetry=InstanceTelemetry("p0"), lease_s=LEASE_S
     )
-    return own.new(sequence, 0, "http://d")
+    return KVDelivery(own, sequence, "http://d")
 
 
 async def handed_over(working: KVDelivery) -> None:
     try:
-        await working.open(lambda event: None)
+        await working.open(asyncio.get_running_loop().create_future())
         await working.hand_over(handoff())
     finally:
         working.give_up("")
@@ -49,7 +49,7 @@ async def test_what_was_given_up_before_it_was_read_is_not_handed_over() -> None
     working.transfer.cancelled = True  # its blocks here may be another's
     with pytest.raises(InstanceFailed):
         await handed_over(working)
-    assert "/kv/complete" not in peers.calls and not working.is_confirmed
+    assert "/kv/complete" not in peers.calls
 
 
 @pytest.mark.parametrize(("code", "kind"), [(PEER_UNREACHABLE, PeerGone), (None, TransferError)])
@@ -57,7 +57,7 @@ async def test_an_announcement_that_fails_says_whether_the_other_can_be_reached(
     code: str | None, kind: type[TransferError]
 ) -> None:
     working = delivery(Peers(reserve=GRANTED, announce=InstanceFailed("no", code=code)))
-    await working.open(lambda event: None)
+    await working.open(asyncio.get_running_loop().create_future())
     announcement = wire.KVAnnouncement(REGION, 0, 1, [wire.SentKV("t", [2], [(52, 1)])])
     with pytest.raises(TransferError) as failed:
         await asyncio.to_thread(working.transfer.peer.announce, announcement)
@@ -67,7 +67,7 @@ async def test_an_announcement_that_fails_says_whether_the_other_can_be_reached(
 
 async def test_a_reader_that_leaves_its_role_is_told_from_the_prefill_instance() -> None:
     with pytest.raises(InstanceFailed) as refused:
-        await handed_over(delivery(Peers(reserve=left("d0"))))
+        await handed_over(delivery(Peers(reserve=Refusals("d0").error())))
     assert refused.value.code == DECODE_DRAINING
 
 

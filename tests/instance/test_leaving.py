@@ -14,6 +14,7 @@ from services import answering, held, serving
 
 from epd_serve.errors import Conflict, ServeError, StageTimeout
 from epd_serve.instance import lifecycle as lifecycle_module
+from epd_serve.instance.lifecycle import SwitchState
 from epd_serve.protocol import instance_state, wire
 from epd_serve.types import SamplingParams
 
@@ -82,7 +83,7 @@ async def test_one_that_changes_its_role_stays(tmp_path: Path) -> None:
     async with serving(model, "PD", num_blocks=100) as instance:
         async with held(instance):
             ordered = asyncio.create_task(instance.lifecycle.switch(instance_state.RoleOrder(role="P")))
-            while instance.lifecycle.is_serving:  # noqa: ASYNC110
+            while instance.lifecycle.state is SwitchState.SERVING:  # noqa: ASYNC110
                 await asyncio.sleep(0)
             with pytest.raises(Conflict, match="another role"):
                 await instance.lifecycle.leave(instance_state.LeaveOrder())

@@ -8,9 +8,8 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from epd_serve.instance.feature_receiver import FetchTiming
 from epd_serve.instance.metrics import InstanceMetrics
-from epd_serve.instance.telemetry import step_span
+from epd_serve.instance.telemetry import InstanceTelemetry
 from epd_serve.protocol.instance_state import Load
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sched.sequence import Sequence
@@ -37,7 +36,8 @@ def sequence() -> Sequence:
 
 
 def test_all_that_is_told_is_rendered() -> None:
-    metrics = InstanceMetrics(("embedded", "mooncake"))
+    telemetry = InstanceTelemetry("e0", stores=("embedded", "mooncake"))
+    metrics = telemetry.metrics
     untold = values(metrics.render(Load(), (0, 0), {}))
     metrics.kv_read(50, 2.0)
     peer: Any = None
@@ -45,8 +45,8 @@ def test_all_that_is_told_is_rendered() -> None:
     half.num_announcements, half.num_bytes, half.transfer_s, half.exposed_s, half.wait_s = 1, 100, 2.0, 1.0, 1.0
     metrics.kv_delivered(half)
     metrics.kv_delivered(OutgoingTransfer("cached", peer, computed_at=3.0))
-    metrics.feature_used(FetchTiming(nbytes=7, transmission_s=4.0, scheduling_s=1.0))
-    metrics.feature_used(FetchTiming(nbytes=7, transmission_s=1.0, scheduling_s=5.0))
+    metrics.feature_used(7, transmission_s=4.0, scheduling_s=1.0)
+    metrics.feature_used(7, transmission_s=1.0, scheduling_s=5.0)
     metrics.encoded(cached=True)
     metrics.encoded(cached=False)
     metrics.encoded(cached=False, instead=True)
@@ -55,16 +55,18 @@ def test_all_that_is_told_is_rendered() -> None:
     mixed = ScheduleOutput(decodes=[sequence()], prefills=[(sequence(), 9)])
     decodes = ScheduleOutput(decodes=[sequence()], preempted=[sequence(), sequence()])
     for output, seconds in ((mixed, 0.25), (decodes, 0.5)):
-        metrics.put(step_span(output, 1.0, 1.0 + seconds))
-    for paused_s in (1.5, 4.0):
-        slack = Slack(credit_s=-0.2, limit_s=0.1, alone_s=0.05, beside_s=0.3)
-        metrics.paced(paused_s, slack)
+        telemetry.add_step(output, seconds)
+    slack = Slack(credit_s=-0.2, limit_s=0.1, alone_s=0.05, beside_s=0.3)
+    metrics.render(Load(), (0, 0), {}, paused_s=1.5, prefix_tokens=(20, 10))
     Timeline(lambda: 4.0, metrics.put).encoded("r", "h", 1.0, (2.0, 4.0))
     metrics.put(Span("text", "", 2.0, 4.0, {"track": "text_0", "waited_s": 1.0}))
     metrics.put(Span("encode", "", 1.0, 3.0, {"track": "tower", "images": 2, "pixels": 50}))
-    found = values(metrics.render(Load(num_running=3, free_blocks=4), (2, 500), {"d": (0.01, 1e9)}))
+    state = Load(num_running=3, free_blocks=4), (2, 500), {"d": (0.01, 1e9)}
+    found = values(metrics.render(*state, prefix_tokens=(20, 11), paused_s=4.0, slack=slack))
     expected = {
         "preemptions_total": 2,
+        "prefix_cache_queries_total": 20,
+        "prefix_cache_hits_total": 11,
         "encode_paused_seconds_total": 4.0,
         "token_time_seconds[credit]": -0.2,
         "token_time_seconds[limit]": 0.1,
@@ -114,6 +116,7 @@ def test_all_that_is_told_is_rendered() -> None:
         "free_blocks": 4,
     }
     assert {name: found[name] for name in expected} == pytest.approx(expected)
+    assert metrics.render(*state, prefix_tokens=(5, 0)), "an engine of another role begins anew"
     assert {name.partition("[")[0] for name in found.keys() - untold.keys()} == {
         "kv_handshake_seconds",
         "kv_bandwidth_bytes_per_second",
@@ -151,12 +154,6 @@ async def test_an_embedded_store_tells_what_it_does() -> None:
     }
     assert {name: found[f"{name}[embedded]"] for name in expected} == expected
     assert (found["store_held_bytes"], found["store_owners"]) == (600, 0)
-
-
-def test_a_link_that_is_gone_is_told_no_more() -> None:
-    metrics = InstanceMetrics()
-    assert "kv_handshake_seconds[d]" in values(metrics.render(Load(), (0, 0), {"d": (0.01, 1e9)}))
-    assert "kv_handshake_seconds[d]" not in values(metrics.render(Load(), (0, 0), {}))
 
 
 def test_routers_for_vllm_read_its_load() -> None:

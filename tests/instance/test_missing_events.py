@@ -74,7 +74,7 @@ async def test_no_answer_comes_of_what_was_read_early(
             patch.setattr(Readback, "wait", lambda readback: readback._copy)
             assert "tokens were read before the device had chosen them" in await refusal()
         gate = threading.Event()
-        cache = language_of(here.instances["d1"])._memory  # type: ignore[attr-defined]
+        cache = language_of(here.instances["d1"]).memory  # type: ignore[attr-defined]
         with monkeypatch.context() as patch:  # D decodes while its copies from P's device are still to be made
             cache._copies.launch(gate.wait)
             patch.setattr(cache, "_device", Careless())

@@ -42,11 +42,11 @@ async def ask(prefill: Instance, decode: Instance, name: str, text: str, images:
         decode_url=decode.url,
     )
     async with asyncio.TaskGroup() as tasks:
-        decoding = tasks.create_task(decode.language.decode.decode(wire.DecodeRequest(name, stream=False)))
+        decoding = tasks.create_task(decode.language.decoder.decode(wire.DecodeRequest(name, stream=False)))
         for ref, image in zip(refs, images, strict=True):
             encode = wire.EncodeRequest(request_id=name, ref=ref, media=png(image), announce_to=prefill.url)
-            tasks.create_task(prefill.encode.encode(encode))
-        handing_over = await prefill.language.prefill.prefill(request)
+            tasks.create_task(prefill.encoder.encode(encode))
+        handing_over = await prefill.language.prefiller.prefill(request)
         assert handing_over.stream is not None
         _ = [piece async for piece in handing_over.stream]
         handing_over.on_close()

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from hand_off import Peers, Vocabulary, deliveries
+from hand_off import Peers, Tokenizer, transfers
 
 from epd_serve.engine.computing import SampledToken
 from epd_serve.engine.engine import Listeners, PromptEvent
 from epd_serve.errors import InstanceFailed, InvalidRequest, ServeError, Unavailable
 from epd_serve.instance.calls import CleanUps
-from epd_serve.instance.feature_receiver import FeatureForm, FeatureReceiver
-from epd_serve.instance.prefill import PrefillService
+from epd_serve.instance.feature_receiver import ORPHAN_S, FeatureForm, FeatureReceiver
+from epd_serve.instance.prefill import Prefiller
 from epd_serve.instance.telemetry import InstanceTelemetry
-from epd_serve.instance.text.prompt import Prompt
 from epd_serve.instance.text.request_processor import RequestProcessor
 from epd_serve.protocol import wire
-from epd_serve.rpc.streams import BrokenStream
+from epd_serve.rpc.server import BrokenStream
 from epd_serve.sched.sequence import Sequence
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore
@@ -43,6 +41,10 @@ class Engine:
 
     def abort(self, request_id: str) -> None: ...
 
+    def wake(self) -> None: ...
+
+    eos_token_ids = frozenset[int]()
+
     def submit(self, sequence: Sequence, transfer: OutgoingTransfer) -> None:
         self.submitted.append((sequence, transfer))
         self.busy.set()
@@ -56,7 +58,7 @@ class Prompts:
     def estimate(self, request: wire.PrefillRequest, num_characters: int) -> int:
         return 0
 
-    vocabulary = Vocabulary()
+    tokenizer = Tokenizer()
 
     def check_size(self, request: wire.PrefillRequest) -> int:
         return 0
@@ -64,38 +66,44 @@ class Prompts:
     def segments(self, items: list[wire.MediaRef]) -> list[wire.MediaRef]:
         return items
 
-    def process(self, request: wire.PrefillRequest) -> Prompt:
+    def process(self, request: wire.PrefillRequest) -> Sequence:
         assert self.go_on.wait(60)
-        return Prompt(
-            ids=[1, 2, 3],
-            spans=(),
-            positions=torch.zeros(1, 3),
-            position_delta=0,
-            block_hashes=[],
+        return Sequence(
+            request_id=request.request_id,
+            prompt_ids=[1, 2, 3],
+            positions=None,
             max_tokens=4,
             sampling=request.sampling,
+            hand_off=request.decode_url is not None,
         )
 
 
 class Bench:
-    def __init__(self, peers: Peers, *, orphan_s: float = 10.0) -> None:
+    def __init__(self, peers: Peers) -> None:
+        self.now = 0.0
         self.engine = Engine()
         self.prompts = Prompts()
         self.transport = EmbeddedTransport(path="shm")
         self.store = EmbeddedFeatureStore(self.transport, 4096)
-        form = FeatureForm(dtype="float32", width=1, num_tokens=lambda item: 1)
-        self.receiver = FeatureReceiver(
-            4096, self.store.fetch, lambda: None, form=form, orphan_s=orphan_s, timeout_s=5, clock=time.monotonic
-        )
+        family: Any = SimpleNamespace(num_tokens=lambda item: 1)
+        engine: Any = self.engine
         self.listeners, self.clean_ups, telemetry = Listeners(), CleanUps(), InstanceTelemetry("p0")
-        nothing: Any = None
+        self.receiver = FeatureReceiver(
+            self.store,
+            engine,
+            telemetry.metrics,
+            FeatureForm(dtype="float32", width=1, family=family),
+            capacity_bytes=4096,
+            timeout_s=5,
+            clock=lambda: self.now,
+        )
         parts: list[Any] = [self.engine, self.prompts, self.receiver]
-        self.service = PrefillService(
+        self.service = Prefiller(
             *parts,
-            deliveries(peers, engine=self.engine, clean_ups=self.clean_ups, telemetry=telemetry, lease_s=LEASE_S),
+            transfers(peers, engine=self.engine, clean_ups=self.clean_ups, telemetry=telemetry, lease_s=LEASE_S),
             listeners=self.listeners,
-            processor=RequestProcessor(1, queue_timeout_s=60),
-            compiler=nothing,
+            processor=RequestProcessor(1, queue_timeout_s=60, spans=telemetry.spans),
+            compiler=None,
             telemetry=telemetry,
         )
 
@@ -158,7 +166,7 @@ async def test_a_transfer_that_was_stopped_is_not_completed() -> None:
 
 
 async def test_features_that_come_before_a_slow_tokenizer_is_done_are_kept() -> None:
-    bench = Bench(Peers(), orphan_s=0.1)
+    bench = Bench(Peers())
     bench.prompts.go_on.clear()
     store = bench.store
     items = [wire.MediaRef("a", 1, 1), wire.MediaRef("b", 1, 1)]
@@ -168,7 +176,7 @@ async def test_features_that_come_before_a_slow_tokenizer_is_done_are_kept() -> 
         feature = await store.put(item.mm_hash, memoryview(bytes(4)), [1, 1], "float32", "r")
         assert feature is not None
         await bench.receiver.receive(store.event(item.mm_hash, feature, "r"))
-        await asyncio.sleep(0.15)
+        bench.now += 2 * ORPHAN_S
         bench.receiver.expire()
     assert bench.receiver.num_owners == 1
     assert all(bench.receiver.has(item.mm_hash) for item in items)
@@ -177,15 +185,6 @@ async def test_features_that_come_before_a_slow_tokenizer_is_done_are_kept() -> 
     assert bench.receiver.num_owners == 0
     bench.prompts.go_on.set()
     await bench.close()
-
-
-async def test_a_decode_instance_that_refuses_a_cancellation_is_no_error() -> None:
-    peers = Peers(reserve=Unavailable("the request was cancelled"), cancel=Unavailable("loading its model"))
-    bench = Bench(peers)
-    with pytest.raises(Unavailable, match="was cancelled"):
-        await bench.service.prefill(request())
-    await bench.close()
-    assert peers.calls == ["/kv/reserve", "/kv/cancel"]
 
 
 async def test_a_prompt_that_is_sent_twice_is_computed_once() -> None:

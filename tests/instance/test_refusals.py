@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from epd_serve.errors import InstanceFailed, Unavailable
-from epd_serve.instance.calls import Refusals, left, moved
+from epd_serve.instance.calls import Refusals
 
 
 async def test_a_call_is_refused_once_however_often_it_is_asked() -> None:
     refusals, begun = Refusals("d0"), asyncio.Event()
+    stage: Any = SimpleNamespace(has_begun=lambda key: begun.is_set())
 
     async def work(seconds: float) -> str:
         try:
@@ -24,7 +27,7 @@ async def test_a_call_is_refused_once_however_often_it_is_asked() -> None:
         return "done"
 
     async def call(is_moved: bool) -> str:
-        async with refusals.call(begun.is_set, refusal=moved if is_moved else left):
+        async with refusals.call(stage, "r", kind=InstanceFailed if is_moved else Unavailable):
             return await work(60)
 
     calls = [asyncio.create_task(call(is_moved)) for is_moved in (False, True)]
@@ -45,5 +48,5 @@ async def test_a_call_is_refused_once_however_often_it_is_asked() -> None:
 async def test_a_timeout_of_its_own_stays_one() -> None:
     refusals = Refusals("d0")
     with pytest.raises(TimeoutError):
-        async with refusals.call(lambda: True), asyncio.timeout(0):
+        async with refusals.call(), asyncio.timeout(0):
             await asyncio.sleep(1)

@@ -1,121 +1,104 @@
 """Reports as callers of an instance get them, over a real socket."""
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import uvicorn
 from servers import served
 
 from epd_serve.backends.native import NativeConnections, NativeInstance
-from epd_serve.errors import InstanceLost, InvalidRequest, Unavailable
+from epd_serve.errors import Unavailable
+from epd_serve.instance.calls import ControlCalls
 from epd_serve.instance.http import LookApp, link_service
 from epd_serve.instance.rates import StageRates
-from epd_serve.instance.reports import INTERVAL_S, Reporter
+from epd_serve.instance.reports import INTERVAL_S, Reports
 from epd_serve.protocol.instance_state import Load
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sched.sequence import Sequence, SequenceState
 from epd_serve.types import SamplingParams, Stage
 
 
-@contextlib.asynccontextmanager
-async def serving(routes):
-    """URL of an instance with these routes."""
-    service = link_service(routes)
-    config = uvicorn.Config(LookApp(service), port=0, lifespan="off", log_config=None, http=service.protocol)
-    async with served(uvicorn.Server(config)) as url:
-        yield url
+class Instance:
+    """Reports ``num_running`` sequences."""
+
+    def __init__(self, interval_s=INTERVAL_S):
+        self.is_accepting, self.is_loading = True, False
+        self.lifecycle = SimpleNamespace(epoch=0)
+        self.reports = Reports(self, interval_s)
+
+    def load(self):
+        return Load(num_running=3)
+
+    def check_started(self):
+        if self.is_loading:
+            raise Unavailable("the instance is loading its model")
 
 
 @contextlib.asynccontextmanager
-async def listening(reporter):
+async def listening(instance):
     """An iterator over an instance's reports."""
+    service = link_service(ControlCalls(instance).routes())
+    config = uvicorn.Config(LookApp(service), port=0, lifespan="off", log_config=None, http=service.protocol)
     async with (
-        serving(reporter.routes()) as url,
+        served(uvicorn.Server(config)) as url,
         NativeConnections() as connections,
         contextlib.aclosing(NativeInstance(connections, "p0", url).reports()) as reports,
     ):
         yield reports
 
 
-def ready():
-    pass
-
-
 async def test_an_idle_instance_reports_five_times_a_second():
-    num_reports = 0
-    async with listening(Reporter(lambda: Load(num_running=3), ready)) as reports:
-        async for report in reports:
-            assert report.ready
-            assert report.load.num_running == 3
-            num_reports += 1
-            if num_reports == 6:
-                break
+    async with listening(Instance()) as reports:
+        found = [await anext(reports) for _ in range(6)]
+    assert all(report.ready and report.load.num_running == 3 for report in found)
     assert INTERVAL_S < 0.2
 
 
-async def test_calls_are_named_once_to_each_caller() -> None:
-    reporter = Reporter(Load, ready, interval_s=0.02)
-    async with listening(reporter) as one:
-        assert (await anext(one)).received == []
-        for number in range(10):
-            reporter.add_call(Stage.PREFILL, f"r{number}")
-        names = [f"Pr{number}" for number in range(10)]
-        while not (received := (await anext(one)).received):
-            pass
-        assert received == names
-        async with listening(reporter) as other:
-            assert (await anext(other)).received == names
-        assert (await anext(one)).received == []
-
-
-async def test_features_are_named_once_and_the_latest_to_who_comes_later() -> None:
-    reporter = Reporter(Load, ready, interval_s=0.02)
+async def test_calls_and_features_are_named_once_to_each_caller():
+    instance = Instance(interval_s=0.02)
     for number in range(700):
-        reporter.add_feature(f"old {number}")
-    async with listening(reporter) as reports:
-        assert (await anext(reports)).encoded == [f"old {number}" for number in range(700)]
-        reporter.add_feature("new")
-        reporter.add_feature("old 2")
-        while not (encoded := (await anext(reports)).encoded):
+        instance.reports.add_feature(f"old {number}")
+    async with listening(instance) as one:
+        first = await anext(one)
+        assert (first.received, first.encoded) == ([], [f"old {number}" for number in range(700)])
+        for number in range(10):
+            instance.reports.add_call(Stage.PREFILL, f"r{number}")
+        instance.reports.add_feature("new")
+        instance.reports.add_feature("old 2")
+        names = [f"Pr{number}" for number in range(10)]
+        while not (report := await anext(one)).received:
             pass
-        assert encoded == ["new", "old 2"]
-    reporter.drop_feature("old 3")
-    async with listening(reporter) as reports:
-        assert "old 3" not in (await anext(reports)).encoded
+        assert (report.received, report.encoded) == (names, ["new", "old 2"])
+        instance.reports.drop_feature("old 3")
+        async with listening(instance) as other:
+            report = await anext(other)
+            assert report.received == names and "old 3" not in report.encoded
+        report = await anext(one)
+        assert report.received == report.encoded == []
 
 
-async def test_a_change_of_state_is_reported_at_once() -> None:
-    reporter = Reporter(Load, ready, interval_s=60)
-    async with listening(reporter) as reports:
+async def test_a_change_of_state_is_reported_at_once_and_the_end_last():
+    instance = Instance(interval_s=60)
+    async with listening(instance) as reports:
         assert (await anext(reports)).epoch == 0
-        reporter.state_changed(False, 1)
+        instance.is_accepting, instance.lifecycle.epoch = False, 1
+        instance.reports.send_now()
         report = await anext(reports)
         assert (report.ready, report.epoch) == (False, 1)
-
-
-async def test_an_instance_that_stops_says_so_and_ends_its_reports():
-    reporter = Reporter(Load, ready, interval_s=60)
-    async with listening(reporter) as reports:
-        assert (await anext(reports)).ready
-        reporter.close()
+        instance.is_accepting = True
+        instance.reports.close()
         assert not (await anext(reports)).ready
         with pytest.raises(StopAsyncIteration):
             await anext(reports)
 
 
-async def test_errors_of_reports():
-    def loading():
-        raise Unavailable("the instance is loading its model")
-
-    async with listening(Reporter(Load, loading)) as reports:
+async def test_an_instance_that_loads_reports_nothing():
+    instance = Instance()
+    instance.is_loading = True
+    async with listening(instance) as reports:
         with pytest.raises(Unavailable, match="loading"):
             await anext(reports)
-    async with serving([]) as url, NativeConnections() as connections:
-        with pytest.raises(InvalidRequest, match="no /reports"):
-            await anext(NativeInstance(connections, "p0", url).reports())
-    with pytest.raises(InstanceLost):
-        async with NativeConnections() as connections:
-            await anext(NativeInstance(connections, "p0", url).reports())
 
 
 def sequence(*output, state=SequenceState.RUNNING):

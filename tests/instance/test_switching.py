@@ -231,7 +231,7 @@ async def test_an_encoder_has_the_settings_of_its_new_role(tmp_path: Path) -> No
         await instance.lifecycle.switch(order("E"))
         await encode("1" * 64, other)
         assert capacity(instance) == 1 << 20
-        assert instance.info().budgets["image_budget_pixels"] == instance.encode._budget == 1 << 16
+        assert instance.info().budgets["image_budget_pixels"] == instance.encoder._budget == 1 << 16
         await instance.lifecycle.switch(order("P"))
         await encode("3" * 64, other)
         assert capacity(instance) == 1 << 16

@@ -11,8 +11,7 @@ import pytest
 
 from epd_serve.config import InstanceOptions
 from epd_serve.errors import Conflict
-from epd_serve.instance.lifecycle import DrainReason, Lifecycle
-from epd_serve.instance.reports import Reporter
+from epd_serve.instance.lifecycle import DrainReason, Lifecycle, SwitchState
 from epd_serve.protocol import instance_state
 from epd_serve.types import Role
 
@@ -22,7 +21,6 @@ class Stages:
 
     def __init__(self, when_asked: Callable[[], object]) -> None:
         self.options = InstanceOptions(name="p0", role=Role.parse("P"), model=Path("m"), served_model_name="m")
-        self.reports = Reporter(instance_state.Load, lambda: None)
         self.when_asked = when_asked
         self.num_asked = 0
         self.rebuilt: list[str] = []
@@ -59,7 +57,7 @@ async def test_a_call_back_in_the_moment_that_the_last_work_ends_is_heard() -> N
         await lifecycle.switch(instance_state.RoleOrder(role="D"))
     back = await calls[0]
     assert (back.old, back.new) == ("P", "P")
-    assert stages.rebuilt == [] and str(lifecycle.role) == "P" and lifecycle.is_serving
+    assert stages.rebuilt == [] and str(lifecycle.role) == "P" and lifecycle.state is SwitchState.SERVING
 
 
 async def test_one_that_leaves_takes_no_other_role() -> None:
@@ -68,6 +66,6 @@ async def test_one_that_leaves_takes_no_other_role() -> None:
     lifecycle._draining.add(DrainReason.END)
     with pytest.raises(Conflict, match="leaving"):
         await lifecycle.switch(instance_state.RoleOrder(role="D"))
-    assert lifecycle.is_serving and stages.num_asked == 0
+    assert lifecycle.state is SwitchState.SERVING and stages.num_asked == 0
     lifecycle._draining.clear()
     assert (await lifecycle.switch(instance_state.RoleOrder(role="D"))).new == "D"

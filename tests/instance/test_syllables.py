@@ -12,12 +12,11 @@ from epd_serve.instance.text.syllables import (
     END,
     IMAGE,
     NUM_TOKENS,
-    SYLLABLES,
     NoLogits,
+    SyllableTemplate,
     SyllableTokenizer,
-    syllable_texts,
 )
-from epd_serve.instance.text.tokenizer import Detokenizer
+from epd_serve.instance.text.tokenizer import Detokenizer, Tokenizer
 from epd_serve.protocol.wire import ChatMessage, Part, PromptOptions
 from epd_serve.types import Grammar, SamplingParams
 
@@ -29,19 +28,13 @@ def test_a_text_is_read_and_written_as_it_is(text: str) -> None:
     ids = TOKENIZER.encode(text)
     assert all(0 <= token < NUM_TOKENS for token in ids)
     assert TOKENIZER.decode(ids) == text
-    detokenizer = Detokenizer(syllable_texts().vocabulary, [], skip_special_tokens=False)
+    detokenizer = Detokenizer(Tokenizer(TOKENIZER), [], skip_special_tokens=False)
     assert "".join(map(detokenizer.push, ids)) + detokenizer.flush() == text
-
-
-def test_words_have_a_token_for_three_characters() -> None:
-    assert len(TOKENIZER.encode("some words of a question")) == 8
-    assert len(set(SYLLABLES)) == len(SYLLABLES)
-    assert TOKENIZER.decode(list(SYLLABLES)).isprintable()
 
 
 def test_a_chat_has_a_placeholder_for_each_picture_and_for_nothing_else() -> None:
     parts = [Part("image"), Part("text", "what \N{OBJECT REPLACEMENT CHARACTER} is it"), Part("image")]
-    text, mark = syllable_texts().template.render([ChatMessage("user", parts)], PromptOptions())
+    text, mark = SyllableTemplate().render([ChatMessage("user", parts)], PromptOptions())
     assert mark == "" and text.startswith("user: ") and text.endswith("\nassistant: ")
     assert TOKENIZER.encode(text).count(IMAGE) == 2
 

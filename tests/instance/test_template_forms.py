@@ -53,20 +53,10 @@ def test_texts_without_pictures_are_shown(source: str) -> None:
     assert text == "[system] Be brief.[user] Hi![assistant] Yes?[user] Go"
 
 
-def test_pictures_and_texts_are_shown_beside_each_other() -> None:
-    chat = [message("user", "What is it?", image=True), message("assistant", "A cat."), message("user", "Sure?")]
-    text, _ = template(PARTS_ALONE).render(chat, PromptOptions())
-    assert text == "[user]<image> What is it?[assistant] A cat.[user] Sure?"
-
-
 def test_a_prompt_about_tools_is_shown() -> None:
     tools = '[{"type": "function", "function": {"name": "look_up", "parameters": {}}}]'
     text, _ = template(PARTS_ALONE).render([message("user", "Hi!")], PromptOptions(tools=tools))
     assert "look_up" in text and text.endswith("[user] Hi!")
-
-
-def test_a_template_that_refuses_a_system_message_takes_parts() -> None:
-    assert template(NO_SYSTEM).render([message("user", "Hi!")], PromptOptions())[0] == "[user] Hi!"
 
 
 def test_a_template_that_shows_no_text_is_refused() -> None:

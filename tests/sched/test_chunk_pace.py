@@ -52,8 +52,3 @@ def test_decodes_beside_a_prompt_leave_it_a_part_of_the_step() -> None:
     for _ in range(10):
         pace.observe(pace.meter().take_chunk(0, 5000), 5.1)
     assert pace.num_tokens >= MIN_CHUNK
-
-
-def test_all_decodes_go_and_nobody_is_kept_out() -> None:
-    pace = ChunkPace(16)
-    assert pace.has_room(64, 10_000, 5000)

@@ -138,18 +138,6 @@ def test_a_lower_number_as_priority_is_computed_before_older_ones_and_preempted_
     assert bench.step() == (["usual"], []), "what has begun is no exception"
 
 
-def test_an_older_prompt_comes_before_a_reservation() -> None:
-    bench = Bench(10)
-    bench.submit("first", 1.0, 5)
-    earlier = bench.queues.reserve(4, 1, [], 0.5)
-    assert earlier is not None
-    assert bench.queues.reserve(1, 1, [], 2.0) is None, "it would fit, but first does not yet"
-    assert bench.step() == ([], [])
-    bench.pool.release(earlier.all())
-    assert bench.step() == (["first"], [])
-    assert bench.queues.reserve(1, 1, [], 2.0) is not None
-
-
 def test_the_oldest_waits_only_for_blocks_of_what_does_not_run() -> None:
     bench = Bench(6)
     bench.submit("r", 1.0, 4)

@@ -18,18 +18,19 @@ from epd_serve.types import Role, Stage
 
 
 class Scripted(Controller):
-    """Gives orders of a list, each as soon as nothing is switching, none that takes a stage's last instance."""
+    """Gives orders of a list, each as soon as nothing is switching, none that leaves a needed stage uncovered."""
 
-    def __init__(self, orders: list[tuple[int, str]]) -> None:
+    def __init__(self, orders: list[tuple[int, str]], needed: str = "EPD") -> None:
         super().__init__(ElasticConfig(), LIMITS)
         self.orders = orders
+        self.needed = set(needed)
 
     def decide(self, now_s: float, instances: Sequence[InstanceLoad]) -> Decision:
         order = None
         if self.orders and all(one.is_serving for one in instances):
             number, role = self.orders.pop(0)
             others = [str(one.role) for index, one in enumerate(instances) if index != number]
-            if str(instances[number].role) != role and set("".join(others)) == set("EPD"):
+            if str(instances[number].role) != role and set("".join(others)) >= self.needed:
                 order = Order(instance=instances[number].name, role=Role.parse(role))
         return Decision(at_s=now_s, kind=Kind.SWITCH, reason="a test", order=order)
 

@@ -28,10 +28,12 @@ from epd_serve.engine.kv_memory import KVMemory
 from epd_serve.engine.step import LanguageRunner, LaunchedStep, StepExecutor
 from epd_serve.engine.step_loop import StepLoop
 from epd_serve.instance.loading.language_weights import read_texts
+from epd_serve.instance.rates import StageRates
 from epd_serve.instance.text.prompt import PromptProcessor
 from epd_serve.media.audio import read_audio_facts
 from epd_serve.media.video import read_facts
 from epd_serve.models.family import TowerInputs
+from epd_serve.models.generation_config import GenerationConfig
 from epd_serve.models.language import LanguageModel
 from epd_serve.models.loader import load_family
 from epd_serve.models.tower import Tower
@@ -119,6 +121,8 @@ class EngineBench(EngineHooks):
             language.inner,
             max_model_len=language.max_model_len,
             block_size=BLOCK_SIZE,
+            generation=GenerationConfig(),
+            rates=StageRates(time.monotonic),
         )
         self.pool = BlockPool(self.num_blocks, BLOCK_SIZE, state_blocks=layout.state_blocks)
         self.engine = Engine(self.pool, memory, self.budget, self, eos_token_ids=frozenset({2}))
@@ -176,20 +180,9 @@ class EngineBench(EngineHooks):
                 )
             ],
         )
-        prompt = self.processor.process(request)
-        return Sequence(
-            request_id=name,
-            prompt_ids=prompt.ids,
-            sampling=request.sampling,
-            max_tokens=prompt.max_tokens,
-            positions=prompt.positions,
-            position_delta=prompt.position_delta,
-            spans=prompt.spans,
-            both_ways=prompt.both_ways,
-            block_hashes=prompt.block_hashes,
-            num_sequences=n,
-            hand_off=hand_off,
-        )
+        sequence = self.processor.process(request)
+        sequence.hand_off = hand_off
+        return sequence
 
     def encode(self, media: Collection[Medium]) -> None:
         items = [_item(medium) for medium in media]

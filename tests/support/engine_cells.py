@@ -133,5 +133,6 @@ class Step:
             if blocks and sequence.blocks[: len(blocks)] == blocks:  # else others may have them by now
                 computed = min(len(self.known[sequence]), sequence.num_computed)
                 self.runner.cells.check(blocks, self.content(sequence)[:computed])
-        sampled = [sequence for sequence, _ in self.sampled]
-        return [(one, [SampledToken(token) for token in self.tokens[one]]) for one in sampled]
+        return [
+            (sequence, [SampledToken(token) for token in self.tokens[sequence]]) for sequence, _ in self.sampled
+        ]

@@ -13,8 +13,8 @@ from epd_serve.cache.block_pool import BlockPool, RequestBlocks
 from epd_serve.engine.engine import Listeners
 from epd_serve.errors import ServeError
 from epd_serve.instance.calls import CleanUps, Refusals
-from epd_serve.instance.decode import DecodeService
-from epd_serve.instance.kv_delivery import Deliveries
+from epd_serve.instance.decode import Decoder
+from epd_serve.instance.kv_delivery import Transfers
 from epd_serve.instance.telemetry import InstanceTelemetry
 from epd_serve.protocol import wire
 from epd_serve.sched.sequence import Sequence as Prompt
@@ -25,7 +25,7 @@ LAYOUT = wire.KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=4, d
 REGION = wire.Region(name="kv", nbytes=1, host_id="h", pid=1, fd=1, host="", port=0)
 
 
-class Vocabulary:
+class Tokenizer:
     special_ids: frozenset[int] = frozenset()
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
@@ -106,16 +106,15 @@ class Memory:
 
 def decode_service(
     engine: Any, *, memory: Any = None, transport: Any = None, queue_timeout_s: float = 60
-) -> DecodeService:
-    vocabulary: Any = Vocabulary()
-    no_grammars: Any = None
-    return DecodeService(
+) -> Decoder:
+    tokenizer: Any = Tokenizer()
+    return Decoder(
         engine,
         memory or Memory(),
-        vocabulary,
+        tokenizer,
         transport=transport,
         listeners=Listeners(),
-        compiler=no_grammars,
+        compiler=None,
         telemetry=InstanceTelemetry("d0"),
         queue_timeout_s=queue_timeout_s,
     )
@@ -145,10 +144,15 @@ class Sender:
         passed()
 
 
-def deliveries(peers: Any, *, engine: Any, clean_ups: CleanUps, telemetry: Any, lease_s: float) -> Deliveries:
+def transfers(peers: Any, *, engine: Any, clean_ups: CleanUps, telemetry: Any, lease_s: float) -> Transfers:
     parts: list[Any] = [engine, Sender(), Memory()]
-    return Deliveries(
-        *parts, peers=peers, telemetry=telemetry, refusals=Refusals("p0"), clean_ups=clean_ups, lease_s=lease_s
+    return Transfers(
+        *parts,
+        peers=peers,
+        telemetry=telemetry,
+        refusals=Refusals("p0"),
+        clean_ups=clean_ups,
+        lease_s=lease_s,
     )
 
 

@@ -69,7 +69,7 @@ async def held(instance: Instance) -> AsyncIterator[None]:
     """KV that somebody may still announce keeps the instance from being empty."""
     assert instance.language is not None
     peers = Peers()
-    layout, ref = instance.language.weights.layout, wire.TransferRef("t", "r")
+    layout, ref = instance.language.weights.memory.layout, wire.TransferRef("t", "r")
     nowhere = wire.Region(name="kv", nbytes=1, host_id="h", pid=1, fd=1, host="", port=0)
     reserve = wire.ReserveRequest("t", "r", 8, 8, 1, [], layout, 3600, nowhere)
     await peers.call(instance.url, "/kv/reserve", reserve)

@@ -58,7 +58,13 @@ class StepTimer:
             sequence.output_ids.append(sequence.prompt_ids.pop())
         prefills = [(self._sequence(blocks, start, count, sampling), count) for start, count in shape.chunks]
         output = ScheduleOutput(decodes=decodes, prefills=prefills)
-        return lambda: self._runner.step(output, {})
+
+        def run() -> None:
+            step = self._runner.launch(output, {})
+            step.sample()
+            step.read()
+
+        return run
 
     def warm_up(self, compiled_by: AbstractSequence[tuple[int, int]], max_num_tokens: int, longest: int) -> None:
         """Compute steps that use each of the device's kernels, so that none is compiled for a request.

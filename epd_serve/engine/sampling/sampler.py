@@ -243,13 +243,10 @@ class Sampling:
         sampled = [SampledToken(token_id) for token_id in ids]
         if self._num_top:
             width = (len(packed) - count - len(self._num_top)) // (2 * len(self._num_top))
-            top_ids, values = packed[count:].split([len(self._num_top) * n for n in (width, width + 1)])
-            details = zip(
-                self._num_top.items(),
-                top_ids.view(-1, width).tolist() if width else [[]] * len(self._num_top),
-                values.view(torch.float32).view(-1, width + 1).tolist(),
-                strict=True,
-            )
+            end = count + width * len(self._num_top)
+            top_ids = packed[count:end].view(len(self._num_top), -1).tolist()
+            values = packed[end:].view(torch.float32).view(len(self._num_top), -1).tolist()
+            details = zip(self._num_top.items(), top_ids, values, strict=True)
             for (row, num_top), top, (logprob, *top_logprobs) in details:
                 pairs = list(zip(top, top_logprobs, strict=True))[:num_top]
                 detail = TokenLogprob(token_id=ids[row], logprob=logprob, top=pairs)

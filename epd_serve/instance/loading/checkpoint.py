@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import aclosing
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from torch import Tensor
 
 from device.base import Device
 from device.registry import get_device
@@ -22,7 +20,6 @@ from epd_serve.engine.kv_memory import check_dtype, resolve_dtype
 from epd_serve.engine.pace.measurements import Measurements, measurements
 from epd_serve.engine.pace.step_timer import encode_seconds
 from epd_serve.instance.loading.language_weights import LanguageWeights
-from epd_serve.instance.loading.model import tensor_data
 from epd_serve.instance.text.request_processor import Place, num_media_threads
 from epd_serve.media.decoder_pool import DecoderPool
 from epd_serve.media.picture import MediaLimits
@@ -44,13 +41,16 @@ _PICTURE_CPU_S, _LONG_CPU_S = 2.0, 10.0
 
 
 class CheckpointModel:
-    """Fills the InstanceModel protocol with a directory of transformers' files.
+    """A directory of transformers' files, opened for a device.
 
     Attributes:
-        torch_dtype: of weights and features.
+        torch_dtype, dtype: of weights and features.
+        location: where it is from, for ``/info``.
+        fingerprint: of what the tower makes of media.
+        producer: of features: kind of device and operators.
+        feature_token_bytes: of a picture's token.
+        max_positions: longest context that the model allows.
     """
-
-    data_of: Callable[[Tensor], Any] = staticmethod(tensor_data)
 
     def __init__(self, options: InstanceOptions, device: Device) -> None:
         assert isinstance(options.model, Path)
@@ -70,19 +70,46 @@ class CheckpointModel:
         self.decoders = DecoderPool(
             cpu_s=_PICTURE_CPU_S, limits=_MEDIA_LIMITS, num_kept=num_media_threads(options.threads)
         )
-        self.prepare = partial(tower_inputs, self.decoders, self.family)
+
+    async def prepare(self, media: bytes, ref: MediaRef, place: Place) -> Any:
+        """Make the tower's inputs of a media file. Raises InvalidRequest for one that cannot be used."""
+        decoders, family = self.decoders, self.family
+        if ref.modality == "video":
+            assert family.video is not None, "the family takes videos"
+            inputs = family.video.inputs(ref)
+            frames = decoders.frames(media, ref.video, family.video.indices(ref), place, cpu_s=_LONG_CPU_S)
+            async with aclosing(frames):
+                async for some in frames:
+                    await place.run(inputs.add, some)
+            return await place.run(inputs.finish)
+        if ref.modality == "audio":
+            assert family.audio is not None, "the family takes sounds"
+            family.audio.check_length(ref)
+            samples = await decoders.samples(media, ref.audio, family.audio.rate, place, cpu_s=_LONG_CPU_S)
+            return await place.run(family.audio.inputs, samples)
+        size = ref.width, ref.height
+        async with decoders.decoded(media, size, place, low_detail=ref.low_detail) as pixels:
+            return await place.run(family.of(ref).preprocess, pixels)
+
+    def data_of(self, feature: Any) -> Any:
+        """Return the bytes of a feature: a memoryview of the host, or [nbytes] uint8 on its device."""
+        data = feature.view(torch.uint8).reshape(-1)
+        return data.numpy().data if data.device.type == "cpu" else data
 
     def tower(self, before_layer: Callable[[], None]) -> Tower:
+        """Load the tower; ``before_layer`` is called before each of its layers. Blocks."""
         # one that is loaded for want of an encoder has no time for graphs
         sizes = GRAPH_SIZES if self._options.role.encodes or self._options.resident == "all" else ()
         return Tower(self.path, self.torch_dtype, self.device, before_layer, self.family, sizes)
 
     def linked(self, transport: Transport) -> Transport:
+        """Return the transport over the links of the model's device."""
         return transport
 
     def feature_store(
         self, options: InstanceOptions, host: FeatureStore, transport: Transport, observe: StoreObserver
     ) -> FeatureStore:
+        """Return the store on the device, over one on the host; that one where the device is the host. Blocks."""
         if self.device.type == "cpu":
             return host
         in_area = options.feature_store == "embedded"
@@ -109,40 +136,17 @@ class CheckpointModel:
         return self._are_reached
 
     def measurements(self) -> Measurements:
+        """Return the known measurements of an instance like this one, in this user's cache."""
         return measurements(self._options, self.device, self.fingerprint, torch=str(torch.__version__))
 
-    def encode_seconds(self, tower: Tower, num_images: int) -> float:
+    def encode_seconds(self, tower: Any, num_images: int) -> float:
+        """Return the time to encode square images of 448 pixels."""
         return encode_seconds(tower, self.family, num_images)
 
     def language(self, instance: Instance) -> LanguageWeights:
+        """Load the language model. Blocks as long as that takes. Raises ValueError where it cannot be served."""
         with instance.streams.language.loading():
             return LanguageWeights(self, instance)
-
-
-async def tower_inputs(
-    decoders: DecoderPool,
-    family: Family,
-    media: bytes,
-    ref: MediaRef,
-    place: Place,
-) -> Any:
-    """Decode a file and prepare it for the tower. Raises InvalidRequest for one that cannot be used."""
-    if ref.modality == "video":
-        assert family.video is not None, "the family takes videos"
-        inputs = family.video.inputs(ref)
-        frames = decoders.frames(media, ref.video, family.video.indices(ref), place, cpu_s=_LONG_CPU_S)
-        async with aclosing(frames):
-            async for some in frames:
-                await place.run(inputs.add, some)
-        return await place.run(inputs.finish)
-    if ref.modality == "audio":
-        assert family.audio is not None, "the family takes sounds"
-        family.audio.check_length(ref)
-        samples = await decoders.samples(media, ref.audio, family.audio.rate, place, cpu_s=_LONG_CPU_S)
-        return await place.run(family.audio.inputs, samples)
-    size = ref.width, ref.height
-    async with decoders.decoded(media, size, place, low_detail=ref.low_detail) as pixels:
-        return await place.run(family.of(ref).preprocess, pixels)
 
 
 def set_up(threads: int | None) -> None:

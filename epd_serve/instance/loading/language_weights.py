@@ -22,7 +22,7 @@ from epd_serve.instance.feature_receiver import FeatureForm
 from epd_serve.instance.text.chat_template import ChatTemplate, MediaLiterals
 from epd_serve.instance.text.grammar_compiler import GrammarCompiler
 from epd_serve.instance.text.prompt import PromptProcessor, Texts
-from epd_serve.instance.text.tokenizer import BoundedTokenizer, Vocabulary
+from epd_serve.instance.text.tokenizer import Tokenizer
 from epd_serve.models.family import Family
 from epd_serve.models.generation_config import read_generation_config
 from epd_serve.models.language import LanguageModel
@@ -33,7 +33,6 @@ from epd_serve.transfer.transport import Transport
 if TYPE_CHECKING:
     from epd_serve.instance.instance import Instance
     from epd_serve.instance.loading.checkpoint import CheckpointModel
-    from epd_serve.instance.loading.model import Compiler
 
 
 logger = logging.getLogger(__name__)
@@ -54,8 +53,11 @@ class LanguageWeights:
         self.num_parameters = self.language.num_parameters
         generation = read_generation_config(model.path, model.family.config)
         self.eos_token_ids = generation.eos_token_ids
+        texts = read_texts(model.path, model.family, generation.eos_token_ids)
+        assert texts.grammars is not None
+        self.compiler = GrammarCompiler(texts.grammars, instance.processor, model.decoders)
         self.prompts = PromptProcessor(
-            read_texts(model.path, model.family, generation.eos_token_ids),
+            texts,
             model.family,
             self.language.inner,
             max_model_len=self.language.max_model_len,
@@ -72,36 +74,58 @@ class LanguageWeights:
         return self._memory
 
     @property
-    def layout(self) -> wire.KVLayout:
-        return self.memory.layout
-
-    @property
     def block_nbytes(self) -> int:
-        return block_nbytes(self.layout)
+        """Bytes of one block in all layers on the device."""
+        return block_nbytes(self.memory.layout)
 
     @property
     def feature_form(self) -> FeatureForm:
         return FeatureForm(
-            dtype=self.layout.dtype,
+            dtype=self.memory.layout.dtype,
             width=self.language.feature_width,
-            num_tokens=self._model.family.num_tokens,
+            family=self._model.family,
         )
 
-    def step_seconds(self, runner: LanguageRunner) -> Callable[[StepShape], float]:
-        return self._timer(runner).seconds
+    def step_seconds(self, runner: Any) -> Callable[[StepShape], float]:
+        """Return what times steps of the runner that was prepared last, while nothing else uses the KV memory."""
+        return self._timer(runner, self.memory.layout, self.memory.num_blocks).seconds
 
-    def _timer(self, runner: LanguageRunner) -> StepTimer:
+    def _timer(self, runner: LanguageRunner, layout: wire.KVLayout, num_blocks: int) -> StepTimer:
         return StepTimer(
             runner,
-            num_blocks=self.memory.num_blocks - self.layout.state_blocks,
-            block_size=self.layout.block_size,
+            num_blocks=num_blocks - layout.state_blocks,
+            block_size=layout.block_size,
             num_position_axes=self._model.family.num_position_axes,
-            state_blocks=self.layout.state_blocks,
+            state_blocks=layout.state_blocks,
         )
 
-    def compiler(self, instance: Instance) -> Compiler:
-        assert self.prompts.grammars is not None
-        return GrammarCompiler(self.prompts.grammars, instance.processor, self._model.decoders)
+    def _runner(
+        self,
+        options: InstanceOptions,
+        kv: torch.Tensor,
+        max_model_len: int,
+        graphs: list[int],
+        prefills: list[int],
+    ) -> LanguageRunner:
+        """Return what runs steps over ``kv``, with graphs of so many sequences, and of so many prompt tokens."""
+        model, axes = self._model, self._model.family.num_position_axes
+        executor = StepExecutor(
+            self.language,
+            model.device,
+            kv,
+            num_position_axes=axes,
+            graph_sizes=graphs,
+            prefill_graph_sizes=prefills,
+            max_num_seqs=options.sizes.max_num_seqs,
+            max_model_len=max_model_len,
+        )
+        return LanguageRunner(
+            executor,
+            model.device.ops,
+            block_size=options.tokens_per_block,
+            num_position_axes=axes,
+            eos_token_ids=self.eos_token_ids,
+        )
 
     def prepare(self, instance: Instance) -> LanguageRunner:
         """KV memory, and graphs where the role decodes; what there is and fits is kept."""
@@ -123,23 +147,11 @@ class LanguageWeights:
             self.language.max_model_len,
             (memory.num_blocks - 1 - memory.layout.state_blocks) * options.tokens_per_block,
         )
-        runner = LanguageRunner(
-            StepExecutor(
-                self.language,
-                self._model.device,
-                memory.tensor,
-                num_position_axes=self._model.family.num_position_axes,
-                graph_sizes=decode_graph_sizes(options.sizes.max_num_seqs) if options.role.decodes else [],
-                prefill_graph_sizes=prefill_graph_sizes(most) if options.role.prefills else [],
-                max_num_seqs=options.sizes.max_num_seqs,
-                max_model_len=self.max_model_len,
-            ),
-            self._model.device.ops,
-            block_size=options.tokens_per_block,
-            num_position_axes=self._model.family.num_position_axes,
-            eos_token_ids=self.eos_token_ids,
-        )
-        self._timer(runner).warm_up(self._model.device.ops.compiled_by, most, self.max_model_len)
+        graphs = decode_graph_sizes(options.sizes.max_num_seqs) if options.role.decodes else []
+        prefills = prefill_graph_sizes(most) if options.role.prefills else []
+        runner = self._runner(options, memory.tensor, self.max_model_len, graphs, prefills)
+        timer = self._timer(runner, memory.layout, memory.num_blocks)
+        timer.warm_up(self._model.device.ops.compiled_by, most, self.max_model_len)
         return runner
 
     def forget(self, transport: Transport) -> None:
@@ -159,35 +171,10 @@ class LanguageWeights:
         longest = min(options.max_model_len or model.max_positions, self.language.max_model_len)
         shapes = [StepShape(chunks=prompts_of(sizes.max_num_batched_tokens, longest))]
         shapes += [StepShape(num_decodes=sizes.max_num_seqs)] if options.role.decodes else []
-        num_blocks = 1 + max(shape.num_blocks(block_size) for shape in shapes)
-        shape = (layout.num_layers, 2, num_blocks + layout.state_blocks, block_size)
-        kv = torch.zeros(
-            (*shape, layout.num_kv_heads, layout.head_dim),
-            dtype=model.torch_dtype,
-            device=model.device.torch_device,
-        )
-        axes = model.family.num_position_axes
-        timer = StepTimer(
-            LanguageRunner(
-                StepExecutor(
-                    self.language,
-                    model.device,
-                    kv,
-                    num_position_axes=axes,
-                    graph_sizes=[],
-                    max_num_seqs=sizes.max_num_seqs,
-                    max_model_len=longest,
-                ),
-                model.device.ops,
-                block_size=block_size,
-                num_position_axes=axes,
-                eos_token_ids=self.eos_token_ids,
-            ),
-            num_blocks=num_blocks,
-            block_size=block_size,
-            num_position_axes=axes,
-            state_blocks=layout.state_blocks,
-        )
+        num_blocks = 1 + max(shape.num_blocks(block_size) for shape in shapes) + layout.state_blocks
+        shape = (layout.num_layers, 2, num_blocks, block_size, layout.num_kv_heads, layout.head_dim)
+        kv = torch.zeros(shape, dtype=model.torch_dtype, device=model.device.torch_device)
+        timer = self._timer(self._runner(options, kv, longest, [], []), layout, num_blocks)
         in_use = model.device.reset_peak_memory()
         try:
             for one in shapes:
@@ -250,9 +237,7 @@ def read_texts(path: Path, family: Family, eos_token_ids: frozenset[int] = froze
             "tokens; the model must have them all"
         )
     return Texts(
-        tokenizer=tokenizer,
-        vocabulary=Vocabulary(tokenizer),
-        grammars=Grammars(tokenizer, eos_token_ids),
-        bounded=BoundedTokenizer(tokenizer),
+        tokenizer=Tokenizer(tokenizer),
         template=ChatTemplate(tokenizer, path, MediaLiterals(tokenizer, family.config, family.tokens)),
+        grammars=Grammars(tokenizer, eos_token_ids),
     )

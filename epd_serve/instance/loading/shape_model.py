@@ -26,20 +26,29 @@ from epd_serve.engine.emulated.digests import (
 from epd_serve.engine.pace.measurements import IMAGE_SIDE, Measurements
 from epd_serve.errors import InvalidRequest
 from epd_serve.instance.feature_receiver import FeatureForm
-from epd_serve.instance.text.prompt import PromptProcessor
+from epd_serve.instance.text.prompt import PromptProcessor, Texts
 from epd_serve.instance.text.request_processor import Place
-from epd_serve.instance.text.syllables import END, IMAGE, NUM_TOKENS, SYLLABLES, VIDEO, NoLogits, syllable_texts
+from epd_serve.instance.text.syllables import (
+    END,
+    IMAGE,
+    NUM_TOKENS,
+    SYLLABLES,
+    VIDEO,
+    NoLogits,
+    SyllableTemplate,
+    SyllableTokenizer,
+)
+from epd_serve.instance.text.tokenizer import Tokenizer
 from epd_serve.models.family import Family, Size
 from epd_serve.protocol import wire
 from epd_serve.sched.step_sizes import StepShape
 from epd_serve.transfer.feature_store import FeatureStore, StoreObserver
 from epd_serve.transfer.shaped import over_emulated_links
 from epd_serve.transfer.transport import Transport
-from epd_serve.types import Grammar, SamplingParams
+from epd_serve.types import SamplingParams
 
 if TYPE_CHECKING:
     from epd_serve.instance.instance import Instance
-    from epd_serve.instance.loading.model import Compiler
 
 #: An answer that does not ignore its end has so many tokens on average.
 MEAN_ANSWER_TOKENS = 200
@@ -86,7 +95,7 @@ class ShapeFamily(Family):
 
 
 class ShapeModel:
-    """Fills the InstanceModel protocol with nothing but sizes.
+    """Nothing but the sizes of a :class:`~epd_serve.instance.loading.checkpoint.CheckpointModel`.
 
     Attributes:
         time: of the device for this shape, without the host's part: that is real.
@@ -94,6 +103,7 @@ class ShapeModel:
 
     dtype = "bfloat16"
     producer = ""
+    decoders = None  # no file is decoded
 
     def __init__(self, options: InstanceOptions, device: TimedDevice) -> None:
         assert isinstance(options.model, ShapeConfig)
@@ -110,7 +120,6 @@ class ShapeModel:
         self.fingerprint = blake3(f"epd-serve shape 1 {self.shape}".encode()).hexdigest()
         self.feature_token_bytes = self.shape.feature_token_bytes
         self.max_positions = self.shape.max_positions
-        self.decoders = NoDecoders()
 
     def tower(self, before_layer: Callable[[], None]) -> DigestTower:
         assert self.shape.vision is not None
@@ -145,34 +154,25 @@ class ShapeModel:
     def measurements(self) -> Measurements:
         return Measurements(None, {})  # a profile is asked in no time
 
-    def encode_seconds(self, tower: DigestTower, num_images: int) -> float:
+    def encode_seconds(self, tower: Any, num_images: int) -> float:
         return self.time.profile.encode_s([self.family.num_pixels((IMAGE_SIDE, IMAGE_SIDE))] * num_images)
 
     def language(self, instance: Instance) -> ShapeLanguage:
         return ShapeLanguage(self, instance)
 
 
-class NoGrammars:
-    """Fills the Compiler protocol: answers without weights follow no grammar."""
-
-    async def compile(self, grammar: Grammar, *, is_tried: bool = False) -> Any:
-        raise InvalidRequest(f"{grammar.param}: a model without weights follows no grammar; leave it out")
-
-
-class NoDecoders:
-    """Fills the Decoders protocol: no file is decoded."""
-
-    def start(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+class DigestForm(FeatureForm):
+    def read(self, data: bytearray, shape: Sequence[int], dtype: str) -> Feature:
+        if len(shape) != 2 or shape[0] * shape[1] != len(data):
+            raise ValueError(f"a feature of {len(data)} bytes has shape {list(shape)}")
+        return Feature(data, (shape[0], shape[1]), dtype)
 
 
 class ShapeLanguage:
-    """Fills the Language protocol: texts of syllables, KV of digests, tokens that are hashes."""
+    """Texts of syllables, KV of digests, tokens that are hashes."""
 
     eos_token_ids = frozenset({END})
+    compiler = None  # answers without weights follow no grammar
 
     def __init__(self, model: ShapeModel, instance: Instance) -> None:
         options = instance.options
@@ -181,7 +181,7 @@ class ShapeLanguage:
         self.num_parameters = model.shape.language.parameters
         self.max_model_len = options.max_model_len or model.max_positions
         self.prompts = PromptProcessor(
-            syllable_texts(),
+            Texts(tokenizer=Tokenizer(SyllableTokenizer()), template=SyllableTemplate(), grammars=None),
             model.family,
             None,
             max_model_len=self.max_model_len,
@@ -198,18 +198,12 @@ class ShapeLanguage:
         return self._memory
 
     @property
-    def layout(self) -> wire.KVLayout:
-        return self.memory.layout
-
-    @property
     def block_nbytes(self) -> int:
-        return self.memory.nbytes(self.layout.num_layers, 1)
+        return self.memory.nbytes(self.memory.layout.num_layers, 1)
 
     @property
     def feature_form(self) -> FeatureForm:
-        return FeatureForm(
-            dtype="uint8", width=FEATURE_WIDTH, num_tokens=self._model.family.num_tokens, read=self._read
-        )
+        return DigestForm(dtype="uint8", width=FEATURE_WIDTH, family=self._model.family)
 
     def prepare(self, instance: Instance) -> DigestRunner:
         options = instance.options
@@ -224,11 +218,8 @@ class ShapeLanguage:
         )
         return DigestRunner(self._memory, self._device, self._model.time, next_token)
 
-    def step_seconds(self, runner: DigestRunner) -> Callable[[StepShape], float]:
+    def step_seconds(self, runner: Any) -> Callable[[StepShape], float]:
         return lambda shape: runner.cost(shape.work)[0]
-
-    def compiler(self, instance: Instance) -> Compiler:
-        return NoGrammars()
 
     def forget(self, transport: Transport) -> None:
         if self._memory is not None:
@@ -237,11 +228,6 @@ class ShapeLanguage:
 
     def close(self) -> None:
         pass
-
-    def _read(self, data: bytearray, shape: Sequence[int], dtype: str) -> Feature:
-        if len(shape) != 2 or shape[0] * shape[1] != len(data):
-            raise ValueError(f"a feature of {len(data)} bytes has shape {list(shape)}")
-        return Feature(data, (shape[0], shape[1]), dtype)
 
     def _new_memory(self, options: InstanceOptions, transport: Transport) -> DigestMemory:
         language, block_size = self._model.shape.language, options.tokens_per_block

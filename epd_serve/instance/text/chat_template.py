@@ -37,8 +37,9 @@ class ChatTemplate:
         """Raises ValueError for a template that is no Jinja, or shows no text of a chat."""
         self._tokenizer = tokenizer
         self._literals = literals
-        if not tokenizer.chat_template:
-            tokenizer.chat_template = _processor_chat_template(path)
+        beside = path / "chat_template.json"  # older checkpoints keep it beside the processor
+        if not tokenizer.chat_template and beside.exists():
+            tokenizer.chat_template = json.loads(beside.read_text())["chat_template"]
         if isinstance(tokenizer.chat_template, str):
             check_template(tokenizer.chat_template, path)
         shown, shown_of_parts = self._num_shown(as_parts=False), self._num_shown(as_parts=True)
@@ -54,11 +55,11 @@ class ChatTemplate:
         """
         words = {role: f"word-{role}" for role in ("system", "user", "assistant")}
         most = -1
-        for roles in (
-            ("system", "user", "assistant", "user"),
-            ("user", "assistant", "user"),
-        ):  # no system for some
-            chat = [{"role": one, "content": _as_parts(words[one]) if as_parts else words[one]} for one in roles]
+        for roles in (("system", "user", "assistant", "user"), ("user", "assistant", "user")):
+            chat = [
+                {"role": one, "content": [{"type": "text", "text": words[one]}] if as_parts else words[one]}
+                for one in roles
+            ]
             try:
                 text = self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
             except _REFUSALS:
@@ -96,8 +97,18 @@ class ChatTemplate:
             _write_tools(rendered, messages, tools)
         if self._takes_parts:
             for message in rendered:
-                message["content"] = _as_parts(message["content"])
-        arguments = self._arguments(options) if options.template_kwargs else {}
+                if isinstance(message["content"], str):
+                    message["content"] = [{"type": "text", "text": message["content"]}]
+        arguments: dict[str, Any] = json.loads(options.template_kwargs or "{}")
+        for name in _OF_ANY_MODEL:
+            if name not in self._known_names:
+                arguments.pop(name, None)
+        for name in arguments:
+            if name in self._taken_names or name not in self._known_names:
+                raise InvalidRequest(
+                    f"chat_template_kwargs.{name[:60]}: the model's chat template has no such argument",
+                    param=f"chat_template_kwargs.{name[:60]}",
+                )
         shown: list[Any] = [rendered, tools if native else None, arguments]
         mark = self._literals.mark_for(shown)
         rendered, tools, arguments = self._literals.marked(shown, mark) if mark else shown
@@ -115,19 +126,6 @@ class ChatTemplate:
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
         return text, mark
-
-    def _arguments(self, options: PromptOptions) -> dict[str, Any]:
-        arguments: dict[str, Any] = json.loads(options.template_kwargs)
-        for name in _OF_ANY_MODEL:
-            if name not in self._known_names:
-                arguments.pop(name, None)
-        for name in arguments:
-            if name in self._taken_names or name not in self._known_names:
-                raise InvalidRequest(
-                    f"chat_template_kwargs.{name[:60]}: the model's chat template has no such argument",
-                    param=f"chat_template_kwargs.{name[:60]}",
-                )
-        return arguments
 
 
 def _message(message: ChatMessage, *, with_calls: bool) -> dict[str, Any]:
@@ -179,20 +177,6 @@ def _around(content: Any, before: str, after: str) -> Any:
     if isinstance(content, str):
         return before + content + after
     return [{"type": "text", "text": before}, *content, {"type": "text", "text": after}]
-
-
-def _as_parts(content: Any) -> Any:
-    """A message's content as a list of parts, in whichever of the two forms it is."""
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
-def _processor_chat_template(path: Path) -> str | None:
-    """Older checkpoints keep the template beside the processor instead of the tokenizer."""
-    file = path / "chat_template.json"
-    if not file.exists():
-        return None
-    template: str = json.loads(file.read_text())["chat_template"]
-    return template
 
 
 #: Names of a configuration's fields that say which tokens these are.

@@ -87,7 +87,9 @@ class GrammarCompiler:
             problems.pop(len(parts), None)
             return await self._relax(grammar, parts, problems, trials)
         except InvalidRequest as error:
-            if error.code == _TOO_COMPLEX and _may_be_free(grammar):
+            # schemas of tools that may be called, and are not strict, need not be enforced
+            is_free = not grammar.kind and not grammar.must_call and not any(tool.strict for tool in grammar.tools)
+            if error.code == _TOO_COMPLEX and is_free:
                 return _free(grammar, range(len(grammar.tools)))
             message = error.message if error.param else f"{grammar.param}: {error.message}"
             return InvalidRequest(message, param=error.param or grammar.param, code=error.code)
@@ -101,7 +103,8 @@ class GrammarCompiler:
                 raise _refusal(grammar, parts, number, problem)
         schemas = {number: json.loads(parts[number].text) for number in problems if parts[number].kind == "json"}
         patterns = list({pattern: None for schema in schemas.values() for pattern in patterns_of(schema)})
-        wrong = await trials.run([_of_pattern(pattern) for pattern in patterns])
+        texts = [json.dumps({"type": "string", "pattern": pattern}) for pattern in patterns]
+        wrong = await trials.run([Grammar(kind="json", text=text) for text in texts])
         unknown = [patterns[number] for number, problem in wrong.items() if not problem.is_complex]
         for number, schema in schemas.items():
             parts[number] = replace(parts[number], text=json.dumps(drop_patterns(schema, unknown)))
@@ -147,19 +150,10 @@ def _parts(grammar: Grammar) -> list[Grammar]:
     return parts
 
 
-def _may_be_free(grammar: Grammar) -> bool:
-    """Whether nothing but schemas of tools that may be called, and are not strict, is to be enforced."""
-    return not grammar.kind and not grammar.must_call and not any(tool.strict for tool in grammar.tools)
-
-
 def _free(grammar: Grammar, numbers: Container[int]) -> Grammar:
     """Let some of the tools take any object."""
     tools = [replace(tool, parameters="{}") if i in numbers else tool for i, tool in enumerate(grammar.tools)]
     return replace(grammar, tools=tools)
-
-
-def _of_pattern(pattern: str) -> Grammar:
-    return Grammar(kind="json", text=json.dumps({"type": "string", "pattern": pattern}))
 
 
 def _refusal(grammar: Grammar, parts: list[Grammar], number: int, problem: Problem) -> InvalidRequest:

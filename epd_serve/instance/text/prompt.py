@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from epd_serve.cache.block_pool import hash_blocks
 from epd_serve.errors import InvalidRequest
 from epd_serve.instance.rates import StageRates
-from epd_serve.instance.text.tokenizer import BoundedTokenizer, Vocabulary
+from epd_serve.instance.text.tokenizer import Tokenizer
 from epd_serve.models.family import TRIED_SECONDS, TRIED_SIZES, Family, picture, sound
 from epd_serve.models.generation_config import GenerationConfig
-from epd_serve.protocol.wire import (
-    ChatMessage,
-    MediaRef,
-    PrefillRequest,
-    PromptOptions,
-    TokenizeReply,
-    TokenizeRequest,
-)
+from epd_serve.protocol.wire import MediaRef, PrefillRequest, TokenizeReply, TokenizeRequest
+from epd_serve.sched.sequence import Sequence
 from epd_serve.types import AS_THE_MODEL, MediaSpan, SamplingParams, VideoFacts
 
 if TYPE_CHECKING:
     from epd_serve.engine.sampling.grammar import Grammars
+    from epd_serve.instance.text.chat_template import ChatTemplate
+    from epd_serve.instance.text.syllables import SyllableTemplate
 
 #: Tokens that a question about a text's tokens may have, where the context holds fewer.
 MAX_COUNTED_TOKENS = 1 << 17
@@ -35,51 +31,17 @@ _MAX_WORD_CHARACTERS = 4096
 _MAX_LAYOUTS = 256
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Prompt:
-    """A request ready to be computed.
-
-    Attributes:
-        positions: rotary ones [axes, tokens], opaque here.
-        both_ways, position_delta: see :class:`epd_serve.sched.sequence.Sequence`.
-        max_tokens: output tokens that the client asked for or the context leaves.
-        sampling: of the request, with what takes the tokenizer filled in.
-    """
-
-    ids: list[int]
-    spans: tuple[MediaSpan, ...]
-    positions: Any
-    position_delta: int
-    block_hashes: list[bytes]
-    max_tokens: int
-    sampling: SamplingParams
-    both_ways: tuple[tuple[int, int], ...] = ()
-
-
 @dataclass(frozen=True, kw_only=True)
 class Texts:
     """One model's way from chats and texts to tokens, and back. Safe for use from several threads.
 
     Attributes:
-        tokenizer: as transformers has it; of an emulated model, what this file asks of one.
-        vocabulary: tokens as text and bytes. grammars: as masks over tokens; None where no answer follows any.
-        bounded: reads texts, and refuses those that cannot fit.
-        template: renders chats.
+        template: renders chats. grammars: as masks over tokens; None where no answer follows any.
     """
 
-    tokenizer: Any
-    vocabulary: Vocabulary
+    tokenizer: Tokenizer
+    template: ChatTemplate | SyllableTemplate
     grammars: Grammars | None
-    bounded: BoundedTokenizer
-    template: Template
-
-
-class Template(Protocol):
-    """A chat template."""
-
-    def render(self, messages: Sequence[ChatMessage], options: PromptOptions) -> tuple[str, str]:
-        """Return the text, and the mark at which it is cut to be tokenised (:class:`MediaLiterals`); "": none."""
-        ...
 
 
 class PromptProcessor:
@@ -97,19 +59,18 @@ class PromptProcessor:
         *,
         max_model_len: int,
         block_size: int,
-        generation: GenerationConfig | None = None,
-        rates: StageRates | None = None,
+        generation: GenerationConfig,
+        rates: StageRates,
     ) -> None:
-        """``rates`` learn how many tokens texts have; None: nobody asks for an estimate."""
-        self.tokenizer, self.vocabulary, self.grammars = texts.tokenizer, texts.vocabulary, texts.grammars
-        self._generation = generation or GenerationConfig()
-        self._texts, self._template = texts.bounded, texts.template
+        """``rates`` learn how many tokens texts have."""
+        self.tokenizer, self.grammars, self._template = texts.tokenizer, texts.grammars, texts.template
+        self._generation = generation
         self._family = family
-        self._layouts = MediaLayouts(family, self.tokenizer)
+        self._layouts = MediaLayouts(family, self.tokenizer.inner)
         self._language_model = language_model
         self.max_model_len = max_model_len
         self._block_size = block_size
-        self._rates = rates or StageRates(lambda: 0.0)
+        self._rates = rates
 
     def estimate(self, request: PrefillRequest, num_characters: int) -> int:
         """About how many tokens the prompt will have; ``num_characters``: from :meth:`check_size`."""
@@ -126,10 +87,14 @@ class PromptProcessor:
         max_tokens, num_characters = self._max_prompt_tokens(request), _num_characters(request)
         if isinstance(request.prompt, list):
             if len(request.prompt) > max(max_tokens, MAX_COUNTED_TOKENS):
-                raise _too_long(f"{len(request.prompt)}", max_tokens, "prompt")
+                raise InvalidRequest(
+                    f"the prompt has {len(request.prompt)} tokens, and the context holds {max_tokens}; shorten it",
+                    param="prompt",
+                    code="context_length_exceeded",
+                )
         else:
             param = "prompt" if request.messages is None else "messages"
-            self._texts.check_length(num_characters, max_tokens, param)
+            self.tokenizer.check_length(num_characters, max_tokens, param)
         return num_characters
 
     def _max_prompt_tokens(self, request: PrefillRequest | TokenizeRequest) -> int:
@@ -138,18 +103,16 @@ class PromptProcessor:
             return max(self.max_model_len, MAX_COUNTED_TOKENS)
         return min(self.max_model_len, request.max_model_len or self.max_model_len)
 
-    def text_positions(self, num_tokens: int) -> Any:
-        """Rotary positions of a prompt without media."""
-        return self._family.positions([0] * num_tokens, (), self._language_model)[0]
-
-    def process(self, request: PrefillRequest) -> Prompt:
-        """Make the prompt, after :meth:`check_size`.
+    def process(self, request: PrefillRequest) -> Sequence:
+        """Return the prompt and what is generated of its answer, after :meth:`check_size`.
 
         Raises InvalidRequest for what template, context length or vocabulary refuse.
         """
         ids, spans = self._encode(request)
         if not ids:
             raise InvalidRequest("the prompt is empty; it needs one token at least", param="prompt")
+        if request.generated and request.sampling.n > 1:
+            raise InvalidRequest("an answer of several choices cannot go on from its middle", param="generated")
         if not isinstance(request.prompt, list):
             self._rates.prompted(_num_characters(request), len(ids) - sum(span.length for span in spans))
         sampling = self._complete(self._generation.complete(request.sampling))
@@ -158,30 +121,33 @@ class PromptProcessor:
             max_tokens = min(max_tokens, self._generation.max_tokens)
         positions, delta = self._family.positions(ids, request.items, self._language_model)
         both_ways: tuple[tuple[int, int], ...] = ()
-        if self._family.both_ways_tokens:  # which is of what is seen, not heard
+        if self._family.both_ways_tokens:  # of what is seen, not heard
             heard = self._family.row_token_ids.get("audio")
             both_ways = tuple((s.start, s.end) for s in spans if ids[s.start] != heard)
-        block_hashes = hash_blocks(ids, self._block_size, spans, request.prompting.cache_salt)
-        if any(item.num_segments > 1 for item in request.items):
-            spans = self._in_segments(spans, request.items)
-        return Prompt(
-            ids=ids,
-            spans=spans,
-            both_ways=both_ways,
+        return Sequence(
+            request_id=request.request_id,
+            prompt_ids=ids,
+            sampling=sampling,
+            max_tokens=max_tokens,
             positions=positions,
             position_delta=delta,
-            block_hashes=block_hashes,
-            max_tokens=max_tokens,
-            sampling=sampling,
+            spans=self._in_segments(spans, request.items),
+            both_ways=both_ways,
+            block_hashes=hash_blocks(ids, self._block_size, spans, request.prompting.cache_salt),
+            num_sequences=sampling.n,
+            hand_off=request.decode_url is not None,
+            output_ids=list(request.generated),
         )
 
-    def segments(self, items: Sequence[MediaRef]) -> list[MediaRef]:
+    def segments(self, items: AbstractSequence[MediaRef]) -> list[MediaRef]:
         """The items, and in place of videos the segments that they are encoded in."""
         parts = (part for item in items for part in item.segments)
         return [part for part in parts if part.segment is None or self._family.num_tokens(part)]
 
-    def _in_segments(self, spans: Sequence[MediaSpan], items: Sequence[MediaRef]) -> tuple[MediaSpan, ...]:
-        """The same rows, those of videos as rows of their segments' features."""
+    def _in_segments(
+        self, spans: AbstractSequence[MediaSpan], items: AbstractSequence[MediaRef]
+    ) -> tuple[MediaSpan, ...]:
+        """Return the same rows, those of videos as rows of their segments' features."""
         segments = {item.mm_hash: self.segments([item]) for item in items if item.num_segments > 1}
         found: list[MediaSpan] = []
         for span in spans:
@@ -201,15 +167,14 @@ class PromptProcessor:
     def tokenize(self, request: TokenizeRequest) -> TokenizeReply:
         """Return the tokens that :meth:`process` would make of the same request, after :meth:`check_size`."""
         ids, _ = self._encode(request)
-        texts = self.tokenizer.convert_ids_to_tokens(ids) if request.with_texts else None
+        texts = self.tokenizer.inner.convert_ids_to_tokens(ids) if request.with_texts else None
         return TokenizeReply(tokens=ids, texts=texts)
 
     def detokenize(self, ids: list[int]) -> str:
         """Text of tokens. Raises InvalidRequest for those that are none, and for too many."""
         if len(ids) > (most := max(self.max_model_len, MAX_COUNTED_TOKENS)):
             raise InvalidRequest(f"tokens: {len(ids)} are too many; at most {most} are taken", param="tokens")
-        text: str = self.tokenizer.decode(self._check_ids(ids, "tokens"), skip_special_tokens=False)
-        return text
+        return self.tokenizer.decode(self._check_ids(ids, "tokens"), skip_special_tokens=False)
 
     def _encode(self, request: PrefillRequest | TokenizeRequest) -> tuple[list[int], tuple[MediaSpan, ...]]:
         options, mark = request.prompting, ""
@@ -220,12 +185,12 @@ class PromptProcessor:
             param, with_special, text = "prompt", options.add_special_tokens is not False, request.prompt
         else:
             return self._expand(self._check_ids(request.prompt or [], "prompt"), request.items)
-        self._texts.check_length(len(text), self._max_prompt_tokens(request), param)
+        self.tokenizer.check_length(len(text), self._max_prompt_tokens(request), param)
         if not mark:
-            return self._expand(self._texts.encode(text, add_special_tokens=with_special), request.items)
-        ids = self._texts.encode("", add_special_tokens=with_special)
+            return self._expand(self.tokenizer.encode(text, add_special_tokens=with_special), request.items)
+        ids = self.tokenizer.encode("", add_special_tokens=with_special)
         for piece in text.split(mark):
-            ids += self._texts.encode(piece, add_special_tokens=False)
+            ids += self.tokenizer.encode(piece, add_special_tokens=False)
         return self._expand(ids, request.items)
 
     def _complete(self, sampling: SamplingParams) -> SamplingParams:
@@ -239,7 +204,7 @@ class PromptProcessor:
                 raise InvalidRequest(f"{name}: a text has at most {_MAX_WORD_CHARACTERS} characters", param=name)
         if sampling.bad_words:
             spellings = {
-                tuple(self._texts.encode(spelt, add_special_tokens=False))
+                tuple(self.tokenizer.encode(spelt, add_special_tokens=False))
                 for word in sampling.bad_words
                 for spelt in (word, " " + word.lstrip())
             }
@@ -251,7 +216,7 @@ class PromptProcessor:
         return sampling
 
     def _check_ids(self, ids: list[int], param: str) -> list[int]:
-        size = len(self.tokenizer)
+        size = len(self.tokenizer.inner)
         wrong = next((token for token in ids if not 0 <= token < size), None)
         if wrong is not None:
             raise InvalidRequest(
@@ -259,7 +224,9 @@ class PromptProcessor:
             )
         return ids
 
-    def _expand(self, ids: list[int], items: Sequence[MediaRef]) -> tuple[list[int], tuple[MediaSpan, ...]]:
+    def _expand(
+        self, ids: list[int], items: AbstractSequence[MediaRef]
+    ) -> tuple[list[int], tuple[MediaSpan, ...]]:
         """Replace the template's one placeholder for each item by the item's tokens."""
         if not items:
             return ids, ()  # a placeholder in a text without media is a token like any other
@@ -287,17 +254,9 @@ class PromptProcessor:
         return expanded, tuple(spans)
 
 
-def _listed(modalities: Sequence[str]) -> str:
+def _listed(modalities: AbstractSequence[str]) -> str:
     """A few of them."""
     return ", ".join(modalities[:8]) + (", ..." if len(modalities) > 8 else "") or "none"
-
-
-def _too_long(found: str, max_tokens: int, param: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"the prompt has {found} tokens, and the context holds {max_tokens}; shorten it",
-        param=param,
-        code="context_length_exceeded",
-    )
 
 
 def _num_characters(request: PrefillRequest | TokenizeRequest) -> int:
@@ -361,7 +320,7 @@ class MediaLayouts:
         offset = 0
         for part in self._family.parts_of(item):
             if isinstance(part, str):
-                ids += self._read(part)
+                ids += self._tokenizer.encode(part, add_special_tokens=False)
                 continue
             runs.append((len(ids), part, offset))
             ids += [self._family.row_token_ids[item.modality]] * part
@@ -369,17 +328,12 @@ class MediaLayouts:
         return Layout(ids, runs)
 
     def _check(self, item: MediaRef) -> None:
+        read = partial(self._tokenizer.encode, add_special_tokens=False)
         token: str = self._tokenizer.convert_ids_to_tokens(self._family.row_token_ids[item.modality])
         parts = self._family.parts_of(item)
         text = "".join(part if isinstance(part, str) else token * part for part in parts)
-        before, _, after = (self._read(piece) for piece in ("a ", token, " b"))
-        ids = self._read(f"a {text} b")
-        if ids != [*before, *self.of(item).ids, *after]:
+        if read(f"a {text} b") != [*read("a "), *self.of(item).ids, *read(" b")]:
             raise ValueError(
                 f"its tokenizer reads the tokens of a media item, {text[:80]!r} ..., otherwise within a text than "
                 "by themselves; copy its files from the model"
             )
-
-    def _read(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        return ids

@@ -8,11 +8,12 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Literal, ParamSpec, TypeVar
+from functools import partial
+from typing import Any, Literal, ParamSpec, TypeVar
 
 from device.present import num_cores
 from epd_serve.errors import PREPARATION_FULL, Overloaded
-from epd_serve.telemetry.span import Span, Value
+from epd_serve.telemetry.span import Span, SpanStream, Value
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -24,8 +25,6 @@ S_PER_CHARACTER = 1e-6
 #: Items that take longer are prepared in the slow places.
 SLOW_S = 0.1
 _MAX_MEDIA_THREADS = 8
-#: Processes compile grammars first, so that their places are more than there are cores.
-_TEXT_PLACES, _GRAMMAR_PLACES, _MIN_SLOW_MEDIA = (1, 1), (2, 4), 2
 
 
 def num_media_threads(compute_threads: int | None) -> int:
@@ -34,35 +33,37 @@ def num_media_threads(compute_threads: int | None) -> int:
 
 
 class RequestProcessor:
-    """Prepares prompts, media and grammars on threads, each kind in quick places and in slow ones.
+    """Prepares prompts, media and grammars: an executor for each kind, with places for quick and for slow items.
 
-    A slow item holds up no quick one, and no kind another. Items of one kind of place are served in order.
+    An executor has a thread for each place, so that a slow item holds up no quick one, and no kind another. Items
+    are served in order.
 
     Args:
         num_threads: for quick media.
         queue_timeout_s: the longest wait of an item for a place.
-        put: takes a span for each item that was processed.
+        spans: takes a span for each item that was processed.
+
+    Attributes:
+        num_waiting: items that wait for a place.
+        free: the free places of each sort, by name.
     """
 
-    def __init__(
-        self, num_threads: int, *, queue_timeout_s: float, put: Callable[[Span], None] = lambda span: None
-    ) -> None:
-        places = {
-            "text": _TEXT_PLACES,
-            "media": (num_threads, max(num_threads, _MIN_SLOW_MEDIA)),
-            "grammar": _GRAMMAR_PLACES,
+    def __init__(self, num_threads: int, *, queue_timeout_s: float, spans: SpanStream) -> None:
+        # processes compile grammars first, so that their places are more than there are cores
+        numbers = {"text": (1, 1), "media": (num_threads, max(num_threads, 2)), "grammar": (2, 4)}
+        self.executors = {
+            kind: ThreadPoolExecutor(quick + slow, thread_name_prefix=kind)
+            for kind, (quick, slow) in numbers.items()
         }
-        self._lanes = {
-            (kind, is_slow): _Lane(f"{kind} slow" if is_slow else kind, number)
-            for kind, numbers in places.items()
-            for is_slow, number in zip((False, True), numbers, strict=True)
-        }
+        self.free: dict[tuple[str, bool], asyncio.PriorityQueue[str]] = {}
+        for kind, (quick, slow) in numbers.items():
+            for is_slow, number in ((False, quick), (True, slow)):
+                queue = self.free[kind, is_slow] = asyncio.PriorityQueue()
+                for i in range(number):
+                    queue.put_nowait(f"{kind}{' slow' if is_slow else ''}_{i}")
+        self.num_waiting = 0
         self._queue_timeout_s = queue_timeout_s
-        self._put = put
-
-    @property
-    def num_waiting(self) -> int:
-        return sum(lane.num_waiting for lane in self._lanes.values())
+        self._spans = spans
 
     async def run(
         self, kind: Kind, cost_s: float, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
@@ -81,7 +82,7 @@ class RequestProcessor:
         ``timeout_s``: the longest wait, where that is less than ``queue_timeout_s``. Raises as :meth:`run`.
         """
         queued_s = time.monotonic()
-        place = Place(self._lanes, kind, min(timeout_s, self._queue_timeout_s))
+        place = Place(self, kind, min(timeout_s, self._queue_timeout_s))
         await place.take(is_slow=cost_s > SLOW_S)
         start_s = time.monotonic()
         about: dict[str, Value] = {"track": place.name, "waited_s": start_s - queued_s}
@@ -89,23 +90,12 @@ class RequestProcessor:
             yield place
         finally:
             place.leave()
-            self._put(Span(kind, "", start_s, time.monotonic(), about))
+            self._spans.put(Span(kind, "", start_s, time.monotonic(), about))
 
     async def close(self) -> None:
         """Return when all threads have ended."""
-        for lane in self._lanes.values():
-            await asyncio.to_thread(lane.threads.shutdown, cancel_futures=True)
-
-
-class _Lane:
-    """Places of one kind, by name, and a thread for each."""
-
-    def __init__(self, name: str, num_places: int) -> None:
-        self.free: asyncio.PriorityQueue[str] = asyncio.PriorityQueue()
-        for number in range(num_places):
-            self.free.put_nowait(f"{name}_{number}")
-        self.threads = ThreadPoolExecutor(num_places, thread_name_prefix=name)
-        self.num_waiting = 0
+        for threads in self.executors.values():
+            await asyncio.to_thread(threads.shutdown, cancel_futures=True)
 
 
 class Place:
@@ -116,24 +106,23 @@ class Place:
         is_slow: whether it is one of the slow ones.
     """
 
-    def __init__(self, lanes: dict[tuple[str, bool], _Lane], kind: Kind, timeout_s: float) -> None:
-        self._lanes = lanes
+    def __init__(self, processor: RequestProcessor, kind: Kind, timeout_s: float) -> None:
+        self._processor = processor
         self._kind = kind
         self._timeout_s = timeout_s
+        self._work: asyncio.Future[Any] | None = None
         self.name = ""
         self.is_slow = False
-
-    @property
-    def _lane(self) -> _Lane:
-        return self._lanes[self._kind, self.is_slow]
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call ``function`` on a thread; return or raise what it does.
 
-        The thread ends its work even where the call is cancelled; the next one in this place waits for it.
+        The thread ends its work even where the call is cancelled; the place is free only then.
         """
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._lane.threads, lambda: function(*args, **kwargs))
+        executor = self._processor.executors[self._kind]
+        call = partial(function, *args, **kwargs)
+        work = self._work = asyncio.get_running_loop().run_in_executor(executor, call)
+        return await asyncio.shield(work)
 
     async def become_slow(self) -> None:
         """Leave a quick place, and return with a slow one. Raises Overloaded."""
@@ -143,11 +132,10 @@ class Place:
     async def take(self, *, is_slow: bool) -> None:
         """Wait for a place. Raises Overloaded."""
         self.is_slow = is_slow
-        lane = self._lane
-        lane.num_waiting += 1
+        self._processor.num_waiting += 1
         try:
             async with asyncio.timeout(self._timeout_s):
-                self.name = await lane.free.get()
+                self.name = await self._processor.free[self._kind, is_slow].get()
         except TimeoutError as error:
             raise Overloaded(
                 f"no place was free to prepare the request's {self._kind} within {self._timeout_s:g} s; try again "
@@ -155,10 +143,14 @@ class Place:
                 code=PREPARATION_FULL,
             ) from error
         finally:
-            lane.num_waiting -= 1
+            self._processor.num_waiting -= 1
 
     def leave(self) -> None:
-        """Give the place to the next item."""
+        """Give the place to the next item, once its thread has ended its work."""
         if self.name:
-            self._lane.free.put_nowait(self.name)
+            give_back = partial(self._processor.free[self._kind, self.is_slow].put_nowait, self.name)
             self.name = ""
+            if self._work is None or self._work.done():
+                give_back()
+            else:
+                self._work.add_done_callback(lambda _: give_back())

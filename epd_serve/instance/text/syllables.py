@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from epd_serve.errors import InvalidRequest
-from epd_serve.instance.text.prompt import Texts
-from epd_serve.instance.text.tokenizer import BoundedTokenizer, Vocabulary
 from epd_serve.models.generation_config import GenerationConfig
 from epd_serve.protocol.wire import ChatMessage, PromptOptions
 from epd_serve.types import SamplingParams
@@ -98,7 +96,7 @@ def _read(text: str) -> Iterator[int]:
             yield from piece.encode("utf-8", "surrogatepass")
 
 
-class _Template:
+class SyllableTemplate:
     """``role: text`` for each message."""
 
     def render(self, messages: Sequence[ChatMessage], options: PromptOptions) -> tuple[str, str]:
@@ -116,17 +114,6 @@ def _shown(part: Any) -> str:
     # what only looks like a placeholder must not become one
     text: str = part.text
     return text.translate(dict.fromkeys(map(ord, _SHOWN.values()), "?"))
-
-
-def syllable_texts() -> Texts:
-    tokenizer = SyllableTokenizer()
-    return Texts(
-        tokenizer=tokenizer,
-        vocabulary=Vocabulary(tokenizer),
-        grammars=None,
-        bounded=BoundedTokenizer(tokenizer),
-        template=_Template(),
-    )
 
 
 class NoLogits(GenerationConfig):

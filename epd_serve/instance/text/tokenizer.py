@@ -1,11 +1,10 @@
-"""A model's tokenizer: texts to tokens, tokens as text and bytes, an answer's tokens to text piece by piece."""
+"""A model's tokenizer, and an answer's tokens to text piece by piece."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from typing import Any
 
 from epd_serve.engine.sampling.patterns import Patterns
@@ -17,21 +16,42 @@ MAX_CHARACTERS = 1 << 20
 _CHARACTERS_PER_TOKEN = 8
 #: Characters that a normalizer makes one of.
 _MAX_COMPOSED = 4
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+_OTHERS = (byte for byte in range(0x100) if byte not in _PRINTABLE)
+#: The bytes of a byte-level BPE: printable ones of Latin-1 are themselves, the others follow from U+0100 on.
+_BYTE_OF = {chr(byte): bytes([byte]) for byte in _PRINTABLE} | {
+    chr(0x100 + place): bytes([byte]) for place, byte in enumerate(_OTHERS)
+}
 
 
-class BoundedTokenizer:
-    """Reads texts of strangers; one that is too long for its context is refused unread.
+class Tokenizer:
+    """Texts to tokens, tokens to text and bytes, of one model. Safe for use from several threads.
 
-    Safe for use from several threads.
+    A token of a byte-level BPE (Qwen) is written in an alphabet of 256 characters, one for each byte;
+    SentencePiece (Llama) writes single bytes as ``<0xNN>`` and a space as ``▁``.
 
     Attributes:
+        inner: the tokenizer of transformers.
         longest: characters that a token stands for at most.
+        special_ids: the tokens that ``skip_special_tokens`` leaves out.
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        self.inner = tokenizer
         self.longest = _MAX_COMPOSED * max(map(len, tokenizer.get_vocab()))
         self.encode("", add_special_tokens=False)  # sets its options, which are its state, once for all threads
+        added = tokenizer.added_tokens_decoder
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._bytes = {token_id: str(token.content).encode() for token_id, token in added.items()}
+        self._texts: dict[int, str | None] = dict.fromkeys(added)
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        decoder = {} if backend is None or backend.decoder is None else json.loads(backend.decoder.__getstate__())
+        self._decoders = {one["type"] for one in decoder.get("decoders", [decoder]) if one}
+        # whether the bytes of a text are those of its tokens, one after another
+        self._is_additive = getattr(tokenizer, "is_additive", False) or (
+            self._decoders == {"ByteLevel"} and not getattr(tokenizer, "clean_up_tokenization_spaces", False)
+        )
 
     def check_length(self, num_characters: int, max_tokens: int, param: str) -> None:
         """Raise InvalidRequest for a text that has more tokens whatever it says, or would take too much memory."""
@@ -45,99 +65,39 @@ class BoundedTokenizer:
             )
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Return the ids of the tokenizer's own ``encode``."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        ids: list[int] = self.inner.encode(text, add_special_tokens=add_special_tokens)
         return ids
 
-
-_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_SPACE = "▁"
-
-
-class Vocabulary:
-    """The tokens of one tokenizer. Safe for use from several threads.
-
-    A token of a byte-level BPE (Qwen) is written in an alphabet of 256 characters, one for each byte;
-    SentencePiece (Llama) writes single bytes as ``<0xNN>`` and a space as ``▁``.
-    """
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self.special_ids = frozenset(
-            token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
-        )
-        self._known = {
-            token_id: str(token.content).encode() for token_id, token in tokenizer.added_tokens_decoder.items()
-        }
-        self._read = _reader(tokenizer)
-        self._texts: dict[int, str | None] = {}
-        self._is_additive = _is_additive(tokenizer)
-
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        text: str = self.inner.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def bytes_of(self, token_id: int) -> bytes:
         """Return the bytes that a token adds to a text; none for an id that no token has."""
-        found = self._known.get(token_id)
+        found = self._bytes.get(token_id)
         if found is None:
-            piece: str | None = self._tokenizer.convert_ids_to_tokens(token_id)
-            found = self._known[token_id] = b"" if piece is None else self._read(piece, token_id)
+            piece: str | None = self.inner.convert_ids_to_tokens(token_id)
+            if piece is None:
+                found = b""
+            elif "ByteLevel" in self._decoders:
+                found = b"".join(_BYTE_OF.get(one) or one.encode() for one in piece)
+            elif "ByteFallback" in self._decoders:
+                byte = _BYTE.fullmatch(piece)
+                found = bytes([int(byte[1], 16)]) if byte else piece.replace("▁", " ").encode()
+            else:
+                found = self.decode([token_id], skip_special_tokens=False).encode()
+            self._bytes[token_id] = found
         return found
 
     def text_of(self, token_id: int) -> str | None:
-        """The text that a token adds wherever it stands behind whole characters.
+        """Return the text that a token adds wherever it stands behind whole characters.
 
         None where that depends on its neighbours or is not known, and for added tokens and parts of characters.
         """
-        try:
-            return self._texts[token_id]
-        except KeyError:
-            found: str | None = None
-            if self._is_additive and token_id not in self._tokenizer.added_tokens_decoder:
-                with suppress(UnicodeDecodeError):
-                    text = self.bytes_of(token_id).decode()
-                    found = text if text and _INCOMPLETE not in text else None
-            self._texts[token_id] = found
-            return found
-
-
-def _is_additive(tokenizer: Any) -> bool:
-    """Whether the bytes of a text are those of its tokens, one after another."""
-    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is None:
-        return bool(getattr(tokenizer, "is_additive", False))
-    is_byte_level = backend.decoder is not None and _kinds(backend.decoder) == {"ByteLevel"}
-    return is_byte_level and not getattr(tokenizer, "clean_up_tokenization_spaces", False)
-
-
-def _kinds(decoder: Any) -> set[str]:
-    read = json.loads(decoder.__getstate__())
-    return {one["type"] for one in read.get("decoders", [read]) if one}
-
-
-def _reader(tokenizer: Any) -> Callable[[str, int], bytes]:
-    """Piece and id of a token → its bytes, by the tokenizer's own decoder."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    kinds = set() if backend is None or backend.decoder is None else _kinds(backend.decoder)
-    if "ByteLevel" in kinds:
-        alphabet = _byte_alphabet()
-        return lambda piece, _: b"".join(alphabet.get(one) or one.encode() for one in piece)
-    if "ByteFallback" in kinds:
-        return _read_sentencepiece
-    return lambda _, token_id: str(tokenizer.decode([token_id], skip_special_tokens=False)).encode()
-
-
-def _read_sentencepiece(piece: str, token_id: int) -> bytes:
-    byte = _BYTE.fullmatch(piece)
-    return bytes([int(byte[1], 16)]) if byte else piece.replace(_SPACE, " ").encode()
-
-
-def _byte_alphabet() -> dict[str, bytes]:
-    """Character → byte: printable bytes of Latin-1 are themselves, the others follow from U+0100 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(0x100) if byte not in printable]
-    alphabet = {chr(byte): bytes([byte]) for byte in printable}
-    return alphabet | {chr(0x100 + place): bytes([byte]) for place, byte in enumerate(others)}
+        if token_id not in self._texts:
+            text = self.bytes_of(token_id).decode(errors="replace") if self._is_additive else ""
+            self._texts[token_id] = text if text and _INCOMPLETE not in text else None
+        return self._texts[token_id]
 
 
 _CONTEXT_TOKENS = 6
@@ -166,7 +126,7 @@ class Detokenizer:
 
     def __init__(
         self,
-        vocabulary: Vocabulary,
+        tokenizer: Tokenizer,
         prompt_ids: Sequence[int],
         stop: Patterns | None = None,
         *,
@@ -174,7 +134,7 @@ class Detokenizer:
         min_tokens: int = 0,
         include_stop: bool = False,
     ) -> None:
-        self._vocabulary = vocabulary
+        self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._stop = stop or _NO_STOPS
         self._node = self._stop.root
@@ -199,7 +159,7 @@ class Detokenizer:
     def push(self, token_id: int) -> str:
         """Add a token; returns the text that is now certain. Sets ``stopped`` when a stop string is complete."""
         self._num_tokens += 1
-        if self._is_whole and (text := self._vocabulary.text_of(token_id)) is not None:
+        if self._is_whole and (text := self._tokenizer.text_of(token_id)) is not None:
             self._ids, self._context, self._next_context, self._before = [token_id], 0, 1, text
             return self._emit(text)
         self._ids.append(token_id)
@@ -239,7 +199,7 @@ class Detokenizer:
 
     def _decode(self, start: int) -> str:
         ids = self._ids[start:]
-        return self._vocabulary.decode(ids, skip_special_tokens=self._skip) if ids else ""
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip) if ids else ""
 
     def _emit(self, new: str) -> str:
         if self._node is self._stop.root and self._stop.first.isdisjoint(new):  # nothing is held back
