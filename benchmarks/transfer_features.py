@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
-from aiohttp import web
 from PIL import Image
 
 from benchmarks.common import CHAT_PATH, data_url, encoded, greedy_chat
 from benchmarks.deployed import Figures, ask, closed_loop, deployed, figures, growth
 from benchmarks.models import make_model
+from epd_serve.instance.http import LookApp
 from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.protocol import wire
+from epd_serve.rpc.app_server import serving
+from epd_serve.rpc.link import Link
+from epd_serve.rpc.server import LinkService, Reply
 from proxy.media.loader import mm_hash
 
 HIDDEN = 3584
@@ -69,26 +74,20 @@ def body(data: bytes, text: str = "What is this?", *, before: str = "") -> dict[
 
 async def encode_ahead(deployment: LocalDeployment, pictures: list[tuple[bytes, int, int]]) -> None:
     """Have the encoder store features without any prefill instance fetching them: the event goes to us."""
-    app = web.Application(client_max_size=1 << 20)
 
-    async def taken(request: web.Request) -> web.Response:
-        return web.Response(status=204)
+    async def take(body: bytes) -> Reply:
+        return Reply()
 
-    app.router.add_post("/feature/event", taken)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    announce_to = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    service = LinkService(calls={"/feature/event": take})
     encoder = deployment.instances["e0"].url
-    async with httpx.AsyncClient(timeout=600) as client:
-        fingerprint = (await client.get(f"{encoder}/info")).json()["media_fingerprint"]
+    listener = socket.create_server(("127.0.0.1", 0))
+    announce_to = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    async with serving(LookApp(service), listener, service.protocol), Link("e0", encoder) as link:
+        fingerprint = json.loads(await link.ask("/info"))["media_fingerprint"]
         for index, (data, width, height) in enumerate(pictures):
             ref = wire.MediaRef(mm_hash(data, "image", fingerprint), width, height)
             request = wire.EncodeRequest(f"ahead-{index}", ref, data, announce_to)
-            answer = await client.post(f"{encoder}/stage/encode", content=wire.encode(request))
-            answer.raise_for_status()
-    await runner.cleanup()
+            await link.ask("/stage/encode", [wire.encode(request)])
 
 
 async def size(deployment: LocalDeployment, paper: Paper, seed: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from PIL import Image
 from benchmarks.common import data_url, encoded, user_message
 from epd_serve.protocol import frames, instance_state, wire
 from epd_serve.protocol.openai import chunks
-from epd_serve.rpc import streams
+from epd_serve.rpc.messages import OPENING, Welcome, pack
 
 TOKENS = 64
 
@@ -101,23 +101,14 @@ def write_answers(directory: Path, stages: list[tuple[str, int]]) -> None:
     answers = {
         "empty": _response(b"{}"),
         "models": _response(_json({"object": "list", "data": [{"id": MODEL, "object": "model"}]})),
-        "reports_head": _stream_head("application/x-ndjson"),
-        "encode_reply": _response(
-            wire.encode(wire.EncodeReply(cached=False, num_tokens=256)), "application/msgpack"
-        ),
-        "prefill_reply": _stream_head(frames.CONTENT_TYPE, {wire.NEXT_HEADER: "decode"})
-        + _chunk(_token(first=True))
-        + _chunk(b""),
-        "decode_head": _stream_head(frames.CONTENT_TYPE),
-        "token": _chunk(_token(first=False)),
-        "last": _chunk(_LAST) + _chunk(b""),
-        "streams_head": f"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\n"
-        f"upgrade: {streams.PROTOCOL}\r\n\r\n".encode(),
-        "stream_prefill_head": _head({wire.NEXT_HEADER: "decode"}),
-        "stream_first": _token(first=True),
-        "stream_decode_head": _head({}),
-        "stream_token": _token(first=False),
-        "stream_last": _LAST,
+        "opening": OPENING + pack(Welcome("", "")),
+        "plain_head": _head({}),
+        "encode_body": wire.encode(wire.EncodeReply(cached=False, num_tokens=256)),
+        "prefill_head": _head({"content-type": frames.CONTENT_TYPE, wire.NEXT_HEADER: "decode"}),
+        "first_token": _token(first=True),
+        "framed_head": _head({"content-type": frames.CONTENT_TYPE}),
+        "framed_token": _token(first=False),
+        "framed_last": _LAST,
         "openai_prefill": _response(_json(_whole({"kv_transfer_params": _KV_HANDLES}))),
         "openai_head": _stream_head("text/event-stream; charset=utf-8"),
         "openai_token": _chunk(chunks.event({**_CHUNK, "choices": [_openai_token()]})),
@@ -129,7 +120,7 @@ def write_answers(directory: Path, stages: list[tuple[str, int]]) -> None:
         features = {f"{index:032x}": _feature(index) for index in range(count)}
         answers[f"openai_encode.{count}"] = _response(_json(_whole({"ec_transfer_params": features})))
     for role, port in stages:
-        answers[f"info.{port}"] = _response(msgspec.json.encode(_info(role, port)))
+        answers[f"info.{port}"] = msgspec.json.encode(_info(role, port))
     for name, answer in answers.items():
         (directory / name).write_bytes(answer)
 
@@ -148,11 +139,9 @@ _KV_HANDLES = {
 _LAST = frames.pack(frames.END, (), chunks.DONE)
 
 
-def _head(more: dict[str, str]) -> bytes:
-    """Status and headers of an answer on a stream: what follows the stream's number in its message."""
-    headers = {"content-type": frames.CONTENT_TYPE, **more}
-    pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
-    return msgspec.msgpack.encode(200) + msgspec.msgpack.encode(pairs)
+def _head(headers: dict[str, str]) -> bytes:
+    """The headers of an answer over a link: the rest of its message behind the stream's number."""
+    return msgspec.msgpack.encode([(name.encode(), value.encode()) for name, value in headers.items()])
 
 
 def _token(*, first: bool) -> bytes:

@@ -2,7 +2,7 @@
  *
  *   stage DIRECTORY TOKENS E:PORT P:PORT D:PORT ...
  *
- * They speak the wire protocol of epd-serve (/stage/... over HTTP and over /streams, /info) and vLLM's
+ * They speak the link of epd-serve (epd_serve/rpc/messages.py) without a key, and vLLM's HTTP
  * (/v1/chat/completions). What they answer lies in DIRECTORY, ready to be sent (answers.py writes it); a run of '@' in
  * an event is replaced by the time at which the event leaves, in nanoseconds of CLOCK_MONOTONIC. GET /gap/N sets the
  * milliseconds of a step, in which D gives one token of each of its streams; 0: tokens come as fast as they are taken.
@@ -33,7 +33,7 @@
 #define STREAMS (1 << 14)
 #define FRAME_HEAD 9 /* the length, and the number of messages */
 
-/* What is sent over HTTP; and over /streams a head, a piece of the body, the end, each if it is there. */
+/* What is sent over HTTP; and over a link a head, a piece of the body, the end, each if it is there. */
 typedef struct Blob { char *data; size_t size; char *stamp; struct Blob *head, *body; int ends; } Blob;
 
 typedef struct Request { /* one request of epd-serve, joined by its id */
@@ -49,6 +49,7 @@ typedef struct Conn {
   char *in;
   size_t size, capacity, head, need;
   int left; /* tokens to send */
+  int greeting; /* frames of the greeting that are still to come */
   const Blob *token, *end;
   int64_t due;
   Request *request;
@@ -70,9 +71,9 @@ typedef struct Conn {
 static int poller, num_tokens;
 static int64_t gap_ns;
 static const char *directory;
-static Blob reports_head, encode_reply, prefill_reply, decode_head, token, last, openai_prefill, openai_head, openai_token,
-    openai_last, models, empty, openai_encode[33], streams_head, stream_prefill_head, stream_first, stream_decode_head,
-    stream_token, stream_last;
+static Blob encode_reply, prefill_reply, decode_head, token, last, openai_prefill, openai_head, openai_token,
+    openai_last, models, empty, openai_encode[33], opening, plain_head, encode_body, prefill_head,
+    first_token, framed_head, framed_token, framed_last, plain_reply;
 static Conn *links[64];
 static int num_links;
 static Request *requests[TABLE];
@@ -130,7 +131,7 @@ static char *message(Conn *link, int fields, int kind, uint32_t number, size_t m
 }
 
 static int send_message(Conn *conn, const Blob *blob) {
-  if (blob->head) memcpy(message(conn->link, 4, 0, conn->number, blob->head->size), blob->head->data, blob->head->size);
+  if (blob->head) memcpy(message(conn->link, 3, 0, conn->number, blob->head->size), blob->head->data, blob->head->size);
   if (blob->body) {
     stamp(blob->body);
     char *p = message(conn->link, 3, 1, conn->number, 5 + blob->body->size);
@@ -270,15 +271,17 @@ static void note(Conn *conn, const char *id) { /* for the next report */
 
 static void report(Conn *instance, int64_t time) {
   static const char begin[] = "{\"load\":{},\"received\":[", end[] = "]}\n";
-  char head[32];
-  int size = sprintf(head, "%zx\r\n", sizeof begin - 1 + instance->received_size + sizeof end - 1);
   Conn *to = instance->reports;
-  size_t received = instance->received_size;
+  size_t received = instance->received_size, size = sizeof begin - 1 + received + sizeof end - 1;
+  char *p = message(to->link, 3, 1, to->number, 5 + size);
+  uint32_t length = htonl(size);
   instance->received_size = 0;
   instance->reported = time;
-  if (send_all(to, head, size) || send_all(to, begin, sizeof begin - 1) || send_all(to, instance->received, received) ||
-      send_all(to, end, sizeof end - 1) || send_all(to, "\r\n", 2))
-    drop(to);
+  *p = 0xc6;
+  memcpy(p + 1, &length, 4);
+  memcpy(p + 5, begin, sizeof begin - 1);
+  if (received) memcpy(p + 5 + sizeof begin - 1, instance->received, received);
+  memcpy(p + 5 + sizeof begin - 1 + received, end, sizeof end - 1);
 }
 
 static void report_all(void) {
@@ -345,6 +348,26 @@ static unsigned char *behind(unsigned char *p, uint32_t *size) {
   exit(1);
 }
 
+static void look(Conn *conn, const char *path) { /* a call that wants to know how an instance is */
+  if (!strcmp(path, "/reports")) {
+    Blob begun = {.head = &plain_head};
+    send_blob(conn, &begun);
+    conn->instance->reports = conn;
+    report(conn->instance, now());
+    return;
+  }
+  if (!strcmp(path, "/info")) {
+    char name[32];
+    snprintf(name, sizeof name, "info.%d", conn->port);
+    Blob info = load(name), reply = {.head = &plain_head, .body = &info, .ends = 1};
+    send_blob(conn, &reply);
+    free(info.data);
+  } else {
+    send_blob(conn, &plain_reply);
+  }
+  consume(conn);
+}
+
 static void take_frame(Conn *conn, unsigned char *p) { /* calls, words of credit, cancellations */
   uint32_t left = *p & 0xf, number, size;
   if ((*p++ & 0xf0) != 0x90) { fputs("a list of more than 15 messages is not read\n", stderr); exit(1); }
@@ -357,7 +380,9 @@ static void take_frame(Conn *conn, unsigned char *p) { /* calls, words of credit
       else if (stream && stream->number == number) drop(stream);
       continue;
     }
-    unsigned char *body = behind(behind(p, &size), &size);
+    unsigned char *body = behind(p, &size);
+    char path[32] = "";
+    memcpy(path, body - size, size < 31 ? size : 31);
     p = behind(body, &size);
     Conn *stream = calloc(1, sizeof *stream);
     stream->fd = -1;
@@ -367,7 +392,8 @@ static void take_frame(Conn *conn, unsigned char *p) { /* calls, words of credit
     stream->link = conn;
     stream->number = number;
     conn->streams[number % STREAMS] = stream;
-    ask(stream, (char *)p - size, size);
+    if (!strncmp(path, "/stage/", 7)) ask(stream, (char *)p - size, size);
+    else look(stream, path);
   }
 }
 
@@ -377,7 +403,8 @@ static void take_frames(Conn *conn) {
     uint32_t length;
     memcpy(&length, conn->in + start, 4);
     if (conn->size < start + 4 + length) { conn->need = 4 + length; break; }
-    take_frame(conn, (unsigned char *)conn->in + start + 4);
+    if (conn->greeting) conn->greeting--;
+    else take_frame(conn, (unsigned char *)conn->in + start + 4);
     start += 4 + length;
   }
   memmove(conn->in, conn->in + start, conn->size -= start);
@@ -399,35 +426,10 @@ static void flush_links(void) {
 static void answer(Conn *conn) {
   char *path = strchr(conn->in, ' ') + 1, *body = conn->in + conn->head, *end = conn->in + conn->need;
   const Blob *reply = &empty;
-  if (!strncmp(path, "/stage/", 7)) {
-    ask(conn, body, end - body);
-    return;
-  }
-  if (!strncmp(path, "/streams", 8)) {
-    if (send_blob(conn, &streams_head)) { drop(conn); return; }
-    conn->streams = calloc(STREAMS, sizeof *conn->streams);
-    links[num_links++] = conn;
-    consume(conn);
-    return;
-  }
   if (!strncmp(path, "/v1/chat/", 9)) {
     int images = conn->role == 'E' ? count(body, end, ";base64,") : 0;
     if (conn->role == 'D') { stream(conn, &openai_head, num_tokens, &openai_token, &openai_last); return; }
     reply = conn->role == 'E' ? &openai_encode[images > 32 ? 32 : images] : &openai_prefill;
-  } else if (!strncmp(path, "/info", 5)) {
-    char name[32];
-    snprintf(name, sizeof name, "info.%d", conn->port);
-    Blob info = load(name);
-    int failed = send_blob(conn, &info);
-    free(info.data);
-    if (failed) drop(conn); else consume(conn);
-    return;
-  } else if (!strncmp(path, "/reports", 8)) {
-    if (send_blob(conn, &reports_head)) { drop(conn); return; }
-    conn->instance->reports = conn;
-    consume(conn);
-    report(conn->instance, now());
-    return;
   } else if (!strncmp(path, "/v1/models", 10)) {
     reply = &models;
   } else if (!strncmp(path, "/gap/", 5)) {
@@ -438,6 +440,18 @@ static void answer(Conn *conn) {
 
 static void process(Conn *conn) {
   if (conn->streams) { take_frames(conn); return; }
+  if (!conn->need && !conn->in[0]) {
+    size_t begun = (char *)memchr(opening.data, '\n', opening.size) + 1 - opening.data;
+    if (conn->size < begun) return;
+    if (memcmp(conn->in, opening.data, begun)) { fputs("a link of another version\n", stderr); exit(1); }
+    if (send_all(conn, opening.data, opening.size)) { drop(conn); return; }
+    conn->streams = calloc(STREAMS, sizeof *conn->streams);
+    links[num_links++] = conn;
+    conn->greeting = 2;
+    memmove(conn->in, conn->in + begun, conn->size -= begun);
+    take_frames(conn);
+    return;
+  }
   if (!conn->need) {
     char *end = memmem(conn->in, conn->size, "\r\n\r\n", 4);
     if (!end) return;
@@ -508,14 +522,16 @@ int main(int argc, char **argv) {
   poller = epoll_create1(0);
   directory = argv[1];
   num_tokens = atoi(argv[2]);
-  reports_head = load("reports_head"); encode_reply = load("encode_reply"); prefill_reply = load("prefill_reply"); decode_head = load("decode_head");
-  token = load("token"); last = load("last"); openai_prefill = load("openai_prefill");
+  openai_prefill = load("openai_prefill");
   openai_head = load("openai_head"); openai_token = load("openai_token"); openai_last = load("openai_last");
   models = load("models"); empty = load("empty");
-  streams_head = load("streams_head"); stream_prefill_head = load("stream_prefill_head"); stream_first = load("stream_first");
-  stream_decode_head = load("stream_decode_head"); stream_token = load("stream_token"); stream_last = load("stream_last");
-  prefill_reply.head = &stream_prefill_head; prefill_reply.body = &stream_first; prefill_reply.ends = 1;
-  decode_head.head = &stream_decode_head; token.body = &stream_token; last.body = &stream_last; last.ends = 1;
+  opening = load("opening"); plain_head = load("plain_head"); encode_body = load("encode_body");
+  prefill_head = load("prefill_head"); first_token = load("first_token"); framed_head = load("framed_head");
+  framed_token = load("framed_token"); framed_last = load("framed_last");
+  plain_reply.head = &plain_head; plain_reply.ends = 1;
+  encode_reply.head = &plain_head; encode_reply.body = &encode_body; encode_reply.ends = 1;
+  prefill_reply.head = &prefill_head; prefill_reply.body = &first_token; prefill_reply.ends = 1;
+  decode_head.head = &framed_head; token.body = &framed_token; last.body = &framed_last; last.ends = 1;
   for (int i = 0; i < 33; i++) {
     char name[32];
     snprintf(name, sizeof name, "openai_encode.%d", i);

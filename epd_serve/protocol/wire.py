@@ -1,7 +1,7 @@
 """Messages between the gateway and the instances, and among instances: flat, typed, msgpack.
 
-Every call is a POST that lives as long as the work: closing it cancels the work. Calls of a gateway that answer
-with tokens share a connection (:mod:`epd_serve.rpc.streams`); the others have an HTTP connection each.
+Every call lives as long as the work: closing it cancels the work. All calls of a process to an instance share a
+link (:mod:`epd_serve.rpc.messages`).
 
 ======================  =========  ====================  ==========================================================
 call                    from, to   body                  answer
@@ -9,11 +9,11 @@ call                    from, to   body                  answer
 ``/stage/encode``       gateway,E  EncodeRequest         EncodeReply once P has the feature
 ``/stage/prefill``      gateway,P  PrefillRequest        the answer; header ``x-epd-next`` says who goes on
 ``/stage/decode``       gateway,D  DecodeRequest         the answer from the second token on
-``/feature/event``      E, P       FeatureEvent          204 once P has fetched and verified the feature
+``/feature/event``      E, P       FeatureEvent          nothing, once P has fetched and verified the feature
 ``/kv/reserve``         P, D       ReserveRequest        ReserveReply, when blocks are free
-``/kv/renew``           P, D       TransferRef           204, or 404 when the lease is gone
-``/kv/complete``        P, D       Handoff               204; D owns the request from here
-``/kv/cancel``          P, D       TransferRef           204; P announces no more
+``/kv/renew``           P, D       TransferRef           nothing, or 404 when the lease is gone
+``/kv/complete``        P, D       Handoff               nothing; D owns the request from here
+``/kv/cancel``          P, D       TransferRef           nothing; P announces no more
 ``/kv/announce``        P, D       KVAnnouncement        KVTaken once D has read KV from P's memory
 ``/prompt/tokenize``    gateway,P  TokenizeRequest       TokenizeReply
 ``/prompt/detokenize``  gateway,P  DetokenizeRequest     DetokenizeReply
@@ -21,9 +21,9 @@ call                    from, to   body                  answer
                                                          it is on its way to another, 504 where it could not be
 ``/leave``              gateway    LeaveOrder            Left once nothing is left of what the instance had; 504
                                                         where that was not so by the deadline
-``/info``               any        (GET)                 InstanceInfo, as JSON
-``/reports``            gateway,   (GET)                 Report after Report, each a line of JSON, until the caller
-                        any                              closes the connection
+``/info``               any        nothing               InstanceInfo, as JSON
+``/reports``            any        nothing               Report after Report, each a line of JSON, until the caller
+                                                         closes the call
 ======================  =========  ====================  ==========================================================
 
 An answer is OpenAI's JSON, or where it is streamed OpenAI's events in frames (:mod:`epd_serve.protocol.frames`).
@@ -250,7 +250,6 @@ class OutputOptions(Message, frozen=True):
     for_vllm: str = ""
 
 
-CONTENT_TYPE = "application/msgpack"
 REQUEST_ID_HEADER = "x-request-id"
 #: Header of ``/stage/prefill``'s answer: "decode" when D's bytes follow, "none" when these are all.
 NEXT_HEADER = "x-epd-next"

@@ -417,7 +417,7 @@ class Link:
 
     def error(self, told: Error) -> ServeError:
         """Return the error that the server reports."""
-        return error_from_response(told.status, told.body, origin=f"instance {self.name}")
+        return error_from_response(told.status, told.body[:MAX_NOTE_BYTES], origin=f"instance {self.name}")
 
     async def __aenter__(self) -> Self:
         return self

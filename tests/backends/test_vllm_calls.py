@@ -18,6 +18,7 @@ from epd_serve.backends.vllm_command import KV_PORT
 from epd_serve.backends.vllm_server import VllmTarget
 from epd_serve.errors import InstanceFailed, InstanceLost
 from epd_serve.protocol.wire import ChatMessage, DecodeRequest, MediaRef, OutputOptions, Part, PrefillRequest
+from epd_serve.rpc.http import HttpServer
 from epd_serve.types import Role, SamplingParams
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]
@@ -83,7 +84,7 @@ async def forwarded(port: int, rewrite: Any = None, room: int = 1000) -> tuple[b
         return left > 0
 
     async with NativeConnections() as connections:
-        call = VllmCall(connections.pool("d0", f"http://127.0.0.1:{port}"), "POST", "/v1/chat/completions")
+        call = VllmCall(HttpServer("d0", f"http://127.0.0.1:{port}", connections.http), "/v1/chat/completions", {})
         call.rewrite = rewrite
         call.send()
         try:

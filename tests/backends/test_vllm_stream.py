@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from epd_serve.backends import vllm_stream
-from epd_serve.backends.native import NativeConnections
 from epd_serve.backends.vllm_stream import (
     KnownTokens,
     ReplayedTokens,
@@ -26,15 +24,14 @@ from epd_serve.errors import InstanceFailed
 from epd_serve.protocol.frames import END, ERROR, FrameReader
 from epd_serve.protocol.openai.generation import ChatCompletionRequest, CompletionRequest
 from epd_serve.protocol.wire import MediaRef, PrefillRequest
-from epd_serve.rpc.http import HttpPool
+from epd_serve.rpc.http import HttpPool, HttpServer
 
 PROMPT = [7, 8, 9]
 
 
 @pytest.fixture
-async def pool() -> AsyncIterator[HttpPool]:
-    async with NativeConnections() as connections:
-        yield connections.pool("d0", "http://127.0.0.1:1")
+def server() -> HttpServer:
+    return HttpServer("d0", "http://127.0.0.1:1", HttpPool())
 
 
 def asked(generated: list[int] | None = None, **fields: Any) -> PrefillRequest:
@@ -61,8 +58,8 @@ def chunk(text: str | None, tokens: list[int] | None = None, finish: str | None 
     return b"data: " + msgspec.json.encode({"created": 77, "choices": [choice], **fields})
 
 
-def known(pool: HttpPool, request: PrefillRequest, prompt: list[int] | None = None) -> KnownTokens:
-    call = KnownTokens(pool, "POST", "/v1/chat/completions")
+def known(server: HttpServer, request: PrefillRequest, prompt: list[int] | None = None) -> KnownTokens:
+    call = KnownTokens(server, "/v1/chat/completions")
     call.for_request(request, prompt)
     return call
 
@@ -76,8 +73,8 @@ def texts(events: bytes) -> list[str]:
     return [choice["delta"]["content"] for one in answers for choice in one["choices"]]
 
 
-async def test_tokens_are_out_with_their_text(pool: HttpPool) -> None:
-    call = known(pool, asked())
+async def test_tokens_are_out_with_their_text(server: HttpServer) -> None:
+    call = known(server, asked())
     said = [
         chunk(None, prompt_token_ids=PROMPT),
         chunk("a", [1]),
@@ -97,9 +94,9 @@ async def test_tokens_are_out_with_their_text(pool: HttpPool) -> None:
     call.close()
 
 
-async def test_merged_tokens_are_out_with_the_next_whole_character(pool: HttpPool) -> None:
+async def test_merged_tokens_are_out_with_the_next_whole_character(server: HttpServer) -> None:
     """vLLM makes one event of several tokens where its reader lags: the text may end before the last of them."""
-    call = known(pool, asked())
+    call = known(server, asked())
     said = [
         chunk(None, prompt_token_ids=PROMPT),
         chunk("a", [1, 2]),  # and the first part of é
@@ -119,15 +116,15 @@ async def test_merged_tokens_are_out_with_the_next_whole_character(pool: HttpPoo
     call.close()
 
 
-async def test_a_reader_that_always_lags_gets_its_answer_in_pieces(pool: HttpPool) -> None:
-    call = known(pool, asked())
+async def test_a_reader_that_always_lags_gets_its_answer_in_pieces(server: HttpServer) -> None:
+    call = known(server, asked())
     out = b"".join(call.passed(chunk("ab", [number, number])) for number in range(40))
     assert [len(tokens) for _, tokens, _ in whole_frames(out)] == [18] * 4
     call.close()
 
 
-async def test_an_answer_whose_text_is_elsewhere_comes_in_pieces(pool: HttpPool) -> None:
-    call = known(pool, asked())
+async def test_an_answer_whose_text_is_elsewhere_comes_in_pieces(server: HttpServer) -> None:
+    call = known(server, asked())
     out = b"".join(call.passed(chunk("", [number])) for number in range(40))
     assert [len(tokens) for _, tokens, _ in whole_frames(out)] == [9] * 4
     call.close()
@@ -145,23 +142,21 @@ async def test_what_is_out_is_what_counts(text: str, data: st.DataObject) -> Non
 
 
 async def _frames_are_whole(text: str, data: st.DataObject) -> None:
-    async with NativeConnections() as connections:
-        call = known(connections.pool("d0", "http://127.0.0.1:1"), asked())
-        tokens, out, counted, shown = list(text.encode()), b"", 0, 0
-        while counted < len(tokens):
-            counted += data.draw(st.integers(1, min(3, len(tokens) - counted)))
-            so_far = bytes(tokens[:counted]).decode(errors="ignore")
-            begin = sum(len(ids) for _, ids, _ in whole_frames(out)) + len(call._tokens)
-            out += call.passed(chunk(so_far[shown:], tokens[begin:counted]))
-            shown = len(so_far)
-            frames = whole_frames(out)
-            said = "".join(one for _, _, events in frames for one in texts(events))
-            assert bytes(token for _, ids, _ in frames for token in ids) == said.encode()
-        call.close()
+    call = known(HttpServer("d0", "http://127.0.0.1:1", HttpPool()), asked())
+    tokens, out, counted, shown = list(text.encode()), b"", 0, 0
+    while counted < len(tokens):
+        counted += data.draw(st.integers(1, min(3, len(tokens) - counted)))
+        so_far = bytes(tokens[:counted]).decode(errors="ignore")
+        begin = sum(len(ids) for _, ids, _ in whole_frames(out)) + len(call._tokens)
+        out += call.passed(chunk(so_far[shown:], tokens[begin:counted]))
+        shown = len(so_far)
+        frames = whole_frames(out)
+        said = "".join(one for _, _, events in frames for one in texts(events))
+        assert bytes(token for _, ids, _ in frames for token in ids) == said.encode()
 
 
-async def test_the_rest_of_an_answer_is_without_its_opening(pool: HttpPool) -> None:
-    call = known(pool, asked([1, 2]), [*PROMPT, 1, 2])
+async def test_the_rest_of_an_answer_is_without_its_opening(server: HttpServer) -> None:
+    call = known(server, asked([1, 2]), [*PROMPT, 1, 2])
     said = [
         chunk(None, prompt_token_ids=[*PROMPT, 1, 2]),
         chunk("b", [3]),
@@ -177,20 +172,22 @@ async def test_the_rest_of_an_answer_is_without_its_opening(pool: HttpPool) -> N
 
 
 @pytest.mark.parametrize("told", [{}, {"prompt_token_ids": PROMPT}])
-async def test_a_server_that_begins_the_answer_anew_is_not_forwarded(told: dict[str, Any], pool: HttpPool) -> None:
-    call = known(pool, asked([1]), [*PROMPT, 1])
+async def test_a_server_that_begins_the_answer_anew_is_not_forwarded(
+    told: dict[str, Any], server: HttpServer
+) -> None:
+    call = known(server, asked([1]), [*PROMPT, 1])
     with pytest.raises(InstanceFailed, match="does not take a prompt as tokens"):
         call.passed(chunk(None, **told))
     call.close()
 
 
-def replayed(pool: HttpPool, request: PrefillRequest) -> ReplayedTokens:
-    call = ReplayedTokens(pool, "POST", "/v1/chat/completions")
+def replayed(server: HttpServer, request: PrefillRequest) -> ReplayedTokens:
+    call = ReplayedTokens(server, "/v1/chat/completions")
     call.for_request(request, None)
     return call
 
 
-async def test_an_answer_that_is_computed_again_is_shown_from_where_it_broke_off(pool: HttpPool) -> None:
+async def test_an_answer_that_is_computed_again_is_shown_from_where_it_broke_off(server: HttpServer) -> None:
     """Whatever its text hangs on: here a stop string holds the text of one token back."""
     said = [
         chunk(None, prompt_token_ids=PROMPT),
@@ -201,12 +198,12 @@ async def test_an_answer_that_is_computed_again_is_shown_from_where_it_broke_off
         b'data: {"created":77,"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":4,"total_tokens":7}}',
         b"data: [DONE]",
     ]
-    call = replayed(pool, asked())
+    call = replayed(server, asked())
     whole = whole_frames(b"".join(map(call.passed, said)))
     assert [(choice, tokens) for choice, tokens, _ in whole] == [(0, [1]), (0, [2]), (0, [3]), (END, [4])]
     call.close()
     for seam in range(1, 4):
-        call = replayed(pool, asked([1, 2, 3][:seam]))
+        call = replayed(server, asked([1, 2, 3][:seam]))
         rest = whole_frames(b"".join(map(call.passed, said)))
         assert rest == whole[seam:]
         assert b'"usage":{"prompt_tokens":3,"completion_tokens":4,"total_tokens":7}' in rest[-1][2]
@@ -222,8 +219,8 @@ async def test_an_answer_that_is_computed_again_is_shown_from_where_it_broke_off
         ([chunk("a", [1]), b'data: {"choices":[]}'], "ends the answer before"),
     ],
 )
-async def test_another_answer_is_not_forwarded(events: list[bytes], why: str, pool: HttpPool) -> None:
-    call = replayed(pool, asked([1, 2]))
+async def test_another_answer_is_not_forwarded(events: list[bytes], why: str, server: HttpServer) -> None:
+    call = replayed(server, asked([1, 2]))
     *seen, last = events
     assert not any(map(call.passed, seen))
     with pytest.raises(InstanceFailed, match=why):
@@ -231,16 +228,16 @@ async def test_another_answer_is_not_forwarded(events: list[bytes], why: str, po
     call.close()
 
 
-async def test_what_is_no_event_is_the_instances_failure(pool: HttpPool) -> None:
+async def test_what_is_no_event_is_the_instances_failure(server: HttpServer) -> None:
     for event in (b"data: {", b"data: []", b'data: {"choices":[3]}', b'data: {"choices":{"0":1}}'):
-        call = known(pool, asked())
+        call = known(server, asked())
         with pytest.raises(InstanceFailed, match="unreadable"):
             call.passed(event)
         call.close()
 
 
-async def test_an_error_comes_behind_what_is_out(pool: HttpPool) -> None:
-    call = known(pool, asked())
+async def test_an_error_comes_behind_what_is_out(server: HttpServer) -> None:
+    call = known(server, asked())
     frames = call.passed(chunk("a", [1])) + call.passed(chunk("", [2]))
     frames += call.failed(b'data: {"error":{"message":"the engine is dead","code":500}}')
     assert [(choice, tokens) for choice, tokens, _ in whole_frames(frames)] == [(0, [1]), (ERROR, [])]

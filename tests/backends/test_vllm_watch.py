@@ -19,6 +19,7 @@ from epd_serve.backends.vllm_answer import VllmCall
 from epd_serve.backends.vllm_server import IDLE_S, STUCK_S, EngineWatch, VllmFigures, VllmTarget
 from epd_serve.errors import Conflict, InstanceFailed, InvalidRequest, StageTimeout, Unavailable
 from epd_serve.protocol.instance_state import LeaveOrder, RoleOrder
+from epd_serve.rpc.http import HttpServer
 from epd_serve.types import Role
 
 PROMPT_S = 20
@@ -55,7 +56,7 @@ class Server:
     async def talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while head := await reader.readuntil(b"\r\n\r\n"):
             path = head.split()[1].decode()
-            length = int(head.lower().partition(b"content-length: ")[2].split()[0])
+            length = int((head.lower().partition(b"content-length: ")[2] or b"0").split()[0])
             body = await reader.readexactly(length)
             self.asked.append((path, msgspec.json.decode(body) if body else None))
             await self.answers.wait()
@@ -166,11 +167,11 @@ async def test_an_engine_that_stands_still_for_minutes_is_stuck() -> None:
 
 async def test_an_idle_engine_is_given_little_to_do_and_all_the_time_it_wants() -> None:
     async with serving() as server, NativeConnections() as connections:
-        pool = connections.pool("d0", f"http://127.0.0.1:{server.port}")
+        at = HttpServer("d0", f"http://127.0.0.1:{server.port}", connections.http)
         watch, made = EngineWatch("d0"), []
 
         def trial() -> VllmCall:
-            made.append(VllmCall(pool, "POST", "/v1/completions"))
+            made.append(VllmCall(at, "/v1/completions", {}))
             return made[-1]
 
         def look(now: float) -> None:

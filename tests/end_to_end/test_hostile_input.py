@@ -21,9 +21,11 @@ from pictures import noise
 from PIL import Image
 
 from epd_serve.config import DeploymentConfig
+from epd_serve.errors import InvalidRequest
 from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.protocol import wire
 from epd_serve.protocol.wire import TokenizeRequest
+from epd_serve.rpc.link import Link
 from epd_serve.types import SamplingParams
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -150,10 +152,11 @@ async def test_an_instance_refuses_60_megabytes_unread(deployment: LocalDeployme
     )
     forget_peak(handle.pid)
     before, spent_s = peak_bytes(handle.pid), cpu_s(handle.pid)
-    async with http_client() as client:
+    async with Link("p0", handle.url) as link:
         for path, body in (("/prompt/tokenize", question), ("/stage/prefill", wire.encode(prompt))):
-            answer = await client.post(handle.url + path, content=body)
-            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+            with pytest.raises(InvalidRequest) as refused:
+                await link.ask(path, [body])
+            assert refused.value.code == "context_length_exceeded"
     assert peak_bytes(handle.pid) - before < 4 * len(text) + (256 << 20)
     assert cpu_s(handle.pid) - spent_s < 6, "it takes a minute and more to tokenise"
 
@@ -220,6 +223,7 @@ async def test_no_web_page_gives_orders_to_an_instance(
             for path in ("/leave", "/role"):
                 answer = await client.post(handle.url + path, content=b"\x80", headers=headers)
                 assert answer.status_code == 403 and answer.json()["error"]["code"] == "cross_site"
+                assert (await client.post(handle.url + path, content=b"\x80")).status_code == 404, "not over HTTP"
             assert (await client.get(f"{handle.url}/info", headers=headers)).status_code == 403
         answer = await client.post(f"{deployment.gateway_url}/v1/chat/completions", json=chat("Hi", max_tokens=2))
         assert answer.status_code == 200, answer.text

@@ -10,7 +10,9 @@ from fleet import gateway
 from http_client import http_client
 from identity import QUESTIONS, start_fleet
 
+from epd_serve.errors import InvalidRequest
 from epd_serve.protocol import instance_state, wire
+from epd_serve.rpc.link import Link
 
 PICTURED = next(question for question in QUESTIONS if question.images)
 
@@ -29,13 +31,12 @@ async def test_tokens_equal_generate_and_images_are_refused(kind: str, tmp_path:
             await fleet.check_tokens(names)
         async with gateway(fleet.urls) as url, http_client(url) as client:
             refused = await client.post("/v1/chat/completions", json=PICTURED.body(stream=False, ignore_eos=True))
-            switched = await client.post(
-                f"{fleet.urls['epd0']}/role", content=wire.encode(instance_state.RoleOrder(role="E"))
-            )
+            async with Link("epd0", fleet.urls["epd0"]) as link:
+                with pytest.raises(InvalidRequest, match="has nothing to encode"):
+                    await link.ask("/role", [wire.encode(instance_state.RoleOrder(role="E"))])
             clip = {"type": "video_url", "video_url": {"url": "https://127.0.0.1/never-fetched.mp4"}}
             body = {"messages": [{"role": "user", "content": [clip]}]}
             no_video = await client.post("/v1/chat/completions", json=body)
     assert no_video.json()["error"]["message"] == "the model 'tested' takes text alone; leave out the videos"
     assert refused.status_code == 400
     assert refused.json()["error"]["message"] == "the model 'tested' takes text alone; leave out the images"
-    assert switched.status_code == 400 and "has nothing to encode" in switched.text

@@ -14,7 +14,7 @@ from pictures import noise
 from epd_serve.config import ConfigError, DeploymentConfig, load_config
 from epd_serve.errors import InstanceLost
 from epd_serve.launch.deployment import LocalDeployment
-from epd_serve.rpc.http import HttpCall, HttpPool
+from epd_serve.rpc.http import HttpPool, HttpServer
 
 KEY = "only-this-cluster-knows"
 
@@ -32,13 +32,14 @@ async def _answers(config: DeploymentConfig) -> list[str]:
         if config.tls is not None:
             files = config.read_tls()
             for instance in deployment.instances.values():
-                async with HttpPool(instance.name, instance.url, tls=files) as pool:
-                    assert await HttpCall(pool, "GET", "/health/live").ask() == b'{"status":"live"}'
+                async with HttpPool(files) as pool:
+                    live = HttpServer(instance.name, instance.url, pool).ask("GET", "/health/live")
+                    assert await live == b'{"status":"live"}'
                 assert instance.url.startswith("https://")
                 for url in (instance.url, instance.url.replace("https:", "http:")):
-                    async with HttpPool(instance.name, url) as pool:
+                    async with HttpPool() as pool:
                         with pytest.raises(InstanceLost):
-                            await HttpCall(pool, "GET", "/health").ask()
+                            await HttpServer(instance.name, url, pool).ask("GET", "/health")
     return answers
 
 

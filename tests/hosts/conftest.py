@@ -19,7 +19,7 @@ from hosts import Hosts, hosts
 from epd_serve.config.keys import ADMIN_KEY
 from epd_serve.launch.processes.process import RunningProcess
 from epd_serve.rpc.cluster import CLUSTER_KEY
-from epd_serve.rpc.http import HttpCall, HttpPool
+from epd_serve.rpc.link import Link
 
 _KEYS = {ADMIN_KEY: "admin-key-of-the-tests", CLUSTER_KEY: "cluster-key-of-the-tests"}
 _PORT, _ADMIN_PORT, _INSTANCE_PORT = 8000, 8001, 8100
@@ -93,11 +93,8 @@ class Fleet:
         host = self.hosts[name]
 
         async def ask() -> bytes:
-            pool = HttpPool(name, f"http://{host.ip}:{_INSTANCE_PORT}", _KEYS[CLUSTER_KEY])
-            try:
-                return await HttpCall(pool, "GET", "/integrity").ask()
-            finally:
-                await pool.close()
+            async with Link(name, f"http://{host.ip}:{_INSTANCE_PORT}", _KEYS[CLUSTER_KEY]) as link:
+                return await link.ask("/integrity")
 
         held: dict[str, int] = json.loads(host.run(lambda: asyncio.run(ask())))
         return held

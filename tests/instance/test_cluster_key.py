@@ -9,26 +9,19 @@ from typing import Any
 
 import aiohttp
 import pytest
-import uvicorn
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from links import link_server
 from servers import served
 
 from epd_serve.backends.native import NativeConnections, NativeInstance
 from epd_serve.errors import InstanceFailed, InstanceLost, InstanceUntrusted, ServeError
-from epd_serve.instance.http import ControlHttp, Peers, Reply, control_server_app
+from epd_serve.instance.http import Peers
 from epd_serve.protocol import wire
-from epd_serve.rpc.cluster import (
-    CLUSTER_KEY,
-    HELLO,
-    ClusterLinks,
-    Endpoint,
-    Greeting,
-    NotProved,
-    address_text,
-    with_link,
-)
-from epd_serve.rpc.http import HttpCall, HttpPool
+from epd_serve.rpc.cluster import CLUSTER_KEY, Endpoint, Greeting, NotProved, address_text
+from epd_serve.rpc.link import Link
+from epd_serve.rpc.messages import OPENING, Hello, Proof, Welcome, pack, pack_call
+from epd_serve.rpc.server import Reply
 
 KEY = "0123456789abcdef-"
 SECRET = "what the client asked"
@@ -41,16 +34,8 @@ async def guarded(key: str = KEY, own: str = "") -> AsyncIterator[str]:
     async def answer(body: bytes) -> Reply:
         return Reply(body=body)
 
-    routes = [
-        ("GET", "/health", answer),
-        ("GET", "/health/live", answer),
-        ("GET", "/metrics", answer),
-        ("POST", "/kv/renew", answer),
-    ]
-    routes += [("POST", "/prompt/detokenize", answer)]
-    app = control_server_app(routes, key, lambda: own)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", log_level="critical", http=ControlHttp))
-    async with served(server) as url:
+    calls = ("/health", "/health/live", "/metrics", "/info", "/kv/renew", "/prompt/detokenize")
+    async with served(link_server(dict.fromkeys(calls, answer), key, lambda: own)) as url:
         yield url
 
 
@@ -94,29 +79,23 @@ async def listening(between: Between) -> AsyncIterator[str]:
 
 
 async def asked(url: str, key: str | None = KEY) -> bytes:
-    pool = HttpPool("d0", url, key)
-    try:
-        return await HttpCall(pool, "POST", "/kv/renew", "", [SECRET.encode()]).ask()
-    finally:
-        await pool.close()
+    async with Link("d0", url, key) as link:
+        return await link.ask("/kv/renew", [SECRET.encode()])
 
 
 async def test_without_a_proof_there_are_health_and_metrics_alone():
     async with guarded() as url, aiohttp.ClientSession() as session:
-        for path, headers, status in (
-            ("/health", {}, 200),
-            ("/health/live", {}, 200),
-            ("/metrics", {}, 200),
-            ("/kv/renew", {}, 401),
-            ("/nowhere", {}, 401),
-            ("/kv/renew", {"x-epd-cluster-key": KEY}, 401),
-            ("/kv/renew", {"x-epd-proof": "0" * 64}, 401),
-            ("/kv/renew", {"x-epd-proof": ""}, 401),
-            ("/health", {"x-epd-proof": "0" * 64}, 401),
+        for method, path, status in (
+            ("GET", "/health", 200),
+            ("GET", "/health/live", 200),
+            ("GET", "/metrics", 200),
+            ("POST", "/health", 404),
+            ("GET", "/info", 401),
+            ("POST", "/kv/renew", 401),
+            ("GET", "/nowhere", 401),
         ):
-            method = "GET" if path in ("/health", "/health/live", "/metrics") else "POST"
-            async with session.request(method, url + path, headers=headers) as response:
-                assert response.status == status, (path, headers)
+            async with session.request(method, url + path, headers={"x-epd-cluster-key": KEY}) as response:
+                assert response.status == status, path
                 assert KEY not in await response.text()
 
 
@@ -146,32 +125,21 @@ async def test_gateways_and_other_instances_prove_it(monkeypatch):
                 await peers.close()
 
 
-async def test_calls_at_once_greet_each_for_itself():
-    async with guarded() as url:
-        pool = HttpPool("d0", url, KEY)
-        bodies = [b"%d" % number for number in range(40)]
-        for _ in range(3):
-            calls = [HttpCall(pool, "POST", "/kv/renew", "", [body]).ask() for body in bodies]
-            assert await asyncio.gather(*calls) == bodies
-        await pool.close()
-
-
 @pytest.mark.parametrize(
     "said",
     [
         b"HTTP/1.1 204 No Content\r\n\r\n",
-        b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi",
-        b"HTTP/1.1 404 No\r\ncontent-length: 0\r\n\r\n",
-        b"HTTP/1.1 204 No Content\r\nx-epd-nonce: " + b"0" * 32 + b"\r\nx-epd-proof: " + b"0" * 64 + b"\r\n\r\n",
+        OPENING + bytes(pack(Welcome("", ""))),
+        OPENING + bytes(pack(Welcome("0" * 32, "0" * 64))),
     ],
-    ids=range(4),
+    ids=range(3),
 )
 async def test_a_stranger_at_an_instances_address_hears_neither_key_nor_request(said):
     stranger = Between(said=said)
     async with listening(stranger) as url:
-        with pytest.raises(InstanceUntrusted, match=r"d0 at .* does not prove that it has this deployment's"):
+        with pytest.raises(InstanceUntrusted, match=r"d0 at .* does not (prove that it has|speak)"):
             await asked(url)
-    assert stranger.heard.startswith(b"POST " + HELLO.encode())
+    assert stranger.heard.startswith(OPENING)
     assert KEY.encode() not in stranger.heard and SECRET.encode() not in stranger.heard
 
 
@@ -204,73 +172,56 @@ async def test_an_instance_may_be_reached_where_it_says_that_it_is():
         assert KEY.encode() not in between.heard
 
 
-async def test_a_proof_holds_on_its_own_connection_and_once():
+async def test_a_proof_holds_on_its_own_connection_alone():
     between = Between()
     async with listening(between) as through, guarded(own=through.removeprefix("http://")) as url:
         between._target = url.removeprefix("http://").split(":")
         await asked(through)
-        [proof] = [line for line in between.heard.split(b"\r\n") if line.startswith(b"x-epd-proof: ")]
-        greeting = Greeting(KEY, Endpoint("instance", url.removeprefix("http://"))).headers.encode()
         host, port = url.removeprefix("http://").split(":")
-        for hello in (
-            b"",
-            b"POST %b HTTP/1.1\r\nhost: h\r\n%bcontent-length: 0\r\n\r\n" % (HELLO.encode(), greeting),
-        ):
-            reader, writer = await asyncio.open_connection(host, port)
-            writer.write(hello)
-            if hello:
-                assert b"204" in await reader.readuntil(b"\r\n\r\n")
-            writer.write(b"POST /kv/renew HTTP/1.1\r\nhost: h\r\n%b\r\ncontent-length: 0\r\n\r\n" % proof)
-            assert b" 401 " in await reader.readline()
-            writer.close()
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(between.heard)  # greeting, proof and call again
+        answer = await reader.read()
+        assert answer.startswith(OPENING) and SECRET.encode() not in answer
+        writer.close()
 
 
 async def test_a_peer_without_the_key_is_a_failed_instance(monkeypatch):
     monkeypatch.setenv(CLUSTER_KEY, KEY)
     peers = Peers()
-    async with listening(Between(said=b"HTTP/1.1 204 No Content\r\n\r\n")) as url:
+    async with listening(Between(said=OPENING + bytes(pack(Welcome("", ""))))) as url:
         with pytest.raises(InstanceFailed, match="does not prove"):
             await peers.call(url, "/kv/renew", wire.TransferRef("t", "r"))
     await peers.close()
 
 
-TEXT = st.text(st.characters(max_codepoint=255), max_size=80)
+TEXT = st.text(max_size=80)
+NONCES = TEXT | st.just("0" * 32)
 
 
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(["x-epd-nonce", "x-epd-reached", "x-epd-proof", "host"]), TEXT), max_size=6
-    ),
-    st.sampled_from([HELLO, "/kv/renew"]),
-)
-@settings(max_examples=300, deadline=None)
-def test_whatever_headers_come_nobody_is_let_in(headers: list[tuple[str, str]], path: str) -> None:
-    statuses: list[int] = []
+@given(st.lists(st.builds(Hello, NONCES, TEXT) | st.builds(Proof, TEXT) | st.binary(max_size=40), max_size=3))
+@settings(max_examples=50, deadline=None)
+def test_whatever_a_caller_says_nobody_is_let_in(said: list[Any]) -> None:
+    frames = b"".join(one if isinstance(one, bytes) else bytes(pack(one)) for one in said)
+    call = b"".join(pack_call(1, "/kv/renew", [SECRET.encode()]))
 
-    async def send(event: Any) -> None:
-        if event["type"] == "http.response.start":
-            statuses.append(event["status"])
+    async def scenario() -> None:
+        async with guarded() as url:
+            host, port = url.removeprefix("http://").split(":")
+            for reached in (b"", bytes(pack(Hello("0" * 32, f"instance {host}:{port}")))):
+                reader, writer = await asyncio.open_connection(host, port)
+                writer.write(OPENING + reached + frames + call)
+                writer.write_eof()
+                with contextlib.suppress(ConnectionError):
+                    assert SECRET.encode() not in await reader.read()
+                writer.close()
 
-    async def receive() -> Any:
-        return {"type": "http.request", "body": b"", "more_body": False}
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        statuses.append(200)
-
-    raw = [(name.encode(), value.encode("latin-1")) for name, value in headers]
-    state = with_link({})
-    scope = {"type": "http", "method": "POST", "path": path, "headers": raw, "state": state}
-    scope["server"] = ("127.0.0.1", 9000)
-    asyncio.run(ClusterLinks(app, KEY, "instance", lambda: "")(scope, receive, send))
-    assert len(statuses) == 1
-    assert statuses[0] in ((400, 421) if path == HELLO else (200, 401))
-    assert not next(iter(state.values())).proved
+    asyncio.run(scenario())
 
 
-@given(st.dictionaries(st.sampled_from([b"x-epd-nonce", b"x-epd-proof"]), st.binary(max_size=80)))
-def test_whatever_a_server_answers_it_proves_nothing(headers: dict[bytes, bytes]) -> None:
+@given(st.binary(max_size=80), st.binary(max_size=80))
+def test_whatever_a_server_answers_it_proves_nothing(nonce: bytes, proof: bytes) -> None:
     with pytest.raises(NotProved):
-        Greeting(KEY, Endpoint("instance", "127.0.0.1:9000")).answer(headers)
+        Greeting(KEY, Endpoint("instance", "127.0.0.1:9000")).prove(nonce, proof)
 
 
 def test_an_address_has_one_spelling() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import httpx
 import pytest
 import tiny_models
 from chip.accelerator import ChipDevice
@@ -15,9 +14,11 @@ from services import serving
 
 from device.registry import get_device
 from epd_serve.engine.pace import step_watch
+from epd_serve.errors import ServeError
 from epd_serve.instance import instance as instance_module
 from epd_serve.instance import lifecycle
 from epd_serve.protocol import wire
+from epd_serve.rpc.link import Link
 
 DEVICE = "chip:11"
 
@@ -44,10 +45,11 @@ async def test_a_device_that_hangs_and_one_that_is_lost(
     async with (
         serving(model, "EPD", device=DEVICE) as instance,
         http_client(instance.url) as client,
+        Link("epd", instance.url) as link,
     ):
 
-        async def ask(name: str) -> httpx.Response:
-            return await client.post("/stage/prefill", content=prompt(name))
+        async def ask(name: str) -> bytes:
+            return await link.ask("/stage/prefill", [prompt(name)])
 
         ended = list[str]()
         for module in (instance_module, lifecycle):
@@ -63,12 +65,12 @@ async def test_a_device_that_hangs_and_one_that_is_lost(
         assert not stuck.done() and "the language model hangs" in caplog.text
         assert (await client.get("/health")).status_code == 200, "the event loop is well"
         device.chip.goes_on.set()
-        assert (await stuck).content.replace(b"stuck", b"healthy") == healthy.content, "it goes on where it was"
+        assert (await stuck).replace(b"stuck", b"healthy") == healthy, "it goes on where it was"
         await Books({"epd": instance.url}).check()
 
         ended.clear()
         device.chip.is_lost = True
-        lost = await ask("lost")
-        assert lost.status_code == 500 and f"{DEVICE} is lost" in lost.text
+        with pytest.raises(ServeError, match=f"{DEVICE} is lost"):
+            await ask("lost")
         assert ended and any("is lost" in text and "this process ends" in text for text in caplog.messages)
         await Books({"epd": instance.url}).check()

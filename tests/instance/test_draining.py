@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
 import tiny_models
 from fleet import wait_until
-from http_client import http_client
 from services import serving
 
+from epd_serve.errors import Unavailable
 from epd_serve.protocol import wire
 from epd_serve.protocol.frames import END, pack
+from epd_serve.rpc.link import MAX_BODY_BYTES, Link
 
 
 async def test_draining_refuses_what_is_new_and_waits_for_the_rest(tmp_path: Path) -> None:
     path = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
-    async with serving(path, "EPD") as instance, http_client(instance.url) as client:
+    async with serving(path, "EPD") as instance, Link("epd", instance.url) as link:
         request = wire.PrefillRequest(
             request_id="r",
             output=wire.OutputOptions(kind="completion", id="r", created=0, model="tiny", stream=True),
@@ -24,13 +26,13 @@ async def test_draining_refuses_what_is_new_and_waits_for_the_rest(tmp_path: Pat
             items=[],
             prompt="apple",
         )
-        running = asyncio.create_task(client.post("/stage/prefill", content=wire.encode(request)))
+        running = asyncio.create_task(link.ask("/stage/prefill", [wire.encode(request)], MAX_BODY_BYTES))
         await asyncio.to_thread(wait_until, lambda: instance.in_use()["sequences"] > 0, "it runs")
         drained = asyncio.create_task(instance.drained())
         await asyncio.sleep(0)
-        refused = await client.post("/stage/prefill", content=wire.encode(request))
-        assert refused.status_code == 503 and refused.json()["error"]["code"] == "draining"
+        with pytest.raises(Unavailable) as refused:
+            await link.ask("/stage/prefill", [wire.encode(request)])
+        assert refused.value.code == "draining"
         assert not instance.info().ready
         await drained
-        answer = await running
-        assert answer.status_code == 200 and answer.content.endswith(pack(END, [], b"data: [DONE]\n\n"))
+        assert (await running).endswith(pack(END, [], b"data: [DONE]\n\n"))

@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import httpx
 import pytest
 import tiny_models
 from fleet import Books
 from frame_bodies import whole_frames
 from services import answering, held, serving
 
-from epd_serve.errors import Conflict, ServeError, StageTimeout
+from epd_serve.errors import Conflict, InstanceLost, ServeError, StageTimeout
 from epd_serve.instance import lifecycle as lifecycle_module
 from epd_serve.instance.lifecycle import SwitchState
 from epd_serve.protocol import instance_state, wire
+from epd_serve.rpc.link import LinkCall
 from epd_serve.types import SamplingParams
 
 MAX_TOKENS = 200
@@ -36,13 +36,13 @@ def request(name: str, *, can_move: bool) -> bytes:
     )
 
 
-async def num_tokens(answer: httpx.Response) -> int:
+async def num_tokens(answer: LinkCall) -> int:
     """Until the end, or until the connection is cut."""
     body = b""
     try:
-        async for chunk in answer.aiter_raw():
+        async for chunk in answer.chunks():
             body += chunk
-    except httpx.RemoteProtocolError:
+    except InstanceLost:
         pass
     return sum(len(ids) for _, ids, _ in whole_frames(body))
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import tiny_models
 from chips import CHIP, little_memory
@@ -22,11 +21,12 @@ from device.registry import get_device
 from epd_serve.config import InstanceOptions
 from epd_serve.config.role_files import in_role, remember, remembered
 from epd_serve.engine.device_features import DeviceFeatureStore
-from epd_serve.errors import Conflict, InvalidRequest, ServeError, StageTimeout
+from epd_serve.errors import Conflict, InstanceLost, InvalidRequest, ServeError, StageTimeout
 from epd_serve.instance.http import Peers
 from epd_serve.instance.instance import Instance
 from epd_serve.instance.lifecycle import SwitchState
 from epd_serve.protocol import frames, instance_state, wire
+from epd_serve.rpc.link import LinkCall
 from epd_serve.types import Role, SamplingParams, Stage
 
 MAX_TOKENS = 200
@@ -58,13 +58,13 @@ def order(role: str, **limits: Any) -> instance_state.RoleOrder:
     return instance_state.RoleOrder(role=role, **limits)
 
 
-async def read(answer: httpx.Response) -> list[tuple[int, list[int], bytes]]:
+async def read(answer: LinkCall) -> list[tuple[int, list[int], bytes]]:
     """The frames until the end, or until the connection is cut."""
     body = b""
     try:
-        async for chunk in answer.aiter_raw():
+        async for chunk in answer.chunks():
             body += chunk
-    except httpx.RemoteProtocolError:
+    except InstanceLost:
         pass
     return whole_frames(body)
 

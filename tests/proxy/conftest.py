@@ -145,12 +145,12 @@ class FakeInstance:
     async def _begin_reports(self, body: bytes) -> Reply:
         if self.report is None:
             return await self._play(fail(404, "there is no GET /reports"))
-        return Reply(stream=self._reports(self.report))
+        return Reply(stream=self._reports())
 
-    async def _reports(self, report: Callable[[], instance_state.Report]) -> AsyncGenerator[bytes, None]:
-        while True:
+    async def _reports(self) -> AsyncGenerator[bytes, None]:
+        while self.report is not None:
             if not self.hangs:
-                yield msgspec.json.encode(report()) + b"\n"
+                yield msgspec.json.encode(self.report()) + b"\n"
             await asyncio.sleep(0.05)
 
     async def _call(self, path: str, body: bytes) -> Reply:

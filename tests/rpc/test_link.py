@@ -1,52 +1,542 @@
-"""Messages are whole wherever they are cut, and what is none ends the link."""
+"""Many calls over one connection: each has an answer, a pace and an end of its own."""
 
 from __future__ import annotations
 
-import struct
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from functools import partial
+from typing import Any
 
-import msgspec
 import pytest
+import uvicorn
+import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
+from links import link_server, linked
+from servers import served
 
-from epd_serve.rpc.link import LinkClosed, Messages, pack
+from epd_serve.errors import InstanceLost, InstanceUnreachable, InstanceUntrusted, InvalidRequest, TooLarge
+from epd_serve.launch.processes.ports import free_port
+from epd_serve.rpc import link as links
+from epd_serve.rpc import messages
+from epd_serve.rpc.link import Link, LinkCall
+from epd_serve.rpc.messages import (
+    OPENING,
+    TO_CALLER,
+    TO_SERVER,
+    Call,
+    Cancel,
+    Credit,
+    Data,
+    End,
+    Error,
+    Frames,
+    Head,
+    Hello,
+    LinkClosed,
+    Proof,
+    Welcome,
+    pack,
+    pack_call,
+)
+from epd_serve.rpc.server import BrokenStream, Pieces, Reply
 
-
-class Words(msgspec.Struct, frozen=True, tag=True):
-    text: str
-
-
-class Bulk(msgspec.Struct, frozen=True, tag=True):
-    data: bytes
-
-
-Message = Words | Bulk
-DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
-
-
-@given(cuts=st.lists(st.integers(1, 200), min_size=1), texts=st.lists(st.text(max_size=90), min_size=1))
-def test_messages_are_whole_wherever_they_are_cut(cuts: list[int], texts: list[str]) -> None:
-    data = b"".join(pack(Words(text)) for text in texts)
-    messages, found, at = Messages(DECODER), list[Message](), 0
-    while at < len(data):
-        cut = cuts[at % len(cuts)]
-        found += messages.take(data[at : at + cut])
-        at += cut
-    assert found == [Words(text) for text in texts]
-
-
-def test_a_large_message_comes_in_pieces() -> None:
-    data, messages = bytes(pack(Bulk(bytes(1 << 20)))), Messages(DECODER)
-    found = [one for at in range(0, len(data), 70_000) for one in messages.take(data[at : at + 70_000])]
-    assert found == [Bulk(bytes(1 << 20))]
-
-
-@pytest.mark.parametrize("data", [struct.pack("<I", 1001), struct.pack("<I", 3) + b"\xc1ab"])
-def test_what_is_no_message_ends_the_link(data: bytes) -> None:
-    with pytest.raises(LinkClosed):
-        Messages(DECODER, max_bytes=1000).take(data)
+MIB = 1 << 20
+WELCOME = OPENING + bytes(pack(Welcome("", "")))
+HELLO = OPENING + bytes(pack(Hello("", ""))) + bytes(pack(Proof("")))
 
 
-def test_a_message_that_is_too_long_is_not_sent() -> None:
-    with pytest.raises(ValueError, match="1000 are the limit"):
-        pack(Bulk(bytes(2000)), max_bytes=1000)
+class Answers:
+    """``cancelled`` are the paths of calls whose callers left; ``sent`` are bytes of streams."""
+
+    def __init__(self) -> None:
+        self.cancelled: list[str] = []
+        self.sent = 0
+        self.go_on = asyncio.Event()
+        self.calls = {
+            "/echo": self.echo,
+            "/wrong": self.refuse,
+            "/faulty": self.fault,
+            "/tokens": partial(self.stream, "/tokens", self.tokens),
+            "/much": partial(self.stream, "/much", self.much),
+            "/broken": partial(self.stream, "/broken", self.broken),
+            "/fault": partial(self.stream, "/fault", self.faulty),
+            "/wait": partial(self.stream, "/wait", self.wait),
+        }
+
+    async def echo(self, body: bytes) -> Reply:
+        return Reply(headers=((b"x-length", b"%d" % len(body)),), body=body)
+
+    async def refuse(self, body: bytes) -> Reply:
+        raise InvalidRequest("no such thing")
+
+    async def fault(self, body: bytes) -> Reply:
+        raise RuntimeError("a fault")
+
+    async def stream(self, path: str, make: Callable[[], AsyncGenerator[bytes, None]], body: bytes) -> Reply:
+        has_ended = False
+
+        async def noted() -> AsyncGenerator[bytes, None]:
+            nonlocal has_ended
+            async with contextlib.aclosing(make()) as pieces:
+                async for piece in pieces:
+                    self.sent += len(piece)
+                    yield piece
+            has_ended = True
+
+        return Reply(stream=noted(), on_close=lambda: None if has_ended else self.cancelled.append(path))
+
+    async def tokens(self) -> AsyncGenerator[bytes, None]:
+        for number in range(20):
+            yield b"%d " % number
+            await asyncio.sleep(0.002)
+
+    async def much(self) -> AsyncGenerator[bytes, None]:
+        for number in range(80):
+            yield bytes([number]) * (128 * 1024)
+            await asyncio.sleep(0)
+
+    async def broken(self) -> AsyncGenerator[bytes, None]:
+        yield b"half"
+        raise BrokenStream("as it must")
+
+    async def faulty(self) -> AsyncGenerator[bytes, None]:
+        yield b"half"
+        raise RuntimeError("a fault")
+
+    async def wait(self) -> AsyncGenerator[bytes, None]:
+        yield b"first"
+        await self.go_on.wait()
+        yield b"last"
+
+
+@pytest.fixture
+async def answers() -> Answers:
+    return Answers()
+
+
+@pytest.fixture
+async def server(answers: Answers) -> AsyncIterator[uvicorn.Server]:
+    made = link_server(answers.calls)
+    async with served(made):
+        yield made
+
+
+def port_of(server: uvicorn.Server) -> int:
+    port: int = server.servers[0].sockets[0].getsockname()[1]
+    return port
+
+
+@pytest.fixture
+async def to(server: uvicorn.Server) -> AsyncIterator[Link]:
+    async with Link("p0", f"http://127.0.0.1:{port_of(server)}") as made:
+        yield made
+
+
+def sent(to: Link, path: str, body: bytes = b"") -> LinkCall:
+    call = LinkCall(to, path, [body])
+    to.send(call)
+    return call
+
+
+async def whole(call: LinkCall) -> bytes:
+    try:
+        async with asyncio.timeout(100):
+            await call.opened
+            return await call.read()
+    finally:
+        call.close()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(100):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+async def test_calls_at_once_share_a_connection_and_each_has_its_answer(server: uvicorn.Server, to: Link) -> None:
+    bodies = [b"%d" % number * 1000 for number in range(50)] + [bytes(9 * MIB)]
+    assert await asyncio.gather(*[whole(sent(to, "/echo", body)) for body in bodies]) == bodies
+    tokens = b"".join(b"%d " % number for number in range(20))
+    assert await asyncio.gather(*[whole(sent(to, "/tokens")) for _ in range(20)]) == [tokens] * 20
+    assert len(server.server_state.connections) == 1
+    call = LinkCall(to, "/echo", [b"in ", b"", b"pieces"])
+    to.send(call)
+    assert await whole(call) == b"in pieces" and call.headers == {b"x-length": b"9"}
+
+
+async def test_the_tokens_of_a_step_come_in_one_list(answers: Answers, to: Link, monkeypatch) -> None:
+    taken: list[int] = []
+    take = Frames.take
+
+    def noted(self: Frames[Any], piece: bytes, most: int | None = None) -> list[Any]:
+        lists = take(self, piece, most)
+        taken.extend(len(one) for one in lists if isinstance(one, list))
+        return lists
+
+    monkeypatch.setattr(Frames, "take", noted)
+    calls = [sent(to, "/wait") for _ in range(30)]
+    for call in calls:
+        assert await anext(call) == b"first"
+    taken.clear()
+    answers.go_on.set()
+    assert [await call.read() for call in calls] == [b"last"] * 30
+    assert max(taken) >= 30, "one pass of the server's loop makes one list"
+    for call in calls:
+        call.close()
+
+
+async def test_what_comes_of_a_stream_with_one_read_is_one_piece() -> None:
+    head, data = Head(1, []), partial(Data, 1)
+    lists = told(head, data(b"a"), data(b"b")), told(data(b"c")), told(data(b"d"), End(1))
+    async with saying(WELCOME, b"".join(lists)) as to:
+        call, pieces = sent(to, "/much"), list[bytes]()
+        await call.opened
+        while not await call.forward(lambda data: pieces.append(data) or True):
+            pass
+        call.close()
+    assert pieces == [b"abcd"]
+
+
+@pytest.mark.parametrize(
+    ("path", "error"), [("/wrong", "no such thing"), ("/nowhere", "there is no /nowhere"), ("/faulty", "its log")]
+)
+async def test_an_error_is_the_servers_own(to: Link, path: str, error: str) -> None:
+    with pytest.raises(Exception, match=error):
+        await whole(sent(to, path))
+    assert await whole(sent(to, "/echo", b"x")) == b"x"
+
+
+@pytest.mark.parametrize("path", ["/broken", "/fault"])
+async def test_an_answer_that_is_cut_off_is_the_only_one(
+    answers: Answers, server: uvicorn.Server, to: Link, path: str
+) -> None:
+    other = sent(to, "/wait")
+    await other.opened
+    call, found = sent(to, path), b""
+    await call.opened
+    with pytest.raises(InstanceLost, match="broke off its answer"):
+        async for chunk in call.chunks():
+            found += chunk
+    call.close()
+    answers.go_on.set()
+    assert (found, await whole(other), len(server.server_state.connections)) == (b"half", b"firstlast", 1)
+
+
+async def test_a_slow_reader_stops_its_own_stream_alone(answers: Answers, to: Link) -> None:
+    slow = sent(to, "/much")
+    await slow.opened
+    for _ in range(3):
+        assert len(await whole(sent(to, "/much"))) == 10 * MIB
+    assert answers.sent <= 3 * 10 * MIB + messages.WINDOW_BYTES + 128 * 1024
+    got: list[bytes] = []
+
+    def write(data: bytes) -> bool:
+        got.append(data)
+        return len(got) % 3 != 0  # its client takes some, and then has to be waited for
+
+    while not await slow.forward(write):
+        pass
+    slow.close()
+    assert b"".join(got) == b"".join(bytes([number]) * (128 * 1024) for number in range(80))
+
+
+async def test_what_the_writer_raises_ends_the_forwarding(to: Link) -> None:
+    def write(data: bytes) -> bool:
+        raise ValueError("full")
+
+    call = sent(to, "/wait")
+    await call.opened
+    with pytest.raises(ValueError, match="full"):
+        await call.forward(write)
+    call.close()
+
+
+async def test_a_call_that_is_closed_ends_alone(answers: Answers, server: uvicorn.Server, to: Link) -> None:
+    one, other, unread = sent(to, "/wait"), sent(to, "/wait"), sent(to, "/much")
+    await one.opened
+    await unread.opened
+    for call in (one, one, unread):
+        call.close()
+    await until(lambda: len(answers.cancelled) == 2)
+    assert sorted(answers.cancelled) == ["/much", "/wait"]
+    answers.go_on.set()
+    assert await whole(other) == b"firstlast"
+    closed_early = sent(to, "/echo")
+    closed_early.close()
+    assert closed_early.opened.cancelled() and len(server.server_state.connections) == 1
+
+
+async def test_an_answer_that_is_too_long_is_not_collected(answers: Answers, to: Link) -> None:
+    with pytest.raises(InstanceLost, match="answered with more than 300000 bytes"):
+        await to.ask("/much", max_bytes=300_000)
+    await until(lambda: answers.cancelled)
+
+
+async def test_a_server_that_ends_ends_all_streams_and_the_next_call_makes_a_connection(answers: Answers) -> None:
+    port = free_port("127.0.0.1")
+    async with Link("p0", f"http://127.0.0.1:{port}") as to:
+        async with served(link_server(answers.calls, port=port)):
+            calls = [sent(to, "/wait") for _ in range(10)]
+            for call in calls:
+                await call.opened
+        for call in calls:
+            with pytest.raises(InstanceLost, match="broke off"):
+                await whole(call)
+        assert len(answers.cancelled) == 10
+        for _ in range(2):
+            with pytest.raises(InstanceUnreachable) as caught:
+                await whole(sent(to, "/echo"))
+            assert caught.value.is_refused
+        async with served(link_server(answers.calls, port=port)):
+            assert await whole(sent(to, "/echo", b"x")) == b"x"
+
+
+@pytest.mark.parametrize("url", ["http://a..b:8000", f"http://{'a' * 70}:8000"])
+async def test_a_host_that_is_no_name_is_no_instance(url: str) -> None:
+    async with Link("p0", url) as to:
+        with pytest.raises(InstanceUnreachable, match=r"p0 at .* is not reachable"):
+            await to.ask("/echo")
+    with pytest.raises(ValueError, match="should look like"):
+        Link("p0", "10.0.0.1:9000")
+
+
+async def test_a_server_that_stops_answers_what_it_has(answers: Answers, server: uvicorn.Server, to: Link) -> None:
+    open_one = sent(to, "/wait")
+    await open_one.opened
+    [connection] = server.server_state.connections
+    connection.shutdown()
+    with pytest.raises(InstanceLost):
+        await whole(sent(to, "/echo"))
+    answers.go_on.set()
+    assert await whole(open_one) == b"firstlast"
+    await until(lambda: not server.server_state.connections)
+
+
+async def test_a_connection_without_calls_is_closed(
+    answers: Answers, server: uvicorn.Server, to: Link, monkeypatch
+) -> None:
+    monkeypatch.setattr(links, "IDLE_S", 0.05)
+    call = sent(to, "/wait")
+    await call.opened
+    await asyncio.sleep(0.2)
+    answers.go_on.set()
+    assert await whole(call) == b"firstlast"
+    await until(lambda: not server.server_state.connections)
+    assert await whole(sent(to, "/echo", b"x")) == b"x"
+
+
+async def test_a_call_that_is_too_long_is_refused(to: Link, monkeypatch) -> None:
+    monkeypatch.setattr(messages, "MAX_CALL_BYTES", 1000)
+    with pytest.raises(TooLarge):
+        await whole(sent(to, "/echo", bytes(1000)))
+    assert await whole(sent(to, "/echo", b"x")) == b"x"
+
+
+@contextlib.asynccontextmanager
+async def saying(answer: bytes, then: bytes = b"") -> AsyncIterator[Link]:
+    """A server that answers the greeting with ``answer``, and the first call with ``then``."""
+
+    conversations = set[Any]()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        conversations.add(asyncio.current_task())
+        await reader.readexactly(len(OPENING))
+        writer.write(answer)
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            await reader.readuntil(b"/much")
+            writer.write(then)
+            await writer.drain()
+            if then:
+                await reader.read(65536)
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+    listening = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with listening, Link("p0", f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}") as to:
+        yield to
+        await to.close()
+        await asyncio.gather(*conversations)
+
+
+def told(*messages: object) -> bytes:
+    return bytes(pack(list(messages)))
+
+
+@pytest.mark.parametrize(
+    ("then", "why"),
+    [
+        (b"\xff\xff\xff\x7f", "2147483647 bytes"),
+        (b"\x03\x00\x00\x00abc", "cannot be read"),
+        (told([9, 1]), "cannot be read"),
+        (told([1, 1]), "cannot be read"),
+        (told([1, 1, "text"]), "cannot be read"),
+        (told(Head(1, []), *[Data(1, bytes(100_000))] * 3), "more than its reader has room for"),
+        (b"", "closed"),
+    ],
+)
+async def test_a_server_that_sends_what_it_may_not_is_lost(then: bytes, why: str) -> None:
+    async with saying(WELCOME, then) as to:
+        call = sent(to, "/much")
+        with pytest.raises(InstanceLost, match=why):
+            await call.opened
+            await asyncio.sleep(0.1)
+            await call.read()
+        call.close()
+
+
+@pytest.mark.parametrize(
+    "answer", [b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n", b"\0epd-link/9\n", b"SSH-2.0"]
+)
+async def test_a_server_of_another_version_is_told_apart_from_a_dead_one(answer: bytes) -> None:
+    async with saying(answer) as to:
+        with pytest.raises(InstanceUntrusted, match="does not speak epd-link/1: it has another version"):
+            await whole(sent(to, "/echo"))
+
+
+async def test_a_caller_of_another_version_is_told_which_one_this_is(server: uvicorn.Server) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port_of(server))
+    writer.write(b"\0epd-link/9\n")
+    assert await reader.read() == OPENING
+    writer.close()
+
+
+async def test_a_server_that_never_greets_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "GREETING_S", 0.2)
+    async with saying(OPENING[:4]) as to:
+        with pytest.raises(InstanceLost, match="did not greet"):
+            await whole(sent(to, "/echo"))
+
+
+CALL = b"".join(pack_call(1, "/wait", [b""]))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"\xff\xff\xff\xff",
+        b"\x03\x00\x00\x00abc",
+        b"POST /stage/prefill HTTP/1.1\r\n\r\n",
+        told([7, 1]),
+        told([0, 1, "/wait"]),
+        CALL,
+        told(Credit(1, 1)),
+    ],
+)
+async def test_a_caller_that_sends_what_it_may_not_is_cut_off_with_its_calls(
+    answers: Answers, server: uvicorn.Server, to: Link, said: bytes
+) -> None:
+    other = sent(to, "/wait")
+    await other.opened
+    reader, writer = await asyncio.open_connection("127.0.0.1", port_of(server))
+    writer.write(HELLO + CALL + said)
+    with contextlib.suppress(ConnectionError):
+        async with asyncio.timeout(20):
+            await reader.read()
+    writer.close()
+    await until(lambda: len(server.server_state.connections) == 1)
+    answers.go_on.set()
+    assert await whole(other) == b"firstlast"
+
+
+async def test_what_is_said_of_calls_that_are_over_changes_nothing(server: uvicorn.Server) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port_of(server))
+    writer.write(HELLO + told(Cancel(5), Credit(6, 10), Call(7, "/echo", memoryview(b"x")), Cancel(3)))
+    expected = WELCOME + told(Head(7, [(b"x-length", b"1")]), Data(7, b"x"), End(7))
+    assert await reader.readexactly(len(expected)) == expected
+    writer.close()
+
+
+def test_all_of_it_works_on_uvloop_with_a_key() -> None:
+    """As instances and gateways run it."""
+
+    async def answer(body: bytes) -> Reply:
+        return Reply(body=bytes(body) * 100_000)
+
+    async def scenario() -> None:
+        async with linked({"/echo": answer}, "key-of-the-deployment") as url:
+            for key, works in (("key-of-the-deployment", True), ("another-key-than-that", False), (None, False)):
+                async with Link("p0", url, key) as to:
+                    calls = [sent(to, "/echo", b"abcdefgh") for _ in range(5)]
+                    for call in calls:
+                        if works:
+                            assert len(await whole(call)) == 800_000
+                        else:
+                            with pytest.raises(Exception, match="cluster_key"):
+                                await whole(call)
+
+    uvloop.run(scenario())
+
+
+@pytest.mark.parametrize("loop_factory", [uvloop.new_event_loop, asyncio.new_event_loop])
+def test_a_link_may_be_closed_while_it_connects(loop_factory: Any) -> None:
+    async def scenario() -> None:
+        async with linked({}) as url:
+            for num_turns in range(12):  # of the event loop, before the call is given up
+                for _ in range(10):
+                    to = Link("p0", url)
+                    call = sent(to, "/echo")
+                    for _ in range(num_turns):
+                        await asyncio.sleep(0)
+                    call.close()
+                    async with asyncio.timeout(300):
+                        await to.close()
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(scenario())
+
+
+async def test_pieces_go_out_as_they_are_put_and_wait_for_their_own_reader_alone() -> None:
+    much = [bytes([number]) * (MIB // 8) for number in range(8)]
+    made: list[Pieces] = []
+
+    async def answer(body: bytes) -> Reply:
+        pieces = Pieces()
+        made.append(pieces)
+        pieces.put(b"first")
+        return Reply(stream=pieces, body=b"behind")
+
+    async with linked({"/answer": answer}) as url, Link("p0", url) as to:
+        slow, quick, cut = [sent(to, "/answer") for _ in range(3)]
+        for call in (slow, quick, cut):
+            await call.opened
+        for piece in much:
+            made[0].put(piece)
+        made[0].end()
+        made[1].put(b"second")
+        made[1].end()
+        made[2].end(BrokenStream("as it must"))
+        assert await whole(quick) == b"firstsecondbehind"
+        with pytest.raises(InstanceLost):
+            await whole(cut)
+        assert await whole(slow) == b"".join([b"first", *much, b"behind"])
+
+
+MESSAGES = st.lists(
+    st.one_of(
+        st.builds(Head, st.integers(1, 9), st.lists(st.tuples(st.binary(max_size=9), st.binary(max_size=9)))),
+        st.builds(Data, st.integers(1, 1 << 40), st.binary(max_size=300)),
+        st.builds(End, st.integers(1, 9)),
+        st.builds(Error, st.integers(1, 9), st.integers(0, 599), st.binary(max_size=9)),
+    ),
+    max_size=4,
+)
+
+
+@given(st.lists(MESSAGES, max_size=6), st.lists(st.integers(1, 400), min_size=1))
+def test_messages_come_whole_however_their_bytes_come(lists: list[list[Any]], sizes: list[int]) -> None:
+    data, frames, found = b"".join(bytes(pack(one)) for one in lists), Frames(TO_CALLER, 1 << 20), list[Any]()
+    start = number = 0
+    while start < len(data):
+        size = sizes[number % len(sizes)]
+        found += frames.take(data[start : start + size])
+        start, number = start + size, number + 1
+    assert found == lists
+
+
+@given(st.binary(max_size=60))
+def test_whatever_comes_is_a_message_or_closes_the_link(data: bytes) -> None:
+    with contextlib.suppress(LinkClosed):
+        Frames(TO_SERVER, 1 << 20).take(data)

@@ -9,16 +9,15 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-import uvicorn
 from certificates import Authority
-from servers import served
+from links import linked
 
 from epd_serve.backends.native import NativeConnections, NativeInstance
 from epd_serve.errors import InstanceLost
-from epd_serve.instance.http import ControlHttp, Peers, Reply, control_server_app
+from epd_serve.instance.http import Peers
 from epd_serve.protocol import wire
-from epd_serve.rpc.http import HttpCall, HttpPool
-from epd_serve.rpc.streams import StreamCall, Streams
+from epd_serve.rpc.link import Link
+from epd_serve.rpc.server import Reply
 from epd_serve.rpc.tls import TLS_CA, TLS_CERT, TLS_KEY, TlsFiles, tls_files
 
 KEY = "0123456789abcdef-"
@@ -48,21 +47,17 @@ async def instance(tls: TlsFiles, key: str | None = None) -> AsyncIterator[str]:
     async def answer(body: bytes) -> Reply:
         return Reply(body=body)
 
-    app = control_server_app([("POST", "/kv/renew", answer)], key, lambda: "")
-    config = uvicorn.Config(
-        app, port=0, lifespan="off", log_level="critical", http=ControlHttp, **tls.server_options
-    )
-    async with served(uvicorn.Server(config)) as url:
+    async with linked({"/kv/renew": answer}, key, **tls.server_options) as url:
         yield url.replace("http:", "https:")
 
 
 async def asked(url: str, tls: TlsFiles | None, key: str | None = None) -> bytes:
-    async with asyncio.timeout(AT_ONCE_S), HttpPool("d0", url, key, tls=tls) as pool:
-        return await HttpCall(pool, "POST", "/kv/renew", "", [b"a prompt"]).ask()
+    async with asyncio.timeout(AT_ONCE_S), Link("d0", url, key, tls=tls) as link:
+        return await link.ask("/kv/renew", [b"a prompt"])
 
 
 @pytest.mark.parametrize("key", [None, KEY])
-async def test_calls_and_streams_go_over_tls_with_and_without_a_cluster_key(
+async def test_calls_go_over_tls_with_and_without_a_cluster_key(
     ours: TlsFiles, key: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ref = wire.TransferRef("t", "r")
@@ -70,17 +65,13 @@ async def test_calls_and_streams_go_over_tls_with_and_without_a_cluster_key(
     for name, value in ours.environment.items():
         monkeypatch.setenv(name, value)
     async with instance(ours, key) as url:
-        assert await asked(url, ours, key) == b"a prompt"
         peers = Peers()
         assert await peers.call(url, "/kv/renew", ref) == wire.encode(ref)
         await peers.close()
-        async with HttpPool("d0", url, key, tls=ours) as pool:
-            streams = Streams(pool)
-            calls = [StreamCall(streams, "/kv/renew", [], b"%d" % number * 70_000) for number in range(4)]
-            for call in calls:
-                streams.send(call)
-            assert [await call.read() for call in calls] == [b"%d" % number * 70_000 for number in range(4)]
-            await streams.close()
+        async with Link("d0", url, key, tls=ours) as link:
+            bodies = [b"%d" % number * 70_000 for number in range(4)]
+            calls = [link.ask("/kv/renew", [body], 1 << 20) for body in bodies]
+            assert await asyncio.gather(*calls) == bodies
 
 
 async def test_a_fault_of_either_end_is_named_at_once(
@@ -114,9 +105,7 @@ async def test_a_plain_call_and_a_plain_server_are_told_apart(ours: TlsFiles) ->
     async with instance(ours) as url:
         with pytest.raises(InstanceLost, match="d0"):
             await asked(url.replace("https:", "http:"), ours)
-    app = control_server_app([], None, lambda: "")
-    config = uvicorn.Config(app, port=0, lifespan="off", log_level="critical", http=ControlHttp)
-    async with served(uvicorn.Server(config)) as url:
+    async with linked({}) as url:
         with pytest.raises(InstanceLost, match=r"(?i)wrong.version.number|record layer failure"):
             await asked(url.replace("http:", "https:"), ours)
 
@@ -124,7 +113,7 @@ async def test_a_plain_call_and_a_plain_server_are_told_apart(ours: TlsFiles) ->
 async def test_a_server_that_never_shakes_hands_is_given_up(
     ours: TlsFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("epd_serve.rpc.http.TLS_HANDSHAKE_S", 0.5)
+    monkeypatch.setattr("epd_serve.rpc.link.TLS_HANDSHAKE_S", 0.5)
     held = []
     server = await asyncio.start_server(lambda reader, writer: held.append(writer), "127.0.0.1", 0)
     async with server:
@@ -137,7 +126,7 @@ async def test_a_server_that_never_shakes_hands_is_given_up(
 async def test_the_gateways_calls_have_the_files_of_its_settings(ours: TlsFiles) -> None:
     async with instance(ours, KEY) as url, NativeConnections(KEY, ours) as connections:
         native = NativeInstance(connections, "d0", url)
-        with pytest.raises(Exception, match="there is no GET /info"):  # it was reached, and has no more to say
+        with pytest.raises(Exception, match="there is no /info"):  # it was reached, and has no more to say
             await native.info()
 
 

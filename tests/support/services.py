@@ -7,9 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import uvicorn
-from http_client import http_client
 from servers import served
 
 from epd_serve.config import InstanceOptions
@@ -18,6 +16,7 @@ from epd_serve.instance.instance import Instance
 from epd_serve.instance.language_engine import LanguageEngine
 from epd_serve.launch.processes.ports import free_port
 from epd_serve.protocol import wire
+from epd_serve.rpc.link import Link, LinkCall
 from epd_serve.types import Role
 
 
@@ -55,13 +54,14 @@ def language_of(instance: Instance) -> LanguageEngine:
 
 
 @asynccontextmanager
-async def answering(instance: Instance, body: bytes) -> AsyncIterator[httpx.Response]:
+async def answering(instance: Instance, body: bytes) -> AsyncIterator[LinkCall]:
     """A prompt's streamed answer whose head is here."""
-    async with (
-        http_client() as client,
-        client.stream("POST", f"{instance.url}/stage/prefill", content=body) as answer,
-    ):
-        yield answer
+    async with Link(instance.options.name, instance.url) as link:
+        call = LinkCall(link, "/stage/prefill", [body])
+        link.send(call)
+        await call.opened
+        yield call
+        call.close()
 
 
 @asynccontextmanager
