@@ -21,7 +21,7 @@ from epd_serve.launch.deployment import LocalDeployment
 
 
 @asynccontextmanager
-async def deployed(**instances: Any) -> AsyncIterator[LocalDeployment]:
+async def deployed() -> AsyncIterator[LocalDeployment]:
     config = DeploymentConfig(
         topology="E-P-D",
         restart="never",
@@ -32,7 +32,6 @@ async def deployed(**instances: Any) -> AsyncIterator[LocalDeployment]:
             "lease_s": 6,
             "feature_timeout_s": 8,
             "max_num_batched_tokens": 64,
-            **instances,
         },
     )
     async with LocalDeployment(config, ready_timeout_s=300) as deployment:
@@ -108,7 +107,7 @@ async def test_kill_an_instance_under_load(victim: str) -> None:
 
 async def test_stalled_instances() -> None:
     """They are stopped, not dead: their connections stay open, and nothing comes."""
-    async with deployed(lease_s=3, feature_timeout_s=3) as deployment:
+    async with deployed() as deployment:
         await _pass_over_a_stalled_encoder(deployment)
         await _give_up_the_lease_of_a_stalled_prefill_instance(deployment)
 

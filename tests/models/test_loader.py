@@ -49,7 +49,7 @@ def _has_another_shape(weights: dict[str, torch.Tensor], victim: str) -> str:
 
 
 #: Of each way to name the parts; the others' names are those of one of these.
-_NAMED = ("qwen2_5_vl", "llava", "qwen3_5", "gemma3")
+_NAMED = ("qwen2_5_vl", "gemma3")
 
 
 @pytest.mark.parametrize(
