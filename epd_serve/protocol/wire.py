@@ -499,11 +499,6 @@ class Handoff(Message, frozen=True):
     logprobs: dict[int, TokenLogprob] = msgspec.field(default_factory=dict)
     num_cached_tokens: int = 0
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens whose KV is handed over."""
-        return len(self.prompt_ids) + len(self.generated)
-
 
 _NO_MEDIA = b"\xa5media\xc4\x00"
 

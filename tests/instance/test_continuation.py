@@ -18,12 +18,14 @@ from stage_requests import PICTURE, Frame, request, without_logprobs
 from epd_serve.errors import InvalidRequest
 from epd_serve.instance.instance import Instance
 from epd_serve.protocol import frames, wire
-from epd_serve.rpc.server import Reply
+from epd_serve.rpc.server import Pieces, Reply
 
 
 async def frames_of(reply: Reply) -> list[Frame]:
     body = reply.body
-    if reply.stream is not None:
+    if isinstance(reply.stream, Pieces):
+        body = await reply.stream.read()
+    elif reply.stream is not None:
         body = b"".join([piece async for piece in reply.stream])
     if reply.on_close is not None:
         reply.on_close()
