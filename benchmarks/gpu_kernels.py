@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.gpu_timing import call_ms, run_ms
 from device.base import AttentionOps, AttnMeta, Device
 from device.ops.plain import PlainOps
-from epd_serve.engine.sampling.sampler import Row, Sampler, draw
+from epd_serve.engine.sampling.sampler import DrawNumbers, Row, draw
 from epd_serve.sched.sequence import Sequence
 from epd_serve.types import SamplingParams
 
@@ -157,14 +157,14 @@ def layer_calls(ops: AttentionOps, tokens: int, where: torch.device) -> dict[str
 
 def measure_sampling(device: Device, *, tiny: bool) -> Iterator[tuple[str, dict[str, float]]]:
     """Yield milliseconds of a batch's draws, by rows and limits: from a sorted vocabulary, and by our kernel."""
-    sampler = Sampler(device.ops, frozenset())
+    numbers = DrawNumbers()
     for count in (4,) if tiny else (64, 256):
         scores = 4 * torch.randn(count, 1000 if tiny else VOCABULARY).to(device.torch_device)
         for name, limits in DRAWS.items():
             rows = [_row(seed, **limits) for seed in range(count)]
             times = {"sorted": run_ms(device, partial(draw, scores, rows))}
-            if device.ops.draw is not None:
-                times["ours"] = run_ms(device, partial(sampler._draw_unsorted, scores, rows))
+            if (kernel := device.ops.draw) is not None:
+                times["ours"] = run_ms(device, lambda: kernel(scores, *numbers.of(rows, scores.device)))  # noqa: B023
             yield f"{count} rows, {name}", times
 
 

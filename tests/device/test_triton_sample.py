@@ -17,15 +17,11 @@ if not HAS_GPU:
 pytest.importorskip("triton", reason="not run: Triton is not installed")
 
 from device.ops import triton_sample  # noqa: E402
-from epd_serve.engine.sampling.sampler import Row, RowDrawer, Sampler  # noqa: E402
+from epd_serve.engine.sampling.sampler import DrawNumbers, Row, RowDrawer  # noqa: E402
 from epd_serve.sched.sequence import Sequence  # noqa: E402
 from epd_serve.types import SamplingParams  # noqa: E402
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
-
-
-class Ops:
-    draw = staticmethod(triton_sample.draw)
 
 
 def row(index: int = 0, position: int = 0, **sampling: Any) -> Row:
@@ -37,7 +33,7 @@ def row(index: int = 0, position: int = 0, **sampling: Any) -> Row:
 
 
 def drawn(scores: Tensor, rows: list[Row]) -> list[int]:
-    tokens: list[int] = Sampler(Ops(), frozenset())._draw_unsorted(scores.to(DEVICE), rows).tolist()  # type: ignore[arg-type]
+    tokens: list[int] = triton_sample.draw(scores.to(DEVICE), *DrawNumbers().of(rows, DEVICE)).tolist()
     return tokens
 
 

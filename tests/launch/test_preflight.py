@@ -39,7 +39,7 @@ from epd_serve.cli import main
 try:
     main()
 finally:
-    print("IMPORTED", *sorted({"torch", "transformers", "aiohttp", "fastapi"} & set(sys.modules)), file=sys.stderr)
+    print("IMPORTED", *sorted({"torch", "transformers", "fastapi"} & set(sys.modules)), file=sys.stderr)
 """
 
 
