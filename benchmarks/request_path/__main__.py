@@ -76,9 +76,16 @@ async def ask(client: httpx.AsyncClient) -> None:
     answer.raise_for_status()
 
 
+def records(pid: int) -> bool:
+    """Return whether a process handles SIGUSR2: trackers, fork servers and decoders do not."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    [caught] = [line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")]
+    return bool(int(caught, 16) >> (signal.SIGUSR2 - 1) & 1)
+
+
 async def recorded(directory: Path, work: Coroutine[Any, Any, None]) -> Recording:
     """By process: the functions that it enters while ``work`` runs."""
-    processes = psutil.Process().children(recursive=True)
+    processes = [process for process in psutil.Process().children(recursive=True) if records(process.pid)]
     for process in processes:
         process.send_signal(signal.SIGUSR2)
     await asyncio.sleep(0.2)
