@@ -479,8 +479,10 @@ class Link:
                 lambda: Connection(self), sock=connected, **self._tls_options
             )
         except BaseException:
-            connected.close()
+            connected.detach()  # the transport has closed it: its number may be another connection's by now
             raise
+        if connection.transport.is_closing():
+            connected.detach()
         try:
             async with asyncio.timeout(GREETING_S):
                 await connection.greeted
