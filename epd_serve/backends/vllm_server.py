@@ -21,7 +21,7 @@ from epd_serve.protocol.engine_notices import LENGTH, Notice, pack
 from epd_serve.protocol.instance_state import Load
 from epd_serve.protocol.wire import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
 from epd_serve.rpc.http import HttpServer
-from epd_serve.rpc.sockets import connect
+from epd_serve.rpc.sockets import create_connection
 from epd_serve.types import Modality, Role, SamplingParams
 
 INFO_TIMEOUT_S = 10.0
@@ -325,7 +325,11 @@ async def send_notice(name: str, address: str, notice: Notice) -> None:
     host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(_NOTICE_TIMEOUT_S):
-            reader, writer = await asyncio.open_connection(sock=await connect(host, int(port)))
+            loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
+            transport, protocol = await create_connection(
+                lambda: asyncio.StreamReaderProtocol(reader), host, int(port)
+            )
+            writer = asyncio.StreamWriter(transport, protocol, reader, loop)
             try:
                 writer.write(pack(notice))
                 (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))

@@ -473,16 +473,9 @@ class Link:
 
     async def _open(self) -> Connection:
         """Return a connection that is greeted. Raises OSError, LinkClosed and ServeError."""
-        connected = await sockets.connect(self._address, self._port)
-        try:
-            _, connection = await self.loop.create_connection(
-                lambda: Connection(self), sock=connected, **self._tls_options
-            )
-        except BaseException:
-            connected.detach()  # the transport has closed it: its number may be another connection's by now
-            raise
-        if connection.transport.is_closing():
-            connected.detach()
+        _, connection = await sockets.create_connection(
+            lambda: Connection(self), self._address, self._port, **self._tls_options
+        )
         try:
             async with asyncio.timeout(GREETING_S):
                 await connection.greeted

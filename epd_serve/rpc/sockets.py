@@ -8,9 +8,11 @@ import asyncio
 import errno
 import select
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
+
+import uvloop
 
 #: A connection is made within this time or not at all.
 CONNECT_S = 1.0
@@ -25,6 +27,8 @@ UNREAD_S = 60
 
 #: (family, type, protocol, canonical name, address), as getaddrinfo() gives them.
 Address = tuple[Any, Any, int, str, Any]
+
+P = TypeVar("P", bound=asyncio.BaseProtocol)
 
 
 def watch(connection: socket.socket) -> None:
@@ -59,6 +63,31 @@ async def connect(host: str, port: int) -> socket.socket:
         except OSError as error:
             failure = failure or error
     raise failure or OSError(f"{host} has no address")
+
+
+async def create_connection(
+    make: Callable[[], P], host: str, port: int, **options: Any
+) -> tuple[asyncio.Transport, P]:
+    """Return ``loop.create_connection`` of a watched connection. Raises OSError, and what that raises.
+
+    A peer that resets the connection at once has uvloop close the descriptor before the socket belongs to the
+    transport: collected, the socket would close the file that has the number by then.
+    """
+    loop = asyncio.get_running_loop()
+    connected = await connect(host, port)
+    try:
+        transport, protocol = await loop.create_connection(make, sock=connected, **options)
+    except BaseException:
+        _release(loop, connected)
+        raise
+    if transport.is_closing():
+        _release(loop, connected)
+    return transport, protocol
+
+
+def _release(loop: asyncio.AbstractEventLoop, closed: socket.socket) -> None:
+    if isinstance(loop, uvloop.Loop):  # asyncio's transport closes the socket itself
+        closed.detach()
 
 
 async def _connect(loop: asyncio.AbstractEventLoop, address: Address) -> socket.socket:

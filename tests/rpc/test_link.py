@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import os
+import select
+import socket
+import struct
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from functools import partial
 from typing import Any
@@ -540,3 +545,40 @@ def test_messages_come_whole_however_their_bytes_come(lists: list[list[Any]], si
 def test_whatever_comes_is_a_message_or_closes_the_link(data: bytes) -> None:
     with contextlib.suppress(LinkClosed):
         Frames(TO_SERVER, 1 << 20).take(data)
+
+
+@pytest.mark.parametrize("loop_factory", [uvloop.new_event_loop, asyncio.new_event_loop])
+def test_a_connection_that_is_reset_as_it_is_made_is_closed_once(
+    loop_factory: Callable[[], asyncio.AbstractEventLoop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its descriptor's number belongs to another file by the time that the socket is collected."""
+    made: list[int] = []
+
+    async def connect(host: str, port: int) -> socket.socket:
+        one = await connected(host, port)
+        peer, _ = listener.accept()
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        peer.close()  # which resets the connection
+        await asyncio.to_thread(select.select, [one], [], [])
+        made.append(one.fileno())
+        return one
+
+    async def scenario(url: str) -> None:
+        async with Link("e0", url) as link:
+            with pytest.raises(InstanceLost):
+                await link.ask("/info")
+
+    connected = links.sockets.connect
+    monkeypatch.setattr(links.sockets, "connect", connect)
+    with socket.create_server(("127.0.0.1", 0)) as listener, asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(scenario(f"http://127.0.0.1:{listener.getsockname()[1]}"))
+        others = [os.open(os.devnull, os.O_RDONLY) for _ in range(64)]
+        try:
+            assert made[0] in others, "the connection is closed"
+            gc.collect()
+            for other in others:
+                os.fstat(other)
+        finally:
+            for other in others:
+                with contextlib.suppress(OSError):
+                    os.close(other)
