@@ -120,27 +120,27 @@ class ControlCalls:
     def __init__(self, instance: Instance) -> None:
         self._instance = instance
 
-    def routes(self) -> list[tuple[str, str, Handler]]:
-        """(method, path, handler)."""
-        return [
-            ("GET", "/health", self._health),
-            ("GET", "/health/live", self._live),
-            ("GET", "/info", self._info),
-            ("GET", "/integrity", self._integrity),
-            ("GET", "/metrics", self._metrics),
-            ("GET", "/reports", self._reports),
-            ("POST", "/role", self._role),
-            ("POST", "/leave", self._leave),
-            ("POST", "/stage/encode", self._encode),
-            ("POST", "/stage/prefill", self._prefill),
-            ("POST", "/stage/decode", self._decode),
-            ("POST", "/prompt/tokenize", self._tokenize),
-            ("POST", "/prompt/detokenize", self._detokenize),
-            ("POST", "/feature/event", self._feature_event),
-            ("POST", "/kv/reserve", self._kv_reserve),
-            ("POST", "/kv/announce", self._kv_announce),
-            *(("POST", path, partial(self._kv, path)) for path in ("/kv/renew", "/kv/complete", "/kv/cancel")),
-        ]
+    def handlers(self) -> dict[str, Handler]:
+        """Return the handler of each path."""
+        return {
+            "/health": self._health,
+            "/health/live": self._live,
+            "/info": self._info,
+            "/integrity": self._integrity,
+            "/metrics": self._metrics,
+            "/reports": self._reports,
+            "/role": self._role,
+            "/leave": self._leave,
+            "/stage/encode": self._encode,
+            "/stage/prefill": self._prefill,
+            "/stage/decode": self._decode,
+            "/prompt/tokenize": self._tokenize,
+            "/prompt/detokenize": self._detokenize,
+            "/feature/event": self._feature_event,
+            "/kv/reserve": self._kv_reserve,
+            "/kv/announce": self._kv_announce,
+            **{path: partial(self._kv, path) for path in ("/kv/renew", "/kv/complete", "/kv/cancel")},
+        }
 
     # ------------------------------------------------------------------ stages
 

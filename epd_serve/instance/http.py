@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from epd_serve.errors import PEER_UNREACHABLE, InstanceFailed, InstanceLost, InvalidRequest, ServeError
 from epd_serve.protocol import wire
 from epd_serve.rpc.cluster import CLUSTER_KEY, cluster_key
 from epd_serve.rpc.link import MAX_BODY_BYTES, Link
-from epd_serve.rpc.server import JSON, Handler, LinkService, NoSuchCall
+from epd_serve.rpc.server import JSON, LinkService, NoSuchCall
 from epd_serve.rpc.tls import tls_files
 
 Scope = MutableMapping[str, Any]
@@ -21,17 +21,6 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 _OPEN = frozenset({"/health", "/health/live", "/metrics"})
 #: For those too that look at an instance without a cluster key.
 _KEYLESS = _OPEN | {"/info", "/integrity"}
-
-
-def link_service(
-    routes: Iterable[tuple[str, str, Handler]], key: str | None = None, own_address: Callable[[], str] = lambda: ""
-) -> LinkService:
-    """An instance's calls, for callers that prove ``key`` if there is one.
-
-    ``own_address`` returns the address that the instance tells others (``host:port``).
-    """
-    calls = {path: handler for _, path, handler in routes}
-    return LinkService(calls=calls, key=key, own_address=own_address)
 
 
 class LookApp:

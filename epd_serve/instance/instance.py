@@ -56,7 +56,7 @@ _READS_PER_LEASE = 4
 
 
 class Instance:
-    """Stages, caches and threads of one process. Build it, ``await start()``, then serve :meth:`routes`.
+    """Stages, caches and threads of one process. Build it, ``await start()``, then serve :meth:`handlers`.
 
     Attributes:
         is_accepting: whether it takes new requests.
@@ -156,9 +156,9 @@ class Instance:
 
     # ------------------------------------------------------------------ calls
 
-    def routes(self) -> list[tuple[str, str, Handler]]:
-        """(method, path, handler) of the control server; see :mod:`epd_serve.protocol.wire`."""
-        return ControlCalls(self).routes()
+    def handlers(self) -> dict[str, Handler]:
+        """Return the handler of each path that callers may ask; see :mod:`epd_serve.protocol.wire`."""
+        return ControlCalls(self).handlers()
 
     def check_role(self, role: Role) -> None:
         """Raise ValueError for a role that the options or the model do not allow."""

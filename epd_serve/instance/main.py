@@ -20,12 +20,13 @@ import uvloop
 from epd_serve.config import InstanceOptions, ShapeConfig
 from epd_serve.config.keys import admin_headers
 from epd_serve.config.role_files import remembered
-from epd_serve.instance.http import LookApp, link_service
+from epd_serve.instance.http import LookApp
 from epd_serve.instance.instance import Instance
 from epd_serve.protocol.addresses import NoBrowsers
 from epd_serve.rpc.cluster import cluster_key
 from epd_serve.rpc.descriptors import raise_limit
 from epd_serve.rpc.joining import join_all
+from epd_serve.rpc.server import LinkService
 from epd_serve.rpc.sockets import watch_accepted
 from epd_serve.rpc.tls import tls_files
 
@@ -70,7 +71,9 @@ async def _serve(options: InstanceOptions) -> None:
     if tls is not None:
         tls.check(options.advertise or options.host)
     instance = Instance(options)
-    service = link_service(instance.routes(), cluster_key(), lambda: urlsplit(instance.url).netloc)
+    service = LinkService(
+        calls=instance.handlers(), key=cluster_key(), own_address=lambda: urlsplit(instance.url).netloc
+    )
     config = uvicorn.Config(
         NoBrowsers(LookApp(service), options.host),
         host=options.host,

@@ -1,4 +1,4 @@
-"""What follows a failure: whom the next attempt avoids, how long it waits, and when the request fails.
+"""Decide after a failure: the instances to avoid, the time to wait, and when the request fails.
 
 The gateway and the simulator ask the same objects, with the time as an argument.
 """

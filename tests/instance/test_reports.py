@@ -10,10 +10,11 @@ from servers import served
 from epd_serve.backends.native import NativeConnections, NativeInstance
 from epd_serve.errors import Unavailable
 from epd_serve.instance.calls import ControlCalls
-from epd_serve.instance.http import LookApp, link_service
+from epd_serve.instance.http import LookApp
 from epd_serve.instance.rates import StageRates
 from epd_serve.instance.reports import INTERVAL_S, Reports
 from epd_serve.protocol.instance_state import Load
+from epd_serve.rpc.server import LinkService
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sched.sequence import Sequence, SequenceState
 from epd_serve.types import SamplingParams, Stage
@@ -38,7 +39,7 @@ class Instance:
 @contextlib.asynccontextmanager
 async def listening(instance):
     """An iterator over an instance's reports."""
-    service = link_service(ControlCalls(instance).routes())
+    service = LinkService(calls=ControlCalls(instance).handlers())
     config = uvicorn.Config(LookApp(service), port=0, lifespan="off", log_config=None, http=service.protocol)
     async with (
         served(uvicorn.Server(config)) as url,

@@ -18,9 +18,9 @@ import uvicorn
 from gateway_settings import admin_plane
 from servers import served
 
-from epd_serve.instance.http import LookApp, link_service
+from epd_serve.instance.http import LookApp
 from epd_serve.rpc.messages import OPENING
-from epd_serve.rpc.server import Reply
+from epd_serve.rpc.server import LinkService, Reply
 from epd_serve.transfer.embedded import EmbeddedTransport
 
 KEY = "0123456789abcdef-"
@@ -48,7 +48,7 @@ async def instance(key: str | None) -> AsyncIterator[str]:
     async def answer(body: bytes) -> Reply:
         return Reply(body=b"ok")
 
-    service = link_service([("GET", "/health", answer)], key)
+    service = LinkService(calls={"/health": answer}, key=key)
     config = uvicorn.Config(LookApp(service), port=0, lifespan="off", log_level="critical", http=service.protocol)
     async with served(uvicorn.Server(config)) as url:
         yield url

@@ -65,6 +65,7 @@ class Answers:
             "/faulty": self.fault,
             "/tokens": partial(self.stream, "/tokens", self.tokens),
             "/much": partial(self.stream, "/much", self.much),
+            "/much and broken": partial(self.stream, "/much and broken", self.much_and_broken),
             "/broken": partial(self.stream, "/broken", self.broken),
             "/fault": partial(self.stream, "/fault", self.faulty),
             "/wait": partial(self.stream, "/wait", self.wait),
@@ -104,6 +105,11 @@ class Answers:
 
     async def broken(self) -> AsyncGenerator[bytes, None]:
         yield b"half"
+        raise BrokenStream("as it must")
+
+    async def much_and_broken(self) -> AsyncGenerator[bytes, None]:
+        async for piece in self.much():
+            yield piece
         raise BrokenStream("as it must")
 
     async def faulty(self) -> AsyncGenerator[bytes, None]:
@@ -227,6 +233,17 @@ async def test_an_answer_that_is_cut_off_is_the_only_one(
     call.close()
     answers.go_on.set()
     assert (found, await whole(other), len(server.server_state.connections)) == (b"half", b"firstlast", 1)
+
+
+async def test_a_slow_reader_gets_all_of_an_answer_before_its_error(to: Link) -> None:
+    call, found = sent(to, "/much and broken"), b""
+    await call.opened
+    with pytest.raises(InstanceLost, match="broke off its answer"):
+        async for chunk in call.chunks():
+            found += chunk
+            await asyncio.sleep(0.01)
+    call.close()
+    assert len(found) == 10 * MIB
 
 
 async def test_a_slow_reader_stops_its_own_stream_alone(answers: Answers, to: Link) -> None:

@@ -16,8 +16,9 @@ from gateway_settings import gateway_settings
 from servers import served
 
 from epd_serve.config import InstanceOptions, ShapeConfig
-from epd_serve.instance.http import LookApp, link_service
+from epd_serve.instance.http import LookApp
 from epd_serve.instance.instance import Instance
+from epd_serve.rpc.server import LinkService
 from epd_serve.types import Role
 from proxy.app import create_app
 from proxy.http.server import new_server
@@ -85,7 +86,7 @@ async def deployment(
                     name=name, role=Role.parse(role), model=model, served_model_name="demo", port=0, **chosen
                 )
             )
-            service = link_service(instance.routes())
+            service = LinkService(calls=instance.handlers())
             config = uvicorn.Config(
                 LookApp(service),
                 port=0,

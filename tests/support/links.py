@@ -9,8 +9,8 @@ from typing import Any
 import uvicorn
 from servers import served
 
-from epd_serve.instance.http import LookApp, link_service
-from epd_serve.rpc.server import Handler
+from epd_serve.instance.http import LookApp
+from epd_serve.rpc.server import Handler, LinkService
 
 
 def link_server(
@@ -20,7 +20,7 @@ def link_server(
     **options: Any,
 ) -> uvicorn.Server:
     """A server as an instance has it; ``options`` are uvicorn's."""
-    service = link_service([("POST", path, handler) for path, handler in calls.items()], key, own_address)
+    service = LinkService(calls=calls, key=key, own_address=own_address)
     config: dict[str, Any] = {"port": 0, "lifespan": "off", "log_config": None, "timeout_graceful_shutdown": 1}
     return uvicorn.Server(uvicorn.Config(LookApp(service), http=service.protocol, **(config | options)))
 

@@ -11,12 +11,13 @@ import uvicorn
 from servers import served
 
 from epd_serve.config import InstanceOptions
-from epd_serve.instance.http import LookApp, Peers, link_service
+from epd_serve.instance.http import LookApp, Peers
 from epd_serve.instance.instance import Instance
 from epd_serve.instance.language_engine import LanguageEngine
 from epd_serve.launch.processes.ports import free_port
 from epd_serve.protocol import wire
 from epd_serve.rpc.link import Link, LinkCall
+from epd_serve.rpc.server import LinkService
 from epd_serve.types import Role
 
 
@@ -35,7 +36,7 @@ async def serving(path: Path, role: str, **options: Any) -> AsyncIterator[Instan
         )
     )
     await instance.start()
-    service = link_service(instance.routes())
+    service = LinkService(calls=instance.handlers())
     config = uvicorn.Config(
         LookApp(service), port=instance.options.port, lifespan="off", log_config=None, http=service.protocol
     )
