@@ -349,6 +349,12 @@ async def test_a_connection_without_calls_is_closed(
     assert await whole(sent(to, "/echo", b"x")) == b"x"
 
 
+def test_no_piece_of_a_call_is_empty() -> None:
+    """With one, asyncio of Python 3.13 never closes the connection."""
+    pieces = pack_call(1, "/echo", [b"", b"x", b""])
+    assert all(pieces) and pieces[1:] == [b"x"]
+
+
 async def test_a_call_that_is_too_long_is_refused(to: Link, monkeypatch) -> None:
     monkeypatch.setattr(messages, "MAX_CALL_BYTES", 1000)
     with pytest.raises(TooLarge):
@@ -396,7 +402,7 @@ def told(*messages: object) -> bytes:
         (told([1, 1]), "cannot be read"),
         (told([1, 1, "text"]), "cannot be read"),
         (told(Head(1, []), *[Data(1, bytes(100_000))] * 3), "more than its reader has room for"),
-        (b"", "closed"),
+        (b"", "closed|Broken pipe|reset"),  # as its end or a write meets it first
     ],
 )
 async def test_a_server_that_sends_what_it_may_not_is_lost(then: bytes, why: str) -> None:
