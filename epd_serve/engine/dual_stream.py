@@ -174,7 +174,6 @@ class LanguageStream(_Side):
         stream: on which it is loaded and computed, by one thread at a time.
         is_busy: whether a step runs, or one that ran just now has decodes to go on with.
         slack: the time that the decodes leave to encodes; None without a limit.
-        on_pause: called when no step follows, after all: one has failed, or nothing can be computed.
 
     Args:
         limit_s: limit on the time per token; None: encodes run as they like.
@@ -199,7 +198,6 @@ class LanguageStream(_Side):
         self._last_s: float | None = None  # end of the last step, where its decodes go on
         self._encoded_s = 0.0
         self.is_busy = False
-        self.on_pause: Callable[[], None] = lambda: None
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -237,7 +235,6 @@ class LanguageStream(_Side):
         if self.is_busy:
             self.is_busy, self._last_s = False, None
             self._board.decodes_end()
-            self.on_pause()
 
 
 class DualStream:

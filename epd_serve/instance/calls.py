@@ -148,7 +148,7 @@ class ControlCalls:
         instance, request = self._instance, wire.decode(body, wire.EncodeRequest)
         encoder, mm_hash = instance.encoder, request.ref.mm_hash  # every role has E's stage for the worst case
         is_own = request.announce_to == instance.url  # the last resort of a prompt that has begun here
-        if not (is_own and instance.serving(Stage.PREFILL).prefiller.is_serving(request.request_id)):
+        if not (is_own and request.request_id in instance.serving(Stage.PREFILL).prefiller):
             instance.check_accepting()
         instance.telemetry.add_call(request.request_id, request.traceparent, mm_hash)
         instance.reports.add_call(Stage.ENCODE, request.request_id)

@@ -108,7 +108,6 @@ class Instance:
             url=self.url,
             feature_timeout_s=options.feature_timeout_s,
         )
-        self.streams.language.on_pause = self.encoder.reconsider
         await self._build()
         self.clean_ups.start(self._housekeep())
         self.ready = True
@@ -310,8 +309,8 @@ class Instance:
     def send_away(self, *, begun: bool) -> None:
         """Refuse requests that have not begun; with ``begun``, give up those that can go on elsewhere as well."""
         if (language := self.language) is not None:
-            language.decoder.send_away()
-            generations = [*language.decoder.generations.values(), *language.prefiller.generations]
+            language.decoder.drop_orphans()
+            generations = [*language.decoder.generations, *language.prefiller.generations]
             for generation in generations if begun else ():
                 if generation.can_move:
                     generation.fail(self.refusals.error(InstanceFailed))

@@ -23,7 +23,7 @@ from device.registry import get_device
 from epd_serve.engine.computing import SampledToken
 from epd_serve.engine.device_board import DeviceBoard
 from epd_serve.engine.dual_stream import TowerStream
-from epd_serve.engine.engine import Listeners, TokenEvent
+from epd_serve.engine.engine import TokenEvent
 from epd_serve.instance.answer import Answer, Generation
 from epd_serve.instance.encode import Encoder
 from epd_serve.instance.telemetry import InstanceTelemetry
@@ -137,7 +137,7 @@ async def test_a_4k_image(model: Path) -> None:
 
 async def test_a_step_of_256_sequences(model: Path) -> None:
     tokenizer, timeline = Tokenizer(AutoTokenizer.from_pretrained(model)), InstanceTelemetry("d0").timeline
-    listeners, engine = Listeners(), Engine()
+    generations, engine = dict[str, Generation](), Engine()
     sequences = [
         Sequence(
             request_id=str(number),
@@ -150,11 +150,11 @@ async def test_a_step_of_256_sequences(model: Path) -> None:
     ]
     for sequence in sequences:
         answer = Answer(tokenizer, OUTPUT, sequence.sampling, sequence.prompt_ids)
-        generation = Generation(answer, engine, timeline, sequence.request_id)  # type: ignore[arg-type]
-        listeners.listen(sequence.request_id, generation.feed)
+        generations[sequence.request_id] = Generation(answer, engine, timeline, sequence.request_id)  # type: ignore[arg-type]
     async with lag() as found:
         for token_id in range(200, 210):
-            listeners.dispatch([TokenEvent(sequence, SampledToken(token_id), None) for sequence in sequences])
+            for sequence in sequences:
+                generations[sequence.request_id].feed(TokenEvent(sequence, SampledToken(token_id), None))
             await asyncio.sleep(0.01)
     print(f"loop held for {found[0] * 1e3:.1f} ms")
     assert found[0] < BOUND_S

@@ -37,7 +37,7 @@ def delivery(peers: Peers) -> KVDelivery:
 
 async def handed_over(working: KVDelivery) -> None:
     try:
-        await working.open(asyncio.get_running_loop().create_future())
+        await working.open()
         await working.hand_over(handoff())
     finally:
         working.give_up("")
@@ -57,7 +57,7 @@ async def test_an_announcement_that_fails_says_whether_the_other_can_be_reached(
     code: str | None, kind: type[TransferError]
 ) -> None:
     working = delivery(Peers(reserve=GRANTED, announce=InstanceFailed("no", code=code)))
-    await working.open(asyncio.get_running_loop().create_future())
+    await working.open()
     announcement = wire.KVAnnouncement(REGION, 0, 1, [wire.SentKV("t", [2], [(52, 1)])])
     with pytest.raises(TransferError) as failed:
         await asyncio.to_thread(working.transfer.peer.announce, announcement)

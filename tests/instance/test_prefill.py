@@ -11,7 +11,7 @@ import pytest
 from hand_off import Peers, Tokenizer, transfers
 
 from epd_serve.engine.computing import SampledToken
-from epd_serve.engine.engine import Listeners, PromptEvent
+from epd_serve.engine.engine import PromptEvent
 from epd_serve.errors import InstanceFailed, InvalidRequest, ServeError, Unavailable
 from epd_serve.instance.calls import CleanUps
 from epd_serve.instance.feature_receiver import ORPHAN_S, FeatureForm, FeatureReceiver
@@ -87,7 +87,7 @@ class Bench:
         self.store = EmbeddedFeatureStore(self.transport, 4096)
         family: Any = SimpleNamespace(num_tokens=lambda item: 1)
         engine: Any = self.engine
-        self.listeners, self.clean_ups, telemetry = Listeners(), CleanUps(), InstanceTelemetry("p0")
+        self.clean_ups, telemetry = CleanUps(), InstanceTelemetry("p0")
         self.receiver = FeatureReceiver(
             self.store,
             engine,
@@ -97,14 +97,16 @@ class Bench:
             timeout_s=5,
             clock=lambda: self.now,
         )
-        parts: list[Any] = [self.engine, self.prompts, self.receiver]
+        parts: dict[str, Any] = {"engine": self.engine, "prompts": self.prompts}
         self.service = Prefiller(
-            *parts,
-            transfers(peers, engine=self.engine, clean_ups=self.clean_ups, telemetry=telemetry, lease_s=LEASE_S),
-            listeners=self.listeners,
+            **parts,
+            receiver=self.receiver,
+            transfers=transfers(
+                peers, engine=self.engine, clean_ups=self.clean_ups, telemetry=telemetry, lease_s=LEASE_S
+            ),
             processor=RequestProcessor(1, queue_timeout_s=60, spans=telemetry.spans),
             compiler=None,
-            telemetry=telemetry,
+            timeline=telemetry.timeline,
         )
 
     async def close(self) -> None:
@@ -151,7 +153,9 @@ async def test_a_transfer_that_was_stopped_is_not_completed() -> None:
     working = asyncio.create_task(bench.service.prefill(request()))
     await asyncio.wait_for(bench.engine.busy.wait(), 300)
     sequence, transfer = bench.engine.submitted[0]
-    bench.listeners.dispatch([PromptEvent(sequence, [(SampledToken(5), None)])])
+    receiver = bench.service.receiver_of("r")
+    assert receiver is not None
+    receiver.feed(PromptEvent(sequence, [(SampledToken(5), None)]))
     is_computed = True
     reply = await working
     async with asyncio.timeout(300):
