@@ -117,7 +117,7 @@ def test_rows_of_a_prompt_are_rows_of_the_segments_features(kind: str, tmp_path:
     layout = MediaLayouts(family, AutoTokenizer.from_pretrained(path)).of(item)
     spans = [MediaSpan(5 + start, length, item.mm_hash, offset) for start, length, offset in layout.runs]
     prompts = PromptProcessor.__new__(PromptProcessor)  # of it, the family is all that this needs
-    prompts._family = family
+    prompts.family = family
     for count in (1, 2, 5, 40):
         whole = replace(item, num_segments=count)
         found = prompts._in_segments(spans, [whole])
