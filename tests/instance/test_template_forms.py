@@ -49,13 +49,13 @@ def test_texts_without_pictures_are_shown(source: str) -> None:
         message("assistant", "Yes?"),
         message("user", "Go"),
     ]
-    text, _ = template(source).render(chat, PromptOptions())
+    text = template(source).render(chat, PromptOptions())
     assert text == "[system] Be brief.[user] Hi![assistant] Yes?[user] Go"
 
 
 def test_a_prompt_about_tools_is_shown() -> None:
     tools = '[{"type": "function", "function": {"name": "look_up", "parameters": {}}}]'
-    text, _ = template(PARTS_ALONE).render([message("user", "Hi!")], PromptOptions(tools=tools))
+    text = template(PARTS_ALONE).render([message("user", "Hi!")], PromptOptions(tools=tools))
     assert "look_up" in text and text.endswith("[user] Hi!")
 
 
@@ -75,7 +75,7 @@ def test_a_template_that_shows_no_text_is_refused() -> None:
 )
 def test_whatever_a_template_fails_with_is_the_chats_fault(source: str) -> None:
     shown = template(source)
-    assert "Hello" in shown.render([message("user", "Hello")], PromptOptions())[0]
+    assert "Hello" in shown.render([message("user", "Hello")], PromptOptions())
     with pytest.raises(InvalidRequest, match="refuses these messages"):
         shown.render([message("user", "Hi!")], PromptOptions())
 
@@ -86,7 +86,7 @@ EFFORT = "{% for m in messages %}{{ m['content'] }}{% endfor %} {{ reasoning_eff
 @pytest.mark.parametrize(("source", "shown"), [(EFFORT, "Hi low"), (STRINGS_ALONE, "[user] Hi")])
 def test_a_template_that_reads_the_effort_gets_it(source: str, shown: str) -> None:
     options = PromptOptions(template_kwargs='{"reasoning_effort": "low"}')
-    assert template(source).render([message("user", "Hi")], options)[0] == shown
+    assert template(source).render([message("user", "Hi")], options) == shown
 
 
 CALLS = (
@@ -107,4 +107,4 @@ CALLS = (
 def test_a_template_that_reads_arguments_gets_whole_ones(arguments: str, shown: str) -> None:
     call = ToolCall(id="c", function=FunctionCall(name="f", arguments=arguments))
     chat = [Message(role="assistant", content="So", tool_calls=[call])]
-    assert template(CALLS).render(wire_messages(chat), PromptOptions())[0] == shown
+    assert template(CALLS).render(wire_messages(chat), PromptOptions()) == shown

@@ -12,7 +12,7 @@ import msgspec
 from epd_serve.cache.block_pool import hash_blocks
 from epd_serve.errors import InvalidRequest
 from epd_serve.instance.rates import StageRates
-from epd_serve.instance.text.tokenizer import Tokenizer
+from epd_serve.instance.text.tokenizer import MARK, Tokenizer
 from epd_serve.models.family import TRIED_SECONDS, TRIED_SIZES, Family, picture, sound
 from epd_serve.models.generation_config import GenerationConfig
 from epd_serve.protocol.wire import MediaRef, PrefillRequest, TokenizeReply, TokenizeRequest
@@ -170,19 +170,18 @@ class PromptProcessor:
         return self.tokenizer.decode(self._check_ids(ids, "tokens"), skip_special_tokens=False)
 
     def _encode(self, request: PrefillRequest | TokenizeRequest) -> tuple[list[int], tuple[MediaSpan, ...]]:
-        options, mark = request.prompting, ""
+        options = request.prompting
         if request.messages is not None:
             param, with_special = "messages", bool(options.add_special_tokens)
-            text, mark = self.texts.template.render(request.messages, options)
+            text = self.texts.template.render(request.messages, options)
         elif isinstance(request.prompt, str):
             param, with_special, text = "prompt", options.add_special_tokens is not False, request.prompt
         else:
             return self._expand(self._check_ids(request.prompt or [], "prompt"), request.items)
         self.tokenizer.check_length(len(text), self._max_prompt_tokens(request), param)
-        if not mark:
-            return self._expand(self.tokenizer.encode(text, add_special_tokens=with_special), request.items)
-        ids = self.tokenizer.encode("", add_special_tokens=with_special)
-        for piece in text.split(mark):
+        first, *others = text.split(MARK) if request.messages is not None else [text]
+        ids = self.tokenizer.encode(first, add_special_tokens=with_special)
+        for piece in others:
             ids += self.tokenizer.encode(piece, add_special_tokens=False)
         return self._expand(ids, request.items)
 
