@@ -138,17 +138,6 @@ class Prefiller:
             self._end(request_id)
             raise
 
-    async def tokenize(self, request: wire.TokenizeRequest) -> wire.TokenizeReply:
-        """The tokens of a chat or prompt. Raises InvalidRequest as :meth:`prefill` would."""
-        cost_s = S_PER_CHARACTER * self.prompts.check_size(request)
-        return await self.processor.run("text", cost_s, self.prompts.tokenize, request)
-
-    async def detokenize(self, request: wire.DetokenizeRequest) -> wire.DetokenizeReply:
-        """The text of tokens. Raises InvalidRequest for those that are none."""
-        cost_s = S_PER_CHARACTER * len(request.tokens)
-        text = await self.processor.run("text", cost_s, self.prompts.detokenize, request.tokens)
-        return wire.DetokenizeReply(text)
-
     def _prepare(self, request: wire.PrefillRequest) -> tuple[Sequence, Answer]:
         """The prompt, and the answer as far as the client has it. Runs on a thread."""
         sequence = self.prompts.process(request)
