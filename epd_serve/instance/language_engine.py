@@ -169,7 +169,10 @@ class LanguageEngine(EngineHooks):
         self.receiver.starved(mm_hash)
 
     def turn(self) -> AbstractContextManager[None]:
-        return self._instance.streams.language.step()
+        language = self._instance.streams.language
+        if language.tower is not None and language.tower.is_wanted:
+            self.idle()  # an assistant's encodes go first
+        return language.step()
 
     def stepped(self, output: ScheduleOutput, seconds: float) -> None:
         instance = self._instance
