@@ -10,6 +10,7 @@ call                    from, to   body                  answer
 ``/stage/prefill``      gateway,P  PrefillRequest        the answer; header ``x-epd-next`` says who goes on
 ``/stage/decode``       gateway,D  DecodeRequest         the answer from the second token on
 ``/feature/event``      E, P       FeatureEvent          nothing, once P has fetched and verified the feature
+``/feature/withdraw``   any, P     FeatureWithdrawn      nothing; to vLLM's P alone
 ``/kv/reserve``         P, D       ReserveRequest        ReserveReply, when blocks are free
 ``/kv/renew``           P, D       TransferRef           nothing, or 404 when the lease is gone
 ``/kv/complete``        P, D       Handoff               nothing; D owns the request from here
@@ -368,6 +369,13 @@ class FeatureEvent(Message, frozen=True):
     store: str = ""
     item: MediaRef | None = None
     producer: str = ""
+
+
+class FeatureWithdrawn(Message, frozen=True):
+    """No instance will send this feature for this request."""
+
+    request_id: str
+    mm_hash: str
 
 
 class KVLayout(Message, frozen=True):
