@@ -21,7 +21,7 @@ from epd_serve.errors import (
     error_from_response,
 )
 from epd_serve.rpc import sockets
-from epd_serve.rpc.cluster import Endpoint, Greeting, NotProved, Service, address_text
+from epd_serve.rpc.cluster import CallerGreeting, Endpoint, NotProved, Service, address_text
 from epd_serve.rpc.descriptors import shortage
 from epd_serve.rpc.messages import (
     CREDIT_BYTES,
@@ -40,11 +40,8 @@ from epd_serve.rpc.messages import (
     Error,
     Frames,
     Head,
-    Hello,
     LinkClosed,
-    Proof,
     ToCaller,
-    Welcome,
     pack,
     pack_call,
 )
@@ -202,7 +199,7 @@ class Connection(asyncio.Protocol):
         self._link = link
         self.closed: asyncio.Future[None] = link.loop.create_future()
         self.greeted: asyncio.Future[None] = link.loop.create_future()
-        self._greeting: Greeting | None = None
+        self._greeting: CallerGreeting
         self._opening = b""
         self._frames: Frames[Any] = Frames(WELCOME, MAX_GREETING_BYTES)
         self._calls: dict[int, LinkCall] = {}
@@ -239,12 +236,10 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
-        hello = Hello("", "")
-        if self._link.key is not None:
-            reached = Endpoint(self._link.service, address_text(*transport.get_extra_info("peername")[:2]))
-            self._greeting = Greeting(self._link.key, reached)
-            hello = Hello(self._greeting.nonce, str(reached))
-        self.transport.write(OPENING + pack(hello))
+        link = self._link
+        reached = Endpoint(link.service, address_text(*transport.get_extra_info("peername")[:2]))
+        self._greeting = CallerGreeting(link.key, reached, f"instance {link.name}")
+        self.transport.write(OPENING + pack(self._greeting.hello))
 
     def connection_lost(self, error: Exception | None) -> None:
         reason = self._reason or ((str(error) or type(error).__name__) if error else "")
@@ -277,23 +272,16 @@ class Connection(asyncio.Protocol):
                 return b""
         for answer in self._frames.take(data, 1):
             data, self._frames = self._frames.rest, Frames(TO_CALLER, MAX_ANSWER_BYTES)
-            if isinstance(answer, Error):
-                told = self._link.error(answer)
-                if answer.status != 401:
-                    self._refuse(f"does not prove that it has this deployment's cluster_key ({told.message})")
-                else:
-                    self.greeted.set_exception(told)
-                    self.transport.abort()
-                return b""
-            assert isinstance(answer, Welcome)
             try:
-                proof = (
-                    self._greeting.prove(answer.nonce.encode(), answer.proof.encode()) if self._greeting else ""
-                )
-            except NotProved:
-                self._refuse("does not prove that it has this deployment's cluster_key")
+                proof = self._greeting.prove(answer)
+            except NotProved as error:
+                self._refuse(f"does not prove that it has this deployment's cluster_key ({error})")
                 return b""
-            self.transport.write(pack(Proof(proof)))
+            except ServeError as error:
+                self.greeted.set_exception(error)
+                self.transport.abort()
+                return b""
+            self.transport.write(pack(proof))
             self.greeted.set_result(None)
             return data
         return b""
