@@ -26,7 +26,7 @@ from typing import Literal
 
 import msgspec
 
-from epd_serve.errors import ErrorBody, ErrorEnvelope, error_from_response
+from epd_serve.errors import ErrorBody, ErrorEnvelope, InstanceUntrusted, error_from_response
 from epd_serve.rpc.messages import Error, Hello, Proof, Welcome
 
 #: The variable that holds the key, for who is started elsewhere: it shall stand in no list of processes.
@@ -73,10 +73,6 @@ def address_text(host: str, port: int) -> str:
     return f"{address}:{port}" if address.version == 4 else f"[{address}]:{port}"
 
 
-class NotProved(Exception):
-    """The server does not prove that it has the key."""
-
-
 class Refused(Exception):
     """The caller is refused.
 
@@ -98,8 +94,7 @@ class CallerGreeting:
     """
 
     def __init__(self, key: str | None, reached: Endpoint, name: str) -> None:
-        """``reached``: the server that the caller means, its address as the server spells it. ``name``: of the
-        server, for errors."""
+        """``reached``: the server that the caller means; ``name``: what errors call it."""
         self._key = key
         self._reached = reached
         self._name = name
@@ -108,22 +103,25 @@ class CallerGreeting:
     def prove(self, answer: Welcome | Error) -> Proof:
         """Return the caller's proof, once the server's is right.
 
-        Raises NotProved, and the server's own error where that does not know the caller.
+        Raises InstanceUntrusted, or the server's own error where that does not know the caller.
         """
         if isinstance(answer, Error):
             error = error_from_response(answer.status, answer.body, origin=self._name)
-            raise error if answer.status == 401 else NotProved(error.message)
+            raise error if answer.status == 401 else self._not_proved(error.message)
         if self._key is None:
             return Proof("")
         if _NONCE_TEXT.fullmatch(answer.nonce) is None:
-            raise NotProved("no nonce")
-        proofs = [
+            raise self._not_proved("no nonce")
+        server, client = (
             _proof(self._key, side, str(self._reached), self.hello.nonce, answer.nonce)
             for side in ("server", "client")
-        ]
-        if not hmac.compare_digest(answer.proof.encode(), proofs[0].encode()):
-            raise NotProved("another key")
-        return Proof(proofs[1])
+        )
+        if not hmac.compare_digest(answer.proof.encode(), server.encode()):
+            raise self._not_proved("another key")
+        return Proof(client)
+
+    def _not_proved(self, why: str) -> InstanceUntrusted:
+        return InstanceUntrusted(f"{self._name} does not prove that it has this deployment's cluster_key ({why})")
 
 
 class ServerGreeting:

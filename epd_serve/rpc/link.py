@@ -21,7 +21,7 @@ from epd_serve.errors import (
     error_from_response,
 )
 from epd_serve.rpc import sockets
-from epd_serve.rpc.cluster import CallerGreeting, Endpoint, NotProved, Service, address_text
+from epd_serve.rpc.cluster import CallerGreeting, Endpoint, Service, address_text
 from epd_serve.rpc.descriptors import shortage
 from epd_serve.rpc.messages import (
     CREDIT_BYTES,
@@ -238,7 +238,7 @@ class Connection(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
         link = self._link
         reached = Endpoint(link.service, address_text(*transport.get_extra_info("peername")[:2]))
-        self._greeting = CallerGreeting(link.key, reached, f"instance {link.name}")
+        self._greeting = CallerGreeting(link.key, reached, f"instance {link.name} at {link.url}")
         self.transport.write(OPENING + pack(self._greeting.hello))
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -268,15 +268,16 @@ class Connection(asyncio.Protocol):
             self._opening += data
             data, self._opening = self._opening[len(OPENING) :], self._opening[: len(OPENING)]
             if not OPENING.startswith(self._opening):
-                self._refuse(f"does not speak {PROTOCOL}: it has another version of epd-serve than its caller")
+                speaks = f"does not speak {PROTOCOL}: it has another version of epd-serve than its caller"
+                self.greeted.set_exception(
+                    InstanceUntrusted(f"instance {self._link.name} at {self._link.url} {speaks}")
+                )
+                self.transport.abort()
                 return b""
         for answer in self._frames.take(data, 1):
             data, self._frames = self._frames.rest, Frames(TO_CALLER, MAX_ANSWER_BYTES)
             try:
                 proof = self._greeting.prove(answer)
-            except NotProved as error:
-                self._refuse(f"does not prove that it has this deployment's cluster_key ({error})")
-                return b""
             except ServeError as error:
                 self.greeted.set_exception(error)
                 self.transport.abort()
@@ -285,12 +286,6 @@ class Connection(asyncio.Protocol):
             self.greeted.set_result(None)
             return data
         return b""
-
-    def _refuse(self, reason: str) -> None:
-        """Give up a server that is not the one that is meant."""
-        link = self._link
-        self.greeted.set_exception(InstanceUntrusted(f"instance {link.name} at {link.url} {reason}"))
-        self.transport.abort()
 
     def _receive(self, lists: list[list[ToCaller]]) -> None:
         """Take what came with one read. The pieces of a stream are one, so that its client is written to once."""

@@ -102,7 +102,7 @@ TO_CALLER = msgspec.msgpack.Decoder(list[ToCaller])
 HELLO, PROOF = msgspec.msgpack.Decoder(Hello), msgspec.msgpack.Decoder(Proof)
 WELCOME = msgspec.msgpack.Decoder(Welcome | Error)
 
-_LENGTH = struct.Struct("<I")
+LENGTH = struct.Struct("<I")
 _ENCODER = msgspec.msgpack.Encoder()
 T = TypeVar("T")
 
@@ -113,9 +113,9 @@ class LinkClosed(ConnectionError):
 
 def pack(message: Any, max_bytes: int = MAX_CALL_BYTES) -> bytearray:
     """Return a frame. Raises ValueError for one that is too long."""
-    packed = bytearray(_LENGTH.size)
-    _ENCODER.encode_into(message, packed, _LENGTH.size)
-    _set_length(packed, len(packed) - _LENGTH.size, max_bytes)
+    packed = bytearray(LENGTH.size)
+    _ENCODER.encode_into(message, packed, LENGTH.size)
+    _set_length(packed, len(packed) - LENGTH.size, max_bytes)
     return packed
 
 
@@ -124,7 +124,7 @@ def pack_call(stream: int, path: str, body: Sequence[bytes]) -> list[bytes | byt
     num_bytes = sum(map(len, body))
     head = pack([Call(stream, path, memoryview(b""))])
     head[-2:] = b"\xc6" + num_bytes.to_bytes(4)  # the empty body at its end becomes one of so many bytes
-    _set_length(head, len(head) - _LENGTH.size + num_bytes, MAX_CALL_BYTES)
+    _set_length(head, len(head) - LENGTH.size + num_bytes, MAX_CALL_BYTES)
     # asyncio of Python 3.13 keeps an empty piece for ever, and never closes
     return [head, *filter(None, body)]
 
@@ -132,7 +132,7 @@ def pack_call(stream: int, path: str, body: Sequence[bytes]) -> list[bytes | byt
 def _set_length(packed: bytearray, num_bytes: int, max_bytes: int) -> None:
     if num_bytes > max_bytes:
         raise ValueError(f"a message of {num_bytes} bytes; {max_bytes} are the limit of its link")
-    _LENGTH.pack_into(packed, 0, num_bytes)
+    LENGTH.pack_into(packed, 0, num_bytes)
 
 
 class Frames(Generic[T]):
@@ -161,15 +161,15 @@ class Frames(Generic[T]):
             data = self._held
         found: list[T] = []
         start, size = 0, len(data)
-        while size >= start + _LENGTH.size and most != len(found):
-            num_bytes: int = _LENGTH.unpack_from(data, start)[0]
+        while size >= start + LENGTH.size and most != len(found):
+            num_bytes: int = LENGTH.unpack_from(data, start)[0]
             if num_bytes > self._max_bytes:
                 raise LinkClosed(f"a message of {num_bytes} bytes; {self._max_bytes} are the limit of its link")
-            end = start + _LENGTH.size + num_bytes
+            end = start + LENGTH.size + num_bytes
             if end > size:
                 break
             try:
-                found.append(self._decoder.decode(memoryview(data)[start + _LENGTH.size : end]))
+                found.append(self._decoder.decode(memoryview(data)[start + LENGTH.size : end]))
             except msgspec.DecodeError as error:
                 raise LinkClosed(f"no message of {PROTOCOL}: {error}") from error
             start = end

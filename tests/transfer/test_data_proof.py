@@ -12,9 +12,10 @@ import msgspec
 import pytest
 
 from epd_serve.protocol.wire import Region
-from epd_serve.rpc.cluster import Greeting
+from epd_serve.rpc.cluster import CallerGreeting
+from epd_serve.rpc.messages import OPENING, Hello, Proof, Welcome, pack
 from epd_serve.transfer.embedded import EmbeddedTransport
-from epd_serve.transfer.tcp import HEADER, PIECE, READ, STATUS, data_endpoint, receive_bytes
+from epd_serve.transfer.tcp import Answer, Read, data_endpoint
 from epd_serve.transfer.transport import PeerGone, TransferError
 
 KEY, OTHER = "only-this-cluster-knows", "another-cluster's-key"
@@ -41,8 +42,7 @@ class Guarded:
 
     def call(self) -> bytes:
         """The bytes of a call for the first four bytes of the slab."""
-        name = self.region.name.encode()
-        return HEADER.pack(READ, len(name), 1) + name + PIECE.pack(0, 4)
+        return bytes(pack(Read(self.region.name, [(0, 4)])))
 
     def connection(self) -> socket.socket:
         return socket.create_connection((self.region.host, self.region.port), timeout=20)
@@ -115,14 +115,13 @@ def test_who_has_the_key_reads_over_one_connection_with_one_proof(guarded: Guard
 
 def test_a_stranger_that_knows_the_name_is_refused(guarded: Guarded) -> None:
     with guarded.connection() as stranger:
-        stranger.sendall(guarded.call())
+        stranger.sendall(OPENING + bytes(pack(Hello("", ""))) + bytes(pack(Proof(""))) + guarded.call())
         said = rest(stranger)
-    assert SECRET[:4] not in said
-    assert not said or (said[0] == 1 and b"cluster_key" in said[STATUS.size :])
+    assert SECRET[:4] not in said and b"cluster_key" in said
 
 
 def test_a_peer_without_the_key_or_with_another_one_is_told_so(guarded: Guarded) -> None:
-    with pytest.raises(TransferError, match="open with the proof of its deployment's cluster_key"):
+    with pytest.raises(TransferError, match="asks for its deployment's cluster_key"):
         guarded.read(None)
     with pytest.raises(PeerGone, match="does not prove that it has this deployment's cluster_key"):
         guarded.read(OTHER)
@@ -147,17 +146,19 @@ def test_a_proof_that_was_overheard_opens_no_other_connection(guarded: Guarded) 
     """The address that the region names is that of somebody who passes all on; he hears all of it."""
     region, port = guarded.region, guarded.region.port
     with guarded.connection() as ours:
-        greeting = Greeting(KEY, data_endpoint(region.host, port))
-        hello = b"\x03" + greeting.nonce.encode()
+        greeting = CallerGreeting(KEY, data_endpoint(region.host, port), "p0")
+        hello = OPENING + bytes(pack(greeting.hello))
         ours.sendall(hello)
-        answer = bytes(receive_bytes(ours, 96))
-        proof = greeting.prove(answer[:32], answer[32:]).encode()
+        welcome = msgspec.msgpack.decode(ours.recv(4096)[len(OPENING) + 4 :], type=Welcome)
+        proof = bytes(pack(greeting.prove(welcome)))
         ours.sendall(proof + guarded.call())
-        assert receive_bytes(ours, STATUS.size + 4) == STATUS.pack(0, 0) + SECRET[:4]
+        said = bytearray()
+        while len(said) < len(pack(Answer())) + 4:
+            said += ours.recv(4096)
+        assert said == pack(Answer()) + SECRET[:4]
     with guarded.connection() as replayed:
         replayed.sendall(hello + proof + guarded.call())
-        said = rest(replayed)
-    assert SECRET[:4] not in said and len(said) <= 96, "its own nonce and proof, and no more"
+        assert SECRET[:4] not in rest(replayed)
 
 
 def test_who_passes_a_greeting_on_to_another_server_proves_nothing(guarded: Guarded) -> None:
@@ -170,11 +171,12 @@ def test_who_passes_a_greeting_on_to_another_server_proves_nothing(guarded: Guar
 
 
 @pytest.mark.parametrize(
-    "said", [b"\x03", b"\x03" + b"0" * 31, b"\x03" + b"0" * 32 + b"f" * 64, b"\x03" + b"\xff" * 96, b"\x07"]
+    "said",
+    [OPENING[:5], OPENING, OPENING + bytes(pack(Hello("0" * 32, ""))), OPENING + bytes(pack(7)), b"\x07" * 50],
 )
 def test_half_a_greeting_and_a_wrong_one_open_nothing(guarded: Guarded, said: bytes) -> None:
     with guarded.connection() as stranger:
-        stranger.sendall(said)
-        if len(said) > 96 or said == b"\x07":
+        stranger.sendall(said + guarded.call() if len(said) > len(OPENING) else said)
+        if len(said) > len(OPENING):
             assert SECRET[:4] not in rest(stranger)
     assert guarded.read(KEY) == SECRET
