@@ -27,7 +27,7 @@ call                    from, to   body                  answer
                                                          closes the call
 ======================  =========  ====================  ==========================================================
 
-An answer is OpenAI's JSON, or where it is streamed OpenAI's events in frames (:mod:`epd_serve.protocol.frames`).
+An answer is OpenAI's JSON, or where it is streamed OpenAI's events in items (:mod:`epd_serve.rpc.items`).
 What an instance says of itself, and the orders that it takes, are in :mod:`epd_serve.protocol.instance_state`.
 Errors of any call are OpenAI error objects as JSON with a 4xx or 5xx status (:mod:`epd_serve.errors`).
 """

@@ -229,7 +229,8 @@ class SchedulerOfP(StoreFeatureConnector):
         super().__init__(vllm_config, role)
         transport = factory("transport", as_it_is)(EmbeddedTransport(self._host, key=cluster_key()))
         self._announced = AnnouncedFeatures(transport, self._capacity, float(self._extra.get("timeout_s", 30.0)))
-        LinkThread().serve(self._host, self._port, self._announced.calls)
+        self._links = LinkThread()
+        self._links.serve(self._host, self._port, self._announced.calls)
         self._load: dict[str, tuple[Region, StoredFeature]] = {}
         #: The gateway's names of what is held; :meth:`ensure_cache_available` comes before each use.
         self._held: dict[str, str] = {}
