@@ -1,7 +1,6 @@
 """The caller's end of a link: all calls of one caller to one server over a single connection.
 
-Each call is a stream of its own. A connection is made for the first call, and closed when there was none for
-:data:`IDLE_S`; when it ends, all of its calls fail.
+Each call is a stream of its own. A connection is made for the first call; when it ends, all of its calls fail.
 """
 
 from __future__ import annotations
@@ -51,8 +50,6 @@ from epd_serve.rpc.tls import TlsFiles
 MAX_BODY_BYTES = 256 * 1024**2
 #: Limit of an answer that only reports a result.
 MAX_NOTE_BYTES = 64 * 1024
-#: A connection without a call is closed after this time.
-IDLE_S = 30.0
 #: Limits of TLS's handshake and of a server's proof of the cluster key.
 TLS_HANDSHAKE_S, GREETING_S = 5.0, 10.0
 CLOSED = "the connection was closed"
@@ -203,9 +200,8 @@ class Connection(asyncio.Protocol):
         self._opening = b""
         self._frames: Frames[Any] = Frames(WELCOME, MAX_GREETING_BYTES)
         self._calls: dict[int, LinkCall] = {}
-        self._num_calls = self._num_before = 0
+        self._num_calls = 0
         self._reason = ""
-        self._look = link.loop.call_later(IDLE_S, self._close_if_idle)
 
     def begin(self, call: LinkCall) -> None:
         """Send a call, on a connection that is not closing."""
@@ -243,7 +239,6 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         reason = self._reason or ((str(error) or type(error).__name__) if error else "")
-        self._look.cancel()
         self.closed.set_result(None)
         if not self.greeted.done():
             if self._link.is_tls:
@@ -319,14 +314,6 @@ class Connection(asyncio.Protocol):
         for number, piece in pieces.items():
             if (call := calls.get(number)) is not None:
                 call.receive(piece if isinstance(piece, bytes) else b"".join(piece))
-
-    def _close_if_idle(self) -> None:
-        """Close the connection where there was no call since the last look."""
-        if not self._calls and self._num_calls == self._num_before:
-            self.transport.close()
-            return
-        self._num_before = self._num_calls
-        self._look = self._link.loop.call_later(IDLE_S, self._close_if_idle)
 
 
 class Link:

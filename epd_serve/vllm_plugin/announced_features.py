@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from epd_serve.errors import InstanceFailed
 from epd_serve.protocol.wire import FeatureEvent, FeatureWithdrawn, Region, decode
 from epd_serve.rpc.server import Handler, Reply
-from epd_serve.transfer.feature_store import FeatureSlab, StoredFeature, checksum, verify_checksum
+from epd_serve.transfer.feature_store import FeatureSlab, StoredFeature, checksum, read_feature
 from epd_serve.transfer.reservation import Tombstones
 from epd_serve.transfer.transport import TransferError, Transport
 
@@ -109,29 +109,16 @@ class AnnouncedFeatures:
         owner = _ARRIVED + event.mm_hash
         if self._memory.acquire(event.mm_hash, owner) is None:
             try:
-                self._copy(event, owner)
+                data = memoryview(read_feature(self._transport, event))
+                self._let_go()
+                if not self._memory.put(event.mm_hash, data, event.shape, event.dtype, owner, event.checksum):
+                    raise TransferError(f"no room for {event.nbytes} bytes; raise feature_cache_bytes")
             except TransferError as error:
                 self.withdraw(event.request_id, event.mm_hash)
-                raise InstanceFailed(str(error)) from error
+                raise InstanceFailed(f"feature {event.mm_hash[:12]}: {error}") from error
         with self._lock:
             self._arrivals[owner] = self._clock()
         self._news.set()
-
-    def _copy(self, event: FeatureEvent, owner: str) -> None:
-        if event.region is None:
-            raise TransferError(
-                f"feature {event.mm_hash[:12]} lies in {event.store}, which this instance does not use"
-            )
-        data = bytearray(event.nbytes)
-        self._transport.read(event.region, [(event.offset, memoryview(data))])
-        verify_checksum(event, data)
-        self._let_go()
-        if not self._memory.put(
-            event.mm_hash, memoryview(data), event.shape, event.dtype, owner, digest=event.checksum
-        ):
-            raise TransferError(
-                f"feature {event.mm_hash[:12]} of {event.nbytes} bytes finds no room; raise feature_cache_bytes"
-            )
 
     def withdraw(self, request_id: str, mm_hash: str) -> None:
         """Note that no instance sends this feature for this request."""
@@ -156,7 +143,7 @@ class FeatureMemory(FeatureSlab):
     def __init__(self, transport: Transport, capacity_bytes: int) -> None:
         super().__init__(transport, capacity_bytes)
         self._lock = threading.Lock()
-        self._evicted: list[str] = []
+        self._evicted: set[str] = set()
 
     def __contains__(self, mm_hash: str) -> bool:
         with self._lock:
@@ -189,10 +176,10 @@ class FeatureMemory(FeatureSlab):
         with self._lock:
             super().release(owner, mm_hash)
 
-    def take_evicted(self) -> list[str]:
+    def take_evicted(self) -> set[str]:
         """Return the features evicted since the last call."""
         with self._lock:
-            evicted, self._evicted = self._evicted, []
+            evicted, self._evicted = self._evicted, set()
             return evicted
 
     def check_integrity(self) -> None:
@@ -201,4 +188,4 @@ class FeatureMemory(FeatureSlab):
 
     def _evict(self, mm_hash: str, feature: StoredFeature) -> None:
         super()._evict(mm_hash, feature)
-        self._evicted.append(mm_hash)
+        self._evicted.add(mm_hash)

@@ -313,7 +313,7 @@ class WorkerOfE(StoreFeatureConnector):
 
     def build_connector_worker_meta(self) -> KeptFeatures | None:
         stored, self._stored, evicted = self._stored, set(), self._memory.take_evicted()
-        return KeptFeatures(stored, set(evicted)) if stored or evicted else None
+        return KeptFeatures(stored, evicted) if stored or evicted else None
 
     def _put(self, feature: torch.Tensor, mm_hash: str) -> None:
         data = feature.detach().to("cpu").contiguous()

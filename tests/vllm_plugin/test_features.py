@@ -130,7 +130,7 @@ def test_a_feature_that_is_late_is_given_up(peers: Peers, now: list[float]) -> N
 
 def test_a_feature_larger_than_the_cache_is_encoded_here(now: list[float]) -> None:
     peers = Peers(lambda: now[0], capacity=64)
-    with pytest.raises(InstanceFailed, match="finds no room"):
+    with pytest.raises(InstanceFailed, match="no room"):
         peers.announce("a", bytes(100))
     assert peers.announced.is_settled("engine-r", "r", "a")
 
@@ -140,7 +140,7 @@ def test_what_is_here_already_stays_for_the_request_that_it_was_announced_for(pe
     assert peers.announced.hold("engine-r", "a")
     peers.announced.forget("engine-r")
     peers.announce("a", bytes(400))
-    with pytest.raises(InstanceFailed, match="finds no room"):
+    with pytest.raises(InstanceFailed, match="no room"):
         peers.announce("large", bytes(800))
     assert peers.announced.hold("engine-s", "a")
     peers.announced.forget("engine-s")
