@@ -8,7 +8,7 @@ cluster key for the address that the region's offer names. Reads follow, one at 
 
 The reader names no region before the owner has proved the key. To the owner a connection is a stranger's until it
 has proved the key and named a region that is there: names have 122 random bits, and only control calls tell them.
-There are few strangers at a time, and none has much time.
+A stranger has little time, and gives way to others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -46,8 +46,8 @@ from epd_serve.transfer.transport import HostPiece, PeerGone, TransferError, che
 MAX_PIECES = 4096
 #: Limit of a call's frame, and of the frame before an answer's bytes.
 MAX_FRAME_BYTES = 1 << 17
-#: Connections at once that have named a region, and that have not; together the most that an owner has.
-MAX_KNOWN, MAX_STRANGERS = 224, 32
+#: Connections at once; for one more a stranger gives way, or else the one that is idle for longest.
+MAX_CONNECTIONS = 256
 #: How long a connection may take to name its first region.
 STRANGER_S = 5.0
 _ACCEPT_RETRY_S = 0.05
@@ -158,11 +158,13 @@ class _Peer:
     """A connection to an owner.
 
     Attributes:
-        idle_since_s: time at which its last call ended; infinite in the middle of one.
+        is_stranger: whether it has named no region that is here.
+        idle_since_s: time at which it came, or its last call ended; infinite in the middle of one.
     """
 
     connection: socket.socket
-    idle_since_s: float = math.inf
+    is_stranger: bool = True
+    idle_since_s: float = field(default_factory=time.monotonic)
 
     def end(self) -> None:
         """Have its thread end."""
@@ -197,19 +199,17 @@ class TcpServer:
         self.host: str = advertise or self._listener.getsockname()[0]
         self.port: int = self._listener.getsockname()[1]
         self._lock = threading.Lock()
-        self._strangers: dict[_Peer, None] = {}  # the oldest first
-        self._known: set[_Peer] = set()
+        self._peers: set[_Peer] = set()
         self._closed = False
         threading.Thread(target=self._accept, name="transfer-accept", daemon=True).start()
 
     def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            peers = [*self._strangers, *self._known]
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
-        for peer in peers:
-            peer.end()
+        with self._lock:
+            self._closed = True
+            for peer in self._peers:
+                peer.end()
 
     def _accept(self) -> None:
         with self._listener:
@@ -220,16 +220,25 @@ class TcpServer:
                     time.sleep(_ACCEPT_RETRY_S)
                     continue
                 peer = _Peer(connection)
-                with self._lock:
-                    if len(self._strangers) >= MAX_STRANGERS:
-                        oldest = next(iter(self._strangers))
-                        del self._strangers[oldest]
-                        oldest.end()
-                    self._strangers[peer] = None
                 try:
+                    if not self._make_room(peer):
+                        connection.close()
+                        continue
                     threading.Thread(target=self._serve, args=(peer,), name="transfer-serve", daemon=True).start()
                 except RuntimeError:  # no thread to be had now: the peer comes again
                     self._drop(peer)
+
+    def _make_room(self, peer: _Peer) -> bool:
+        """Add a peer, and end another where there are too many. Return whether one could."""
+        with self._lock:
+            if len(self._peers) >= MAX_CONNECTIONS:
+                first = min(self._peers, key=lambda one: (not one.is_stranger, one.idle_since_s))
+                if first.idle_since_s == math.inf:
+                    return False
+                self._peers.discard(first)
+                first.end()
+            self._peers.add(peer)
+            return not self._closed
 
     def _serve(self, peer: _Peer) -> None:
         connection = peer.connection
@@ -261,7 +270,6 @@ class TcpServer:
 
     def _answer(self, peer: _Peer, call: Read) -> bool:
         """Send what is asked for, or why not; return whether that was sent."""
-        peer.idle_since_s = math.inf
         connection, slab = peer.connection, self._lookup(call.region)
         connection.settimeout(self._timeout_s)  # else blocks would be kept for ever for a host that left
         refusal = ""
@@ -271,32 +279,17 @@ class TcpServer:
             refusal = f"a piece lies outside region {call.region}"
         elif sum(nbytes for _, nbytes in call.pieces) > slab.nbytes:
             refusal = f"the pieces are more than region {call.region} has"
-        if slab is None or refusal or not self._admit(peer):
-            connection.sendall(pack(Answer(refusal or "too many connections")))
+        connection.sendall(pack(Answer(refusal)))
+        if slab is None or refusal:
             return False
-        connection.sendall(pack(Answer()))
+        peer.is_stranger, peer.idle_since_s = False, math.inf
         for offset, nbytes in call.pieces:
             connection.sendall(slab[offset : offset + nbytes])
         return True
 
-    def _admit(self, peer: _Peer) -> bool:
-        """Return whether there is room for one more that has named a region: the longest idle one gives way."""
-        with self._lock:
-            if peer not in self._known:
-                self._strangers.pop(peer, None)
-                if len(self._known) >= MAX_KNOWN:
-                    longest = min(self._known, key=lambda one: one.idle_since_s)
-                    if longest.idle_since_s == math.inf:
-                        return False
-                    self._known.discard(longest)
-                    longest.end()
-                self._known.add(peer)
-            return not self._closed
-
     def _drop(self, peer: _Peer) -> None:
         with self._lock:
-            self._strangers.pop(peer, None)
-            self._known.discard(peer)
+            self._peers.discard(peer)
         peer.connection.close()
 
 

@@ -96,14 +96,15 @@ def test_silent_strangers_make_room_for_others_and_do_not_stay(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tcp, "STRANGER_S", 3.0)
+    monkeypatch.setattr(tcp, "MAX_CONNECTIONS", 32)
     num_threads, num_files = threading.active_count(), psutil.Process().num_fds()
     strangers = [served.stranger() for _ in range(300)]
     served.works()
     wait_until(
-        lambda: psutil.Process().num_fds() <= num_files + 300 + tcp.MAX_STRANGERS + 4,
+        lambda: psutil.Process().num_fds() <= num_files + 300 + 32 + 4,
         "the older ones are turned away",
     )
-    assert threading.active_count() <= num_threads + 1 + tcp.MAX_STRANGERS
+    assert threading.active_count() <= num_threads + 1 + 32
     assert all(is_over(one) for one in strangers)
     served.works()
     for one in strangers:
@@ -113,7 +114,7 @@ def test_silent_strangers_make_room_for_others_and_do_not_stay(
 def test_of_many_that_know_a_region_the_longest_idle_gives_way(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tcp, "MAX_KNOWN", 3)
+    monkeypatch.setattr(tcp, "MAX_CONNECTIONS", 3)
     peers = [EmbeddedTransport(path="tcp") for _ in range(8)]
     served.slab.buffer[:8] = bytes(range(8))
     for _ in range(2):  # those that gave way come again
@@ -121,7 +122,7 @@ def test_of_many_that_know_a_region_the_longest_idle_gives_way(
             data = bytearray(1)
             peer.read(served.region, [(number, memoryview(data))])
             assert data[0] == number
-    wait_until(lambda: len(served.there._server._known) <= 3, "no more than three are kept")  # type: ignore[union-attr]
+    wait_until(lambda: len(served.there._server._peers) <= 3, "no more than three are kept")  # type: ignore[union-attr]
     for peer in peers:
         peer.close()
 
