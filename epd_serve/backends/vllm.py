@@ -446,7 +446,8 @@ class VllmInstance(VllmServer):
     def address(self, offset: int) -> str:
         """``host:port`` of the instance's server at an offset from its HTTP port."""
         parts = urlsplit(self.url)
-        return f"{parts.hostname}:{(parts.port or 80) + offset}"
+        host = f"[{parts.hostname}]" if ":" in str(parts.hostname) else parts.hostname
+        return f"{host}:{(parts.port or 80) + offset}"
 
     def _settle(self, request: wire.EncodeRequest) -> None:
         if (exchange := self._others.exchanges.get(request.request_id)) is not None:
