@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import tiny_models
 from fleet import Books, figures
-from frame_bodies import whole_frames
+from item_bodies import whole_items
 from pictures import noise, png
 from PIL import Image
 from reference import Reference
@@ -20,7 +20,8 @@ from services import language_of, serving
 
 from epd_serve.errors import InvalidRequest
 from epd_serve.instance.instance import Instance
-from epd_serve.protocol import frames, wire
+from epd_serve.protocol import wire
+from epd_serve.rpc import items
 from epd_serve.rpc.server import Pieces, Reply
 from epd_serve.types import SamplingParams
 
@@ -50,7 +51,7 @@ async def frames_of(reply: Reply) -> list[Frame]:
         body = b"".join([piece async for piece in reply.stream])
     if reply.on_close is not None:
         reply.on_close()
-    return whole_frames(body)
+    return whole_items(body)
 
 
 async def ask(
@@ -120,7 +121,7 @@ async def test_an_answer_goes_on_from_any_token(tmp_path: Path) -> None:
         for number, one in enumerate(wanted):
             shown = [picture] * len(one.items)
             whole = await ask(f"{number}", one, *shown, prefill=fused, decode=None)
-            assert whole[-1][0] == frames.END and whole[-1][2].endswith(b"data: [DONE]\n\n")
+            assert whole[-1][0] == items.END and whole[-1][2].endswith(b"data: [DONE]\n\n")
             ids = tokens(whole)
             assert len(ids) == 21 or one.sampling.stop
             held = [i for i, (_, _, event) in enumerate(whole[:-1], start=1) if not text_of([(0, [], event)])]

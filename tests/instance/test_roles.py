@@ -16,7 +16,7 @@ import pytest
 import tiny_models
 from chips import CHIP, little_memory
 from fleet import Books, wait_until
-from frame_bodies import whole_frames
+from item_bodies import whole_items
 from services import answering, held, language_of, serving
 
 from device.registry import get_device
@@ -27,8 +27,9 @@ from epd_serve.errors import Conflict, InstanceLost, InvalidRequest, ServeError,
 from epd_serve.instance import lifecycle as lifecycle_module
 from epd_serve.instance.instance import Instance
 from epd_serve.instance.lifecycle import Lifecycle, SwitchState
-from epd_serve.protocol import frames, wire
+from epd_serve.protocol import wire
 from epd_serve.protocol.instance_state import LeaveOrder, RoleChanged, RoleOrder
+from epd_serve.rpc import items
 from epd_serve.rpc.link import MAX_BODY_BYTES, Link, LinkCall
 from epd_serve.types import Role, SamplingParams, Stage
 
@@ -57,7 +58,7 @@ async def read(answer: LinkCall) -> list[tuple[int, list[int], bytes]]:
             body += chunk
     except InstanceLost:
         pass
-    return whole_frames(body)
+    return whole_items(body)
 
 
 def tokens(answer: list[tuple[int, list[int], bytes]]) -> list[int]:
@@ -124,7 +125,7 @@ async def test_running_answers_go_on_elsewhere_token_by_token(device: str, tmp_p
         assert changed.new == leaving.info().role == "P"
         assert 0 < len(tokens(first)) < MAX_TOKENS, "it was given up in its middle"
         label, _, event = first[-1]
-        assert label == frames.ERROR and json.loads(event[6:])["error"]["code"] == "draining"
+        assert label == items.ERROR and json.loads(event[6:])["error"]["code"] == "draining"
         async with answering(staying, request("rest", generated=tokens(first))) as answer:
             assert tokens(first) + tokens(await read(answer)) == whole
         with pytest.raises(ServeError) as lacks:
@@ -309,7 +310,7 @@ async def test_a_process_that_ends_refuses_new_requests_and_answers_the_others(m
         assert refused.value.code == "draining"
         assert not instance.info().ready
         await ended
-        assert (await running).endswith(frames.pack(frames.END, [], b"data: [DONE]\n\n"))
+        assert (await running).endswith(items.pack(items.END, [], b"data: [DONE]\n\n"))
 
 
 # ---------------------------------------------------------------------- memory
