@@ -114,7 +114,7 @@ class Fleet:
         self.table = InstanceTable(instances)
         self.calls = {name: connect(name, url) for name, url in instances}
         self.router = router or router_of(settings.gateway.routing)
-        self.topology = settings.config.topology
+        self.topology: Topology | None = settings.config.topology
         self.started = asyncio.Event()
         self.watchers: set[Watcher] = set()
         self.complete_at_s: float | None = None

@@ -199,8 +199,8 @@ class AdminPlane:
                 f"url: {body.url} is plain, and this deployment has tls; start the instance with it, too",
                 param="url",
             )
-        lease = {"role": body.role, "incarnation": body.incarnation}
-        return body, self._leases.join(body.name, body.url, body.lease_s, **lease)
+        name, role, incarnation = body.name, body.role, body.incarnation
+        return body, self._leases.join(name, body.url, body.lease_s, role=role, incarnation=incarnation)
 
     async def _join_by_link(self, body: bytes) -> Reply:
         self._read_join(body)

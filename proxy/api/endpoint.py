@@ -24,10 +24,10 @@ from epd_serve.types import PLURALS
 from proxy.admission import Visit
 from proxy.gateway import Gateway
 from proxy.http.client import Client, ClientLeft, ResponseAborted, TooSlow, headers_of
+from proxy.http.interruption import Interruption
 from proxy.media.loader import MediaItem
 from proxy.observe.record import RequestRecord
 from proxy.serving.forwarding import EventSink
-from proxy.serving.interruption import Interruption
 from proxy.serving.job import Job
 from proxy.serving.prompts import stream_several, whole_several
 from proxy.serving.serve import serve_stream, serve_whole

@@ -10,8 +10,8 @@ from typing import ClassVar, Protocol
 from starlette.types import Receive, Scope, Send
 
 from epd_serve.errors import InvalidRequest, ServeError, TooLarge
+from proxy.http.interruption import Interruption
 from proxy.observe.record import RequestRecord
-from proxy.serving.interruption import Interruption
 
 Header = tuple[bytes, bytes]
 JSON = b"application/json"

@@ -265,7 +265,7 @@ def decode_data_url(url: str, max_bytes: int, modality: Modality = "image") -> b
     if len(text) // 4 * 3 > max_bytes + 2:
         raise TooLarge(f"the {modality} has about {len(text) // 4 * 3} bytes; at most {max_bytes} are accepted")
     try:
-        return pybase64.b64decode(text, validate=True)
+        return bytes(pybase64.b64decode(text, validate=True))
     except (binascii.Error, ValueError) as error:
         raise InvalidRequest(
             f"the base64 text of the data URL cannot be decoded ({error}); use the standard alphabet (A-Z a-z 0-9 "

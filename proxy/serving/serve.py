@@ -24,9 +24,9 @@ from epd_serve.routing.table import InstanceRecord, OpenCall
 from epd_serve.telemetry.span import Span
 from epd_serve.types import Stage
 from proxy.fleet import Fleet
+from proxy.http.interruption import Interruption
 from proxy.observe.record import DECODE, ENCODE, ENCODED, PREFILL, RECOMPUTED, STORED, TRANSFER
 from proxy.serving.forwarding import EventSink, Streamed, Whole
-from proxy.serving.interruption import Interruption
 from proxy.serving.job import Job, measure_demand
 
 _P, _D = Stage.PREFILL, Stage.DECODE
