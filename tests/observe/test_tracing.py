@@ -61,6 +61,7 @@ async def test_one_request_is_one_trace_over_all_instances(monkeypatch: pytest.M
     async with collecting() as (collector, url):
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
         monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "60")  # the collector is in the loop of all instances
         model = Path(__file__).parents[2] / "epd_serve" / "demo" / "weights"
         async with in_process.deployment(model, "E", "P", "D") as running:
             content = [{"type": "image_url", "image_url": {"url": PICTURE}}, {"type": "text", "text": "What?"}]
