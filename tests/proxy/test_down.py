@@ -25,11 +25,14 @@ async def test_an_error_before_the_first_token_goes_to_every_other_instance(star
 
 
 @pytest.mark.parametrize("status", [409, 429, 503])
-@pytest.mark.parametrize(("name", "call"), [("p0", "/stage/prefill"), ("d0", "/stage/decode")])
-async def test_a_refusal_for_the_instances_own_state_is_tried_elsewhere(start, kit, status, name, call):
-    """And says nothing against the instance."""
+@pytest.mark.parametrize(
+    ("name", "call", "after_s"),
+    [("p0", "/stage/prefill", 0.0), ("d0", "/stage/decode", 0.0), ("d0", "/stage/decode", 0.2)],
+)
+async def test_a_refusal_for_the_instances_own_state_is_tried_elsewhere(start, kit, status, name, call, after_s):
+    """And says nothing against the instance; D may say it before or after P's answer begins."""
     gateway = await start("p0:P", "p1:P", "d0:D", "d1:D")
-    gateway[name].scripts[call] = lambda _: kit.fail(status, "not now")
+    gateway[name].scripts[call] = lambda _: [after_s, *kit.fail(status, "not now")]
     for _ in range(6):
         assert await gateway.answer(kit.chat()) == (200, kit.WHOLE)
     assert gateway[name].got(call) and gateway.table[name].state == "up"
