@@ -17,12 +17,10 @@ class BlockMemory(Protocol):
     def copy_block(self, source: int, target: int) -> None: ...
 
     def save(self, blocks: AbstractSequence[int]) -> Any:
-        """Copy the contents of blocks to memory elsewhere; return them."""
-        ...
+        """Return the contents of blocks, copied to memory elsewhere."""
 
     def restore(self, saved: Any, first: int, blocks: AbstractSequence[int]) -> None:
-        """Copy the contents that :meth:`save` returned, from its block ``first`` on, into these blocks."""
-        ...
+        """Copy what :meth:`save` returned, from its block ``first`` on, into these blocks."""
 
 
 class BlockTables:

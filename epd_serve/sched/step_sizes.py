@@ -49,15 +49,7 @@ class StepShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """The bounds of an instance's steps.
-
-    Attributes:
-        latency_s: LATENCY_max of a step; None: no limit, and only the cost is asked for.
-        decodes: whether the instance does.
-        max_num_tokens, max_num_seqs: of a step, whatever it takes.
-        num_blocks, block_size: of the KV pool; one block is nobody's.
-        max_model_len: longest prompt and answer together, in tokens.
-    """
+    """The bounds of an instance's steps, whose ``latency_s`` is LATENCY_max; None: only the cost is asked for."""
 
     latency_s: float | None
     decodes: bool
@@ -103,11 +95,8 @@ class Sizes:
 def size_steps(measure: Callable[[StepShape], float], limits: Limits) -> Sizes:
     """Find the most decodes that a step may hold, and the most prompt tokens, each without the other.
 
-    Contexts have one block in the former. The cost of mixtures and of longer contexts is fitted to all
-    measurements.
-
-    Args:
-        measure: seconds of a step; infinity where there is no time to measure it.
+    Contexts have one block in the former. The cost of mixtures and of longer contexts is fitted to all that is
+    measured; ``measure`` returns infinity where there is no time for it.
     """
     samples: dict[StepWork, float] = {}
 

@@ -220,7 +220,7 @@ def test_measurements_are_kept_per_combination(tmp_path: Path) -> None:
     assert [file.suffix for file in known.file.parent.iterdir()] == [".json"], "no temporary file stays"
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe", b'{"about": {}, "seconds": {"x": 1.5}}', b'{"about": {'])
+@pytest.mark.parametrize("content", [b"\xff\xfe", b'{"about": {'])
 def test_a_damaged_file_is_measured_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes
 ) -> None:
