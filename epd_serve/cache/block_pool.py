@@ -130,7 +130,9 @@ class BlockPool:
         for _ in range(count):
             if self._blank:
                 block = self._blank.pop()
-            elif self._untouched < self.num_blocks and not self._has_idle():
+            elif self._untouched < self.num_blocks and not (
+                self._cached and self._num_requests - next(iter(self._cached.values())) > self.idle_requests
+            ):
                 block = self._untouched
                 self._untouched += 1
             else:
@@ -139,9 +141,6 @@ class BlockPool:
             self._refs[block] = 1
             blocks.append(block)
         return blocks
-
-    def _has_idle(self) -> bool:
-        return bool(self._cached) and self._num_requests - next(iter(self._cached.values())) > self.idle_requests
 
     def acquire(self, blocks: Sequence[int]) -> None:
         """Add a reference to blocks found by :meth:`match` or held already."""

@@ -324,7 +324,8 @@ class Engine:
                     sequence.output_ids.append(PLACEHOLDER)
             for sequence, count in output.prefills:
                 sequence.num_computed += count
-                if placeholders and sequence.yields_one_token:
+                is_computed = not sequence.num_uncomputed and not sequence.hand_off
+                if placeholders and is_computed and sequence.num_sampled == 1:
                     sequence.output_ids.append(PLACEHOLDER)
 
     def finish(

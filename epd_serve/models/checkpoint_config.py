@@ -188,7 +188,13 @@ def _check_text(where: str, text: Any, family: type[Family]) -> None:
             )
     _check_activations(where, text)
     if family.decoder == "generic":
-        _check_generic_rope(f"{where}rope_parameters", text.rope_parameters)
+        rope = text.rope_parameters
+        for own in [rope] if "rope_type" in rope else rope.values():
+            if own["rope_type"] not in _GENERIC_ROPE_TYPES:  # a step computes sequences of several lengths
+                raise ValueError(
+                    f"{where}rope_parameters.rope_type is {own['rope_type']!r}; the native engine runs "
+                    f"{', '.join(_GENERIC_ROPE_TYPES)}, alike at any length of the context"
+                )
         return
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     _check_rope(f"{where}rope_parameters", text.rope_parameters)
@@ -214,19 +220,8 @@ def _check_text(where: str, text: Any, family: type[Family]) -> None:
             raise ValueError(f"{where}layer_types has 'sliding_attention', which needs a sliding_window")
 
 
-def _check_generic_rope(where: str, parameters: Any) -> None:
-    """Raise for frequencies that differ between lengths: a step computes sequences of several."""
-    by_layer = {} if "rope_type" in parameters else parameters
-    for name, own in by_layer.items() or [("", parameters)]:
-        if own["rope_type"] not in _GENERIC_ROPE_TYPES:
-            raise ValueError(
-                f"{where}{name and '.'}{name}.rope_type is {own['rope_type']!r}; the native engine runs "
-                f"{', '.join(_GENERIC_ROPE_TYPES)}, alike at any length of the context"
-            )
-
-
 def _check_rope(where: str, parameters: Any) -> None:
-    """Raises for frequencies that differ between layers, lengths or parts of a head."""
+    """Raise for frequencies that differ between layers, lengths or parts of a head."""
     rope_type = (parameters or {}).get("rope_type")
     if rope_type not in _ROPE_TYPES:
         raise ValueError(

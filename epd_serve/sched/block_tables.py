@@ -133,7 +133,8 @@ class BlockTables:
 
     def preempt(self, sequence: Sequence) -> None:
         """Take a sequence's blocks; KV that cannot be computed again is saved."""
-        if sequence.recomputable:
+        # features are held until the first token only
+        if not sequence.output_ids or (sequence.positions is not None and not sequence.spans):
             sequence.num_computed = 0
         else:
             end = num_blocks_for(sequence.num_computed, self._pool.block_size)
