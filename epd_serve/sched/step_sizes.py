@@ -77,19 +77,15 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """The budget found for an instance's steps, and the measurements behind it.
+    """The budget found for an instance's steps, without a pace where there is no limit, and what it follows from.
 
-    Attributes:
-        budget: without a pace where there is no limit.
-        decodes, prefills: found sizes and their seconds: sequences, and chunks of ``Limits.chunk`` tokens.
-        errors: relative errors of the cost at the measured steps, rising.
+    ``decodes`` and ``prefills``: found sizes and their seconds: sequences, and chunks of ``Limits.chunk`` tokens.
     """
 
     budget: Budget
     cost: StepCost
     decodes: tuple[int, float] | None
     prefills: tuple[int, float] | None
-    errors: list[float]
 
 
 def size_steps(measure: Callable[[StepShape], float], limits: Limits) -> Sizes:
@@ -131,8 +127,7 @@ def size_steps(measure: Callable[[StepShape], float], limits: Limits) -> Sizes:
     if latency_s is not None:
         most = max(num_tokens, num_seqs if limits.decodes else 0)
         budget = Budget(max_num_tokens=most, max_num_seqs=num_seqs, pace=StepPace(cost, latency_s))
-    errors = sorted(abs(cost.seconds(work) / measured - 1) for work, measured in samples.items())
-    return Sizes(budget=budget, cost=cost, decodes=decodes, prefills=prefills, errors=errors)
+    return Sizes(budget=budget, cost=cost, decodes=decodes, prefills=prefills)
 
 
 def prompts_of(num_tokens: int, longest: int) -> tuple[tuple[int, int], ...]:
