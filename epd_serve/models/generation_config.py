@@ -54,7 +54,7 @@ def read_generation_config(path: Path, config: Any) -> GenerationConfig:
     """Read the generation settings of the model in ``path``. Raises ValueError for invalid values."""
     file = path / "generation_config.json"
     try:
-        settings = _Settings.model_validate_json(file.read_bytes()) if file.is_file() else _Settings()
+        settings = _Settings.model_validate_json(file.read_bytes() if file.is_file() else b"{}")
     except ValidationError as error:
         first = error.errors()[0]
         name = "".join(map(str, first["loc"][:1]))
