@@ -8,16 +8,11 @@ from functools import cached_property
 from epd_serve.config import DeploymentConfig, GatewayConfig
 from epd_serve.config.gateway import check_admin_key, read_secret
 from epd_serve.config.sections import HANG_TIMEOUT_S
-from epd_serve.media.audio import AudioLimits
-from epd_serve.media.picture import MediaLimits
-from epd_serve.media.video import VideoLimits
 from epd_serve.protocol.addresses import is_loopback
 from epd_serve.rpc.tls import TlsFiles
 
 #: Of the time until an instance that hangs is replaced: a part, and seconds.
 _START_MARGIN, _PAUSE_S = 1.5, 10.0
-#: More than an hour of a video at 30 frames a second.
-_MAX_FRAMES = 1 << 17
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,27 +61,6 @@ class GatewaySettings:
     def is_local(self) -> bool:
         """Whether only this machine can reach the gateway."""
         return is_loopback(self.host)
-
-    @cached_property
-    def media_limits(self) -> MediaLimits:
-        """The limits of one image."""
-        return MediaLimits(max_pixels=self.gateway.media.max_pixels, max_bytes=self.gateway.media.max_bytes)
-
-    @cached_property
-    def video_limits(self) -> VideoLimits:
-        """The limits of one video."""
-        media = self.gateway.media
-        return VideoLimits(
-            max_pixels=media.max_pixels,
-            max_bytes=media.max_bytes,
-            max_frames=_MAX_FRAMES,
-            max_seconds=media.max_seconds,
-        )
-
-    @cached_property
-    def audio_limits(self) -> AudioLimits:
-        """The limits of one sound."""
-        return AudioLimits(max_bytes=self.gateway.media.max_bytes, max_seconds=self.gateway.media.max_seconds)
 
     @cached_property
     def allow_private(self) -> bool:

@@ -184,7 +184,7 @@ class Encoder:
         if request.ref.segment is not None and not self._family.num_tokens(request.ref):
             return EncodeReply(cached=True, num_tokens=0)  # the video has fewer groups of frames than segments
         try:
-            reply, batch = await self._store_and_announce(request)
+            return await self._store_and_announce(request, received)
         except InvalidRequest:
             raise
         except ServeError as error:
@@ -192,14 +192,14 @@ class Encoder:
                 raise
             logger.warning("feature %s goes past the store: %s", request.ref.mm_hash[:12], error.message)
             encoded = await self._encode_item(request)
-            await self.consumer.take(request.request_id, request.ref, encoded.feature)
-            reply, batch = EncodeReply(cached=False, num_tokens=encoded.feature.shape[0]), encoded.batch_s
-        self.telemetry.timeline.encoded(request.request_id, request.ref.mm_hash, received, batch)
-        return reply
+            owner, mm_hash, timeline = request.request_id, request.ref.mm_hash, self.telemetry.timeline
+            timeline.encoded(owner, mm_hash, received, encoded.batch_s)
+            await self.consumer.take(owner, request.ref, encoded.feature)
+            timeline.fetched(owner, mm_hash, max(received, encoded.batch_s[1]))
+            return EncodeReply(cached=False, num_tokens=encoded.feature.shape[0])
 
-    async def _store_and_announce(self, request: EncodeRequest) -> tuple[EncodeReply, tuple[float, float]]:
-        """Return the answer, and when the batch with the item began and ended."""
-        mm_hash, owner = request.ref.mm_hash, request.request_id
+    async def _store_and_announce(self, request: EncodeRequest, received: float) -> EncodeReply:
+        mm_hash, owner, timeline = request.ref.mm_hash, request.request_id, self.telemetry.timeline
         try:
             feature = await self._store.acquire(mm_hash, owner)
             cached, hit = feature is not None, time.monotonic()
@@ -210,10 +210,12 @@ class Encoder:
                 data, dtype = self.model.data_of(made), str(made.dtype).removeprefix("torch.")
                 put = partial(self._store.put, mm_hash, data, list(made.shape), dtype, owner)
                 feature = await _with_room(put)
+            timeline.encoded(owner, mm_hash, received, batch)  # now: the call may end with the request's answer
             await self._announce(request, feature)
+            timeline.fetched(owner, mm_hash, max(received, batch[1]))
         finally:
             self._store.release(owner, mm_hash)
-        return EncodeReply(cached=cached, num_tokens=feature.shape[0]), batch
+        return EncodeReply(cached=cached, num_tokens=feature.shape[0])
 
     async def _announce(self, request: EncodeRequest, feature: StoredFeature) -> None:
         """Tell the consumer of a feature; where it does not reach this device, of a copy on the host."""

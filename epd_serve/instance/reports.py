@@ -16,7 +16,7 @@ from epd_serve.types import Stage
 if TYPE_CHECKING:
     from epd_serve.instance.instance import Instance
 
-#: Gateways expect five reports a second and take an instance without any for stalled (proxy/fleet/monitor.py).
+#: Gateways expect five reports a second and take an instance without any for stalled (proxy/fleet.py).
 INTERVAL_S = 0.18
 #: The latest calls and features that are named to a gateway, the first time.
 _MAX_CALLS, _MAX_FEATURES = 1024, 4096

@@ -235,7 +235,7 @@ class Applier:
                 raise
             await self._tell_instances()
             while True:
-                shown = await self._order("GET", "/admin/instances")
+                shown = await self._order("GET", "/instances")
                 if any(one["name"] == step.name and one["state"] == "up" for one in shown["instances"]):
                     return
                 await asyncio.sleep(_AGAIN_S)

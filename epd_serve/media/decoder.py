@@ -22,7 +22,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from PIL import Image
@@ -53,57 +53,136 @@ _MAX_PROBLEMS = 100
 _STRIP_PIXELS = 1 << 15
 
 
-class PictureJob(msgspec.Struct, frozen=True, kw_only=True, tag="picture"):
+class PictureJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Decode a picture to RGB. ``size``: as displayed, or that to which it is scaled down (``low_detail``)."""
 
+    libraries: ClassVar[bytes] = b"PIL.Image"
     size: tuple[int, int]
     low_detail: bool
     limits: MediaLimits
 
+    def work(self, data: bytes, memory: mmap.mmap, connection: socket.socket) -> None:
+        def give_room(num_pixels: int) -> None:
+            _limit_memory(_ROOM_BYTES + 2 * len(data) + num_pixels * _BYTES_PER_PIXEL)
 
-class SizeJob(msgspec.Struct, frozen=True, tag="size"):
+        give_room(0)
+        image = open_image(data, self.limits, give_room)
+        if self.low_detail:
+            image = image.resize(low_detail_size(image.size), Image.Resampling.BICUBIC)
+        width, height = self.size
+        if image.size != self.size:
+            raise InvalidRequest(
+                f"the image decodes to {image.size[0]}x{image.size[1]} pixels and its header says {width}x{height}"
+            )
+        rows = max(1, _STRIP_PIXELS // width)
+        for top in range(0, height, rows):
+            bottom = min(top + rows, height)
+            strip = image if rows >= height else image.crop((0, top, width, bottom))
+            memory[CHANNELS * width * top : CHANNELS * width * bottom] = strip.tobytes()
+
+
+class SizeJob(msgspec.Struct, frozen=True, tag=True):
     """Read the size of a picture."""
 
+    libraries: ClassVar[bytes] = b"PIL.Image"
     limits: MediaLimits
 
+    def work(self, data: bytes, memory: mmap.mmap, connection: socket.socket) -> tuple[int, int]:
+        _limit_memory(_ROOM_BYTES + 2 * len(data))
+        return pixel_size(data, self.limits)
 
-class VideoFactsJob(msgspec.Struct, frozen=True, tag="video_facts"):
+
+class VideoFactsJob(msgspec.Struct, frozen=True, tag=True):
     """Read the facts of a video, or of a frame list with so many frames a second."""
 
+    libraries: ClassVar[bytes] = b"av"
     limits: VideoLimits
     list_fps: float | None = None
 
+    def work(self, data: bytes, memory: mmap.mmap, connection: socket.socket) -> VideoFacts:
+        if self.list_fps is not None:
+            _limit_memory(_ROOM_BYTES + 4 * len(data))
+            return read_list(unpack_frames(data), self.list_fps, self.limits)
+        _limit_memory(_video_bytes(data, self.limits.max_pixels))
+        return read_facts(data, self.limits)
 
-class AudioFactsJob(msgspec.Struct, frozen=True, tag="audio_facts"):
+
+class AudioFactsJob(msgspec.Struct, frozen=True, tag=True):
     """Read the facts of a sound."""
 
+    libraries: ClassVar[bytes] = b"av"
     limits: AudioLimits
 
+    def work(self, data: bytes, memory: mmap.mmap, connection: socket.socket) -> AudioFacts:
+        _limit_memory(_FFMPEG_ROOM_BYTES + 2 * len(data))
+        return read_audio_facts(data, self.limits)
 
-class VideoJob(msgspec.Struct, frozen=True, kw_only=True, tag="video"):
+
+class VideoJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Decode the frames ``indices`` of a video, ``num_at_once`` at a time."""
 
+    libraries: ClassVar[bytes] = b"av numpy"
     facts: VideoFacts
     indices: list[int]
     num_at_once: int
 
+    def work(self, data: bytes, memory: mmap.mmap, connection: socket.socket) -> None:
+        num_bytes, count = CHANNELS * self.facts.width * self.facts.height, 0
+        _limit_memory(_video_bytes(data, self.facts.width * self.facts.height))
+        for frame in read_frames(data, self.facts, self.indices):
+            if count == self.num_at_once:
+                _hand_over(connection, count)
+                count = 0
+            memory[num_bytes * count : num_bytes * (count + 1)] = frame.tobytes()
+            count += 1
+        _hand_over(connection, count)
 
-class AudioJob(msgspec.Struct, frozen=True, tag="audio"):
-    """Decode a sound to one channel at ``rate`` samples a second."""
 
+class AudioJob(msgspec.Struct, frozen=True, tag=True):
+    """Decode a sound to one channel of float32 at ``rate`` samples a second; the end is filled with silence."""
+
+    libraries: ClassVar[bytes] = b"av numpy"
     facts: AudioFacts
     rate: int
 
+    def work(self, data: bytes, memory: mmap.mmap, connection: socket.socket) -> None:
+        _limit_memory(_FFMPEG_ROOM_BYTES + 2 * len(data))
+        position, end = 0, SAMPLE_BYTES * self.facts.count_at(self.rate)
+        for samples in read_samples(data, self.facts, self.rate):
+            piece = samples.tobytes()[: end - position]
+            memory[position : position + len(piece)] = piece
+            position += len(piece)
+        memory[position:end] = bytes(end - position)
 
-class GrammarJob(msgspec.Struct, frozen=True, tag="grammar"):
+
+class Problem(msgspec.Struct, frozen=True):
+    """Why a grammar cannot be enforced. ``is_complex``: it can be read, and takes too much."""
+
+    message: str
+    is_complex: bool
+
+
+class Compiled(msgspec.Struct, frozen=True):
+    """The problems of grammars by position, and the CPU seconds that all took."""
+
+    problems: dict[int, Problem]
+    cpu_s: float
+
+
+class GrammarJob(msgspec.Struct, frozen=True, tag=True):
     """Compile grammars, which takes as long for any tokenizer: the file is a JSON list of texts."""
+
+    libraries: ClassVar[bytes] = b"llguidance"
+
+    def work(self, data: bytes, memory: mmap.mmap, connection: socket.socket) -> Compiled:
+        return _compile(msgspec.json.decode(data, type=list[str]))
 
 
 AnyJob = PictureJob | SizeJob | VideoFactsJob | AudioFactsJob | VideoJob | AudioJob | GrammarJob
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
-    """A job on a file at the beginning of the memory; the result takes its place.
+    """A job on a file at the beginning of the memory; pixels and samples take its place.
 
     Attributes:
         num_bytes: of the file. area_bytes: of the memory.
@@ -118,56 +197,32 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     job: AnyJob
 
 
-class Decoded(msgspec.Struct, frozen=True, tag="decoded"):
-    """All pixels or samples are there."""
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """The job's result; None where the pixels or samples are all in the memory."""
+
+    result: Any = None
 
 
-class FoundSize(msgspec.Struct, frozen=True, tag="size"):
-    size: tuple[int, int]
-
-
-class FoundVideo(msgspec.Struct, frozen=True, tag="video_facts"):
-    facts: VideoFacts
-
-
-class FoundAudio(msgspec.Struct, frozen=True, tag="audio_facts"):
-    facts: AudioFacts
-
-
-class Frames(msgspec.Struct, frozen=True, tag="frames"):
+class Frames(msgspec.Struct, frozen=True, tag=True):
     """``count`` more frames lie in the memory, from its beginning on."""
 
     count: int
 
 
-class Problem(msgspec.Struct, frozen=True):
-    """Why a grammar cannot be enforced. ``is_complex``: it can be read, and takes too much."""
-
-    message: str
-    is_complex: bool
-
-
-class Compiled(msgspec.Struct, frozen=True, tag="compiled"):
-    """The problems of grammars by position, and the CPU seconds that all took."""
-
-    problems: dict[int, Problem]
-    cpu_s: float
-
-
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
+class Refused(msgspec.Struct, frozen=True, tag=True):
     """Something is wrong with the file."""
 
     message: str
     code: str | None
 
 
-class Ended(msgspec.Struct, frozen=True, tag="ended"):
+class Ended(msgspec.Struct, frozen=True, tag=True):
     """The worker's exit code, or minus the signal that ended it."""
 
     code: int
 
 
-Told = Decoded | FoundSize | FoundVideo | FoundAudio | Frames | Compiled | Refused | Ended
+Told = Done | Frames | Refused | Ended
 #: Lets a worker decode more frames, once those in the memory have been read.
 GO_ON = b"g"
 
@@ -207,15 +262,6 @@ def serve(control: socket.socket) -> None:
                 os.kill(pids.pop(descriptor), signal.SIGKILL)
 
 
-def libraries_of(job: AnyJob) -> bytes:
-    """Return the modules that are to be loaded once, and not by each worker."""
-    if isinstance(job, PictureJob | SizeJob):
-        return b"PIL.Image"
-    if isinstance(job, GrammarJob):
-        return b"llguidance"
-    return b"av" if isinstance(job, VideoFactsJob | AudioFactsJob) else b"av numpy"
-
-
 def _fork(connection: socket.socket, area: int) -> int:
     parent = os.getpid()
     gc.freeze()
@@ -244,64 +290,11 @@ def _fork(connection: socket.socket, area: int) -> int:
 
 def _work(job: AnyJob, data: bytes, memory: mmap.mmap, connection: socket.socket) -> Told:
     try:
-        if isinstance(job, PictureJob):
-            return _decode_picture(job, data, memory)
-        if isinstance(job, SizeJob):
-            _limit_memory(_ROOM_BYTES + 2 * len(data))
-            return FoundSize(pixel_size(data, job.limits))
-        if isinstance(job, VideoFactsJob) and job.list_fps is not None:
-            _limit_memory(_ROOM_BYTES + 4 * len(data))
-            return FoundVideo(read_list(unpack_frames(data), job.list_fps, job.limits))
-        if isinstance(job, VideoFactsJob):
-            _limit_memory(_video_bytes(data, job.limits.max_pixels))
-            return FoundVideo(read_facts(data, job.limits))
-        if isinstance(job, AudioFactsJob):
-            _limit_memory(_FFMPEG_ROOM_BYTES + 2 * len(data))
-            return FoundAudio(read_audio_facts(data, job.limits))
-        if isinstance(job, VideoJob):
-            return _decode_video(job, data, memory, connection)
-        if isinstance(job, AudioJob):
-            return _decode_audio(job, data, memory)
-        return _compile(msgspec.json.decode(data, type=list[str]))
+        return Done(job.work(data, memory, connection))
     except InvalidRequest as error:
         return Refused(error.message, error.code)
     except MemoryError:
         return Refused("it takes far more memory than its size explains", "too_complex")
-
-
-def _decode_picture(job: PictureJob, data: bytes, memory: mmap.mmap) -> Decoded:
-    _limit_memory(_ROOM_BYTES + 2 * len(data))
-    image = open_image(
-        data,
-        job.limits,
-        lambda num_pixels: _limit_memory(_ROOM_BYTES + 2 * len(data) + num_pixels * _BYTES_PER_PIXEL),
-    )
-    if job.low_detail:
-        image = image.resize(low_detail_size(image.size), Image.Resampling.BICUBIC)
-    width, height = job.size
-    if image.size != job.size:
-        raise InvalidRequest(
-            f"the image decodes to {image.size[0]}x{image.size[1]} pixels and its header says {width}x{height}"
-        )
-    rows = max(1, _STRIP_PIXELS // width)
-    for top in range(0, height, rows):
-        bottom = min(top + rows, height)
-        strip = image if rows >= height else image.crop((0, top, width, bottom))
-        memory[CHANNELS * width * top : CHANNELS * width * bottom] = strip.tobytes()
-    return Decoded()
-
-
-def _decode_video(job: VideoJob, data: bytes, memory: mmap.mmap, connection: socket.socket) -> Decoded:
-    num_bytes, count = CHANNELS * job.facts.width * job.facts.height, 0
-    _limit_memory(_video_bytes(data, job.facts.width * job.facts.height))
-    for frame in read_frames(data, job.facts, job.indices):
-        if count == job.num_at_once:
-            _hand_over(connection, count)
-            count = 0
-        memory[num_bytes * count : num_bytes * (count + 1)] = frame.tobytes()
-        count += 1
-    _hand_over(connection, count)
-    return Decoded()
 
 
 def _hand_over(connection: socket.socket, count: int) -> None:
@@ -309,18 +302,6 @@ def _hand_over(connection: socket.socket, count: int) -> None:
     _tell(connection, Frames(count))
     if not connection.recv(MESSAGE_BYTES):
         os._exit(0)
-
-
-def _decode_audio(job: AudioJob, data: bytes, memory: mmap.mmap) -> Decoded:
-    """Samples are float32; the end is filled with silence."""
-    _limit_memory(_FFMPEG_ROOM_BYTES + 2 * len(data))
-    position, end = 0, SAMPLE_BYTES * job.facts.count_at(job.rate)
-    for samples in read_samples(data, job.facts, job.rate):
-        piece = samples.tobytes()[: end - position]
-        memory[position : position + len(piece)] = piece
-        position += len(piece)
-    memory[position:end] = bytes(end - position)
-    return Decoded()
 
 
 def _video_bytes(data: bytes, num_pixels: int) -> int:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self, TypeVar
 
 import msgspec
 
@@ -31,10 +31,8 @@ from epd_serve.media.decoder import (
     AudioFactsJob,
     AudioJob,
     Compiled,
+    Done,
     Ended,
-    FoundAudio,
-    FoundSize,
-    FoundVideo,
     Frames,
     GrammarJob,
     PictureJob,
@@ -43,7 +41,6 @@ from epd_serve.media.decoder import (
     Told,
     VideoFactsJob,
     VideoJob,
-    libraries_of,
 )
 from epd_serve.media.picture import MediaLimits, plain_size
 from epd_serve.media.video import VideoLimits
@@ -75,6 +72,7 @@ _MAX_SAMPLES = 1 << 27
 #: The variables that workers inherit: those that Python and its libraries need, and no secret.
 _ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TMPDIR")
 _told: msgspec.msgpack.Decoder[Told] = msgspec.msgpack.Decoder(Told)
+T = TypeVar("T")
 
 
 class Place(Protocol):
@@ -177,24 +175,20 @@ class DecoderPool:
 
         ``cpu_s``: seconds of CPU time that it may take.
         """
-        with await self._run(_Task("image", data, 0, SizeJob(self._limits), cpu_s)) as worker:
-            assert isinstance(worker.told, FoundSize), worker.told
-            return worker.told.size
+        return await self._result(_Task("image", data, 0, SizeJob(self._limits), cpu_s), tuple[int, int])
 
     async def facts(self, data: bytes, limits: VideoLimits, list_fps: float | None = None) -> VideoFacts:
         """Read the facts of a video's file, or of a frame list (:mod:`epd_serve.media.video`)."""
-        with await self._run(_Task("video", data, 0, VideoFactsJob(limits, list_fps), self._cpu_s)) as worker:
-            assert isinstance(worker.told, FoundVideo), worker.told
-            return worker.told.facts
+        return await self._result(
+            _Task("video", data, 0, VideoFactsJob(limits, list_fps), self._cpu_s), VideoFacts
+        )
 
     async def audio_facts(self, data: bytes, limits: AudioLimits, *, cpu_s: float) -> AudioFacts:
         """Read the facts of a sound's file, which is decoded (:func:`epd_serve.media.audio.read_audio_facts`).
 
         ``cpu_s``: seconds of CPU time that it may take.
         """
-        with await self._run(_Task("audio", data, 0, AudioFactsJob(limits), cpu_s)) as worker:
-            assert isinstance(worker.told, FoundAudio), worker.told
-            return worker.told.facts
+        return await self._result(_Task("audio", data, 0, AudioFactsJob(limits), cpu_s), AudioFacts)
 
     async def samples(
         self, data: bytes, facts: AudioFacts, rate: int, place: Place, *, cpu_s: float
@@ -240,11 +234,15 @@ class DecoderPool:
     async def compile(self, grammars: Sequence[str], place: Place, *, cpu_s: float) -> Compiled:
         """Compile grammars in ``cpu_s`` seconds of CPU time; return their problems."""
         task = _Task("structure", msgspec.json.encode(grammars), 0, GrammarJob(), cpu_s)
-        with await self._run(task, place) as worker:
-            assert isinstance(worker.told, Compiled), worker.told
-            return worker.told
+        return await self._result(task, Compiled, place)
 
     # ------------------------------------------------------------------ inside
+
+    async def _result(self, task: _Task, kind: type[T], place: Place | None = None) -> T:
+        """Return what a task found."""
+        with await self._run(task, place) as worker:
+            assert isinstance(worker.told, Done)
+            return msgspec.convert(worker.told.result, kind)
 
     async def _run(self, task: _Task, place: Place | None = None) -> _Worker:
         """Return the worker that did the task; its memory has the result.
@@ -303,7 +301,7 @@ class DecoderPool:
         worker = _Worker(ours)
         with theirs:
             try:
-                socket.send_fds(self._control, [libraries_of(job)], [theirs.fileno(), worker.descriptor])
+                socket.send_fds(self._control, [job.libraries], [theirs.fileno(), worker.descriptor])
             except OSError as error:
                 worker.close()
                 raise Unavailable("no process to decode media can be started", code="decoder_lost") from error

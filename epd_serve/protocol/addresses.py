@@ -77,7 +77,7 @@ def cross_site(headers: Iterable[tuple[bytes, bytes]], *, is_local: bool) -> Cro
 
 
 class NoBrowsers:
-    """ASGI: refuses what :func:`cross_site` finds."""
+    """ASGI middleware: refuses requests that :func:`cross_site` finds."""
 
     def __init__(self, app: _App, host: str) -> None:
         """``host`` is the address on which ``app`` is served."""
@@ -85,11 +85,14 @@ class NoBrowsers:
         self._is_local = is_loopback(host)
 
     async def __call__(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
-        if scope["type"] == "http":
-            problem = cross_site(scope["headers"], is_local=self._is_local)
-            if problem is not None:
-                headers = [(b"content-type", b"application/json")]
-                await send({"type": "http.response.start", "status": problem.status, "headers": headers})
-                await send({"type": "http.response.body", "body": problem.to_json()})
-                return
-        await self._app(scope, receive, send)
+        problem = self.find_problem(scope) if scope["type"] == "http" else None
+        if problem is None:
+            await self._app(scope, receive, send)
+            return
+        headers = [(b"content-type", b"application/json")]
+        await send({"type": "http.response.start", "status": problem.status, "headers": headers})
+        await send({"type": "http.response.body", "body": problem.to_json()})
+
+    def find_problem(self, scope: _Scope) -> ServeError | None:
+        """Return why a request is refused; None where it is not."""
+        return cross_site(scope["headers"], is_local=self._is_local)

@@ -132,7 +132,7 @@ class InstanceInfo(Message, frozen=True):
     splits_videos: bool = False
 
 
-class RoleOrder(Message, frozen=True):
+class RoleOrder(Message, frozen=True, forbid_unknown_fields=True):
     """Serve another role. While the instance drains, an order of its present role calls the order back.
 
     Attributes:
@@ -141,8 +141,8 @@ class RoleOrder(Message, frozen=True):
     """
 
     role: str
-    deadline_s: float = 30.0
-    patience_s: float = 1.0
+    deadline_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 30.0
+    patience_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 1.0
 
 
 class LeaveOrder(Message, frozen=True):

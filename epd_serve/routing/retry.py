@@ -79,7 +79,7 @@ def find_culprit(route: Route, failure: CallFailed) -> InstanceRecord:
             return route.prefill if isinstance(error, StageTimeout) else route.decode
         if isinstance(error, InstanceFailed) or error.code in (NO_ROOM, REQUEST_ENDED):
             return route.decode
-    return route.prefill if stage is _P else route.decode
+    return route.at(stage)
 
 
 class Retry:

@@ -61,6 +61,10 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     prefix: tuple[bytes, ...] = ()
     max_model_len: int | None = None
 
+    def at(self, stage: Stage) -> InstanceRecord:
+        """Return the instance of a stage, P or D."""
+        return self.prefill if stage is Stage.PREFILL else self.decode
+
 
 ANY = Demand()
 #: Seconds that the request costs until its first token, seconds after that, P and D.

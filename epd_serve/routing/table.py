@@ -339,14 +339,10 @@ class InstanceRecord:
     _unreported: dict[str, list[OpenCall]] = field(default_factory=dict)
 
     @property
-    def draining(self) -> bool:
-        return bool(self.drains)
-
-    @property
     def state(self) -> Literal["up", "draining", "down"]:
         if not self.ready:
             return "down"
-        return "draining" if self.draining else "up"
+        return "draining" if self.drains else "up"
 
     @property
     def pending(self) -> Work:

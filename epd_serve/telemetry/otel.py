@@ -109,25 +109,42 @@ def _span_context(context: TraceContext, span_id: str) -> SpanContext:
 
 
 class StageExport:
-    """Subscribes to the spans of an instance and exports those of requests that are sampled."""
+    """Subscribes to the spans of an instance and exports those of requests that are sampled.
+
+    Spans may end before the call that names their trace: P's hand-over can reach D first. They wait for it.
+    """
 
     def __init__(self, export: SpanExport, instance: str) -> None:
         self._export = export
         self._instance = instance
-        self._callers: OrderedDict[tuple[str, str], TraceContext] = OrderedDict()
+        self._lock = threading.Lock()
+        self._callers: OrderedDict[tuple[str, str], TraceContext | None] = OrderedDict()
+        self._early: OrderedDict[tuple[str, str], list[Span]] = OrderedDict()
 
     def received(self, request_id: str, traceparent: str, item: str = "") -> None:
         """Note a stage call; ``item`` is an encode's mm_hash."""
         caller = parse_traceparent(traceparent)
-        if caller is not None and caller.sampled:
-            self._callers[request_id, item] = caller
+        with self._lock:
+            self._callers[request_id, item] = caller if caller is not None and caller.sampled else None
             if len(self._callers) > _MAX_REQUESTS:
                 self._callers.popitem(last=False)
+            early = self._early.pop((request_id, item), ())
+        for span in early:
+            self.put(span)
 
     def put(self, span: Span) -> None:
         """Export a finished span. Any thread may call it."""
+        if not span.request_id:
+            return
         item = str(span.attributes.get("item", ""))
-        caller = self._callers.get((span.request_id, item))
+        key = span.request_id, item
+        with self._lock:
+            if key not in self._callers:
+                self._early.setdefault(key, []).append(span)
+                if len(self._early) > _MAX_REQUESTS:
+                    self._early.popitem(last=False)
+                return
+            caller = self._callers[key]
         if caller is not None:
             about: dict[str, Value] = {"epd.instance": self._instance, **({"epd.item": item} if item else {})}
             named = Span(span.name, span.request_id, span.start_s, span.end_s, about)

@@ -125,7 +125,7 @@ class Timeline:
     # ------------------------------------------------------------------ encode
 
     def encoded(self, request_id: str, item: str, received_s: float, batch_s: tuple[float, float]) -> None:
-        """Record an item's stages; the consumer has confirmed the item now.
+        """Record the stages of an item whose feature is there.
 
         Args:
             item: its mm_hash.
@@ -133,11 +133,13 @@ class Timeline:
         """
         # a batch that was begun for another request may have started before this one came
         start, end = (max(at, received_s) for at in batch_s)
-        about: dict[str, Value] = {"item": item}
-        self._put(Span(ENCODE_QUEUE, request_id, received_s, start, about))
+        self._put(Span(ENCODE_QUEUE, request_id, received_s, start, {"item": item}))
         if batch_s[0] < batch_s[1]:
-            self._put(Span(ENCODE_EXECUTE, request_id, start, end, about))
-        self._put(Span(EP_MIGRATION, request_id, end, self._clock(), about))
+            self._put(Span(ENCODE_EXECUTE, request_id, start, end, {"item": item}))
+
+    def fetched(self, request_id: str, item: str, encoded_s: float) -> None:
+        """Record that P has confirmed the item now."""
+        self._put(Span(EP_MIGRATION, request_id, encoded_s, self._clock(), {"item": item}))
 
     # ------------------------------------------------------------------ prefill and decode
 

@@ -1,75 +1,74 @@
-"""The admin plane: what operators ask and order, on an address and with a key of its own."""
+"""The admin API: questions and orders of operators, of the launcher and of autoscale, behind a key of its own."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import msgspec
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from epd_serve.config.gateway import AdminConfig
+from epd_serve.autoscale.instance_load import instance_loads, to_json
+from epd_serve.config.elastic import RoleName
+from epd_serve.config.gateway import AdminConfig, InstanceName, InstanceUrl
 from epd_serve.config.keys import ADMIN_KEY, hash_key
-from epd_serve.errors import ServeError
+from epd_serve.errors import InvalidRequest, ServeError
 from epd_serve.protocol.addresses import NoBrowsers, url_of
-from epd_serve.routing.table import InstanceRecord, InstanceTable
+from epd_serve.protocol.instance_state import LeaveOrder, RoleOrder
+from epd_serve.routing.table import InstanceRecord
 from epd_serve.rpc.app_server import AdminHttp, serving
 from epd_serve.rpc.cluster import CLUSTER_KEY
-from epd_serve.rpc.server import Handler, LinkService
+from epd_serve.rpc.server import Handler, LinkService, Reply
 from epd_serve.rpc.sockets import watch_accepted
 from epd_serve.rpc.tls import TlsFiles
-from proxy.admission.control import AdmissionControl
-from proxy.admission.keys import Authenticator, Client
-from proxy.api.views import key_required
+from epd_serve.topology import parse_topology
+from proxy.admin.switches import Switches
+from proxy.admission import Authenticator, Holder
+from proxy.api.views import health_router, key_required
+from proxy.fleet import Member
+from proxy.gateway import Gateway
 from proxy.http.asgi import install_error_handlers
+from proxy.leases import Leases
+from proxy.observe.access_log import line_of
+from proxy.observe.record import RequestRecord
 
 logger = logging.getLogger(__name__)
 
+_OPERATOR = "operator"
+_NUM_DECISIONS = 500
+_MAX_DECISION_BYTES = 64 * 1024
+#: More requests than are served between two looks of autoscale.
+_NUM_REQUESTS = 4096
 
-def create_admin_app(
-    table: InstanceTable,
-    admission: AdmissionControl,
-    key: str | None,
-    routers: Sequence[APIRouter] = (),
-    joining: APIRouter | None = None,
-    *,
-    engine: str = "native",
-) -> FastAPI:
-    """``GET /instances`` and ``/requests``, ``routers`` and ``joining``, all behind ``key``.
 
-    Without a key nobody joins here: who has proved the cluster's key does so over a link (:func:`running_admin`).
-    """
-    admin = [] if key is None else [(hash_key(key), Client("admin"))]
-    router = APIRouter()
+class JoinBody(BaseModel):
+    """The body of ``POST /instances``."""
 
-    @router.get("/instances")
-    async def instances() -> JSONResponse:
-        """Every instance as the gateway sees it."""
-        return JSONResponse({"engine": engine, "instances": [_describe(record) for record in table]})
+    model_config = ConfigDict(extra="forbid")
 
-    @router.get("/requests")
-    async def requests() -> JSONResponse:
-        """Count who runs and who waits, in all and for each API key."""
-        queue = admission.queue
-        keys = [{"key": one.name, "active": one.num_active} for one in admission.authenticator.clients]
-        shown = {"running": queue.num_running, "waiting": queue.num_waiting}
-        return JSONResponse({**shown, "keys": keys})
+    name: InstanceName
+    url: InstanceUrl
+    lease_s: float = Field(default=10.0, ge=1, le=3600)
+    #: Of a vLLM instance that the topology does not name.
+    role: RoleName | None = None
+    #: Of two with one name the one with the larger number is there; 0: it has none.
+    incarnation: int = Field(default=0, ge=0, lt=1 << 63)
 
-    app = FastAPI(title="epd-serve admin", openapi_url=None)
-    for one in (router, *routers):
-        app.include_router(one, dependencies=[Depends(key_required(Authenticator(admin)))])
-    if joining is not None:
-        required = _secret_required(Authenticator(admin), bool(admin))
-        app.include_router(joining, dependencies=[Depends(required)])
-    install_error_handlers(app)
-    return app
+
+class InstancesBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of ``PUT /instances``: all instances of the deployment by name."""
+
+    topology: str
+    instances: dict[str, Member]
 
 
 class SecretRequired(ServeError):
@@ -80,16 +79,169 @@ class SecretRequired(ServeError):
     default_code: ClassVar[str | None] = "secret_required"
 
 
-def _secret_required(authenticator: Authenticator, has_key: bool) -> Callable[[Request], Awaitable[None]]:
-    async def check(request: Request) -> None:
-        if not has_key:
-            raise SecretRequired(
-                f"who joins gets prompts, so it must have a secret: set cluster_key in the deployment file, and "
-                f"{CLUSTER_KEY} where the instance is started, or gateway.admin.key and {ADMIN_KEY}"
-            )
-        authenticator.check(request.headers.get("authorization"))
+class AdminPlane:
+    """The orders and questions of the admin API. The latest served requests are kept for autoscale."""
 
-    return check
+    def __init__(self, gateway: Gateway, leases: Leases) -> None:
+        self._gateway = gateway
+        self._leases = leases
+        self._switches = Switches(gateway.fleet)
+        self._decisions: deque[dict[str, Any]] = deque(maxlen=_NUM_DECISIONS)
+        self._served: deque[bytes] = deque(maxlen=_NUM_REQUESTS)  # as lines of the access log
+        self._num_served = 0
+        if gateway.settings.config.elastic is not None:
+            gateway.observer.subscribe(self._put)
+
+    @property
+    def calls(self) -> dict[str, Handler]:
+        """The calls over a link of those that have proved the cluster's key."""
+        return {"/join": self._join_by_link, "/leave": self._leave_by_link}
+
+    def app(self, key: str | None = None, *, is_socket: bool = False) -> FastAPI:
+        """Return the application, all of it behind ``key``.
+
+        Without a key nobody joins, except over a link; on a socket (``is_socket``), whose directory guards it,
+        all may join, and who names instances gets the prompts.
+        """
+        authenticator = Authenticator([] if key is None else [(hash_key(key), Holder("admin"))])
+        check_key = key_required(authenticator)
+
+        async def check_secret(request: Request) -> None:
+            if key is None and not is_socket:
+                raise SecretRequired(
+                    f"who joins gets prompts, so it must have a secret: set cluster_key in the deployment file, "
+                    f"and {CLUSTER_KEY} where the instance is started, or gateway.admin.key and {ADMIN_KEY}"
+                )
+            await check_key(request)
+
+        app = FastAPI(title="epd-serve admin", openapi_url=None)
+
+        def add(method: str, path: str, answer: Callable[..., Any], check: Any = check_key) -> None:
+            app.add_api_route(path, answer, methods=[method], dependencies=[Depends(check)])
+
+        add("GET", "/instances", self._show_instances)
+        add("GET", "/requests", self._show_requests)
+        add("GET", "/requests/served", self._show_served)
+        add("GET", "/load", self._show_load)
+        add("GET", "/elastic", self._show_decisions)
+        add("POST", "/elastic", self._note_decision)
+        add("POST", "/admin/instances/{name}/drain", self._drain)
+        add("POST", "/admin/instances/{name}/undrain", self._undrain)
+        add("POST", "/instances/{name}/role", self._switch)
+        add("POST", "/instances/{name}/leave", self._empty)
+        add("POST", "/instances", self._join, check_secret)
+        add("DELETE", "/instances/{name}", self._leave, check_secret)
+        if is_socket:
+            add("PUT", "/instances", self._replace)
+            app.include_router(health_router(self._gateway))
+        install_error_handlers(app)
+        return app
+
+    # ------------------------------------------------------------------ operators
+
+    async def _show_instances(self) -> JSONResponse:
+        """Every instance as the gateway sees it."""
+        engine = "vllm" if self._gateway.settings.config.engine == "vllm" else "native"
+        instances = [_describe(record) for record in self._gateway.fleet.table]
+        return JSONResponse({"engine": engine, "instances": instances})
+
+    async def _show_requests(self) -> JSONResponse:
+        """Count who runs and who waits, in all and for each API key."""
+        queue, holders = self._gateway.admission.queue, self._gateway.admission.authenticator.holders
+        keys = [{"key": one.name, "active": one.num_active} for one in holders]
+        return JSONResponse({"running": queue.num_running, "waiting": queue.num_waiting, "keys": keys})
+
+    async def _drain(self, name: str) -> JSONResponse:
+        """Send an instance no new request; it is empty when ``in_flight`` is."""
+        record = self._switches.find(name)
+        record.drains.add(_OPERATOR)
+        return JSONResponse(_describe(record))
+
+    async def _undrain(self, name: str) -> JSONResponse:
+        """Send an instance requests again."""
+        record = self._switches.find(name)
+        record.drains.discard(_OPERATOR)
+        return JSONResponse(_describe(record))
+
+    async def _switch(self, name: str, request: Request) -> JSONResponse:
+        """Answer when the instance serves the role; the role that it has calls an order back."""
+        changed = await self._switches.order(name, _decoded(await request.body(), RoleOrder))
+        times = {"seconds": changed.seconds, "drain_s": changed.drain_s}
+        return JSONResponse({"instance": name, "from": changed.old, "to": changed.new, **times})
+
+    async def _empty(self, name: str, request: Request) -> JSONResponse:
+        """Answer when nothing is left of what the instance had."""
+        seconds = await self._switches.leave(name, _decoded(await request.body(), LeaveOrder))
+        return JSONResponse({"instance": name, "seconds": seconds})
+
+    # ------------------------------------------------------------------ instances that come and go
+
+    async def _replace(self, request: Request) -> JSONResponse:
+        """Replace the instances of the deployment; those that joined by themselves stay."""
+        body = _decoded(await request.body(), InstancesBody)
+        self._gateway.fleet.replace(body.instances, parse_topology(body.topology))
+        return JSONResponse({})
+
+    async def _join(self, request: Request) -> JSONResponse:
+        """Join, or stay for ``lease_s`` from now on; 201 where it is new."""
+        body, is_new = self._read_join(await request.body())
+        return JSONResponse({"name": body.name, "lease_s": body.lease_s}, status_code=201 if is_new else 200)
+
+    async def _leave(self, name: str, incarnation: int = 0) -> JSONResponse:
+        """Leave; with ``incarnation`` that one alone, and not another that has the name by now."""
+        self._leases.leave(name, incarnation)
+        return JSONResponse({"name": name})
+
+    def _read_join(self, data: bytes) -> tuple[JoinBody, bool]:
+        body = _read_lease(data)
+        if self._gateway.settings.tls is not None and not body.url.startswith("https://"):
+            raise InvalidRequest(
+                f"url: {body.url} is plain, and this deployment has tls; start the instance with it, too",
+                param="url",
+            )
+        name, role, incarnation = body.name, body.role, body.incarnation
+        return body, self._leases.join(name, body.url, body.lease_s, role=role, incarnation=incarnation)
+
+    async def _join_by_link(self, body: bytes) -> Reply:
+        self._read_join(body)
+        return Reply()
+
+    async def _leave_by_link(self, body: bytes) -> Reply:
+        told = _read_lease(body)
+        self._leases.leave(told.name, told.incarnation)
+        return Reply()
+
+    # ------------------------------------------------------------------ autoscale
+
+    def _put(self, record: RequestRecord) -> None:
+        """Keep a finished request."""
+        self._num_served += 1
+        self._served.append(msgspec.json.encode(line_of(record)))
+
+    async def _show_load(self) -> JSONResponse:
+        """Each instance's seconds of pending work, and the tokens that a pixel of an image becomes."""
+        table = self._gateway.fleet.table
+        tokens = max((one.info.tokens_per_pixel for one in table if one.info is not None), default=0.0)
+        return JSONResponse({"instances": to_json(instance_loads(table)), "tokens_per_pixel": tokens})
+
+    async def _show_served(self, after: int = 0) -> Response:
+        """The lines of the access log after that number, all for a number that none has yet, and ``last``, the
+        number of the last one. They are kept where the deployment has the section ``elastic``."""
+        num_new = self._num_served - (after if after <= self._num_served else 0)
+        lines = list(self._served)[max(0, len(self._served) - num_new) :]
+        content = {"last": self._num_served, "requests": [msgspec.Raw(line) for line in lines]}
+        return Response(msgspec.json.encode(content), media_type="application/json")
+
+    async def _show_decisions(self) -> JSONResponse:
+        """The decisions of ``epd-serve autoscale``, newest last; those that it reported to this gateway."""
+        return JSONResponse({"decisions": list(self._decisions)})
+
+    async def _note_decision(self, request: Request) -> JSONResponse:
+        body = await request.body()
+        if len(body) > _MAX_DECISION_BYTES:
+            raise InvalidRequest(f"a decision has at most {_MAX_DECISION_BYTES} bytes")
+        self._decisions.append(_decoded(body, dict[str, Any]))
+        return JSONResponse({})
 
 
 def _describe(record: InstanceRecord) -> dict[str, Any]:
@@ -99,11 +251,33 @@ def _describe(record: InstanceRecord) -> dict[str, Any]:
         "url": record.url,
         "role": str(record.role) if record.role else None,
         "ready": record.ready,
+        "state": record.state,
+        "draining": bool(record.drains),
         "in_flight": {stage.value: count for stage, count in record.in_flight.items() if count},
         "device": info.device if info else None,
         "budgets": info.budgets if info else {},
         "load": msgspec.to_builtins(info.load) if info else None,
     }
+
+
+def _decoded(body: bytes, kind: Any) -> Any:
+    """Return the body of an order. Raises InvalidRequest for anything else."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"the body is no {kind.__name__}: {error}") from error
+
+
+def _read_lease(body: bytes) -> JoinBody:
+    try:
+        return JoinBody.model_validate_json(bytes(body))
+    except ValidationError as error:
+        fault = error.errors()[0]
+        where = ".".join(str(part) for part in fault["loc"]) or "body"
+        raise InvalidRequest(
+            f'{where}: {fault["msg"]}; write {{"name": "d7", "url": "http://10.0.0.7:8100", "lease_s": 10}}',
+            param=where,
+        ) from error
 
 
 @asynccontextmanager

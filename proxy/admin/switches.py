@@ -1,49 +1,33 @@
-"""Orders for an instance: to drain, to have another role, to leave."""
+"""Orders for an instance: to have another role, to leave."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
-
-import msgspec
-from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
 
 from epd_serve.backends.base import StageCalls
 from epd_serve.backends.vllm import VllmInstance
 from epd_serve.errors import Conflict, InstanceLost, InvalidRequest, ServeError, StageTimeout
 from epd_serve.protocol.instance_state import LeaveOrder, RoleChanged, RoleOrder
-from epd_serve.routing.table import InstanceRecord, InstanceTable
+from epd_serve.routing.table import InstanceRecord
 from epd_serve.types import Role, Stage
-from proxy.fleet.members import NoSuchInstance
+from proxy.fleet import Fleet, NoSuchInstance
 
 logger = logging.getLogger(__name__)
 
-_Body = TypeVar("_Body")
-#: Who has an instance drained.
-_SWITCH, _OPERATOR = "switch", "operator"
+_SWITCH = "switch"
 #: Beyond its deadline, for an instance that makes its new stages, or its old ones again.
 _REBUILD_S = 120.0
 #: Beyond its deadline, for the answer of an instance that has just become empty.
 _LEAVE_S = 10.0
 
 
-class RoleBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of ``POST /instances/{name}/role``."""
-
-    role: str
-    deadline_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 30.0
-    patience_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 1.0
-
-
 class Switches:
     """Has instances change their roles or leave; one that is ready is left for each stage that requests need."""
 
-    def __init__(self, table: InstanceTable, calls: Mapping[str, StageCalls]) -> None:
-        self._table = table
-        self._calls = calls
+    def __init__(self, fleet: Fleet) -> None:
+        self._table = fleet.table
+        self._calls = fleet.calls
         self._ordered: dict[str, Role] = {}
         self._leaving: set[str] = set()
 
@@ -69,18 +53,15 @@ class Switches:
             role = Role.parse(order.role)
         except ValueError as error:
             raise InvalidRequest(str(error), param="role") from error
-        is_call_back = role == record.role and name in self._ordered
-        if not is_call_back:
-            self._check_idle(record)
-        if is_call_back:
+        if role == record.role and name in self._ordered:  # it is called back
             return await self._ask(name, calls, order)
+        self._check_idle(record)
         # a process of vLLM goes on as it is: where a stage stays, it need not be empty
         kept = calls.target.role.stages & role.stages if isinstance(calls, VllmInstance) else frozenset()
-        drains = not kept
         if role != record.role:
             self._check_floor(record, kept)
         self._ordered[name] = role
-        if drains:
+        if not kept:
             record.drains.add(_SWITCH)
         try:
             return await self._ask(name, calls, order)
@@ -154,65 +135,3 @@ class Switches:
                     f"instance {record.name} is the only one that is ready for stage {stage}; start another "
                     "first, or have one of another stage take its place"
                 )
-
-
-def operations_router(table: InstanceTable, switches: Switches) -> APIRouter:
-    """``GET /admin/instances``, ``POST /admin/instances/{name}/drain`` and ``/undrain``."""
-    router = APIRouter()
-
-    def describe(record: InstanceRecord) -> dict[str, object]:
-        return {
-            "name": record.name,
-            "url": record.url,
-            "role": str(record.role) if record.role else None,
-            "ready": record.ready,
-            "state": record.state,
-            "draining": record.draining,
-            "in_flight": sum(record.in_flight.values()),
-        }
-
-    @router.get("/admin/instances")
-    async def instances() -> JSONResponse:
-        """Every instance and its state: up, draining or down."""
-        return JSONResponse({"instances": [describe(record) for record in table]})
-
-    @router.post("/admin/instances/{name}/drain")
-    async def drain(name: str) -> JSONResponse:
-        """Send an instance no new request; it is empty when ``in_flight`` is 0."""
-        record = switches.find(name)
-        record.drains.add(_OPERATOR)
-        return JSONResponse(describe(record))
-
-    @router.post("/admin/instances/{name}/undrain")
-    async def undrain(name: str) -> JSONResponse:
-        """Send an instance requests again."""
-        record = switches.find(name)
-        record.drains.discard(_OPERATOR)
-        return JSONResponse(describe(record))
-
-    return router
-
-
-def switches_router(switches: Switches) -> APIRouter:
-    """``POST /instances/{name}/role``."""
-    router = APIRouter()
-
-    @router.post("/instances/{name}/role")
-    async def role(name: str, request: Request) -> JSONResponse:
-        """Answers when the instance serves the role; the role that it has calls an order back."""
-        switches.find(name)
-        body = decoded(await request.body(), RoleBody)
-        order = RoleOrder(role=body.role, deadline_s=body.deadline_s, patience_s=body.patience_s)
-        changed = await switches.order(name, order)
-        answer: dict[str, Any] = {"instance": name, "from": changed.old, "to": changed.new}
-        return JSONResponse({**answer, "seconds": changed.seconds, "drain_s": changed.drain_s})
-
-    return router
-
-
-def decoded(body: bytes, kind: type[_Body]) -> _Body:
-    """The body of an order. Raises InvalidRequest for anything else."""
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except msgspec.DecodeError as error:
-        raise InvalidRequest(f"the body is no {kind.__name__}: {error}") from error

@@ -13,23 +13,20 @@ from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import RedirectResponse
 
-from epd_serve.config import DeploymentConfig
 from epd_serve.protocol.addresses import cross_site
-from epd_serve.routing.table import InstanceRecord, InstanceTable
+from epd_serve.routing.table import InstanceRecord
 from epd_serve.topology.draw import sends_features, sends_kv
 from epd_serve.topology.notation import Topology
 from epd_serve.topology.placement import place_units
 from epd_serve.types import PLURALS
-from proxy.admission.control import AdmissionControl
 from proxy.api.views import key_required
-from proxy.fleet.members import Members
+from proxy.gateway import Gateway
 from proxy.observe.access_log import milliseconds, stages_of
 from proxy.observe.figures import NUM_SLOTS
 from proxy.observe.metrics import kv_usage, pending_s
-from proxy.observe.observer import Observer
 from proxy.observe.record import RequestRecord
-from proxy.settings import GatewaySettings
 
 _PAGE = Path(__file__).with_name("dashboard.html")
 _HEADERS = {"cache-control": "no-cache", "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
@@ -48,24 +45,22 @@ def page() -> tuple[str, dict[str, str]]:
     return text, {"content-security-policy": policy, **_HEADERS}
 
 
-def dashboard_router(
-    table: InstanceTable,
-    observer: Observer,
-    admission: AdmissionControl,
-    settings: GatewaySettings,
-    members: Members,
-) -> APIRouter:
+def dashboard_router(gateway: Gateway) -> APIRouter:
     """The page is open to all and shows nothing by itself; its data need an API key where there are any, and
     without keys no page of another site may read them."""
     router = APIRouter(include_in_schema=False)
-    authenticator = admission.authenticator
+    authenticator = gateway.admission.authenticator
     check_key = key_required(authenticator)
 
     async def guard(request: Request) -> None:
         await check_key(request)
-        problem = cross_site(request.scope["headers"], is_local=settings.is_local)
+        problem = cross_site(request.scope["headers"], is_local=gateway.settings.is_local)
         if authenticator.anonymous and problem is not None:
             raise problem
+
+    @router.api_route("/", methods=["GET", "HEAD"])
+    async def home() -> RedirectResponse:
+        return RedirectResponse("dashboard")
 
     @router.get("/dashboard")
     async def dashboard() -> Response:
@@ -74,32 +69,29 @@ def dashboard_router(
 
     @router.get("/dashboard/data", dependencies=[Depends(guard)])
     async def data() -> Response:
-        config = settings.config.model_copy(update={"topology": members.topology})
-        shown = msgspec.json.encode(snapshot(table, observer, admission, config))
+        shown = msgspec.json.encode(snapshot(gateway))
         return Response(shown, 200, {"cache-control": "no-store"}, "application/json")
 
     return router
 
 
-def snapshot(
-    table: InstanceTable, observer: Observer, admission: AdmissionControl, config: DeploymentConfig
-) -> dict[str, Any]:
+def snapshot(gateway: Gateway) -> dict[str, Any]:
     """Return everything that the page shows. Times are milliseconds."""
-    now_s = time.monotonic()
-    up_s, records, figures = now_s - observer.started_s, list(table), observer.figures
+    fleet, queue, config, now_s = gateway.fleet, gateway.admission.queue, gateway.settings.config, time.monotonic()
+    up_s, records, figures = now_s - gateway.observer.started_s, list(fleet.table), gateway.observer.figures
     return {
         "version": version("epd-serve"),
         "engine": config.engine,
         "uptime_s": round(up_s, 1),
-        "topology": None if config.topology is None else str(config.topology),
-        "models": list(table.models()),
-        "missing": [stage.value for stage in table.missing_stages()],
-        "running": admission.queue.num_running,
-        "waiting": admission.queue.num_waiting,
+        "topology": None if fleet.topology is None else str(fleet.topology),
+        "models": list(fleet.table.models()),
+        "missing": [stage.value for stage in fleet.table.missing_stages()],
+        "running": queue.num_running,
+        "waiting": queue.num_waiting,
         "slo": {"ttft_ms": config.slo.ttft_ms, "tpot_ms": config.slo.tpot_ms},
         "series": figures.series(now_s),
         "window": figures.window(now_s, min(NUM_SLOTS, max(1, round(up_s)))),
-        "units": _units(records, config.topology),
+        "units": _units(records, fleet.topology),
         "instances": [_instance(record) for record in records],
         "links": [
             {"kind": kind, "source": source.name, "target": target.name}

@@ -9,11 +9,9 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any
 
-import msgspec
 from msgspec.structs import replace
 from starlette.types import Receive, Scope, Send
 
@@ -22,32 +20,19 @@ from epd_serve.protocol.instance_state import InstanceInfo
 from epd_serve.protocol.openai.generation import GenerationRequest, Translation
 from epd_serve.protocol.openai.messages import MediaSource
 from epd_serve.protocol.wire import REQUEST_ID_HEADER
-from epd_serve.routing.table import InstanceTable
 from epd_serve.types import PLURALS
-from proxy.admission.control import AdmissionControl, Visit
-from proxy.fleet.monitor import Monitor
-from proxy.http.client import (
-    JSON,
-    Client,
-    ClientLeft,
-    ResponseAborted,
-    TooSlow,
-    send_error,
-    send_json,
-)
-from proxy.media.loader import MediaItem, MediaLoader
-from proxy.observe.observer import Observer
+from proxy.admission import Visit
+from proxy.gateway import Gateway
+from proxy.http.client import Client, ClientLeft, ResponseAborted, TooSlow, headers_of
+from proxy.http.interruption import Interruption
+from proxy.media.loader import MediaItem
 from proxy.observe.record import RequestRecord
 from proxy.serving.forwarding import EventSink
-from proxy.serving.interruption import Interruption
-from proxy.serving.job import Instances, Job
+from proxy.serving.job import Job
 from proxy.serving.prompts import stream_several, whole_several
 from proxy.serving.serve import serve_stream, serve_whole
-from proxy.settings import GatewaySettings
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _REQUEST_ID = REQUEST_ID_HEADER.encode()
 _TRACE_ID = re.compile(r"[\x21-\x7e]{1,256}")
@@ -62,17 +47,13 @@ _INLINE_BYTES = 256 * 1024
 _LAST_WORDS_S = 1.0
 
 
-@dataclass(kw_only=True, eq=False)
 class Endpoint:
     """Reads a request and bounds its time; :meth:`_generate` checks and answers it."""
 
-    kind: str
-    table: InstanceTable
-    monitor: Monitor
-    loader: MediaLoader
-    admission: AdmissionControl
-    observer: Observer
-    settings: GatewaySettings
+    def __init__(self, gateway: Gateway, kind: str, parse: Callable[[bytes | bytearray], Any]) -> None:
+        self.gateway = gateway
+        self.kind = kind
+        self.parse = parse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, as an ASGI application.
@@ -80,24 +61,25 @@ class Endpoint:
         Raises ResponseAborted for a stream that broke off, so that the connection is closed, and any fault of the
         gateway's own.
         """
-        client = Client(scope, receive, send)
-        record = self.observer.begin(self.kind, client.headers)
+        gateway = self.gateway
+        record = gateway.observer.begin(self.kind, headers := headers_of(scope))
+        client = Client(headers, receive, send, record)
         try:
-            holder = self.admission.authenticator.check(client.headers.get(b"authorization"))
+            holder = gateway.admission.authenticator.check(headers.get(b"authorization"))
             record.key = holder.name
-            visit = self.admission.enter(holder)
+            visit = gateway.admission.enter(holder)
         except ServeError as error:
-            await send_error(client, error, record)
-            self.observer.finish(record, error.status, error)
+            await client.send_error(error)
+            gateway.observer.finish(record, error.status, error)
             return
         try:
-            await self._answer(Exchange(client, record, visit))
+            await self._answer(client, visit)
         finally:
             visit.leave()
             client.close()
 
-    async def _answer(self, exchange: Exchange) -> None:
-        client, record, gateway = exchange.client, exchange.record, self.settings.gateway
+    async def _answer(self, client: Client, visit: Visit) -> None:
+        record, gateway = client.record, self.gateway.settings.gateway
         request_id = client.headers.get(_REQUEST_ID, b"").decode("latin-1")
         if _TRACE_ID.fullmatch(request_id):  # any other is replaced by ours
             record.request_id = request_id
@@ -108,20 +90,19 @@ class Endpoint:
         try:
             with Interruption(client.loop, BODY_S, partial(TooSlow, late_body)):
                 body = await client.body(gateway.max_body_bytes)
-            with Interruption(client.loop, limit_s, partial(StageTimeout, late)) as exchange.running:
-                client.on_left = exchange.on_left
-                await self._generate(exchange, body, sink)
+            with Interruption(client.loop, limit_s, partial(StageTimeout, late)) as client.running:
+                await self._generate(client, visit, body, sink)
         except ClientLeft:
-            status, exchange.answered = CLIENT_LEFT, True
+            status, client.answered = CLIENT_LEFT, True
         except ServeError as error:
             status, failure = BROKEN_OFF if sink.started else error.status, error
             if error.status >= 500:  # the text is the key of the log's filter
                 logger.warning(error.message.replace("%", "%%") + " (request %s)", record.request_id)
-            was_answered, exchange.answered = exchange.answered, True
+            was_answered, client.answered = client.answered, True
             if was_answered or sink.ended:  # by now an error would be read as the next answer
                 raise ResponseAborted(error.message) from error
             if not sink.started:
-                await send_error(client, error, record)
+                await client.send_error(error)
                 return
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LAST_WORDS_S):
@@ -129,28 +110,53 @@ class Endpoint:
             raise ResponseAborted(error.message) from error
         except Exception:  # a fault of the gateway: the server answers it or breaks off
             status = BROKEN_OFF if sink.started else 500
-            exchange.answered = True
+            client.answered = True
             raise
         finally:
-            if exchange.answered:
-                self.observer.finish(record, status, failure)
+            if client.answered:
+                self.gateway.observer.finish(record, status, failure)
 
-    async def _generate(self, exchange: Exchange, body: bytearray, sink: EventSink) -> None:
+    async def _generate(self, client: Client, visit: Visit, body: bytearray, sink: EventSink) -> None:
         """Answer a request, through ``sink`` or in one piece. Raises ServeError, even after the first byte."""
         raise NotImplementedError
 
-    async def _media(self, exchange: Exchange, sources: list[MediaSource], salt: str = "") -> list[MediaItem]:
-        info = self.table.models().get(exchange.record.model)
-        for source in sources:
-            if info is not None and source.modality not in info.modalities:
-                raise _not_taken(info, source)
-        fingerprint = "" if info is None else info.media_fingerprint
-        items = await self.loader.load(sources, fingerprint, salt)
-        exchange.record.media([(item.ref, len(item.data)) for item in items])
+    async def _parse(self, body: bytearray) -> Any:
+        """Parse a body, and empty it."""
+        parsed = self.parse(body) if len(body) <= _INLINE_BYTES else await asyncio.to_thread(self.parse, body)
+        body.clear()
+        return parsed
+
+    async def _prepare(
+        self,
+        record: RequestRecord,
+        visit: Visit,
+        request: Any,
+        *,
+        priority: int = 0,
+        num_choices: int = 1,
+        salt: str = "",
+    ) -> list[MediaItem]:
+        """Return the media of a checked request once it may run."""
+        record.model = await self._model(request.model)
+        visit.check(priority=priority, num_choices=num_choices)
+        items: list[MediaItem] = []
+        if sources := request.media():
+            info = self.gateway.fleet.table.models()[record.model]
+            for source in sources:
+                if source.modality not in info.modalities:
+                    raise _not_taken(info, source)
+            items = await self.gateway.loader.load(sources, salt)
+            record.media([(item.ref, len(item.data)) for item in items])
+        since_s = time.monotonic()
+        if await visit.admit():
+            record.queued(since_s)
         return items
 
-    def _model(self, wanted: str | None) -> str:
-        models = self.table.models()
+    async def _model(self, wanted: str | None) -> str:
+        fleet = self.gateway.fleet
+        if not fleet.started.is_set():
+            await fleet.started.wait()
+        models = fleet.table.models()
         if not models:
             raise Unavailable("no instance has started yet; try again shortly")
         if wanted is None:
@@ -159,13 +165,6 @@ class Endpoint:
             known = ", ".join(repr(name) for name in models)
             raise ModelNotFound(f"there is no model {wanted[:100]!r}; served here: {known}", param="model")
         return wanted
-
-
-async def parse_body(parse: Callable[[bytes | bytearray], T], body: bytearray) -> T:
-    """Parse a body, and empty it."""
-    parsed = parse(body) if len(body) <= _INLINE_BYTES else await asyncio.to_thread(parse, body)
-    body.clear()
-    return parsed
 
 
 def _not_taken(info: InstanceInfo, source: MediaSource) -> InvalidRequest:
@@ -183,69 +182,56 @@ def _not_taken(info: InstanceInfo, source: MediaSource) -> InvalidRequest:
     )
 
 
-@dataclass(kw_only=True, eq=False)
 class GenerationEndpoint(Endpoint):
     """An endpoint whose answer is generated."""
 
-    parse: Callable[[bytes | bytearray], GenerationRequest]
-    instances: Instances
-
-    async def _generate(self, exchange: Exchange, body: bytearray, sink: EventSink) -> None:
-        request = await parse_body(self.parse, body)
-        sources = request.media()
-        if not self.monitor.started.is_set():
-            await self.monitor.started.wait()
-        model = exchange.record.model = self._model(request.model)
-        num_choices = (request.n or 1) * max(1, len(request.prompts()))
-        exchange.visit.check(priority=request.priority or 0, num_choices=num_choices)
-        items: list[MediaItem] = []
-        if sources:
-            items = await self._media(exchange, sources, request.cache_salt or "")
-        await exchange.admit()
-        jobs = self._jobs(exchange, request, model, items)
-        exchange.record.streamed = bool(request.stream)
+    async def _generate(self, client: Client, visit: Visit, body: bytearray, sink: EventSink) -> None:
+        request: GenerationRequest = await self._parse(body)
+        record, fleet = client.record, self.gateway.fleet
+        items = await self._prepare(
+            record,
+            visit,
+            request,
+            priority=request.priority or 0,
+            num_choices=(request.n or 1) * max(1, len(request.prompts())),
+            salt=request.cache_salt or "",
+        )
+        jobs = self._jobs(client, request, items)
+        record.streamed = bool(request.stream)
         output = jobs[0].output
-        translation = request.translation(id=jobs[0].id, created=output.created, model=model)
+        translation = request.translation(id=jobs[0].id, created=output.created, model=record.model)
         if request.stream:
             if translation is not None:
-                sink.outlet = TranslatedOutlet(exchange.client, translation)
+                sink.outlet = TranslatedOutlet(client, translation)
             if len(jobs) == 1:
-                await serve_stream(self.instances, jobs[0], sink)
+                await serve_stream(fleet, jobs[0], sink)
             else:
-                await stream_several(self.instances, jobs, sink)
-            exchange.answered = True
-            if not sink.is_out:
-                await sink.finish()
+                await stream_several(fleet, jobs, sink)
+            client.answered = True
+            await sink.finish()
+            return
+        answer = await (serve_whole(fleet, jobs[0]) if len(jobs) == 1 else whole_several(fleet, jobs))
+        record.answered(answer)
+        client.answered = True
+        if translation is None:
+            await client.send_json(200, answer)
         else:
-            if len(jobs) == 1:
-                answer = await serve_whole(self.instances, jobs[0])
-            else:
-                answer = await whole_several(self.instances, jobs)
-            exchange.record.answered(answer)
-            content_type = JSON if translation is None else translation.content_type
-            if translation is not None:
-                answer = translation.whole(answer)
-            exchange.answered = True
-            await send_json(exchange.client, 200, answer, exchange.record, content_type=content_type)
+            await client.send_json(200, translation.whole(answer), content_type=translation.content_type)
 
-    def _jobs(
-        self, exchange: Exchange, request: GenerationRequest, model: str, items: list[MediaItem]
-    ) -> list[Job]:
+    def _jobs(self, client: Client, request: GenerationRequest, items: list[MediaItem]) -> list[Job]:
         """Return a job for each of the request's prompts."""
-        answer_id = os.urandom(16).hex()
-        output = request.output(id=answer_id, created=int(time.time()), model=model)
+        answer_id, record = os.urandom(16).hex(), client.record
+        output = request.output(id=answer_id, created=int(time.time()), model=record.model)
         chat = request.chat()
         prompts: Sequence[str | list[int] | None] = request.prompts() if chat is None else [None]
         return [
             Job(
                 id=answer_id if index == 0 else os.urandom(16).hex(),
-                trace_id=exchange.record.request_id,
-                record=exchange.record,
-                model=model,
+                record=record,
                 output=output if index == 0 else replace(output, first_index=index * (request.n or 1)),
                 sampling=request.sampling(int.from_bytes(os.urandom(8)) >> 1),
                 prompting=request.prompting(),
-                loop=exchange.client.loop,
+                loop=client.loop,
                 messages=chat,
                 prompt=prompt,
                 items=items,
@@ -266,29 +252,3 @@ class TranslatedOutlet:
         events = [event.removeprefix(b"data: ") for event in bytes(data).split(b"\n\n") if event]
         body = b"".join(map(self._translation.events, events))
         return self._client.write(body, last=last) if body or last else True
-
-
-class Exchange(msgspec.Struct, eq=False):
-    """One request and its answer.
-
-    Attributes:
-        answered: the end of the answer is on its way; a client that leaves now misses nothing.
-        running: interrupts the answer.
-    """
-
-    client: Client
-    record: RequestRecord
-    visit: Visit
-    answered: bool = False
-    running: Interruption | None = None
-
-    async def admit(self) -> None:
-        """Wait until the request may run. Raises Overloaded where its turn does not come in time."""
-        since_s = time.monotonic()
-        if await self.visit.admit():
-            self.record.queued(since_s)
-
-    def on_left(self) -> None:
-        """Interrupt the answer: the client is gone."""
-        if not self.answered and self.running is not None:
-            self.running.fire(ClientLeft())

@@ -7,18 +7,16 @@ from collections.abc import Awaitable, Callable
 from typing import Literal
 
 from fastapi import APIRouter, Depends, Request, Response, Security
-from fastapi.responses import PlainTextResponse, RedirectResponse
+from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel, Field
 
 from epd_serve.errors import InvalidRequest, ModelNotFound, Unavailable
 from epd_serve.protocol.instance_state import InstanceInfo
-from epd_serve.routing.table import InstanceTable
 from epd_serve.types import Role, Stage
-from proxy.admission.keys import Authenticator
-from proxy.admission.queue import AdmissionQueue
+from proxy.admission import Authenticator
 from proxy.api.routes import bearer, error_answers
-from proxy.fleet.monitor import Monitor
-from proxy.observe.metrics import CONTENT_TYPE, GatewayMetrics
+from proxy.gateway import Gateway
+from proxy.observe.metrics import CONTENT_TYPE
 
 
 def key_required(authenticator: Authenticator) -> Callable[[Request], Awaitable[None]]:
@@ -49,10 +47,11 @@ class ModelList(BaseModel):
     data: list[ModelCard] = Field(description="The models.")
 
 
-def models_router(table: InstanceTable, monitor: Monitor, authenticator: Authenticator) -> APIRouter:
+def models_router(gateway: Gateway) -> APIRouter:
     """Return ``GET /v1/models`` and ``/v1/models/{name}``."""
-    router = APIRouter(dependencies=[Security(bearer), Depends(key_required(authenticator))])
-    created = int(time.time())
+    check_key = key_required(gateway.admission.authenticator)
+    router = APIRouter(dependencies=[Security(bearer), Depends(check_key)])
+    fleet, created = gateway.fleet, int(time.time())
 
     def card(info: InstanceInfo) -> ModelCard:
         return ModelCard(id=info.model, created=created, root=info.model_path, max_model_len=info.max_model_len)
@@ -60,31 +59,20 @@ def models_router(table: InstanceTable, monitor: Monitor, authenticator: Authent
     @router.get("/v1/models", responses=error_answers(401, 503))
     @router.get("/v1/models/", include_in_schema=False)
     async def models() -> ModelList:
-        await monitor.started.wait()
-        found = table.models()
+        await fleet.started.wait()
+        found = fleet.table.models()
         if not found:
             raise Unavailable("no instance has started yet; try again shortly")
         return ModelList(data=[card(info) for info in found.values()])
 
     @router.get("/v1/models/{name:path}", responses=error_answers(401, 404, 503))
     async def model(name: str) -> ModelCard:
-        await monitor.started.wait()
-        found = table.models()
+        await fleet.started.wait()
+        found = fleet.table.models()
         if name not in found:
             known = ", ".join(map(repr, found)) or "none yet"
             raise ModelNotFound(f"there is no model {name[:100]!r}; served here: {known}", param="model")
         return card(found[name])
-
-    return router
-
-
-def home_router() -> APIRouter:
-    """Return ``GET /``, which leads to the dashboard."""
-    router = APIRouter(include_in_schema=False)
-
-    @router.api_route("/", methods=["GET", "HEAD"])
-    async def home() -> RedirectResponse:
-        return RedirectResponse("dashboard")
 
     return router
 
@@ -109,15 +97,13 @@ class Liveness(BaseModel):
     status: Literal["live"] = Field(default="live", description="Always live.")
 
 
-def health_router(
-    table: InstanceTable, metrics: GatewayMetrics, monitor: Monitor, queue: AdmissionQueue
-) -> APIRouter:
+def health_router(gateway: Gateway) -> APIRouter:
     """Return ``GET /health``, ``/health/ready``, ``/health/live`` and ``/metrics``, open to all.
 
     ``/health?role=EPD`` asks for a ready encoder, too. ``/health/ready`` is for load balancers: its status is 200
     also while requests wait for P and D to come back, as another gateway has lost the same.
     """
-    router = APIRouter()
+    router, fleet, queue = APIRouter(), gateway.fleet, gateway.admission.queue
     states = {**error_answers(400), 503: {"model": Readiness, "description": "Stages are missing."}}
 
     @router.head("/health", include_in_schema=False)
@@ -128,7 +114,7 @@ def health_router(
     @router.head("/health/ready", include_in_schema=False)
     @router.get("/health/ready", responses=states)
     async def ready(response: Response, role: str = "PD") -> Readiness:
-        return answer(response, role, takes_requests=role == "PD" and monitor.is_awaited)
+        return answer(response, role, takes_requests=role == "PD" and fleet.is_awaited)
 
     def answer(response: Response, role: str, *, takes_requests: bool) -> Readiness:
         """Return the state; ``takes_requests``: status 200 although stages are missing."""
@@ -136,12 +122,12 @@ def health_router(
             wanted = Role.parse(role).stages
         except ValueError as error:
             raise InvalidRequest(str(error), param="role") from None
-        missing = table.missing_stages([stage for stage in Stage if stage in wanted])
+        missing = fleet.table.missing_stages([stage for stage in Stage if stage in wanted])
         if missing and not takes_requests:
             response.status_code = 503
         instances = {  # ready, as for the status: those that get work
             one.name: InstanceState(role=str(one.role) if one.role else None, ready=one.state == "up")
-            for one in table
+            for one in fleet.table
         }
         return Readiness(
             status="waiting for " + " and ".join(missing) if missing else "ready", instances=instances
@@ -154,6 +140,7 @@ def health_router(
 
     @router.get("/metrics", response_class=PlainTextResponse)
     async def exposition() -> Response:
-        return Response(metrics.render(table, queue.num_running, queue.num_waiting), media_type=CONTENT_TYPE)
+        text = gateway.observer.metrics.render(fleet.table, queue.num_running, queue.num_waiting)
+        return Response(text, media_type=CONTENT_TYPE)
 
     return router

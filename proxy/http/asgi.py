@@ -8,10 +8,10 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Scope
 
 from epd_serve.errors import InvalidRequest, ServeError
-from epd_serve.protocol.addresses import CrossSite, is_loopback_name
+from epd_serve.protocol.addresses import CrossSite, NoBrowsers, is_loopback_name
 from proxy.http.client import headers_of, retry_headers
 
 #: Headers of an answer that web pages of other origins may read.
@@ -71,35 +71,27 @@ class NotJson(InvalidRequest):
     default_code: ClassVar[str | None] = "unsupported_media_type"
 
 
-class LocalGuard:
+class LocalGuard(NoBrowsers):
     """ASGI middleware for a gateway without keys on the loopback interface: refuses requests that a page of
     another site may have a browser on this machine send (CSRF, DNS rebinding)."""
 
     def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+        super().__init__(app, "localhost")
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        problem = _problem(scope) if scope["type"] == "http" else None
-        if problem is None:
-            await self._app(scope, receive, send)
-        else:
-            await JSONResponse(problem.body(), problem.status)(scope, receive, send)
-
-
-def _problem(scope: Scope) -> ServeError | None:
-    headers = headers_of(scope)
-    host = headers.get(b"host")  # absent in HTTP/1.0, which no browser speaks
-    if host is not None and not is_loopback_name(host):
-        return CrossSite(
-            f"this gateway has no API keys and answers loopback names alone; the request's Host is "
-            f"{host[:100].decode('latin-1')!r}: call it as localhost, or set gateway.api_keys"
-        )
-    media_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-    if scope["method"] != "POST" or media_type == b"application/json":
-        return None
-    if media_type == b"multipart/form-data" and scope["path"] == _FORM_PATH:
-        origin = headers.get(b"origin")
-        if origin is None or origin.partition(b"://")[2] == host:
+    def find_problem(self, scope: Scope) -> ServeError | None:
+        headers = headers_of(scope)
+        host = headers.get(b"host")  # absent in HTTP/1.0, which no browser speaks
+        if host is not None and not is_loopback_name(host):
+            return CrossSite(
+                f"this gateway has no API keys and answers loopback names alone; the request's Host is "
+                f"{host[:100].decode('latin-1')!r}: call it as localhost, or set gateway.api_keys"
+            )
+        media_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        if scope["method"] != "POST" or media_type == b"application/json":
             return None
-        return CrossSite("pages of other sites may send no files here")
-    return NotJson("send the header 'Content-Type: application/json'")
+        if media_type == b"multipart/form-data" and scope["path"] == _FORM_PATH:
+            origin = headers.get(b"origin")
+            if origin is None or origin.partition(b"://")[2] == host:
+                return None
+            return CrossSite("pages of other sites may send no files here")
+        return NotJson("send the header 'Content-Type: application/json'")

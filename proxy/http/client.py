@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar, Protocol
 
 from starlette.types import Receive, Scope, Send
 
 from epd_serve.errors import InvalidRequest, ServeError, TooLarge
+from proxy.http.interruption import Interruption
 from proxy.observe.record import RequestRecord
 
 Header = tuple[bytes, bytes]
+JSON = b"application/json"
 
 
 class ClientLeft(Exception):
@@ -50,17 +52,21 @@ def headers_of(scope: Scope) -> dict[bytes, bytes]:
 
 
 class Client:
-    """The client of one request; an :class:`Outlet`.
+    """The client of one request, with its body and its answer; an :class:`Outlet`.
 
     Attributes:
         loop: the event loop of the connection.
-        on_left: called when the client leaves after its request was read and before its answer is complete.
+        record: of the request.
+        running: interrupts the answer, where the client leaves.
+        answered: the end of the answer is on its way; a client that leaves now misses nothing.
     """
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.headers = headers_of(scope)
+    def __init__(self, headers: dict[bytes, bytes], receive: Receive, send: Send, record: RequestRecord) -> None:
+        self.headers = headers
         self.loop = asyncio.get_running_loop()
-        self.on_left: Callable[[], None] | None = None
+        self.record = record
+        self.running: Interruption | None = None
+        self.answered = False
         self._receive = receive
         self._send = send
         self._watcher: asyncio.Task[None] | None = None
@@ -90,12 +96,25 @@ class Client:
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        if self.on_left is not None:
-            self.on_left()
+        if not self.answered and self.running is not None:
+            self.running.fire(ClientLeft())
 
-    async def respond(self, status: int, headers: Sequence[Header], body: bytes) -> None:
-        """Send the whole answer in one piece; its length is added to the headers."""
-        headers = [*headers, (b"content-length", b"%d" % len(body))]
+    async def send_error(self, error: ServeError) -> None:
+        """Send an error as the whole answer."""
+        await self.send_json(error.status, error.to_json(), retry_after_s=error.retry_after_s)
+
+    async def send_json(
+        self, status: int, body: bytes, *, content_type: bytes = JSON, retry_after_s: float | None = None
+    ) -> None:
+        """Send a whole answer."""
+        headers = [(b"content-type", content_type), *self.record.headers, (b"content-length", b"%d" % len(body))]
+        headers += [
+            (name.encode(), value.encode()) for name, value in retry_headers(status, retry_after_s).items()
+        ]
+        if status == 408:  # the rest of the body may still come, and is no request
+            headers.append((b"connection", b"close"))
+        if status == 401:
+            headers.append((b"www-authenticate", b"Bearer"))
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
@@ -120,7 +139,6 @@ class Client:
 
     def close(self) -> None:
         """Stop watching the connection: the answer is complete, or will not be."""
-        self.on_left = None
         if self._watcher is not None:
             self._watcher.cancel()
 
@@ -139,30 +157,3 @@ def retry_headers(status: int, retry_after_s: float | None = None) -> dict[str, 
         return {}
     seconds = RETRY_AFTER_S if retry_after_s is None else min(math.ceil(retry_after_s), MAX_RETRY_AFTER_S)
     return {"retry-after": str(max(1, seconds))}
-
-
-async def send_error(client: Client, error: ServeError, record: RequestRecord) -> None:
-    """Send an error as the whole answer."""
-    await send_json(client, error.status, error.to_json(), record, error.retry_after_s)
-
-
-JSON = b"application/json"
-
-
-async def send_json(
-    client: Client,
-    status: int,
-    body: bytes,
-    record: RequestRecord,
-    retry_after_s: float | None = None,
-    *,
-    content_type: bytes = JSON,
-) -> None:
-    """Send a whole answer."""
-    headers = [(b"content-type", content_type), *record.headers]
-    headers += [(name.encode(), value.encode()) for name, value in retry_headers(status, retry_after_s).items()]
-    if status == 408:  # the rest of the body may still come, and is no request
-        headers.append((b"connection", b"close"))
-    if status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
-    await client.respond(status, headers, body)

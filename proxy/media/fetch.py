@@ -17,8 +17,7 @@ from aiohttp import StreamReader
 from aiohttp.client_proto import ResponseHandler
 from yarl import URL
 
-from epd_serve.config.gateway import MediaConfig
-from epd_serve.errors import InvalidRequest, ServeError, TooLarge
+from epd_serve.errors import InvalidRequest, TooLarge
 from proxy.media.resolver import Lookups, is_public, parse_address
 from proxy.settings import GatewaySettings
 
@@ -37,31 +36,6 @@ _MAX_REDIRECTS = 3
 FETCH_TIMEOUT_S = 10.0
 _PASSWORD = re.compile(r"://[^/?#]*@")
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
-
-
-class AddressRefused(OSError):
-    """A connection to an address that media URLs may not lead to."""
-
-    def __init__(self, address: str) -> None:
-        super().__init__(errno.EACCES, f"{address} is not public")
-
-
-def check_url(url: URL, media: MediaConfig) -> None:
-    """Raises InvalidRequest with what is not allowed. Look at no other parser's idea of the same URL."""
-    if url.scheme not in ("http", "https"):
-        raise InvalidRequest("only data:, http:// and https:// URLs are supported")
-    if not url.host:
-        raise InvalidRequest("the URL has no host")
-    if url.user is not None or url.password is not None:
-        raise InvalidRequest("URLs with a user name or a password are not supported")
-    domains = media.allowed_domains
-    host = (url.raw_host or "").lower().removesuffix(".")
-    if domains is not None and not any(_is_within(host, domain) for domain in domains):
-        raise InvalidRequest(f"media may not be fetched from {host}; allowed are {', '.join(domains)}")
-
-
-def _is_within(host: str, domain: str) -> bool:
-    return host.endswith(domain[1:]) if domain.startswith("*.") else host == domain
 
 
 class _Protocol(ResponseHandler):
@@ -104,12 +78,9 @@ class MediaFetcher:
     """
 
     def __init__(self, settings: GatewaySettings, timeout_s: float = FETCH_TIMEOUT_S) -> None:
-        self._settings = settings
+        self._media = settings.gateway.media
+        self._allow_private = settings.allow_private
         self._timeout_s = timeout_s
-
-    @property
-    def _media(self) -> MediaConfig:
-        return self._settings.gateway.media
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
@@ -138,20 +109,19 @@ class MediaFetcher:
     ) -> None:
         await self._session.close()
 
-    async def fetch(self, url: str, *, max_bytes: int | None = None) -> bytes:
-        """Fetch a file of at most ``max_bytes``; None: an image's limit.
+    async def fetch(self, url: str) -> bytes:
+        """Fetch a file.
 
         Raises InvalidRequest that names the URL and what the client can do about it, TooLarge for too many bytes.
         A server that cannot be reached is one case, be its name unknown, its address private or nobody there, and
         nothing that a server sent is shown: who asks could otherwise look around in the inner network.
         """
-        max_bytes = max_bytes or self._media.max_bytes
         if len(url) > MAX_URL_LENGTH:
             raise InvalidRequest(f"{_short(url)} has {len(url)} characters; at most {MAX_URL_LENGTH} are accepted")
         timeout_s = self._timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._get(url, max_bytes)
+                return await self._get(url)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             # Not with the URL, which may hold a signature.
             reason = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else type(error).__name__
@@ -161,11 +131,9 @@ class MediaFetcher:
                 f"speaks HTTP and that sends the file within {timeout_s:g} s"
             ) from error
 
-    async def _get(self, url: str, max_bytes: int) -> bytes:
+    async def _get(self, url: str) -> bytes:
         location = self._checked(url, url)
-        most = _MAX_REDIRECTS
-        for _ in range(most + 1):
-            # The very object that was checked is what is connected to: no second parser sees another host in it.
+        for _ in range(_MAX_REDIRECTS + 1):
             async with self._session.get(location, allow_redirects=False) as response:
                 if response.status in _REDIRECTS and "location" in response.headers:
                     target = urljoin(str(location), response.headers["location"])
@@ -184,41 +152,50 @@ class MediaFetcher:
                         f"{_short(url)} cannot be fetched: the server sent it compressed, which it was asked not "
                         "to do"
                     )
-                return await self._read(url, response, max_bytes)
-        raise InvalidRequest(f"{_short(url)} cannot be fetched: more than {most} redirects")
+                max_bytes = self._media.max_bytes
+                data = bytearray()
+                if (response.content_length or 0) <= max_bytes:
+                    async for chunk in response.content.iter_any():
+                        data += chunk
+                        if len(data) > max_bytes:
+                            break
+                    else:
+                        return bytes(data)
+                raise TooLarge(f"{_short(url)} has more than {max_bytes} bytes, the limit for such a file")
+        raise InvalidRequest(f"{_short(url)} cannot be fetched: more than {_MAX_REDIRECTS} redirects")
 
     def _checked(self, text: str, url: str) -> URL:
-        """``text`` as a URL that the rules allow; ``url`` is what the client sent."""
+        """Return ``text`` as a URL that the rules allow; ``url`` is that of the client.
+
+        Raises InvalidRequest. No other parser may look at the text: it could see another host in it.
+        """
         try:
-            location = URL(text)
-            check_url(location, self._media)
-        except InvalidRequest as error:
-            raise InvalidRequest(f"{_short(url)}: {error.message}") from None
+            location, domains = URL(text), self._media.allowed_domains
+            host = (location.raw_host or "").lower().removesuffix(".")
+            problem = ""
+            if location.scheme not in ("http", "https"):
+                problem = "only data:, http:// and https:// URLs are supported"
+            elif not location.host:
+                problem = "the URL has no host"
+            elif location.user is not None or location.password is not None:
+                problem = "URLs with a user name or a password are not supported"
+            elif domains is not None and not any(
+                host.endswith(one[1:]) if one.startswith("*.") else host == one for one in domains
+            ):
+                problem = f"media may not be fetched from {host}; allowed are {', '.join(domains)}"
         except (ValueError, TypeError) as error:
             raise InvalidRequest(f"{_short(url)} is no URL: {error}") from error
+        if problem:
+            raise InvalidRequest(f"{_short(url)}: {problem}")
         return location
-
-    async def _read(self, url: str, response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
-        if (response.content_length or 0) > max_bytes:
-            raise _too_large(url, max_bytes)
-        data = bytearray()
-        async for chunk in response.content.iter_any():
-            data += chunk
-            if len(data) > max_bytes:
-                raise _too_large(url, max_bytes)
-        return bytes(data)
 
     def _new_socket(self, info: tuple[Any, ...]) -> socket.socket:
         """Called by the connector for each address that it is about to connect to."""
         family, kind, protocol, _, target = info
         address = target[0]
-        if not self._settings.allow_private and not is_public(parse_address(address)):
-            raise AddressRefused(address)
+        if not self._allow_private and not is_public(parse_address(address)):
+            raise OSError(errno.EACCES, f"{address} is not public")
         return socket.socket(family=family, type=kind, proto=protocol)
-
-
-def _too_large(url: str, max_bytes: int) -> ServeError:
-    return TooLarge(f"{_short(url)} has more than {max_bytes} bytes, which is the limit for such a file")
 
 
 def _short(url: str) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from concurrent.futures import Future
 from contextlib import suppress
 from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
 from threading import Thread
@@ -59,13 +60,13 @@ class Lookups(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
     ) -> list[ResolveResult]:
-        """Addresses of a name. Raises OSError, of which TimeoutError is one."""
-        loop = asyncio.get_running_loop()
+        """Return the addresses of a name. Raises OSError, of which TimeoutError is one."""
+        loop, found = asyncio.get_running_loop(), Future[list[Any]]()
+        found.set_running_or_notify_cancel()  # a lookup ends by itself alone
         async with asyncio.timeout(TIMEOUT_S):
             await self._free.acquire()
-            found: asyncio.Future[list[Any]] = loop.create_future()
             Thread(target=self._look_up, args=(loop, found, host, port, family), daemon=True).start()
-            addresses = await found
+            addresses = await asyncio.wrap_future(found)
         return [
             {
                 "hostname": host,
@@ -84,26 +85,15 @@ class Lookups(AbstractResolver):
     def _look_up(
         self,
         loop: asyncio.AbstractEventLoop,
-        found: asyncio.Future[list[Any]],
+        found: Future[list[Any]],
         host: str,
         port: int,
         family: socket.AddressFamily,
     ) -> None:
-        result: list[Any] | Exception
+        kind, flags = socket.SOCK_STREAM, socket.AI_ADDRCONFIG
         try:
-            result = socket.getaddrinfo(
-                host, port, family=family, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG
-            )
+            found.set_result(socket.getaddrinfo(host, port, family=family, type=kind, flags=flags))
         except (OSError, ValueError) as error:  # ValueError: no name at all
-            result = error if isinstance(error, OSError) else OSError(str(error))
+            found.set_exception(error if isinstance(error, OSError) else OSError(str(error)))
         with suppress(RuntimeError):  # the loop has ended in the meantime
-            loop.call_soon_threadsafe(self._looked_up, found, result)
-
-    def _looked_up(self, found: asyncio.Future[list[Any]], result: list[Any] | Exception) -> None:
-        self._free.release()
-        if found.done():
-            return
-        if isinstance(result, Exception):
-            found.set_exception(result)
-        else:
-            found.set_result(result)
+            loop.call_soon_threadsafe(self._free.release)

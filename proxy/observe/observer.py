@@ -36,12 +36,12 @@ _TRACEPARENT, _TRACESTATE = TRACEPARENT_HEADER.encode(), TRACESTATE_HEADER.encod
 class Observer:
     """Begins and finishes the records of requests. For one event loop."""
 
-    def __init__(self, config: DeploymentConfig, metrics: GatewayMetrics) -> None:
+    def __init__(self, config: DeploymentConfig) -> None:
+        self.metrics = GatewayMetrics()
         self.figures = Figures(config.slo)
         self.started_s = time.monotonic()
-        self._inter_token = metrics.inter_token.observe
         self._num_begun = 0
-        self._subscribers: list[Callable[[RequestRecord], None]] = [metrics.put, self.figures.put]
+        self._subscribers: list[Callable[[RequestRecord], None]] = [self.metrics.put, self.figures.put]
         self._closers: list[Callable[[], None]] = []
         if config.gateway.access_log:
             log = AccessLog(config.gateway.access_log)
@@ -70,7 +70,7 @@ class Observer:
             endpoint, context, os.urandom(16).hex(), time.monotonic(), traceparent=context.traceparent
         )
         if not self._num_begun % _PACED_EVERY:
-            record.pace = Pace(self._inter_token)
+            record.pace = Pace(self.metrics.inter_token.observe)
         self._num_begun += 1
         return record
 

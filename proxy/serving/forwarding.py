@@ -38,14 +38,12 @@ class EventSink(msgspec.Struct, eq=False):
     Attributes:
         outlet: once it has started, events that are not the last may be written there directly.
         started, ended: whether the first and the last events were written.
-        is_out: whether the last events were written and the client has room for them.
     """
 
     outlet: Outlet
     record: RequestRecord
     started: bool = False
     ended: bool = False
-    is_out: bool = False
 
     def write(self, events: bytes | memoryview, *, last: bool = False) -> bool:
         """Write events; return False where :meth:`drain` must come before the next ones."""
@@ -55,9 +53,7 @@ class EventSink(msgspec.Struct, eq=False):
                 self.record.ttft_s = time.monotonic() - self.record.arrived_s
             self.outlet.start((*_HEADERS, *self.record.headers))
         self.ended = last
-        flows = self.outlet.write(events, last=last)
-        self.is_out = last and flows
-        return flows
+        return self.outlet.write(events, last=last)
 
     async def drain(self) -> None:
         """Wait until the client can take more."""
@@ -214,8 +210,7 @@ def _most_bytes(job: Job, route: Route) -> int:
 
 
 def _too_long(stage: Stage, route: Route) -> InstanceFailed:
-    name = (route.prefill if stage is Stage.PREFILL else route.decode).name
-    return InstanceFailed(f"instance {name} answered with more than the request's tokens can be")
+    return InstanceFailed(f"instance {route.at(stage).name} answered with more than the request's tokens can be")
 
 
 _END_OF_EVENT = b"\n\n"

@@ -1,35 +1,29 @@
-"""A checked request, the instances that serve it, and its demand as the router sees it."""
+"""A checked request, and its demand as the router sees it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from hashlib import blake2b
 
 import msgspec
 
-from epd_serve.backends.base import StageCalls
 from epd_serve.protocol.wire import ChatMessage, OutputOptions, PromptOptions
-from epd_serve.routing.routes import Demand, Router
+from epd_serve.routing.routes import Demand
 from epd_serve.routing.table import InstanceTable
 from epd_serve.types import SamplingParams
-from proxy.fleet.monitor import Monitor
+from proxy.fleet import Fleet
 from proxy.media.loader import MediaItem
 from proxy.observe.record import RequestRecord
-from proxy.settings import GatewaySettings
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """A checked request, ready to be sent to instances.
 
-    ``id`` is unique; ``trace_id`` may be the client's. A chat has ``messages``, a completion ``prompt``.
-    ``loop`` runs it.
+    ``id`` is unique. A chat has ``messages``, a completion ``prompt``. ``loop`` runs it.
     """
 
     id: str
-    trace_id: str
-    model: str
     output: OutputOptions
     sampling: SamplingParams
     messages: list[ChatMessage] | None
@@ -40,23 +34,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     loop: asyncio.AbstractEventLoop
 
 
-@dataclass(frozen=True, kw_only=True)
-class Instances:
-    """The instances as the gateway uses them."""
-
-    table: InstanceTable
-    calls: Mapping[str, StageCalls]
-    router: Router
-    monitor: Monitor
-    settings: GatewaySettings
-
-
 #: Beginnings of a prompt are hashed at this many characters and at each doubling: a match is at least half of
 #: what two prompts have in common.
 _FIRST_BEGINNING = 256
 
 
-async def measure_demand(instances: Instances, job: Job) -> Demand:
+async def measure_demand(fleet: Fleet, job: Job) -> Demand:
     """Return the facts on which a request's route depends, with its beginnings where the router uses them."""
     num_characters = num_tokens = 0
     for message in job.messages or ():
@@ -65,7 +48,7 @@ async def measure_demand(instances: Instances, job: Job) -> Demand:
         num_characters = len(job.prompt)
     elif job.prompt is not None:
         num_tokens = len(job.prompt)
-    pieces = await _prompt_pieces(job, instances.table) if instances.router.routes.uses_prefix else []
+    pieces = await _prompt_pieces(job, fleet.table) if fleet.router.routes.uses_prefix else []
     return Demand(
         num_characters=num_characters,
         num_tokens=num_tokens,
@@ -80,7 +63,7 @@ async def measure_demand(instances: Instances, job: Job) -> Demand:
 async def _prompt_pieces(job: Job, table: InstanceTable) -> list[str]:
     """Return the prompt in pieces, in which media are their names."""
     infos = table.models()
-    fingerprint = infos[job.model].media_fingerprint if job.model in infos else ""
+    fingerprint = infos[job.output.model].media_fingerprint if job.output.model in infos else ""
     pieces = [job.prompting.cache_salt]
     if isinstance(job.prompt, list):
         return [*pieces, *(f"{token} " for token in job.prompt)]

@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from epd_serve.protocol.openai import chunks
+from proxy.fleet import Fleet
 from proxy.http.client import Header
 from proxy.serving.forwarding import EventSink
-from proxy.serving.job import Instances, Job
+from proxy.serving.job import Job
 from proxy.serving.serve import serve_stream, serve_whole
 
 _END_OF_EVENT = b"\n\n"
@@ -20,17 +21,17 @@ _NO_CHOICES = b'"choices":[]'
 T = TypeVar("T")
 
 
-async def stream_several(instances: Instances, jobs: Sequence[Job], sink: EventSink) -> None:
+async def stream_several(fleet: Fleet, jobs: Sequence[Job], sink: EventSink) -> None:
     """Write the events of all jobs to ``sink`` as they come. Raises ServeError with the first that fails."""
     strands = [_Strand(job, sink) for job in jobs]
-    await _run_all(serve_stream(instances, strand.job, strand.sink) for strand in strands)
+    await _run_all(serve_stream(fleet, strand.job, strand.sink) for strand in strands)
     usage, options = sum((strand.usage for strand in strands), chunks.Usage(0, 0)), jobs[0].output
     sink.write((chunks.usage_event(options, usage) if options.include_usage else b"") + chunks.DONE)
 
 
-async def whole_several(instances: Instances, jobs: Sequence[Job]) -> bytes:
+async def whole_several(fleet: Fleet, jobs: Sequence[Job]) -> bytes:
     """Return one answer with the choices of all jobs. Raises ServeError with the first that fails."""
-    bodies = await _run_all(serve_whole(instances, job) for job in jobs)
+    bodies = await _run_all(serve_whole(fleet, job) for job in jobs)
     answers = [msgspec.json.decode(body) for body in bodies]
     usages = [answer["usage"] for answer in answers]
     return msgspec.json.encode(

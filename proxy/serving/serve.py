@@ -23,39 +23,40 @@ from epd_serve.routing.routes import Route
 from epd_serve.routing.table import InstanceRecord, OpenCall
 from epd_serve.telemetry.span import Span
 from epd_serve.types import Stage
+from proxy.fleet import Fleet
+from proxy.http.interruption import Interruption
 from proxy.observe.record import DECODE, ENCODE, ENCODED, PREFILL, RECOMPUTED, STORED, TRANSFER
 from proxy.serving.forwarding import EventSink, Streamed, Whole
-from proxy.serving.interruption import Interruption
-from proxy.serving.job import Instances, Job, measure_demand
+from proxy.serving.job import Job, measure_demand
 
 _P, _D = Stage.PREFILL, Stage.DECODE
 
 
-async def serve_stream(instances: Instances, job: Job, sink: EventSink) -> None:
+async def serve_stream(fleet: Fleet, job: Job, sink: EventSink) -> None:
     """Write the answer's events to ``sink``. Raises ServeError, before or after ``sink.started``."""
     answer = Streamed(job, sink)
     try:
-        await _serve(instances, job, answer)
+        await _serve(fleet, job, answer)
     finally:
         job.record.streamed_all(answer.num_tokens if answer.known and answer.readers else None)
 
 
-async def serve_whole(instances: Instances, job: Job) -> bytes:
+async def serve_whole(fleet: Fleet, job: Job) -> bytes:
     """Return the answer's JSON. Raises ServeError."""
     answer = Whole(job)
-    await _serve(instances, job, answer)
+    await _serve(fleet, job, answer)
     return answer.body
 
 
-async def _serve(instances: Instances, job: Job, answer: Streamed | Whole) -> None:
+async def _serve(fleet: Fleet, job: Job, answer: Streamed | Whole) -> None:
     """Make attempts until the client has the whole answer. Raises the ServeError of the last one.
 
     Cancelling the task closes all calls.
     """
-    monitor, record, number = instances.monitor, job.record, 0
-    retry = Retry(instances.table, instances.router, job.model, await measure_demand(instances, job))
+    record, number = job.record, 0
+    retry = Retry(fleet.table, fleet.router, job.output.model, await measure_demand(fleet, job))
     while True:
-        route = retry.pick_route(job.loop.time(), monitor.wait_s, monitor.complete_at_s)
+        route = retry.pick_route(job.loop.time(), fleet.wait_s, fleet.complete_at_s)
         if route is None:
             await asyncio.sleep(LOOK_AGAIN_S)
             continue
@@ -65,8 +66,8 @@ async def _serve(instances: Instances, job: Job, answer: Streamed | Whole) -> No
         assert route.prefill.info is not None, "a ready instance has sent its info"
         fingerprint = route.prefill.info.media_fingerprint
         refs = [await item.name(fingerprint) for item in job.items]
-        attempt = _Attempt(instances, job, route, f"{job.id}-{number}", Interruption(job.loop))
-        monitor.watchers.add(attempt)
+        attempt = _Attempt(fleet, job, route, f"{job.id}-{number}", Interruption(job.loop))
+        fleet.watchers.add(attempt)
         try:
             with attempt.interruption:
                 attempt.call_instances(refs, retry.generated, again=number > 1)
@@ -78,7 +79,7 @@ async def _serve(instances: Instances, job: Job, answer: Streamed | Whole) -> No
             retry.fail_attempt(route, failure, begun=answer.begun, generated=answer.generated())
             record.attempt_failed(attempt.request_id)
         finally:
-            monitor.watchers.discard(attempt)
+            fleet.watchers.discard(attempt)
             await attempt.close()
 
 
@@ -89,7 +90,7 @@ class _Attempt(Struct, eq=False):
         interruption: ends the attempt when a call fails for which the coroutine does not wait.
     """
 
-    instances: Instances
+    fleet: Fleet
     job: Job
     route: Route
     request_id: str
@@ -102,13 +103,13 @@ class _Attempt(Struct, eq=False):
 
     def call_instances(self, refs: list[MediaRef], generated: list[int], *, again: bool) -> None:
         """Begin all calls: nobody waits for E before calling P. Raises CallFailed."""
-        instances, job, route, record = self.instances, self.job, self.route, self.job.record
+        fleet, job, route, record = self.fleet, self.job, self.route, self.job.record
         for stage, one in ((_P, route.prefill), (_D, route.decode)):
-            if one.name not in instances.calls:
+            if one.name not in fleet.calls:
                 raise self._failure(stage, _left(one))
-        prefill, decode = instances.calls[route.prefill.name], instances.calls[route.decode.name]
+        prefill, decode = fleet.calls[route.prefill.name], fleet.calls[route.decode.name]
         if any(ref.modality == "video" for ref in refs):
-            refs = in_segments(instances.table, route.prefill, refs)
+            refs = in_segments(fleet.table, route.prefill, refs)
         parts = [(place, part) for place, ref in enumerate(refs) for part in ref.segments]
         record.items = [part.mm_hash for _, part in parts]
         self._begin_span(PREFILL, route.prefill)
@@ -127,13 +128,13 @@ class _Attempt(Struct, eq=False):
             traceparent=self._traceparent(self._span),
         )
         media = [item.data for item in job.items]
-        self._count_call(_P, prefill.prefill(request, trace_id=job.trace_id, media=media), again=again)
+        self._count_call(_P, prefill.prefill(request, trace_id=job.record.request_id, media=media), again=again)
         if not route.fused:
             expected = DecodeRequest(
                 request_id=self.request_id, stream=job.output.stream, traceparent=record.traceparent
             )
             try:
-                call = decode.decode(expected, trace_id=job.trace_id)
+                call = decode.decode(expected, trace_id=job.record.request_id)
             except ServeError as error:
                 raise self._failure(_D, error) from error
             self._count_call(_D, call, again=again)
@@ -142,8 +143,8 @@ class _Attempt(Struct, eq=False):
         if not distinct:
             return
         items = [part for _, part in distinct.values()]
-        encoders = instances.router.encoders.choose_encoders(instances.table, route.prefill, items)
-        patience_s = instances.settings.encode_timeout_s
+        encoders = fleet.router.encoders.choose_encoders(fleet.table, route.prefill, items)
+        patience_s = fleet.settings.encode_timeout_s
         for (place, part), encoder in zip(distinct.values(), encoders, strict=True):
             item = ItemEncoders(part, job.items[place].param, encoder, patience_s)
             encode = self._encode(item, job.items[place].data, prefill.url)
@@ -176,7 +177,10 @@ class _Attempt(Struct, eq=False):
         self._begin_span(DECODE, route.decode)
         try:
             opened = await self._calls[_D][0].opened
-            self._is_with_decode = True
+        except ServeError as error:
+            raise self._failure(_D, error) from error
+        self._is_with_decode = True
+        try:
             await answer.forward(_D, route, opened)
         except InstanceLost as error:
             raise self._failure(_D, error) from error
@@ -208,8 +212,8 @@ class _Attempt(Struct, eq=False):
     def _count_call(self, stage: Stage, call: StageCall, *, again: bool) -> None:
         """Count a call as in flight until it is closed."""
         route, is_prefill = self.route, stage is _P
-        counted = self.instances.table.in_flight(
-            route.prefill if is_prefill else route.decode,
+        counted = self.fleet.table.in_flight(
+            route.at(stage),
             stage,
             request_id=self.request_id,
             work=route.prefill_work if is_prefill else route.decode_work,
@@ -248,12 +252,12 @@ class _Attempt(Struct, eq=False):
     def _failure(self, stage: Stage, error: ServeError) -> CallFailed:
         """Return the failure of a call, and report an instance whose connection broke."""
         if isinstance(error, InstanceLost):
-            self.instances.monitor.report_lost((self.route.prefill if stage is _P else self.route.decode).name)
+            self.fleet.report_lost(self.route.at(stage).name)
         return CallFailed(stage, error)
 
     def _check_complete(self, answer: Streamed | Whole, stage: Stage) -> None:
         if not answer.complete:
-            name = (self.route.prefill if stage is _P else self.route.decode).name
+            name = self.route.at(stage).name
             early = InstanceFailed(f"instance {name} ended its answer before it was complete")
             raise CallFailed(stage, early, began=True)
 
@@ -271,7 +275,7 @@ class _Attempt(Struct, eq=False):
 
     async def _encode(self, item: ItemEncoders, media: bytes, announce_to: str) -> None:
         """Have an item encoded by one instance after the other; end the attempt where nobody can."""
-        instances, route = self.instances, self.route
+        fleet, route = self.fleet, self.route
         try:
             while True:
                 error: ServeError
@@ -283,8 +287,8 @@ class _Attempt(Struct, eq=False):
                 except ServeError as failure:
                     error = failure
                 if isinstance(error, InstanceLost):
-                    instances.monitor.report_lost(item.encoder.name)
-                item.pick_next(instances.router, instances.table, route.prefill, error)
+                    fleet.report_lost(item.encoder.name)
+                item.pick_next(fleet.router, fleet.table, route.prefill, error)
                 self.job.record.encode_retries += 1
         except ServeError as error:
             if _P in self._calls and not self._calls[_P][0].opened.done():  # else P needs no feature any more
@@ -294,7 +298,7 @@ class _Attempt(Struct, eq=False):
 
     async def _call_encoder(self, item: ItemEncoders, media: bytes, announce_to: str) -> None:
         """Have the item's current encoder encode it. Raises TimeoutError where it stalls, or ServeError."""
-        instances, job, encoder = self.instances, self.job, item.encoder
+        fleet, job, encoder = self.fleet, self.job, item.encoder
         span = job.record.begin(ENCODE, self.request_id, encoder.name, item.ref.mm_hash)
         request = EncodeRequest(
             request_id=self.request_id,
@@ -305,11 +309,11 @@ class _Attempt(Struct, eq=False):
         )
         interruption = Interruption(job.loop, None if encoder is self.route.prefill else item.patience_s)
         try:
-            if (calls := instances.calls.get(encoder.name)) is None:
+            if (calls := fleet.calls.get(encoder.name)) is None:
                 raise _left(encoder)
             self._encode_calls[interruption] = encoder.name
-            with instances.table.encoding(encoder, item.ref, self.request_id), interruption:
-                reply = await calls.encode(request, trace_id=job.trace_id)
+            with fleet.table.encoding(encoder, item.ref, self.request_id), interruption:
+                reply = await calls.encode(request, trace_id=job.record.request_id)
             computed = ENCODED if Stage.ENCODE in encoder.stages else RECOMPUTED
             span.end(feature=STORED if reply.cached else computed)
         except (TimeoutError, ServeError):

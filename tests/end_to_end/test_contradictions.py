@@ -73,7 +73,7 @@ async def test_wrong_requests_of_many_connections_leave_others_alone() -> None:
         waits = {"plain": statistics.median(plain_s), "structured": statistics.median(structured_s)}
         print("healthy p50 in s:", waits, "of", len(plain_s))
         assert max(waits.values()) < 5
-        assert all(record.state == "up" for record in here.app.state.table)
+        assert all(record.state == "up" for record in here.app.state.gateway.fleet.table)
         async with here.session.get(f"{here.url}/metrics") as response:
             metrics = (await response.text()).splitlines()
         assert not any(

@@ -76,7 +76,7 @@ class Site:
         async with asyncio.timeout(300):
             while True:
                 try:
-                    answer = await self.client.get(f"{self.admin}/admin/instances")
+                    answer = await self.client.get(f"{self.admin}/instances")
                     [record] = [one for one in answer.json()["instances"] if one["name"] == MOVER]
                     if record["role"] == role and record["ready"] and not record["draining"]:
                         return

@@ -75,7 +75,7 @@ class Fleet:
     async def instances(self) -> dict[str, dict[str, Any]]:
         """As the admin plane shows them."""
         headers = {"authorization": f"Bearer {_KEYS[ADMIN_KEY]}"}
-        async with self._session.get(f"{self._url}:{_ADMIN_PORT}/admin/instances", headers=headers) as answer:
+        async with self._session.get(f"{self._url}:{_ADMIN_PORT}/instances", headers=headers) as answer:
             return {one["name"]: one for one in (await answer.json())["instances"]}
 
     async def num_served(self, name: str) -> float:

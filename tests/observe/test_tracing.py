@@ -8,12 +8,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import in_process
 import pytest
 from aiohttp import web
 
-from epd_serve.telemetry.otel import span_export
+from epd_serve.telemetry.otel import StageExport, span_export
+from epd_serve.telemetry.span import Span
 
 otlp = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
 TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -59,6 +61,7 @@ async def test_one_request_is_one_trace_over_all_instances(monkeypatch: pytest.M
     async with collecting() as (collector, url):
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
         monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "60")  # the collector is in the loop of all instances
         model = Path(__file__).parents[2] / "epd_serve" / "demo" / "weights"
         async with in_process.deployment(model, "E", "P", "D") as running:
             content = [{"type": "image_url", "image_url": {"url": PICTURE}}, {"type": "text", "text": "What?"}]
@@ -93,6 +96,19 @@ async def test_one_request_is_one_trace_over_all_instances(monkeypatch: pytest.M
         assert by_name[name][0] == at and by_name[name][1].parent_span_id == by_name[below][1].span_id
     about = {one.key: one.value for one in root.attributes}
     assert about["gen_ai.usage.output_tokens"].int_value == 4
+
+
+def test_a_span_that_ends_before_its_call_comes_is_exported() -> None:
+    export = Mock()
+    stages = StageExport(export, "d0")
+    stages.put(Span("decode_queue", "r", 1, 2))
+    stages.put(Span("decode_queue", "quiet", 1, 2))
+    stages.received("r", f"00-{TRACE}-{CALLER}-01")
+    stages.received("quiet", f"00-{TRACE}-{CALLER}-00")
+    for name in ("r", "quiet"):
+        stages.put(Span("decode_execute", name, 2, 3))
+    found = [(span.name, span.request_id, context.trace_id) for (span, context), _ in export.put.call_args_list]
+    assert found == [("decode_queue", "r", TRACE), ("decode_execute", "r", TRACE)]
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from epd_serve.protocol import instance_state, wire
 from epd_serve.rpc import items
 from epd_serve.rpc.server import LinkService, Port, Reply
 from proxy.app import create_app
-from proxy.fleet.members import Member
+from proxy.fleet import Member
 from proxy.http.server import new_server
 
 MESSAGES: dict[str, type[wire.Message]] = {
@@ -274,8 +274,9 @@ class Gateway:
         self.url = url
         self.fakes = {fake.name: fake for fake in fakes}
         self.app = app
-        self.table = app.state.table
-        self.admission = app.state.admission
+        self.fleet = app.state.gateway.fleet
+        self.table = self.fleet.table
+        self.admission = app.state.gateway.admission
         self.session = session
 
     def __getitem__(self, name: str) -> FakeInstance:
@@ -284,7 +285,7 @@ class Gateway:
     def become(self, instances: Sequence[tuple[str, str]]) -> None:
         """Replace the gateway's instances, as ``epd-serve apply`` does."""
         members = {name: Member(url=url, role="") for name, url in instances}
-        self.app.state.members.replace(members, None)
+        self.fleet.replace(members, None)
 
     def post(self, body: Any, path: str = "/v1/chat/completions", **more: Any) -> Any:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()

@@ -4,11 +4,11 @@ import asyncio
 import socket
 
 import pytest
-from fastapi import APIRouter, FastAPI
+from fastapi import FastAPI
 from gateway_settings import admin_plane
 
 from epd_serve.autoscale.instance_load import from_json, instance_loads
-from proxy.admin.plane import create_admin_app, running_admin
+from proxy.admin.plane import running_admin
 
 KEY = {"authorization": "Bearer admin-secret"}
 
@@ -76,22 +76,6 @@ async def test_web_pages_cannot_use_the_admin_plane_through_a_browser(start, add
     for host in (f"localhost:{port}", "127.0.0.1", "[::1]:1"):
         async with gateway.session.get(f"{url}/instances", headers={"host": host}) as response:
             assert response.status == 200
-
-
-async def test_routes_of_others_are_behind_the_same_key(start):
-    gateway = await start("pd0:PD")
-    router = APIRouter()
-
-    @router.post("/instances/{name}/drain")
-    async def drain(name: str) -> dict[str, str]:
-        return {"draining": name}
-
-    app = create_admin_app(gateway.table, gateway.admission, "admin-secret", [router])
-    async with running_admin(app, admin_plane()) as url:
-        async with gateway.session.post(f"{url}/instances/pd0/drain") as response:
-            assert response.status == 401
-        async with gateway.session.post(f"{url}/instances/pd0/drain", headers=KEY) as response:
-            assert await response.json() == {"draining": "pd0"}
 
 
 async def test_a_port_that_is_taken_is_named():

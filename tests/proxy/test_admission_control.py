@@ -7,7 +7,7 @@ import pytest
 
 from epd_serve.config.gateway import ApiKeyConfig
 from epd_serve.config.keys import hash_key, new_key
-from proxy.admission.keys import Authenticator, Client, Unauthorized
+from proxy.admission import Authenticator, Holder, Unauthorized
 
 
 def key(name: str, **limits) -> tuple[dict[str, str], ApiKeyConfig]:
@@ -19,8 +19,8 @@ def test_new_keys_are_long_and_known_by_their_hash():
     secret, hashed = new_key()
     assert secret.startswith("epd-") and len(secret) >= 4 + 43
     assert hash_key(secret) == hashed and secret not in hashed
-    client = Client("a")
-    authenticator = Authenticator([(hashed, client), (new_key()[1], Client("b"))])
+    client = Holder("a")
+    authenticator = Authenticator([(hashed, client), (new_key()[1], Holder("b"))])
     assert authenticator.check(f"Bearer {secret}") is client
     assert authenticator.check(b"bearer  " + secret.encode()) is client
     for wrong in (

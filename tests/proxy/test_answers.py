@@ -30,14 +30,6 @@ async def test_a_stream_is_the_bytes_of_p_then_of_d(start, kit):
     await gateway.settle()
 
 
-async def test_a_whole_answer_is_the_json_of_d(start, kit):
-    gateway = await start("e0:E", "p0:P", "d0:D")
-    async with gateway.post(kit.chat()) as response:
-        assert response.content_type == "application/json"
-        assert (response.status, await response.read()) == (200, kit.WHOLE)
-    assert not gateway["d0"].got("/stage/decode")[0].stream
-
-
 @pytest.mark.parametrize("stream", [True, False])
 async def test_an_instance_with_both_stages_decodes_itself(start, kit, stream):
     gateway = await start("e0:E", "pd0:PD")
@@ -149,14 +141,6 @@ async def test_completions_take_text_or_token_ids(start, kit):
         prefill = gateway["pd0"].got("/stage/prefill")[-1]
         assert (prefill.prompt, prefill.messages, prefill.output.kind) == (sent, None, "completion")
         assert prefill.sampling.max_tokens == 16
-
-
-async def test_a_seed_is_drawn_where_none_is_given(start, kit):
-    gateway = await start("pd0:PD")
-    for _ in range(2):
-        await gateway.answer(kit.chat())
-    first, second = (message.sampling.seed for message in gateway["pd0"].got("/stage/prefill"))
-    assert first != second
 
 
 async def test_models_health_and_metrics(start, kit):

@@ -13,7 +13,7 @@ async def statuses(gateway, *paths):
 
 async def waiting(gateway, *request):
     """Send a request; return its task once the gateway has read it."""
-    [client] = gateway.admission.authenticator.clients
+    [client] = gateway.admission.authenticator.holders
     asked = asyncio.create_task(gateway.answer(*request))
     await gateway.until(lambda: client.num_active == 1 or asked.done())
     assert not asked.done()
@@ -39,7 +39,7 @@ async def test_only_for_as_long_as_a_start_may_take(start, kit):
 
 async def test_an_instance_lost_later_is_waited_for(start, kit):
     gateway = await start("e0:E", "p0:P", "d0:D")
-    await gateway.until(lambda: gateway.app.state.monitor.complete_at_s)
+    await gateway.until(lambda: gateway.fleet.complete_at_s)
     gateway["d0"].loading = True
     await gateway.until(lambda: not gateway.table["d0"].ready)
     asked = await waiting(gateway, kit.chat())
@@ -50,7 +50,7 @@ async def test_an_instance_lost_later_is_waited_for(start, kit):
 
 async def test_tokenizing_waits_for_an_instance_lost_later(start):
     gateway = await start("p0:P", "d0:D")
-    await gateway.until(lambda: gateway.app.state.monitor.complete_at_s)
+    await gateway.until(lambda: gateway.fleet.complete_at_s)
     gateway["p0"].loading = True
     await gateway.until(lambda: not gateway.table["p0"].ready)
     asked = await waiting(gateway, {"prompt": "once"}, "/tokenize")
@@ -60,7 +60,7 @@ async def test_tokenizing_waits_for_an_instance_lost_later(start):
 
 async def test_none_is_waited_for_that_is_not_started_again(start, kit):
     gateway = await start("e0:E", "p0:P", "d0:D", restart="never")
-    await gateway.until(lambda: gateway.app.state.monitor.complete_at_s)
+    await gateway.until(lambda: gateway.fleet.complete_at_s)
     gateway["d0"].loading = True
     await gateway.until(lambda: not gateway.table["d0"].ready)
     assert (await gateway.error(kit.chat()))[0] == 503
@@ -70,7 +70,7 @@ async def test_none_is_waited_for_that_is_not_started_again(start, kit):
 async def test_instances_that_all_leave_are_waited_for_with_their_model(start, kit):
     """As a joined P whose host is gone: nothing in the table says that there was one."""
     gateway = await start("p0:P", "d0:D", "spare:P")
-    await gateway.until(lambda: gateway.app.state.monitor.complete_at_s)
+    await gateway.until(lambda: gateway.fleet.complete_at_s)
     url = gateway["spare"].url
     gateway.become([("d0", gateway["d0"].url)])
     asked = await waiting(gateway, kit.chat())

@@ -116,7 +116,7 @@ async def test_a_body_that_does_not_come_is_a_408(start, kit, connect, monkeypat
     status, headers, body = await (await connect(gateway)).ask(post()[:-5])
     assert (status, headers["connection"]) == (408, "close")
     assert json.loads(body)["error"]["code"] == "request_timeout"
-    [client] = gateway.admission.authenticator.clients
+    [client] = gateway.admission.authenticator.holders
     assert client.num_active == 0
     assert await gateway.answer(kit.chat()) == (200, kit.WHOLE)
 

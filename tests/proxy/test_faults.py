@@ -10,9 +10,8 @@ from instance_info import instance_info
 
 from epd_serve.errors import InvalidRequest
 from epd_serve.routing.routes import Router
-from epd_serve.routing.table import InstanceTable
 from epd_serve.rpc import items
-from proxy.fleet.monitor import Monitor
+from proxy.fleet import Fleet
 
 STREAMS = pytest.mark.parametrize("stream", [True, False])
 
@@ -114,14 +113,6 @@ async def test_a_break_after_the_first_token_is_an_error_event_and_an_abort(star
     await gateway.settle()
 
 
-async def test_an_error_status_of_d_after_the_first_token_is_an_error_event(start, kit):
-    gateway = await start("p0:P", "d0:D")
-    gateway["d0"].scripts["/stage/decode"] = lambda _: [0.1, *kit.fail(504, "no handoff in time")]
-    first, last = events_of(await gateway.raw(kit.chat(stream=True)))
-    assert first == kit.FIRST
-    assert json.loads(last[6:])["error"]["message"] == "no handoff in time"
-
-
 @pytest.mark.parametrize("end", ["DIE", None])
 async def test_an_error_event_of_the_instance_is_not_doubled(start, kit, end):
     gateway = await start("p0:P", "d0:D")
@@ -189,14 +180,6 @@ async def test_the_deadline_within_a_stream_is_an_error_event(start, kit):
     assert json.loads(last[6:])["error"]["type"] == "timeout_error"
 
 
-async def test_a_piece_of_an_event_is_forgotten_with_its_attempt(start, kit):
-    gateway = await start("pd0:PD", "pd1:PD")
-    gateway["pd0"].scripts["/stage/prefill"] = lambda _: [kit.NONE, kit.FIRST[:20], kit.DIE]
-    assert await gateway.answer(kit.chat(stream=True)) == (200, kit.FIRST + kit.REST + kit.DONE)
-    assert len(gateway["pd0"].got("/stage/prefill")) == 1
-    await gateway.settle()
-
-
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_fault_of_the_gateway_is_a_counted_500_that_ends_the_connection(start, kit, stream):
     class Broken:
@@ -216,7 +199,6 @@ async def test_a_fault_of_the_gateway_is_a_counted_500_that_ends_the_connection(
 
 async def test_a_loss_reported_during_a_poll_is_asked_about_at_once():
     """The answer of an instance that has died since is older than the news of its death."""
-    table = InstanceTable([("p0", "http://p0")])
     asked, replies = [], asyncio.Queue()
 
     class Calls:
@@ -231,10 +213,10 @@ async def test_a_loss_reported_during_a_poll_is_asked_about_at_once():
             raise InvalidRequest("it makes none")
             yield  # a generator
 
-    monitor = Monitor(table, {"p0": Calls()}, gateway_settings(poll_interval_s=0.01))
-    polling = asyncio.create_task(monitor.run())
+    fleet = Fleet(gateway_settings(poll_interval_s=0.01), [("p0", "http://p0")], lambda *_: Calls())
+    polling = asyncio.create_task(fleet.run())
     await asyncio.sleep(0.01)
-    monitor.report_lost("p0")
+    fleet.report_lost("p0")
     for number in (2, 3):
         replies.put_nowait(instance_info("p0"))
         async with asyncio.timeout(300):

@@ -229,16 +229,6 @@ async def test_a_refused_address_is_never_connected_to_however_it_is_spelt(site,
     assert hits == []
 
 
-async def test_a_redirect_to_a_refused_address_is_not_followed(site, choosy):
-    port, hits = site
-    async with choosy() as fetch:
-        with pytest.raises(InvalidRequest, match="a server that this gateway may reach"):
-            await fetch.fetch(f"http://127.0.0.1:{port}/away?to=http://127.0.0.2:{port}/image")
-        with pytest.raises(InvalidRequest, match="redirects to a place that is not allowed"):
-            await fetch.fetch(f"http://127.0.0.1:{port}/away?to=file:///etc/passwd")
-    assert not any(hit.startswith("127.0.0.2") for hit in hits)
-
-
 async def test_the_inner_network_cannot_be_looked_around_in(site, choosy):
     """Refused, unknown, silent, no HTTP: one answer, and nothing of what a server sent."""
     port, _ = site

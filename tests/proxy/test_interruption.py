@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from proxy.serving.interruption import Interruption
+from proxy.http.interruption import Interruption
 
 
 class Late(Exception):

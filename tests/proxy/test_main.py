@@ -72,7 +72,7 @@ def test_a_gateway_of_which_a_part_fails_ends_so_that_it_is_started_again():
     code = """
 import asyncio
 from epd_serve.config import parse_config
-from proxy.fleet.leases import Leases
+from proxy.leases import Leases
 from proxy.main import run_gateway
 
 async def run(self):

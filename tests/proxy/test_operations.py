@@ -21,7 +21,7 @@ async def test_a_drained_instance_finishes_what_it_has(start, kit):
             return response.status, await response.json()
 
     status, state = await order("a0/drain")
-    assert (status, state["draining"], state["in_flight"]) == (200, True, before)
+    assert (status, state["draining"], state["in_flight"]["P"]) == (200, True, before)
     go_on.set()
     answers = await asyncio.gather(*running, *(gateway.answer(kit.chat()) for _ in range(4)))
     assert answers == [(200, kit.WHOLE)] * 8

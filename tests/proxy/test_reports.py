@@ -10,14 +10,6 @@ def reporting(gateway, name, **load):
     gateway[name].report = lambda: Report(load=Load(**load))
 
 
-async def test_reports_arrive_while_info_is_not_asked(start, kit):
-    gateway = await start("p0:P", "d0:D", poll_interval_s=60, reporting=True)
-    reporting(gateway, "p0", num_waiting_tokens=7)
-    await gateway.until(lambda: gateway.table["p0"].pending.num_tokens == 7)
-    reporting(gateway, "p0", num_waiting_tokens=9)
-    await gateway.until(lambda: gateway.table["p0"].pending.num_tokens == 9)
-
-
 async def test_a_silent_instance_gets_no_request_until_it_reports(start, kit):
     """As one that is stopped or hangs: its connections are open and nothing comes."""
     gateway = await start("p0:P", "p1:P", "d0:D", reporting=True)

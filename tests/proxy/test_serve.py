@@ -43,20 +43,20 @@ from epd_serve.protocol.wire import (
 )
 from epd_serve.routing.retry import MAX_ATTEMPTS
 from epd_serve.routing.routes import Router
-from epd_serve.routing.table import InstanceTable
 from epd_serve.rpc import items
 from epd_serve.telemetry.span import TraceContext
 from epd_serve.types import SamplingParams
-from proxy.fleet.monitor import Monitor
+from proxy.fleet import Fleet
 from proxy.media.loader import MediaItem
 from proxy.observe.record import RequestRecord
 from proxy.serving.forwarding import EventSink
-from proxy.serving.job import Instances, Job
+from proxy.serving.job import Job
 from proxy.serving.serve import serve_stream, serve_whole
 
 T = TypeVar("T")
 ROLES = {"e0": "E", "e1": "E", "p0": "P", "p1": "P", "d0": "D", "d1": "D", "a0": "EPD"}
 NUM_TOKENS = 6
+FINGERPRINT = "f"
 PLANNED = [Unavailable("it leaves", code=code) for code in (DRAINING, DECODE_DRAINING)]
 FAILURES = [
     InstanceLost("gone"),
@@ -227,19 +227,19 @@ class World:
         self.asked: set[str] = set()
         self.encoded: set[str] = set()
         # the last two items are the same picture
-        self.refs = [MediaRef(mm_hash=f"{min(n, 2)}", width=10, height=10) for n in range(num_items)]
+        unnamed = [MediaRef("", width=10, height=10) for n in range(num_items)]
         if num_items and self.pick(True, False):  # a video for which more than one encoder pays
-            self.refs[0] = MediaRef("0", 900, 900, "video", num_frames=self.pick(400, 5), fps=2.0)
-        self.table = InstanceTable([(name, f"http://{name}") for name in ROLES])
+            unnamed[0] = MediaRef("", 900, 900, "video", num_frames=self.pick(400, 5), fps=2.0)
+        self.items = [MediaItem(data=b"%d" % min(n, 2), ref=ref, param="param") for n, ref in enumerate(unnamed)]
+        self.refs: list[MediaRef] = []
+        chosen = gateway_settings(restart=self.pick("never", "on-failure"))
+        instances = [(name, f"http://{name}") for name in ROLES]
+        connect: Any = lambda name, _: Instance(self, name)  # noqa: E731
+        self.fleet = Fleet(chosen, instances, connect, Router())
+        self.table = self.fleet.table
         for name in ROLES:
             self._return(name, 1)
-        calls: dict[str, Any] = {name: Instance(self, name) for name in ROLES}
-        chosen = gateway_settings(restart=self.pick("never", "on-failure"))
-        self.monitor = Monitor(self.table, calls, chosen)
-        self.monitor.complete_at_s = self.pick(100.0, None)
-        self.instances = Instances(
-            table=self.table, calls=calls, router=Router(), monitor=self.monitor, settings=chosen
-        )
+        self.fleet.complete_at_s = self.pick(100.0, None)
         self.record = RequestRecord("chat", TraceContext("0" * 32, "0" * 16), "r", 0.0)
         self.client = Outlet(self)
         self.sink = EventSink(self.client, self.record)
@@ -268,13 +268,11 @@ class World:
     def job(self, loop: asyncio.AbstractEventLoop) -> Job:
         return Job(
             id="r",
-            trace_id="r",
-            model="m",
             output=OutputOptions("chat", "r", 0, "m", stream=self.streams),
             sampling=SamplingParams(seed=1, n=self.num_choices),
             messages=None,
             prompt="once",
-            items=[MediaItem(data=b"", ref=ref, param="param", fingerprint="f") for ref in self.refs],
+            items=self.items,
             record=self.record,
             prompting=PromptOptions(),
             loop=loop,
@@ -313,7 +311,7 @@ class World:
             case "back":
                 self._return(name, self.pick(1, 2))
             case "down":
-                self.monitor.report_down(name)
+                self.fleet.report_down(name)
 
     def _open(self, call: Call) -> None:
         if self.pick(True, True, False):
@@ -365,10 +363,11 @@ async def run(world: World) -> tuple[bytes | None, BaseException | None]:
     """Return the whole answer, or what the request ended with."""
     loop = asyncio.get_running_loop()
     job = world.job(loop)
+    world.refs = [await item.name(FINGERPRINT) for item in world.items]
     if world.streams:
-        serving: asyncio.Task[Any] = loop.create_task(serve_stream(world.instances, job, world.sink))
+        serving: asyncio.Task[Any] = loop.create_task(serve_stream(world.fleet, job, world.sink))
     else:
-        serving = loop.create_task(serve_whole(world.instances, job))
+        serving = loop.create_task(serve_whole(world.fleet, job))
     patience = world.pick(None, None, None, *range(1, 30))
     while not serving.done():
         for _ in range(12):  # all that follows from an event
@@ -379,7 +378,8 @@ async def run(world: World) -> tuple[bytes | None, BaseException | None]:
         if world.num_steps == patience:
             serving.cancel()
         world.happen()
-        await asyncio.sleep(world.pick(0.0, 0.0, 0.06, 8.0))
+        is_over = world.num_steps > NUM_DRAWN  # a request that waits for an instance needs time to give up
+        await asyncio.sleep(1.0 if is_over else world.pick(0.0, 0.0, 0.06, 8.0))
         assert world.num_steps < 1000
     await asyncio.wait([serving])
     left = asyncio.all_tasks() - {asyncio.current_task()}
@@ -399,7 +399,7 @@ def test_every_request_comes_to_one_end(
         world = World(data, num_items=num_items, num_choices=num_choices, streams=streams)
         body, error = runner.run(run(world))
     assert all(call.num_closed == 1 for call in world.calls), "each call that was opened is closed once"
-    assert not world.encodes and not world.monitor.watchers
+    assert not world.encodes and not world.fleet.watchers
     assert not any(sum(record.in_flight.values()) for record in world.table)
     assert world.num_attempts <= MAX_ATTEMPTS + world.num_planned
     assert isinstance(error, ServeError | asyncio.CancelledError | None), repr(error)

@@ -58,7 +58,7 @@ async def read(one, end=None, times=1):
 
 def is_empty(gateway):
     return not gateway.admission.queue.num_in_flight and not any(
-        client.num_active for client in gateway.admission.authenticator.clients
+        client.num_active for client in gateway.admission.authenticator.holders
     )
 
 

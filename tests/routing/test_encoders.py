@@ -3,20 +3,9 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import replace
-from sim_load import check_books
 
-from benchmarks.ablations.routing import RandomOfTwoEncoders, RoundRobinEncoders
-from device.datasheets import spec_of
-from epd_serve.cost.profile import EncodeLine
-from epd_serve.cost.roofline import analytic_profile
-from epd_serve.cost.shape import shape_of
 from epd_serve.routing.encoders import BOUND, BoundedHash
-from epd_serve.sim.simulator import build as build_sim
-from epd_serve.sim.simulator import simulate
-from epd_serve.sim.workloads import SimRequest
-from epd_serve.topology import parse_topology
-from epd_serve.types import Stage, StageRate
+from epd_serve.types import StageRate
 
 POLICY = BoundedHash()
 
@@ -118,8 +107,6 @@ def test_without_an_encoder_p_encodes_itself(build):
     a, b = build.item("a"), build.item("b")
     assert chosen(table, a, b) == ["p0", "p0"]
     assert chosen(build("e0:E", "p0:P"), a, exclude={"e0"}) == ["p0"]
-    for policy in (RoundRobinEncoders(), RandomOfTwoEncoders(draw=lambda: 0.5)):
-        assert chosen(table, a, policy=policy) == ["p0"]
 
 
 @given(
@@ -137,24 +124,6 @@ def test_no_encoder_gets_more_than_its_share(build, loads, sizes):
         assert to_do[name] <= max(BOUND * mean, mean + item.width) + 1e-3
 
 
-@given(st.lists(st.integers(0, 5), min_size=2, max_size=6))
-def test_round_robin_evens_out_what_was_chosen(build, counts):
-    table = build("p0:P", *(f"e{index}:E" for index in range(len(counts))))
-    for index, count in enumerate(counts):
-        table[f"e{index}"].num_chosen[Stage.ENCODE] = count
-    items = [build.item(str(number)) for number in range(6 * len(counts))]
-    after = list(counts)
-    for name in chosen(table, *items, policy=RoundRobinEncoders()):
-        after[int(name[1:])] += 1
-    assert max(after) - min(after) <= 1
-
-
-def test_random_of_two_takes_the_one_with_less_to_do(build):
-    table = build("e0:E:pixels=900", "e1:E", "e2:E:pixels=900", "p0:P")
-    draws = iter([0.0, 0.0])
-    assert chosen(table, build.item("a"), policy=RandomOfTwoEncoders(draw=lambda: next(draws))) == ["e1"]
-
-
 def test_over_time_all_get_about_the_same(build):
     """Where each item is done before the next one comes, and no queue says who has got more."""
     table = build("e0:E", "e1:E", "e2:E", "e3:E", "p0:P")
@@ -167,20 +136,3 @@ def test_over_time_all_get_about_the_same(build):
             with table.encoding(table[name], item):
                 got[name] += size
         assert max(got.values()) * 4 / sum(got.values()) <= most
-
-
-def test_several_encoders_halve_the_time_to_first_token():
-    """EPD, Table 4, in a small way: there an image takes about 0.4 s."""
-    data_sheet = analytic_profile(shape_of("llava-1.5-7b"), spec_of("a100"))
-    profile = replace(data_sheet, encode=(EncodeLine(image_s=0.4),))
-    images = tuple((f"image {number}", 2016 * 1512) for number in range(8))
-    request = SimRequest(at_s=0.0, num_text_tokens=22, num_output_tokens=2, images=images)
-
-    def first_token_s(line: str) -> float:
-        names = [f"cuda:{number}" for number in range(6)]
-        outcome = simulate(build_sim(parse_topology(line), names, lambda *_: profile), [request])
-        check_books(outcome)
-        assert outcome.jobs[0].first_token_s is not None
-        return outcome.jobs[0].first_token_s
-
-    assert first_token_s("E-P-D") > 2 * first_token_s("4E-P-D")

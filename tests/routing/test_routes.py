@@ -1,22 +1,18 @@
 """Policies choose P and D."""
 
-import random
 from contextlib import closing
 
 import pytest
 
-from benchmarks.ablations.routing import RandomOfTwo
 from epd_serve.errors import Unavailable
 from epd_serve.protocol.instance_state import Load
 from epd_serve.routing.routes import Demand, RoutePolicy
-from epd_serve.routing.table import InstanceTable
 from epd_serve.types import Stage, StageRate
 
 POLICY = RoutePolicy()
 POLICIES = [
     RoutePolicy(),
     RoutePolicy("round_robin"),
-    RandomOfTwo(random.Random(1).random),
     RoutePolicy("prefix_affinity"),
 ]
 
@@ -163,14 +159,6 @@ def test_an_instance_that_is_lost_or_excluded_or_of_another_model_is_not_chosen(
         policy.choose_route(table, "m")
 
 
-def test_random_of_two_takes_the_cheaper_of_two(build):
-    table = build("p0:P:tokens=900", "p1:P", "p2:P:tokens=900", "d0:D")
-    draws = iter([0.0, 0.0])  # the first of p0, p1, p2, then of p1, p2
-    assert names(table, RandomOfTwo(draw=lambda: next(draws)))[0] == "p1"
-    draws = iter([0.0, 0.99])
-    assert names(table, RandomOfTwo(draw=lambda: next(draws)))[0] in ("p0", "p2")
-
-
 def test_a_prompt_follows_its_beginning_until_that_costs_more_than_it_saves(build):
     table, policy = build("p0:P", "p1:P", "d0:D"), RoutePolicy("prefix_affinity")
     start = (256, b"hello")
@@ -191,11 +179,6 @@ def test_a_prompt_follows_its_beginning_until_that_costs_more_than_it_saves(buil
     assert names(again, policy, demand=first)[0] == home, "another gateway sends it to the same place"
     build.update(table, f"{home}:P", pid=2)
     assert policy.choose_route(table, "m", demand=longer).prefill_work.num_tokens == 512, "a new process is cold"
-
-
-def test_names_must_be_unique():
-    with pytest.raises(ValueError, match="unique"):
-        InstanceTable([("a", "http://x"), ("a", "http://y")])
 
 
 def test_rates_that_are_missing_or_old_are_those_of_another(build):

@@ -3,14 +3,14 @@
 from contextlib import ExitStack, closing
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from instance_info import instance_info
 
-from epd_serve.cost.stages import NONE, Work
+from epd_serve.cost.stages import Work
 from epd_serve.protocol.instance_state import Load, Report
-from epd_serve.routing.table import InstanceTable, Recent
+from epd_serve.routing.table import InstanceTable
 from epd_serve.types import Stage
 
 
@@ -52,20 +52,6 @@ def test_an_answer_to_info_contains_the_calls_before_the_question(build):
         with closing(table.in_flight(table["p0"], Stage.PREFILL, request_id="b", work=prompt(10))):
             table.update("p0", table["p0"].info, contains=asked)
             assert table["p0"].pending.num_tokens == 10
-
-
-def test_features_of_all_gateways_are_known(build):
-    table = build("e0:E", "e1:E", "p0:P")
-    table.report("e1", Report(load=build.load("pixels=90000"), encoded=["picture"]))
-    assert "picture" in table["e1"].features
-
-
-def test_recent_forgets_the_oldest():
-    recent = Recent(3)
-    for key in "abcad":
-        recent.add(key)
-    assert [key for key in "abcd" if key in recent] == ["a", "c", "d"]
-    assert len(recent) == 3
 
 
 class Accounts(RuleBasedStateMachine):
@@ -135,18 +121,3 @@ class Accounts(RuleBasedStateMachine):
 
 TestAccounts = Accounts.TestCase
 TestAccounts.settings = settings(max_examples=25, stateful_step_count=25)
-
-
-@given(st.lists(st.tuples(st.booleans(), st.integers(1, 1000)), max_size=20))
-def test_nothing_is_left_when_all_calls_have_ended(build, calls):
-    table = build("p0:P", "d0:D")
-    with ExitStack() as stack:
-        for number, (is_reported, tokens) in enumerate(calls):
-            stack.enter_context(
-                closing(table.in_flight(table["p0"], Stage.PREFILL, request_id=str(number), work=prompt(tokens)))
-            )
-            if is_reported:
-                table.report("p0", Report(load=Load(num_waiting_tokens=tokens), received=[f"P{number}"]))
-    table.report("p0", Report(load=Load()))
-    assert table["p0"].pending == NONE
-    assert table["p0"].in_flight == dict.fromkeys(Stage, 0)

@@ -16,7 +16,6 @@ from epd_serve.errors import InvalidRequest
 from epd_serve.protocol.openai.messages import MediaSource
 from proxy.media.fetch import MediaFetcher
 from proxy.media.loader import MediaLoader
-from proxy.media.probe import MediaProbe
 
 
 class NameServer(asyncio.DatagramProtocol):
@@ -57,7 +56,7 @@ async def main() -> None:
     seconds: dict[str, float] = {}
     settings = gateway_settings(media={})
     async with MediaFetcher(settings) as fetcher:
-        loader = MediaLoader(settings, fetcher, MediaProbe(settings))
+        loader = MediaLoader(settings, fetcher)
 
         async def load_dead(name: str, key: str) -> None:
             urls = [MediaSource(url=f"http://dead-{name}-{i}.example/x.png", param="") for i in range(60)]

@@ -44,9 +44,9 @@ def test_a_prompt_that_waits_for_its_image_and_is_handed_over() -> None:
 
 def test_encodes() -> None:
     bench = Bench()
-    bench.at(9).encoded("new", "i", 1, (2, 5))
-    bench.at(9).encoded("joined", "i", 3, (2, 5))
-    bench.at(9).encoded("hit", "i", 8, (8.5, 8.5))
+    for name, received_s, batch_s in (("new", 1, (2, 5)), ("joined", 3, (2, 5)), ("hit", 8, (8.5, 8.5))):
+        bench.timeline.encoded(name, "i", received_s, batch_s)
+        bench.at(9).fetched(name, "i", batch_s[1])
     assert bench.stages == [
         ("encode_queue", 1, 2),
         ("encode_execute", 2, 5),

@@ -42,8 +42,9 @@ def serve_one(directory: Path, request_id: str = "r", *, close: bool = True) -> 
     """A request with two images, of which the second decides: E 2.1 ... 6, P until 9, D until 20."""
     e, p, d = (Process(directory, name) for name in ("e0", "p0", "d0"))
     p.at(2).received(request_id, FEATURE_WAIT, hand_off=True)
-    e.at(4).encoded(request_id, "one", 2.1, (2.5, 3))
-    e.at(6.2).encoded(request_id, "two", 2.1, (3, 5))
+    for item, batch_s, confirmed_s in (("one", (2.5, 3), 4), ("two", (3, 5), 6.2)):
+        e.timeline.encoded(request_id, item, 2.1, batch_s)
+        e.at(confirmed_s).fetched(request_id, item, batch_s[1])
     p.at(6).features_here(request_id)
     p.timeline.stepped([(request_id, True)], [], 6.5, 9)
     d.at(9.5).received(request_id, DECODE_QUEUE)

@@ -25,7 +25,7 @@ def switch(deployment: Deployment, name: str, role: str) -> int:
 
 
 def roles(deployment: Deployment) -> dict[str, str]:
-    told = httpx.get(f"{deployment.admin}/admin/instances", trust_env=False, timeout=60).json()["instances"]
+    told = httpx.get(f"{deployment.admin}/instances", trust_env=False, timeout=60).json()["instances"]
     return {one["name"]: one["role"] for one in told if one["ready"]}
 
 

@@ -1,0 +1,256 @@
+"""Admission: API keys with a limit each, then one bounded queue before the instances."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import hmac
+from collections.abc import Iterable
+from enum import Enum, auto
+from hashlib import sha256
+from typing import ClassVar
+
+import msgspec
+
+from epd_serve.config.gateway import KeyLimits
+from epd_serve.config.keys import HASH_PREFIX, hash_key
+from epd_serve.errors import InvalidRequest, Overloaded, ServeError
+from proxy.settings import GatewaySettings
+
+#: Everybody's name where there are no keys.
+ANONYMOUS = "anonymous"
+#: Longer bearer tokens are refused unhashed.
+MAX_TOKEN_BYTES = 4096
+_NOBODY = bytes(32)
+#: The queue may hold this many visits that gave up waiting, and as many again as wait.
+_MAX_STALE = 64
+
+
+class Unauthorized(ServeError):
+    status: ClassVar[int] = 401
+    type: ClassVar[str] = "authentication_error"
+    default_code: ClassVar[str | None] = "invalid_api_key"
+
+
+class Holder:
+    """The holder of an API key, or all callers together where there are no keys.
+
+    Attributes:
+        num_active: choices of requests that have entered and not left.
+    """
+
+    __slots__ = ("limits", "name", "num_active")
+
+    def __init__(self, name: str, limits: KeyLimits | None = None) -> None:
+        self.name = name
+        self.limits = limits or KeyLimits()
+        self.num_active = 0
+
+    def enter(self) -> None:
+        """Count a request in; :meth:`leave` counts it out. Raises Overloaded over the limit."""
+        most = self.limits.max_concurrent
+        if most is not None and self.num_active >= most:
+            raise Overloaded(
+                f"this API key has {self.num_active} requests in progress (each choice counts as one), "
+                "which is its limit",
+                code="rate_limit_exceeded",
+            )
+        self.num_active += 1
+
+    def widen(self, num_choices: int) -> None:
+        """Count a request that entered as ``num_choices``. Raises Overloaded over the key's limit, InvalidRequest
+        for a request that exceeds it alone."""
+        most = self.limits.max_concurrent
+        if most is not None and num_choices > most:
+            raise InvalidRequest(
+                f"this API key may have {most} choices in progress at once, and this request is for {num_choices}",
+                param="n",
+            )
+        if most is not None and (others := self.num_active - 1) + num_choices > most:
+            raise Overloaded(
+                f"this API key has {others} requests in progress (each choice counts as one); "
+                f"it may have {most}, the {num_choices} of this one included",
+                code="rate_limit_exceeded",
+            )
+        self.num_active += num_choices - 1
+
+    def leave(self, num_choices: int = 1) -> None:
+        assert self.num_active >= num_choices
+        self.num_active -= num_choices
+
+
+class Authenticator:
+    """Finds the holder of a bearer token.
+
+    Attributes:
+        anonymous: everybody, where there are no keys.
+    """
+
+    def __init__(self, keys: Iterable[tuple[str, Holder]]) -> None:
+        """``keys`` are (hash as of :func:`epd_serve.config.keys.hash_key`, its holder)."""
+        self._holders = {bytes.fromhex(text.removeprefix(HASH_PREFIX)): holder for text, holder in keys}
+        self.anonymous = None if self._holders else Holder(ANONYMOUS)
+
+    @property
+    def holders(self) -> list[Holder]:
+        return list(self._holders.values()) if self.anonymous is None else [self.anonymous]
+
+    def check(self, authorization: str | bytes | None) -> Holder:
+        """Return the holder behind the value of the ``Authorization`` header. Raises Unauthorized.
+
+        The time that it takes says nothing about the keys: they are looked up by a digest that the caller cannot
+        steer, in a table whose own hash is random in each process, and compared in constant time.
+        """
+        if self.anonymous is not None:
+            return self.anonymous
+        # Headers as text are handed over as Latin-1, whatever the client's bytes meant.
+        header = authorization.encode("latin-1") if isinstance(authorization, str) else authorization or b""
+        scheme, _, token = header.partition(b" ")
+        token = token.strip()
+        if scheme.lower() != b"bearer" or not token:
+            raise Unauthorized("an API key is required: send the header 'Authorization: Bearer <key>'")
+        if len(token) <= MAX_TOKEN_BYTES:
+            digest = sha256(token).digest()
+            holder = self._holders.get(digest)
+            if hmac.compare_digest(digest if holder is not None else _NOBODY, digest) and holder is not None:
+                return holder
+        raise Unauthorized("the API key is none that this gateway knows")
+
+
+class VisitState(Enum):
+    ARRIVED = auto()
+    WAITING = auto()
+    RUNNING = auto()
+    LEFT = auto()
+
+
+class Visit(msgspec.Struct, eq=False):
+    """One request between arrival and end. It must :meth:`leave` in the end.
+
+    Attributes:
+        admitted: done when the request that waits may run, unless it was cancelled.
+    """
+
+    holder: Holder
+    _queue: AdmissionQueue
+    priority: int = 0
+    num_choices: int = 1
+    state: VisitState = VisitState.ARRIVED
+    admitted: asyncio.Future[None] | None = None
+
+    def check(self, *, priority: int = 0, num_choices: int = 1) -> None:
+        """Set the request's priority and size, before its media are fetched; :meth:`admit` follows.
+
+        Raises Overloaded where :meth:`admit` would or over the key's limit, and InvalidRequest for more choices
+        than the key may have.
+        """
+        self.priority = priority
+        self._queue.check_room()
+        if num_choices > 1:
+            self.holder.widen(num_choices)
+            self.num_choices = num_choices
+
+    async def admit(self) -> bool:
+        """Return when the request may run; True if it waited. Raises Overloaded where the queue is full or the
+        wait too long."""
+        self._queue.enter(self)
+        if self.admitted is None:
+            return False
+        limit_s = self._queue.timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await self.admitted
+        except TimeoutError:
+            raise Overloaded(
+                f"the request waited {limit_s:g} s for its turn, the limit of this gateway; try again later",
+                code="queue_timeout",
+            ) from None
+        return True
+
+    def leave(self) -> None:
+        """Give back the place and the share of the key; once."""
+        self.holder.leave(self.num_choices)
+        self._queue.leave(self)
+
+
+class AdmissionQueue:
+    """Requests run while fewer than ``max_in_flight`` choices do; at most ``max_queue`` wait, for ``timeout_s``.
+
+    The lowest priority number goes first, as in vLLM, and equals go in order of arrival. The last request to begin
+    may have more choices than there is room for, so that it need not wait until nothing else runs.
+    """
+
+    def __init__(self, max_in_flight: int, max_queue: int, timeout_s: float) -> None:
+        self.max_in_flight = max_in_flight
+        self.max_queue = max_queue
+        self.timeout_s = timeout_s
+        self.num_in_flight = 0
+        self.num_running = 0
+        self.num_waiting = 0
+        self._num_entered = 0
+        self._heap: list[tuple[int, int, Visit]] = []  # may hold visits that gave up
+
+    def check_room(self) -> None:
+        """Raise Overloaded where one more request could neither run nor wait."""
+        if self.num_in_flight >= self.max_in_flight and self.num_waiting >= self.max_queue:
+            raise Overloaded(
+                f"{self.num_running} requests are running here and {self.num_waiting} are waiting, which is all "
+                "that this gateway takes; try again later"
+            )
+
+    def enter(self, visit: Visit) -> None:
+        """Let a request run or wait. Raises Overloaded where the queue is full."""
+        if self.num_in_flight < self.max_in_flight:
+            self._run(visit)
+            return
+        self.check_room()
+        visit.admitted, visit.state = asyncio.get_running_loop().create_future(), VisitState.WAITING
+        self._num_entered += 1
+        self.num_waiting += 1
+        heapq.heappush(self._heap, (visit.priority, self._num_entered, visit))
+
+    def leave(self, visit: Visit) -> None:
+        """End a request that has arrived, waits or runs; once."""
+        state, visit.state = visit.state, VisitState.LEFT
+        assert state is not VisitState.LEFT, "a request leaves once"
+        if state is VisitState.RUNNING:
+            self.num_running -= 1
+            self.num_in_flight -= visit.num_choices
+            self._admit()
+        elif state is VisitState.WAITING:
+            self.num_waiting -= 1
+            if len(self._heap) > 2 * self.num_waiting + _MAX_STALE:
+                self._heap = [entry for entry in self._heap if entry[2].state is VisitState.WAITING]
+                heapq.heapify(self._heap)
+
+    def _admit(self) -> None:
+        while self.num_waiting and self.num_in_flight < self.max_in_flight:
+            _, _, visit = heapq.heappop(self._heap)
+            if visit.state is VisitState.LEFT:
+                continue
+            self.num_waiting -= 1
+            self._run(visit)
+            if visit.admitted is not None and not visit.admitted.done():  # else it is about to leave
+                visit.admitted.set_result(None)
+
+    def _run(self, visit: Visit) -> None:
+        visit.state = VisitState.RUNNING
+        self.num_running += 1
+        self.num_in_flight += visit.num_choices
+
+
+class Admission:
+    """Keys and queue of a gateway, on one event loop."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        gateway = settings.gateway
+        keys = [(key.hash, Holder(key.name, key)) for key in gateway.api_keys]
+        if settings.api_key is not None:
+            keys.append((hash_key(settings.api_key), Holder("default")))
+        self.authenticator = Authenticator(keys)
+        self.queue = AdmissionQueue(gateway.max_in_flight, gateway.max_queue, gateway.queue_timeout_s)
+
+    def enter(self, holder: Holder) -> Visit:
+        """Let a request in before its body is read. Raises Overloaded over the key's limit."""
+        holder.enter()
+        return Visit(holder, self.queue)

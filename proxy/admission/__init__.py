@@ -1,1 +1,0 @@
-"""Who may run now: API keys, their limits, the queue."""

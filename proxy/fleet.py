@@ -1,0 +1,356 @@
+"""The instances of a gateway: who they are, whether they work, and which requests leave one that is down."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from epd_serve.backends.base import StageCalls
+from epd_serve.backends.native import NativeConnections, NativeInstance
+from epd_serve.backends.vllm import VllmInstances
+from epd_serve.backends.vllm_server import VllmTarget
+from epd_serve.config import DeploymentConfig
+from epd_serve.config.vllm import connectors, pulls
+from epd_serve.errors import (
+    Conflict,
+    InstanceLost,
+    InstanceUnreachable,
+    InstanceUntrusted,
+    InvalidRequest,
+    ServeError,
+    Unavailable,
+)
+from epd_serve.protocol.instance_state import InstanceInfo
+from epd_serve.routing.routes import Router, router_of
+from epd_serve.routing.table import InstanceRecord, InstanceTable
+from epd_serve.topology import Topology
+from proxy.settings import GatewaySettings
+
+logger = logging.getLogger(__name__)
+
+#: Instances report five times a second. One that has been silent for so long gets no new request until it reports.
+SILENT_S = 5.0
+#: How often an instance that reports is asked for what its reports do not contain.
+INFO_INTERVAL_S = 5.0
+_TICK_S = 0.1
+
+
+class NoSuchInstance(InvalidRequest):
+    status = 404
+    default_code = "instance_not_found"
+
+
+class Connect(Protocol):
+    """Makes the calls to an instance of a name at a URL; ``role`` is for one that the topology does not name."""
+
+    def __call__(self, name: str, url: str, role: str | None = None) -> StageCalls: ...
+
+
+class Member(msgspec.Struct, frozen=True):
+    """An instance of the deployment; vLLM's does not say its role by itself."""
+
+    url: str
+    role: str
+
+
+class Watcher(Protocol):
+    """A request under way."""
+
+    def lose_instance(self, name: str) -> None:
+        """Leave an instance that does not answer."""
+
+
+@dataclass(slots=True, eq=False)
+class _Watch:
+    """The watch over one instance.
+
+    Attributes:
+        doubt: set when a request has lost a connection to it.
+        listening: the time until its next report.
+        starting_s: since when one that was never ready is watched.
+        is_distrusted: its last answer was none of an instance: the next one decides.
+    """
+
+    record: InstanceRecord
+    calls: StageCalls
+    doubt: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
+    listening: asyncio.Timeout | None = None
+    starting_s: float | None = None
+    is_distrusted: bool = False
+
+
+class Fleet:
+    """Keeps the instance table current, and adds and removes instances.
+
+    An instance is asked for its info, then listened to. One that makes no reports is asked again and again. It is
+    up while it answers and says that it is ready. It is down, and its requests go elsewhere, once it cannot be
+    reached, or answers nothing for ``gateway.probe_timeout_s`` though its connections are open.
+
+    Attributes:
+        topology: of the deployment, for people.
+        started: set when the deployment can serve, or has had its time to start. A request that comes before
+            waits: load testers give up after a refused warm-up.
+        watchers: the requests under way.
+        complete_at_s: when each stage had an instance last, on the loop's clock; None: never.
+    """
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        instances: list[tuple[str, str]],
+        connect: Connect,
+        router: Router | None = None,
+    ) -> None:
+        """``instances`` are (name, control URL)."""
+        self.settings = settings
+        self.table = InstanceTable(instances)
+        self.calls = {name: connect(name, url) for name, url in instances}
+        self.router = router or router_of(settings.gateway.routing)
+        self.topology: Topology | None = settings.config.topology
+        self.started = asyncio.Event()
+        self.watchers: set[Watcher] = set()
+        self.complete_at_s: float | None = None
+        self._connect = connect
+        self._joined: dict[str, str] = {}  # those that joined by themselves: URLs by name
+        self._watches = {name: _Watch(self.table[name], calls) for name, calls in self.calls.items()}
+        self._group: asyncio.TaskGroup | None = None
+
+    # ------------------------------------------------------------------ for requests
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds for which a request waits for an instance where none is left for a stage."""
+        return self.settings.replacement_wait_s(self.table.first_start_s)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether requests wait for a missing stage: it was there less than :attr:`wait_s` ago."""
+        at_s = self.complete_at_s
+        return at_s is not None and asyncio.get_running_loop().time() < at_s + self.wait_s
+
+    def report_lost(self, name: str) -> None:
+        """A connection to the instance failed: give it no work until it answers again, and ask it at once."""
+        self.table.mark_lost(name)
+        if (watch := self._watches.get(name)) is not None:
+            watch.doubt.set()
+            if watch.listening is not None and not watch.listening.expired():
+                watch.listening.reschedule(0.0)
+
+    def report_down(self, name: str) -> None:
+        """The instance does not answer: its requests go elsewhere."""
+        self.table.mark_down(name)
+        for watcher in list(self.watchers):
+            watcher.lose_instance(name)
+
+    # ------------------------------------------------------------------ who is there
+
+    def replace(self, instances: Mapping[str, Member], topology: Topology | None) -> None:
+        """Replace the instances that did not join by themselves. One with another URL is another instance.
+
+        Raises InvalidRequest for a name under which another has joined, and changes nothing then.
+        """
+        wanted = {name: one.url for name, one in instances.items()}
+        if both := sorted(set(wanted) & set(self._joined)):
+            raise InvalidRequest(f"instance {both[0]} has joined by itself; give another name")
+        wanted |= self._joined
+        here = {record.name: record.url for record in self.table}
+        for name in [name for name, url in here.items() if wanted.get(name) != url]:
+            self._remove(name)
+        for name, url in wanted.items():
+            if here.get(name) != url:
+                self._add(name, url, instances[name].role)
+        self.topology = topology
+
+    def join(self, name: str, url: str, role: str | None = None) -> None:
+        """Add an instance that :meth:`replace` leaves where it is.
+
+        Raises Conflict for a name that is taken, InvalidRequest for an instance that cannot be called.
+        """
+        if self.table.get(name) is not None:
+            raise Conflict(f"the deployment has an instance {name} of its own; take another name")
+        try:
+            self._add(name, url, role)
+        except ValueError as error:
+            raise InvalidRequest(f"instance {name} cannot join: {error}", param="url") from error
+        self._joined[name] = url
+
+    def leave(self, name: str, *, said_so: bool = True) -> None:
+        """Remove an instance that has joined.
+
+        Args:
+            said_so: it left by its own word, and ends the requests that it has; else these go elsewhere.
+        """
+        del self._joined[name]
+        self._remove(name)
+        if not said_so:
+            self.report_down(name)
+
+    def _add(self, name: str, url: str, role: str | None) -> None:
+        self.calls[name] = self._connect(name, url, role)
+        logger.info("instance %s at %s is part of the deployment now", name, url)
+        self.table.add(name, url)
+        watch = self._watches[name] = _Watch(self.table[name], self.calls[name])
+        if self._group is not None:
+            watch.task = self._group.create_task(self._watch(watch))
+
+    def _remove(self, name: str) -> None:
+        """Take an instance out; requests that it has go on to their end."""
+        logger.info("instance %s at %s is no longer part of the deployment", name, self.table[name].url)
+        if (task := self._watches.pop(name).task) is not None:
+            task.cancel()
+        self.table.remove(name)
+        del self.calls[name]
+
+    # ------------------------------------------------------------------ whether they work
+
+    async def run(self) -> None:
+        """Watch until cancelled; a slow instance delays no other."""
+        loop = asyncio.get_running_loop()
+        loop.call_later(self.settings.startup_wait_s, self.started.set)
+        async with asyncio.TaskGroup() as group:
+            self._group = group
+            for watch in self._watches.values():
+                watch.task = group.create_task(self._watch(watch))
+            while True:
+                if not self.table.missing_stages():
+                    self.complete_at_s = loop.time()
+                await asyncio.sleep(_TICK_S)
+
+    async def _watch(self, watch: _Watch) -> None:
+        loop, record, doubt = asyncio.get_running_loop(), watch.record, watch.doubt
+        watch.starting_s = loop.time()
+        reports, is_silent, probe_at = True, False, 0.0
+        while True:
+            if is_silent or (not reports and loop.time() >= probe_at):
+                is_silent = not await self._answers(watch)
+                probe_at = loop.time() + self.settings.gateway.probe_timeout_s / 2
+            if not is_silent:
+                doubted = doubt.is_set() or not record.ready
+                doubt.clear()  # before the question: what is reported during it is asked about again
+                try:
+                    contains = self.table.num_calls
+                    info = await watch.calls.info(doubted=doubted)
+                    if not reports:
+                        watch.is_distrusted = False
+                    elif watch.is_distrusted:
+                        info = msgspec.structs.replace(info, ready=False)
+                    self._update(watch, info, contains)
+                    reports = reports and await self._listen(watch)
+                except TimeoutError:
+                    if not doubt.is_set():
+                        logger.warning("instance %s has not reported for %g s", record.name, SILENT_S)
+                        self.table.mark_lost(record.name)
+                        is_silent = True
+                    continue
+                except (ServeError, ValueError) as error:
+                    if record.ready:
+                        logger.warning("instance %s lost: %s", record.name, error)
+                    watch.is_distrusted |= isinstance(error, InstanceUntrusted | ValueError)
+                    self.table.mark_lost(record.name)
+                    is_silent = reports = True  # what comes back may be another version
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.settings.poll_interval_s):
+                    await doubt.wait()
+
+    async def _answers(self, watch: _Watch) -> bool:
+        """Return whether an instance answers, or tells at once that it does not; else it is down.
+
+        Asked twice: where this gateway itself stood still, a first answer that is late says nothing.
+        """
+        failure: ServeError | None = None
+        for _ in range(2):
+            try:
+                await watch.calls.probe(self.settings.gateway.probe_timeout_s / 2)
+                return True
+            except InstanceUnreachable as error:
+                if error.is_refused:
+                    return True
+                failure = error
+            except (InstanceLost, Unavailable):
+                return True
+            except ServeError as error:
+                failure = error
+        if not watch.record.is_down:
+            logger.warning("instance %s is down: %s", watch.record.name, failure)
+        self.report_down(watch.record.name)
+        return False
+
+    async def _listen(self, watch: _Watch) -> bool:
+        """Take over reports until they end; return whether the instance makes any.
+
+        Raises TimeoutError when none comes, or when a request has lost a connection to it.
+        """
+        loop, record, reports = asyncio.get_running_loop(), watch.record, watch.calls.reports()
+        ask_at = loop.time() + INFO_INTERVAL_S
+        try:
+            async with asyncio.timeout(SILENT_S) as watch.listening:
+                async for report in reports:
+                    if record.info is None or report.epoch != record.info.epoch or loop.time() >= ask_at:
+                        self._update(watch, await watch.calls.info())  # its role, before it gets work
+                        ask_at = loop.time() + INFO_INTERVAL_S
+                    was_ready = record.ready
+                    self.table.report(record.name, report)
+                    watch.is_distrusted = False
+                    self._note_ready(watch, was_ready)
+                    if not (watch.doubt.is_set() or watch.listening.expired()):
+                        watch.listening.reschedule(loop.time() + SILENT_S)
+        except InvalidRequest:
+            return False
+        finally:
+            watch.listening = None
+            await reports.aclose()
+        return True
+
+    def _update(self, watch: _Watch, info: InstanceInfo, contains: int | None = None) -> None:
+        """Raises ValueError for an info that no instance has."""
+        was_ready = watch.record.ready
+        self.table.update(watch.record.name, info, contains=contains)
+        self._note_ready(watch, was_ready)
+
+    def _note_ready(self, watch: _Watch, was_ready: bool) -> None:
+        """Note that an instance is up for the first time, or again, and that the deployment has started."""
+        table, record = self.table, watch.record
+        if not self.started.is_set() and (
+            not table.missing_stages() or (all(one.info is not None for one in table) and not table.lacks_roles())
+        ):
+            self.started.set()
+        if record.ready and watch.starting_s is not None:
+            start_s, watch.starting_s = asyncio.get_running_loop().time() - watch.starting_s, None
+            table.first_start_s = max(table.first_start_s, start_s)
+        if record.ready and not was_ready:
+            logger.info("instance %s (%s) is ready at %s", record.name, record.role, record.url)
+
+
+#: Flags of vLLM with which the rest of an answer is not to be told from its tokens: text is parsed as a whole,
+#: or an event has several tokens, whose text may end before the last.
+_WHOLE_ONLY = frozenset({"reasoning_parser", "speculative_config", "stream_interval"})
+
+
+def connector(config: DeploymentConfig, connections: NativeConnections, switch_dir: Path | None) -> Connect:
+    """Return the maker of calls to a deployment's instances; ``switch_dir`` keeps the roles of vLLM's."""
+    if config.engine != "vllm":
+        return lambda name, url, role=None: NativeInstance(connections, name, url)  # it says itself what it is
+    placement = config.placement()
+    features, kv = connectors(placement, config.vllm)
+    targets = {
+        one.name: VllmTarget(
+            role=one.role,
+            device=",".join(one.devices),
+            dtype=config.dtype,
+            model_path=str(Path(config.checkpoint).expanduser()),
+            features=features,
+            kv=kv,
+            pulls=pulls(placement, kv),
+            continues=_WHOLE_ONLY.isdisjoint(config.settings_for(str(one.role)).engine_args),
+        )
+        for one in placement
+    }
+    return VllmInstances(connections, targets, switch_dir).connect
