@@ -176,7 +176,10 @@ class _Attempt(Struct, eq=False):
         self._begin_span(DECODE, route.decode)
         try:
             opened = await self._calls[_D][0].opened
-            self._is_with_decode = True
+        except ServeError as error:
+            raise self._failure(_D, error) from error
+        self._is_with_decode = True
+        try:
             await answer.forward(_D, route, opened)
         except InstanceLost as error:
             raise self._failure(_D, error) from error
