@@ -124,7 +124,7 @@ class Monitor:
 
     async def _watch(self, name: str) -> None:
         loop = asyncio.get_running_loop()
-        record, doubt = self._table[name], self._doubts[name]
+        doubt = self._doubts[name]
         self._starting[name] = loop.time()
         reports, is_silent, probe_at = True, False, 0.0
         while True:
@@ -132,10 +132,9 @@ class Monitor:
                 is_silent = not await self._answers(name)
                 probe_at = loop.time() + self._settings.gateway.probe_timeout_s / 2
             if not is_silent:
-                doubted = doubt.is_set() or not record.ready
                 doubt.clear()  # before the question: what is reported during it is asked about again
                 try:
-                    await self._ask(name, doubted=doubted, reports=reports)
+                    await self._ask(name, reports=reports)
                     reports = reports and await self._listen(name)
                 except TimeoutError:
                     if not doubt.is_set():
@@ -173,9 +172,9 @@ class Monitor:
         self.report_down(name)
         return False
 
-    async def _ask(self, name: str, *, doubted: bool, reports: bool) -> None:
+    async def _ask(self, name: str, *, reports: bool) -> None:
         contains = self._table.num_calls
-        info = await self._calls[name].info(doubted=doubted)
+        info = await self._calls[name].info()
         if not reports:
             self._distrusted.discard(name)
         elif name in self._distrusted:

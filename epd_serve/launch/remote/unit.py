@@ -39,7 +39,7 @@ from epd_serve.topology.placement import CPU, place_units
 
 logger = logging.getLogger(__name__)
 
-#: Port of the first instance where the deployment file names none.
+#: Port of the deployment's first instance where its file names none.
 BASE_PORT = 8100
 #: Beyond the time for requests in progress, until a process is ended by force.
 _GRACE_S = 5.0
@@ -135,7 +135,7 @@ def prepare_unit(
     threads = max(1, num_cores() // max(1, sum(one.tensor_parallel for one in here)))
     record = DeploymentRecord(
         config=config,
-        ports=Ports(gateway=0, instances=tuple(base + index * step for index in range(len(here)))),
+        ports=Ports(gateway=0, instances=tuple(base + one.index * step for one in here)),
         environment=with_trust(config, {"OMP_NUM_THREADS": str(threads), **environment}),
         directory=directory,
     )
