@@ -16,8 +16,6 @@ from epd_serve.launch.processes.process import (
     ProcessDied,
     ProcessSpec,
     ProcessState,
-    Starter,
-    spawn,
 )
 
 #: Seconds to finish: of the gateway with its requests, then of the stages, last of what these have used.
@@ -68,7 +66,6 @@ class Supervisor:
     Args:
         on_change: called at each change of a process's state.
         on_death: called with each death, and the seconds after which the process is started again.
-        start: starts a process; all are started at once, but for those that measure the same device.
 
     Attributes:
         num_deaths: number of processes that have ended by themselves so far.
@@ -84,7 +81,6 @@ class Supervisor:
         backoff: Callable[[], Backoff] = Backoff,
         on_change: Callable[[ManagedProcess], None] = lambda process: None,
         on_death: Callable[[ProcessDied, float], None] = lambda death, delay_s: None,
-        start: Starter = spawn,
     ) -> None:
         self._log_dir = log_dir
         self._restart = restart
@@ -92,15 +88,11 @@ class Supervisor:
         self._backoff = backoff
         self._on_change = on_change
         self._on_death = on_death
-        self._start = start
-        self._processes = [self._managed(spec) for spec in specs]
+        self._processes = [ManagedProcess(spec, log_dir, on_change) for spec in specs]
         self._lives: dict[ManagedProcess, asyncio.Task[ProcessDied]] = {}
         self._changed = asyncio.Event()
         self._retiring: list[asyncio.Task[None]] = []
         self.num_deaths = 0
-
-    def _managed(self, spec: ProcessSpec) -> ManagedProcess:
-        return ManagedProcess(spec, self._log_dir, self._on_change, self._start)
 
     @property
     def processes(self) -> tuple[ManagedProcess, ...]:
@@ -160,7 +152,7 @@ class Supervisor:
             TimeoutError: it was not ready in time, and was ended.
             OSError: it cannot be started now.
         """
-        process = self._managed(spec)
+        process = ManagedProcess(spec, self._log_dir, self._on_change)
         before = (i for i, one in enumerate(self._processes) if one.spec.stops == "first")
         place = next(before, len(self._processes))
         self._processes.insert(place, process)

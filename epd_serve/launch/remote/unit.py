@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from zlib import crc32
 
@@ -28,7 +27,7 @@ from epd_serve.launch.choices import choose_engine
 from epd_serve.launch.commands import mps_note, with_trust
 from epd_serve.launch.deployment_record import DeploymentRecord
 from epd_serve.launch.processes.ports import Ports, ports_each
-from epd_serve.launch.processes.process import ManagedProcess, ProcessDied, ProcessSpec, ProcessState, spawn
+from epd_serve.launch.processes.process import ManagedProcess, ProcessDied, ProcessSpec, ProcessState
 from epd_serve.launch.processes.supervisor import Supervisor
 from epd_serve.launch.vllm.process import VllmProcess
 from epd_serve.protocol.addresses import is_wildcard
@@ -148,7 +147,8 @@ def prepare_unit(
             one = replace(one, options=replace(one.options, number=crc32(spec.name.encode())))
             spec = one.spec(config, record.environment)
         grace_s = config.settings_for(str(one.options.role)).drain_s + _GRACE_S
-        specs[number] = replace(spec, can_fork=False, grace_s=grace_s)
+        # Kubernetes and Ray collect the output
+        specs[number] = replace(spec, can_fork=False, grace_s=grace_s, shares_output=True)
     return Unit(config=config, specs=specs, roles=roles)
 
 
@@ -200,7 +200,6 @@ async def run_unit(
             restart=unit.config.restart == "on-failure",
             on_change=follow,
             on_death=show_death,
-            start=partial(spawn, shares_output=True),  # Kubernetes and Ray collect it
         )
         if health_port is not None:
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
