@@ -59,11 +59,11 @@ def _schemas_are_read_once() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_the_schemas_of_releases_know_every_key(file: Path, release: str) -> None:
-    for doc in read(file, ALL):
-        kubernetes_validate.validate(doc, release, strict=True)
+def test_the_schemas_of_releases_know_every_key(file: Path) -> None:
+    for release in RELEASES if file is FILES[0] else RELEASES[-1:]:
+        for doc in read(file, ALL):
+            kubernetes_validate.validate(doc, release, strict=True)
 
 
 def check_manifests(docs: list[dict[str, Any]]) -> None:

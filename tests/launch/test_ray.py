@@ -45,22 +45,6 @@ def test_groups_take_what_they_share_once() -> None:
     assert [(one.resource, one.amount) for one in on_ray.groups(cpus)] == [("CPU", 1), ("CPU", 4)]
 
 
-def test_agents_have_the_ports_and_names_of_the_whole_deployment(tmp_path: Path) -> None:
-    config = parse_config(
-        "{topology: 2(E-P)-D, model: {shape_of: qwen2-vl-7b}, devices: ['emulated:ascend-910b3 x 3']}"
-    )
-    urls = {}
-    for group in on_ray.groups(config):
-        file = parse_config(on_ray._file(config, "10.0.0.1", 8001))
-        here = unit_placement(file, group.unit, None, group.replica)
-        specs = prepare_unit(file, here, "10.0.0.2", {}, tmp_path).specs
-        urls |= {spec.name: spec.url for spec in specs}
-    names = [one.name for one in config.placement()]
-    assert urls == {name: f"http://10.0.0.2:{8100 + index}" for index, name in enumerate(names)}
-    with pytest.raises(ValueError, match="no replica 2 of a unit 0"):
-        unit_placement(config, 0, None, 2)
-
-
 def test_instances_see_the_devices_that_ray_shows(tmp_path: Path) -> None:
     """Also where an @tp takes several, and where other instances are elsewhere; vLLM as our engine."""
     config = parse_config("{topology: P@tp2-D, engine: vllm, devices: ['npu x 3'], model: /models/m}")
