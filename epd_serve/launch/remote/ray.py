@@ -158,12 +158,12 @@ def up(config: DeploymentConfig, name: str, address: str, spread: Spread) -> str
     with _connected(address, logs=True) as ray:
         if _names(ray, name):
             raise ValueError(f"{name} is on this cluster already; 'epd-serve down FILE --on ray' ends it")
-        nodes = {str(node["NodeManagerAddress"]): node["Resources"] for node in ray.nodes() if node["Alive"]}
+        nodes = [(str(one["NodeManagerAddress"]), one["Resources"]) for one in ray.nodes() if one["Alive"]]
         ip, node = config.gateway.host, f"node:{config.gateway.host}"
         if is_wildcard(ip) or is_loopback(ip):
-            ip, node = next(ip for ip, resources in nodes.items() if _HEAD in resources), _HEAD
-        elif ip not in nodes:
-            raise ValueError(f"gateway.host {ip} is no node of the cluster; there are {', '.join(sorted(nodes))}")
+            ip, node = next(ip for ip, resources in nodes if _HEAD in resources), _HEAD
+        elif ip not in (addresses := sorted(address for address, _ in nodes)):
+            raise ValueError(f"gateway.host {ip} is no node of the cluster; there are {', '.join(addresses)}")
         port = config.gateway.admin.port or _ADMIN_PORT
         admin, file, actors = url_of(ip, port), _file(config, ip, port), dict[str, Any]()
 
