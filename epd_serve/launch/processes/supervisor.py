@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from epd_serve.config.sections import HANG_TIMEOUT_S
 from epd_serve.launch.processes.process import (
@@ -18,6 +18,7 @@ from epd_serve.launch.processes.process import (
     ProcessState,
 )
 
+_Result = TypeVar("_Result")
 #: Seconds to finish: of the gateway with its requests, then of the stages, last of what these have used.
 GRACES_S = {"first": 5.5, "then": 3.5, "last": 0.5}
 
@@ -242,6 +243,16 @@ class Supervisor:
             delay_s = backoff.next_delay_s(ready_s)
             self._on_death(death, delay_s)
             await asyncio.sleep(delay_s)
+
+
+async def run_until(stop: asyncio.Event, work: Coroutine[Any, Any, _Result]) -> _Result | None:
+    """Return what ``work`` returns, or None where ``stop`` comes first."""
+    tasks = [asyncio.create_task(work), asyncio.create_task(stop.wait())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return tasks[0].result() if tasks[0].done() else None
+    finally:
+        await _cancel(tasks)
 
 
 async def _stop(process: ManagedProcess) -> None:

@@ -28,7 +28,7 @@ from epd_serve.launch.commands import mps_note, with_trust
 from epd_serve.launch.deployment_record import DeploymentRecord
 from epd_serve.launch.processes.ports import Ports, ports_each
 from epd_serve.launch.processes.process import ManagedProcess, ProcessDied, ProcessSpec, ProcessState
-from epd_serve.launch.processes.supervisor import Supervisor
+from epd_serve.launch.processes.supervisor import Supervisor, run_until
 from epd_serve.launch.vllm.process import VllmProcess
 from epd_serve.protocol.addresses import is_wildcard
 from epd_serve.rpc.app_server import serving
@@ -124,7 +124,7 @@ def prepare_unit(
         raise ValueError(
             f"{host} is no address that others could reach; write that of this machine, --host 10.0.0.7"
         )
-    config = choose_engine(config).config
+    config = choose_engine(config)[0]
     config = config.model_copy(update={"instances": config.instances.model_copy(update={"host": host})})
     if config.starts_master:
         raise ValueError("feature_store: mooncake needs the address of its master; set mooncake.master")
@@ -206,19 +206,14 @@ async def run_unit(
             listener = socket.create_server((address, health_port), family=family)
             await stack.enter_async_context(serving(_health_app(supervisor), listener, tls=tls))
         supervisor.start()
-        failure, stopped = asyncio.create_task(supervisor.wait_failure()), asyncio.create_task(stop.wait())
         try:
-            await asyncio.wait((failure, stopped), return_when=asyncio.FIRST_COMPLETED)
-            if not stopped.done():
-                logger.error("%s", failure.result())
+            if (death := await run_until(stop, supervisor.wait_failure())) is not None:
+                logger.error("%s", death)
                 return 1
         finally:
             for task in joined.values():  # they leave before their processes are told to end
                 task.cancel()
             await asyncio.gather(*joined.values(), return_exceptions=True)
-            failure.cancel()
-            stopped.cancel()
-            await asyncio.gather(failure, stopped, return_exceptions=True)
             await supervisor.stop()
     return 0
 
