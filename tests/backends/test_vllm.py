@@ -140,6 +140,7 @@ def test_p_and_d_are_given_the_same_prompt() -> None:
         ({"stop": ["x"], "ignore_eos": True}, {"stop": ["x"], "ignore_eos": True}),
         ({"logit_bias": {"5": 1.5}}, {"logit_bias": {"5": 1.5}}),
         ({"n": 2, "temperature": 1}, {"n": 2, "temperature": 1.0}),
+        ({"n": 3, "temperature": 0}, {"n": None, "temperature": 0.0}),  # equal choices are asked for once
         # what is left open is vLLM's to fill in, by the model's generation_config.json
         ({}, {"temperature": None, "top_p": None, "top_k": None, "repetition_penalty": None}),
         ({"top_p": 1, "top_k": -1, "min_p": 0}, {"top_p": 1.0, "top_k": 0, "min_p": 0.0}),
@@ -163,12 +164,6 @@ def test_p_and_d_are_given_the_same_prompt() -> None:
 def test_what_a_client_asks_for_reaches_vllm(fields: dict[str, Any], sent: dict[str, Any]) -> None:
     body = vllm_chat.answer_body(request(chat(**fields)), ())
     assert {key: body.get(key) for key in sent} == sent
-
-
-def test_equal_choices_are_asked_for_once() -> None:
-    asked = request(chat(n=3, temperature=0))
-    assert "n" not in vllm_chat.answer_body(asked, ())
-    assert vllm_chat.num_copies(asked.sampling) == 3
 
 
 def test_completions() -> None:
