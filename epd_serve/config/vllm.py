@@ -22,7 +22,7 @@ PORTS_PER_INSTANCE = 16
 _MAX_TENSOR_PARALLEL = PORTS_PER_INSTANCE - 2
 
 #: Keys of instances that only the native engine has.
-_NATIVE_KEYS = frozenset({"tower_share", "image_budget_pixels", "lease_s", "batching", "resident"})
+_NATIVE_KEYS = frozenset({"tower_share", "image_budget_pixels", "lease_s", "batching", "assist", "resident"})
 
 
 class VllmConfig(Section):

@@ -134,7 +134,7 @@ class Fleet:
             for number, question in enumerate(self.expected):
                 stream = (number + self.num_checks) % 2 > 0
                 body = question.body(stream=stream, ignore_eos=self.ignore_eos)
-                asked.append((_stream if stream else _whole)(client, body))
+                asked.append((_stream if stream else answer_whole)(client, body))
             answers = await asyncio.gather(*asked)
             assert dict(zip(self.expected, answers, strict=True)) == self.expected
             await Books(urls).check()
@@ -189,7 +189,7 @@ async def start_fleet(
         yield Fleet(deployment, expected, ignore_eos=ignore_eos)
 
 
-async def _whole(client: httpx.AsyncClient, body: dict[str, Any]) -> list[str]:
+async def answer_whole(client: httpx.AsyncClient, body: dict[str, Any]) -> list[str]:
     answer = await client.post("/v1/chat/completions", json=body)
     assert answer.status_code == 200, answer.text
     choice = answer.json()["choices"][0]
