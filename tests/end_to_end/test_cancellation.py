@@ -14,7 +14,7 @@ from pictures import noise
 from epd_serve.config import DeploymentConfig
 from epd_serve.launch.deployment import LocalDeployment
 
-NUM_REQUESTS = 72
+NUM_REQUESTS = 36
 
 
 def body(rng: random.Random) -> dict[str, Any]:

@@ -31,13 +31,11 @@ from epd_serve.launch.processes.ports import free_port
 from epd_serve.telemetry.breakdown import read_traces
 
 ROOT = Path(__file__).parents[2]
-#: The others have the same roles in other places.
-USUAL = ("cpu-epd", "cpu-e-p-d", "cpu-e_d-p")
 FILES = [
     pytest.param(
         file,
         id=file.stem,
-        marks=needs_mooncake if "mooncake" in file.stem else [] if file.stem in USUAL else pytest.mark.slow,
+        marks=[needs_mooncake] * ("mooncake" in file.stem) + [pytest.mark.slow] * (file.stem != "cpu-e-p-d"),
     )
     for file in sorted((ROOT / "deploy").glob("cpu-*.yaml"))
 ]
@@ -189,6 +187,7 @@ def cpu_s_of_ended_children() -> float:
     return used.ru_utime + used.ru_stime
 
 
+@pytest.mark.slow
 def test_what_dies_is_started_again_and_ctrl_c_stops_everything(deployment_file: Path) -> None:
     """Same name and same port, but another process: with other memory, other connections and empty books."""
     before_all, cpu_before_s = shared_memory(), cpu_s_of_ended_children()

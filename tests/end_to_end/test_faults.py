@@ -105,6 +105,7 @@ async def test_kill_an_instance_under_load(victim: str) -> None:
             assert text.status_code == image.status_code == 503
 
 
+@pytest.mark.slow
 async def test_stalled_instances() -> None:
     """They are stopped, not dead: their connections stay open, and nothing comes."""
     async with deployed() as deployment:

@@ -78,6 +78,7 @@ async def answers_beside(
     return await task, others
 
 
+@pytest.mark.slow
 async def test_a_picture_that_takes_an_hour_costs_a_second(deployment: LocalDeployment) -> None:
     pids = {name: handle.pid for name, handle in deployment.instances.items()}
     async with http_client(deployment.gateway_url) as client:

@@ -58,7 +58,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=[pytest.mark.slow] if way in BASELINES else []) for way in WAYS]
+    "way", [pytest.param(way, marks=[] if way == "grouped-shm" else [pytest.mark.slow]) for way in WAYS]
 )
 async def test_the_way_of_the_kv_changes_no_token_and_leaves_nothing_behind(
     model: tuple[Path, Reference], way: str

@@ -126,7 +126,7 @@ def being_written(held: dict[str, int]) -> bool:
     return held["reservations"] == 1 and held["blocks"] > 0
 
 
-@pytest.mark.parametrize("victim", ["p0", "d0"])
+@pytest.mark.parametrize("victim", ["p0", pytest.param("d0", marks=pytest.mark.slow)])
 async def test_after_a_death_in_the_middle_of_a_kv_transfer_the_replacement_answers(
     fleet: Fleet, victim: str
 ) -> None:
@@ -171,6 +171,7 @@ async def test_an_encoder_that_dies_after_its_event(fleet: Fleet) -> None:
     assert await fleet.text(picture(1)) == before
 
 
+@pytest.mark.slow
 async def test_an_encoder_that_dies_while_its_feature_is_fetched(fleet: Fleet) -> None:
     for number in (3, 30, 31, 32):
         asked = asyncio.create_task(fleet.text(picture(number)))
@@ -184,6 +185,7 @@ async def test_an_encoder_that_dies_while_its_feature_is_fetched(fleet: Fleet) -
     assert await fleet.text(picture(number)) == without
 
 
+@pytest.mark.slow
 async def test_a_decode_instance_that_stalls_in_the_middle_of_a_transfer(fleet: Fleet) -> None:
     asked = asyncio.create_task(fleet.ask(long_text(5)))
     await fleet.is_seen("d0", being_written, asked)
@@ -200,6 +202,7 @@ async def test_a_decode_instance_that_stalls_in_the_middle_of_a_transfer(fleet: 
     assert await fleet.text(long_text(5))
 
 
+@pytest.mark.slow
 async def test_without_room_at_d_requests_queue_and_are_then_told_to_come_back(fleet: Fleet) -> None:
     for first in (20, 23, 26, 29):  # where this process is held up, there is room again when it asks
         held = [asyncio.create_task(fleet.ask(long_text(number))) for number in (first, first + 1)]
@@ -219,6 +222,7 @@ async def test_without_room_at_d_requests_queue_and_are_then_told_to_come_back(f
     assert await fleet.text(long_text(22))
 
 
+@pytest.mark.slow
 async def test_a_client_may_leave_at_any_step(fleet: Fleet) -> None:
     """Encoding, fetching, queueing, computing, writing, handing over, decoding."""
     slots = asyncio.Semaphore(3)

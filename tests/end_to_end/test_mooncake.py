@@ -101,6 +101,7 @@ async def test_a_deployment_starts_its_own_master_and_answers_as_ever(model: Pat
         await service.check_books()
 
 
+@pytest.mark.slow
 async def test_a_given_master_may_die_and_come_back(model: Path) -> None:
     master = Master()
     try:

@@ -186,6 +186,7 @@ async def test_options_that_cannot_be_are_refused(
     assert param is None or error["param"] == param
 
 
+@pytest.mark.slow
 async def test_chunks_end_within_a_video_and_a_picture(model: Path, reference: Reference) -> None:
     question = Question("What is in the picture?", (noise(1),), (Clip(clip(2, 12, (64, 96), fps=3)),))
     async with (

@@ -58,6 +58,7 @@ async def test_tokens_equal_generate_over_two_and_three_encoders(kind: str, tmp_
             assert sum(share > 0 for share in shares) >= 2  # where one is slow, another may take two
 
 
+@pytest.mark.slow
 async def test_a_client_leaves_and_an_encoder_dies_in_a_segment(tmp_path: Path) -> None:
     """Nothing is held of the first request; the second has the same answer as without the death."""
     path = tiny_models.make_tiny_model("qwen3_vl", tmp_path / "model")
