@@ -184,13 +184,3 @@ async def test_options_that_cannot_be_are_refused(
     error = answer.json()["error"]
     assert answer.status_code == 400 and words in error["message"], answer.text
     assert param is None or error["param"] == param
-
-
-@pytest.mark.slow
-async def test_chunks_end_within_a_video_and_a_picture(model: Path, reference: Reference) -> None:
-    question = Question("What is in the picture?", (noise(1),), (Clip(clip(2, 12, (64, 96), fps=3)),))
-    async with (
-        serving(model, "EPD", max_num_batched_tokens=7) as deployment,
-        http_client(deployment.gateway_url) as client,
-    ):
-        assert await ask(client, question) == expected(reference, question)
