@@ -5,37 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 import pytest
 from chat import chat
-from fleet import Books, figures, until_decoding
+from fleet import Books, deployed, figures, until_decoding
 from http_client import http_client
 from pictures import noise
-
-from epd_serve.config import DeploymentConfig
-from epd_serve.launch.deployment import LocalDeployment
-
-
-@asynccontextmanager
-async def deployed() -> AsyncIterator[LocalDeployment]:
-    config = DeploymentConfig(
-        topology="E-P-D",
-        restart="never",
-        gateway={"port": 0},
-        instances={
-            "base_port": 0,
-            "threads": 1,
-            "lease_s": 6,
-            "feature_timeout_s": 8,
-            "max_num_batched_tokens": 64,
-        },
-    )
-    async with LocalDeployment(config, ready_timeout_s=300) as deployment:
-        yield deployment
 
 
 async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> str:
@@ -67,7 +44,11 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> str:
 @pytest.mark.parametrize("victim", ["e0", "d0"])
 async def test_kill_an_instance_under_load(victim: str) -> None:
     seen = chat("What is in the picture?", noise(7), max_tokens=12, ignore_eos=True)
-    async with deployed() as deployment, http_client(deployment.gateway_url) as client:
+    instances = {"lease_s": 6, "feature_timeout_s": 8, "max_num_batched_tokens": 64}
+    async with (
+        deployed("E-P-D", restart="never", instances=instances) as deployment,
+        http_client(deployment.gateway_url) as client,
+    ):
         handles = deployment.instances
         before = await client.post("/v1/chat/completions", json=seen)
         bodies = [

@@ -14,11 +14,9 @@ import httpx
 import pytest
 import pytest_asyncio
 from chat import chat
-from fleet import Books, gateway, is_up, wait_until
+from fleet import Books, deployed, gateway, is_up, wait_until
 from http_client import http_client
 
-from epd_serve.config import DeploymentConfig
-from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.launch.processes.ports import free_port
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -27,10 +25,7 @@ BODY = chat("Count to 9.", max_tokens=450, ignore_eos=True, stream=True)
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def urls() -> AsyncIterator[dict[str, str]]:
-    config = DeploymentConfig(
-        topology="P-D", restart="never", gateway={"port": 0}, instances={"base_port": 0, "threads": 1}
-    )
-    async with LocalDeployment(config, ready_timeout_s=300) as deployment:
+    async with deployed("P-D", restart="never") as deployment:
         yield {name: handle.url for name, handle in deployment.instances.items()}
 
 

@@ -5,24 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 import tiny_models
 from chat import chat
-from fleet import Books, figures
+from fleet import Books, deployed, figures
 from http_client import http_client
+from identity import token_texts
 from pictures import noise
 from reference import Reference
-from tiny_service import token_texts
-
-from benchmarks.ablations.processes import ablated
-from epd_serve.config import DeploymentConfig
-from epd_serve.launch.deployment import LocalDeployment
 
 #: One way each, over one of the paths of the bytes and in groups of each kind.
 WAYS = {
@@ -32,23 +25,6 @@ WAYS = {
     "oneshot": {},
 }
 BASELINES = {"layerwise": {"kv": "layerwise"}, "oneshot": {"kv": "oneshot", "prefetch": "sync"}}
-
-
-@asynccontextmanager
-async def deployed(model: str, instances: dict[str, Any], **baselines: Any) -> AsyncIterator[LocalDeployment]:
-    config = DeploymentConfig(
-        topology="E-P-D",
-        model=model,
-        served_model_name="demo",
-        dtype="float32",
-        gateway={"port": 0},
-        restart="never",
-        instances={"base_port": 0, "threads": 1, **instances},
-    )
-    with ablated(**baselines):
-        made = LocalDeployment(config, ready_timeout_s=300)
-    async with made as deployment:
-        yield deployment
 
 
 @pytest.fixture(scope="module", params=["qwen2_5_vl", pytest.param("qwen3_5", marks=pytest.mark.slow)])
@@ -69,9 +45,10 @@ async def test_the_way_of_the_kv_changes_no_token_and_leaves_nothing_behind(
     expected = reference.generate("What is this?", images, max_tokens=12)
     settings = {"lease_s": 10, "max_num_batched_tokens": 20, "kv_transfer": WAYS[way]}
     baselines = BASELINES.get(way, {}) | {"bandwidth": "2MB/s", "latency_ms": 5}
-    body = chat("What is this?", *images, max_tokens=12, ignore_eos=True, logprobs=True, skip_special_tokens=False)
+    fields = {"model": "tested", "max_tokens": 12, "ignore_eos": True}
+    body = chat("What is this?", *images, **fields, logprobs=True, skip_special_tokens=False)
     async with (
-        deployed(str(path), settings, **baselines) as deployment,
+        deployed("E-P-D", path, restart="never", instances=settings, baselines=baselines) as deployment,
         http_client(deployment.gateway_url) as client,
     ):
         urls = {name: handle.url for name, handle in deployment.instances.items()}
@@ -90,8 +67,8 @@ async def test_the_way_of_the_kv_changes_no_token_and_leaves_nothing_behind(
 
 async def test_a_prompt_of_a_stalled_instance_ends() -> None:
     """P is stopped while D reads: D gives its blocks back, and P throws its work away when it goes on."""
-    settings = {"lease_s": 2}
-    async with deployed("demo", settings, bandwidth="1MB/s") as deployment:
+    slow = {"bandwidth": "1MB/s"}
+    async with deployed("E-P-D", restart="never", instances={"lease_s": 2}, baselines=slow) as deployment:
         handles = deployment.instances
         async with http_client(deployment.gateway_url) as client:
             for number in range(0, 8, 2):  # where this process is held up, D has read all before it looks
@@ -111,7 +88,7 @@ async def test_a_prompt_of_a_stalled_instance_ends() -> None:
             finally:
                 os.kill(handles["p0"].pid, signal.SIGCONT)
             await asyncio.wait_for(asyncio.gather(*asked), 300)
-        await Books({name: handle.url for name, handle in handles.items()}).check()
+        await Books.of(deployment).check()
 
 
 async def _is_reserved(client: httpx.AsyncClient, url: str) -> bool:

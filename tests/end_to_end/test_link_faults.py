@@ -15,14 +15,11 @@ import httpx
 import pytest
 import pytest_asyncio
 from chat import chat
-from fleet import Books
+from fleet import Books, deployed
 from http_client import http_client
 from pictures import noise
 
-from benchmarks.ablations.processes import ablated
-from epd_serve.config import DeploymentConfig
 from epd_serve.launch.deployment import LocalDeployment
-from epd_serve.launch.processes.supervisor import Backoff
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -95,20 +92,22 @@ class Fleet:
                 if health.status_code == 200 and all(one["ready"] for one in health.json()["instances"].values()):
                     break
                 await asyncio.sleep(0.05)
-        await Books({name: handle.url for name, handle in self.deployment.instances.items()}).check()
+        await Books.of(self.deployment).check()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def running() -> AsyncIterator[Fleet]:
-    config = DeploymentConfig(
-        topology="E-P-D",
-        gateway={"port": 0, "queue_timeout_s": 0.5},
-        instances={"base_port": 0, "threads": 1, "lease_s": LEASE_S, "feature_timeout_s": 12},
-        roles={"D": {"num_blocks": 80}},
-    )
-    with ablated(bandwidth=BYTES_PER_S, latency_ms=200):
-        made = LocalDeployment(config, ready_timeout_s=300, backoff=lambda: Backoff(first_s=0.1, limit_s=0.1))
-    async with made as deployment, http_client(deployment.gateway_url) as client:
+    async with (
+        deployed(
+            "E-P-D",
+            gateway={"queue_timeout_s": 0.5},
+            instances={"lease_s": LEASE_S, "feature_timeout_s": 12},
+            roles={"D": {"num_blocks": 80}},
+            baselines={"bandwidth": BYTES_PER_S, "latency_ms": 200},
+            backoff_s=0.1,
+        ) as deployment,
+        http_client(deployment.gateway_url) as client,
+    ):
         yield Fleet(deployment, client)
 
 

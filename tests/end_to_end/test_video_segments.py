@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import tiny_models
 from clips import Clip, clip
-from fleet import figures
-from identity import Fleet, Question
+from fleet import deployed, figures
+from identity import Fleet, Question, generated
 from reference import Reference
-from tiny_service import expected, serving
 
 from epd_serve.routing import encoders
 
@@ -37,9 +36,9 @@ async def test_tokens_equal_generate_over_two_and_three_encoders(kind: str, tmp_
     reference = Reference(path)
     questions = [Question("What happens?", videos=(Clip(clip(seed, 24, (96, 64), fps=6)),)) for seed in (1, 2)]
     text = Question("Say apple")
-    answers = {one: expected(reference, one) for one in (text, *questions)}
+    answers = {one: generated(reference, one) for one in (text, *questions)}
     del reference
-    async with serving(path, "3E-P-D", max_num_batched_tokens=200) as deployment:
+    async with deployed("3E-P-D", path, instances={"max_num_batched_tokens": 200}) as deployment:
         urls = {name: handle.url for name, handle in deployment.instances.items()}
         for count, question in zip((2, 3), questions, strict=True):
             names = [f"e{number}" for number in range(count)]

@@ -11,8 +11,8 @@ import pytest
 import tiny_models
 from fleet import Books
 from frame_bodies import whole_frames
+from in_process import serving
 from pictures import png
-from services import serving
 from stage_requests import PICTURE, Frame, request, without_logprobs
 
 from epd_serve.errors import InvalidRequest

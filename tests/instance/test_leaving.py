@@ -9,7 +9,7 @@ import pytest
 import tiny_models
 from fleet import Books
 from frame_bodies import whole_frames
-from services import answering, held, serving
+from in_process import answering, held, serving
 
 from epd_serve.errors import Conflict, InstanceLost, ServeError, StageTimeout
 from epd_serve.instance import lifecycle as lifecycle_module

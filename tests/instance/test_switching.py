@@ -13,9 +13,9 @@ import tiny_models
 from chips import CHIP, little_memory
 from fleet import Books
 from frame_bodies import whole_frames
+from in_process import answering, held, serving
 from pictures import png
 from PIL import Image
-from services import answering, held, serving
 
 from device.registry import get_device
 from epd_serve.config import InstanceOptions
