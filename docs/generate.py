@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 OPTIONS = """# Options of a deployment file
 
 Made from the fields of `epd_serve/config` by `python docs/generate.py`. An editor completes and checks them with
-[deploy/schema.json](../../deploy/schema.json). [How an option is added](../design/options.md).
+[deploy/schema.json](../../deploy/schema.json). [How to add an option](../../CONTRIBUTING.md#how-to-add).
 """
 
 CLI = """# The command line
@@ -34,7 +34,7 @@ Made from the commands by `python docs/generate.py`.
 MODELS = """# Models of the native engine
 
 Made from `epd_serve/models/families` by `python docs/generate.py`.
-[How a family is added](../design/model-families.md).
+[How to add a family](../../CONTRIBUTING.md#how-to-add).
 
 | models | `model_type` | takes | decoder | tower | how an item is laid out |
 |---|---|---|---|---|---|
@@ -43,7 +43,7 @@ Made from `epd_serve/models/families` by `python docs/generate.py`.
 MODELS_END = """
 With the fused decoder, the language model of all but Qwen's is Llama, Mistral, Qwen2, Qwen3 or Qwen3-MoE, whose
 experts are computed by transformers.
-The [generic decoder](../design/model-families.md#two-decoders) runs on one device, without graphs.
+The generic decoder runs transformers' own layers over the paged cache, on one device, without graphs.
 LLaVA-OneVision takes each of several pictures in tiles, as it takes one.
 
 The float32 greedy tokens of a tiny random model of each family are those of transformers' `generate`

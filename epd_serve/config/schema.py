@@ -220,6 +220,16 @@ class DeploymentConfig(SharedConfig):
             raise ValueError("elastic needs to know what is late: set slo.ttft_ms and slo.tpot_ms")
         if self.elastic is not None and self.engine == "vllm":
             raise ValueError("elastic is for engine: native; switch roles of vLLM's instances by hand")
+        roles = [one.role for one in placement]
+        assisting = {str(role) for role in roles if settings[str(role)].assist}
+        helped = [role for role in roles if str(role) not in assisting]
+        if assisting and (
+            assisting != {"EPD"} or not any(r.prefills for r in helped) or not any(r.decodes for r in helped)
+        ):
+            raise ValueError(
+                "assist is for EPD beside other instances with P and D, as in topology: 2EPD-2PD and "
+                "roles: {EPD: {assist: true}}"
+            )
         movers = {str(one.role) for one in placement if one.role.has_language_model}
         over = sorted(role for role in movers if settings[role].kv_transfer.transport == "mooncake")
         if over and len(over) < len(movers):

@@ -194,6 +194,11 @@ class InstanceSettings(Section):
         "so that it takes another role in milliseconds. null: all on a CPU where roles may be switched, by "
         "gateway.admin or elastic; else role.",
     )
+    assist: bool = Field(
+        default=False,
+        description="For EPD beside other instances with P and D: it encodes for them, and takes requests of "
+        "text while their queue is long and it has nothing to encode.",
+    )
     num_blocks: int | None = Field(default=None, ge=1, description="KV blocks; null: chosen from the memory.")
     kv_cache_bytes: Bytes | None = Field(default=None, description="KV cache size, instead of num_blocks.")
     max_num_batched_tokens: int | None = Field(

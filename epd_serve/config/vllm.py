@@ -27,6 +27,7 @@ _NATIVE_KEYS = {
     "image_budget_pixels": "vLLM's encoder budget follows max_num_batched_tokens",
     "lease_s": "vLLM's connectors have times of their own",
     "batching": "vLLM schedules by max_num_batched_tokens",
+    "assist": "each vLLM process works for its roles alone",
     "resident": "each vLLM process holds the weights of its roles",
 }
 _NATIVE_SECTIONS = {

@@ -23,6 +23,8 @@ from epd_serve.sched.token_time import Slack, pause_s
 #: Of the language model's stream, with its decodes; the tower's has 0.
 _LANGUAGE_PRIORITY = -1
 _SMOOTHING = 0.3
+#: An assistant's step waits for encodes for so long at most: its sequences end however many pictures come.
+_MAX_HOLD_S = 1.0
 #: A batch under a limit on the time per token is small enough for a layer to take no more than so many tokens.
 _TOKENS_PER_LAYER = 2
 
@@ -62,6 +64,7 @@ class TowerStream(_Side):
 
     Attributes:
         paused_s: seconds for which encodes have waited in their middle for decodes.
+        is_wanted: whether items are prepared for it, wait for it or are in it.
         least_pixel_bytes: that a batch takes for each pixel where it is not a graph: its memory is there already.
     """
 
@@ -84,7 +87,7 @@ class TowerStream(_Side):
         self._sleep = sleep
         self._resumed_s = self.paused_s = 0.0
         self._num_layers = 0
-        self._is_encoding = self._hurries = False
+        self._is_encoding = self._hurries = self.is_wanted = False
         self._pixel_bytes: float | None = None
         self.least_pixel_bytes = 0.0
         self._pixel_layer_s: float | None = None
@@ -174,6 +177,7 @@ class LanguageStream(_Side):
         stream: on which it is loaded and computed, by one thread at a time.
         is_busy: whether a step runs, or one that ran just now has decodes to go on with.
         slack: the time that the decodes leave to encodes; None without a limit.
+        tower: of an assistant, whose encodes go before its steps; None: of others.
         on_pause: called when no step follows, after all: one has failed, or nothing can be computed.
 
     Args:
@@ -200,10 +204,21 @@ class LanguageStream(_Side):
         self._encoded_s = 0.0
         self.is_busy = False
         self.on_pause: Callable[[], None] = lambda: None
+        self.tower: TowerStream | None = None
+
+    def wait_for_encodes(self) -> None:
+        """Let an assistant's encodes go first: return when none waits any more, or after a second."""
+        if self.tower is None or not self.tower.is_wanted:
+            return
+        self.idle()
+        end_s = self._clock() + _MAX_HOLD_S
+        while self.tower.is_wanted and self._clock() < end_s:
+            time.sleep(0.002)
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """A context in which a step is computed; :meth:`stepped` follows unless it fails."""
+        self.wait_for_encodes()
         self.is_busy = True
         self._part_threads(self._board.encodes_here)
         if self.slack is not None and self._last_s is None:
@@ -264,6 +279,7 @@ class DualStream:
             threads=threads,
             language=self.language if options.role.has_language_model else None,
         )
+        self.language.tower = self.tower if options.assist else None
 
 
 def _smooth(mean: float | None, value: float) -> float:

@@ -250,6 +250,7 @@ class Encoder:
         flight = self._flights.get(mm_hash)
         if flight is None:
             flight = self._flights[mm_hash] = _Flight(asyncio.create_task(self._prepare_and_encode(request)))
+            self._stream.is_wanted = True
         flight.num_waiters += 1
         try:
             return await asyncio.shield(flight.task)
@@ -257,6 +258,7 @@ class Encoder:
             flight.num_waiters -= 1
             if not flight.num_waiters:
                 del self._flights[mm_hash]
+                self._stream.is_wanted = bool(self._flights)
                 flight.task.cancel()
 
     async def _prepare_and_encode(self, request: EncodeRequest) -> _Encoded:

@@ -227,6 +227,7 @@ class Instance:
             state=lifecycle.state,
             modalities=tuple(self.family.token_ids),
             usage=self._usage(),
+            assists=options.assist and str(lifecycle.role) == "EPD",
             producer=self.model.producer,
             splits_videos=self.family.splits_videos and "video" in self.family.token_ids,
         )

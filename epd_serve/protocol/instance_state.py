@@ -97,6 +97,7 @@ class InstanceInfo(Message, frozen=True):
         state: of its role, see :class:`epd_serve.instance.lifecycle.SwitchState`.
         modalities: that the model's tower takes; a model of text alone has none.
         producer: of its features: kind of device and operators.
+        assists: it encodes, and takes requests of text only while the others' queue is long.
         splits_videos: its tower looks at each group of frames by itself, so that others may encode some of them.
     """
 
@@ -126,6 +127,7 @@ class InstanceInfo(Message, frozen=True):
     state: Name = "SERVING"
     modalities: Annotated[tuple[Name, ...], msgspec.Meta(max_length=16)] = ("image",)
     usage: Usage | None = None
+    assists: bool = False
     producer: Text = ""
     splits_videos: bool = False
 

@@ -19,6 +19,10 @@ PRIOR_TOKENS_PER_CHARACTER = 0.25
 #: Costs that differ by no more seconds count as equal: estimates are no better.
 NEAR_S = 1e-3
 
+#: HeteroServe, section 5.3: requests in the language queue above which encoders assist (τ), and the most sequences
+#: of an assistant (the paper takes them in two halves).
+ASSIST_THRESHOLD, ASSIST_BATCH = 16, 16
+
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
     """The facts of a request that are known before it is tokenised.
@@ -162,6 +166,33 @@ def candidates(table: InstanceTable, model: str, exclude: Collection[str], deman
     )
 
 
+def find_assistant(
+    table: InstanceTable, model: str, exclude: Collection[str], found: Candidates
+) -> InstanceRecord | None:
+    """Return an idle encoder that takes a whole request of text (HeteroServe, algorithm 1); None: there is none.
+
+    It takes requests while the language queue is longer than :data:`ASSIST_THRESHOLD`, it has nothing to encode,
+    and its batch is not full.
+    """
+    demand = found.demand
+    idle = [
+        one
+        for one in table.ready(Stage.ENCODE, model)
+        if one.info is not None
+        and one.info.assists
+        and one.name not in exclude
+        and not (demand.num_pixels or one.in_flight[Stage.ENCODE] or one.pending.num_pixels)
+        and one.pending.num_sequences + demand.num_sequences <= ASSIST_BATCH
+        and found.num_tokens < min(one.info.max_model_len, one.room_tokens)
+    ]
+    if not idle:
+        return None
+    languages = {one.name: one for one in (*found.prefills, *found.decodes)}
+    if sum(one.num_queued for one in languages.values()) <= ASSIST_THRESHOLD:
+        return None
+    return min(idle, key=lambda one: one.pending.num_sequences)
+
+
 def near_best(pairs: Sequence[Pair]) -> list[Pair]:
     """The cheapest pair and those about equal to it, before the first token and after it."""
     best_first, best_rest, *_ = min(pairs, key=lambda pair: pair[0] + pair[1])
@@ -205,6 +236,8 @@ class RoutePolicy:
         """
         found = candidates(table, model, exclude, demand)
         num_tokens = None
+        if (assistant := find_assistant(table, model, exclude, found)) is not None:
+            return found.route(assistant, assistant)
         if len(found.prefills) == len(found.decodes) == 1 and not self.uses_prefix:
             [prefill], [decode] = found.prefills, found.decodes
             decode = prefill if Stage.DECODE in prefill.stages else decode

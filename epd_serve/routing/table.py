@@ -91,7 +91,7 @@ class InstanceTable:
         """
         record = self._records[name]
         record.role = Role.parse(info.role)
-        record.stages = record.role.stages
+        record.stages = frozenset({Stage.ENCODE}) if info.assists else record.role.stages
         self._drop_caches()
         before = record.info or info
         record.before = record.info if info.pid == before.pid else None
@@ -290,7 +290,8 @@ class InstanceRecord:
         url: its control URL.
         info: its last answer to ``/info``; None until the first.
         place: its host and device, from that answer.
-        role: its role, from that answer; None until the first. stages: those of it; none until the first.
+        role: its role, from that answer; None until the first. stages: those of it, E alone where it assists; none
+            until the first.
         ready: whether it answers and is ready to work.
         drains: who has ordered that it gets no new request: the operator, a role switch.
         is_down: whether it was found not to answer; False again once it is ready.
@@ -354,6 +355,12 @@ class InstanceRecord:
             left = self._reported if self._ended is NONE else self._reported - self._ended
             self._pending = left if self._own is NONE else left + self._own
         return self._pending
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait for its language model, with this gateway's new ones."""
+        new = sum(call.stage is Stage.PREFILL for calls in self._unreported.values() for call in calls)
+        return self.load.num_waiting + self.load.num_refused + new
 
     @property
     def encode_s(self) -> float:

@@ -56,7 +56,7 @@ class SimInstance:
         self.ready = True
         self.pid = 1
         self.features: FeatureCache[int] = FeatureCache(_FEATURE_BYTES, IDLE_FEATURES)
-        self.tower = TowerSide(device, spec)
+        self.tower = TowerSide(device, spec, on_idle=self._go_on)
         self.language: LanguageSide | None = None
         if spec.role.has_language_model:
             self.language = LanguageSide(
@@ -64,6 +64,7 @@ class SimInstance:
                 device,
                 spec,
                 has_feature=lambda key: key in self.features,
+                is_held=lambda: spec.assists and bool(self.tower.flights),
                 on_prompt=lambda sequence: on_prompt(self, sequence),
                 on_end=self._ended,
                 on_free=self._grant,
@@ -96,6 +97,7 @@ class SimInstance:
             pid=self.pid,
             ready=self.ready,
             load=self.load(),
+            assists=spec.assists,
             budgets=dict(budget),
             host_id=spec.host,
             block_size=spec.block_size if self.language is not None else 0,
@@ -202,6 +204,11 @@ class SimInstance:
             first.granted(blocks)
         self._granting = False
 
+    def _go_on(self) -> None:
+        """Begin a step that has waited for encodes."""
+        if self.spec.assists and self.language is not None:
+            self.language.begin()
+
     def _ended(self, sequence: Sequence) -> None:
         self.is_changed = True
         length = len(sequence.output_ids)
@@ -217,9 +224,10 @@ class _Item:
 
 
 class TowerSide:
-    """The encoder, its queue and its store of features."""
+    """The encoder, its queue and its store of features. ``on_idle``: called when nothing is left to encode."""
 
-    def __init__(self, device: SimDevice, spec: SimInstanceSpec) -> None:
+    def __init__(self, device: SimDevice, spec: SimInstanceSpec, *, on_idle: Callable[[], None]) -> None:
+        self._on_idle = on_idle
         self._device = device
         self._spec = spec
         self._budget = find_image_budget(spec)
@@ -276,3 +284,5 @@ class TowerSide:
             for done in item.done:
                 done()
         self._begin()
+        if not self.flights:
+            self._on_idle()

@@ -48,6 +48,7 @@ class LanguageSide:
         spec: SimInstanceSpec,
         *,
         has_feature: Callable[[str], bool],
+        is_held: Callable[[], bool],
         on_prompt: Callable[[Sequence], None],
         on_end: Callable[[Sequence], None],
         on_free: Callable[[], None],
@@ -56,6 +57,7 @@ class LanguageSide:
         self._device = device
         self._spec = spec
         self._has_feature = has_feature
+        self._is_held = is_held
         self._on_prompt = on_prompt
         self._on_end = on_end
         self._on_free = on_free
@@ -96,7 +98,7 @@ class LanguageSide:
         self._unseen.append(sequence)
         if self._output is None or not self._spec.runs_ahead:
             self._see()
-        self._begin()
+        self.begin()
 
     def reserve(self, num_tokens: int, hashes: list[bytes], arrival_s: float) -> Any:
         """Return blocks for a prompt whose KV comes from elsewhere; None: not now."""
@@ -115,7 +117,7 @@ class LanguageSide:
         if len(sequence.output_ids) >= sequence.max_tokens:
             self._retire(sequence)
             self._on_end(sequence)
-            self._begin()
+            self.begin()
         else:
             self.submit(sequence)
 
@@ -123,14 +125,14 @@ class LanguageSide:
         """Free the blocks of a sequence whose KV is elsewhere."""
         self._retire(sequence)
         self._on_free()
-        self._begin()
+        self.begin()
 
     def take_feature(self, key: str) -> None:
         """A feature has come."""
         if self.num_waiting or self.num_running:
             if self._output is not None and self._spec.runs_ahead:
                 self._unseen_features.add(key)
-            self._begin()
+            self.begin()
 
     def has_feature(self, mm_hash: str) -> bool:
         return mm_hash not in self._unseen_features and self._has_feature(mm_hash)
@@ -149,9 +151,9 @@ class LanguageSide:
         self._unseen = []
         self._unseen_features.clear()
 
-    def _begin(self) -> None:
-        """Begin a step if none is under way and there is something to compute."""
-        if self._output is not None or not (self.num_running or self.num_waiting):
+    def begin(self) -> None:
+        """Begin a step if none is under way, no encode goes first, and there is something to compute."""
+        if self._output is not None or not (self.num_running or self.num_waiting) or self._is_held():
             return
         output = self.queues.plan(self._clock.now)
         if not output and (self._unseen or self._unseen_features):
@@ -204,7 +206,7 @@ class LanguageSide:
         pace = self.budget.pace  # learns as an instance's does (Batching.stepped)
         if isinstance(pace, StepPace) and (output.prefills or not self._spec.role.prefills):
             pace.observe(work, self._clock.now - activity.begun_s)
-        self._begin()
+        self.begin()
 
     def _prompt_done(self, sequence: Sequence) -> None:
         if sequence.hand_off:

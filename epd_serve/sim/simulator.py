@@ -206,6 +206,7 @@ def build(
     host_of: Callable[[str], str] = lambda device: "host0",
     block_size: int | None = None,
     num_blocks: int | None = None,
+    assist: bool = False,
 ) -> SimDeployment:
     """Instances on their devices as ``epd-serve up`` would place them.
 
@@ -214,6 +215,7 @@ def build(
 
     Args:
         profile_of: the profile of a device's name and a tensor-parallel width.
+        assist: whether instances of role EPD assist the others.
     """
     placed = place(topology, devices)
     specs: list[SimInstanceSpec] = []
@@ -233,6 +235,7 @@ def build(
             block_size=size,
             batching=batching(one.role) if callable(batching) else batching,
             runs_ahead=device != CPU,
+            assists=assist and str(one.role) == "EPD",
         )
         if num_blocks is None:
             towers = any(other.role.encodes for other in neighbours)

@@ -36,6 +36,7 @@ class SimInstanceSpec:
 
     Attributes:
         host, device: instances of one device slow each other down.
+        assists: an encoder that takes text while the others' queue is long; its encodes go first.
         runs_ahead: its next step is planned when one begins.
     """
 
@@ -48,6 +49,7 @@ class SimInstanceSpec:
     block_size: int = 16
     batching: Batching = Batching()
     runs_ahead: bool = False
+    assists: bool = False
 
     @property
     def state_blocks(self) -> int:

@@ -91,3 +91,14 @@ def test_every_setting_reaches_the_instance() -> None:
     assert (options.kv_transfer.transport, options.kv_transfer.group_layers) == ("shm", 4)
     assert (options.name, str(options.role), options.port, options.dtype) == ("p0", "P", 9001, "auto")
     assert options.served_model_name == "demo"
+
+
+def test_only_epd_beside_others_assists() -> None:
+    parse_config("topology: 2EPD-2PD\nroles: {EPD: {assist: true}}")
+    for text in (
+        "topology: E-PD\nroles: {E: {assist: true}}",
+        "topology: 2EPD\nroles: {EPD: {assist: true}}",
+        "topology: EPD-P\nroles: {EPD: {assist: true}}",
+    ):
+        with pytest.raises(ValueError, match="assist is for EPD"):
+            parse_config(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -191,3 +192,29 @@ def test_a_step_that_failed_or_nothing_to_compute_is_not_busy(fails: bool) -> No
         rig.language.idle()
     assert told == [False], "who asks again after this hears that the language model is idle"
     assert rig.board.slack() is None
+
+
+def test_an_assistants_step_waits_a_second_for_encodes_at_most(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig()
+    monkeypatch.setattr(time, "sleep", rig.clock.sleep)
+    rig.language.tower = rig.tower
+    rig.step(0.2)
+    began_s = rig.clock.now
+    rig.step(0.2)
+    assert rig.clock.now - began_s == pytest.approx(0.2), "nothing is to be encoded"
+    rig.tower.is_wanted = True
+    with rig.language.step():
+        assert 1.0 <= rig.clock.now - began_s - 0.2 <= 1.01
+    rig.language.stepped(DECODES, 0.2, 1)
+
+    def encoded(seconds: float) -> None:
+        rig.clock.sleep(0.3)
+        rig.tower.is_wanted = False
+        assert not rig.language.is_busy, "the tower need not wait for the step that waits for it"
+
+    monkeypatch.setattr(time, "sleep", encoded)
+    began_s = rig.clock.now
+    rig.step(0.1)
+    assert rig.clock.now - began_s == pytest.approx(0.4)

@@ -216,3 +216,41 @@ def test_a_draining_instance_gets_no_request(build):
     assert table["p0"].state == "draining" and names(table)[0] == "p1"
     table["p0"].drains.clear()
     assert table["p0"].state == "up" and names(table)[0] == "p0"
+
+
+def assisted(build, num_waiting: int, assistant: str = "epd0:EPD"):
+    table = build("pd0:PD", "pd1:PD")
+    for name in ("pd0", "pd1"):
+        load = build.load(num_waiting=num_waiting // 2, free_blocks=10_000, total_blocks=10_000)
+        build.update(table, f"{name}:PD", load=load)
+    table.add("epd0", "http://epd0")
+    build.update(table, assistant, load=build.load(free_blocks=1000, total_blocks=1000), assists=True)
+    return table
+
+
+def test_encoders_assist_while_the_language_queue_is_long(build):
+    """HeteroServe, algorithm 1: texts alone, above the threshold, with nothing to encode and room for a batch."""
+    text, picture = Demand(num_tokens=50), Demand(num_tokens=50, num_pixels=1000)
+    assert names(assisted(build, 16), demand=text)[0] != "epd0", "not above the threshold"
+    table = assisted(build, 18)
+    assert names(table, demand=text) == ("epd0", "epd0")
+    assert names(table, demand=picture)[0] != "epd0"
+    assert names(table, demand=text, exclude={"epd0"})[0] != "epd0"
+    assert names(table, demand=Demand(num_tokens=20_000))[0] != "epd0", "no room for its KV"
+    with table.encoding(table["epd0"], build.item("cat")):
+        assert names(table, demand=text)[0] != "epd0", "it encodes"
+    assert all(take(table, text) for _ in range(16))
+    assert names(table, demand=text)[0] != "epd0", "its batch is full"
+
+
+def take(table, demand) -> bool:
+    """Open a call where the next request goes; whether that is the assistant."""
+    route = POLICY.choose_route(table, "m", demand=demand)
+    table.in_flight(route.prefill, Stage.PREFILL, request_id=str(table.num_calls), work=route.prefill_work)
+    return route.prefill.name == "epd0"
+
+
+def test_an_assistant_alone_prefills_nothing(build):
+    table = build("epd0:EPD", assists=True)
+    with pytest.raises(Unavailable, match="prefill"):
+        POLICY.choose_route(table, "m")

@@ -134,7 +134,7 @@ class Fleet:
             for number, question in enumerate(self.expected):
                 stream = (number + self.num_checks) % 2 > 0
                 body = question.body(stream=stream, ignore_eos=self.ignore_eos)
-                asked.append((_stream if stream else _whole)(client, body))
+                asked.append((_stream if stream else answer_whole)(client, body))
             answers = await asyncio.gather(*asked)
             assert dict(zip(self.expected, answers, strict=True)) == self.expected
             await Books(urls).check()
@@ -184,7 +184,7 @@ def token_texts(answer: httpx.Response) -> list[str]:
 
 
 async def ask(client: httpx.AsyncClient, question: Question) -> list[str]:
-    return await _whole(client, question.body(stream=False, ignore_eos=True))
+    return await answer_whole(client, question.body(stream=False, ignore_eos=True))
 
 
 def generated(reference: Reference, question: Question) -> list[str]:
@@ -195,7 +195,7 @@ def generated(reference: Reference, question: Question) -> list[str]:
     return [reference.tokenizer.decode([token]) for token in ids]
 
 
-async def _whole(client: httpx.AsyncClient, body: dict[str, Any]) -> list[str]:
+async def answer_whole(client: httpx.AsyncClient, body: dict[str, Any]) -> list[str]:
     return token_texts(await client.post(CHATS, json=body))
 
 

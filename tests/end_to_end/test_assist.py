@@ -1,0 +1,33 @@
+"""An encoder with ``assist`` takes texts while the others' queue is long (HeteroServe, algorithm 1)."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import tiny_models
+from fleet import Books, figures, gateway
+from http_client import http_client
+from identity import QUESTIONS, answer_whole, start_fleet
+
+NUM_ROUNDS = 8
+
+
+async def test_an_encoder_assists_and_tokens_are_those_of_generate(tmp_path: Path) -> None:
+    path = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
+    roles = {"EPD": {"assist": True}, "PD": {"max_num_seqs": 2}}
+    async with (
+        start_fleet(path, "EPD-PD", roles=roles) as fleet,
+        gateway(fleet.urls) as url,
+        http_client(url) as client,
+    ):
+        one_by_one = [await answer_whole(client, one.body(stream=False, ignore_eos=True)) for one in QUESTIONS]
+        assert one_by_one == [fleet.expected[question] for question in QUESTIONS]
+        assert not (await figures(fleet.urls["epd0"]))["steps_total"], "the queue is short"
+        asked = sorted(NUM_ROUNDS * QUESTIONS, key=lambda one: len(one.images))  # pictures behind texts
+        bodies = [question.body(stream=False, ignore_eos=True) for question in asked]
+        answers = await asyncio.gather(*(answer_whole(client, body) for body in bodies))
+        assert answers == [fleet.expected[question] for question in asked]
+        await Books(fleet.urls).check()
+        assert (await figures(fleet.urls["epd0"]))["steps_total"] > 0
+        assert not (await figures(fleet.urls["pd0"]))["tower_images_total"]
