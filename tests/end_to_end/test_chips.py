@@ -116,7 +116,8 @@ async def test_kv_goes_through_host_memory_that_is_far_smaller(
     assert copied.attention.isdisjoint(set().union(*copied.streams.values()))
 
 
-@pytest.mark.parametrize("roles", [("EP", "D"), pytest.param(("E", "P", "D"), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("roles", [("EP", "D"), ("E", "P", "D")])
 async def test_features_and_kv_go_from_device_to_device(
     roles: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,7 +41,7 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> str:
     return "right"
 
 
-@pytest.mark.parametrize("victim", ["e0", "d0"])
+@pytest.mark.parametrize("victim", ["e0", pytest.param("d0", marks=pytest.mark.slow)])
 async def test_kill_an_instance_under_load(victim: str) -> None:
     seen = chat("What is in the picture?", noise(7), max_tokens=12, ignore_eos=True)
     instances = {"lease_s": 6, "feature_timeout_s": 8, "max_num_batched_tokens": 64}

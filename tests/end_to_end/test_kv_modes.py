@@ -17,6 +17,9 @@ from identity import token_texts
 from pictures import noise
 from reference import Reference
 
+#: Others hold shared memory (test_identity) and TCP (test_tls) against known answers each time.
+pytestmark = pytest.mark.slow
+
 #: One way each, over one of the paths of the bytes and in groups of each kind.
 WAYS = {
     "grouped-tcp": {"transport": "tcp", "group_layers": 1},
@@ -27,15 +30,13 @@ WAYS = {
 BASELINES = {"layerwise": {"kv": "layerwise"}, "oneshot": {"kv": "oneshot", "prefetch": "sync"}}
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", pytest.param("qwen3_5", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_5"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Reference]:
     path = tiny_models.make_tiny_model(request.param, tmp_path_factory.mktemp("ways") / "model")
     return path, Reference(path)
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=[] if way == "grouped-shm" else [pytest.mark.slow]) for way in WAYS]
-)
+@pytest.mark.parametrize("way", WAYS)
 async def test_the_way_of_the_kv_changes_no_token_and_leaves_nothing_behind(
     model: tuple[Path, Reference], way: str
 ) -> None:

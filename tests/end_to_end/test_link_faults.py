@@ -125,7 +125,7 @@ def being_written(held: dict[str, int]) -> bool:
     return held["reservations"] == 1 and held["blocks"] > 0
 
 
-@pytest.mark.parametrize("victim", ["p0", pytest.param("d0", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("victim", ["p0", "d0"])
 async def test_after_a_death_in_the_middle_of_a_kv_transfer_the_replacement_answers(
     fleet: Fleet, victim: str
 ) -> None:

@@ -85,7 +85,6 @@ ROLES = ("P", "D", "E", "PD", "E", "EPD", "D", "EP", "ED", "P")
     ("device", "roles"),
     [
         ("cpu", ROLES),
-        pytest.param(CHIP, ("P", "D", "E", "P"), id="chip, some"),
         pytest.param(CHIP, ROLES, id="chip", marks=pytest.mark.slow),
     ],
 )
