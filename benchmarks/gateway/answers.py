@@ -11,8 +11,9 @@ import msgspec
 from PIL import Image
 
 from benchmarks.common import data_url, encoded, user_message
-from epd_serve.protocol import frames, instance_state, wire
+from epd_serve.protocol import instance_state, wire
 from epd_serve.protocol.openai import chunks
+from epd_serve.rpc import items
 from epd_serve.rpc.messages import OPENING, Welcome, pack
 
 TOKENS = 64
@@ -104,9 +105,9 @@ def write_answers(directory: Path, stages: list[tuple[str, int]]) -> None:
         "opening": OPENING + pack(Welcome("", "")),
         "plain_head": _head({}),
         "encode_body": wire.encode(wire.EncodeReply(cached=False, num_tokens=256)),
-        "prefill_head": _head({"content-type": frames.CONTENT_TYPE, wire.NEXT_HEADER: "decode"}),
+        "prefill_head": _head({"content-type": items.CONTENT_TYPE, wire.NEXT_HEADER: "decode"}),
         "first_token": _token(first=True),
-        "framed_head": _head({"content-type": frames.CONTENT_TYPE}),
+        "framed_head": _head({"content-type": items.CONTENT_TYPE}),
         "framed_token": _token(first=False),
         "framed_last": _LAST,
         "openai_prefill": _response(_json(_whole({"kv_transfer_params": _KV_HANDLES}))),
@@ -136,7 +137,7 @@ _KV_HANDLES = {
 }
 
 
-_LAST = frames.pack(frames.END, (), chunks.DONE)
+_LAST = items.pack(items.END, (), chunks.DONE)
 
 
 def _head(headers: dict[str, str]) -> bytes:
@@ -148,7 +149,7 @@ def _token(*, first: bool) -> bytes:
     event = chunks.delta_event(
         _OPTIONS, 0, f" tok {_STAMP}", first=first, finish_reason=None, logprobs=None, usage=None
     )
-    return frames.pack(0, (1234,), event)
+    return items.pack(0, (1234,), event)
 
 
 def _openai_token() -> dict[str, object]:

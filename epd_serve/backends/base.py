@@ -24,7 +24,7 @@ class Answer(Protocol):
 
     @property
     def framed(self) -> bool:
-        """Whether the bytes are frames (:mod:`epd_serve.protocol.frames`), so that its tokens are known."""
+        """Whether the bytes are items (:mod:`epd_serve.rpc.items`), so that its tokens are known."""
 
     @property
     def decode_follows(self) -> bool:

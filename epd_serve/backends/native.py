@@ -14,7 +14,7 @@ from weakref import WeakSet
 import msgspec
 
 from epd_serve.errors import InstanceLost, InstanceUntrusted, StageTimeout
-from epd_serve.protocol import frames, instance_state, wire
+from epd_serve.protocol import instance_state, wire
 from epd_serve.protocol.wire import (
     DetokenizeReply,
     DetokenizeRequest,
@@ -22,6 +22,7 @@ from epd_serve.protocol.wire import (
     TokenizeRequest,
     encode_in_parts,
 )
+from epd_serve.rpc import items
 from epd_serve.rpc.http import HttpPool
 from epd_serve.rpc.link import MAX_BODY_BYTES, MAX_NOTE_BYTES, Link, LinkCall
 from epd_serve.rpc.tls import TlsFiles
@@ -29,7 +30,7 @@ from epd_serve.rpc.tls import TlsFiles
 INFO_TIMEOUT_S = 10.0
 _MAX_REPORT_BYTES = 1 << 20
 _NEXT = wire.NEXT_HEADER.encode()
-_FRAMES = frames.CONTENT_TYPE.encode()
+_FRAMES = items.CONTENT_TYPE.encode()
 _NOTE = wire.PROMPT_NOTE_HEADER.lower().encode()
 
 

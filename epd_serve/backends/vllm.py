@@ -19,7 +19,7 @@ from epd_serve.backends.base import StageCall
 from epd_serve.backends.native import NativeConnections
 from epd_serve.backends.vllm_answer import PrefillAnswer, VllmCall, Work
 from epd_serve.backends.vllm_command import FEATURE_PORT, KV_PORT
-from epd_serve.backends.vllm_server import EngineWatch, VllmFigures, VllmServer, VllmTarget, send_notice
+from epd_serve.backends.vllm_server import EngineWatch, VllmFigures, VllmServer, VllmTarget
 from epd_serve.backends.vllm_stream import (
     KnownTokens,
     ReplayedTokens,
@@ -30,7 +30,6 @@ from epd_serve.backends.vllm_stream import (
 )
 from epd_serve.errors import Conflict, InstanceFailed, InstanceLost, InvalidRequest, StageTimeout
 from epd_serve.protocol import instance_state, wire
-from epd_serve.protocol.engine_notices import FeatureWithdrawn
 from epd_serve.rpc.http import HttpServer
 from epd_serve.topology.remembered import remember_role, remembered_role
 from epd_serve.types import Role
@@ -271,8 +270,10 @@ class VllmInstance(VllmServer):
         ref = request.ref
         if self.target.role.has_language_model:
             if self.target.takes_features and self.target.features == "store":  # P need not wait any more
-                withdrawn = FeatureWithdrawn(request_id=request.request_id, mm_hash=ref.mm_hash)
-                await send_notice(self.name, self.address(FEATURE_PORT), withdrawn)
+                withdrawn = wire.FeatureWithdrawn(request.request_id, ref.mm_hash)
+                address = self.address(FEATURE_PORT)
+                async with self._others.connections.link(self.name, f"http://{address}") as link:
+                    await link.ask("/feature/withdraw", [wire.encode(withdrawn)])
             self._settle(request)
             return wire.EncodeReply(cached=False, num_tokens=0)
         model = self._model_of(request) or await self.model_name()
@@ -445,7 +446,8 @@ class VllmInstance(VllmServer):
     def address(self, offset: int) -> str:
         """``host:port`` of the instance's server at an offset from its HTTP port."""
         parts = urlsplit(self.url)
-        return f"{parts.hostname}:{(parts.port or 80) + offset}"
+        host = f"[{parts.hostname}]" if ":" in str(parts.hostname) else parts.hostname
+        return f"{host}:{(parts.port or 80) + offset}"
 
     def _settle(self, request: wire.EncodeRequest) -> None:
         if (exchange := self._others.exchanges.get(request.request_id)) is not None:

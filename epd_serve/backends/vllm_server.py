@@ -17,11 +17,9 @@ from epd_serve.backends.vllm_answer import VllmCall, Work
 from epd_serve.backends.vllm_command import Connectors, roles_of
 from epd_serve.errors import InstanceLost, InvalidRequest, StageTimeout
 from epd_serve.protocol import wire
-from epd_serve.protocol.engine_notices import LENGTH, Notice, pack
 from epd_serve.protocol.instance_state import Load
 from epd_serve.protocol.wire import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
 from epd_serve.rpc.http import HttpServer
-from epd_serve.rpc.sockets import create_connection
 from epd_serve.types import Modality, Role, SamplingParams
 
 INFO_TIMEOUT_S = 10.0
@@ -312,29 +310,3 @@ class VllmTarget:
     def media_fingerprint(self) -> str:
         """A hash of everything but the media that decides a feature."""
         return blake3(f"vllm {self.model_path} {self.dtype}".encode()).hexdigest()
-
-
-_NOTICE_TIMEOUT_S = 5.0
-
-
-async def send_notice(name: str, address: str, notice: Notice) -> None:
-    """Send a notice to the connector of instance ``name`` at ``host:port``; return when it is answered.
-
-    Raises InstanceLost where that fails.
-    """
-    host, _, port = address.rpartition(":")
-    try:
-        async with asyncio.timeout(_NOTICE_TIMEOUT_S):
-            loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
-            transport, protocol = await create_connection(
-                lambda: asyncio.StreamReaderProtocol(reader), host, int(port)
-            )
-            writer = asyncio.StreamWriter(transport, protocol, reader, loop)
-            try:
-                writer.write(pack(notice))
-                (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-                await reader.readexactly(length)
-            finally:
-                writer.close()
-    except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
-        raise InstanceLost(f"instance {name} takes no notices at {address} ({error})") from error

@@ -16,8 +16,8 @@ from msgspec.structs import replace
 from epd_serve.backends.vllm_answer import DATA, DONE, END_OF_EVENT, VllmCall
 from epd_serve.backends.vllm_chat import Body
 from epd_serve.errors import InstanceFailed
-from epd_serve.protocol.frames import END, ERROR, pack
 from epd_serve.protocol.wire import PrefillRequest
+from epd_serve.rpc.items import END, ERROR, pack
 
 _SEEDS = 1 << 31
 #: Events that wait for one with the text of one token. A reader that always lags gets no other, and must not get
@@ -74,7 +74,7 @@ def give_tokens(body: Body, tokens: list[int]) -> None:
 
 
 class FramedCall(VllmCall):
-    """A call whose answer comes in frames (:mod:`epd_serve.protocol.frames`).
+    """A call whose answer comes in items (:mod:`epd_serve.rpc.items`).
 
     Attributes:
         prompt: in tokens, where this is the rest of an answer: vLLM must report the same prompt.

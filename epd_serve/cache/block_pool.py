@@ -69,8 +69,6 @@ class BlockPool:
     def __init__(
         self, num_blocks: int, block_size: int, idle_requests: int = IDLE_REQUESTS, *, state_blocks: int = 0
     ) -> None:
-        if num_blocks < 2 or block_size < 1:
-            raise ValueError(f"a pool needs two blocks of one token at least, not {num_blocks} of {block_size}")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.idle_requests = idle_requests
@@ -132,7 +130,9 @@ class BlockPool:
         for _ in range(count):
             if self._blank:
                 block = self._blank.pop()
-            elif self._untouched < self.num_blocks and not self._has_idle():
+            elif self._untouched < self.num_blocks and not (
+                self._cached and self._num_requests - next(iter(self._cached.values())) > self.idle_requests
+            ):
                 block = self._untouched
                 self._untouched += 1
             else:
@@ -141,9 +141,6 @@ class BlockPool:
             self._refs[block] = 1
             blocks.append(block)
         return blocks
-
-    def _has_idle(self) -> bool:
-        return bool(self._cached) and self._num_requests - next(iter(self._cached.values())) > self.idle_requests
 
     def acquire(self, blocks: Sequence[int]) -> None:
         """Add a reference to blocks found by :meth:`match` or held already."""
@@ -212,9 +209,6 @@ def hash_blocks(
     Placeholder tokens are equal for all images, so a block that overlaps a span also hashes the span's mm_hash
     and the row of its feature with which the block would begin. A ``salt`` is part of the first block, and so of
     all.
-
-    Returns:
-        One 32-byte digest for each of the ``len(token_ids) // block_size`` full blocks.
     """
     hashes: list[bytes] = []
     ahead = sorted(spans, key=lambda span: -span.start)

@@ -73,12 +73,9 @@ class FeatureCache(Generic[T]):
         return held + nbytes <= self.capacity_bytes
 
     def put(self, key: str, value: T, nbytes: int, owner: str, *, beyond: bool = False) -> list[T]:
-        """Insert a value held by ``owner``; a key that is there already keeps its value.
+        """Insert a value held by ``owner``, if the key is not there; return the values evicted to make room.
 
         Precondition: :meth:`can_put`, or ``beyond``.
-
-        Returns:
-            The values evicted to make room.
         """
         evicted: list[T] = []
         if key not in self._entries:

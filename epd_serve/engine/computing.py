@@ -60,9 +60,8 @@ class Runner(Protocol):
 
         Args:
             features_by_hash: the features of all media that the chunks overlap.
-            on_layer: called on this thread when a layer's KV is in the cache, or will be when the device's work so
-                far is done.
-            before: the step that has chosen the tokens for which placeholders stand, by the same runner.
+            on_layer: called on this thread when the device's work so far puts a layer's KV into the cache.
+            before: the step of this runner that chooses the tokens for which placeholders stand.
         """
         ...
 

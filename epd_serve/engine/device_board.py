@@ -33,9 +33,7 @@ class DeviceBoard:
     """
 
     def __init__(self, path: Path | None, slot: int, clock: Callable[[], float]) -> None:
-        """Raises ValueError for a slot that does not exist, OSError for a file that cannot be made."""
-        if not 0 <= slot < _SLOTS:
-            raise ValueError(f"slot {slot} of a device board: there are 0 to {_SLOTS - 1}")
+        """Raises OSError for a file that cannot be made."""
         self._clock = clock
         self._map: mmap.mmap | None = None
         memory: bytearray | mmap.mmap = bytearray(_SLOTS * _FIELDS * 8)

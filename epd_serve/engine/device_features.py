@@ -108,7 +108,6 @@ class DeviceFeatureStore:
     store on the host serves consumers that cannot map it, and instances that encode only where nobody else does.
 
     Args:
-        host: the store on the host.
         capacity_bytes: of the area; 0: there is none.
         shares: other instances on this host may map the area.
         registers: the transport reaches the device's memory.
@@ -275,10 +274,7 @@ def check_generation(event: FeatureEvent, entry: bytes | bytearray | memoryview)
 class LandedFeatures:
     """Features that the transport reads from encoders' devices, through a registered part of this one's memory.
 
-    As elsewhere, the generation is looked at behind the copy.
-
-    Args:
-        lease_s: for which a place is kept that something may still be copied to.
+    ``lease_s``: for which a place is kept that something may still be copied to.
     """
 
     def __init__(self, device: Device, transport: Transport, lease_s: float) -> None:
@@ -322,7 +318,6 @@ class FeatureArea(FeatureBooks):
     """The features that an encoder keeps.
 
     Attributes:
-        features: their memory.
         region: the table, with the handle by which others map the memory; it is empty where they cannot.
         memory: the memory itself, where the transport reaches it.
     """

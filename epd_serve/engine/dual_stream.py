@@ -59,8 +59,6 @@ class TowerStream(_Side):
     Args:
         share: part of the multiprocessors to which it keeps; None: no limit.
         threads: numbers on a CPU while this instance's language model computes too, and while it does not.
-        language: this instance's other side; None where it has no language model.
-        sleep: lets the tower's thread sleep.
 
     Attributes:
         paused_s: seconds for which encodes have waited in their middle for decodes.
@@ -174,15 +172,10 @@ class LanguageStream(_Side):
     """The language model's side; its methods belong to the engine's thread.
 
     Attributes:
-        stream: on which it is loaded and computed, by one thread at a time.
         is_busy: whether a step runs, or one that ran just now has decodes to go on with.
-        slack: the time that the decodes leave to encodes; None without a limit.
+        slack: the time that the decodes leave to encodes; None without a limit on the time per token.
         tower: of an assistant, whose encodes go before its steps; None: of others.
         on_pause: called when no step follows, after all: one has failed, or nothing can be computed.
-
-    Args:
-        limit_s: limit on the time per token; None: encodes run as they like.
-        threads: numbers on a CPU while this instance encodes too, and while it does not.
     """
 
     def __init__(

@@ -144,20 +144,15 @@ class EngineHooks:
 
 
 class Engine:
-    """Owns the block pool and all sequences of an instance.
+    """Owns the block pool and all sequences of an instance. Safe from any thread.
 
-    A :class:`~epd_serve.engine.step_loop.StepLoop` asks it for steps and gives it their tokens. All methods may be
-    called from any thread. A token of a step that was launched before an earlier token ended its sequence is
-    dropped. Blocks stay with a sequence until no launched step uses them.
+    A :class:`~epd_serve.engine.step_loop.StepLoop` asks it for steps and gives it their tokens. A token of a step
+    that was launched before an earlier token ended its sequence is dropped. Blocks stay with a sequence until no
+    launched step uses them.
 
     Args:
-        sender: writes the KV of prompts that are handed on; their blocks stay until its last copy.
-        order: order of admission; by default first come, first served.
-        clock: monotonic seconds, the sender's clock.
-
-    Attributes:
-        queues: sequences that wait and that run; callers from outside read one number.
-        transfers: targets of the KV of sequences that are handed on.
+        sender: announces the KV of prompts that are handed on; their blocks stay until its last read.
+        order: of admission; by default first come, first served.
     """
 
     def __init__(
@@ -204,11 +199,9 @@ class Engine:
             self._changed.notify_all()
 
     def resume(self, sequence: Sequence, blocks: RequestBlocks, tokens: list[tuple[int, bool]]) -> None:
-        """Go on with a prompt whose KV another instance wrote into ``blocks``.
+        """Go on with a prompt, and its output, whose KV was read into ``blocks``.
 
-        Args:
-            sequence: the first choice, WAITING; the KV of its output, if it has any, was written too.
-            tokens: each choice's next token, and whether that was its last.
+        ``tokens``: each choice's next token, and whether that was its last.
         """
         with self._changed:
             self.queues.settle(blocks)
@@ -242,10 +235,7 @@ class Engine:
                 self._leave(sequence)
 
     def transferred(self, sequence: Sequence) -> None:
-        """Free a sequence's source blocks: the decode instance has confirmed, or the request is gone.
-
-        Idempotent.
-        """
+        """Free a sequence's source blocks: the decode instance has them, or the request is gone. Idempotent."""
         with self._changed:
             if sequence.state is SequenceState.TRANSFERRING:
                 self._retire(sequence)
@@ -258,19 +248,14 @@ class Engine:
     # ------------------------------------------------------------------ blocks for others
 
     def reserve(
-        self,
-        num_prompt_tokens: int,
-        num_sequences: int,
-        hashes: list[bytes],
-        arrival_s: float,
-        priority: int = 0,
+        self, num_prompt_tokens: int, num_sequences: int, hashes: list[bytes], arrival_s: float, priority: int = 0
     ) -> RequestBlocks | None:
-        """Blocks for a prompt whose KV a peer will write: see :meth:`~epd_serve.sched.queues.Queues.reserve`."""
+        """Return blocks for a prompt computed elsewhere: see :meth:`~epd_serve.sched.queues.Queues.reserve`."""
         with self._changed:
             return self.queues.reserve(num_prompt_tokens, num_sequences, hashes, arrival_s, priority)
 
     def stop_reserving(self) -> None:
-        """Note that no reservation waits any more: new prompts may take blocks again."""
+        """Let new prompts take blocks again: no reservation waits any more."""
         with self._changed:
             if self.queues.stop_reserving():
                 self._changed.notify_all()
@@ -331,10 +316,7 @@ class Engine:
             return None
 
     def advance(self, output: ScheduleOutput, *, placeholders: bool) -> None:
-        """Count the tokens of a launched step as computed.
-
-        With ``placeholders``, a placeholder stands for each sampled token in the step after it.
-        """
+        """Count the tokens of a launched step as computed; ``placeholders`` stand for those it samples."""
         with self._changed:
             for sequence in output.decodes:
                 sequence.num_computed += 1
@@ -342,7 +324,8 @@ class Engine:
                     sequence.output_ids.append(PLACEHOLDER)
             for sequence, count in output.prefills:
                 sequence.num_computed += count
-                if placeholders and sequence.yields_one_token:
+                is_computed = not sequence.num_uncomputed and not sequence.hand_off
+                if placeholders and is_computed and sequence.num_sampled == 1:
                     sequence.output_ids.append(PLACEHOLDER)
 
     def finish(
@@ -378,10 +361,7 @@ class Engine:
         return events
 
     def fail(self, output: ScheduleOutput, other: ScheduleOutput | None, error: Exception) -> list[EngineEvent]:
-        """A step failed: its requests end, and no other finds their KV, which may be why.
-
-        ``other`` is a step that is still in flight.
-        """
+        """End the requests of a failed step; ``other`` is a step that is still in flight."""
         with self._changed:
             self._stepping = frozenset(other.sequences if other else ())
             self._let_go()

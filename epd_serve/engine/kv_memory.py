@@ -46,7 +46,6 @@ class KVMemory:
     and goes (:mod:`epd_serve.transfer.staging`), on the threads of those who move it and on a stream of its own.
 
     Args:
-        staging_bytes: of that area, at most.
         lease_s: for which cells are kept that a peer may still copy to.
         shares: other instances on this host may read the KV on the device itself, and this one theirs.
         registers: the transport reaches the device's memory.
@@ -290,10 +289,7 @@ def num_kv_blocks(
     free_bytes: int,
     measure: Callable[[], int],
 ) -> int:
-    """Blocks of the KV cache; ``free_bytes`` are left on its device.
-
-    Args:
-        measure: returns the bytes that a step takes at most.
+    """Return the number of blocks for ``free_bytes`` of a device; ``measure`` says what a step takes at most.
 
     Raises ValueError for a ``kv_cache_bytes`` that is too small.
     """

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -55,13 +56,7 @@ class LanguageRunner:
         on_layer: Callable[[int], None] | None = None,
         before: LaunchedStep | None = None,
     ) -> LaunchedStep:
-        """Let the device compute the scheduled tokens; does not wait for it.
-
-        Args:
-            features_by_hash: the features of all media that the chunks overlap.
-            on_layer: called on this thread when a layer's KV is in the cache.
-            before: has chosen the tokens for which placeholders stand.
-        """
+        """Let the device compute the scheduled tokens (:meth:`epd_serve.engine.computing.Runner.launch`)."""
         size, axes = self._block_size, self._num_position_axes
         inputs = pack_step(output, self._tables, features_by_hash, block_size=size, num_axes=axes)
         fed = None
@@ -81,12 +76,7 @@ class LanguageRunner:
 
 
 class SampledRows:
-    """The sequences of a step that get tokens; the same ones as long as they decode.
-
-    Attributes:
-        rows: one for each token. by_row: the sequence of each.
-        counts: number of tokens that each sequence gets.
-    """
+    """The sequences of a step that get tokens, and a row for each token; the same ones as long as they decode."""
 
     def __init__(self, sequences: list[TokenSequence]) -> None:
         self.sequences = sequences
@@ -148,7 +138,7 @@ class StepExecutor:
 
     Args:
         kv: [layers, 2, num_blocks, block_size, kv_heads, head_dim].
-        graph_sizes: decode batch sizes to capture, where the device can; empty: none.
+        graph_sizes: decode batch sizes to capture, ascending, where the device can; empty: none.
         max_num_seqs: decodes of a step at most.
         prefill_graph_sizes: the same for numbers of tokens of steps with prompts.
         max_model_len: longest context of a sequence that decodes, and of a captured step.
@@ -170,10 +160,9 @@ class StepExecutor:
         prefill_graph_sizes: Sequence[int] = (),
     ) -> None:
         device.activate()  # of the thread that captures
-        self._model = model
-        self._device = device
+        self._model, self._device, self._kv = model, device, kv
+        self._num_position_axes = axes = num_position_axes
         self.device = device.torch_device
-        self._kv = kv
         self.num_seats = max([max_num_seqs, *graph_sizes])
         self._tables = DeviceTables(
             self.device,
@@ -181,13 +170,14 @@ class StepExecutor:
             max_blocks=-(-max_model_len // kv.shape[3]),
             block_size=kv.shape[3],
         )
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: GraphRunner | None = None
         self._prefill_graphs: PrefillGraphs | None = None
-        axes = num_position_axes
+        self._graph_sizes = graph_sizes
         if graph_sizes and (graphs := device.graph_runner()).captures and model.capturable:
-            self._graphs = DecodeGraphs(
-                model, device, graphs, kv, self._tables, num_position_axes=axes, sizes=graph_sizes
-            )
+            self._graphs = graphs
+            self._ids = torch.zeros(graph_sizes[-1], dtype=torch.long, device=self.device)
+            for size in reversed(graph_sizes):  # the largest first: its memory pool serves the others
+                graphs.capture(size, partial(self._decode, size))
         if prefill_graph_sizes and (graphs := device.graph_runner()).cuts and model.capturable:
             self._prefill_graphs = PrefillGraphs(
                 model, device, graphs, kv, num_position_axes=axes, sizes=prefill_graph_sizes
@@ -205,14 +195,12 @@ class StepExecutor:
     ) -> Tensor:
         """Logits [len(rows), vocab]; the step's K and V are in the cache afterwards.
 
-        Args:
-            on_layer: called when a layer's K and V are in the cache, in steps with prefills.
-            fed: the tokens of the inputs' ``fed_rows``, on the device.
-            logprobs: takes those of the inputs' ``scored_rows``.
+        ``fed``: the tokens of the inputs' ``fed_rows``, on the device.
         """
         self._tables.update(inputs.decodes, inputs.decode_context_lens)
-        if self._graphs is not None and self._graphs.fits(inputs):
-            return self._graphs.run(inputs, fed)
+        is_decode = not inputs.prefill_query_lens and len(inputs.ids) > 0
+        if self._graphs is not None and is_decode and len(inputs.ids) <= self._graph_sizes[-1]:
+            return self._replay(self._graphs, inputs, fed)
         target, layers = self.device, None
         meta, positions = self._pack(inputs)
         features, ids = inputs.features, on_device(inputs.ids, target)
@@ -260,49 +248,19 @@ class StepExecutor:
         )
         return meta, positions
 
-
-class DecodeGraphs:
-    """Captures the model's decode step at its making; the steps read their inputs from buffers that stay.
-
-    Args:
-        kv: [layers, 2, num_blocks, block_size, kv_heads, head_dim].
-        num_position_axes: rows of the rotary positions.
-        sizes: sizes of the batches to capture, ascending; larger ones do not run here.
-    """
-
-    def __init__(
-        self,
-        model: LanguageModel,
-        device: Device,
-        graphs: GraphRunner,
-        kv: Tensor,
-        tables: DeviceTables,
-        *,
-        num_position_axes: int,
-        sizes: Sequence[int],
-    ) -> None:
-        self._model, self._device, self._graphs, self._kv, self._tables = model, device, graphs, kv, tables
-        self._num_position_axes, self._sizes = num_position_axes, sizes
-        self._ids = torch.zeros(sizes[-1], dtype=torch.long, device=device.torch_device)
-        for size in reversed(self._sizes):  # the largest first: its memory pool serves the others
-            graphs.capture(size, lambda size=size: self._step(size))  # type: ignore[misc]
-
-    def fits(self, inputs: StepInputs) -> bool:
-        """Whether the step consists of decodes alone and is not too large."""
-        return not inputs.prefill_query_lens and 0 < len(inputs.ids) <= self._sizes[-1]
-
-    def run(self, inputs: StepInputs, fed: Tensor | None) -> Tensor:
-        """Logits [decodes, vocab]; overwritten by the next run."""
+    def _replay(self, graphs: GraphRunner, inputs: StepInputs, fed: Tensor | None) -> Tensor:
+        """Logits [decodes, vocab] of a step of decodes alone; overwritten by the next."""
         count = len(inputs.ids)
-        size = next(size for size in self._sizes if size >= count)
+        size = next(size for size in self._graph_sizes if size >= count)
         if len(inputs.fed_rows) < count:
-            self._ids[:count].copy_(on_device(inputs.ids, self._ids.device))
+            self._ids[:count].copy_(on_device(inputs.ids, self.device))
         if fed is not None:
             inputs.feed(self._ids, fed)
-        self._graphs.update(size, inputs.decode_context_lens + [1] * (size - count))
-        return self._graphs.replay(size)[:count]
+        graphs.update(size, inputs.decode_context_lens + [1] * (size - count))
+        return graphs.replay(size)[:count]
 
-    def _step(self, size: int) -> Tensor:
+    def _decode(self, size: int) -> Tensor:
+        """The decode step that is captured; it reads its inputs from buffers that stay."""
         slots, positions, table, context_lens = self._tables.advance(size, self._tables.max_blocks)
         meta = AttnMeta(
             block_size=self._kv.shape[3],

@@ -84,12 +84,9 @@ class StepInputs:
 
 
 class DecodeTables:
-    """What the tables on the device hold, as the host knows it.
+    """The contents of the tables on the device, as the host knows them: ``num_seats`` rows, one for each decode.
 
     A sequence is known by its list of blocks, which only grows: one that comes back with another list is new.
-
-    Args:
-        num_seats: rows of the tables, at least as many as a step has decodes.
     """
 
     def __init__(self, block_size: int, num_seats: int) -> None:
@@ -104,11 +101,7 @@ class DecodeTables:
     def change(
         self, tables: list[list[int]], context_lens: Sequence[int], position_deltas: list[int]
     ) -> TableChange:
-        """Take over a step's decodes; returns what is new to the device.
-
-        Args:
-            tables: the blocks of each, as many as its context fills at least.
-        """
+        """Take over a step's decodes, each with blocks for its context; return what is new to the device."""
         if not tables:
             return TableChange()
         is_same = len(tables) == len(self._tables) and all(map(is_, tables, self._tables))
@@ -182,29 +175,17 @@ class DeviceTables:
     def advance(self, size: int, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Let each decode go a token further. Nothing of this waits for the host: a graph may begin with it.
 
-        Args:
-            size: rows of the batch. width: blocks of the longest context at least.
-
         Returns:
-            Of the step: slots [size], positions [size], tables [size, width] int32, context lengths [size], which
-            hold until the next step.
+            Slots [size], positions [size], tables [size, width] int32, context lengths [size], which hold until
+            the next step.
         """
         seats, context_lens, position_deltas, num_new = self._batch[:, :size]
         context_lens.add_(num_new)
         last = context_lens - 1
-        return (
-            self._slots(last),
-            last + position_deltas,
-            self._table[:, :width].index_select(0, seats),
-            context_lens,
-        )
-
-    def _slots(self, last: Tensor) -> Tensor:
-        """Return the slots [size] of the tokens at these indices of the sequences of the batch."""
-        size = len(last)
-        cells = self._batch[0, :size] * self.max_blocks + last // self._block_size
+        cells = seats * self.max_blocks + last // self._block_size
         slots = self._table.view(-1).index_select(0, cells).long() * self._block_size + last % self._block_size
-        return torch.where(self._batch[3, :size] > 0, slots, self._spare_slots[:size])
+        slots = torch.where(num_new > 0, slots, self._spare_slots[:size])
+        return slots, last + position_deltas, self._table[:, :width].index_select(0, seats), context_lens
 
 
 def pack_step(
@@ -215,12 +196,7 @@ def pack_step(
     block_size: int,
     num_axes: int,
 ) -> StepInputs:
-    """Pack the tokens of a step: its decodes, then its prefill chunks.
-
-    Args:
-        tables: those of the decodes, which change.
-        features: those of all media that the chunks overlap, by hash.
-    """
+    """Pack the tokens of a step: its decodes, whose ``tables`` change, then its prefill chunks."""
     decodes, chunks = output.decodes, output.prefills
     ids = [sequence.output_ids[-1] for sequence in decodes]
     fed = {row: decodes[row] for row, token in enumerate(ids) if token == PLACEHOLDER}

@@ -24,15 +24,10 @@ logger = logging.getLogger(__name__)
 
 
 class StepLoop:
-    """Runs the steps of an engine on a thread of its own.
+    """Runs the steps of an engine on a thread of its own, the device's work on ``stream``.
 
     A loop that runs ahead launches a step before it knows the tokens of the one before: the device feeds them from
     one to the other, and placeholders stand for them in the engine.
-
-    Args:
-        push: sends KV to decode instances while it is computed; None where no prompt is handed on.
-        stream: takes the device's work of that thread; None: the default one.
-        watch: measures the steps, and tells whether one hangs.
     """
 
     def __init__(
@@ -243,11 +238,7 @@ class LayerGroups:
 class KVPush:
     """Sends the KV of prompts to decode instances, a group of layers at a time (EPD-Serve 3.3).
 
-    Args:
-        layer_bytes: of one block in one layer, K and V.
-        record_event: marks the device's work so far.
-        clock: the sender's.
-        layer_groups: the groups of a step.
+    ``layer_bytes``: K and V of one block in one layer. ``record_event`` marks the device's work so far.
     """
 
     sender: KVSender

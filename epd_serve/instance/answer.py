@@ -13,17 +13,17 @@ from epd_serve.engine.engine import Engine, EngineEvent, FailureEvent, TokenEven
 from epd_serve.engine.sampling.patterns import Patterns
 from epd_serve.errors import InvalidRequest, ServeError
 from epd_serve.instance.text.tokenizer import Detokenizer, Tokenizer
-from epd_serve.protocol import frames
 from epd_serve.protocol.openai import chunks
 from epd_serve.protocol.openai.tool_format import Call, CallDelta, ToolCallReader
 from epd_serve.protocol.wire import OutputOptions, TokenLogprob
+from epd_serve.rpc import items
 from epd_serve.rpc.server import JSON, BrokenStream, Header, Pieces, Reply
 from epd_serve.telemetry.span import Timeline
 from epd_serve.types import SamplingParams
 
 
 class Answer:
-    """All ``n`` choices of one request. Streamed, :meth:`push` returns frames; else :meth:`end` returns the whole.
+    """All ``n`` choices of one request. Streamed, :meth:`push` returns items; else :meth:`end` returns the whole.
 
     An instance that goes on with a request replays the tokens that were already sent. Log-probabilities come with
     the text of their tokens and not before; those of tokens that show nothing (the end, a stop string) never come,
@@ -137,13 +137,13 @@ class Answer:
             if choice.template is None:
                 choice.template = chunks.DeltaTemplate(self.options, index)
             event = choice.template.event(news.text)
-        return frames.pack(index, () if self._is_empty else (token_id,), event)
+        return items.pack(index, () if self._is_empty else (token_id,), event)
 
     def end(self) -> bytes:
         """Return the end behind the last token: the frame of usage and ``[DONE]``, or the whole answer."""
         if self.options.stream:
             usage = chunks.usage_event(self.options, self.usage) if self.options.include_usage else b""
-            return frames.pack(frames.END, (), usage + chunks.DONE)
+            return items.pack(items.END, (), usage + chunks.DONE)
         finished = []
         for i, choice in enumerate(self.choices):
             told: list[chunks.ScoredToken] | None = None
@@ -340,7 +340,7 @@ class Generation:
         if not self._pieces.has_begun:
             self._pieces.end(error)
             return
-        self._pieces.put(frames.pack(frames.ERROR, (), chunks.event(error.body())))
+        self._pieces.put(items.pack(items.ERROR, (), chunks.event(error.body())))
         broken = BrokenStream(error.message)
         broken.__cause__ = error
         self._pieces.end(broken)
@@ -352,7 +352,7 @@ class Generation:
         if not stream:
             return Reply(headers=(JSON, *headers), body=await self._pieces.read(), on_close=on_close)
         await self._pieces.wait()
-        return Reply(headers=(*frames.HEADERS, *headers), stream=self._pieces, on_close=on_close)
+        return Reply(headers=(*items.HEADERS, *headers), stream=self._pieces, on_close=on_close)
 
 
 def broken_structure(reason: str) -> InvalidRequest:

@@ -18,8 +18,9 @@ from epd_serve.instance.kv_delivery import KVDelivery, Transfers
 from epd_serve.instance.telemetry import InstanceTelemetry
 from epd_serve.instance.text.prompt import PromptProcessor
 from epd_serve.instance.text.request_processor import S_PER_CHARACTER, RequestProcessor
-from epd_serve.protocol import frames, wire
+from epd_serve.protocol import wire
 from epd_serve.protocol.openai import chunks
+from epd_serve.rpc import items
 from epd_serve.rpc.server import JSON, BrokenStream, Reply
 from epd_serve.sched.sequence import Sequence, SequenceState
 from epd_serve.telemetry.span import FEATURE_WAIT, PREFILL_QUEUE
@@ -259,7 +260,7 @@ class Prefiller:
             num_cached_tokens=answer.num_cached_tokens,
         )
         return Reply(
-            headers=(*(frames.HEADERS if handoff.output.stream else ()), NEXT_DECODE),
+            headers=(*(items.HEADERS if handoff.output.stream else ()), NEXT_DECODE),
             stream=self._first_then_handoff(body, delivery, handoff),
             on_close=close,
         )
@@ -274,7 +275,7 @@ class Prefiller:
         except ServeError as error:
             delivery.give_up(error.message)
             if handoff.output.stream and error.code in (DRAINING, DECODE_DRAINING, PEER_UNREACHABLE):
-                yield frames.pack(frames.ERROR, (), chunks.event(error.body()))
+                yield items.pack(items.ERROR, (), chunks.event(error.body()))
             elif error.code == PEER_UNREACHABLE:
                 yield error.to_json()
             raise BrokenStream(error.message) from error
@@ -282,7 +283,7 @@ class Prefiller:
     def _end_answer(self, sequence: Sequence, answer: Answer, body: bytes, on_close: Callable[[], None]) -> Reply:
         """Return the rest of an answer for which nothing is left to compute."""
         self._timeline.finished(sequence.request_id)
-        content = frames.HEADERS if answer.options.stream else (JSON,)
+        content = items.HEADERS if answer.options.stream else (JSON,)
         return Reply(headers=(*content, NEXT_NONE), body=body + answer.end(), on_close=on_close)
 
     def _end(self, request_id: str) -> None:

@@ -36,7 +36,6 @@ class AudioProcessor:
 
     @property
     def rate(self) -> int:
-        """Samples a second that are taken."""
         rate: int = self.extractor.sampling_rate
         return rate
 

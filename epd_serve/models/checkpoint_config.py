@@ -7,8 +7,8 @@ configuration class does not declare decides nothing unless code that the model 
 
 from __future__ import annotations
 
-import ast
 import inspect
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -188,7 +188,13 @@ def _check_text(where: str, text: Any, family: type[Family]) -> None:
             )
     _check_activations(where, text)
     if family.decoder == "generic":
-        _check_generic_rope(f"{where}rope_parameters", text.rope_parameters)
+        rope = text.rope_parameters
+        for own in [rope] if "rope_type" in rope else rope.values():
+            if own["rope_type"] not in _GENERIC_ROPE_TYPES:  # a step computes sequences of several lengths
+                raise ValueError(
+                    f"{where}rope_parameters.rope_type is {own['rope_type']!r}; the native engine runs "
+                    f"{', '.join(_GENERIC_ROPE_TYPES)}, alike at any length of the context"
+                )
         return
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     _check_rope(f"{where}rope_parameters", text.rope_parameters)
@@ -214,19 +220,8 @@ def _check_text(where: str, text: Any, family: type[Family]) -> None:
             raise ValueError(f"{where}layer_types has 'sliding_attention', which needs a sliding_window")
 
 
-def _check_generic_rope(where: str, parameters: Any) -> None:
-    """Raises for frequencies that differ between lengths: a step computes sequences of several."""
-    by_layer = {} if "rope_type" in parameters else parameters
-    for name, own in by_layer.items() or [("", parameters)]:
-        if own["rope_type"] not in _GENERIC_ROPE_TYPES:
-            raise ValueError(
-                f"{where}{name and '.'}{name}.rope_type is {own['rope_type']!r}; the native engine runs "
-                f"{', '.join(_GENERIC_ROPE_TYPES)}, alike at any length of the context"
-            )
-
-
 def _check_rope(where: str, parameters: Any) -> None:
-    """Raises for frequencies that differ between layers, lengths or parts of a head."""
+    """Raise for frequencies that differ between layers, lengths or parts of a head."""
     rope_type = (parameters or {}).get("rope_type")
     if rope_type not in _ROPE_TYPES:
         raise ValueError(
@@ -290,29 +285,15 @@ _FUNCTIONS, _REST = "functions", "rest"
 def _reads(module: str) -> dict[str, frozenset[str]]:
     """Return the names that a module reads from configurations: by class, and in its functions.
 
-    A module is parsed once, as its source may have thousands of lines.
+    Found are ``x`` of ``config.x``, ``self.config.x`` and ``getattr(config, "x", ...)``.
     """
     found = defaultdict[str, set[str]](set, {_FUNCTIONS: set()})
-    for node in ast.parse(inspect.getsource(sys.modules[module])).body:
-        is_function = isinstance(node, ast.FunctionDef)
-        key = node.name if isinstance(node, ast.ClassDef) else _FUNCTIONS if is_function else _REST
-        found[key] |= _names_read(ast.walk(node))
+    for part in _DEFINITION.split(inspect.getsource(sys.modules[module])):
+        name = re.match(r"class (\w+)", part)
+        key = name[1] if name else _FUNCTIONS if part.startswith("def ") else _REST
+        found[key].update(_READ.findall(part))
     return {key: frozenset(names) for key, names in found.items()}
 
 
-def _names_read(nodes: Iterable[ast.AST]) -> frozenset[str]:
-    """``x`` of ``config.x``, ``self.config.x``, ``getattr(config, "x", ...)`` and ``hasattr(config, "x")``."""
-    names: set[str] = set()
-    for node in nodes:
-        if isinstance(node, ast.Attribute) and _is_config(node.value):
-            names.add(node.attr)
-        elif isinstance(node, ast.Call) and len(node.args) > 1 and _is_config(node.args[0]):
-            name = node.args[1]
-            if isinstance(name, ast.Constant) and isinstance(name.value, str):
-                names.add(name.value)
-    return frozenset(names)
-
-
-def _is_config(node: ast.expr) -> bool:
-    name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
-    return name in ("config", "layer_config", "decoder_config", "effective_config")
+_DEFINITION = re.compile(r"^(?=class |def |@|\w+ = )", re.MULTILINE)
+_READ = re.compile(r"\b(?:layer_|decoder_|effective_)?config(?:\.|, *[\"'])(\w+)")

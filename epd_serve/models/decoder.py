@@ -56,16 +56,11 @@ class _Layer:
 class Decoder:
     """Runs the layers of a language model.
 
-    Attributes:
-        num_kv_heads, num_query_heads: of each layer.
-        capturable: no layer routes tokens to experts, which reads values back from the device.
+    ``capturable``: no layer routes tokens to experts, which reads values back from the device.
     """
 
     def __init__(self, model: Any, ops: AttentionOps, device: torch.device) -> None:
-        """Take over a transformers language model: its layers are emptied one by one as they are converted.
-
-        Its configuration is one that :mod:`epd_serve.models.checkpoint_config` lets pass.
-        """
+        """Take over a transformers language model: its layers are emptied one by one as they are converted."""
         config = model.config
         self._ops = ops
         self._device = device

@@ -69,29 +69,24 @@ class Family:
     Attributes:
         title: names of its models.
         model_types: the ``model_type`` of the config.json of its models.
-        mixtures: those of them whose experts are not split over several devices.
         other_parts: of a checkpoint beside what is run: the beginnings of their weights' names.
         modalities: that its tower takes; a family of text alone has none, and no other part of a tower.
         fields: what the engine honours at the top level of its configuration.
         towers: what it honours of each tower's configuration, by the tower's ``model_type``.
         decoder: computes the layers of its language model.
-        texts: of a family of the generic decoder: what it honours of each language model's configuration, by the
-            language model's ``model_type``.
+        texts: what the generic decoder honours of each language model's configuration, by its ``model_type``.
         num_position_axes: axes of the rotary positions: 3 for M-RoPE, 1 else.
         input_names: what the tower takes of the image processor's output.
         joins: whether the tower takes several items in one call, their inputs joined along dimension 0.
-        captures: whether all that the tower of its pictures derives from their sizes can be given to it as tensors
-            (:mod:`epd_serve.models.tower_graphs`), so that it may be captured as a graph.
-        splits_videos: whether the tower looks at each of a video's patches in time by itself, so that several
-            encoders may share them.
+        captures: whether its tower may be captured as a graph (:mod:`epd_serve.models.tower_graphs`).
+        splits_videos: whether several encoders may share a video: the tower sees its patches in time one by one.
         tokens: special ones in the text between the rows of a picture's feature.
         processor_options: arguments that the family's processor gives to its image processor.
         processor_fields: what processor_config.json must say, as the rest of the checkpoint says it.
         picture_fields: what the image processor's file must say, as config.json says it.
         token_ids: the token that stands for an item in a chat, for each modality that the checkpoint takes.
         row_token_ids: those that stand for each row of a feature.
-        both_ways_tokens: most tokens of a run of rows that see each other, earlier and later ones; 0: all see
-            those before them.
+        both_ways_tokens: most tokens of a run of rows that all see each other; 0: tokens see those before them.
         both_ways_in_windows: whether they do so in layers of a sliding window alone, and inside it.
         as_padding: fields of its configuration with tokens that are embedded as padding where an answer has them.
         video: how videos are sampled and cut; None where they are not taken.
@@ -100,7 +95,6 @@ class Family:
 
     title: ClassVar[str] = ""
     model_types: ClassVar[tuple[str, ...]] = ()
-    mixtures: ClassVar[tuple[str, ...]] = ()
     other_parts: ClassVar[tuple[str, ...]] = ()
     modalities: ClassVar[tuple[str, ...]] = ("image",)
     fields: ClassVar[frozenset[str]] = frozenset()
@@ -145,8 +139,7 @@ class Family:
 
     @staticmethod
     def features(model: Any, inputs: TowerInputs) -> Any:
-        """The tower's output for pictures and videos, or for sounds (``input_features``), by transformers' model:
-        ``pooler_output`` are the features of all items, in order."""
+        """Return what transformers' tower makes: ``pooler_output`` are the features of all items, in order."""
         if "input_features" in inputs:
             return model.get_audio_features(**inputs, return_dict=True)
         return model.get_image_features(**inputs, return_dict=True)
@@ -178,8 +171,7 @@ class Family:
         return sum(part for part in self.parts_of(item) if isinstance(part, int))
 
     def pixels_of(self, item: MediaRef) -> int:
-        """:meth:`num_pixels` of an item; two frames of a video are one picture, and a
-        sound as many as its positions are patches. Raises as :meth:`parts_of`."""
+        """Return the pixels of an item's work: two frames are a picture, a sound's positions patches."""
         if item.modality == "image":
             return self.of(item).num_pixels((item.width, item.height))
         if item.modality == "audio" and self.audio is not None:
@@ -202,7 +194,7 @@ class Family:
         return self.video
 
     def parts(self, size: Size) -> Sequence[int | str]:
-        """The tokens of a picture in their order: how many rows of its feature, and the text between such runs.
+        """Return the tokens of a picture: numbers of rows of its feature, and the text between such runs.
 
         Raises InvalidRequest for a size that the model cannot take.
         """
@@ -296,12 +288,10 @@ def _unsupported(item: MediaRef) -> InvalidRequest:
 
 
 def picture(size: Size) -> MediaRef:
-    """A picture of a size, without a name."""
     return MediaRef("", *size)
 
 
 def sound(seconds: float, rate: int) -> MediaRef:
-    """A sound of a length, without a name."""
     return MediaRef.of_audio(AudioFacts(round(seconds * rate), rate, 1))
 
 

@@ -57,18 +57,10 @@ class GenericDecoder:
 
     capturable, num_query_heads = False, 0
 
-    def __init__(
-        self,
-        model: Any,
-        ops: AttentionOps,
-        device: torch.device,
-        *,
-        both_ways_in_windows: bool = False,
-    ) -> None:
+    def __init__(self, model: Any, ops: AttentionOps, device: torch.device, *, both_ways_in_windows: bool) -> None:
         """Take over a transformers language model.
 
-        Args:
-            both_ways_in_windows: tokens see later ones in layers of a sliding window alone, and inside it.
+        ``both_ways_in_windows``: tokens see later ones in layers of a sliding window alone, and inside it.
         """
         config = model.config
         self._ops = ops
@@ -209,12 +201,9 @@ def _gather(pages: Tensor, blocks: Tensor, planes: _Planes) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Run:
-    """The tokens of one sequence in a step.
+    """The tokens of one sequence in a step, the blocks of what they may see, and a mask [rows, columns] of it.
 
-    Attributes:
-        rows: in the batch. blocks: those of what they may see.
-        mask: [rows, columns], the tokens in these blocks that each of them sees. What lies behind the sequence's
-            last has no column: it may be anything, NaN too.
+    What lies behind the sequence's last token has no column: it may be anything, NaN too.
     """
 
     rows: slice
@@ -283,13 +272,7 @@ class _Step:
         return self._runs[reach]
 
     def _run(
-        self,
-        row: int,
-        count: int,
-        length: int,
-        blocks: Tensor,
-        reach: _Reach,
-        spans: Sequence[tuple[int, int]],
+        self, row: int, count: int, length: int, blocks: Tensor, reach: _Reach, spans: Sequence[tuple[int, int]]
     ) -> _Run:
         """The last ``count`` tokens of a sequence of ``length``, from ``row`` of the batch on."""
         size, start = self.context.plan.meta.block_size, length - count

@@ -13,7 +13,6 @@ from device.base import Device
 from device.ops.linear import linear
 from epd_serve.models.decoder import Decoder, StepContext
 from epd_serve.models.families import family_of
-from epd_serve.models.family import DecoderKind
 from epd_serve.models.generic_decoder import GenericDecoder
 from epd_serve.models.loader import ModelPart, load_part, num_parameters
 from epd_serve.models.stored_weights import read_weights
@@ -45,26 +44,15 @@ class LanguageModel:
         inner: the transformers model without weights, for its position arithmetic; None for text alone.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        dtype: torch.dtype,
-        device: Device,
-        *,
-        decoder: DecoderKind | None = None,
-    ) -> None:
-        """Raises ValueError for a model that the engine cannot run.
-
-        Args:
-            decoder: other than the family's.
-        """
+    def __init__(self, path: Path, dtype: torch.dtype, device: Device) -> None:
+        """Raises ValueError for a model that the engine cannot run."""
         model: Any = load_part(path, ModelPart.LANGUAGE_MODEL, dtype, device.torch_device)
         text = model.config.get_text_config()
         self.dtype = dtype
         self.num_parameters = num_parameters(model)
         family = family_of(model.config)
-        decoder = decoder or family.decoder
-        self.max_model_len = _max_model_len(text) if decoder == "fused" else text.max_position_embeddings
+        is_fused = family.decoder == "fused"
+        self.max_model_len = _max_model_len(text) if is_fused else text.max_position_embeddings
         self.hidden_size: int = text.hidden_size
         vision = getattr(model.config, "vision_config", None)
         num_levels = len(getattr(vision, "deepstack_visual_indexes", None) or ())
@@ -74,9 +62,7 @@ class LanguageModel:
         language_model = getattr(inner, "language_model", inner)
         head: Tensor = model.get_output_embeddings().weight
         is_tied = head is language_model.embed_tokens.weight
-        self._embed: nn.Module = read_weights(
-            language_model.embed_tokens, self._device
-        )  # some scale what they look up
+        self._embed: nn.Module = read_weights(language_model.embed_tokens, self._device)  # some scale their rows
         as_padding = [getattr(model.config, name) for name in family.as_padding]
         self._as_padding = torch.tensor(as_padding, device=self._device) if as_padding else None
         self._padding: int = text.pad_token_id if as_padding else 0
@@ -86,7 +72,7 @@ class LanguageModel:
         parts = language_model, device.ops, self._device
         self._decoder = (
             Decoder(*parts)
-            if decoder == "fused"
+            if is_fused
             else GenericDecoder(*parts, both_ways_in_windows=family.both_ways_in_windows)
         )
         self.num_layers = self._decoder.num_layers
@@ -113,7 +99,7 @@ class LanguageModel:
         more: MoreLogits | None = None,
         layers: Callable[..., Tensor] | None = None,
     ) -> Tensor:
-        """One step over a packed batch. Reads nothing back from the device.
+        """Compute a packed batch: logits [len(rows), vocab]. Reads nothing back from the device.
 
         Args:
             ids: [T] int64. positions: [axes, T].
@@ -122,9 +108,6 @@ class LanguageModel:
             feature_rows: [F] int64, the placeholder tokens that these features replace.
             more: takes the logits of rows that may be too many to be kept.
             layers: computes the layers in place of :attr:`layers`, with its arguments.
-
-        Returns:
-            Logits [len(rows), vocab] of the model's dtype.
         """
         if self._as_padding is not None:
             ids = ids.masked_fill(torch.isin(ids, self._as_padding), self._padding)

@@ -75,10 +75,9 @@ def _shows_videos(path: Path) -> bool:
 def load_part(path: Path, part: ModelPart, dtype: torch.dtype, device: torch.device = _HOST) -> nn.Module:
     """The tower with its projector, or the language model with its head, of weights that are not read yet.
 
-    They are :class:`~epd_serve.models.stored_weights.StoredWeight`, but for those that transformers computes of
-    several, such as the experts of a layer: they are on ``device``. The other part's modules are dropped. Raises
-    ValueError for a configuration that is not honoured, and for any weight that the checkpoint lacks, or that the
-    model does not have.
+    Those that transformers computes of several, such as a layer's experts, are on ``device``. The other part's
+    modules are dropped. Raises ValueError for a configuration that is not honoured, and for any weight that the
+    checkpoint lacks, or that the model does not have.
     """
     config = read_config(path)
     assert part is ModelPart.LANGUAGE_MODEL or config.model_type not in TEXT, "a model of text alone has no tower"
@@ -190,10 +189,7 @@ def _partial_class(base: Any, part: ModelPart) -> Any:
 
 
 def media_fingerprint(path: Path, dtype: str) -> str:
-    """Hex name of all that decides a feature besides the media bytes: config, processor, weights, dtype.
-
-    Weights are sampled (head and evenly spaced pages of each file), so that a large checkpoint takes no minutes.
-    """
+    """Hex name of what decides a feature besides the media: config, processor, sampled weights, dtype."""
     hasher = blake3(f"epd-serve feature 2 {dtype}".encode())
     for name in _FILES:
         file = path / name

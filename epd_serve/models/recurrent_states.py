@@ -28,11 +28,7 @@ _WORD = torch.float32
 
 
 class RecurrentStates:
-    """Lets the layers of a transformers model that keep states find them in the blocks of each sequence.
-
-    Attributes:
-        layers: their indices.
-    """
+    """Lets the ``layers`` of a transformers model that keep states find them in the blocks of each sequence."""
 
     def __init__(self, model: Any, kv_dtype: torch.dtype) -> None:
         """Take over these layers of a model that is on its device."""
@@ -51,11 +47,6 @@ class RecurrentStates:
             if not number:
                 self._parts = _parts(module, argument, index, config.hidden_size)
             module.forward = partial(self._forward, module.forward, argument, number, index)
-
-    @property
-    def num_words(self) -> int:
-        """The words of one layer's state."""
-        return sum(part.num_words for part in self._parts)
 
     def num_blocks(self, token_values: int, block_size: int) -> int:
         """Blocks for the state of one sequence, where one token has ``token_values`` in K of one layer."""
@@ -129,8 +120,7 @@ class RecurrentStates:
         return words
 
     def _num_pieces(self, piece_words: int) -> int:
-        """Pieces of blocks that one layer's state fills."""
-        return -(-self.num_words // piece_words)
+        return -(-sum(part.num_words for part in self._parts) // piece_words)
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,7 @@ class StoredWeight(Tensor):
         return StoredWeight(self.place, ranges or self.ranges, dtype or self.dtype, self.home)
 
     def read(self, device: torch.device) -> Tensor:
-        """Its values on a device; on the host they are the file's pages, unless it has them in another dtype."""
+        """Return its values on a device; on the host they are the file's pages where dtypes agree."""
         if device.type == "cpu" and all(self.shape):
             return self.place.read(self.ranges, stays=True).to(self.dtype)
         target = torch.empty(self.shape, dtype=self.dtype, device=device)
@@ -171,10 +171,9 @@ class Listed:
 
 
 def listed_weights(path: Path, home: torch.device) -> dict[str, Listed]:
-    """The weights of a checkpoint by their names in its files. Raises ValueError where there are no such files.
+    """Return the weights of a checkpoint by name. Raises ValueError where it has no safetensors files.
 
-    Args:
-        home: the device for what is computed of several weights while the model is built.
+    ``home``: the device for what is computed of several weights while the model is built.
     """
     files = [path / "model.safetensors"]
     if not files[0].is_file() and (path / _INDEX).is_file():

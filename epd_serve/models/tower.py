@@ -86,7 +86,7 @@ class TowerAttention:
         return output.view(batch, length, heads, head_dim), None
 
     def borders(self, borders: Tensor) -> list[int]:
-        """Borders of segments, on the host. All layers get the same tensor: it is read back once."""
+        """Return borders of segments on the host. All layers get the same tensor: it is read back once."""
         if borders not in self._borders:
             self.knows(borders, borders.tolist())
         host: list[int] = self._borders[borders]
@@ -131,8 +131,8 @@ class Tower:
 
         Args:
             before_layer: called on the thread that encodes, before each layer of the tower is computed.
-            family: tries the tower on pictures of it: where the device's attention makes other features of them
-                than torch's, as it does where inputs are padded, torch's is used.
+            family: tries the tower on its media: where the device's attention makes other features of them than
+                torch's, as it does where inputs are padded, torch's is used.
             graph_sizes: patches of batches to capture, ascending, where the device and the family can.
         """
         model = read_weights(load_part(path, ModelPart.TOWER, dtype, device.torch_device), device.torch_device)
@@ -183,12 +183,9 @@ class Tower:
                 features = expected
         for item, feature in zip(items, features, strict=True):
             if len(feature) != (count := family.num_tokens(item)):
-                size = f"{item.width}x{item.height} pixels"
-                what = (
-                    f"a picture of {size}"
-                    if item.modality == "image"
-                    else f"a sound of {item.num_samples} samples"
-                )
+                what = f"a picture of {item.width}x{item.height} pixels"
+                if item.modality == "audio":
+                    what = f"a sound of {item.num_samples} samples"
                 raise ValueError(
                     f"the tower makes {len(feature)} tokens of {what}, where config.json and "
                     f"preprocessor_config.json say {count}; use the files that belong together"
@@ -196,11 +193,7 @@ class Tower:
 
     @torch.inference_mode()
     def encode(self, batch: Sequence[TowerInputs], *, on_device: bool = False) -> list[Tensor]:
-        """Encode several items; one feature for each, in order, computed. Those that can be joined are.
-
-        Args:
-            on_device: leave the features there; else they are on the host.
-        """
+        """Encode several items, joined where possible; one feature for each, on the host unless ``on_device``."""
         calls: list[list[TowerInputs]] = []
         for item in batch:
             if calls and self._joins and _shapes(calls[-1][0]) == _shapes(item):
@@ -290,8 +283,7 @@ class VisionBlock(nn.Module):
     """A layer of Qwen's vision towers with the products, norms and rotation of the language model's layers.
 
     transformers rotates in float32, and activates, gates and adds in passes of their own: on a CPU all that takes
-    as long as the products. Positions, windows, patches and projectors stay transformers'. The products keep their
-    own copy of the weights.
+    as long as the products.
     """
 
     def __init__(self, block: Any, ops: AttentionOps, attention: TowerAttention) -> None:

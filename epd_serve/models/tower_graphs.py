@@ -52,14 +52,13 @@ def size_tensors(visual: Any, grid: Tensor) -> dict[str, Tensor]:
 
 
 class TowerGraphs:
-    """Captures a tower at its making; batches are padded to the next size.
+    """Captures a tower at its making for batches of ``sizes`` patches; they are padded to the next size.
 
     Padding is behind the last border, so that no patch of a picture attends to it, and all else that a tower does
     is for each patch, or each group that becomes one token, by itself.
 
     Args:
         attend_captured: tells the tower's attention which borders are those of graphs, and their longest segment.
-        sizes: patches of the batches to capture, ascending; larger ones do not run here.
 
     Attributes:
         pixel_bytes: that a batch of the largest size takes for each pixel where it is computed without a graph.

@@ -24,11 +24,7 @@ _USUAL_FPS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class VideoProcessor:
-    """Lays out and prepares videos as transformers' own processor does, from the facts of a video alone.
-
-    Attributes:
-        processor: transformers' own.
-    """
+    """Lays out and prepares videos as transformers' own ``processor`` does, from the facts of a video alone."""
 
     processor: Any
 

@@ -10,6 +10,7 @@ call                    from, to   body                  answer
 ``/stage/prefill``      gateway,P  PrefillRequest        the answer; header ``x-epd-next`` says who goes on
 ``/stage/decode``       gateway,D  DecodeRequest         the answer from the second token on
 ``/feature/event``      E, P       FeatureEvent          nothing, once P has fetched and verified the feature
+``/feature/withdraw``   any, P     FeatureWithdrawn      nothing; to vLLM's P alone
 ``/kv/reserve``         P, D       ReserveRequest        ReserveReply, when blocks are free
 ``/kv/renew``           P, D       TransferRef           nothing, or 404 when the lease is gone
 ``/kv/complete``        P, D       Handoff               nothing; D owns the request from here
@@ -26,7 +27,7 @@ call                    from, to   body                  answer
                                                          closes the call
 ======================  =========  ====================  ==========================================================
 
-An answer is OpenAI's JSON, or where it is streamed OpenAI's events in frames (:mod:`epd_serve.protocol.frames`).
+An answer is OpenAI's JSON, or where it is streamed OpenAI's events in items (:mod:`epd_serve.rpc.items`).
 What an instance says of itself, and the orders that it takes, are in :mod:`epd_serve.protocol.instance_state`.
 Errors of any call are OpenAI error objects as JSON with a 4xx or 5xx status (:mod:`epd_serve.errors`).
 """
@@ -368,6 +369,13 @@ class FeatureEvent(Message, frozen=True):
     store: str = ""
     item: MediaRef | None = None
     producer: str = ""
+
+
+class FeatureWithdrawn(Message, frozen=True):
+    """No instance will send this feature for this request."""
+
+    request_id: str
+    mm_hash: str
 
 
 class KVLayout(Message, frozen=True):

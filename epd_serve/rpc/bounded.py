@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
 from typing import ClassVar
 
-import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 #: A sender may have this much ahead of or behind its body: request line, headers, trailers.
@@ -20,45 +18,6 @@ GRACE_S = 10.0
 
 #: The offer to change to HTTP/2, behind which httptools would read no body.
 _H2C = re.compile(rb"\r\nupgrade:[ \t]*h2c(?=\r\n)", re.IGNORECASE)
-
-
-class HeadWatch(msgspec.Struct, eq=False):
-    """Calls ``on_late`` when the head of a request is not complete in time.
-
-    One timer per connection, set anew at most once per ``header_s``.
-
-    Attributes:
-        since_s: when the head began; None: it is complete, which is for the connection to say.
-    """
-
-    _loop: asyncio.AbstractEventLoop
-    _header_s: float
-    _on_late: Callable[[], None]
-    since_s: float | None = None
-    _timer: asyncio.TimerHandle | None = None
-
-    def begin(self) -> None:
-        """A connection was made, or the first byte of its next request has come."""
-        self.since_s = self._loop.time()
-        if self._timer is None:
-            self._timer = self._loop.call_later(self._header_s, self._look)
-
-    def stop(self) -> None:
-        """The connection is gone."""
-        self.since_s = None
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _look(self) -> None:
-        self._timer = None
-        if self.since_s is None:
-            return
-        left_s = self.since_s + self._header_s - self._loop.time()
-        if left_s <= 0:
-            self._on_late()
-        else:
-            self._timer = self._loop.call_later(left_s, self._look)
 
 
 class BoundedHttp(HttpToolsProtocol):
@@ -75,19 +34,17 @@ class BoundedHttp(HttpToolsProtocol):
     _in_body = False
     #: The request whose body still comes behind its answer.
     _refused: RequestResponseCycle | None = None
-
-    @property
-    def header_s(self) -> float:
-        """Seconds for a request line with its headers."""
-        return HEADER_S
+    #: When the head of a request began; None: it is complete. One timer looks, set anew at most once per HEADER_S.
+    _head_since_s: float | None = None
+    _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._head = HeadWatch(self.loop, self.header_s, self._head_is_late)
-        self._head.begin()
+        self._begin_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._head.stop()
+        if self._timer is not None:
+            self._timer.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -104,12 +61,12 @@ class BoundedHttp(HttpToolsProtocol):
             self.send_400_response(f"The body has more than {self.max_body_bytes} bytes.")
 
     def on_message_begin(self) -> None:
-        self._head.begin()
+        self._begin_head()
         self._body_bytes = 0
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        self._head.since_s = None
+        self._head_since_s = None
         self._in_body = True
         super().on_headers_complete()
 
@@ -131,6 +88,17 @@ class BoundedHttp(HttpToolsProtocol):
         if self._refused is cycle and not self.transport.is_closing():
             self.transport.close()
 
-    def _head_is_late(self) -> None:
-        if not self.transport.is_closing():
+    def _begin_head(self) -> None:
+        self._head_since_s = self.loop.time()
+        if self._timer is None:
+            self._timer = self.loop.call_later(HEADER_S, self._close_if_late)
+
+    def _close_if_late(self) -> None:
+        self._timer = None
+        if self._head_since_s is None or self.transport.is_closing():
+            return
+        left_s = self._head_since_s + HEADER_S - self.loop.time()
+        if left_s <= 0:
             self.transport.close()
+        else:
+            self._timer = self.loop.call_later(left_s, self._close_if_late)

@@ -19,16 +19,21 @@ import ipaddress
 import os
 import re
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Literal
+
+import msgspec
+
+from epd_serve.errors import ErrorBody, ErrorEnvelope, InstanceUntrusted, error_from_response
+from epd_serve.rpc.messages import Error, Hello, Proof, Welcome
 
 #: The variable that holds the key, for who is started elsewhere: it shall stand in no list of processes.
 CLUSTER_KEY = "EPD_SERVE_CLUSTER_KEY"
 _KEY_TEXT = re.compile(r"[!-~]{16,}")
 
-#: Of the text of a nonce and of a proof.
-NONCE_BYTES, PROOF_BYTES = 32, 64
+_NONCE_BYTES = 16
 _NONCE_TEXT = re.compile(r"[0-9a-f]{32}")
 
 
@@ -60,13 +65,6 @@ class Endpoint:
         return f"{self.service} {self.address}"
 
 
-def _proof(
-    key: str, side: Literal["server", "client"], reached: Endpoint, client_nonce: str, server_nonce: str
-) -> str:
-    text = f"epd-serve 2\n{side}\n{reached}\n{client_nonce}\n{server_nonce}"
-    return hmac.new(key.encode(), text.encode(), sha256).hexdigest()
-
-
 def address_text(host: str, port: int) -> str:
     """One spelling for each address: ``10.0.0.3:9000``, ``[fe80::1]:9000``."""
     address = ipaddress.ip_address(host.partition("%")[0])
@@ -75,45 +73,88 @@ def address_text(host: str, port: int) -> str:
     return f"{address}:{port}" if address.version == 4 else f"[{address}]:{port}"
 
 
-class NotProved(Exception):
-    """The other side has no key, or another one."""
-
-
-class Greeting:
-    """The client's side of one connection."""
-
-    def __init__(self, key: str, reached: Endpoint) -> None:
-        """``reached``: the server that the client means, its address as :func:`address_text` spells it."""
-        self._key = key
-        self._reached = reached
-        self.nonce = secrets.token_hex(NONCE_BYTES // 2)
-
-    def prove(self, server_nonce: bytes, server_proof: bytes) -> str:
-        """The client's proof, once the server's is right. Raises NotProved."""
-        nonce = server_nonce.decode("latin-1")
-        if _NONCE_TEXT.fullmatch(nonce) is None:
-            raise NotProved
-        expected = _proof(self._key, "server", self._reached, self.nonce, nonce)
-        if not hmac.compare_digest(server_proof, expected.encode()):
-            raise NotProved
-        return _proof(self._key, "client", self._reached, self.nonce, nonce)
-
-
-class ServerProof:
-    """The server's side of one connection.
+class Refused(Exception):
+    """The caller is refused.
 
     Attributes:
-        nonce, proof: its answer to a greeting: that it is the endpoint ``own``.
+        message: for the caller.
     """
 
-    __slots__ = ("_expected", "nonce", "proof")
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        told = ErrorEnvelope(ErrorBody(message=reason, type="authentication_error"))
+        self.message = Error(0, status, msgspec.json.encode(told))
 
-    def __init__(self, key: str, own: Endpoint, client_nonce: str) -> None:
-        self.nonce = secrets.token_hex(NONCE_BYTES // 2)
-        self.proof = _proof(key, "server", own, client_nonce, self.nonce)
-        self._expected = _proof(key, "client", own, client_nonce, self.nonce)
 
-    def check(self, given: bytes) -> bool:
-        """Return whether this is the client's proof; a greeting allows one try."""
-        expected, self._expected = self._expected, ""
-        return bool(expected) and hmac.compare_digest(given, expected.encode())
+class CallerGreeting:
+    """The caller's side of one connection.
+
+    Attributes:
+        hello: its first message.
+    """
+
+    def __init__(self, key: str | None, reached: Endpoint, name: str) -> None:
+        """``reached``: the server that the caller means; ``name``: what errors call it."""
+        self._key = key
+        self._reached = reached
+        self._name = name
+        self.hello = Hello("", "") if key is None else Hello(secrets.token_hex(_NONCE_BYTES), str(reached))
+
+    def prove(self, answer: Welcome | Error) -> Proof:
+        """Return the caller's proof, once the server's is right.
+
+        Raises InstanceUntrusted, or the server's own error where that does not know the caller.
+        """
+        if isinstance(answer, Error):
+            error = error_from_response(answer.status, answer.body, origin=self._name)
+            raise error if answer.status == 401 else self._not_proved(error.message)
+        if self._key is None:
+            return Proof("")
+        if _NONCE_TEXT.fullmatch(answer.nonce) is None:
+            raise self._not_proved("no nonce")
+        server, client = (
+            _proof(self._key, side, str(self._reached), self.hello.nonce, answer.nonce)
+            for side in ("server", "client")
+        )
+        if not hmac.compare_digest(answer.proof.encode(), server.encode()):
+            raise self._not_proved("another key")
+        return Proof(client)
+
+    def _not_proved(self, why: str) -> InstanceUntrusted:
+        return InstanceUntrusted(f"{self._name} does not prove that it has this deployment's cluster_key ({why})")
+
+
+class ServerGreeting:
+    """The server's side of one connection."""
+
+    def __init__(self, key: str | None, own: Iterable[Endpoint]) -> None:
+        """``own``: the endpoints that it may be reached as."""
+        self._key = key
+        self._own = {str(one): one.service for one in own}
+        self._expected = ""
+
+    def answer(self, hello: Hello) -> Welcome:
+        """Return the server's proof. Raises Refused for a caller that has no key, or means another server."""
+        if self._key is None:
+            return Welcome("", "")
+        if not hello.nonce:
+            services = " ".join({*self._own.values()})
+            raise Refused(401, f"this {services} asks for its deployment's cluster_key: set {CLUSTER_KEY}")
+        if hello.reached not in self._own:
+            names = " or ".join(sorted(self._own))
+            raise Refused(421, f"this is {names}, reached as {hello.reached[:100]}: something lies in between")
+        nonce = secrets.token_hex(_NONCE_BYTES)
+        proof, self._expected = (
+            _proof(self._key, side, hello.reached, hello.nonce, nonce) for side in ("server", "client")
+        )
+        return Welcome(nonce, proof)
+
+    def check(self, proof: Proof) -> None:
+        """Raise Refused unless this is the caller's proof."""
+        if self._key is not None and not hmac.compare_digest(proof.proof.encode(), self._expected.encode()):
+            raise Refused(401, "this is no proof of the deployment's cluster_key")
+
+
+def _proof(key: str, side: str, reached: str, caller_nonce: str, server_nonce: str) -> str:
+    text = f"epd-serve 2\n{side}\n{reached}\n{caller_nonce}\n{server_nonce}"
+    return hmac.new(key.encode(), text.encode(), sha256).hexdigest()

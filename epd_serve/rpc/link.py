@@ -1,7 +1,6 @@
 """The caller's end of a link: all calls of one caller to one server over a single connection.
 
-Each call is a stream of its own. A connection is made for the first call, and closed when there was none for
-:data:`IDLE_S`; when it ends, all of its calls fail.
+Each call is a stream of its own. A connection is made for the first call; when it ends, all of its calls fail.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from epd_serve.errors import (
     error_from_response,
 )
 from epd_serve.rpc import sockets
-from epd_serve.rpc.cluster import Endpoint, Greeting, NotProved, Service, address_text
+from epd_serve.rpc.cluster import CallerGreeting, Endpoint, Service, address_text
 from epd_serve.rpc.descriptors import shortage
 from epd_serve.rpc.messages import (
     CREDIT_BYTES,
@@ -40,11 +39,8 @@ from epd_serve.rpc.messages import (
     Error,
     Frames,
     Head,
-    Hello,
     LinkClosed,
-    Proof,
     ToCaller,
-    Welcome,
     pack,
     pack_call,
 )
@@ -54,8 +50,6 @@ from epd_serve.rpc.tls import TlsFiles
 MAX_BODY_BYTES = 256 * 1024**2
 #: Limit of an answer that only reports a result.
 MAX_NOTE_BYTES = 64 * 1024
-#: A connection without a call is closed after this time.
-IDLE_S = 30.0
 #: Limits of TLS's handshake and of a server's proof of the cluster key.
 TLS_HANDSHAKE_S, GREETING_S = 5.0, 10.0
 CLOSED = "the connection was closed"
@@ -202,13 +196,12 @@ class Connection(asyncio.Protocol):
         self._link = link
         self.closed: asyncio.Future[None] = link.loop.create_future()
         self.greeted: asyncio.Future[None] = link.loop.create_future()
-        self._greeting: Greeting | None = None
+        self._greeting: CallerGreeting
         self._opening = b""
         self._frames: Frames[Any] = Frames(WELCOME, MAX_GREETING_BYTES)
         self._calls: dict[int, LinkCall] = {}
-        self._num_calls = self._num_before = 0
+        self._num_calls = 0
         self._reason = ""
-        self._look = link.loop.call_later(IDLE_S, self._close_if_idle)
 
     def begin(self, call: LinkCall) -> None:
         """Send a call, on a connection that is not closing."""
@@ -239,16 +232,13 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
-        hello = Hello("", "")
-        if self._link.key is not None:
-            reached = Endpoint(self._link.service, address_text(*transport.get_extra_info("peername")[:2]))
-            self._greeting = Greeting(self._link.key, reached)
-            hello = Hello(self._greeting.nonce, str(reached))
-        self.transport.write(OPENING + pack(hello))
+        link = self._link
+        reached = Endpoint(link.service, address_text(*transport.get_extra_info("peername")[:2]))
+        self._greeting = CallerGreeting(link.key, reached, f"instance {link.name} at {link.url}")
+        self.transport.write(OPENING + pack(self._greeting.hello))
 
     def connection_lost(self, error: Exception | None) -> None:
         reason = self._reason or ((str(error) or type(error).__name__) if error else "")
-        self._look.cancel()
         self.closed.set_result(None)
         if not self.greeted.done():
             if self._link.is_tls:
@@ -273,36 +263,24 @@ class Connection(asyncio.Protocol):
             self._opening += data
             data, self._opening = self._opening[len(OPENING) :], self._opening[: len(OPENING)]
             if not OPENING.startswith(self._opening):
-                self._refuse(f"does not speak {PROTOCOL}: it has another version of epd-serve than its caller")
+                speaks = f"does not speak {PROTOCOL}: it has another version of epd-serve than its caller"
+                self.greeted.set_exception(
+                    InstanceUntrusted(f"instance {self._link.name} at {self._link.url} {speaks}")
+                )
+                self.transport.abort()
                 return b""
         for answer in self._frames.take(data, 1):
             data, self._frames = self._frames.rest, Frames(TO_CALLER, MAX_ANSWER_BYTES)
-            if isinstance(answer, Error):
-                told = self._link.error(answer)
-                if answer.status != 401:
-                    self._refuse(f"does not prove that it has this deployment's cluster_key ({told.message})")
-                else:
-                    self.greeted.set_exception(told)
-                    self.transport.abort()
-                return b""
-            assert isinstance(answer, Welcome)
             try:
-                proof = (
-                    self._greeting.prove(answer.nonce.encode(), answer.proof.encode()) if self._greeting else ""
-                )
-            except NotProved:
-                self._refuse("does not prove that it has this deployment's cluster_key")
+                proof = self._greeting.prove(answer)
+            except ServeError as error:
+                self.greeted.set_exception(error)
+                self.transport.abort()
                 return b""
-            self.transport.write(pack(Proof(proof)))
+            self.transport.write(pack(proof))
             self.greeted.set_result(None)
             return data
         return b""
-
-    def _refuse(self, reason: str) -> None:
-        """Give up a server that is not the one that is meant."""
-        link = self._link
-        self.greeted.set_exception(InstanceUntrusted(f"instance {link.name} at {link.url} {reason}"))
-        self.transport.abort()
 
     def _receive(self, lists: list[list[ToCaller]]) -> None:
         """Take what came with one read. The pieces of a stream are one, so that its client is written to once."""
@@ -336,14 +314,6 @@ class Connection(asyncio.Protocol):
         for number, piece in pieces.items():
             if (call := calls.get(number)) is not None:
                 call.receive(piece if isinstance(piece, bytes) else b"".join(piece))
-
-    def _close_if_idle(self) -> None:
-        """Close the connection where there was no call since the last look."""
-        if not self._calls and self._num_calls == self._num_before:
-            self.transport.close()
-            return
-        self._num_before = self._num_calls
-        self._look = self._link.loop.call_later(IDLE_S, self._close_if_idle)
 
 
 class Link:

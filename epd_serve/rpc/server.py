@@ -11,13 +11,12 @@ from functools import partial
 from itertools import chain
 from typing import Any, cast
 
-import msgspec
 from uvicorn import Config
 from uvicorn.server import ServerState
 
-from epd_serve.errors import ErrorBody, ErrorEnvelope, InvalidRequest, ServeError
+from epd_serve.errors import InvalidRequest, ServeError
 from epd_serve.rpc import bounded
-from epd_serve.rpc.cluster import CLUSTER_KEY, Endpoint, ServerProof, Service, address_text
+from epd_serve.rpc.cluster import Endpoint, Refused, ServerGreeting, Service, address_text
 from epd_serve.rpc.messages import (
     HELLO,
     MAX_ANSWER_BYTES,
@@ -37,7 +36,6 @@ from epd_serve.rpc.messages import (
     Hello,
     LinkClosed,
     ToCaller,
-    Welcome,
     pack,
 )
 
@@ -205,8 +203,7 @@ class LinkServer(asyncio.Protocol):
         self._service = service
         self._state = state
         self._loop = asyncio.get_running_loop()
-        self._proof: ServerProof | None = None  # until the caller has answered with its own
-        self._greeting: Frames[Any] | None = Frames(HELLO, MAX_GREETING_BYTES)
+        self._greeting_frames: Frames[Any] | None = Frames(HELLO, MAX_GREETING_BYTES)
         self._frames = Frames(TO_SERVER, MAX_CALL_BYTES)
         self._answers: dict[int, _Answer] = {}
         self._last = 0
@@ -224,6 +221,9 @@ class LinkServer(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         self._state.connections.add(cast(Any, self))
         self._timer = self._loop.call_later(bounded.HEADER_S, transport.close)
+        service = self._service
+        addresses = (address_text(*transport.get_extra_info("sockname")[:2]), service.own_address())
+        self._greeting = ServerGreeting(service.key, [Endpoint(service.service, one) for one in addresses])
 
     def connection_lost(self, error: Exception | None) -> None:
         self._timer.cancel()
@@ -234,10 +234,10 @@ class LinkServer(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         try:
-            while self._greeting is not None:
-                if not (said := self._greeting.take(data, 1)):
+            while self._greeting_frames is not None:
+                if not (said := self._greeting_frames.take(data, 1)):
                     return
-                data = self._greeting.rest
+                data = self._greeting_frames.rest
                 self._greet(said[0])
             if data:
                 for message in chain.from_iterable(self._frames.take(data)):
@@ -249,41 +249,23 @@ class LinkServer(asyncio.Protocol):
                         answer.credit(message.num_bytes)
                     else:
                         answer.task.cancel()
-        except _Refused as error:
+        except Refused as error:
             logger.warning("a caller is refused: %s", error)
+            self._transport.write(OPENING + pack(error.message))
+            self._transport.close()
         except LinkClosed as error:
             logger.warning("a caller's link is closed: what it sends cannot be read: %s", error)
             self._transport.abort()
 
     def _greet(self, said: Any) -> None:
-        """Take the caller's greeting, then its proof. Raises LinkClosed for a caller that proves nothing."""
-        if not isinstance(said, Hello):
-            if self._proof is not None and not self._proof.check(said.proof.encode()):
-                self._refuse(401, "this is no proof of the deployment's cluster_key")
-            self._greeting = None
+        """Take the caller's greeting, then its proof. Raises Refused for a caller that proves nothing."""
+        if isinstance(said, Hello):
+            self._greeting_frames = Frames(PROOF, MAX_GREETING_BYTES)
+            self._transport.write(OPENING + pack(self._greeting.answer(said)))
+        else:
+            self._greeting.check(said)
+            self._greeting_frames = None
             self._timer.cancel()
-            return
-        self._greeting = Frames(PROOF, MAX_GREETING_BYTES)
-        welcome = Welcome("", "")
-        key, service = self._service.key, self._service.service
-        if key is not None:
-            if not said.nonce:
-                self._refuse(401, f"this {service} asks for its deployment's cluster_key: set {CLUSTER_KEY}")
-            here = address_text(*self._transport.get_extra_info("sockname")[:2])
-            own = {str(one): one for at in (here, self._service.own_address()) for one in [Endpoint(service, at)]}
-            if said.reached not in own:
-                names, reached = " or ".join(sorted(own)), said.reached[:100]
-                self._refuse(421, f"this is {names}, reached as {reached}: something lies in between")
-            self._proof = ServerProof(key, own[said.reached], said.nonce)
-            welcome = Welcome(self._proof.nonce, self._proof.proof)
-        self._transport.write(OPENING + pack(welcome))
-
-    def _refuse(self, status: int, reason: str) -> None:
-        """End the connection with an error. Raises Refused."""
-        told = ErrorEnvelope(ErrorBody(message=reason, type="authentication_error"))
-        self._transport.write(OPENING + pack(Error(0, status, msgspec.json.encode(told))))
-        self._transport.close()
-        raise _Refused(reason)
 
     def _begin(self, call: Call) -> None:
         number = call.stream
@@ -318,10 +300,6 @@ class LinkServer(asyncio.Protocol):
         due, self._due, self._due_bytes = self._due, [], 0
         if due and not self._transport.is_closing():
             self._transport.write(pack(due, MAX_ANSWER_BYTES))
-
-
-class _Refused(Exception):
-    """The caller was told why."""
 
 
 class _Answer:

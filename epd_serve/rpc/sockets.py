@@ -31,26 +31,19 @@ Address = tuple[Any, Any, int, str, Any]
 P = TypeVar("P", bound=asyncio.BaseProtocol)
 
 
-def watch(connection: socket.socket) -> None:
-    """Have the kernel end a connection whose peer answers nothing for :data:`SILENCE_S`."""
-    _ask_after(connection, _ASK_AFTER_S)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_S * 1000)
+def watch(connection: socket.socket, unread_s: int = SILENCE_S) -> None:
+    """Have the kernel end a connection whose peer answers nothing for :data:`SILENCE_S`, or takes nothing of what
+    is sent to it for ``unread_s``."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _ASK_AFTER_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, SILENCE_S - _ASK_AFTER_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unread_s * 1000)
 
 
 def watch_accepted(listener: socket.socket) -> None:
-    """Have the kernel end a server's connections whose peer answers nothing for :data:`UNREAD_S`.
-
-    Connections inherit the setting from the listener that accepts them.
-    """
-    _ask_after(listener, _ASK_AFTER_S)
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_S * 1000)
-
-
-def _ask_after(one: socket.socket, idle_s: int) -> None:
-    one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle_s)
-    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, SILENCE_S - idle_s)
+    """Watch a server's connections, which inherit the setting from the listener that accepts them."""
+    watch(listener, UNREAD_S)
 
 
 async def connect(host: str, port: int) -> socket.socket:

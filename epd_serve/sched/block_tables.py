@@ -17,12 +17,10 @@ class BlockMemory(Protocol):
     def copy_block(self, source: int, target: int) -> None: ...
 
     def save(self, blocks: AbstractSequence[int]) -> Any:
-        """Copy the contents of blocks to memory elsewhere; return them."""
-        ...
+        """Return the contents of blocks, copied to memory elsewhere."""
 
     def restore(self, saved: Any, first: int, blocks: AbstractSequence[int]) -> None:
-        """Copy the contents that :meth:`save` returned, from its block ``first`` on, into these blocks."""
-        ...
+        """Copy what :meth:`save` returned, from its block ``first`` on, into these blocks."""
 
 
 class BlockTables:
@@ -135,7 +133,8 @@ class BlockTables:
 
     def preempt(self, sequence: Sequence) -> None:
         """Take a sequence's blocks; KV that cannot be computed again is saved."""
-        if sequence.recomputable:
+        # features are held until the first token only
+        if not sequence.output_ids or (sequence.positions is not None and not sequence.spans):
             sequence.num_computed = 0
         else:
             end = num_blocks_for(sequence.num_computed, self._pool.block_size)

@@ -15,21 +15,11 @@ from epd_serve.types import MediaSpan
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
-    """Limits of one step.
-
-    Attributes:
-        max_num_tokens: tokens computed in one step, decodes included.
-        max_num_seqs: sequences in one step.
-        pace: bounds its time as well.
-    """
+    """Limits of one step: its tokens, decodes included, its sequences, and by the pace its time."""
 
     max_num_tokens: int
     max_num_seqs: int
     pace: StepPace | ChunkPace | None = None
-
-    def __post_init__(self) -> None:
-        if self.max_num_tokens < 1 or self.max_num_seqs < 1:
-            raise ValueError("a step needs a budget of one token and one sequence at least")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +56,6 @@ class Features(Protocol):
 
     def feature_starved(self, mm_hash: str) -> None:
         """Take note that a sequence could be computed if its feature were here."""
-        ...
 
 
 def schedule(

@@ -138,16 +138,6 @@ class Sequence:
         """Whether its tokens are still wanted here."""
         return self.state is _RUNNING or self.state is _WAITING
 
-    @property
-    def yields_one_token(self) -> bool:
-        """Whether the step that has computed all its tokens yields one, after which it decodes here."""
-        return not self.num_uncomputed and self.num_sampled == 1 and not self.hand_off
-
-    @property
-    def recomputable(self) -> bool:
-        """Whether all its tokens can be computed here again. Features are held until the first token only."""
-        return not self.output_ids or (self.positions is not None and not self.spans)
-
     def fork(self, index: int, blocks: list[int]) -> Sequence:
         """Another choice of this computed prompt, with a block table of its own."""
         return replace(

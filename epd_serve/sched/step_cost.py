@@ -34,8 +34,6 @@ def search_budget(measure: Callable[[int], float], limit_s: float, low: int, hig
     Doubles until a size misses the limit, as a much larger one would take much longer to measure; then bisects.
     Time is taken to grow with size, so that nothing beyond a miss is tried. ``low`` alone can miss the limit.
     """
-    if not 1 <= low <= high:
-        raise ValueError(f"nothing to search between {low} and {high}; write two sizes from 1 on, in order")
     best, best_s = low, measure(low)
     missed = high + 1 if best_s <= limit_s else low + 1
     while missed - best > 1:
@@ -51,8 +49,6 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The quantities that decide a step's time.
 
     Attributes:
-        num_tokens: tokens computed, decodes included.
-        num_sequences: decodes and prefill chunks.
         decode_context: tokens that the decodes read, their own included.
         prefill_pairs: for each chunk, its tokens times the tokens up to its end.
     """
@@ -64,7 +60,7 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @classmethod
     def of(cls, decode_contexts: Iterable[int], chunks: Iterable[tuple[int, int]]) -> StepWork:
-        """The work of decodes with these contexts and of chunks of (first token, number of tokens)."""
+        """Return the work of decodes with these contexts and of chunks of (first token, number of tokens)."""
         contexts, chunks = list(decode_contexts), list(chunks)
         return cls(
             num_tokens=len(contexts) + sum(count for _, count in chunks),
@@ -154,16 +150,12 @@ class StepPace:
         return self._ratio + 2 * self._deviation
 
     def meter(self) -> StepMeter:
-        """Return the meter of one step."""
         return StepMeter(self.cost, self.limit_s / self.correction, sys.maxsize)
 
     def has_room(self, num_decodes: int, context: int, num_tokens: int) -> bool:
-        """Whether one more sequence of ``num_tokens`` may join those that decode here, or will.
+        """Return whether one more sequence may join those that decode here, and read ``context`` tokens together.
 
         A step of all of them has to leave a prefill its share. A sequence that is alone has room.
-
-        Args:
-            num_decodes, context: those that are here, and the tokens that they read together.
         """
         together = StepWork(
             num_tokens=num_decodes + 1, num_sequences=num_decodes + 1, decode_context=context + num_tokens

@@ -49,15 +49,7 @@ class StepShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """The bounds of an instance's steps.
-
-    Attributes:
-        latency_s: LATENCY_max of a step; None: no limit, and only the cost is asked for.
-        decodes: whether the instance does.
-        max_num_tokens, max_num_seqs: of a step, whatever it takes.
-        num_blocks, block_size: of the KV pool; one block is nobody's.
-        max_model_len: longest prompt and answer together, in tokens.
-    """
+    """The bounds of an instance's steps, whose ``latency_s`` is LATENCY_max; None: only the cost is asked for."""
 
     latency_s: float | None
     decodes: bool
@@ -85,29 +77,22 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """The budget found for an instance's steps, and the measurements behind it.
+    """The budget found for an instance's steps, without a pace where there is no limit, and what it follows from.
 
-    Attributes:
-        budget: without a pace where there is no limit.
-        decodes, prefills: found sizes and their seconds: sequences, and chunks of ``Limits.chunk`` tokens.
-        errors: relative errors of the cost at the measured steps, rising.
+    ``decodes`` and ``prefills``: found sizes and their seconds: sequences, and chunks of ``Limits.chunk`` tokens.
     """
 
     budget: Budget
     cost: StepCost
     decodes: tuple[int, float] | None
     prefills: tuple[int, float] | None
-    errors: list[float]
 
 
 def size_steps(measure: Callable[[StepShape], float], limits: Limits) -> Sizes:
     """Find the most decodes that a step may hold, and the most prompt tokens, each without the other.
 
-    Contexts have one block in the former. The cost of mixtures and of longer contexts is fitted to all
-    measurements.
-
-    Args:
-        measure: seconds of a step; infinity where there is no time to measure it.
+    Contexts have one block in the former. The cost of mixtures and of longer contexts is fitted to all that is
+    measured; ``measure`` returns infinity where there is no time for it.
     """
     samples: dict[StepWork, float] = {}
 
@@ -142,8 +127,7 @@ def size_steps(measure: Callable[[StepShape], float], limits: Limits) -> Sizes:
     if latency_s is not None:
         most = max(num_tokens, num_seqs if limits.decodes else 0)
         budget = Budget(max_num_tokens=most, max_num_seqs=num_seqs, pace=StepPace(cost, latency_s))
-    errors = sorted(abs(cost.seconds(work) / measured - 1) for work, measured in samples.items())
-    return Sizes(budget=budget, cost=cost, decodes=decodes, prefills=prefills, errors=errors)
+    return Sizes(budget=budget, cost=cost, decodes=decodes, prefills=prefills)
 
 
 def prompts_of(num_tokens: int, longest: int) -> tuple[tuple[int, int], ...]:

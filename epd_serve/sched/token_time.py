@@ -54,12 +54,9 @@ class Slack:
 
 
 def pause_s(slack: Slack | None, *, piece_s: float, paused_s: float) -> float:
-    """Seconds that an encode waits before it asks again; 0: it goes on now.
+    """Return the seconds that an encode waits before it asks again; 0: it goes on now.
 
-    Args:
-        slack: None where nothing decodes under a limit.
-        piece_s: seconds that the last piece of the encode took.
-        paused_s: seconds that it has waited since.
+    Its last piece took ``piece_s``, and it has waited ``paused_s`` since.
     """
     if slack is None or (slack.credit_s > 0 and slack.credit_s >= slack.cost_s(piece_s)):
         return 0.0

@@ -153,6 +153,19 @@ def verify_checksum(event: FeatureEvent, data: bytearray) -> None:
         raise TransferError(f"feature {event.mm_hash[:12]} fails its checksum")
 
 
+def read_feature(transport: Transport, event: FeatureEvent) -> bytearray:
+    """Return the verified bytes of a feature in its encoder's memory. Raises TransferError."""
+    if event.region is None:
+        raise TransferError(
+            f"feature {event.mm_hash[:12]} lies in {event.store}, which this instance does not use; "
+            "instances need the same feature_store"
+        )
+    data = bytearray(event.nbytes)
+    transport.read(event.region, [(event.offset, memoryview(data))])
+    verify_checksum(event, data)
+    return data
+
+
 @contextmanager
 def observed_fetch(
     observe: StoreObserver, store: Literal["embedded", "mooncake"], event: FeatureEvent
@@ -293,18 +306,10 @@ class EmbeddedFeatureStore(FeatureSlab):
         return feature.event(mm_hash, request_id, region=self.region)
 
     def fetch(self, event: FeatureEvent) -> bytearray:
-        if event.region is None:
-            raise TransferError(
-                f"feature {event.mm_hash[:12]} lies in {event.store}, which this instance does not use; "
-                "instances need the same feature_store"
-            )
         if event.generation:
             raise NotMapped(f"feature {event.mm_hash[:12]} is on a device that this instance does not reach")
-        data = bytearray(event.nbytes)
         with observed_fetch(self._observe, "embedded", event):
-            self._transport.read(event.region, [(event.offset, memoryview(data))])
-            verify_checksum(event, data)
-        return data
+            return read_feature(self._transport, event)
 
     def close(self) -> None:
         """End the writes to the slab and release it."""

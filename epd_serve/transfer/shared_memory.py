@@ -99,12 +99,11 @@ class SharedMemoryPeers:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # of those who map
-        self._regions: dict[str, Region] = {}
-        self._maps: dict[str, mmap.mmap] = {}
+        self._maps: dict[str, tuple[Region, mmap.mmap]] = {}
 
     def read(self, region: Region, pieces: Sequence[HostPiece]) -> None:
         check_bounds(region, pieces)
-        mapped = self._maps.get(region.name) or self._map(region)
+        _, mapped = self._maps.get(region.name) or self._map(region)
         source = memoryview(mapped)
         for offset, data in pieces:
             data[:] = source[offset : offset + data.nbytes]
@@ -115,16 +114,14 @@ class SharedMemoryPeers:
     def close(self) -> None:
         with self._lock:
             self._maps.clear()
-            self._regions.clear()
 
-    def _map(self, region: Region) -> mmap.mmap:
+    def _map(self, region: Region) -> tuple[Region, mmap.mmap]:
         with self._lock:
             if region.name not in self._maps:
                 mapped = map_region(region)
-                for name, other in list(self._regions.items()):
-                    if not is_there(other):  # else memory that a peer has given up would stay for ever
-                        del self._regions[name], self._maps[name]
-                self._regions[region.name], self._maps[region.name] = region, mapped
+                # else memory that a peer has given up would stay for ever
+                self._maps = {name: one for name, one in self._maps.items() if is_there(one[0])}
+                self._maps[region.name] = region, mapped
             return self._maps[region.name]
 
 

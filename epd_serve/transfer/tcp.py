@@ -1,68 +1,75 @@
 """One-sided reads over TCP, for peers on different hosts.
 
-A call is one request and one answer on a pooled connection::
+A connection opens with the greeting of a link (:mod:`epd_serve.rpc.messages`), in which both ends prove the
+cluster key for the address that the region's offer names. Reads follow, one at a time, in frames as a link's::
 
-    request: op (2: read), length of the region's name, number of pieces, name, (offset, nbytes) of each piece
-    answer:  status (0: done, 1: refused), length of the reason, the reason's text or the bytes
+    reader → owner   Read
+    owner → reader   Answer, and the bytes of all pieces as they are
 
-With a cluster key a connection opens with its proof by both ends (:mod:`epd_serve.rpc.cluster`), for the address
-that the region's offer names. The caller names no region, and sends no byte of one, before the server has proved
-it::
-
-    caller: 3, nonce      server: nonce, proof      caller: proof, first call
-
-To the server a connection is a stranger's until it has proved the cluster's key, if there is one, and named a
-region that is there: names have 122 random bits, and only control calls tell them. A stranger gets neither a
-thread nor memory for more than that name, and little time.
+The reader names no region before the owner has proved the key. To the owner a connection is a stranger's until it
+has proved the key and named a region that is there: names have 122 random bits, and only control calls tell them.
+A stranger has little time, and gives way to others.
 """
 
 from __future__ import annotations
 
+import math
 import select
-import selectors
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import NoReturn
+from dataclasses import dataclass, field
+from typing import Annotated, TypeVar
 
+import msgspec
+
+from epd_serve.errors import ServeError
 from epd_serve.protocol.wire import Region
 from epd_serve.rpc import sockets
-from epd_serve.rpc.cluster import NONCE_BYTES, PROOF_BYTES, Endpoint, Greeting, NotProved, ServerProof
+from epd_serve.rpc.cluster import CallerGreeting, Endpoint, Refused, ServerGreeting
+from epd_serve.rpc.messages import (
+    HELLO,
+    LENGTH,
+    MAX_GREETING_BYTES,
+    OPENING,
+    PROOF,
+    PROTOCOL,
+    WELCOME,
+    LinkClosed,
+    pack,
+)
 from epd_serve.transfer.transport import HostPiece, PeerGone, TransferError, check_bounds
 
-HEADER = struct.Struct("!BHI")
-PIECE = struct.Struct("!QQ")
-STATUS = struct.Struct("!BI")
-READ, GREET = 2, 3
 #: Of one call. A longer list of pieces goes in several calls.
 MAX_PIECES = 4096
-MAX_NAME_BYTES = 256
-_MAX_REASON_BYTES = 4096
-_RECEIVE_BYTES = 1 << 16
+#: Limit of a call's frame, and of the frame before an answer's bytes.
+MAX_FRAME_BYTES = 1 << 17
+#: Connections at once; for one more a stranger gives way, or else the one that is idle for longest.
+MAX_CONNECTIONS = 256
+#: How long a connection may take to name its first region.
+STRANGER_S = 5.0
+_ACCEPT_RETRY_S = 0.05
+
+_Bytes = Annotated[int, msgspec.Meta(ge=0)]
+T = TypeVar("T")
 
 
-def receive(connection: socket.socket, into: memoryview) -> None:
-    filled = 0
-    while filled < into.nbytes:
-        count = connection.recv_into(into[filled:])
-        if count == 0:
-            raise ConnectionResetError("the peer closed the connection in the middle of a message")
-        filled += count
+class Read(msgspec.Struct, array_like=True, frozen=True):
+    """A call: (offset, nbytes) of each piece of a region."""
+
+    region: Annotated[str, msgspec.Meta(max_length=256)]
+    pieces: Annotated[list[tuple[_Bytes, _Bytes]], msgspec.Meta(max_length=MAX_PIECES)]
 
 
-def receive_bytes(connection: socket.socket, count: int) -> bytearray:
-    """Exactly ``count`` bytes; memory grows with what has come, not with what was announced."""
-    data = bytearray()
-    while len(data) < count:
-        piece = connection.recv(min(count - len(data), _RECEIVE_BYTES))
-        if not piece:
-            raise ConnectionResetError("the peer closed the connection in the middle of a message")
-        data += piece
-    return data
+class Answer(msgspec.Struct, array_like=True, frozen=True):
+    """The beginning of an answer: the bytes follow, or nothing where it says why not."""
+
+    refusal: str = ""
+
+
+_READ, _ANSWER = msgspec.msgpack.Decoder(Read), msgspec.msgpack.Decoder(Answer)
 
 
 def data_endpoint(host: str, port: int) -> Endpoint:
@@ -85,8 +92,13 @@ class TcpPeers:
 
     def read(self, region: Region, pieces: Sequence[HostPiece]) -> None:
         check_bounds(region, pieces)
-        for start in range(0, max(1, len(pieces)), MAX_PIECES):
-            self._read_once(region, pieces[start : start + MAX_PIECES])
+        try:
+            for start in range(0, max(1, len(pieces)), MAX_PIECES):
+                self._read_once(region, pieces[start : start + MAX_PIECES])
+        except ServeError as error:
+            raise PeerGone(error.message) from error
+        except OSError as error:
+            raise PeerGone(f"transfer with {region.host}:{region.port} failed: {error}") from error
 
     def close(self) -> None:
         with self._lock:
@@ -96,170 +108,75 @@ class TcpPeers:
             self._idle.clear()
 
     def _read_once(self, region: Region, pieces: Sequence[HostPiece]) -> None:
-        with self._lock:
-            pooled = self._idle.get((region.host, region.port), [])
-            connection = pooled.pop() if pooled else None
-        if connection is not None and not _has_ended(connection):
-            try:
-                return self._exchange(connection, region, pieces)
-            except ConnectionError:
-                pass  # a pooled connection may have gone stale; a read can be repeated
-            except OSError as error:
-                connection.close()
-                raise PeerGone(f"transfer with {region.host}:{region.port} broke off: {error}") from error
-        if connection is not None:
-            connection.close()
-        self._drop_dead()
+        pooled = self._take_idle(region)
+        if pooled is not None:
+            with suppress(ConnectionError):  # it may end just now; a read can be repeated
+                self._exchange(pooled, region, pieces)
+                return
+        connection = sockets.connect_blocking(region.host, region.port)
         try:
-            connection = sockets.connect_blocking(region.host, region.port)
-        except OSError as error:
-            raise PeerGone(f"{region.host}:{region.port} cannot be reached: {error}") from error
-        connection.settimeout(self._timeout_s)
-        try:
-            if self._key is not None:
-                _greet(connection, data_endpoint(region.host, region.port), self._key)
-            return self._exchange(connection, region, pieces)
-        except OSError as error:
+            connection.settimeout(self._timeout_s)
+            reached = data_endpoint(region.host, region.port)
+            greeting = CallerGreeting(self._key, reached, reached.address)
+            connection.sendall(OPENING + pack(greeting.hello))
+            _check_opening(connection)
+            connection.sendall(pack(greeting.prove(_receive(connection, WELCOME, MAX_GREETING_BYTES))))
+        except BaseException:
             connection.close()
-            raise PeerGone(f"transfer with {region.host}:{region.port} broke off: {error}") from error
-        except NotProved as error:
-            connection.close()
-            raise PeerGone(
-                f"{region.host}:{region.port} does not prove that it has this deployment's cluster_key"
-            ) from error
+            raise
+        self._exchange(connection, region, pieces)
 
-    def _drop_dead(self) -> None:
-        """Close idle connections that their peer has closed: restarted, it has another port and none is reused."""
+    def _take_idle(self, region: Region) -> socket.socket | None:
+        """Take a connection from the pool, from which those go that their peer has closed."""
         with self._lock:
             for address, connections in list(self._idle.items()):
                 for connection in list(connections):
                     if _has_ended(connection):
                         connection.close()
                         connections.remove(connection)
-                if not connections:
+                if not connections:  # restarted, it has another port
                     del self._idle[address]
+            pooled = self._idle.get((region.host, region.port))
+            return pooled.pop() if pooled else None
 
     def _exchange(self, connection: socket.socket, region: Region, pieces: Sequence[HostPiece]) -> None:
-        name = region.name.encode()
-        table = b"".join(PIECE.pack(offset, data.nbytes) for offset, data in pieces)
-        connection.sendall(HEADER.pack(READ, len(name), len(pieces)) + name + table)
-        status, reason_length = STATUS.unpack(receive_bytes(connection, STATUS.size))
-        if status != 0:
-            if reason_length > _MAX_REASON_BYTES:
-                raise ConnectionResetError(f"a refusal of {reason_length} bytes")
-            reason = receive_bytes(connection, reason_length).decode("utf-8", "replace")
+        try:
+            connection.sendall(pack(Read(region.name, [(offset, data.nbytes) for offset, data in pieces])))
+            if refusal := _receive(connection, _ANSWER, MAX_FRAME_BYTES).refusal:
+                raise TransferError(refusal)
+            for _, data in pieces:
+                _fill(connection, data)
+        except BaseException:
             connection.close()
-            raise TransferError(reason)
-        for _, data in pieces:
-            receive(connection, data)
+            raise
         with self._lock:
             self._idle.setdefault((region.host, region.port), []).append(connection)
 
 
-def _greet(connection: socket.socket, reached: Endpoint, key: str) -> None:
-    """Prove the key to the other end, which proves it first. Raises NotProved where it does not, and OSError."""
-    greeting = Greeting(key, reached)
-    connection.sendall(bytes([GREET]) + greeting.nonce.encode())
-    try:
-        answer = receive_bytes(connection, NONCE_BYTES + PROOF_BYTES)
-    except ConnectionError as error:  # so does a server without a key, to which this is no call
-        raise NotProved from error
-    proof = greeting.prove(bytes(answer[:NONCE_BYTES]), bytes(answer[NONCE_BYTES:]))
-    connection.sendall(proof.encode())
-
-
-def _has_ended(idle: socket.socket) -> bool:
-    """Whether the peer has closed an idle connection: anything to read there can only be its end."""
-    poll = select.poll()
-    poll.register(idle, select.POLLIN)
-    return bool(poll.poll(0))
-
-
-#: Connections at once that have named a region, and that have not; together the most that a server has.
-MAX_KNOWN, MAX_STRANGERS = 224, 32
-#: How long a connection may take to name its first region.
-STRANGER_S = 5.0
-_ACCEPT_RETRY_S = 0.05
-
-
-class _Stranger:
-    """A connection that has not named a region yet, and what it has sent: a header and a name at most.
-
-    Args:
-        key: that it has to prove before, for a connection to ``own``; None: none.
-    """
-
-    __slots__ = ("_key", "_own", "_proof", "connection", "data", "until_s")
-
-    def __init__(self, connection: socket.socket, key: str | None, own: Endpoint) -> None:
-        self.connection = connection
-        self.data = bytearray()
-        self.until_s = time.monotonic() + STRANGER_S
-        self._key = key
-        self._own = own
-        self._proof: ServerProof | None = None  # sent; the peer's own is awaited
-
-    def read(self) -> bool:
-        """Whether the name is complete. Raises OSError for a peer that left, or sends something else."""
-        if self._key is not None and not self._greeted(self._key):
-            return False
-        if not self._fill(HEADER.size):
-            return False
-        return self._fill(HEADER.size + _name_length(self.data))
-
-    def _greeted(self, key: str) -> bool:
-        """Whether it has proved the key. Raises OSError where it says anything else."""
-        hello_bytes = 1 + NONCE_BYTES
-        if not self._fill(1):
-            return False
-        if self.data[0] != GREET:
-            refusal = "connections to this instance open with the proof of its deployment's cluster_key"
-            _send_refusal(self.connection, refusal)
-            raise ConnectionRefusedError(refusal)
-        if len(self.data) < hello_bytes:
-            if not self._fill(hello_bytes):
-                return False
-            self._proof = ServerProof(key, self._own, self.data[1:].decode("latin-1"))
-            self.connection.sendall((self._proof.nonce + self._proof.proof).encode())
-        if not self._fill(hello_bytes + PROOF_BYTES):
-            return False
-        assert self._proof is not None
-        if not self._proof.check(bytes(self.data[hello_bytes:])):
-            raise ConnectionRefusedError("this is no proof of the cluster_key")
-        self.data.clear()
-        self._key = None
-        return True
-
-    def _fill(self, num_bytes: int) -> bool:
-        """Whether so much is there."""
-        while (count := num_bytes - len(self.data)) > 0:
-            try:
-                piece = self.connection.recv(count)
-            except BlockingIOError:
-                return False
-            if not piece:
-                raise ConnectionResetError("it left")
-            self.data += piece
-        return True
-
-
 @dataclass(eq=False, slots=True)
-class _Known:
-    """A connection that has named a region of this server.
+class _Peer:
+    """A connection to an owner.
 
     Attributes:
-        idle_since_s: time at which its last call ended; None in the middle of one.
+        is_stranger: whether it has named no region that is here.
+        idle_since_s: time at which it came, or its last call ended; infinite in the middle of one.
     """
 
     connection: socket.socket
-    idle_since_s: float | None = None
+    is_stranger: bool = True
+    idle_since_s: float = field(default_factory=time.monotonic)
+
+    def end(self) -> None:
+        """Have its thread end."""
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
 
 
 class TcpServer:
-    """Serves this process's slabs, found by ``lookup``; a thread for each connection that has named one.
+    """Serves this process's slabs, found by ``lookup``; a thread for each connection.
 
     Args:
-        timeout_s: seconds for which a peer may pause in the middle of a message.
+        timeout_s: seconds for which a peer may pause in the middle of an answer.
         port: 0 chooses one. advertise: address under which peers reach it; None: ``host``.
         key: the cluster's, which both ends of each connection prove; None: neither does.
     """
@@ -279,176 +196,141 @@ class TcpServer:
         self._timeout_s = timeout_s
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family)
-        self._listener.setblocking(False)
         self.host: str = advertise or self._listener.getsockname()[0]
         self.port: int = self._listener.getsockname()[1]
-        self._strangers: dict[socket.socket, _Stranger] = {}  # in the order in which they came
-        self._known: set[_Known] = set()
-        self._lock = threading.Lock()  # of _known and _closed; the strangers are one thread's
+        self._lock = threading.Lock()
+        self._peers: set[_Peer] = set()
         self._closed = False
-        self._waker, self._woken = socket.socketpair()
-        selector = selectors.DefaultSelector()  # a descriptor, which the thread might not get later
-        threading.Thread(
-            target=self._receive_strangers, args=(selector,), name="transfer-accept", daemon=True
-        ).start()
+        threading.Thread(target=self._accept, name="transfer-accept", daemon=True).start()
 
     def close(self) -> None:
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
         with self._lock:
-            if self._closed:
-                return
             self._closed = True
-            known = list(self._known)
-        self._waker.close()
-        for one in known:
-            _shut_down(one.connection)
+            for peer in self._peers:
+                peer.end()
 
-    # ------------------------------------------------------------------ strangers
-
-    def _receive_strangers(self, selector: selectors.BaseSelector) -> None:
-        with selector, self._listener, self._woken:
-            selector.register(self._listener, selectors.EVENT_READ)
-            selector.register(self._woken, selectors.EVENT_READ)
+    def _accept(self) -> None:
+        with self._listener:
             while not self._closed:
-                oldest = next(iter(self._strangers.values()), None)
-                wait_s = None if oldest is None else max(0.0, oldest.until_s - time.monotonic())
-                for key, _ in selector.select(wait_s):
-                    if key.fileobj is self._listener:
-                        self._accept(selector)
-                    elif key.data is not None and key.fileobj in self._strangers:
-                        self._hear(selector, key.data)
-                now = time.monotonic()
-                for stranger in [one for one in self._strangers.values() if one.until_s <= now]:
-                    self._turn_away(selector, stranger)
-            for stranger in self._strangers.values():
-                stranger.connection.close()
+                try:
+                    connection, _ = self._listener.accept()
+                except OSError:  # out of file descriptors, say: that passes
+                    time.sleep(_ACCEPT_RETRY_S)
+                    continue
+                peer = _Peer(connection)
+                try:
+                    if not self._make_room(peer):
+                        connection.close()
+                        continue
+                    threading.Thread(target=self._serve, args=(peer,), name="transfer-serve", daemon=True).start()
+                except RuntimeError:  # no thread to be had now: the peer comes again
+                    self._drop(peer)
 
-    def _accept(self, selector: selectors.BaseSelector) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except BlockingIOError:
-            return
-        except OSError:
-            time.sleep(_ACCEPT_RETRY_S)  # out of file descriptors, say: that passes
-            return
-        connection.setblocking(False)
-        if len(self._strangers) >= MAX_STRANGERS:
-            self._turn_away(selector, next(iter(self._strangers.values())))
-        own = data_endpoint(self.host, self.port)
-        stranger = self._strangers[connection] = _Stranger(connection, self._key, own)
-        selector.register(connection, selectors.EVENT_READ, stranger)
-        self._hear(selector, stranger)  # who means well has sent it by now
-
-    def _hear(self, selector: selectors.BaseSelector, stranger: _Stranger) -> None:
-        try:
-            if not stranger.read():
-                return
-            name = bytes(stranger.data[HEADER.size :]).decode("utf-8", "replace")
-            if self._lookup(name) is None:
-                _send_refusal(stranger.connection, f"region {name} is not here")
-                raise ConnectionRefusedError(name)
-        except OSError:
-            self._turn_away(selector, stranger)
-            return
-        selector.unregister(stranger.connection)
-        del self._strangers[stranger.connection]
-        self._begin(stranger)
-
-    def _turn_away(self, selector: selectors.BaseSelector, stranger: _Stranger) -> None:
-        selector.unregister(stranger.connection)
-        del self._strangers[stranger.connection]
-        stranger.connection.close()
-
-    # ------------------------------------------------------------------ those that have named a region
-
-    def _begin(self, stranger: _Stranger) -> None:
-        known = _Known(stranger.connection)
+    def _make_room(self, peer: _Peer) -> bool:
+        """Add a peer, and end another where there are too many. Return whether one could."""
         with self._lock:
-            if self._closed or not self._has_room():
-                known.connection.close()
-                return
-            self._known.add(known)
+            if len(self._peers) >= MAX_CONNECTIONS:
+                first = min(self._peers, key=lambda one: (not one.is_stranger, one.idle_since_s))
+                if first.idle_since_s == math.inf:
+                    return False
+                self._peers.discard(first)
+                first.end()
+            self._peers.add(peer)
+            return not self._closed
+
+    def _serve(self, peer: _Peer) -> None:
+        connection = peer.connection
         try:
-            known.connection.setblocking(True)
-            sockets.watch(known.connection)
-            known.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            arguments = (known, bytes(stranger.data))
-            threading.Thread(target=self._serve, args=arguments, name="transfer-serve", daemon=True).start()
-        except (OSError, RuntimeError):  # no thread to be had now: the peer comes again
-            self._end(known)
+            sockets.watch(connection)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            until_s = time.monotonic() + STRANGER_S
+            self._greet(connection, until_s)
+            call = _receive(connection, _READ, MAX_FRAME_BYTES, until_s)
+            while self._answer(peer, call):
+                peer.idle_since_s = time.monotonic()
+                connection.settimeout(None)
+                call = _receive(connection, _READ, MAX_FRAME_BYTES)
+        except OSError:
+            pass  # the peer went away, or is a stranger
+        finally:
+            self._drop(peer)
 
-    def _has_room(self) -> bool:
-        """Whether there is room for one more connection.
+    def _greet(self, connection: socket.socket, until_s: float) -> None:
+        greeting = ServerGreeting(self._key, [data_endpoint(self.host, self.port)])
+        _check_opening(connection, until_s)
+        try:
+            welcome = greeting.answer(_receive(connection, HELLO, MAX_GREETING_BYTES, until_s))
+            connection.sendall(OPENING + pack(welcome))
+            greeting.check(_receive(connection, PROOF, MAX_GREETING_BYTES, until_s))
+        except Refused as error:
+            connection.sendall(OPENING + pack(error.message))
+            raise LinkClosed(str(error)) from error
 
-        The one idle for longest gives way, and its peer makes another.
-        """
-        if len(self._known) < MAX_KNOWN:
-            return True
-        idle = [(one.idle_since_s, id(one), one) for one in self._known if one.idle_since_s is not None]
-        if not idle:
+    def _answer(self, peer: _Peer, call: Read) -> bool:
+        """Send what is asked for, or why not; return whether that was sent."""
+        connection, slab = peer.connection, self._lookup(call.region)
+        connection.settimeout(self._timeout_s)  # else blocks would be kept for ever for a host that left
+        refusal = ""
+        if slab is None:
+            refusal = f"region {call.region} is not here"
+        elif any(offset + nbytes > slab.nbytes for offset, nbytes in call.pieces):
+            refusal = f"a piece lies outside region {call.region}"
+        elif sum(nbytes for _, nbytes in call.pieces) > slab.nbytes:
+            refusal = f"the pieces are more than region {call.region} has"
+        connection.sendall(pack(Answer(refusal)))
+        if slab is None or refusal:
             return False
-        _, _, longest = min(idle)
-        self._known.discard(longest)
-        _shut_down(longest.connection)
+        peer.is_stranger, peer.idle_since_s = False, math.inf
+        for offset, nbytes in call.pieces:
+            connection.sendall(slab[offset : offset + nbytes])
         return True
 
-    def _end(self, known: _Known) -> None:
+    def _drop(self, peer: _Peer) -> None:
         with self._lock:
-            self._known.discard(known)
-        known.connection.close()
-
-    def _serve(self, known: _Known, begun: bytes) -> None:
-        connection = known.connection
-        try:
-            connection.settimeout(self._timeout_s)
-            self._serve_one(connection, begun[: HEADER.size], begun[HEADER.size :])
-            while True:
-                known.idle_since_s = time.monotonic()
-                connection.settimeout(None)
-                header = receive_bytes(connection, HEADER.size)
-                known.idle_since_s = None
-                connection.settimeout(self._timeout_s)  # else blocks would be kept for ever for a host that left
-                self._serve_one(connection, header, receive_bytes(connection, _name_length(header)))
-        except OSError:
-            pass  # the peer went away
-        finally:
-            self._end(known)
-
-    def _serve_one(self, connection: socket.socket, header: bytes | bytearray, named: bytes | bytearray) -> None:
-        op, _, num_pieces = HEADER.unpack(header)
-        if op != READ or num_pieces > MAX_PIECES:
-            raise ConnectionResetError("not a transfer request")
-        name = named.decode("utf-8", "replace")
-        slab = self._lookup(name)
-        if slab is None:
-            _refuse(connection, f"region {name} is not here")
-        wanted = list(PIECE.iter_unpack(receive_bytes(connection, num_pieces * PIECE.size)))
-        if any(slab[offset : offset + nbytes].nbytes != nbytes for offset, nbytes in wanted):
-            _refuse(connection, f"a piece lies outside region {name}")
-        if sum(nbytes for _, nbytes in wanted) > slab.nbytes:
-            _refuse(connection, f"the pieces are more than region {name} has")
-        connection.sendall(STATUS.pack(0, 0))
-        for offset, nbytes in wanted:
-            connection.sendall(slab[offset : offset + nbytes])
+            self._peers.discard(peer)
+        peer.connection.close()
 
 
-def _name_length(header: bytes | bytearray) -> int:
-    """The length of the name in a header. Raises ConnectionResetError for a length that no region's name has."""
-    length: int = HEADER.unpack_from(header)[1]
-    if not 0 < length <= MAX_NAME_BYTES:
-        raise ConnectionResetError("not a transfer request")
-    return length
+def _check_opening(connection: socket.socket, until_s: float = math.inf) -> None:
+    """Raise LinkClosed, or another OSError, unless the other end opens as a link does."""
+    if _receive_bytes(connection, len(OPENING), until_s) != OPENING:
+        raise LinkClosed(f"it does not speak {PROTOCOL}")
 
 
-def _refuse(connection: socket.socket, refusal: str) -> NoReturn:
-    _send_refusal(connection, refusal)
-    raise ConnectionResetError(refusal)
+def _receive(
+    connection: socket.socket, decoder: msgspec.msgpack.Decoder[T], max_bytes: int, until_s: float = math.inf
+) -> T:
+    """Return the message of a frame, which comes in time. Raises LinkClosed and other OSErrors."""
+    num_bytes: int = LENGTH.unpack(_receive_bytes(connection, LENGTH.size, until_s))[0]
+    if num_bytes > max_bytes:
+        raise LinkClosed(f"a message of {num_bytes} bytes; {max_bytes} are the limit")
+    try:
+        return decoder.decode(_receive_bytes(connection, num_bytes, until_s))
+    except msgspec.DecodeError as error:
+        raise LinkClosed(f"no message of {PROTOCOL}: {error}") from error
 
 
-def _send_refusal(connection: socket.socket, refusal: str) -> None:
-    reason = refusal.encode()
-    connection.sendall(STATUS.pack(1, len(reason)) + reason)
+def _receive_bytes(connection: socket.socket, count: int, until_s: float) -> bytearray:
+    data = bytearray(count)
+    _fill(connection, memoryview(data), until_s)
+    return data
 
 
-def _shut_down(connection: socket.socket) -> None:
-    with suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
+def _fill(connection: socket.socket, into: memoryview, until_s: float = math.inf) -> None:
+    filled = 0
+    while filled < into.nbytes:
+        if until_s < math.inf:
+            connection.settimeout(max(until_s - time.monotonic(), 1e-3))
+        count = connection.recv_into(into[filled:])
+        if count == 0:
+            raise LinkClosed("it left in the middle of a message")
+        filled += count
+
+
+def _has_ended(idle: socket.socket) -> bool:
+    """Return whether the peer has closed an idle connection: anything to read there can only be its end."""
+    poll = select.poll()
+    poll.register(idle, select.POLLIN)
+    return bool(poll.poll(0))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from epd_serve.protocol.engine_notices import AnyNotice, FeatureAnnounced, FeatureWithdrawn
-from epd_serve.protocol.wire import FeatureEvent, Region
-from epd_serve.transfer.feature_store import FeatureSlab, StoredFeature, checksum, verify_checksum
+from epd_serve.errors import InstanceFailed
+from epd_serve.protocol.wire import FeatureEvent, FeatureWithdrawn, Region, decode
+from epd_serve.rpc.server import Handler, Reply
+from epd_serve.transfer.feature_store import FeatureSlab, StoredFeature, checksum, read_feature
 from epd_serve.transfer.reservation import Tombstones
 from epd_serve.transfer.transport import TransferError, Transport
 
@@ -41,17 +43,19 @@ class AnnouncedFeatures:
         self._arrivals: OrderedDict[str, float] = OrderedDict()
         self._news = threading.Event()
 
-    def handle(self, notice: AnyNotice, has_left: Callable[[], bool]) -> str:
-        """For a :class:`~epd_serve.vllm_plugin.notices.NoticeServer`."""
-        if isinstance(notice, FeatureAnnounced):
-            told = self._fetch(notice.event)
-            self._news.set()
-            return told
-        if isinstance(notice, FeatureWithdrawn):
-            self._withdraw(notice.request_id, notice.mm_hash)
-            self._news.set()
-            return ""
-        return f"an instance that takes features knows no {type(notice).__name__}"
+    @property
+    def calls(self) -> Mapping[str, Handler]:
+        """The calls by which features are announced and withdrawn."""
+        return {"/feature/event": self._event, "/feature/withdraw": self._withdrawal}
+
+    async def _event(self, body: bytes) -> Reply:
+        await asyncio.to_thread(self.fetch, decode(body, FeatureEvent))
+        return Reply()
+
+    async def _withdrawal(self, body: bytes) -> Reply:
+        told = decode(body, FeatureWithdrawn)
+        self.withdraw(told.request_id, told.mm_hash)
+        return Reply()
 
     def is_settled(self, request_id: str, trace_id: str, mm_hash: str) -> bool:
         """Whether a request need not wait for a feature: it is here, or not to be had.
@@ -67,7 +71,7 @@ class AnnouncedFeatures:
             waited_s = now - self._asked_at.setdefault(request_id, now)
         if waited_s < self._timeout_s:
             return False
-        self._withdraw(trace_id, mm_hash)
+        self.withdraw(trace_id, mm_hash)
         return True
 
     def hold(self, request_id: str, mm_hash: str) -> bool:
@@ -99,36 +103,28 @@ class AnnouncedFeatures:
     def check_integrity(self) -> None:
         self._memory.check_integrity()
 
-    def _fetch(self, event: FeatureEvent) -> str:
+    def fetch(self, event: FeatureEvent) -> None:
+        """Copy an announced feature here. Raises InstanceFailed where it cannot be had as it is described."""
         # Held for a while by nobody in particular: its request may still be on its way.
         owner = _ARRIVED + event.mm_hash
-        if self._memory.acquire(event.mm_hash, owner) is not None:
-            with self._lock:
-                self._arrivals[owner] = self._clock()
-            return ""
-        if event.region is None:
-            return f"feature {event.mm_hash[:12]} lies in {event.store}, which this instance does not use"
-        data = bytearray(event.nbytes)
-        try:
-            self._transport.read(event.region, [(event.offset, memoryview(data))])
-            verify_checksum(event, data)
-        except TransferError as error:
-            self._withdraw(event.request_id, event.mm_hash)
-            return str(error)
-        self._let_go()
-        kept = self._memory.put(
-            event.mm_hash, memoryview(data), event.shape, event.dtype, owner, digest=event.checksum
-        )
-        if kept is None:
-            self._withdraw(event.request_id, event.mm_hash)
-            return f"feature {event.mm_hash[:12]} of {event.nbytes} bytes finds no room; raise feature_cache_bytes"
+        if self._memory.acquire(event.mm_hash, owner) is None:
+            try:
+                data = memoryview(read_feature(self._transport, event))
+                self._let_go()
+                if not self._memory.put(event.mm_hash, data, event.shape, event.dtype, owner, event.checksum):
+                    raise TransferError(f"no room for {event.nbytes} bytes; raise feature_cache_bytes")
+            except TransferError as error:
+                self.withdraw(event.request_id, event.mm_hash)
+                raise InstanceFailed(f"feature {event.mm_hash[:12]}: {error}") from error
         with self._lock:
             self._arrivals[owner] = self._clock()
-        return ""
+        self._news.set()
 
-    def _withdraw(self, request_id: str, mm_hash: str) -> None:
+    def withdraw(self, request_id: str, mm_hash: str) -> None:
+        """Note that no instance sends this feature for this request."""
         with self._lock:
             self._withdrawn.add(f"{request_id}>{mm_hash}", True)
+        self._news.set()
 
     def _let_go(self) -> None:
         """Let go of features that arrived so long ago that their requests must have come."""
@@ -147,7 +143,7 @@ class FeatureMemory(FeatureSlab):
     def __init__(self, transport: Transport, capacity_bytes: int) -> None:
         super().__init__(transport, capacity_bytes)
         self._lock = threading.Lock()
-        self._evicted: list[str] = []
+        self._evicted: set[str] = set()
 
     def __contains__(self, mm_hash: str) -> bool:
         with self._lock:
@@ -180,10 +176,10 @@ class FeatureMemory(FeatureSlab):
         with self._lock:
             super().release(owner, mm_hash)
 
-    def take_evicted(self) -> list[str]:
+    def take_evicted(self) -> set[str]:
         """Return the features evicted since the last call."""
         with self._lock:
-            evicted, self._evicted = self._evicted, []
+            evicted, self._evicted = self._evicted, set()
             return evicted
 
     def check_integrity(self) -> None:
@@ -192,4 +188,4 @@ class FeatureMemory(FeatureSlab):
 
     def _evict(self, mm_hash: str, feature: StoredFeature) -> None:
         super()._evict(mm_hash, feature)
-        self._evicted.append(mm_hash)
+        self._evicted.add(mm_hash)

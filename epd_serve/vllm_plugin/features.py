@@ -9,43 +9,39 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 import prometheus_client
 import torch
-from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorMetadata, ECConnectorRole
+from vllm.distributed.ec_transfer.ec_connector.base import (
+    ECConnectorBase,
+    ECConnectorMetadata,
+    ECConnectorRole,
+    ECConnectorWorkerMetadata,
+)
 from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorPromMetrics, ECConnectorStats
 
 from epd_serve.factories import as_it_is, factory
-from epd_serve.protocol.engine_notices import (
-    AnyNotice,
-    FeatureAnnounced,
-    FeatureKept,
-    FeatureWithdrawn,
-    Notice,
-)
-from epd_serve.protocol.wire import Region
+from epd_serve.protocol.wire import FeatureWithdrawn, Region
 from epd_serve.rpc.cluster import cluster_key
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import StoredFeature
 from epd_serve.transfer.shared_memory import SharedMemoryPeers
 from epd_serve.vllm_plugin.announced_features import AnnouncedFeatures, FeatureMemory
-from epd_serve.vllm_plugin.notices import Conversation, NoticeRefused, NoticeServer
+from epd_serve.vllm_plugin.links import LinkThread
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+    from vllm.v1.outputs import ECConnectorOutput
     from vllm.v1.request import Request
 
 logger = logging.getLogger("vllm.epd_serve")
 
 #: ``encoded`` by this instance's tower; ``reused`` by E, which had it; ``fetched`` by P from an E, now or before.
 EVENTS = ("encoded", "reused", "fetched")
-_NUM_SENDERS = 8
-_ANNOUNCE_TIMEOUT_S = 30.0
 #: A step without tokens lasts so long, or until a feature comes: nothing can be done but wait for one.
 _IDLE_STEP_S = 0.002
 
@@ -63,6 +59,18 @@ class StepFeatures(ECConnectorMetadata):
     announce: list[tuple[str, str, str, str]] = field(default_factory=list)
     trials: set[str] = field(default_factory=set)
     load: dict[str, tuple[Region, StoredFeature]] = field(default_factory=dict)
+
+
+@dataclass
+class KeptFeatures(ECConnectorWorkerMetadata):
+    """From E's worker to its scheduler: the features stored and evicted in a step."""
+
+    stored: set[str]
+    evicted: set[str]
+
+    def aggregate(self, other: ECConnectorWorkerMetadata) -> KeptFeatures:
+        assert isinstance(other, KeptFeatures)
+        return KeptFeatures(self.stored | other.stored, self.evicted | other.evicted)
 
 
 class FeatureStats(ECConnectorStats):
@@ -175,13 +183,11 @@ class SchedulerOfE(StoreFeatureConnector):
         super().__init__(vllm_config, role)
         self._stored: set[str] = set()
         self._hits: dict[str, set[str]] = {}
-        self._server = NoticeServer(self._host, self._port, self._handle)
 
-    def _handle(self, notice: AnyNotice, has_left: Any) -> str:
-        if not isinstance(notice, FeatureKept):
-            return f"an instance that encodes knows no {type(notice).__name__}"
-        self._stored = (self._stored | set(notice.stored)) - set(notice.evicted)
-        return ""
+    def update_connector_output(self, connector_output: ECConnectorOutput) -> None:
+        kept = connector_output.ec_connector_worker_meta
+        if isinstance(kept, KeptFeatures):
+            self._stored = (self._stored | kept.stored) - kept.evicted
 
     def has_cache_item(self, identifier: str) -> bool:
         return identifier in self._stored
@@ -223,7 +229,8 @@ class SchedulerOfP(StoreFeatureConnector):
         super().__init__(vllm_config, role)
         transport = factory("transport", as_it_is)(EmbeddedTransport(self._host, key=cluster_key()))
         self._announced = AnnouncedFeatures(transport, self._capacity, float(self._extra.get("timeout_s", 30.0)))
-        self._server = NoticeServer(self._host, self._port, self._announced.handle)
+        self._links = LinkThread()
+        self._links.serve(self._host, self._port, self._announced.calls)
         self._load: dict[str, tuple[Region, StoredFeature]] = {}
         #: The gateway's names of what is held; :meth:`ensure_cache_available` comes before each use.
         self._held: dict[str, str] = {}
@@ -275,11 +282,10 @@ class WorkerOfE(StoreFeatureConnector):
     def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
         super().__init__(vllm_config, role)
         self._memory = FeatureMemory(EmbeddedTransport(self._host, key=cluster_key()), self._capacity)
-        self._scheduler = f"{self._host}:{self._port}"
         self._pending: dict[str, list[tuple[str, str, str]]] = {}
         self._unkept: set[str] = set()
-        self._stored: list[str] = []
-        self._senders = ThreadPoolExecutor(_NUM_SENDERS, thread_name_prefix="announce")
+        self._stored: set[str] = set()
+        self._peers = LinkThread()
 
     def start_save_caches(self, **kwargs: Any) -> None:
         step, encoder_cache = self._step, kwargs["encoder_cache"]
@@ -301,13 +307,13 @@ class WorkerOfE(StoreFeatureConnector):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         for trace_id, name, address in chain(*self._pending.values()):
-            self._send(address, FeatureWithdrawn(request_id=trace_id, mm_hash=name))
+            self._withdraw(address, trace_id, name)
         self._pending = {}
-        evicted = self._memory.take_evicted()
-        if self._stored or evicted:
-            self._send(self._scheduler, FeatureKept(stored=self._stored, evicted=evicted))
-            self._stored = []
         return None, None
+
+    def build_connector_worker_meta(self) -> KeptFeatures | None:
+        stored, self._stored, evicted = self._stored, set(), self._memory.take_evicted()
+        return KeptFeatures(stored, evicted) if stored or evicted else None
 
     def _put(self, feature: torch.Tensor, mm_hash: str) -> None:
         data = feature.detach().to("cpu").contiguous()
@@ -315,20 +321,20 @@ class WorkerOfE(StoreFeatureConnector):
         dtype = str(data.dtype).removeprefix("torch.")
         if self._memory.put(mm_hash, view, list(data.shape), dtype, "put") is not None:
             self._memory.release("put", mm_hash)
-            self._stored.append(mm_hash)
+            self._stored.add(mm_hash)
 
     def _announce(self, mm_hash: str, trace_id: str, name: str, address: str) -> None:
         owner = f"{trace_id}>{address}"
         kept = self._memory.acquire(mm_hash, owner)
         if kept is None:
-            self._send(address, FeatureWithdrawn(request_id=trace_id, mm_hash=name))
+            self._withdraw(address, trace_id, name)
             return
         event = kept.event(name, trace_id, region=self._memory.region)
-        sent = self._send(address, FeatureAnnounced(event=event))
+        sent = self._peers.send(address, "/feature/event", event)
         sent.add_done_callback(lambda _: self._memory.release(owner, mm_hash))
 
-    def _send(self, address: str, notice: Notice) -> Any:
-        return self._senders.submit(_tell, address, notice)
+    def _withdraw(self, address: str, trace_id: str, name: str) -> None:
+        self._peers.send(address, "/feature/withdraw", FeatureWithdrawn(trace_id, name))
 
 
 class WorkerOfP(StoreFeatureConnector):
@@ -365,10 +371,3 @@ def _params_of(new: NewRequestData) -> dict[str, Any]:
     """Return the gateway's words about a request."""
     extra_args: dict[str, Any] = getattr(new.sampling_params, "extra_args", None) or {}
     return extra_args.get("ec_transfer_params") or {}
-
-
-def _tell(address: str, notice: Notice) -> None:
-    try:
-        Conversation(address).ask(notice, _ANNOUNCE_TIMEOUT_S)
-    except (OSError, NoticeRefused) as error:
-        logger.warning("%s to %s: %s", type(notice).__name__, address, error)

@@ -18,9 +18,10 @@ from epd_serve.errors import (
     ServeError,
     error_from_response,
 )
-from epd_serve.protocol.frames import FrameError, FrameReader, num_tokens, token_ids
 from epd_serve.routing.retry import CallFailed
 from epd_serve.routing.routes import Route
+from epd_serve.rpc.items import ItemReader
+from epd_serve.rpc.messages import LinkClosed
 from epd_serve.types import Stage
 from proxy.http.client import Outlet
 from proxy.observe.record import RequestRecord
@@ -87,14 +88,14 @@ class Streamed(msgspec.Struct, eq=False):
     Attributes:
         known: whether the ids of all tokens that the client has are known.
         complete: whether the client has the whole answer.
-        readers: of the instances whose answers came in frames.
+        readers: of the instances whose answers came in items.
     """
 
     job: Job
     sink: EventSink
     known: bool = True
     complete: bool = False
-    readers: list[FrameReader] = []
+    readers: list[ItemReader] = []
 
     @property
     def begun(self) -> bool:
@@ -102,14 +103,14 @@ class Streamed(msgspec.Struct, eq=False):
         return self.sink.started
 
     def num_tokens(self) -> int:
-        """Count the output's tokens, over all choices, as far as they came in frames."""
-        return sum([num_tokens(reader.labels) for reader in self.readers])
+        """Count the output's tokens, over all choices, as far as they came in items."""
+        return sum([len(reader.tokens) for reader in self.readers])
 
     def generated(self) -> list[int] | None:
         """Return the tokens that the client has; None where they are not known, or of several choices."""
         if not self.known or self.job.sampling.n > 1:
             return None
-        return token_ids([text for reader in self.readers for text in reader.labels])
+        return [token for reader in self.readers for token in reader.tokens]
 
     async def forward(self, stage: Stage, route: Route, answer: Answer) -> None:
         """Write one instance's events to the sink until its answer ends.
@@ -118,9 +119,9 @@ class Streamed(msgspec.Struct, eq=False):
         the connection breaks, ServeError where the answer cannot be passed on.
         """
         sink = self.sink
-        reader: FrameReader | _PlainEvents
+        reader: ItemReader | _PlainEvents
         if answer.framed:
-            reader = FrameReader()
+            reader = ItemReader()
             self.readers.append(reader)
         else:
             self.known, reader = False, _PlainEvents()
@@ -137,7 +138,7 @@ class Streamed(msgspec.Struct, eq=False):
                 return False
             try:
                 events = read(chunk)
-            except FrameError as error:
+            except LinkClosed as error:
                 failure = InstanceFailed(f"an instance's answer cannot be read: {error}")
                 return False
             if has_begun and events and not reader.is_over:
@@ -245,7 +246,7 @@ def _error_of(event: bytes) -> ServeError:
 
 
 class _PlainEvents:
-    """Splits server-sent events as :class:`FrameReader` splits frames, without their tokens.
+    """Splits server-sent events as :class:`ItemReader` splits items, without their tokens.
 
     An incomplete event waits for its rest.
     """

@@ -9,16 +9,28 @@ from typing import Any
 
 import msgspec
 import pytest
+from links import linked
 
 from epd_serve.backends import vllm_server
 from epd_serve.backends.native import NativeConnections
 from epd_serve.backends.vllm import VllmInstances
 from epd_serve.backends.vllm_answer import PrefillAnswer, VllmCall
-from epd_serve.backends.vllm_command import KV_PORT
+from epd_serve.backends.vllm_command import FEATURE_PORT, KV_PORT
 from epd_serve.backends.vllm_server import VllmTarget
 from epd_serve.errors import InstanceFailed, InstanceLost
-from epd_serve.protocol.wire import ChatMessage, DecodeRequest, MediaRef, OutputOptions, Part, PrefillRequest
+from epd_serve.protocol.wire import (
+    ChatMessage,
+    DecodeRequest,
+    EncodeRequest,
+    FeatureWithdrawn,
+    MediaRef,
+    OutputOptions,
+    Part,
+    PrefillRequest,
+    decode,
+)
 from epd_serve.rpc.http import HttpServer
+from epd_serve.rpc.server import Reply
 from epd_serve.types import Role, SamplingParams
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]
@@ -159,6 +171,22 @@ async def test_the_engine_is_asked_for_its_id_once() -> None:
         prefill._warm = 1.0
         assert await prefill.engine_id() == "abc"
     assert await prefill.engine_id() == "abc", "the server is gone"
+
+
+async def test_a_p_is_told_over_a_link_that_it_encodes_an_item_itself() -> None:
+    told: list[FeatureWithdrawn] = []
+
+    async def withdraw(body: bytes) -> Reply:
+        told.append(decode(body, FeatureWithdrawn))
+        return Reply()
+
+    calls = linked({"/feature/withdraw": withdraw}, "a-key-of-16-characters", host="::1")
+    async with calls as url, NativeConnections("a-key-of-16-characters") as connections:
+        port = int(url.rpartition(":")[2]) - FEATURE_PORT
+        others = VllmInstances(connections, {"p0": target("P", features="store")})
+        ref = MediaRef(mm_hash="a", width=1, height=1)
+        await others.connect("p0", f"http://[::1]:{port}").encode(EncodeRequest("r", ref, b"", ""), trace_id="t")
+    assert told == [FeatureWithdrawn("r", "a")]
 
 
 async def test_a_d_that_is_given_up_leaves_p_its_answer() -> None:

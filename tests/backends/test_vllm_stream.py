@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from frame_bodies import whole_frames
 from hypothesis import given
 from hypothesis import strategies as st
+from item_bodies import whole_items
 from msgspec.structs import replace
 
 from epd_serve.backends import vllm_stream
@@ -21,10 +21,10 @@ from epd_serve.backends.vllm_stream import (
     rest_of,
 )
 from epd_serve.errors import InstanceFailed
-from epd_serve.protocol.frames import END, ERROR, FrameReader
 from epd_serve.protocol.openai.generation import ChatCompletionRequest, CompletionRequest
 from epd_serve.protocol.wire import MediaRef, PrefillRequest
 from epd_serve.rpc.http import HttpPool, HttpServer
+from epd_serve.rpc.items import END, ERROR, ItemReader
 
 PROMPT = [7, 8, 9]
 
@@ -87,7 +87,7 @@ async def test_tokens_are_out_with_their_text(server: HttpServer) -> None:
     ]
     frames = [call.passed(event) for event in said]
     assert [bool(frame) for frame in frames] == [False, True, False, True, False, False, False, True]
-    whole = whole_frames(b"".join(frames))
+    whole = whole_items(b"".join(frames))
     assert [(choice, tokens) for choice, tokens, _ in whole] == [(0, [1]), (0, [2, 3]), (END, [4, 5])]
     assert [texts(events) for _, _, events in whole] == [["", "a"], ["", "é"], ["", "z"]]
     assert whole[-1][2].endswith(b"data: [DONE]\n\n")
@@ -107,10 +107,10 @@ async def test_merged_tokens_are_out_with_the_next_whole_character(server: HttpS
         chunk("c", [8]),
         chunk("d", [9, 10]),
     ]
-    whole = whole_frames(b"".join(map(call.passed, said)))
+    whole = whole_items(b"".join(map(call.passed, said)))
     assert [(choice, tokens) for choice, tokens, _ in whole] == [(0, [1, 2, 3]), (0, [4, 5, 6, 7]), (0, [8])]
     assert [texts(events) for _, _, events in whole] == [["", "a", "é"], ["b", "", "語"], ["c"]]
-    end = whole_frames(call.passed(chunk("", [], "length")) + call.passed(b"data: [DONE]"))
+    end = whole_items(call.passed(chunk("", [], "length")) + call.passed(b"data: [DONE]"))
     assert [(choice, tokens) for choice, tokens, _ in end] == [(END, [9, 10])]
     assert texts(end[0][2]) == ["d", ""]
     call.close()
@@ -119,14 +119,14 @@ async def test_merged_tokens_are_out_with_the_next_whole_character(server: HttpS
 async def test_a_reader_that_always_lags_gets_its_answer_in_pieces(server: HttpServer) -> None:
     call = known(server, asked())
     out = b"".join(call.passed(chunk("ab", [number, number])) for number in range(40))
-    assert [len(tokens) for _, tokens, _ in whole_frames(out)] == [18] * 4
+    assert [len(tokens) for _, tokens, _ in whole_items(out)] == [18] * 4
     call.close()
 
 
 async def test_an_answer_whose_text_is_elsewhere_comes_in_pieces(server: HttpServer) -> None:
     call = known(server, asked())
     out = b"".join(call.passed(chunk("", [number])) for number in range(40))
-    assert [len(tokens) for _, tokens, _ in whole_frames(out)] == [9] * 4
+    assert [len(tokens) for _, tokens, _ in whole_items(out)] == [9] * 4
     call.close()
 
 
@@ -147,10 +147,10 @@ async def _frames_are_whole(text: str, data: st.DataObject) -> None:
     while counted < len(tokens):
         counted += data.draw(st.integers(1, min(3, len(tokens) - counted)))
         so_far = bytes(tokens[:counted]).decode(errors="ignore")
-        begin = sum(len(ids) for _, ids, _ in whole_frames(out)) + len(call._tokens)
+        begin = sum(len(ids) for _, ids, _ in whole_items(out)) + len(call._tokens)
         out += call.passed(chunk(so_far[shown:], tokens[begin:counted]))
         shown = len(so_far)
-        frames = whole_frames(out)
+        frames = whole_items(out)
         said = "".join(one for _, _, events in frames for one in texts(events))
         assert bytes(token for _, ids, _ in frames for token in ids) == said.encode()
 
@@ -164,7 +164,7 @@ async def test_the_rest_of_an_answer_is_without_its_opening(server: HttpServer) 
         b'data: {"created":77,"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":2,"total_tokens":7}}',
         b"data: [DONE]",
     ]
-    whole = whole_frames(b"".join(map(call.passed, said)))
+    whole = whole_items(b"".join(map(call.passed, said)))
     assert [(choice, tokens) for choice, tokens, _ in whole] == [(0, [3]), (END, [4])]
     assert texts(whole[0][2]) == ["b"]
     assert b'"usage":{"prompt_tokens":3,"completion_tokens":4,"total_tokens":7}' in whole[1][2]
@@ -199,12 +199,12 @@ async def test_an_answer_that_is_computed_again_is_shown_from_where_it_broke_off
         b"data: [DONE]",
     ]
     call = replayed(server, asked())
-    whole = whole_frames(b"".join(map(call.passed, said)))
+    whole = whole_items(b"".join(map(call.passed, said)))
     assert [(choice, tokens) for choice, tokens, _ in whole] == [(0, [1]), (0, [2]), (0, [3]), (END, [4])]
     call.close()
     for seam in range(1, 4):
         call = replayed(server, asked([1, 2, 3][:seam]))
-        rest = whole_frames(b"".join(map(call.passed, said)))
+        rest = whole_items(b"".join(map(call.passed, said)))
         assert rest == whole[seam:]
         assert b'"usage":{"prompt_tokens":3,"completion_tokens":4,"total_tokens":7}' in rest[-1][2]
         call.close()
@@ -240,8 +240,8 @@ async def test_an_error_comes_behind_what_is_out(server: HttpServer) -> None:
     call = known(server, asked())
     frames = call.passed(chunk("a", [1])) + call.passed(chunk("", [2]))
     frames += call.failed(b'data: {"error":{"message":"the engine is dead","code":500}}')
-    assert [(choice, tokens) for choice, tokens, _ in whole_frames(frames)] == [(0, [1]), (ERROR, [])]
-    reader = FrameReader()
+    assert [(choice, tokens) for choice, tokens, _ in whole_items(frames)] == [(0, [1]), (ERROR, [])]
+    reader = ItemReader()
     reader.read(frames)
     assert reader.error is not None and b"the engine is dead" in reader.error
     call.close()

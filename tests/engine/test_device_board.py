@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import time
 from pathlib import Path
-
-import pytest
 
 from epd_serve.engine.device_board import DeviceBoard
 from epd_serve.sched.token_time import Slack
@@ -50,22 +45,3 @@ def test_encoding_time_is_counted_while_it_runs(tmp_path: Path) -> None:
     assert decoder.encoded_s() == 0.0, "an instance that starts anew wipes what its forerunner left"
     for board in (encoder, decoder, again):
         board.close()
-
-
-def test_another_process_sees_it(tmp_path: Path) -> None:
-    board = DeviceBoard(tmp_path / "board", 0, time.monotonic)
-    script = (
-        "import sys, time; from pathlib import Path\n"
-        "from epd_serve.engine.device_board import DeviceBoard, Slack\n"
-        "DeviceBoard(Path(sys.argv[1]), 1, time.monotonic).decodes(Slack(credit_s=-0.5, limit_s=0.25))"
-    )
-    subprocess.run([sys.executable, "-c", script, str(tmp_path / "board")], check=True, timeout=150)
-    slack = board.slack()
-    assert slack is not None
-    assert (slack.credit_s, slack.limit_s) == (-0.5, 0.25)
-    board.close()
-
-
-def test_a_slot_that_there_is_not_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="there are 0 to 63"):
-        DeviceBoard(tmp_path / "board", 64, time.monotonic)

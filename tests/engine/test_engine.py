@@ -256,14 +256,6 @@ def test_a_cached_prefix_that_waits_for_a_feature_holds_nobody_up(tiny_model: Pa
 
 
 @ONE
-def test_several_choices_of_open_length_fit_the_pool(bench: Bench) -> None:
-    for n in (1, 2, 3):
-        sequence = bench.sequence(f"r{n}", "Say apple", [], max_tokens=None, n=n)
-        bench.engine.check_fits(sequence.num_prompt_tokens, sequence.max_tokens, n)
-        assert sequence.max_tokens > 400
-
-
-@ONE
 def test_a_request_that_can_never_fit_is_refused(bench: Bench) -> None:
     with pytest.raises(InvalidRequest, match="KV blocks"):
         bench.engine.check_fits(100, 100_000, 1)

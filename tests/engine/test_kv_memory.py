@@ -42,15 +42,6 @@ def test_saved_blocks_come_back_elsewhere() -> None:
     transport.close()
 
 
-def test_the_host_keeps_no_second_copy_of_a_device_s_kv() -> None:
-    """Blocks are handed out first in, first out: all of the host's side would be touched in time."""
-    device, transport = get_device("chip:2"), EmbeddedTransport(path="shm")
-    memory = KVMemory(LAYOUT, 1 << 12, device, transport, staging_bytes=1 << 16)
-    assert memory.tensor.nbytes == (1 << 12) * block_nbytes(LAYOUT)
-    assert memory.slab.buffer.nbytes <= 1 << 16 < memory.tensor.nbytes
-    transport.close()
-
-
 def test_kv_goes_from_device_to_device_through_few_cells() -> None:
     """In rounds, from any blocks to any others, in any layers."""
     device, transport = get_device("chip:2"), EmbeddedTransport(path="shm")

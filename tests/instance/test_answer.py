@@ -11,9 +11,9 @@ from transformers import AutoTokenizer
 from epd_serve.demo import weights_dir
 from epd_serve.instance.answer import Answer
 from epd_serve.instance.text.tokenizer import Tokenizer
-from epd_serve.protocol.frames import FrameReader, token_ids
 from epd_serve.protocol.openai.tool_format import CALL_START
 from epd_serve.protocol.wire import OutputOptions, TokenLogprob
+from epd_serve.rpc.items import ItemReader
 from epd_serve.types import Grammar, SamplingParams, ToolSchema
 
 TOKENIZER = Tokenizer(AutoTokenizer.from_pretrained(weights_dir()))
@@ -31,12 +31,12 @@ def answers(ids: list[int], finish_reason: str, **sampling: Any) -> tuple[list[d
     for stream in (True, False):
         options = OutputOptions("chat", "chatcmpl-1", 0, "m", stream=stream)
         answer = Answer(TOKENIZER, options, SamplingParams(seed=0, **sampling), [1, 2])
-        reader, events = FrameReader(), b""
+        reader, events = ItemReader(), b""
         for place, token in enumerate(ids):
             logprob = TokenLogprob(token, -1.0 - place, [(token, -1.0 - place)])
             reason = finish_reason if place == len(ids) - 1 else None
             events += reader.read(answer.push(0, token, logprob, reason))
-        assert not stream or token_ids(reader.labels) == ids
+        assert not stream or reader.tokens == ids
         made.append(events if stream else answer.end())
     chunks = [json.loads(event[6:])["choices"][0] for event in made[0].split(b"\n\n") if event]
     return chunks, json.loads(made[1])["choices"][0]

@@ -18,7 +18,7 @@ from epd_serve.backends.native import NativeConnections, NativeInstance
 from epd_serve.errors import InstanceFailed, InstanceLost, InstanceUntrusted, ServeError
 from epd_serve.instance.http import Peers
 from epd_serve.protocol import wire
-from epd_serve.rpc.cluster import CLUSTER_KEY, Endpoint, Greeting, NotProved, address_text
+from epd_serve.rpc.cluster import CLUSTER_KEY, CallerGreeting, Endpoint, address_text
 from epd_serve.rpc.link import Link
 from epd_serve.rpc.messages import OPENING, Hello, Proof, Welcome, pack, pack_call
 from epd_serve.rpc.server import Reply
@@ -218,10 +218,10 @@ def test_whatever_a_caller_says_nobody_is_let_in(said: list[Any]) -> None:
     asyncio.run(scenario())
 
 
-@given(st.binary(max_size=80), st.binary(max_size=80))
-def test_whatever_a_server_answers_it_proves_nothing(nonce: bytes, proof: bytes) -> None:
-    with pytest.raises(NotProved):
-        Greeting(KEY, Endpoint("instance", "127.0.0.1:9000")).prove(nonce, proof)
+@given(NONCES, TEXT)
+def test_whatever_a_server_answers_it_proves_nothing(nonce: str, proof: str) -> None:
+    with pytest.raises(InstanceUntrusted):
+        CallerGreeting(KEY, Endpoint("instance", "127.0.0.1:9000"), "p0").prove(Welcome(nonce, proof))
 
 
 def test_an_address_has_one_spelling() -> None:

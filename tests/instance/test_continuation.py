@@ -10,14 +10,15 @@ import msgspec
 import pytest
 import tiny_models
 from fleet import Books
-from frame_bodies import whole_frames
 from in_process import serving
+from item_bodies import whole_items
 from pictures import png
 from stage_requests import PICTURE, Frame, request, without_logprobs
 
 from epd_serve.errors import InvalidRequest
 from epd_serve.instance.instance import Instance
-from epd_serve.protocol import frames, wire
+from epd_serve.protocol import wire
+from epd_serve.rpc import items
 from epd_serve.rpc.server import Pieces, Reply
 
 
@@ -29,7 +30,7 @@ async def frames_of(reply: Reply) -> list[Frame]:
         body = b"".join([piece async for piece in reply.stream])
     if reply.on_close is not None:
         reply.on_close()
-    return whole_frames(body)
+    return whole_items(body)
 
 
 class Instances:
@@ -85,7 +86,7 @@ async def test_an_answer_goes_on_from_any_token(tmp_path: Path) -> None:
         ]
         for one in wanted:
             whole = await instances.ask(one, [], apart=False)
-            assert whole[-1][0] == frames.END and whole[-1][2].endswith(b"data: [DONE]\n\n")
+            assert whole[-1][0] == items.END and whole[-1][2].endswith(b"data: [DONE]\n\n")
             ids = [token for _, tokens, _ in whole for token in tokens]
             assert len(ids) == 21 or one.sampling.stop
             held = [i for i, (_, _, event) in enumerate(whole[:-1], start=1) if not text_of([(0, [], event)])]

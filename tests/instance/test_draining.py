@@ -12,7 +12,7 @@ from in_process import serving
 
 from epd_serve.errors import Unavailable
 from epd_serve.protocol import wire
-from epd_serve.protocol.frames import END, pack
+from epd_serve.rpc.items import END, pack
 from epd_serve.rpc.link import MAX_BODY_BYTES, Link
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import tiny_models
 from fleet import Books
-from frame_bodies import whole_frames
 from in_process import answering, held, serving
+from item_bodies import whole_items
 
 from epd_serve.errors import Conflict, InstanceLost, ServeError, StageTimeout
 from epd_serve.instance import lifecycle as lifecycle_module
@@ -44,7 +44,7 @@ async def num_tokens(answer: LinkCall) -> int:
             body += chunk
     except InstanceLost:
         pass
-    return sum(len(ids) for _, ids, _ in whole_frames(body))
+    return sum(len(ids) for _, ids, _ in whole_items(body))
 
 
 async def test_what_has_begun_goes_on_elsewhere_or_keeps_it_here(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import pytest
 import tiny_models
 from chips import CHIP, little_memory
 from fleet import Books
-from frame_bodies import whole_frames
 from in_process import answering, held, serving
+from item_bodies import whole_items
 from pictures import png
 from PIL import Image
 
@@ -25,7 +25,8 @@ from epd_serve.errors import Conflict, InstanceLost, InvalidRequest, ServeError,
 from epd_serve.instance.http import Peers
 from epd_serve.instance.instance import Instance
 from epd_serve.instance.lifecycle import SwitchState
-from epd_serve.protocol import frames, instance_state, wire
+from epd_serve.protocol import instance_state, wire
+from epd_serve.rpc import items
 from epd_serve.rpc.link import LinkCall
 from epd_serve.types import Role, SamplingParams, Stage
 
@@ -66,7 +67,7 @@ async def read(answer: LinkCall) -> list[tuple[int, list[int], bytes]]:
             body += chunk
     except InstanceLost:
         pass
-    return whole_frames(body)
+    return whole_items(body)
 
 
 def tokens(answer: list[tuple[int, list[int], bytes]]) -> list[int]:
@@ -127,7 +128,7 @@ async def test_running_answers_go_on_elsewhere_token_by_token(device: str, tmp_p
         assert changed.new == "P" and leaving.info().role == "P"
         assert 0 < len(tokens(first)) < MAX_TOKENS, "it was given up in its middle"
         label, _, event = first[-1]
-        assert label == frames.ERROR and json.loads(event[6:])["error"]["code"] == "draining"
+        assert label == items.ERROR and json.loads(event[6:])["error"]["code"] == "draining"
         async with answering(staying, request("rest", generated=tokens(first))) as answer:
             assert tokens(first) + tokens(await read(answer)) == whole
         with pytest.raises(ServeError, match="does not decode") as lacks:

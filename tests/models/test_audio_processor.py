@@ -35,39 +35,34 @@ def family(path: Path) -> Family:
     return load_family(path)
 
 
-def test_tokens_and_inputs_of_any_length_equal_the_processors(path: Path, family: Family) -> None:
+def check_sound(path: Path, family: Family, length: int) -> None:
+    """Compare tokens and tower inputs of a sound of so many samples with the processor's."""
     assert family.audio is not None
     processor, tokenizer = processor_of(path), AutoTokenizer.from_pretrained(path)
-    layouts, rng = MediaLayouts(family, tokenizer), random.Random(0)
-    token = tokenizer.convert_ids_to_tokens(family.token_ids["audio"])
-    lengths = [480, 64_000, 63_999, *(rng.randrange(500, 64_000) for _ in range(15))]
+    token, rate = tokenizer.convert_ids_to_tokens(family.token_ids["audio"]), family.audio.rate
+    samples = tune(length, length / 16_000)[0] / np.float32(32768)
+    item = MediaRef.of_audio(AudioFacts(length, rate, 1))
+    asked: dict[str, Any] = {"text": [token], "audio": [samples], "sampling_rate": rate}
+    made = processor(**asked, return_tensors="pt", add_special_tokens=False)
+    assert MediaLayouts(family, tokenizer).of(item).ids == made["input_ids"][0].tolist(), length
+    for name, values in family.audio.inputs(samples).items():
+        torch.testing.assert_close(values, made[name], rtol=0, atol=0, check_dtype=False)
+
+
+def test_tokens_and_inputs_of_any_length_equal_the_processors(path: Path, family: Family) -> None:
+    assert family.audio is not None
+    rng = random.Random(0)
+    lengths = [480, 64_000, 63_999, *(rng.randrange(500, 64_000) for _ in range(9))]
     lengths += [321] if family.audio.max_seconds == 4 else [64_001, 130_000]
     for length in lengths:
-        samples = tune(length, length / 16_000)[0] / np.float32(32768)
-        item = MediaRef.of_audio(AudioFacts(length, 16_000, 1))
-        made = processor(text=[token], audio=[samples], return_tensors="pt", add_special_tokens=False)
-        assert layouts.of(item).ids == made["input_ids"][0].tolist(), length
-        inputs = family.audio.inputs(samples)
-        for name, values in inputs.items():
-            torch.testing.assert_close(values, made[name], rtol=0, atol=0, check_dtype=False)
-        for name in inputs.keys() - {"input_features"}:
-            assert inputs[name].sum() == family.audio.num_frames(item)
+        check_sound(path, family, length)
 
 
 #: Other values of what a feature extractor's file says.
 _SETTINGS: list[tuple[str, Any]] = [
-    ("hop_length", 320),
-    ("n_fft", 800),
-    ("sampling_rate", 32_000),
-    ("padding_value", 0.5),
-    ("padding_side", "left"),
-    ("chunk_length", 8),
-    ("feature_size", 8),
-    ("dither", 0.1),
-    ("do_normalize", True),
-    ("return_attention_mask", False),
-    ("n_window", 25),
-    ("min_length", 20_000),
+    *[("hop_length", 320), ("n_fft", 800), ("sampling_rate", 32_000), ("padding_value", 0.5)],
+    *[("padding_side", "left"), ("chunk_length", 8), ("feature_size", 8), ("dither", 0.1), ("do_normalize", True)],
+    *[("return_attention_mask", False), ("n_window", 25), ("min_length", 20_000)],
     ("feature_extractor_type", "SpeechT5FeatureExtractor"),
 ]
 
@@ -86,37 +81,15 @@ def test_a_setting_of_the_extractor_is_honoured_or_refused(path: Path, tmp_path:
     file = tmp_path / "preprocessor_config.json"
     settings = json.loads(file.read_text())
     file.unlink()
-    wrong = list[str]()
     for name, value in _SETTINGS:
         file.write_text(json.dumps({**settings, name: value}))
         try:
             family = load_family(tmp_path)
         except ValueError as error:
-            if name not in str(error) and str(value) not in str(error):
-                wrong.append(f"{name}: {error}")
+            assert name in str(error) or str(value) in str(error)
             continue
-        assert family.audio is not None
-        processor, tokenizer = processor_of(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
-        token = tokenizer.convert_ids_to_tokens(family.token_ids["audio"])
         for length in (4_000, 9_111, 25_000):
-            samples = tune(length, length / 16_000)[0] / np.float32(32768)
-            item = MediaRef.of_audio(AudioFacts(length, family.audio.rate, 1))
-            made = processor(
-                text=[token],
-                audio=[samples],
-                return_tensors="pt",
-                add_special_tokens=False,
-                sampling_rate=family.audio.rate,
-            )
-            ids = MediaLayouts(family, tokenizer).of(item).ids
-            if ids != made["input_ids"][0].tolist():
-                wrong.append(
-                    f"{name}: {len(ids)} tokens of {length} samples, {made['input_ids'].shape[1]} expected"
-                )
-            for key, values in family.audio.inputs(samples).items():
-                if not torch.equal(values, made[key].to(values.dtype)):
-                    wrong.append(f"{name}: {key} differs")
-    assert wrong == [], "\n".join(wrong)
+            check_sound(tmp_path, family, length)
 
 
 @pytest.mark.parametrize(

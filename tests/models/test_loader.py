@@ -14,7 +14,6 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from epd_serve.config.model_files import check_model_files, read_model_config
 from epd_serve.models.families import family_of
-from epd_serve.models.family import blank
 from epd_serve.models.loader import ModelPart, load_family, load_part, media_fingerprint, num_parameters
 
 
@@ -120,14 +119,6 @@ def test_of_a_model_that_also_speaks_the_thinker_is_read(tmp_path: Path) -> None
     assert set(load_family(path).token_ids) == {"image", "video", "audio"}
     assert read_model_config(path)["model_type"] == "qwen2_5_omni_thinker"
     assert check_model_files(path)["tower"] > 0
-
-
-@pytest.mark.parametrize("size", [(448, 448), (50, 200), (1000, 30)])
-def test_pixels_are_counted_as_the_tower_sees_them(tiny_model: Path, size: tuple[int, int]) -> None:
-    family = load_family(tiny_model)
-    values = family.preprocess(blank(size))["pixel_values"]
-    frames = getattr(family.config.vision_config, "temporal_patch_size", 1)  # a picture is all of them
-    assert family.num_pixels(size) == values.numel() // 3 // frames
 
 
 def test_the_fingerprint_names_weights_processor_and_dtype(tmp_path: Path) -> None:

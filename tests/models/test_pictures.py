@@ -21,6 +21,7 @@ from device.registry import get_device
 from epd_serve.errors import InvalidRequest
 from epd_serve.instance.text.chat_template import MediaLiterals
 from epd_serve.instance.text.prompt import MediaLayouts
+from epd_serve.models.families.internvl import InternVL
 from epd_serve.models.family import Family, Size, picture
 from epd_serve.models.loader import load_family
 from epd_serve.models.tower import Tower
@@ -83,6 +84,13 @@ def test_tokens_and_pixels_follow_from_the_size(path: Path) -> None:
         frames = getattr(family.config.vision_config, "temporal_patch_size", 1)  # a picture is all of them
         assert family.num_pixels(size) == inputs["pixel_values"].numel() // 3 // frames
         assert len(tower.encode([inputs])[0]) == family.num_image_tokens(size)
+
+
+def test_other_tokens_than_are_counted_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tiny_models.make_tiny_model("internvl", tmp_path / "model")
+    monkeypatch.setattr(InternVL, "num_tokens", lambda family, item: 3)
+    with pytest.raises(ValueError, match=r"tokens of a picture of 200x50 pixels, where .* say 3"):
+        Tower(path, torch.float32, get_device("cpu"), family=load_family(path))
 
 
 @pytest.mark.parametrize("num_tokens", [7, *(pytest.param(count, marks=pytest.mark.slow) for count in (1, 2048))])

@@ -86,17 +86,6 @@ def test_a_part_of_a_weight_is_read_alone(tmp_path: Path, reads: list[int]) -> N
     assert torch.equal(number.to(CPU), torch.tensor(3.0))
 
 
-def test_a_large_weight_is_read_in_pieces(
-    tmp_path: Path, reads: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stored_weights, "PIECE_BYTES", 100)
-    values = torch.arange(60.0).view(10, 6)
-    save_file({"a": values}, tmp_path / "model.safetensors")
-    weight = listed_weights(tmp_path, CPU)["a"].to(CPU, torch.float32)
-    assert torch.equal(weight[1:, 1:].to(get_device(CHIP).torch_device).cpu(), values[1:, 1:])
-    assert reads == [100, 80]
-
-
 def test_what_is_tied_is_one_weight_on_the_device(tmp_path: Path) -> None:
     """Also where the checkpoint has it twice; not where the two differ."""
     path = tiny_models.make_tiny_model("qwen2", tmp_path / "model")

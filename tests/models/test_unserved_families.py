@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny_models
 from tiny_audio import TINY_AUDIO
 from tiny_families import TINY
-from transformers import AutoModel, AutoModelForMultimodalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -40,34 +37,6 @@ HELD |= {*tiny_models.KINDS, *tiny_models.STATE_KINDS, *tiny_models.TEXT_KINDS, 
 WHOLE = {"qwen2_5_omni": "qwen2_5_omni_thinker", "qwen3_omni_moe": "qwen3_omni_moe_thinker"}
 
 
-def _configs(config: Any) -> list[Any]:
-    parts = [getattr(config, name, None) for name in (*config.sub_configs, "text_config")]
-    return [config, *(one for part in parts if isinstance(part, PreTrainedConfig) for one in _configs(part))]
-
-
-def _has(name: str) -> Callable[[Any], bool]:
-    return lambda config: any(
-        name in (getattr(one, "per_layer_attributes", None) or ()) or getattr(one, name, None) is not None
-        for one in _configs(config)
-    )
-
-
-def _makes_features(config: Any) -> bool:
-    classes = [auto._model_mapping[type(config)] for auto in (AutoModel, AutoModelForMultimodalLM)]
-    named = ("get_image_features", "get_audio_features", "get_video_features")
-    return any(hasattr(one, name) for one in classes for name in named)
-
-
-#: What is looked up of a reason; the others are said of their families by hand.
-TRUE_OF: dict[str, Callable[[Any], bool]] = {
-    "its KV is latent": _has("kv_lora_rank"),
-    "transformers has no function that makes its features alone": lambda config: not _makes_features(config),
-    "its layers choose the tokens that they attend to": lambda config: (
-        "indexed_attention" in config.text_config.layer_types
-    ),
-}
-
-
 @pytest.mark.parametrize("model_type", ALL)
 def test_a_family_with_media_is_run_or_refused_by_name(model_type: str, tmp_path: Path) -> None:
     """The directory has no weights: the refusal comes before they are read."""
@@ -81,7 +50,6 @@ def test_a_family_with_media_is_run_or_refused_by_name(model_type: str, tmp_path
             assert str(tmp_path) in str(error), error
         return
     why = NOT_RUN.get(model_type, "")
-    assert TRUE_OF.get(why, lambda _: True)(config)
     words = f"does not run the family '{model_type}'{why and f' ({why})'}; it runs "
     deployment = DeploymentConfig(model=str(tmp_path), gateway={"port": 0}, instances={"base_port": 0})
     for refuse in (

@@ -14,15 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from torch import Tensor
-from transformers import AutoTokenizer, Qwen2VLVideoProcessor, Qwen3VLVideoProcessor
+from transformers import Qwen2VLVideoProcessor, Qwen3VLVideoProcessor
 
 from device.cpu import CpuDevice
-from epd_serve.instance.text.prompt import MediaLayouts, PromptProcessor
 from epd_serve.models.loader import load_family
 from epd_serve.models.tower import Tower
 from epd_serve.models.video_processor import VideoProcessor
 from epd_serve.protocol.wire import MediaRef
-from epd_serve.types import AS_THE_MODEL, MediaSpan, VideoFacts, VideoSampling
+from epd_serve.types import AS_THE_MODEL, VideoFacts, VideoSampling
 
 PROCESSORS = [
     VideoProcessor(one)
@@ -106,32 +105,3 @@ def test_inputs_and_features_of_segments_are_those_of_the_video(kind: str, tmp_p
     joined = torch.cat([tower.encode([part])[0] for part in parts])
     torch.testing.assert_close(joined, feature, rtol=1e-4, atol=1e-5)
     assert [len(tower.encode([part])[0]) for part in parts] == [family.num_tokens(one) for one in segments]
-
-
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
-def test_rows_of_a_prompt_are_rows_of_the_segments_features(kind: str, tmp_path: Path) -> None:
-    """One run, or one for each group; more segments than groups, too."""
-    path = tiny_models.make_tiny_model(kind, tmp_path / kind)
-    family = load_family(path)
-    item = replace(MediaRef.of_video(VideoFacts(70, 96, 26, 4.0), VideoSampling()), mm_hash="a video")
-    layout = MediaLayouts(family, AutoTokenizer.from_pretrained(path)).of(item)
-    spans = [MediaSpan(5 + start, length, item.mm_hash, offset) for start, length, offset in layout.runs]
-    prompts = PromptProcessor.__new__(PromptProcessor)  # of it, the family is all that this needs
-    prompts._family = family
-    for count in (1, 2, 5, 40):
-        whole = replace(item, num_segments=count)
-        found = prompts._in_segments(spans, [whole])
-        assert rows(found) == rows(spans)
-        lengths = {part.mm_hash: family.num_tokens(part) for part in prompts.segments([whole])}
-        assert all(lengths.values()) and sum(lengths.values()) == family.num_tokens(item)
-        assert {span.mm_hash for span in found} == set(lengths)
-        assert all(span.offset >= 0 and span.offset + span.length <= lengths[span.mm_hash] for span in found)
-
-
-def rows(spans: Any) -> dict[int, tuple[str, int]]:
-    """The item and the row of its feature, for each token."""
-    return {
-        span.start + row: (span.item or span.mm_hash, span.first + span.offset + row)
-        for span in spans
-        for row in range(span.length)
-    }

@@ -17,14 +17,15 @@ import aiohttp
 import msgspec
 import pytest
 import uvicorn
-from frame_bodies import whole_frames
 from gateway_settings import gateway_settings
 from instance_info import instance_info
+from item_bodies import whole_items
 from PIL import Image
 from servers import QuietServer
 
 from epd_serve.errors import ServeError
-from epd_serve.protocol import frames, instance_state, wire
+from epd_serve.protocol import instance_state, wire
+from epd_serve.rpc import items
 from epd_serve.rpc.server import LinkService, Port, Reply
 from proxy.app import create_app
 from proxy.fleet.members import Member
@@ -43,13 +44,13 @@ MESSAGES: dict[str, type[wire.Message]] = {
 def frame(number: int, *, end: bool = False) -> bytes:
     """The frame of a choice's token, which is its number."""
     if end:
-        return frames.pack(frames.END, (), DONE)
-    return frames.pack(0, (number,), b'data: {"token":%d}\n\n' % number)
+        return items.pack(items.END, (), DONE)
+    return items.pack(0, (number,), b'data: {"token":%d}\n\n' % number)
 
 
 def events_of(body: bytes) -> bytes:
     """The server-sent events of an answer's frames."""
-    return b"".join(events for *_, events in whole_frames(body))
+    return b"".join(events for *_, events in whole_items(body))
 
 
 FIRST = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":"a"}}]}\n\n'
@@ -374,8 +375,8 @@ def kit() -> SimpleNamespace:
         fail=fail,
         frame=frame,
         events_of=events_of,
-        FRAMES=(200, {"content-type": frames.CONTENT_TYPE}),
-        FRAMES_THEN_DECODE=(200, {"content-type": frames.CONTENT_TYPE, wire.NEXT_HEADER: "decode"}),
+        FRAMES=(200, {"content-type": items.CONTENT_TYPE}),
+        FRAMES_THEN_DECODE=(200, {"content-type": items.CONTENT_TYPE, wire.NEXT_HEADER: "decode"}),
         picture=picture,
         data_url=data_url,
         chat=chat,

@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 
-from epd_serve.protocol import frames
 from epd_serve.routing.retry import MAX_ATTEMPTS
+from epd_serve.rpc import items
 
 TOKENS = range(1, 7)
 
@@ -83,7 +83,7 @@ async def test_one_instance_for_all_is_replaced_however_it_ends(start, kit, end)
     """Tokens that came together with the error event are not lost."""
     gateway = await start("a0:EPD", "a1:EPD")
 
-    error = frames.pack(frames.ERROR, (), b'data: {"error":{"message":"a step failed","type":"server_error"}}\n\n')
+    error = items.pack(items.ERROR, (), b'data: {"error":{"message":"a step failed","type":"server_error"}}\n\n')
     tail = {"DIE": [kit.DIE], "error": [kit.frame(3) + error, kit.DIE], "clean": []}[end]
     for name in ("a0", "a1"):
         gateway[name].scripts["/stage/prefill"] = lambda message: (

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from epd_serve.errors import PEER_UNREACHABLE, InstanceFailed
-from epd_serve.protocol import frames
+from epd_serve.rpc import items
 
 STREAMS = pytest.mark.parametrize("stream", [True, False])
 UNREACHABLE = InstanceFailed("p0 cannot reach d0", code=PEER_UNREACHABLE)
@@ -138,7 +138,7 @@ async def test_a_retry_avoids_it_behind_the_first_token_too(start, kit, stream):
     gateway = await start("p0:P", "d0:D", "d1:D")
     event = b"data: " + UNREACHABLE.to_json() + b"\n\n"
     cut = (
-        [kit.FRAMES_THEN_DECODE, kit.frame(1), frames.pack(frames.ERROR, (), event)]
+        [kit.FRAMES_THEN_DECODE, kit.frame(1), items.pack(items.ERROR, (), event)]
         if stream
         else [kit.DECODE, UNREACHABLE.to_json()]
     )

@@ -9,9 +9,9 @@ from gateway_settings import gateway_settings
 from instance_info import instance_info
 
 from epd_serve.errors import InvalidRequest
-from epd_serve.protocol import frames
 from epd_serve.routing.routes import Router
 from epd_serve.routing.table import InstanceTable
+from epd_serve.rpc import items
 from proxy.fleet.monitor import Monitor
 
 STREAMS = pytest.mark.parametrize("stream", [True, False])
@@ -137,7 +137,7 @@ async def test_an_error_event_that_no_other_makes_good_ends_the_stream_with_its_
     gateway = await start("a0:EPD", "a1:EPD", restart="never", probe_timeout_s=0.3)
     gateway["a1"].loading = True  # it may come, and does not
     await gateway.until(lambda: not gateway.table["a1"].ready)
-    error = frames.pack(frames.ERROR, (), b'data: {"error":{"message":"a step failed","type":"server_error"}}\n\n')
+    error = items.pack(items.ERROR, (), b'data: {"error":{"message":"a step failed","type":"server_error"}}\n\n')
     gateway["a0"].scripts["/stage/prefill"] = lambda _: [kit.FRAMES, kit.frame(1), error, kit.DIE]
     first, last = events_of(await gateway.raw(kit.chat(stream=True)))
     assert first == b'data: {"token":1}\n\n'

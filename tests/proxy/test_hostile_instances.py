@@ -16,6 +16,7 @@ from instance_info import instance_info
 
 from epd_serve.protocol import instance_state
 from epd_serve.routing.table import InstanceTable
+from epd_serve.rpc import items
 from epd_serve.types import StageRate
 
 MIB = 1024**2
@@ -77,7 +78,7 @@ async def test_an_answer_without_end_is_cut_off_and_asked_for_elsewhere(start, k
 async def test_a_stream_without_end_ends_where_its_tokens_must_have(start, kit, framed):
     gateway = await start("a0:EPD")
     event = b'data: {"token":"' + b"x" * 8000 + b'"}\n\n'
-    piece = kit.frame(7).replace(b'data: {"token":7}\n\n', event) if framed else event
+    piece = items.pack(0, (7,), event) if framed else event
     head = kit.FRAMES if framed else kit.NONE
     gateway["a0"].scripts["/stage/prefill"] = lambda _: itertools.chain([head], itertools.cycle([piece, 0.0]))
     async with asyncio.timeout(300):

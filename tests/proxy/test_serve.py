@@ -32,7 +32,6 @@ from epd_serve.errors import (
     StageTimeout,
     Unavailable,
 )
-from epd_serve.protocol import frames
 from epd_serve.protocol.wire import (
     DecodeRequest,
     EncodeReply,
@@ -45,6 +44,7 @@ from epd_serve.protocol.wire import (
 from epd_serve.routing.retry import MAX_ATTEMPTS
 from epd_serve.routing.routes import Router
 from epd_serve.routing.table import InstanceTable
+from epd_serve.rpc import items
 from epd_serve.telemetry.span import TraceContext
 from epd_serve.types import SamplingParams
 from proxy.fleet.monitor import Monitor
@@ -342,11 +342,11 @@ class World:
                     number = self.next[choice]
                     self.next[choice] += 1
                     event = b"data: %d %d\n\n" % (choice, number)
-                    call.send(frames.pack(choice, (number,), event) if call.framed else event)
+                    call.send(items.pack(choice, (number,), event) if call.framed else event)
         if what == "nothing" or not call.is_read:
             return
         if is_whole:
-            call.send((frames.pack(frames.END, (), DONE) if call.framed else DONE) if self.streams else b"{}")
+            call.send((items.pack(items.END, (), DONE) if call.framed else DONE) if self.streams else b"{}")
             if not call.is_read:  # the client takes the end slowly
                 call.end()
                 return
@@ -354,7 +354,7 @@ class World:
             call.end()
         elif what == "said" and self.streams and call.framed:
             event = b"data: " + self._failure().to_json() + b"\n\n"
-            call.send(frames.pack(frames.ERROR, (), event))
+            call.send(items.pack(items.ERROR, (), event))
         elif what == "unreadable":
             call.end(self._failure())
         else:

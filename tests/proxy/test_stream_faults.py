@@ -7,7 +7,7 @@ import contextlib
 import json
 import socket
 
-from epd_serve.protocol import frames
+from epd_serve.rpc import items
 
 TOKENS = 12
 
@@ -52,7 +52,7 @@ async def test_a_client_that_does_not_read_stops_its_own_stream_alone(start, kit
         yield kit.FRAMES
         for number in range(1000):
             sent.append(number)
-            yield frames.pack(0, (number,), event)
+            yield items.pack(0, (number,), event)
         yield kit.frame(0, end=True)
 
     gateway["pd0"].scripts["/stage/prefill"] = much

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from gateway_settings import admin_plane
 
-from epd_serve.protocol import frames, wire
+from epd_serve.protocol import wire
 from epd_serve.protocol.instance_state import Load, Report, RoleChanged
+from epd_serve.rpc import items
 
 KEY = {"authorization": "Bearer secret"}
 
@@ -78,7 +79,7 @@ async def test_d_that_leaves_while_p_hands_over_to_it_is_not_taken_for_p(
 
     def hand_over(message: Any) -> Any:
         if message.decode_url == gateway["d0"].url:
-            return [kit.FRAMES_THEN_DECODE, kit.frame(1), frames.pack(frames.ERROR, (), left)]
+            return [kit.FRAMES_THEN_DECODE, kit.frame(1), items.pack(items.ERROR, (), left)]
         return [kit.FRAMES_THEN_DECODE, kit.frame(len(message.generated) + 1)]
 
     p0.scripts["/stage/prefill"] = hand_over

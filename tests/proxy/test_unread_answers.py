@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from epd_serve.protocol import frames
+from epd_serve.rpc import items
 
 BODY = {"messages": [{"role": "user", "content": "hello"}]}
 
@@ -120,7 +120,7 @@ async def test_tokens_of_several_choices_are_none_to_go_on_from(start, kit):
     def script(message):
         asked.append(message.generated)
         if len(asked) == 1:
-            return [kit.FRAMES, frames.pack(0, (7,), b""), 0.05, kit.DIE]
+            return [kit.FRAMES, items.pack(0, (7,), b""), 0.05, kit.DIE]
         return [kit.FRAMES, kit.frame(1) + kit.frame(0, end=True)]
 
     for fake in gateway.fakes.values():

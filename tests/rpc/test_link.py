@@ -336,19 +336,6 @@ async def test_a_server_that_stops_answers_what_it_has(answers: Answers, server:
     await until(lambda: not server.server_state.connections)
 
 
-async def test_a_connection_without_calls_is_closed(
-    answers: Answers, server: uvicorn.Server, to: Link, monkeypatch
-) -> None:
-    monkeypatch.setattr(links, "IDLE_S", 0.05)
-    call = sent(to, "/wait")
-    await call.opened
-    await asyncio.sleep(0.2)
-    answers.go_on.set()
-    assert await whole(call) == b"firstlast"
-    await until(lambda: not server.server_state.connections)
-    assert await whole(sent(to, "/echo", b"x")) == b"x"
-
-
 def test_no_piece_of_a_call_is_empty() -> None:
     """With one, asyncio of Python 3.13 never closes the connection."""
     pieces = pack_call(1, "/echo", [b"", b"x", b""])

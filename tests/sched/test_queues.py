@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence as AbstractSequence
 from typing import Any
 
@@ -169,16 +168,6 @@ def test_kv_that_cannot_be_saved_or_brought_back_fails_its_request_alone() -> No
         assert bench.pool.num_free == bench.pool.capacity
 
 
-def test_a_block_to_spare_is_nobody_elses() -> None:
-    """A prompt admitted with room for one more token may find its last known one left as a chunk of its own."""
-    bench = Bench(20)
-    alone = bench.submit("alone", 1.0, 4)
-    bench.queues.tables.admit(alone)
-    alone.output_ids, alone.num_computed = [5], 4
-    alone.blocks += bench.pool.allocate(1)
-    assert bench.queues.tables.num_needed(alone) == 0
-
-
 def test_reservations_on_their_way_count_like_what_decodes() -> None:
     pace = StepPace(StepCost(base_s=0.01, sequence_s=0.01), 0.05)
     bench = Bench(1000, pace=pace)
@@ -213,46 +202,6 @@ def test_what_the_cache_holds_of_a_waiting_prompt_is_no_work() -> None:
     assert bench.queues.num_waiting_tokens == 12
     bench.pool.register(block[0], hashes[0])
     assert bench.queues.num_waiting_tokens == 11
-
-
-def resume(bench: Bench, name: str, num_choices: int) -> list[Sequence]:
-    """Choices of a prompt of one token that was computed elsewhere, as they decode here."""
-    blocks = bench.queues.reserve(1, num_choices, [], 0.0)
-    assert blocks is not None
-    bench.queues.settle(blocks)
-    choices = []
-    for index, own in enumerate([blocks.root, *blocks.forks]):
-        sequence = Sequence(
-            request_id=name,
-            prompt_ids=[1],
-            sampling=SamplingParams(seed=0),
-            max_tokens=100,
-            positions=None,
-            index=index,
-            arrival_s=float(next(ARRIVALS)),
-            output_ids=[5],
-            num_computed=1,
-            blocks=own if index == 0 else [*bench.pool.allocate(1), *own],
-            state=SequenceState.RUNNING,
-        )
-        bench.queues.run(sequence)
-        choices.append(sequence)
-    return choices
-
-
-ARRIVALS = itertools.count(1)
-
-
-def test_choices_that_find_no_place_wait_for_older_sequences() -> None:
-    bench = Bench(1000)
-    resume(bench, "few", 1)
-    wide = resume(bench, "wide", 30)
-    assert bench.step() == (["few", *["wide"] * 9], []), "it need not wait until all others are gone"
-    assert bench.queues.reserve(1, 1, [], 99.0) is None
-    for choice in wide[:25]:
-        bench.finish(choice)
-    assert bench.step()[0] == ["few", *["wide"] * 5]
-    assert bench.queues.reserve(1, 1, [], 99.0) is not None
 
 
 @given(

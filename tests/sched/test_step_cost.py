@@ -7,9 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epd_serve.cache.block_pool import BlockPool
-from epd_serve.sched.orders import Order
-from epd_serve.sched.queues import Queues
 from epd_serve.sched.schedule import Budget, ScheduleOutput, schedule
 from epd_serve.sched.sequence import Sequence, SequenceState
 from epd_serve.sched.step_cost import (
@@ -60,20 +57,11 @@ def test_the_search_finds_the_largest_feasible_size(
     assert max(measured) <= 2 * size, "nothing much larger was tried"
 
 
-def test_a_search_needs_a_range() -> None:
-    with pytest.raises(ValueError, match="between 2 and 1"):
-        search_budget(float, 1.0, 2, 1)
-
-
 @given(seconds=st.floats(0, 1), start=st.integers(0, 5000))
 def test_the_longest_chunk_is_the_inverse_of_its_cost(seconds: float, start: int) -> None:
     count = int(COST.tokens_within(seconds, start))
     assert COST.chunk_s(start, count + 1) > seconds - 1e-9
     assert count == 0 or COST.chunk_s(start, count) <= seconds + 1e-9
-
-
-def test_a_cost_without_slope_has_room_for_any_chunk() -> None:
-    assert StepCost(base_s=1.0).tokens_within(0.5, 10) == math.inf
 
 
 def sequence(prompt: int, *, computed: int = 0, output: int = 0) -> Sequence:
@@ -149,13 +137,6 @@ def test_what_another_instance_decodes_needs_no_room() -> None:
     assert len(step([], [sequence(20) for _ in range(60)], StepPace(COST, 0.02)).admitted) < 12
 
 
-def test_nothing_is_admitted_that_gets_no_tokens() -> None:
-    pace = StepPace(COST, 0.02)
-    output = step([sequence(1000, computed=10)], [sequence(100), sequence(100)], pace)
-    assert [count < 990 for _, count in output.prefills] == [True]
-    assert output.admitted == []
-
-
 def test_the_pace_follows_observed_times_and_forgets_an_outlier() -> None:
     pace = StepPace(COST, 0.1)
     ran = StepWork.of([100] * 4, [(0, 200)])
@@ -181,23 +162,3 @@ def test_the_work_of_a_step_that_ended_is_what_was_scheduled() -> None:
     for s, count in output.prefills:
         s.num_computed += count
     assert work_done(output.decodes, output.prefills) == before
-
-
-def test_blocks_are_reserved_for_no_more_than_can_decode_within_the_limit() -> None:
-    pool = BlockPool(1000, 16)
-    budget = Budget(max_num_tokens=64, max_num_seqs=64, pace=StepPace(COST, 0.014))
-    queues = Queues(pool, Mock(), budget, Order("fcfs", pool, budget, COST), Mock())
-    arrived: list[Sequence] = []
-    while blocks := queues.reserve(200, 1, [], 0.0):
-        queues.settle(blocks)
-        arrived.append(sequence(200, output=1))
-        arrived[-1].blocks = blocks.root
-        queues.run(arrived[-1])
-        assert len(arrived) < 64
-    contexts = [s.num_tokens for s in arrived]
-    assert (
-        COST.seconds(StepWork.of([*contexts, 200], ())) > 0.9 * 0.014 > COST.seconds(StepWork.of(contexts[1:], ()))
-    )
-    queues.stop(arrived[0])
-    pool.release(arrived[0].blocks)
-    assert queues.reserve(200, 1, [], 0.0), "a place is free again"

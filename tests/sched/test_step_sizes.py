@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from statistics import fmean
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from epd_serve.cost.profile import DecodeLine, Line, Profile
 from epd_serve.sched.step_cost import StepCost, StepWork
@@ -85,14 +81,6 @@ def test_without_a_limit_only_an_order_asks_for_the_cost() -> None:
     spec = SimInstanceSpec(name="d0", role=Role.parse("D"), profile=SLOW, device="cpu", num_blocks=64)
     budget, cost = size_steps_of(spec)
     assert (budget.pace, budget.max_num_seqs, cost) == (None, 64, StepCost())
-
-
-@given(st.integers(1, 32), st.integers(32, 1024), st.floats(0, 0.9))
-def test_contexts_of_decodes_lie_around_their_mean(num_decodes: int, context: int, spread: float) -> None:
-    contexts = StepShape(num_decodes=num_decodes, context=context, spread=spread).contexts
-    assert len(contexts) == num_decodes and fmean(contexts) == pytest.approx(context, abs=0.5)
-    assert contexts == sorted(contexts, reverse=True)
-    assert (1 - spread) * context - 1 < contexts[-1] <= contexts[0] < (1 + spread) * context + 1
 
 
 def test_a_shape_is_named_and_counted_by_its_contexts() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -124,13 +124,6 @@ class StoreContract(RuleBasedStateMachine):
     def _hold(self, key: int, owner: str, event: FeatureEvent) -> None:
         assert event.nbytes == len(content(key))
         self.held[owner, key] = self.announced[key] = event
-
-
-@pytest.fixture(scope="module")
-def master() -> Iterator[Master]:
-    master = Master()
-    yield master
-    master.kill()
 
 
 @pytest.mark.parametrize("kind", [*kinds("embedded", "mooncake"), "device", "own device"])

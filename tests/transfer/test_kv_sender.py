@@ -109,36 +109,34 @@ class Computing(CpuEvent):
         assert self._ended.wait(60)
 
 
-def test_a_step_that_failed_on_the_device_fails_its_transfers() -> None:
-    """Else the decode instance would be told that all of the KV is there."""
-    decoder = Decoder()
+class Failing(CpuEvent):
+    def synchronize(self) -> None:
+        raise RuntimeError("out of memory")
+
+
+class Gone(Decoder):
+    def announce(self, announcement: KVAnnouncement) -> KVTaken:
+        raise TransferError("it is out of memory")
+
+
+@pytest.mark.parametrize(
+    ("peer", "block", "computed"), [(Decoder, 13, None), (Decoder, 7, Failing), (Gone, 7, None)], ids=range(3)
+)
+def test_a_transfer_that_fails_announces_nothing_more_and_takes_no_other_along(
+    peer: type[Decoder], block: int, computed: type[CpuEvent] | None
+) -> None:
+    """Its copy, its step on the device, or its decode instance fails."""
+    failing_at = peer("d1")
+    decoder = failing_at if peer is Decoder else Decoder()
     sender = KVSender(Source(), GroupSizer(num_layers=1), time.monotonic)
-    transfer = decoder.transfer("t")
-
-    class Failing(CpuEvent):
-        def synchronize(self) -> None:
-            raise RuntimeError("an illegal memory access was encountered")
-
-    sender.push(range(1), [Part(transfer, [7], [3])], Failing())
-    sender.push(range(1), [Part(transfer, [8], [4])])
-    assert passed(sender, transfer)
-    assert "illegal memory access" in str(transfer.error)
-    assert not decoder.announced
-    sender.close()
-
-
-def test_a_transfer_that_fails_takes_no_other_along() -> None:
-    decoder = Decoder()
-    sender = KVSender(Source(), GroupSizer(num_layers=1), time.monotonic)
-    failing, fine = decoder.transfer("failing"), decoder.transfer("fine")
-    sender.push(range(1), [Part(failing, [13], [3])])
+    sender.connect("d1", failing_at)
+    failing, fine = failing_at.transfer("failing"), decoder.transfer("fine")
+    sender.push(range(1), [Part(failing, [block], [3])], computed and computed())
     sender.push(range(1), [Part(failing, [8], [4])])
     sender.push(range(1), [Part(fine, [9], [2])])
-    assert passed(sender, failing)
-    assert passed(sender, fine)
-    assert "out of memory" in str(failing.error)
-    assert fine.error is None
-    assert decoder.memory == [[0, 0, 9, 0, 0, 0, 0, 0]], "a failed transfer announces nothing more"
+    assert passed(sender, failing) and passed(sender, fine)
+    assert "out of memory" in str(failing.error) and fine.error is None
+    assert decoder.memory == [[0, 0, 9, 0, 0, 0, 0, 0]]
     sender.close()
 
 
@@ -217,20 +215,6 @@ def test_a_prompt_is_handed_over_while_the_next_step_is_computed() -> None:
     computing.end()
     assert late.wait(60)
     assert decoder.memory[0][2] == 6
-    sender.close()
-
-
-def test_a_peer_that_is_gone_fails_its_transfer_and_no_contact_is_an_error() -> None:
-    class Gone(Decoder):
-        def announce(self, announcement: KVAnnouncement) -> KVTaken:
-            raise TransferError("it is gone")
-
-    sender, gone = KVSender(Source(), GroupSizer(num_layers=1), time.monotonic), Gone()
-    sender.connect("d0", gone)
-    transfer = gone.transfer("t")
-    sender.push(range(1), [Part(transfer, [1], [1])])
-    assert passed(sender, transfer)
-    assert isinstance(transfer.error, TransferError)
     sender.close()
 
 

@@ -18,6 +18,7 @@ from fleet import wait_until
 from transfer_peer import Peer
 from transports import TIMEOUT_S, fill, kinds, make_transport, mooncake_options, needs_mooncake
 
+from epd_serve.launch.processes.ports import free_port
 from epd_serve.protocol.wire import Region
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.mooncake.engine import StagingPool, address_of
@@ -288,3 +289,15 @@ def test_connections_to_peers_that_were_restarted_are_closed() -> None:
     here.close()
     gone.add(region.port)
     wait_until(lambda: connected() == [], "no connection is left")
+
+
+def test_peers_use_the_address_that_is_advertised() -> None:
+    port = free_port("0.0.0.0")
+    there = EmbeddedTransport("0.0.0.0", "tcp", port=port, advertise="localhost")
+    here = EmbeddedTransport(path="tcp")
+    slab = there.allocate("there", SIZE)
+    assert (slab.region.host, slab.region.port) == ("localhost", port)
+    fill(slab, 0, b"fine")
+    assert read(here, slab.region) == b"fine"
+    here.close()
+    there.close()

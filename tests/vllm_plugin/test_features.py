@@ -6,20 +6,19 @@ import threading
 import time
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from epd_serve.protocol.engine_notices import FeatureAnnounced, FeatureWithdrawn
+from epd_serve.errors import InstanceFailed
+from epd_serve.protocol.wire import FeatureWithdrawn
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.vllm_plugin.announced_features import AnnouncedFeatures, FeatureMemory
+from epd_serve.vllm_plugin.links import LinkThread
 
 CAPACITY = 1024
-
-
-def never() -> bool:
-    return False
 
 
 class MemoryMachine(RuleBasedStateMachine):
@@ -80,13 +79,11 @@ class Peers:
         self.memory = FeatureMemory(self.transports[0], CAPACITY)
         self.announced = AnnouncedFeatures(self.transports[1], capacity, timeout_s=10, clock=clock)
 
-    def announce(self, mm_hash: str, data: bytes = b"feature", checksum: str = "") -> str:
+    def announce(self, mm_hash: str, data: bytes = b"feature", checksum: str = "") -> None:
         kept = self.memory.put(mm_hash, memoryview(data), [len(data)], "uint8", "e", checksum)
         assert kept is not None
         try:
-            return self.announced.handle(
-                FeatureAnnounced(event=kept.event(mm_hash, "r", region=self.memory.region)), never
-            )
+            self.announced.fetch(kept.event(mm_hash, "r", region=self.memory.region))
         finally:
             self.memory.release("e", mm_hash)
 
@@ -103,7 +100,7 @@ def peers(now: list[float]) -> Peers:
 
 def test_a_request_waits_until_its_feature_is_here(peers: Peers) -> None:
     assert not peers.announced.is_settled("engine-r", "r", "a")
-    assert peers.announce("a") == ""
+    peers.announce("a")
     assert peers.announced.is_settled("engine-r", "r", "a")
     assert peers.announced.hold("engine-r", "a")
     found = peers.announced.locate("a", "engine-r")
@@ -116,7 +113,7 @@ def test_a_request_waits_until_its_feature_is_here(peers: Peers) -> None:
 
 
 def test_what_is_withdrawn_is_not_waited_for_by_that_request_alone(peers: Peers) -> None:
-    assert peers.announced.handle(FeatureWithdrawn(request_id="r", mm_hash="a"), never) == ""
+    peers.announced.withdraw("r", "a")
     assert peers.announced.is_settled("engine-r", "r", "a")
     assert not peers.announced.hold("engine-r", "a")
     assert not peers.announced.is_settled("engine-s", "s", "a")
@@ -133,7 +130,8 @@ def test_a_feature_that_is_late_is_given_up(peers: Peers, now: list[float]) -> N
 
 def test_a_feature_larger_than_the_cache_is_encoded_here(now: list[float]) -> None:
     peers = Peers(lambda: now[0], capacity=64)
-    assert "finds no room" in peers.announce("a", bytes(100))
+    with pytest.raises(InstanceFailed, match="no room"):
+        peers.announce("a", bytes(100))
     assert peers.announced.is_settled("engine-r", "r", "a")
 
 
@@ -141,8 +139,9 @@ def test_what_is_here_already_stays_for_the_request_that_it_was_announced_for(pe
     peers.announce("a", bytes(400))
     assert peers.announced.hold("engine-r", "a")
     peers.announced.forget("engine-r")
-    assert peers.announce("a", bytes(400)) == ""
-    assert "finds no room" in peers.announce("large", bytes(800))
+    peers.announce("a", bytes(400))
+    with pytest.raises(InstanceFailed, match="no room"):
+        peers.announce("large", bytes(800))
     assert peers.announced.hold("engine-s", "a")
     peers.announced.forget("engine-s")
     peers.announced.check_integrity()
@@ -152,7 +151,7 @@ def test_who_waits_for_features_wakes_up_with_them(peers: Peers) -> None:
     """So that vLLM need not step again and again for nothing."""
     for arrive in (
         lambda: peers.announce("a"),
-        lambda: peers.announced.handle(FeatureWithdrawn(request_id="r", mm_hash="b"), never),
+        lambda: peers.announced.withdraw("r", "b"),
     ):
         thread = threading.Timer(0.05, arrive)
         began = time.monotonic()
@@ -163,3 +162,19 @@ def test_who_waits_for_features_wakes_up_with_them(peers: Peers) -> None:
     began = time.monotonic()
     peers.announced.wait(0.05)  # nothing new
     assert time.monotonic() - began >= 0.05
+
+
+def test_features_are_announced_and_withdrawn_over_links(peers: Peers, caplog: pytest.LogCaptureFixture) -> None:
+    served, calling = LinkThread(), LinkThread()
+    address = f"127.0.0.1:{served.serve('127.0.0.1', 0, peers.announced.calls)}"
+    kept = peers.memory.put("a", memoryview(b"feature"), [7], "uint8", "e")
+    assert kept is not None
+    calling.send(address, "/feature/event", kept.event("a", "r", region=peers.memory.region)).result(60)
+    assert peers.announced.hold("engine-r", "a")
+    wrong = msgspec.structs.replace(kept.event("b", "r", region=peers.memory.region), checksum="0" * 64)
+    calling.send(address, "/feature/event", wrong).result(60)
+    assert "fails its checksum" in caplog.text and peers.announced.is_settled("engine-r", "r", "b")
+    calling.send(address, "/feature/withdraw", FeatureWithdrawn("r", "c")).result(60)
+    assert peers.announced.is_settled("engine-r", "r", "c")
+    calling.close()
+    served.close()

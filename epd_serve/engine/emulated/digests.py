@@ -114,9 +114,7 @@ class DigestTower:
 class DigestMemory:
     """Fills the KVCacheMemory protocol: the blocks on the device, and a slab of cells that the transport knows.
 
-    Args:
-        token_bytes: KV of a token in all layers, on the device whose time copies take.
-        staging_bytes: of the slab, as large as the cells of that device are.
+    ``token_bytes``: KV of a token in all layers, on the device whose time copies take.
     """
 
     def __init__(
@@ -222,10 +220,7 @@ class StagedDigests:
 class _Known:
     """The full blocks of a sequence that were found right: where they are, and the chain's digest after each.
 
-    Attributes:
-        table: the sequence's blocks, a list that only grows.
-        num_tokens: whose KV is in them.
-        tail: content of the block behind the full ones.
+    ``num_tokens`` have their KV in ``table``; ``tail`` is the content of the block behind the full ones.
     """
 
     blocks: list[int] = field(default_factory=list)
@@ -255,9 +250,7 @@ class _Known:
 class DigestRunner:
     """Fills the Runner protocol. A step takes the time of the device.
 
-    Args:
-        choose: (digest of all tokens before, sampling, number of the choice, number of the token in its answer) →
-            the token.
+    ``choose``: (digest of all tokens before, sampling, number of the choice, number of its token) → the token.
     """
 
     def __init__(
@@ -315,13 +308,9 @@ class DigestRunner:
 
 @dataclass(slots=True)
 class _Part:
-    """The tokens ``start`` ... ``end - 1`` of a sequence.
+    """The tokens ``start`` ... ``end - 1`` of a sequence: the last of them, or PLACEHOLDER, is ``token``.
 
-    Attributes:
-        table: the sequence's blocks, a list that only grows.
-        token: the last of the tokens, or PLACEHOLDER.
-        num_sampled: tokens to choose behind them.
-        num_output: tokens of the answer that the sequence had.
+    ``num_sampled`` tokens are to be chosen behind them; the answer had ``num_output``.
     """
 
     sequence: TokenSequence
@@ -334,11 +323,7 @@ class _Part:
 
 
 class DigestStep:
-    """A step that the device was given. Reads and writes KV when the device's time for it has come.
-
-    Attributes:
-        tokens: that were chosen, by sequence.
-    """
+    """A step that the device was given. Reads and writes KV when the device's time for it has come."""
 
     def __init__(self, runner: DigestRunner, output: ScheduleOutput, before: DigestStep | None) -> None:
         self._runner = runner

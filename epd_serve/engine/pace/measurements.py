@@ -7,7 +7,6 @@ import json
 import logging
 import math
 import os
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -36,12 +35,7 @@ def cache_dir(environment: Mapping[str, str]) -> Path:
 
 
 def measurements(options: InstanceOptions, device: BareDevice, fingerprint: str, torch: str = "") -> Measurements:
-    """The known measurements of an instance like this one, in this user's cache.
-
-    Args:
-        fingerprint: of the model and the dtype.
-        torch: its version.
-    """
+    """Return the known measurements of an instance like this one; ``fingerprint`` is that of model and dtype."""
     about: dict[str, str | int | None] = {
         "role": str(options.role),  # instances of different roles start at once and measure different things
         "model": fingerprint,
@@ -69,8 +63,7 @@ class Measurements:
     """Measured seconds by key, for one combination of model, device and software; kept in a file.
 
     From the first new measurement to :meth:`save`, ``MEASURE_S`` may pass; a key is not measured after them.
-    Times that were measured while others used the cores serve until the end of the process, and are not kept. A
-    file that is damaged or cannot be written costs a line in the log and the time to measure again.
+    Times that were measured while others used the cores serve until the end of the process, and are not kept.
 
     Args:
         directory: of the file; None: there is none.
@@ -96,19 +89,11 @@ class Measurements:
         name = hashlib.sha256(json.dumps(self._about, sort_keys=True).encode()).hexdigest()
         self.file = directory / "profiles" / f"{name}.json"
         try:
-            self._seconds = self._read(json.loads(self.file.read_text(encoding="utf-8")))
+            self._seconds = json.loads(self.file.read_text(encoding="utf-8"))["seconds"]
         except FileNotFoundError:
             pass
         except (OSError, ValueError) as error:
             logger.warning("the profile %s cannot be used and is measured again: %s", self.file, error)
-
-    def _read(self, content: object) -> dict[str, float]:
-        if not isinstance(content, dict) or content.get("about") != self._about:
-            raise ValueError("it is about something else")
-        seconds = content.get("seconds")
-        if not isinstance(seconds, dict) or not all(isinstance(s, float) and s > 0 for s in seconds.values()):
-            raise ValueError("it holds something other than seconds")
-        return seconds
 
     def get(self, key: str, measure: Callable[[], float]) -> float:
         """Return the known seconds of ``key``, else those that ``measure`` returns, else infinity."""
@@ -136,10 +121,8 @@ class Measurements:
         content = json.dumps({"about": self._about, "seconds": self._seconds}, indent=1)
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(
-                "w", encoding="utf-8", dir=self.file.parent, suffix=".tmp", delete=False
-            ) as stream:
-                stream.write(content)
-            Path(stream.name).replace(self.file)
+            part = self.file.with_suffix(f".{os.getpid()}.tmp")
+            part.write_text(content, encoding="utf-8")
+            part.replace(self.file)
         except OSError as error:
             logger.warning("the profile cannot be kept in %s: %s", self.file.parent, error)

@@ -91,13 +91,10 @@ class StepLimits:
         self._cost = sizes.cost
         if self.limit_s is not None:
             self.budget = sizes.budget
-        median = sizes.errors[len(sizes.errors) // 2]
-        logger.info("steps: %s, off by %.0f %% (median)", self._cost, 100 * median)
         return self.budget
 
     def _report(self, what: str, size: int, seconds: float, limit_s: float) -> None:
         if seconds <= limit_s:
-            logger.info("budget: %d %s take %.1f of %.1f ms", size, what, 1000 * seconds, 1000 * limit_s)
             return
         assert self.limit_s is not None
         logger.warning(

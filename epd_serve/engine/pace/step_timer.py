@@ -23,11 +23,7 @@ _GREEDY = SamplingParams(seed=0, temperature=0.0)
 
 
 class StepTimer:
-    """Measures steps in blocks of a pool that nobody uses yet; what it writes there belongs to no sequence.
-
-    Args:
-        num_blocks: for tokens. state_blocks: those behind them, for a recurrent state.
-    """
+    """Measures steps in blocks that nobody uses yet: ``num_blocks``, and ``state_blocks`` behind them."""
 
     def __init__(
         self,
@@ -69,9 +65,7 @@ class StepTimer:
     def warm_up(self, compiled_by: AbstractSequence[tuple[int, int]], max_num_tokens: int, longest: int) -> None:
         """Compute steps that use each of the device's kernels, so that none is compiled for a request.
 
-        Args:
-            compiled_by: see :class:`device.base.AttentionOps`; steps that can never be are left out.
-            max_num_tokens: of a step. longest: tokens of a sequence.
+        ``compiled_by``: see :class:`device.base.AttentionOps`; steps that can never be are left out.
         """
         sampling = SamplingParams(seed=0, temperature=1.0, top_p=0.9)
         for count, context in compiled_by:
@@ -114,11 +108,9 @@ def encode_seconds(
 def median_s(
     run: Callable[[], object], clock: Callable[[], float] = time.perf_counter, least_s: float = 0.0
 ) -> float:
-    """The median time of ``run``, whose results are on the host when it returns. Its first run is not counted.
+    """Return the median time of ``run``, which runs uncounted once, or for ``least_s``, and then to be counted.
 
-    Args:
-        least_s: seconds for which it runs uncounted, and again to be counted. On a CPU a small model's decode
-            takes half as long again behind something else as behind its like, some tens of times.
+    On a CPU a small model's decode takes half as long again behind something else as behind its like.
     """
     for count in (1, _RUNS):
         times: list[float] = []

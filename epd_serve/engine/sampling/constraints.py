@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as AbstractSequence
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -11,7 +10,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from device.copies import to_device
-from epd_serve.engine.sampling.patterns import Node, Patterns
 from epd_serve.engine.step_inputs import on_device
 from epd_serve.sched.sequence import Sequence
 from epd_serve.types import SamplingParams
@@ -38,7 +36,7 @@ def restrict(scores: Tensor, sequences: AbstractSequence[Sequence]) -> None:
                 scores[i, rules.biased] += rules.biases
             if rules.forbidden is not None:
                 scores[i].masked_fill_(rules.forbidden, _MASKED)
-            if rules.bad_words is not None and (banned := rules.bad_words.banned(sequence)) is not None:
+            if rules.bad_words is not None and (banned := rules.bad_words.banned(sequence.output_ids)) is not None:
                 scores[i, banned] = _MASKED
         if sequence.constraint is not None:
             masks.append((i, sequence.constraint.allowed(sequence.output_ids)))
@@ -72,40 +70,21 @@ def _rules_of(sequence: Sequence, scores: Tensor) -> _Rules:
 
 
 class _BadWords:
-    """The bad words of a request, and how far the output of each choice has come in them."""
+    """The last tokens of a request's bad words, by the tokens before them."""
 
     def __init__(self, words: tuple[tuple[int, ...], ...], width: int, device: torch.device) -> None:
-        self._device = device
-        last: dict[tuple[int, ...], set[int]] = {}
+        last: dict[tuple[int, ...], list[int]] = {}
         for word in words:
             if word[-1] < width:
-                last.setdefault(word[:-1], set()).add(word[-1])
-        self._last = last
-        self._patterns = Patterns(last)
-        self._banned: dict[Node, tuple[frozenset[int], Tensor]] = {}
-        self._read: WeakKeyDictionary[Sequence, tuple[int, Node]] = WeakKeyDictionary()
+                last.setdefault(word[:-1], []).append(word[-1])
+        self._last = {before: on_device(tokens, device) for before, tokens in last.items()}
+        self._lengths = sorted({len(before) for before in last})
 
-    def banned(self, sequence: Sequence) -> Tensor | None:
-        """The last tokens of the words whose other tokens end the output, which only grows from call to call."""
-        count, node = self._read.get(sequence, (0, self._patterns.root))
-        output_ids = sequence.output_ids
-        for place in range(count, len(output_ids)):
-            node = self._patterns.step(node, output_ids[place])
-        self._read[sequence] = (len(output_ids), node)
-        return None if node.ends is None else self._of(node.ends)[1]
-
-    def _of(self, ends: Node) -> tuple[frozenset[int], Tensor]:
-        """For the longest beginning of a word, with those that end like it."""
-        nodes: list[Node] = []
-        shorter: Node | None = ends
-        while shorter is not None and shorter not in self._banned:
-            nodes.append(shorter)
-            shorter = None if shorter is self._patterns.root else shorter.fail.ends
-        tokens = frozenset[int]() if shorter is None else self._banned[shorter][0]
-        for node in reversed(nodes):
-            tokens |= self._last[tuple(self._patterns.pattern(node))]
-            self._banned[node] = (tokens, on_device(sorted(tokens), self._device))
-        return self._banned[ends]
+    def banned(self, output_ids: list[int]) -> Tensor | None:
+        """Return the last tokens of the words whose other tokens end the output."""
+        ends = (tuple(output_ids[len(output_ids) - length :]) for length in self._lengths)
+        found = [self._last[end] for end in ends if end in self._last]
+        return torch.cat(found) if found else None
 
 
 def _mask(scores: Tensor, masks: list[tuple[int, NDArray[np.int32]]]) -> None:

@@ -1,4 +1,4 @@
-"""Patterns of symbols, found in a sequence while it grows: stop strings in a text, bad words among tokens."""
+"""Stop strings, found in a text while it grows."""
 
 from __future__ import annotations
 

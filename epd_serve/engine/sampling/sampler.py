@@ -204,16 +204,13 @@ class DrawNumbers:
 
 
 class Sampling:
-    """Tokens that the device chooses, and their log-probabilities, on the way to the host in one copy.
+    """Tokens [rows] that the device chooses, and their log-probabilities, on the way to the host in one copy.
 
     Log-probabilities are those before temperature and penalties, as OpenAI and vLLM report them.
 
     Args:
         forbidden: some rows, and those of them for which ALL_FORBIDDEN stands.
         num_top: number of the likeliest tokens that rows want the log-probabilities of, by row.
-
-    Attributes:
-        tokens: [rows] int64, on the device.
     """
 
     def __init__(

@@ -34,7 +34,6 @@ class Qwen35(Qwen3VL):
 
     title = "Qwen3.5, Qwen3.6"
     model_types = ("qwen3_5", "qwen3_5_moe")
-    mixtures = ()
     decoder = "generic"
     texts = Qwen35Text.texts
     fields = QwenVL.fields

@@ -21,7 +21,7 @@ class Qwen3Omni(QwenOmni):
     """Pictures, videos of one run, and sounds of any length; the thinker alone."""
 
     title = "Qwen3-Omni"
-    model_types = mixtures = ("qwen3_omni_moe_thinker",)
+    model_types = ("qwen3_omni_moe_thinker",)
     other_parts = ("talker", "code2wav")
     fields = QwenOmni.fields | names("image_token_id video_token_id audio_token_id")
     towers: ClassVar = {

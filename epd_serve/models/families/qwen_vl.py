@@ -149,7 +149,6 @@ class Qwen3VL(QwenVL):
 
     title = "Qwen3-VL"
     model_types = ("qwen3_vl", "qwen3_vl_moe")
-    mixtures: ClassVar[tuple[str, ...]] = ("qwen3_vl_moe",)
 
     def video_parts(self, item: MediaRef) -> Sequence[int | str]:
         processor = self._video_processor(item)

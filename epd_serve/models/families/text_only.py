@@ -12,5 +12,4 @@ class TextOnly(Family):
 
     title = "Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE"
     model_types: ClassVar[tuple[str, ...]] = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
-    mixtures = ("qwen3_moe",)
     modalities = ()

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import importlib
 import importlib.util
-import ipaddress
 import json
 import math
 import os
@@ -24,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from epd_serve.protocol.addresses import is_loopback, is_wildcard
 from epd_serve.transfer.shared_memory import SharedSlab
 from epd_serve.transfer.staging import CellLender
 from epd_serve.transfer.transport import TransferError
@@ -110,7 +110,7 @@ class Engine:
     """A Transfer Engine. All calls block and are safe from any thread; failures are TransferErrors."""
 
     def __init__(self, options: MooncakeOptions) -> None:
-        if _is_unspecified(options.host):
+        if is_wildcard(options.host):
             raise ValueError(
                 f"mooncake cannot offer memory at {options.host}; "
                 "set instances.host to an address that the other instances can reach"
@@ -326,19 +326,6 @@ def _load(name: str) -> Any:
         ) from error
 
 
-def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The address that ``host`` spells; None for a name."""
-    try:
-        return ipaddress.ip_address(host)
-    except ValueError:
-        return None
-
-
-def _is_unspecified(host: str) -> bool:
-    address = _address(host)
-    return address is not None and address.is_unspecified
-
-
 def _wildcard_listeners() -> dict[int, int]:
     """Inode → descriptor of this process's TCP sockets that listen on every interface."""
     found = {}
@@ -352,7 +339,7 @@ def _wildcard_listeners() -> dict[int, int]:
                 if (
                     candidate.family in (socket.AF_INET, socket.AF_INET6)
                     and candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                    and _is_unspecified(candidate.getsockname()[0])
+                    and is_wildcard(candidate.getsockname()[0])
                 ):
                     found[status.st_ino] = descriptor
     return found
@@ -360,8 +347,7 @@ def _wildcard_listeners() -> dict[int, int]:
 
 def _confine(host: str, before: dict[int, int]) -> None:
     """Tie the listeners that came since ``before`` to the loopback device where ``host`` is a loopback address."""
-    address = _address(host)
-    if host != "localhost" and (address is None or not address.is_loopback):
+    if not is_loopback(host):
         return
     for inode, descriptor in _wildcard_listeners().items():
         if inode not in before:

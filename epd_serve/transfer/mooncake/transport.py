@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 
 import msgspec
 
@@ -90,15 +89,6 @@ class MooncakeDeviceSlab:
     def close(self) -> None:
         self._engine.unregister(self.address)
         self._name.close()
-
-
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """A part of a piece: local address, remote address, length."""
-
-    here: int
-    there: int
-    nbytes: int
 
 
 class MooncakeTransport:
@@ -256,40 +246,34 @@ class _Batch:
         self._peer = peer
         self._pool = pool
         self._patience_s = patience_s
-        self._copies: list[_Copy] = []
+        self._copies: list[tuple[int, int, int]] = []  # local address, remote address, length
         self._nbytes = 0
         self._fills: list[tuple[memoryview, memoryview]] = []
         self._held = held
-        self._has_staged = False
 
     def add(self, here: int, there: int, nbytes: int) -> None:
         """Read to registered memory."""
         self._run_if_full(nbytes)
-        self._copies.append(_Copy(here, there, nbytes))
+        self._copies.append((here, there, nbytes))
         self._nbytes += nbytes
 
     def stage(self, there: int, fills: memoryview) -> None:
         """Read to a part of the pool, and from there to ``fills`` when the batch has run."""
         self._run_if_full(fills.nbytes)
         staged = self._take(fills.nbytes)
-        self._has_staged = True
         self._fills.append((fills, staged.memory))
-        self._copies.append(_Copy(staged.address, there, fills.nbytes))
+        self._copies.append((staged.address, there, fills.nbytes))
         self._nbytes += fills.nbytes
 
     def run(self) -> None:
         """Copy all, and give back what was staged. Raises TransferError."""
         copies, self._copies, self._nbytes = self._copies, [], 0
         fills, self._fills = self._fills, []
-        self._has_staged = False
         with self._held.pop_all():
             if not copies:
                 return
             started = time.monotonic()
-            done = self._engine.read(
-                self._peer, [c.here for c in copies], [c.there for c in copies], [c.nbytes for c in copies]
-            )
-            if not done:
+            if not self._engine.read(self._peer, *map(list, zip(*copies, strict=True))):
                 limit_s = self._engine.call_limit_s
                 if time.monotonic() - started >= limit_s:  # the engine gave up waiting, not copying
                     raise StillCopying(f"transfer with {self._peer} did not finish in {limit_s:g} s")
@@ -298,7 +282,7 @@ class _Batch:
                 data[:] = memory
 
     def _take(self, nbytes: int) -> Staged:
-        if self._has_staged:
+        if self._fills:
             try:
                 return self._held.enter_context(self._pool.take(nbytes, 0.0))
             except TransferError:
