@@ -10,9 +10,9 @@ import msgspec
 import pytest
 import tiny_models
 from fleet import Books
+from in_process import serving
 from item_bodies import whole_items
 from pictures import png
-from services import serving
 from stage_requests import PICTURE, Frame, request, without_logprobs
 
 from epd_serve.errors import InvalidRequest

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import tiny_models
 from fleet import wait_until
-from services import serving
+from in_process import serving
 
 from epd_serve.errors import Unavailable
 from epd_serve.protocol import wire

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import tiny_models
 from fleet import Books
+from in_process import answering, held, serving
 from item_bodies import whole_items
-from services import answering, held, serving
 
 from epd_serve.errors import Conflict, InstanceLost, ServeError, StageTimeout
 from epd_serve.instance import lifecycle as lifecycle_module

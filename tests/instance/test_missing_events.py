@@ -13,8 +13,7 @@ import tiny_models
 import torch
 from chat import chat
 from chip.accelerator import ChipDevice
-from in_process import deployment
-from services import language_of
+from in_process import deployment, language_of
 
 from device.copies import Readback, to_device
 from device.cpu import CpuEvent

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import tiny_models
 from fleet import Books
+from in_process import serving
 from pictures import noise, png
 from PIL import Image
 from reference import Reference
-from services import serving
 
 from epd_serve.instance.instance import Instance
 from epd_serve.protocol import wire

@@ -12,10 +12,10 @@ import pytest
 import tiny_models
 from chips import CHIP, little_memory
 from fleet import Books
+from in_process import answering, held, serving
 from item_bodies import whole_items
 from pictures import png
 from PIL import Image
-from services import answering, held, serving
 
 from device.registry import get_device
 from epd_serve.config import InstanceOptions
@@ -86,7 +86,6 @@ ROLES = ("P", "D", "E", "PD", "E", "EPD", "D", "EP", "ED", "P")
     ("device", "roles"),
     [
         ("cpu", ROLES),
-        pytest.param(CHIP, ("P", "D", "E", "P"), id="chip, some"),
         pytest.param(CHIP, ROLES, id="chip", marks=pytest.mark.slow),
     ],
 )

@@ -394,7 +394,7 @@ async def run(world: World) -> tuple[bytes | None, BaseException | None]:
     return (None, error) if (error := serving.exception()) is not None else (serving.result(), None)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data(), num_items=st.integers(0, 4), num_choices=st.integers(1, 2), streams=st.booleans())
 def test_every_request_comes_to_one_end(
     data: st.DataObject, num_items: int, num_choices: int, streams: bool
