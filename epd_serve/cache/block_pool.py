@@ -69,6 +69,8 @@ class BlockPool:
     def __init__(
         self, num_blocks: int, block_size: int, idle_requests: int = IDLE_REQUESTS, *, state_blocks: int = 0
     ) -> None:
+        if num_blocks < 2:
+            raise ValueError(f"num_blocks is {num_blocks}; the first block holds no KV: make it 2 or more")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.idle_requests = idle_requests

@@ -175,7 +175,6 @@ class LanguageStream(_Side):
         is_busy: whether a step runs, or one that ran just now has decodes to go on with.
         slack: the time that the decodes leave to encodes; None without a limit on the time per token.
         tower: of an assistant, whose encodes go before its steps; None: of others.
-        on_pause: called when no step follows, after all: one has failed, or nothing can be computed.
     """
 
     def __init__(
@@ -196,7 +195,6 @@ class LanguageStream(_Side):
         self._last_s: float | None = None  # end of the last step, where its decodes go on
         self._encoded_s = 0.0
         self.is_busy = False
-        self.on_pause: Callable[[], None] = lambda: None
         self.tower: TowerStream | None = None
 
     def wait_for_encodes(self) -> None:
@@ -245,7 +243,6 @@ class LanguageStream(_Side):
         if self.is_busy:
             self.is_busy, self._last_s = False, None
             self._board.decodes_end()
-            self.on_pause()
 
 
 class DualStream:

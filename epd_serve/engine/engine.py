@@ -73,35 +73,6 @@ class FailureEvent:
 EngineEvent = TokenEvent | PromptEvent | FailureEvent
 
 
-class Listeners:
-    """The receivers of events, by request id."""
-
-    def __init__(self) -> None:
-        self._feeds: dict[str, Callable[[EngineEvent], None]] = {}
-
-    def __len__(self) -> int:
-        return len(self._feeds)
-
-    def listen(self, request_id: str, feed: Callable[[EngineEvent], None] | None) -> None:
-        """Send the request's events to ``feed`` from now on; None: to nobody any more."""
-        if feed is None:
-            self._feeds.pop(request_id, None)
-        else:
-            self._feeds[request_id] = feed
-
-    def dispatch(self, events: list[EngineEvent]) -> None:
-        for event in events:
-            request_id = event.request_id if isinstance(event, FailureEvent) else event.sequence.request_id
-            feed = self._feeds.get(request_id)
-            if feed is None:
-                continue
-            try:
-                feed(event)
-            except Exception as error:  # an answer that cannot be written must not take the others along
-                logger.exception("the answer of request %s failed", request_id)
-                feed(FailureEvent(request_id, ServeError(f"the answer cannot be written: {error}")))
-
-
 class EngineHooks:
     """An engine's calls to the instance around it: features, pacing, and the events of its steps.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import codecs
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -293,6 +294,7 @@ class Generation:
 
     Attributes:
         answer: as far as it has come.
+        first: done with the first event.
         can_move: whether another instance can go on with it, or begin it anew: not a stream of several choices.
     """
 
@@ -300,17 +302,22 @@ class Generation:
         options = answer.options
         self.can_move = len(answer.choices) == 1 or not options.stream
         self.answer = answer
+        self.first: asyncio.Future[None] = asyncio.Future()
         self._engine = engine
         self._timeline, self._request_id = timeline, request_id
         self._pieces = Pieces()
         self._finished: set[int] = set()  # choices whose last token came here
 
     def feed(self, event: EngineEvent) -> None:
+        """Take an event of the request."""
+        if not self.first.done():
+            self.first.set_result(None)
         if not isinstance(event, TokenEvent):
             if isinstance(event, FailureEvent):
                 self._break_off(event.error)
             return
         answer, sequence, token = self.answer, event.sequence, event.token
+        answer.num_cached_tokens = sequence.num_cached or 0
         index = sequence.index
         if index in self._finished:
             return  # computed before the engine knew of the stop string

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,12 +12,14 @@ import msgspec
 
 from epd_serve.errors import DRAINING, ServeError, Unavailable
 from epd_serve.instance.metrics import CONTENT_TYPE
+from epd_serve.instance.text.request_processor import S_PER_CHARACTER
 from epd_serve.protocol import instance_state, wire
 from epd_serve.rpc.server import JSON, Handler, Reply
 from epd_serve.types import Stage
 
 if TYPE_CHECKING:
     from epd_serve.instance.instance import Instance
+    from epd_serve.instance.text.prompt import PromptProcessor
 
 _DONE = Reply()
 _NDJSON = (b"content-type", b"application/x-ndjson")
@@ -32,19 +33,12 @@ class Begins(Protocol):
         ...
 
 
-@dataclass(eq=False, slots=True)
-class _Call:
-    scope: asyncio.Timeout
-    stage: Begins | None
-    key: str
-
-
 class Refusals:
     """The calls of one instance that have no answer yet. It belongs to the event loop."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._calls: set[_Call] = set()
+        self._calls: dict[asyncio.Timeout, tuple[Begins | None, str]] = {}
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -58,38 +52,33 @@ class Refusals:
 
     @asynccontextmanager
     async def call(
-        self,
-        stage: Begins | None = None,
-        key: str = "",
-        *,
-        kind: type[ServeError] = Unavailable,
+        self, stage: Begins | None = None, key: str = "", *, kind: type[ServeError] = Unavailable
     ) -> AsyncGenerator[None]:
-        """Around what answers a call; it is cancelled, and raises an error of that ``kind``, when it is refused.
+        """Answer a call within; it is cancelled, and raises an error of that ``kind``, when it is refused.
 
         Args:
             stage: of the request or item ``key``; None: something was computed for it.
         """
-        call: _Call | None = None
+        scope = asyncio.timeout(None)
         try:
-            async with asyncio.timeout(None) as scope:
-                call = _Call(scope, stage, key)
-                self._calls.add(call)
+            async with scope:
+                self._calls[scope] = stage, key
                 try:
                     yield
                 finally:
-                    self._calls.discard(call)
+                    del self._calls[scope]
         except TimeoutError:
-            if call is not None and call.scope.expired():
+            if scope.expired():
                 raise self.error(kind) from None
             raise
 
     def refuse(self, *, begun: bool) -> None:
         """Refuse the calls that have not begun; with ``begun``, all."""
         now = asyncio.get_running_loop().time()
-        for call in list(self._calls):
-            has_begun = call.stage is None or call.stage.has_begun(call.key)
-            if (begun or not has_begun) and not call.scope.expired():
-                call.scope.reschedule(now)
+        for scope, (stage, key) in list(self._calls.items()):
+            has_begun = stage is None or stage.has_begun(key)
+            if (begun or not has_begun) and not scope.expired():
+                scope.reschedule(now)
 
 
 class CleanUps:
@@ -148,7 +137,7 @@ class ControlCalls:
         instance, request = self._instance, wire.decode(body, wire.EncodeRequest)
         encoder, mm_hash = instance.encoder, request.ref.mm_hash  # every role has E's stage for the worst case
         is_own = request.announce_to == instance.url  # the last resort of a prompt that has begun here
-        if not (is_own and instance.serving(Stage.PREFILL).prefiller.is_serving(request.request_id)):
+        if not (is_own and request.request_id in instance.serving(Stage.PREFILL).prefiller):
             instance.check_accepting()
         instance.telemetry.add_call(request.request_id, request.traceparent, mm_hash)
         instance.reports.add_call(Stage.ENCODE, request.request_id)
@@ -164,31 +153,38 @@ class ControlCalls:
 
     async def _prefill(self, body: bytes) -> Reply:
         request = wire.decode(body, wire.PrefillRequest)
-        self._begin(Stage.PREFILL, request)
         prefiller = self._instance.serving(Stage.PREFILL).prefiller
+        self._begin(Stage.PREFILL, request)
         async with self._instance.refusals.call(prefiller, request.request_id):
             return await prefiller.prefill(request)
 
     async def _decode(self, body: bytes) -> Reply:
         request = wire.decode(body, wire.DecodeRequest)
-        self._begin(Stage.DECODE, request)
         decoder = self._instance.serving(Stage.DECODE).decoder
+        self._begin(Stage.DECODE, request)
         async with self._instance.refusals.call(decoder, request.request_id):
             return await decoder.decode(request)
 
     def _begin(self, stage: Stage, request: wire.PrefillRequest | wire.DecodeRequest) -> None:
         self._instance.check_accepting()
-        self._instance.serving(stage)
         self._instance.telemetry.add_call(request.request_id, request.traceparent)
         self._instance.reports.add_call(stage, request.request_id)
 
     async def _tokenize(self, body: bytes) -> Reply:
-        prefiller = self._instance.serving(Stage.PREFILL).prefiller
-        return Reply(body=wire.encode(await prefiller.tokenize(wire.decode(body, wire.TokenizeRequest))))
+        prompts, request = self._prompts, wire.decode(body, wire.TokenizeRequest)
+        cost_s = S_PER_CHARACTER * prompts.check_size(request)
+        reply = await self._instance.processor.run("text", cost_s, prompts.tokenize, request)
+        return Reply(body=wire.encode(reply))
 
     async def _detokenize(self, body: bytes) -> Reply:
-        prefiller = self._instance.serving(Stage.PREFILL).prefiller
-        return Reply(body=wire.encode(await prefiller.detokenize(wire.decode(body, wire.DetokenizeRequest))))
+        tokens = wire.decode(body, wire.DetokenizeRequest).tokens
+        cost_s = S_PER_CHARACTER * len(tokens)
+        text = await self._instance.processor.run("text", cost_s, self._prompts.detokenize, tokens)
+        return Reply(body=wire.encode(wire.DetokenizeReply(text)))
+
+    @property
+    def _prompts(self) -> PromptProcessor:
+        return self._instance.serving(Stage.PREFILL).prefiller.prompts
 
     async def _feature_event(self, body: bytes) -> Reply:
         receiver, event = self._instance.serving(Stage.PREFILL).receiver, wire.decode(body, wire.FeatureEvent)

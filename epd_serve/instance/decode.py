@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from bisect import insort
 from collections.abc import Sequence as AbstractSequence
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from epd_serve.cache.block_pool import num_blocks_for
 from epd_serve.engine.computing import KVCacheMemory
-from epd_serve.engine.engine import Engine, Listeners
+from epd_serve.engine.engine import Engine
 from epd_serve.errors import (
     NO_ROOM,
     PEER_UNREACHABLE,
@@ -47,6 +48,20 @@ class _Waiting:
     turn: asyncio.Future[None]
 
 
+@dataclass(eq=False, slots=True)
+class _Request:
+    """A request that the gateway expects here, or a prefill instance has handed over.
+
+    Attributes:
+        generation: of its answer, once it is handed over.
+        orphan_at: when it is dropped; None: the gateway has asked for it.
+    """
+
+    generation: asyncio.Future[Generation]
+    orphan_at: float | None
+
+
+@dataclass(kw_only=True, eq=False)
 class Decoder:
     """Decodes requests whose prompt another instance computed.
 
@@ -54,78 +69,77 @@ class Decoder:
     is dropped after ORPHAN_S.
 
     Attributes:
-        generations: of the answers that are decoded here, by request.
-        expected: requests that the gateway has announced; done when they are handed over.
+        compiler: None where no answer follows a grammar.
         waiting: reservations that wait for room: the most urgent first, and of these the oldest.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        memory: KVCacheMemory,
-        tokenizer: Tokenizer,
-        *,
-        transport: Transport,
-        listeners: Listeners,
-        compiler: GrammarCompiler | None,
-        telemetry: InstanceTelemetry,
-        queue_timeout_s: float,
-    ) -> None:
-        """``compiler`` is None where no answer follows a grammar."""
-        self._engine = engine
-        self._memory = memory
-        self._tokenizer = tokenizer
-        self._transport = transport
-        self._listeners = listeners
-        self._compiler = compiler
-        self._telemetry = telemetry
-        self._queue_timeout_s = queue_timeout_s
-        self._reservations = ReservationTable(free=engine.unreserve)
+    engine: Engine
+    memory: KVCacheMemory
+    tokenizer: Tokenizer
+    transport: Transport
+    compiler: GrammarCompiler | None
+    telemetry: InstanceTelemetry
+    queue_timeout_s: float
+
+    def __post_init__(self) -> None:
+        self._reservations = ReservationTable(free=self.engine.unreserve)
         self.waiting: list[_Waiting] = []
-        self.expected: dict[str, asyncio.Future[Generation]] = {}
-        self._unclaimed: dict[str, tuple[Generation, float]] = {}
-        self.generations: dict[str, Generation] = {}
+        self._requests: dict[str, _Request] = {}
         self._ended: Tombstones[bool] = Tombstones()
 
     @property
     def num_reservations(self) -> int:
         return len(self._reservations)
 
-    def has_begun(self, request_id: str) -> bool:
-        """Whether a request that was announced has been handed over, or its KV may be on its way."""
-        expected = self.expected.get(request_id)
-        return (expected is not None and expected.done()) or self._reservations.has_blocks(request_id)
+    @property
+    def num_expected(self) -> int:
+        """Requests that are not handed over yet."""
+        return sum(not one.generation.done() for one in self._requests.values())
 
-    def send_away(self) -> None:
-        """End hand-offs that no gateway has asked for."""
-        for request_id in list(self._unclaimed):
-            self._end(request_id)
+    @property
+    def generations(self) -> list[Generation]:
+        """The answers that are decoded here."""
+        return [one for request_id in self._requests if (one := self.generation(request_id)) is not None]
+
+    def generation(self, request_id: str) -> Generation | None:
+        """Return the answer to a request that was handed over."""
+        request = self._requests.get(request_id)
+        is_here = request is not None and request.generation.done() and request.generation.exception() is None
+        return request.generation.result() if request is not None and is_here else None
+
+    def has_begun(self, request_id: str) -> bool:
+        """Return whether a request has been handed over, or its KV may be on its way."""
+        request = self._requests.get(request_id)
+        return (request is not None and request.generation.done()) or self._reservations.has_blocks(request_id)
+
+    def drop_orphans(self, now: float = math.inf) -> None:
+        """End hand-offs that no gateway has asked for in time, which is over ``now``."""
+        for request_id, request in list(self._requests.items()):
+            if request.orphan_at is not None and request.orphan_at <= now:
+                self._end(request_id)
 
     # ------------------------------------------------------------------ from the gateway
 
     async def decode(self, request: wire.DecodeRequest) -> Reply:
         """Wait for the hand-off of a request, then answer from its second token on."""
         request_id = request.request_id
-        if request_id in self.expected:
-            raise InvalidRequest(f"request {request_id} is being served already", param="request_id")
         if request_id in self._ended:
             raise Unavailable(f"request {request_id} has ended")
-        self.expected[request_id] = asyncio.get_running_loop().create_future()
+        one = self._requests.setdefault(request_id, _Request(asyncio.Future(), math.inf))
+        if one.orphan_at is None:
+            raise InvalidRequest(f"request {request_id} is being served already", param="request_id")
+        one.orphan_at = None
         try:
-            unclaimed = self._unclaimed.pop(request_id, None)
-            generation = unclaimed[0] if unclaimed else await self.expected[request_id]
+            generation = await one.generation
             return await generation.reply(stream=request.stream, on_close=lambda: self._end(request_id))
         except BaseException:
             self._end(request_id)
             raise
 
     def _end(self, request_id: str) -> None:
-        self.expected.pop(request_id, None)
-        self._unclaimed.pop(request_id, None)
-        self.generations.pop(request_id, None)
-        self._listeners.listen(request_id, None)
-        self._engine.abort(request_id)
-        self._telemetry.timeline.drop(request_id)
+        self._requests.pop(request_id, None)
+        self.engine.abort(request_id)
+        self.telemetry.timeline.drop(request_id)
         self._reservations.abandon(request_id)
         self._ended.add(request_id, True)
         if self.waiting:
@@ -139,12 +153,12 @@ class Decoder:
         Raises InvalidRequest for KV of another shape or a request that can never fit, Unavailable for one that was
         cancelled here or waited for ``queue_timeout_s``.
         """
-        if request.layout != self._memory.layout:
+        if request.layout != self.memory.layout:
             raise InvalidRequest(
-                f"KV of {request.layout} cannot be read by an instance that keeps {self._memory.layout}; "
+                f"KV of {request.layout} cannot be read by an instance that keeps {self.memory.layout}; "
                 "prefill and decode instances need the same model, dtype and block_size"
             )
-        self._engine.check_fits(request.num_prompt_tokens, request.max_tokens, request.num_sequences)
+        self.engine.check_fits(request.num_prompt_tokens, request.max_tokens, request.num_sequences)
         reservation = self._reservations.open(request, time.monotonic())
         if reservation is None or request.request_id in self._ended:
             self._reservations.release(request.transfer_id)
@@ -155,14 +169,14 @@ class Decoder:
             insort(self.waiting, waiting, key=lambda one: (one.request.priority, one.arrival_s))
             self.grant()
             try:
-                async with asyncio.timeout(self._queue_timeout_s):
+                async with asyncio.timeout(self.queue_timeout_s):
                     await turn
             except BaseException as error:
                 self._reservations.release(request.transfer_id)
                 if not isinstance(error, TimeoutError):
                     raise
                 raise Unavailable(
-                    f"no room for the request's KV within {self._queue_timeout_s:g} s; try again later",
+                    f"no room for the request's KV within {self.queue_timeout_s:g} s; try again later",
                     code=NO_ROOM,
                 ) from error
             finally:
@@ -171,13 +185,13 @@ class Decoder:
                     self.grant()  # it may have stood before others
         if reservation.blocks is None or reservation.state is not ReservationState.GRANTED:
             raise _ended(request.request_id)
-        num_blocks = num_blocks_for(request.num_prompt_tokens, self._memory.layout.block_size)
-        maps = await asyncio.to_thread(self._memory.maps, request.region) if request.region.handle else False
+        num_blocks = num_blocks_for(request.num_prompt_tokens, self.memory.layout.block_size)
+        maps = await asyncio.to_thread(self.memory.maps, request.region) if request.region.handle else False
         return wire.ReserveReply(
             block_ids=reservation.blocks.written(num_blocks),
             num_cached_blocks=reservation.blocks.num_cached,
-            name=self._memory.region.name,
-            staged_cells=self._memory.staged_cells,
+            name=self.memory.region.name,
+            staged_cells=self.memory.staged_cells,
             maps=maps,
         )
 
@@ -186,25 +200,21 @@ class Decoder:
         while self.waiting:
             waiting = self.waiting[0]
             request, reservation, turn = waiting.request, waiting.reservation, waiting.turn
-            try:
-                if reservation.state is ReservationState.PENDING:
-                    blocks = self._engine.reserve(
-                        request.num_prompt_tokens,
-                        request.num_sequences,
-                        request.block_hashes,
-                        waiting.arrival_s,
-                        request.priority,
-                    )
-                    if blocks is None:
-                        return
-                    self._reservations.grant(reservation, blocks, time.monotonic())
-            except Exception as error:  # noqa: BLE001 - the fault of one is not to hold up the others
-                if not turn.done():
-                    turn.set_exception(error)
+            if reservation.state is ReservationState.PENDING:
+                blocks = self.engine.reserve(
+                    request.num_prompt_tokens,
+                    request.num_sequences,
+                    request.block_hashes,
+                    waiting.arrival_s,
+                    request.priority,
+                )
+                if blocks is None:
+                    return
+                self._reservations.grant(reservation, blocks, time.monotonic())
             if not turn.done():
                 turn.set_result(None)
             self.waiting.remove(waiting)
-        self._engine.stop_reserving()
+        self.engine.stop_reserving()
 
     def renew(self, ref: wire.TransferRef) -> None:
         if not self._reservations.renew(ref.transfer_id, time.monotonic()):
@@ -213,14 +223,13 @@ class Decoder:
     async def complete(self, handoff: wire.Handoff) -> None:
         """Take the request over. Raises Unavailable where it was cancelled or its lease has ended. Idempotent."""
         # before the blocks are taken over: where this fails, P cancels and they go back
-        answer = Answer(self._tokenizer, handoff.output, handoff.sampling, handoff.prompt_ids)
-        answer.num_cached_tokens = handoff.num_cached_tokens
+        answer = Answer(self.tokenizer, handoff.output, handoff.sampling, handoff.prompt_ids)
         if handoff.generated:  # a long answer that goes on here takes a while to be read again
             await asyncio.to_thread(answer.replay, handoff.generated)
         constraint = None
         if (grammar := handoff.sampling.grammar) is not None:
-            assert self._compiler is not None, "P refuses it"
-            constraint = await self._compiler.compile(grammar, is_tried=True)
+            assert self.compiler is not None, "P refuses it"
+            constraint = await self.compiler.compile(grammar, is_tried=True)
         if self._reservations.is_completed(handoff.transfer_id):
             return
         if handoff.logprobs:
@@ -231,13 +240,11 @@ class Decoder:
         if reservation is None or reservation.blocks is None:
             raise Unavailable(f"transfer {handoff.transfer_id} has ended")
         if handoff.request_id in self._ended:
-            self._engine.unreserve(reservation.blocks)
+            self.engine.unreserve(reservation.blocks)
             raise _ended(handoff.request_id)
-        generation = Generation(answer, self._engine, self._telemetry.timeline, handoff.request_id)
-        self._telemetry.timeline.received(handoff.request_id, DECODE_QUEUE)
-        self.generations[handoff.request_id] = generation
-        self._listeners.listen(handoff.request_id, generation.feed)
-        self._engine.resume(
+        generation = Generation(answer, self.engine, self.telemetry.timeline, handoff.request_id)
+        self.telemetry.timeline.received(handoff.request_id, DECODE_QUEUE)
+        self.engine.resume(
             Sequence(
                 request_id=handoff.request_id,
                 prompt_ids=handoff.prompt_ids,
@@ -248,6 +255,7 @@ class Decoder:
                 block_hashes=reservation.block_hashes,
                 constraint=constraint,
                 output_ids=list(handoff.generated),
+                num_cached=handoff.num_cached_tokens,
             ),
             reservation.blocks,
             [
@@ -255,11 +263,10 @@ class Decoder:
                 for index, first in enumerate(handoff.first)
             ],
         )
-        expected = self.expected.get(handoff.request_id)
-        if expected is None:
-            self._unclaimed[handoff.request_id] = (generation, time.monotonic() + ORPHAN_S)
-        elif not expected.done():
-            expected.set_result(generation)
+        orphan_at = time.monotonic() + ORPHAN_S
+        request = self._requests.setdefault(handoff.request_id, _Request(asyncio.Future(), orphan_at))
+        if not request.generation.done():
+            request.generation.set_result(generation)
 
     async def read_kv(self, announcement: wire.KVAnnouncement) -> wire.KVTaken:
         """Read KV that P announces into the blocks of its transfers, but for those that have ended here.
@@ -269,7 +276,7 @@ class Decoder:
         """
         wanted = [p for p in announcement.parts if self._reservations.begin_read(p.transfer_id, p.block_ids)]
         reading = asyncio.create_task(
-            asyncio.to_thread(read_kv, announcement, wanted, self._memory, self._transport)
+            asyncio.to_thread(read_kv, announcement, wanted, self.memory, self.transport)
         )
 
         def end_read(reading: asyncio.Task[float]) -> None:
@@ -286,7 +293,7 @@ class Decoder:
             raise InstanceFailed(f"the KV cannot be read: {error}", code=code) from error
         if num_blocks := sum(len(part.block_ids) for part in wanted):
             num_layers = announcement.end_layer - announcement.first_layer
-            self._telemetry.metrics.kv_read(self._memory.nbytes(num_layers, num_blocks), seconds)
+            self.telemetry.metrics.kv_read(self.memory.nbytes(num_layers, num_blocks), seconds)
         return wire.KVTaken([part.transfer_id for part in wanted])
 
     def cancel(self, ref: wire.TransferRef) -> None:
@@ -302,16 +309,15 @@ class Decoder:
         now = time.monotonic()
         for reservation in self._reservations.expire(now):
             self._fail(reservation.request_id, StageTimeout("the prefill instance did not finish its KV transfer"))
-        for request_id in [r for r, (_, deadline) in self._unclaimed.items() if deadline <= now]:
-            self._end(request_id)
+        self.drop_orphans(now)
 
     def check_integrity(self) -> None:
         self._reservations.check_integrity()
 
     def _fail(self, request_id: str, error: ServeError) -> None:
-        expected = self.expected.get(request_id)
-        if expected is not None and not expected.done():
-            expected.set_exception(error)
+        request = self._requests.get(request_id)
+        if request is not None and not request.generation.done():
+            request.generation.set_exception(error)
 
 
 def read_kv(

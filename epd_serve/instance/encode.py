@@ -75,6 +75,7 @@ class _Flight:
     num_waiters: int = 0
 
 
+@dataclass(eq=False)
 class Encoder:
     """Encodes media in batches on a thread of its own, beside whatever else the instance computes.
 
@@ -94,27 +95,17 @@ class Encoder:
         watch: of the batches.
     """
 
-    def __init__(
-        self,
-        model: InstanceModel,
-        peers: Peers,
-        *,
-        processor: RequestProcessor,
-        stream: TowerStream,
-        device: BareDevice,
-        telemetry: InstanceTelemetry,
-        url: str,
-        feature_timeout_s: float,
-    ) -> None:
-        self._model = model
-        self._family = model.family
-        self._peers = peers
-        self._url = url
-        self._processor = processor
-        self._feature_timeout_s = feature_timeout_s
-        self._stream = stream
-        self._device = device
-        self._telemetry = telemetry
+    model: InstanceModel
+    peers: Peers
+    processor: RequestProcessor
+    stream: TowerStream
+    device: BareDevice
+    telemetry: InstanceTelemetry
+    url: str
+    feature_timeout_s: float
+
+    def __post_init__(self) -> None:
+        self._family = self.model.family
         self.consumer: FeatureReceiver | None = None
         self._loop = asyncio.get_running_loop()
         self._tower: Any = None
@@ -154,17 +145,17 @@ class Encoder:
 
     async def load_tower(self, limits: StepLimits | None = None) -> None:
         """Load the tower; with ``limits``, measure the pixels of a batch within them."""
-        if self._model.decoders is not None:
-            self._model.decoders.start()
+        if self.model.decoders is not None:
+            self.model.decoders.start()
         tower = await self._loop.run_in_executor(self._tower_thread, self._loaded_tower)
         if limits is not None:
             area = self._family.num_pixels((IMAGE_SIDE, IMAGE_SIDE))
-            find = partial(limits.find_image_budget, area, partial(self._model.encode_seconds, tower))
+            find = partial(limits.find_image_budget, area, partial(self.model.encode_seconds, tower))
             self._budget = await self._loop.run_in_executor(self._tower_thread, find)
 
     def may_start(self) -> bool:
         """Whether the items that wait may start now; :meth:`reconsider` follows when that changes."""
-        return self._stream.may_start(self._waiting[0].num_pixels)
+        return self.stream.may_start(self._waiting[0].num_pixels)
 
     def reconsider(self) -> None:
         """Ask :meth:`may_start` again, if items wait for it. Any thread, before the event loop is closed."""
@@ -173,13 +164,13 @@ class Encoder:
 
     async def close(self) -> None:
         self.is_held = False
-        self._stream.hurry()
+        self.stream.hurry()
         self._loop_task.cancel()
         with suppress(asyncio.CancelledError):
             await self._loop_task
         self._tower_thread.shutdown(cancel_futures=True)
-        if self._model.decoders is not None:
-            self._model.decoders.close()
+        if self.model.decoders is not None:
+            self.model.decoders.close()
 
     async def encode(self, request: EncodeRequest) -> EncodeReply:
         """Encode, store and announce one item; done when the consumer has it.
@@ -197,18 +188,18 @@ class Encoder:
         except InvalidRequest:
             raise
         except ServeError as error:
-            if self.consumer is None or request.announce_to != self._url or error.code == PREPARATION_FULL:
+            if self.consumer is None or request.announce_to != self.url or error.code == PREPARATION_FULL:
                 raise
             logger.warning("feature %s goes past the store: %s", request.ref.mm_hash[:12], error.message)
             encoded = await self._encode_item(request)
-            owner, mm_hash, timeline = request.request_id, request.ref.mm_hash, self._telemetry.timeline
+            owner, mm_hash, timeline = request.request_id, request.ref.mm_hash, self.telemetry.timeline
             timeline.encoded(owner, mm_hash, received, encoded.batch_s)
             await self.consumer.take(owner, request.ref, encoded.feature)
             timeline.fetched(owner, mm_hash, max(received, encoded.batch_s[1]))
             return EncodeReply(cached=False, num_tokens=encoded.feature.shape[0])
 
     async def _store_and_announce(self, request: EncodeRequest, received: float) -> EncodeReply:
-        mm_hash, owner, timeline = request.ref.mm_hash, request.request_id, self._telemetry.timeline
+        mm_hash, owner, timeline = request.ref.mm_hash, request.request_id, self.telemetry.timeline
         try:
             feature = await self._store.acquire(mm_hash, owner)
             cached, hit = feature is not None, time.monotonic()
@@ -216,7 +207,7 @@ class Encoder:
             if feature is None:
                 encoded = await self._encode_item(request)
                 batch, made = encoded.batch_s, encoded.feature
-                data, dtype = self._model.data_of(made), str(made.dtype).removeprefix("torch.")
+                data, dtype = self.model.data_of(made), str(made.dtype).removeprefix("torch.")
                 put = partial(self._store.put, mm_hash, data, list(made.shape), dtype, owner)
                 feature = await _with_room(put)
             timeline.encoded(owner, mm_hash, received, batch)  # now: the call may end with the request's answer
@@ -236,10 +227,10 @@ class Encoder:
             event = msgspec.structs.replace(
                 self._store.event(mm_hash, here, owner),
                 item=request.ref,
-                producer=here.producer or self._model.producer,
+                producer=here.producer or self.model.producer,
             )
             try:
-                await self._peers.call(consumer, "/feature/event", event, _ANNOUNCE_TIMEOUT_S)
+                await self.peers.call(consumer, "/feature/event", event, _ANNOUNCE_TIMEOUT_S)
                 return
             except ServeError as error:
                 if error.code != NOT_MAPPED or is_on_host:
@@ -252,7 +243,7 @@ class Encoder:
         flight = self._flights.get(mm_hash)
         if flight is None:
             flight = self._flights[mm_hash] = _Flight(asyncio.create_task(self._prepare_and_encode(request)))
-            self._stream.is_wanted = True
+            self.stream.is_wanted = True
         flight.num_waiters += 1
         try:
             return await asyncio.shield(flight.task)
@@ -260,7 +251,7 @@ class Encoder:
             flight.num_waiters -= 1
             if not flight.num_waiters:
                 del self._flights[mm_hash]
-                self._stream.is_wanted = bool(self._flights)
+                self.stream.is_wanted = bool(self._flights)
                 flight.task.cancel()
 
     async def _prepare_and_encode(self, request: EncodeRequest) -> _Encoded:
@@ -270,10 +261,10 @@ class Encoder:
         item: _Item | None = None
         self.num_waiting_pixels += ref.num_pixels
         try:
-            timeout_s = self._feature_timeout_s * (_OWN_PART if request.announce_to == self._url else _PART)
-            async with self._processor.place("media", ref.num_pixels * S_PER_PIXEL, timeout_s) as place:
+            timeout_s = self.feature_timeout_s * (_OWN_PART if request.announce_to == self.url else _PART)
+            async with self.processor.place("media", ref.num_pixels * S_PER_PIXEL, timeout_s) as place:
                 begun_s = time.monotonic()
-                inputs = await self._model.prepare(request.media, ref, place)
+                inputs = await self.model.prepare(request.media, ref, place)
             pixels = self._family.pixels_of(ref)
             item = _Item(ref.mm_hash, inputs, pixels, ref.num_pixels, begun_s, self._loop.create_future())
             self._waiting.append(item)
@@ -295,7 +286,7 @@ class Encoder:
                 try:
                     if not self.may_start():
                         break
-                    budget = min(budget, self._stream.max_pixels())
+                    budget = min(budget, self.stream.max_pixels())
                 except Exception:  # a device that does not answer must not end the encoder
                     logger.exception("cannot find out whether an encode may start; it starts")
                 self.is_held = False
@@ -311,7 +302,7 @@ class Encoder:
             assert len(features) == len(batch), f"{len(features)} features of {len(batch)} items"
         except Exception as error:  # a failed batch must fail its items, not the encoder
             logger.exception("a batch of %d items failed", len(batch))
-            end_if_lost(self._device)
+            end_if_lost(self.device)
             for item in batch:
                 if not item.feature.done():
                     item.feature.set_exception(InstanceFailed(f"the encoder failed: {error}"))
@@ -327,7 +318,7 @@ class Encoder:
         pixels = [item.num_original_pixels for item in batch]
         with (
             self.watch.step(sum(pixels).bit_length()),
-            self._stream.encoding(sum(item.num_pixels for item in batch)),
+            self.stream.encoding(sum(item.num_pixels for item in batch)),
         ):
             inputs = [item.inputs for item in batch]
             features = tower.encode(inputs, on_device=True) if self._store.on_device else tower.encode(inputs)
@@ -336,14 +327,14 @@ class Encoder:
         if not was_held:  # else the time before was somebody else's
             busy_s += start - max(self._free_since_s, min(item.begun_s for item in batch))
         self._free_since_s = end
-        self._telemetry.add_batch(len(batch), sum(pixels), loaded, end, busy_s)
+        self.telemetry.add_batch(len(batch), sum(pixels), loaded, end, busy_s)
         return features, (start, end)
 
     def _loaded_tower(self) -> Any:
         if self._tower is None:
-            with self._stream.loading():
-                self._tower = self._model.tower(self._stream.between_layers)
-            self._stream.least_pixel_bytes = self._tower.pixel_bytes
+            with self.stream.loading():
+                self._tower = self.model.tower(self.stream.between_layers)
+            self.stream.least_pixel_bytes = self._tower.pixel_bytes
         return self._tower
 
 

@@ -61,6 +61,7 @@ class FeatureForm:
         return torch.frombuffer(data, dtype=getattr(torch, dtype)).view(shape)
 
 
+@dataclass(eq=False)
 class FeatureReceiver:
     """Features that this instance's requests need, by mm_hash. On the event loop, but for what the engine asks.
 
@@ -77,24 +78,16 @@ class FeatureReceiver:
         engine: is woken by each new feature.
     """
 
-    def __init__(
-        self,
-        store: FeatureStore,
-        engine: Engine,
-        metrics: InstanceMetrics,
-        form: FeatureForm,
-        *,
-        capacity_bytes: int,
-        timeout_s: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._store = store
-        self.engine = engine
-        self._metrics = metrics
-        self._form = form
-        self.timeout_s = timeout_s
-        self._clock = clock
-        self._cache: FeatureCache[Any] = FeatureCache(capacity_bytes, IDLE_FEATURES)
+    store: FeatureStore
+    engine: Engine
+    metrics: InstanceMetrics
+    form: FeatureForm
+    capacity_bytes: int
+    timeout_s: float
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._cache: FeatureCache[Any] = FeatureCache(self.capacity_bytes, IDLE_FEATURES)
         self._fetched: dict[str, tuple[int, float, float]] = {}  # until used: bytes, when announced, when here
         self._starved: dict[str, float] = {}
         self._wanted: dict[str, asyncio.Event] = {}
@@ -122,19 +115,19 @@ class FeatureReceiver:
         """The feature for a step; None where it is not here."""
         feature = self._cache.get(mm_hash)
         if feature is not None and (self._fetched or self._starved):
-            now = self._clock()
+            now = self.clock()
             needed_at = self._starved.pop(mm_hash, now)
             fetched = self._fetched.pop(mm_hash, None)
             if fetched is not None:
                 nbytes, announced_at, arrived_at = fetched
-                self._metrics.feature_used(nbytes, arrived_at - announced_at, max(needed_at - announced_at, 0.0))
+                self.metrics.feature_used(nbytes, arrived_at - announced_at, max(needed_at - announced_at, 0.0))
         return feature
 
     def starved(self, mm_hash: str) -> None:
         """Note that work which could be done otherwise waits for this feature."""
         if len(self._starved) >= _MAX_UNUSED:  # of requests that have ended without their feature
             self._starved.clear()
-        self._starved.setdefault(mm_hash, self._clock())
+        self._starved.setdefault(mm_hash, self.clock())
 
     # ------------------------------------------------------------------ requests
 
@@ -150,7 +143,7 @@ class FeatureReceiver:
         for mm_hash, item in self._items[request_id].items():
             feature = self._cache.acquire(mm_hash, request_id)
             if feature is not None:
-                self._form.check(item, feature)
+                self.form.check(item, feature)
                 here.add(mm_hash)
         return here
 
@@ -171,7 +164,7 @@ class FeatureReceiver:
 
     def expire(self) -> None:
         """Let go of features whose request never came."""
-        now = self._clock()
+        now = self.clock()
         for request_id in [r for r, deadline in self._early.items() if deadline <= now]:
             self.release(request_id)
 
@@ -182,7 +175,7 @@ class FeatureReceiver:
 
         Raises InstanceFailed where it cannot be had as described.
         """
-        await self._receive(event, self._clock())
+        await self._receive(event, self.clock())
 
     async def _receive(self, event: FeatureEvent, announced_at: float) -> None:
         if self._is_over(event.request_id):
@@ -191,7 +184,7 @@ class FeatureReceiver:
         item = self._items.get(event.request_id, {}).get(event.mm_hash, event.item)
         if item is None:
             raise InstanceFailed(f"feature {event.mm_hash[:12]}: unknown media item")
-        self._form.check(item, event)
+        self.form.check(item, event)
         # requests that need one feature at once share one fetch; where it fails, the next tries its own event
         async with self._turns.setdefault(event.mm_hash, asyncio.Lock()):
             if event.mm_hash not in self._cache:
@@ -207,26 +200,26 @@ class FeatureReceiver:
 
     async def take(self, request_id: str, item: MediaRef, feature: Any) -> None:
         """Take in a feature that this instance has encoded itself. Raises InstanceFailed for one that is wrong."""
-        self._form.check(item, feature)
+        self.form.check(item, feature)
         await self._take_in(request_id, item.mm_hash, feature, None)
 
     async def _take_in(self, request_id: str, mm_hash: str, feature: Any, announced_at: float | None) -> None:
-        deadline = self._clock() + _ROOM_PATIENCE_S
+        deadline = self.clock() + _ROOM_PATIENCE_S
         while mm_hash not in self._cache and not self._cache.can_put(feature.nbytes):
-            if self._clock() >= deadline:
+            if self.clock() >= deadline:
                 break
             await asyncio.sleep(_RETRY_ROOM_S)
         if self._is_over(request_id):
             return
         for items in self._items.values():  # requests may have become known since the event was looked at
             if mm_hash in items:
-                self._form.check(items[mm_hash], feature)
+                self.form.check(items[mm_hash], feature)
         if announced_at is None:
             self._fetched.pop(mm_hash, None)
         else:
             if len(self._fetched) >= _MAX_UNUSED:  # of requests that have ended without using theirs
                 self._fetched.clear()
-            self._fetched[mm_hash] = (feature.nbytes, announced_at, self._clock())
+            self._fetched[mm_hash] = (feature.nbytes, announced_at, self.clock())
         self._cache.put(mm_hash, feature, feature.nbytes, request_id, beyond=True)
         self._hold(mm_hash, request_id)
 
@@ -238,7 +231,7 @@ class FeatureReceiver:
         """For the request, and for all others that wait for this feature: else it might go before they hold it."""
         self._cache.acquire(mm_hash, request_id)
         if request_id not in self._wanted:
-            self._early[request_id] = self._clock() + ORPHAN_S
+            self._early[request_id] = self.clock() + ORPHAN_S
         for other, items in self._items.items():
             if mm_hash in items:
                 self._cache.acquire(mm_hash, other)
@@ -248,13 +241,13 @@ class FeatureReceiver:
     def _fetch(self, event: FeatureEvent) -> Any:
         what = f"feature {event.mm_hash[:12]}"
         try:
-            data = self._store.fetch(event)
+            data = self.store.fetch(event)
         except TransferError as error:
             code = PEER_UNREACHABLE if isinstance(error, PeerGone) else None
             code = NOT_MAPPED if isinstance(error, NotMapped) else code
             raise InstanceFailed(f"{what} cannot be fetched: {error}", code=code) from error
         try:
-            return self._form.read(data, event.shape, event.dtype)
+            return self.form.read(data, event.shape, event.dtype)
         except (RuntimeError, ValueError, AttributeError, TypeError) as error:
             raise InstanceFailed(
                 f"{what} of {event.nbytes} bytes is no {event.shape} {event.dtype}: {error}"

@@ -26,7 +26,7 @@ from epd_serve.instance.calls import CleanUps, ControlCalls, Refusals
 from epd_serve.instance.encode import Encoder
 from epd_serve.instance.http import Peers
 from epd_serve.instance.language_engine import LanguageEngine
-from epd_serve.instance.lifecycle import DrainReason, Lifecycle, SwitchState, end_process
+from epd_serve.instance.lifecycle import Lifecycle, SwitchState, end_process
 from epd_serve.instance.loading.model import open_device, open_model
 from epd_serve.instance.reports import Reports
 from epd_serve.instance.telemetry import InstanceTelemetry
@@ -108,7 +108,6 @@ class Instance:
             url=self.url,
             feature_timeout_s=options.feature_timeout_s,
         )
-        self.streams.language.on_pause = self.encoder.reconsider
         await self._build()
         self.clean_ups.start(self._housekeep())
         self.ready = True
@@ -185,11 +184,6 @@ class Instance:
         if self.lifecycle.is_leaving:
             raise Unavailable(f"instance {self.options.name} is being shut down", code=DRAINING)
         raise self.refusals.error()
-
-    async def drained(self) -> None:
-        """Take no new requests; return when those that are here have ended."""
-        self.reports.close()
-        await self.lifecycle.drain(DrainReason.END)
 
     def info(self) -> instance_state.InstanceInfo:
         """Describe the instance, and its work. Raises Unavailable while it is loading."""
@@ -311,8 +305,8 @@ class Instance:
     def send_away(self, *, begun: bool) -> None:
         """Refuse requests that have not begun; with ``begun``, give up those that can go on elsewhere as well."""
         if (language := self.language) is not None:
-            language.decoder.send_away()
-            generations = [*language.decoder.generations.values(), *language.prefiller.generations]
+            language.decoder.drop_orphans()
+            generations = [*language.decoder.generations, *language.prefiller.generations]
             for generation in generations if begun else ():
                 if generation.can_move:
                     generation.fail(self.refusals.error(InstanceFailed))

@@ -6,10 +6,11 @@ import asyncio
 import time
 import uuid
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 
 from epd_serve.engine.computing import KVCacheMemory
-from epd_serve.engine.engine import Engine, PromptEvent
+from epd_serve.engine.engine import Engine, EngineEvent, FailureEvent, PromptEvent
 from epd_serve.errors import DECODE_DRAINING, DRAINING, PEER_UNREACHABLE, InstanceFailed, ServeError, Unavailable
 from epd_serve.instance.calls import CleanUps, Refusals
 from epd_serve.instance.http import Peers, unreachable
@@ -22,35 +23,24 @@ from epd_serve.transfer.transport import PeerGone, TransferError
 _CANCEL_TIMEOUT_S = 5.0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Transfers:
     """The instance's side of all its hand-overs, for as long as it has one role.
 
-    Args:
+    Attributes:
         sender: announces KV. memory: where the KV is read from.
         refusals: of calls that an instance which leaves its role refuses; hand-overs are among them.
         lease_s: how long a decode instance keeps blocks for a prompt that is not renewed.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        sender: KVSender,
-        memory: KVCacheMemory,
-        *,
-        peers: Peers,
-        telemetry: InstanceTelemetry,
-        refusals: Refusals,
-        clean_ups: CleanUps,
-        lease_s: float,
-    ) -> None:
-        self.engine = engine
-        self.sender = sender
-        self.memory = memory
-        self.peers = peers
-        self.telemetry = telemetry
-        self.refusals = refusals
-        self.clean_ups = clean_ups
-        self.lease_s = lease_s
+    engine: Engine
+    sender: KVSender
+    memory: KVCacheMemory
+    peers: Peers
+    telemetry: InstanceTelemetry
+    refusals: Refusals
+    clean_ups: CleanUps
+    lease_s: float
 
 
 class KVDelivery:
@@ -62,6 +52,7 @@ class KVDelivery:
     Attributes:
         ref: names the transfer to the decode instance.
         transfer: for the engine.
+        first: the prompt's first tokens; fails with the prompt, or where the decode instance gives up before.
     """
 
     def __init__(self, own: Transfers, sequence: Sequence, decode_url: str) -> None:
@@ -69,28 +60,38 @@ class KVDelivery:
         self._sequence = sequence
         self._url = decode_url
         self._loop = asyncio.get_running_loop()
-        self._renewal: asyncio.Task[None] | None = None
         self._is_confirmed = self._is_given_up = False
+        self.first: asyncio.Future[PromptEvent] = self._loop.create_future()
         self.ref = wire.TransferRef(uuid.uuid4().hex, sequence.request_id)
         self.transfer = OutgoingTransfer(self.ref.transfer_id, self)
+        self._heard_at = time.monotonic()
+        self._renewal = self._loop.create_task(self._renew())
+
+    def feed(self, event: EngineEvent) -> None:
+        """Take the end of the prompt."""
+        if self.first.done():
+            return
+        if isinstance(event, FailureEvent):
+            self.first.set_exception(event.error)
+        elif isinstance(event, PromptEvent):
+            self.first.set_result(event)
 
     def announce(self, announcement: wire.KVAnnouncement) -> wire.KVTaken:
         """Have the decode instance read KV. Blocks; raises TransferError."""
-        call = self._call_while_it_answers("/kv/announce", announcement)
+        call = self._call("/kv/announce", announcement)
         try:
             return wire.decode(asyncio.run_coroutine_threadsafe(call, self._loop).result(), wire.KVTaken)
         except ServeError as error:
             raise (PeerGone if error.code == PEER_UNREACHABLE else TransferError)(error.message) from error
 
-    async def open(self, first: asyncio.Future[PromptEvent]) -> None:
-        """Reserve blocks; ``first`` fails if the decode instance gives up meanwhile. Raises ServeError."""
+    async def open(self) -> None:
+        """Reserve blocks; the decode instance may wait for some. Raises ServeError."""
         sequence, memory = self._sequence, self._own.memory
-        num_generated = len(sequence.output_ids)
         reserve = wire.ReserveRequest(
             transfer_id=self.ref.transfer_id,
             request_id=sequence.request_id,
             num_prompt_tokens=sequence.num_tokens,
-            max_tokens=sequence.max_tokens - num_generated,
+            max_tokens=sequence.max_tokens - len(sequence.output_ids),
             num_sequences=sequence.num_sequences,
             block_hashes=sequence.block_hashes,
             layout=memory.layout,
@@ -98,16 +99,10 @@ class KVDelivery:
             region=memory.region,
             priority=sequence.sampling.priority,
         )
-        try:
-            body = await self._call_while_it_answers("/kv/reserve", reserve)
-        except BaseException:
-            self._own.clean_ups.start(self._cancel(""))  # D may have granted what we never heard of
-            raise
-        target = wire.decode(body, wire.ReserveReply)
+        target = wire.decode(await self._call("/kv/reserve", reserve), wire.ReserveReply)
         self.transfer.next_block = target.num_cached_blocks
         self._own.sender.connect(target.name, self)
         self.transfer.target = target
-        self._renewal = asyncio.create_task(self._renew(first))
 
     async def hand_over(self, handoff: wire.Handoff) -> None:
         """Return once the decode instance has the KV and the request.
@@ -126,8 +121,7 @@ class KVDelivery:
                 await self._own.peers.call(self._url, "/kv/complete", handoff, self._own.lease_s)
             except Unavailable as error:
                 raise self._blame(error) from error
-            if self._renewal is not None:
-                self._renewal.cancel()
+        self._renewal.cancel()
         self._is_confirmed = True
         telemetry.timeline.handed_over(handoff.request_id)
         telemetry.metrics.kv_delivered(transfer)
@@ -141,30 +135,33 @@ class KVDelivery:
 
     def give_up(self, reason: str) -> None:
         """End the request here, then at the decode instance; with a reason, it has failed. Idempotent."""
-        if self._is_given_up:
-            return
-        self._is_given_up = True
-        if self._renewal is not None:
+        if not self._is_given_up:
+            self._is_given_up = True
             self._renewal.cancel()
+            self._stop()
+            self._own.clean_ups.start(self._cancel(reason))
+
+    def _stop(self) -> None:
         self.transfer.cancelled = True
         self._own.engine.abort(self.ref.request_id)
-        self._own.clean_ups.start(self._cancel(reason))
 
-    async def _renew(self, first: asyncio.Future[PromptEvent]) -> None:
+    async def _renew(self) -> None:
         """Keep the lease alive; where D has given up, announce no more and fail the request."""
         tick_s = self._own.lease_s / 6
         while True:
             await asyncio.sleep(tick_s)
+            was_granted = self.transfer.target is not None
             try:
                 await self._own.peers.call(self._url, "/kv/renew", self.ref, tick_s)
             except InstanceFailed:
-                continue  # the next announcement, or the hand-over, fails if D stays away
+                continue  # what D is asked next fails if it stays away
             except ServeError as error:
-                self.transfer.cancelled = True
-                self._own.engine.abort(self.ref.request_id)
-                if not first.done():
-                    first.set_exception(InstanceFailed(f"{self._url} gave up: {error.message}"))
-                return
+                if was_granted:
+                    self._stop()
+                    if not self.first.done():
+                        self.first.set_exception(InstanceFailed(f"{self._url} gave up: {error.message}"))
+                    return
+            self._heard_at = time.monotonic()
 
     async def _fenced(self) -> None:
         """Wait until nothing of the transfer is under way."""
@@ -178,25 +175,17 @@ class KVDelivery:
         with suppress(ServeError):  # D is gone and its reservation with it, or its lease will end
             await self._own.peers.call(self._url, "/kv/cancel", ref, _CANCEL_TIMEOUT_S)
 
-    async def _call_while_it_answers(self, path: str, message: wire.Message) -> bytes:
-        """Return the answer, for which D may wait for blocks, or read, as long as it answers other calls.
+    async def _call(self, path: str, message: wire.Message) -> bytes:
+        """Return the answer, for which D may wait for blocks, or read, as long as it answers renewals.
 
         Raises InstanceFailed where it has not for half a lease.
         """
-        peers, tick_s = self._own.peers, self._own.lease_s / 6
-        heard_at = time.monotonic()
-        call = asyncio.create_task(peers.call(self._url, path, message))
+        began = time.monotonic()
+        call = asyncio.create_task(self._own.peers.call(self._url, path, message))
         try:
-            while not (await asyncio.wait({call}, timeout=tick_s))[0]:
-                try:
-                    await peers.call(self._url, "/kv/renew", self.ref, tick_s)
-                except InstanceFailed as error:
-                    if time.monotonic() - heard_at > self._own.lease_s / 2:
-                        raise unreachable(f"{self._url} answers no more: {error.message}") from error
-                    continue
-                except ServeError:
-                    pass  # nothing to renew, but it answers
-                heard_at = time.monotonic()
+            while not (await asyncio.wait({call}, timeout=self._own.lease_s / 6))[0]:
+                if time.monotonic() - max(self._heard_at, began) > self._own.lease_s / 2:
+                    raise unreachable(f"{self._url} has answered nothing for half a lease")
             return call.result()
         except Unavailable as error:
             raise self._blame(error) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -9,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from epd_serve.cache.block_pool import BlockPool
-from epd_serve.engine.engine import Engine, EngineEvent, EngineHooks, Listeners
+from epd_serve.engine.engine import Engine, EngineEvent, EngineHooks, FailureEvent
 from epd_serve.engine.pace.step_watch import StepWatch
 from epd_serve.engine.step_loop import KVPush, LayerGroups, StepLoop
+from epd_serve.errors import ServeError
 from epd_serve.factories import factory
 from epd_serve.instance.decode import Decoder
 from epd_serve.instance.feature_receiver import FeatureReceiver
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
     from epd_serve.instance.loading.model import Language
 
 
+logger = logging.getLogger(__name__)
+
+
 class LanguageEngine(EngineHooks):
     """Engine, prefill and decode of one instance in one role; call :meth:`start` next.
 
@@ -41,7 +46,6 @@ class LanguageEngine(EngineHooks):
         options, limits = instance.options, instance.limits
         self._instance = instance
         self.weights = weights
-        self.listeners = listeners = Listeners()
         self.watch = StepWatch()
         with instance.streams.language.loading():
             runner = weights.prepare(instance)
@@ -93,30 +97,28 @@ class LanguageEngine(EngineHooks):
             timeout_s=options.feature_timeout_s,
         )
         self.prefiller = Prefiller(
-            self.engine,
-            weights.prompts,
-            self.receiver,
-            Transfers(
-                self.engine,
-                self.sender,
-                memory,
+            engine=self.engine,
+            prompts=weights.prompts,
+            receiver=self.receiver,
+            transfers=Transfers(
+                engine=self.engine,
+                sender=self.sender,
+                memory=memory,
                 peers=instance.peers,
                 telemetry=telemetry,
                 refusals=instance.refusals,
                 clean_ups=instance.clean_ups,
                 lease_s=options.lease_s,
             ),
-            listeners=listeners,
             processor=instance.processor,
             compiler=weights.compiler,
-            telemetry=telemetry,
+            timeline=telemetry.timeline,
         )
         self.decoder = Decoder(
-            self.engine,
-            memory,
-            weights.prompts.tokenizer,
+            engine=self.engine,
+            memory=memory,
+            tokenizer=weights.prompts.tokenizer,
             transport=instance.transport,
-            listeners=listeners,
             compiler=weights.compiler,
             telemetry=telemetry,
             queue_timeout_s=options.queue_timeout_s,
@@ -138,7 +140,7 @@ class LanguageEngine(EngineHooks):
         return msgspec.structs.replace(
             load,
             num_waiting_tokens=load.num_waiting_tokens + self.prefiller.num_preparing_tokens,
-            num_expected=sum(not generation.done() for generation in self.decoder.expected.values()),
+            num_expected=self.decoder.num_expected,
             num_refused=sum(waiting.request.num_sequences for waiting in self.decoder.waiting),
         )
 
@@ -151,7 +153,8 @@ class LanguageEngine(EngineHooks):
             "reservations": self.decoder.num_reservations,
             "staged": self.memory.num_staged,
             "feature_owners": self.receiver.num_owners,
-            "listeners": len(self.listeners),
+            "prompts": len(self.prefiller),
+            "answers": len(self.decoder.generations),
         }
 
     # ------------------------------------------------------------------ for the engine
@@ -166,7 +169,10 @@ class LanguageEngine(EngineHooks):
         self.receiver.starved(mm_hash)
 
     def turn(self) -> AbstractContextManager[None]:
-        return self._instance.streams.language.step()
+        language = self._instance.streams.language
+        if language.tower is not None and language.tower.is_wanted:
+            self.idle()  # an assistant's encodes go first
+        return language.step()
 
     def stepped(self, output: ScheduleOutput, seconds: float) -> None:
         instance = self._instance
@@ -177,6 +183,7 @@ class LanguageEngine(EngineHooks):
 
     def idle(self) -> None:
         self._instance.streams.language.idle()
+        self._instance.encoder.reconsider()
 
     def failed(self) -> None:
         end_if_lost(self._instance.device)
@@ -186,7 +193,19 @@ class LanguageEngine(EngineHooks):
 
     def emit(self, events: list[EngineEvent]) -> None:
         if not self._instance.loop.is_closed():
-            self._instance.loop.call_soon_threadsafe(self.listeners.dispatch, events)
+            self._instance.loop.call_soon_threadsafe(self._dispatch, events)
+
+    def _dispatch(self, events: list[EngineEvent]) -> None:
+        for event in events:
+            request_id = event.request_id if isinstance(event, FailureEvent) else event.sequence.request_id
+            receiver = self.decoder.generation(request_id) or self.prefiller.receiver_of(request_id)
+            if receiver is None:
+                continue
+            try:
+                receiver.feed(event)
+            except Exception as error:  # an answer that cannot be written must not take the others along
+                logger.exception("the answer of request %s failed", request_id)
+                receiver.feed(FailureEvent(request_id, ServeError(f"the answer cannot be written: {error}")))
 
     def freed(self) -> None:
         if self.decoder.waiting and not self._instance.loop.is_closed():

@@ -88,38 +88,53 @@ async def _serve(options: InstanceOptions) -> None:
     )
     server = _Server(config)
     draining: list[asyncio.Task[None]] = []
-    joined: list[asyncio.Task[None]] = []
 
     def stop() -> None:
         """Finish what is here first; at once when asked again."""
         if draining or not instance.ready:
-            _stop(instance, server)
+            instance.reports.close()  # the server waits for the end of every answer
+            server.should_exit = True
         else:
-            draining.append(asyncio.create_task(_drain(instance, server, joined)))
+            draining.append(asyncio.create_task(drain()))
+
+    async def drain() -> None:
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+        instance.reports.close()
+        try:
+            async with asyncio.timeout(options.drain_s):
+                await instance.lifecycle.end()
+        except TimeoutError:
+            logger.warning("not all requests ended within %g s", options.drain_s)
+        server.should_exit = True
 
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop)
-    serving = asyncio.create_task(server.serve())
-    starting = asyncio.create_task(_start(instance, joined))
+    serving, working = asyncio.create_task(server.serve()), asyncio.create_task(_work(instance))
     try:
-        await asyncio.wait((serving, starting), return_when=asyncio.FIRST_COMPLETED)
-        if starting.done() and starting.exception() is not None:
+        await asyncio.wait((serving, working), return_when=asyncio.FIRST_COMPLETED)
+        if working.done() and not working.cancelled() and working.exception() is not None:
             server.should_exit = True
-            await serving
-            starting.result()
         await serving
     finally:
-        for task in (starting, *draining, *joined):
+        for task in (working, *draining):
             task.cancel()
-        await asyncio.gather(*joined, return_exceptions=True)
+        outcome, *_ = await asyncio.gather(working, *draining, return_exceptions=True)
         if instance.ready:
             await instance.close()
+    if isinstance(outcome, Exception):
+        raise outcome
 
 
-def _stop(instance: Instance, server: uvicorn.Server) -> None:
-    """No more reports: the server waits for the end of every answer."""
-    instance.reports.close()
-    server.should_exit = True
+async def _work(instance: Instance) -> None:
+    """Start the instance; then announce it to its gateways, if it has any, until this is cancelled."""
+    options = instance.options
+    await instance.start()
+    logger.info("ready: role %s on %s, pid %d", options.role, options.device, os.getpid())
+    if options.join:
+        await join_all(
+            options.join, options.name, instance.url, admin_headers(), key=cluster_key(), tls=tls_files()
+        )
 
 
 class _Server(uvicorn.Server):
@@ -141,25 +156,3 @@ class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-async def _drain(instance: Instance, server: _Server, joined: list[asyncio.Task[None]]) -> None:
-    for task in joined:
-        task.cancel()
-    await asyncio.gather(*joined, return_exceptions=True)
-    try:
-        async with asyncio.timeout(instance.options.drain_s):
-            await instance.drained()
-    except TimeoutError:
-        logger.warning("not all requests ended within %g s", instance.options.drain_s)
-    _stop(instance, server)
-
-
-async def _start(instance: Instance, joined: list[asyncio.Task[None]]) -> None:
-    await instance.start()
-    if gateways := instance.options.join:
-        joining = join_all(
-            gateways, instance.options.name, instance.url, admin_headers(), key=cluster_key(), tls=tls_files()
-        )
-        joined.append(asyncio.create_task(joining))
-    logger.info("ready: role %s on %s, pid %d", instance.options.role, instance.options.device, os.getpid())

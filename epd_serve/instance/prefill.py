@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from epd_serve.engine.engine import Engine, EngineEvent, FailureEvent, Listeners, PromptEvent
+from epd_serve.engine.engine import Engine
 from epd_serve.errors import DECODE_DRAINING, DRAINING, PEER_UNREACHABLE, InvalidRequest, ServeError, StageTimeout
 from epd_serve.instance.answer import Answer, Generation, broken_structure
 from epd_serve.instance.feature_receiver import FeatureReceiver
 from epd_serve.instance.kv_delivery import KVDelivery, Transfers
-from epd_serve.instance.telemetry import InstanceTelemetry
 from epd_serve.instance.text.prompt import PromptProcessor
 from epd_serve.instance.text.request_processor import S_PER_CHARACTER, RequestProcessor
 from epd_serve.protocol import wire
@@ -23,8 +22,7 @@ from epd_serve.protocol.openai import chunks
 from epd_serve.rpc import items
 from epd_serve.rpc.server import JSON, BrokenStream, Reply
 from epd_serve.sched.sequence import Sequence, SequenceState
-from epd_serve.telemetry.span import FEATURE_WAIT, PREFILL_QUEUE
-from epd_serve.transfer.kv_sender import OutgoingTransfer
+from epd_serve.telemetry.span import FEATURE_WAIT, PREFILL_QUEUE, Timeline
 
 if TYPE_CHECKING:
     from epd_serve.instance.text.grammar_compiler import GrammarCompiler
@@ -42,45 +40,47 @@ class _Prompt:
     Attributes:
         num_tokens: about how many its prompt has.
         sequence: in the engine; None before.
-        generation: of an answer that is decoded here.
+        receiver: takes the engine's events; None before.
     """
 
     num_tokens: int
     sequence: Sequence | None = None
-    generation: Generation | None = None
+    receiver: Generation | KVDelivery | None = None
 
 
+@dataclass(kw_only=True, eq=False)
 class Prefiller:
-    """Computes prompts. Decodes them too where the gateway names no decode instance."""
+    """Computes prompts. Decodes them too where the gateway names no decode instance.
 
-    def __init__(
-        self,
-        engine: Engine,
-        prompts: PromptProcessor,
-        receiver: FeatureReceiver,
-        transfers: Transfers,
-        *,
-        listeners: Listeners,
-        processor: RequestProcessor,
-        compiler: GrammarCompiler | None,
-        telemetry: InstanceTelemetry,
-    ) -> None:
-        """``compiler`` is None where no answer follows a grammar."""
-        self._engine = engine
-        self._prompts = prompts
-        self._receiver = receiver
-        self._transfers = transfers
-        self._listeners = listeners
-        self._processor = processor
-        self._compiler = compiler
-        self._timeline = telemetry.timeline
+    Attributes:
+        compiler: None where no answer follows a grammar.
+    """
+
+    engine: Engine
+    prompts: PromptProcessor
+    receiver: FeatureReceiver
+    transfers: Transfers
+    processor: RequestProcessor
+    compiler: GrammarCompiler | None
+    timeline: Timeline
+
+    def __post_init__(self) -> None:
         self._requests: dict[str, _Prompt] = {}
 
-    def is_serving(self, request_id: str) -> bool:
+    def __len__(self) -> int:
+        """Return the number of requests that are being served."""
+        return len(self._requests)
+
+    def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
+    def receiver_of(self, request_id: str) -> Generation | KVDelivery | None:
+        """Return what takes the events of a request in the engine."""
+        request = self._requests.get(request_id)
+        return None if request is None else request.receiver
+
     def has_begun(self, request_id: str) -> bool:
-        """Whether the prompt is being computed, or was."""
+        """Return whether the prompt is being computed, or was."""
         request = self._requests.get(request_id)
         sequence = None if request is None else request.sequence
         return sequence is not None and sequence.state is not SequenceState.WAITING
@@ -93,7 +93,7 @@ class Prefiller:
     @property
     def generations(self) -> list[Generation]:
         """The answers that are decoded here."""
-        return [one.generation for one in self._requests.values() if one.generation is not None]
+        return [one.receiver for one in self._requests.values() if isinstance(one.receiver, Generation)]
 
     async def prefill(self, request: wire.PrefillRequest) -> Reply:
         """Compute the prompt and answer with the first token as soon as there is one.
@@ -103,30 +103,30 @@ class Prefiller:
         request_id = request.request_id
         if request_id in self._requests:
             raise InvalidRequest(f"request {request_id} is being served already", param="request_id")
-        num_characters = self._prompts.check_size(request)
-        self._requests[request_id] = _Prompt(self._prompts.estimate(request, num_characters))
+        num_characters = self.prompts.check_size(request)
+        self._requests[request_id] = _Prompt(self.prompts.estimate(request, num_characters))
         try:
-            items = self._prompts.segments(request.items)
-            here = self._receiver.expect(request_id, items)  # before all else: features may be here already
+            items = self.prompts.segments(request.items)
+            here = self.receiver.expect(request_id, items)  # before all else: features may be here already
             parts = (part for item in request.items for part in item.segments)
             had = [i for i, part in enumerate(parts) if part.mm_hash in here]
             stage = FEATURE_WAIT if len(had) < len(items) else PREFILL_QUEUE
-            self._timeline.received(request_id, stage, hand_off=request.decode_url is not None)
+            self.timeline.received(request_id, stage, hand_off=request.decode_url is not None)
             features = asyncio.create_task(self._receive_features(request_id, items))
             try:
-                sequence, answer = await self._processor.run(
+                sequence, answer = await self.processor.run(
                     "text", S_PER_CHARACTER * num_characters, self._prepare, request
                 )
                 if sequence.sampling.grammar is not None:
-                    assert self._compiler is not None, "refused before"
-                    constraint = sequence.constraint = await self._compiler.compile(sequence.sampling.grammar)
+                    assert self.compiler is not None, "refused before"
+                    constraint = sequence.constraint = await self.compiler.compile(sequence.sampling.grammar)
                     # an instance that goes on with the answer follows the same, without parts left out here
                     sequence.sampling = msgspec.structs.replace(sequence.sampling, grammar=constraint.grammar)
                 if answer.finished:  # the client lacks nothing but the end
                     reply = self._end_answer(sequence, answer, b"", partial(self._end, request_id))
                 else:
                     num_new = 0 if sequence.hand_off else sequence.max_tokens - len(sequence.output_ids)
-                    self._engine.check_fits(sequence.num_tokens, num_new, sequence.num_forked)
+                    self.engine.check_fits(sequence.num_tokens, num_new, sequence.num_forked)
                     if request.decode_url is None:
                         reply = await self._serve(sequence, answer, features)
                     else:
@@ -139,70 +139,45 @@ class Prefiller:
             self._end(request_id)
             raise
 
-    async def tokenize(self, request: wire.TokenizeRequest) -> wire.TokenizeReply:
-        """The tokens of a chat or prompt. Raises InvalidRequest as :meth:`prefill` would."""
-        cost_s = S_PER_CHARACTER * self._prompts.check_size(request)
-        return await self._processor.run("text", cost_s, self._prompts.tokenize, request)
-
-    async def detokenize(self, request: wire.DetokenizeRequest) -> wire.DetokenizeReply:
-        """The text of tokens. Raises InvalidRequest for those that are none."""
-        cost_s = S_PER_CHARACTER * len(request.tokens)
-        text = await self._processor.run("text", cost_s, self._prompts.detokenize, request.tokens)
-        return wire.DetokenizeReply(text)
-
     def _prepare(self, request: wire.PrefillRequest) -> tuple[Sequence, Answer]:
         """The prompt, and the answer as far as the client has it. Runs on a thread."""
-        sequence = self._prompts.process(request)
-        answer = Answer(self._prompts.tokenizer, request.output, sequence.sampling, sequence.prompt_ids)
+        sequence = self.prompts.process(request)
+        answer = Answer(self.prompts.tokenizer, request.output, sequence.sampling, sequence.prompt_ids)
         if generated := request.generated:
-            reason = sequence.finish_reason(generated[-1], len(generated), self._engine.eos_token_ids)
+            reason = sequence.finish_reason(generated[-1], len(generated), self.engine.eos_token_ids)
             answer.replay(generated, reason)
         if sequence.sampling.logprobs is not None:
             sequence.wanted_logprobs = answer.unknown_logprobs
         return sequence, answer
 
     async def _receive_features(self, request_id: str, items: list[wire.MediaRef]) -> None:
-        await self._receiver.complete(request_id, items)
-        self._timeline.features_here(request_id)
+        await self.receiver.complete(request_id, items)
+        self.timeline.features_here(request_id)
 
     async def _compute(
-        self,
-        sequence: Sequence,
-        feed: Callable[[EngineEvent], None],
-        first: asyncio.Future[Any],
-        features: asyncio.Task[None],
-        transfer: OutgoingTransfer | None = None,
+        self, sequence: Sequence, receiver: Generation | KVDelivery, features: asyncio.Task[None]
     ) -> None:
         """Have a prompt computed; return with its first event. Its features must be here before their deadline."""
-        self._listeners.listen(sequence.request_id, feed)
-        self._engine.submit(sequence, transfer)
-        self._requests[sequence.request_id].sequence = sequence
+        request = self._requests[sequence.request_id]
+        request.receiver = receiver
+        self.engine.submit(sequence, receiver.transfer if isinstance(receiver, KVDelivery) else None)
+        request.sequence = sequence
+        first: asyncio.Future[Any] = receiver.first
         done, _ = await asyncio.wait(
-            (features, first), timeout=self._receiver.timeout_s, return_when=asyncio.FIRST_COMPLETED
+            (features, first), timeout=self.receiver.timeout_s, return_when=asyncio.FIRST_COMPLETED
         )
         if not done:
             raise StageTimeout(
-                f"the encoded media did not arrive within {self._receiver.timeout_s:g} s",
-                code="feature_timeout",
+                f"the encoded media did not arrive within {self.receiver.timeout_s:g} s", code="feature_timeout"
             )
         await first
-        self._receiver.release(sequence.request_id)
+        self.receiver.release(sequence.request_id)
 
     async def _serve(self, sequence: Sequence, answer: Answer, features: asyncio.Task[None]) -> Reply:
         """Decode the answer here."""
         request_id = sequence.request_id
-        generation = Generation(answer, self._engine, self._timeline, request_id)
-        self._requests[request_id].generation = generation
-        first = asyncio.get_running_loop().create_future()
-
-        def feed(event: EngineEvent) -> None:
-            if not first.done():
-                first.set_result(None)
-            answer.num_cached_tokens = sequence.num_cached or 0
-            self._listeners.listen(request_id, generation.feed)
-            generation.feed(event)
-
-        await self._compute(sequence, feed, first, features)
+        generation = Generation(answer, self.engine, self.timeline, request_id)
+        await self._compute(sequence, generation, features)
         return await generation.reply(
             stream=answer.options.stream, headers=(NEXT_NONE,), on_close=partial(self._end, request_id)
         )
@@ -211,20 +186,14 @@ class Prefiller:
         self, decode_url: str, sequence: Sequence, answer: Answer, features: asyncio.Task[None]
     ) -> Reply:
         """Have the answer decoded elsewhere."""
-        delivery = KVDelivery(self._transfers, sequence, decode_url)
+        delivery = KVDelivery(self.transfers, sequence, decode_url)
         generated = list(sequence.output_ids)
-        first: asyncio.Future[PromptEvent] = asyncio.get_running_loop().create_future()
-
-        def feed(event: EngineEvent) -> None:
-            if isinstance(event, FailureEvent) and not first.done():
-                first.set_exception(event.error)
-            elif isinstance(event, PromptEvent) and not first.done():
-                first.set_result(event)
-
-        await delivery.open(first)
+        is_open = False
         try:
-            await self._compute(sequence, feed, first, features, delivery.transfer)
-            tokens = first.result().tokens
+            await delivery.open()
+            is_open = True
+            await self._compute(sequence, delivery, features)
+            tokens = delivery.first.result().tokens
             if sequence.constraint is not None and sequence.constraint.error:
                 raise broken_structure(sequence.constraint.error)
             if sequence.logprobs:
@@ -236,7 +205,7 @@ class Prefiller:
             )
         except BaseException as error:
             # an error of the request itself is told here alone: no instance has failed
-            is_failure = isinstance(error, ServeError) and not isinstance(error, InvalidRequest)
+            is_failure = is_open and isinstance(error, ServeError) and not isinstance(error, InvalidRequest)
             delivery.give_up(str(error) if is_failure else "")
             raise
 
@@ -282,13 +251,12 @@ class Prefiller:
 
     def _end_answer(self, sequence: Sequence, answer: Answer, body: bytes, on_close: Callable[[], None]) -> Reply:
         """Return the rest of an answer for which nothing is left to compute."""
-        self._timeline.finished(sequence.request_id)
+        self.timeline.finished(sequence.request_id)
         content = items.HEADERS if answer.options.stream else (JSON,)
         return Reply(headers=(*content, NEXT_NONE), body=body + answer.end(), on_close=on_close)
 
     def _end(self, request_id: str) -> None:
         if self._requests.pop(request_id, None) is not None:
-            self._listeners.listen(request_id, None)
-            self._engine.abort(request_id)
-            self._timeline.drop(request_id)
-            self._receiver.release(request_id)
+            self.engine.abort(request_id)
+            self.timeline.drop(request_id)
+            self.receiver.release(request_id)

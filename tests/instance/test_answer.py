@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import pytest
+from fleet import Books
+from services import serving
 from transformers import AutoTokenizer
 
 from epd_serve.demo import weights_dir
+from epd_serve.errors import ServeError
 from epd_serve.instance.answer import Answer
 from epd_serve.instance.text.tokenizer import Tokenizer
 from epd_serve.protocol.openai.tool_format import CALL_START
-from epd_serve.protocol.wire import OutputOptions, TokenLogprob
+from epd_serve.protocol.wire import OutputOptions, PrefillRequest, TokenLogprob, encode
 from epd_serve.rpc.items import ItemReader
+from epd_serve.rpc.link import Link
 from epd_serve.types import Grammar, SamplingParams, ToolSchema
 
 TOKENIZER = Tokenizer(AutoTokenizer.from_pretrained(weights_dir()))
@@ -94,3 +99,25 @@ def test_what_begins_no_call_is_content(text: str, finish_reason: str, content: 
     ids = ids_of(text) + [0] * (finish_reason == "stop")
     chunks, whole = answers(ids, finish_reason, grammar=TOOLS)
     assert "".join(chunk["delta"]["content"] for chunk in chunks) == content == whole["message"]["content"]
+
+
+async def test_an_answer_that_cannot_be_written_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    push = Answer.push
+
+    def written(answer: Answer, *token: Any) -> bytes:
+        if answer.options.id == "broken":
+            raise OverflowError("no such token")
+        return push(answer, *token)
+
+    def prompt(name: str) -> bytes:
+        output = OutputOptions("completion", name, 0, "m")
+        return encode(PrefillRequest(name, output, SamplingParams(seed=0, max_tokens=5), [], prompt="apple"))
+
+    monkeypatch.setattr(Answer, "push", written)
+    async with serving(weights_dir(), "PD") as instance, Link("pd", instance.url) as link:
+        broken, fine = await asyncio.gather(
+            *(link.ask("/stage/prefill", [prompt(name)]) for name in ("broken", "fine")), return_exceptions=True
+        )
+        assert isinstance(broken, ServeError) and broken.status == 500
+        assert isinstance(fine, bytes) and json.loads(fine)["choices"]
+        await Books({"pd": instance.url}).check()

@@ -13,7 +13,6 @@ from fastapi import FastAPI
 
 from epd_serve.config import InstanceOptions
 from epd_serve.demo import weights_dir
-from epd_serve.instance.http import Peers
 from epd_serve.instance.instance import Instance
 from epd_serve.instance.main import _Server
 from epd_serve.types import Role
@@ -42,12 +41,6 @@ async def test_a_start_that_fails_leaves_no_session_open(change: dict[str, Any],
     del instance
     gc.collect()
     assert complaints == []
-
-
-async def test_peers_that_were_never_called_can_be_closed() -> None:
-    peers = Peers()
-    await peers.close()
-    await peers.close()
 
 
 async def test_a_port_that_is_taken_is_a_sentence() -> None:

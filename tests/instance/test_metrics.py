@@ -61,7 +61,7 @@ def test_all_that_is_told_is_rendered() -> None:
     Timeline(lambda: 4.0, metrics.put).encoded("r", "h", 1.0, (2.0, 4.0))
     metrics.put(Span("text", "", 2.0, 4.0, {"track": "text_0", "waited_s": 1.0}))
     metrics.put(Span("encode", "", 1.0, 3.0, {"track": "tower", "images": 2, "pixels": 50}))
-    state = Load(num_running=3, free_blocks=4), (2, 500), {"d": (0.01, 1e9)}
+    state = Load(num_running=3, num_waiting=2, free_blocks=4, total_blocks=16), (2, 500), {"d": (0.01, 1e9)}
     found = values(metrics.render(*state, prefix_tokens=(20, 11), paused_s=4.0, slack=slack))
     expected = {
         "preemptions_total": 2,
@@ -114,6 +114,9 @@ def test_all_that_is_told_is_rendered() -> None:
         "preparation_seconds_sum[text]": 3,
         "num_running": 3,
         "free_blocks": 4,
+        "vllm:num_requests_running": 3,
+        "vllm:num_requests_waiting": 2,
+        "vllm:kv_cache_usage_perc": 0.75,
     }
     assert {name: found[name] for name in expected} == pytest.approx(expected)
     assert metrics.render(*state, prefix_tokens=(5, 0)), "an engine of another role begins anew"
@@ -154,11 +157,3 @@ async def test_an_embedded_store_tells_what_it_does() -> None:
     }
     assert {name: found[f"{name}[embedded]"] for name in expected} == expected
     assert (found["store_held_bytes"], found["store_owners"]) == (600, 0)
-
-
-def test_routers_for_vllm_read_its_load() -> None:
-    metrics = InstanceMetrics()
-    text = metrics.render(Load(num_running=3, num_waiting=2, free_blocks=4, total_blocks=16), (0, 0), {}).decode()
-    assert "\nvllm:num_requests_running 3.0\n" in text
-    assert "\nvllm:num_requests_waiting 2.0\n" in text
-    assert "\nvllm:kv_cache_usage_perc 0.75\n" in text

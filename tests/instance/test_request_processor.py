@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from epd_serve.errors import PREPARATION_FULL, InvalidRequest, Overloaded
+from epd_serve.errors import PREPARATION_FULL, Overloaded
 from epd_serve.instance.text.request_processor import SLOW_S, Kind, RequestProcessor
-from epd_serve.telemetry.span import Span, SpanStream
+from epd_serve.telemetry.span import SpanStream
 
 
 class Gate:
@@ -92,23 +92,6 @@ async def test_an_item_that_turns_out_to_be_slow_leaves_its_place(processor: Req
         assert place.is_slow
     async with processor.place("text", 1.0), processor.place("text", 0.0):
         assert processor.num_waiting == 0, "all places are free again"
-
-
-async def test_each_item_has_a_span_with_its_wait() -> None:
-    told: list[Span] = []
-    spans = SpanStream()
-    spans.subscribe(told.append)
-    processor = RequestProcessor(2, queue_timeout_s=60, spans=spans)
-
-    def broken() -> None:
-        raise InvalidRequest("broken")
-
-    with pytest.raises(InvalidRequest):
-        await processor.run("media", 0.0, broken)
-    assert await processor.run("media", 0.0, lambda: 1) == 1
-    await processor.close()
-    assert [(span.name, span.attributes["track"]) for span in told] == [("media", "media_0")] * 2
-    assert all(float(span.attributes["waited_s"]) >= 0 and span.end_s >= span.start_s for span in told)
 
 
 async def test_a_place_is_free_when_the_thread_of_a_cancelled_item_has_ended(

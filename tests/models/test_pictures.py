@@ -21,6 +21,7 @@ from device.registry import get_device
 from epd_serve.errors import InvalidRequest
 from epd_serve.instance.text.chat_template import MediaLiterals
 from epd_serve.instance.text.prompt import MediaLayouts
+from epd_serve.instance.text.tokenizer import MARK
 from epd_serve.models.families.internvl import InternVL
 from epd_serve.models.family import Family, Size, picture
 from epd_serve.models.loader import load_family
@@ -70,7 +71,7 @@ def test_tokens_of_pictures_that_a_user_writes_stay_text(path: Path) -> None:
     ids = MediaLayouts(family, tokenizer).of(picture((200, 150))).ids
     special = [tokenizer.convert_ids_to_tokens(one) for one in set(ids) if one in tokenizer.added_tokens_decoder]
     assert special
-    assert all(literals.mark_for(f"a {token} b") for token in special)
+    assert all(MARK in literals.marked(f"a {token} b") for token in special)
 
 
 def test_tokens_and_pixels_follow_from_the_size(path: Path) -> None:

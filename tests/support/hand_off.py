@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from epd_serve.cache.block_pool import BlockPool, RequestBlocks
-from epd_serve.engine.engine import Listeners
 from epd_serve.errors import ServeError
 from epd_serve.instance.calls import CleanUps, Refusals
 from epd_serve.instance.decode import Decoder
@@ -109,11 +108,10 @@ def decode_service(
 ) -> Decoder:
     tokenizer: Any = Tokenizer()
     return Decoder(
-        engine,
-        memory or Memory(),
-        tokenizer,
+        engine=engine,
+        memory=memory or Memory(),
+        tokenizer=tokenizer,
         transport=transport,
-        listeners=Listeners(),
         compiler=None,
         telemetry=InstanceTelemetry("d0"),
         queue_timeout_s=queue_timeout_s,
@@ -145,9 +143,10 @@ class Sender:
 
 
 def transfers(peers: Any, *, engine: Any, clean_ups: CleanUps, telemetry: Any, lease_s: float) -> Transfers:
-    parts: list[Any] = [engine, Sender(), Memory()]
+    parts: dict[str, Any] = {"sender": Sender(), "memory": Memory()}
     return Transfers(
-        *parts,
+        **parts,
+        engine=engine,
         peers=peers,
         telemetry=telemetry,
         refusals=Refusals("p0"),

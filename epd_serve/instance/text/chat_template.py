@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from jinja2 import Environment, TemplateError, meta
 
 from epd_serve.config.model_files import check_template, parse_template
 from epd_serve.errors import InvalidRequest
+from epd_serve.instance.text.tokenizer import MARK
 from epd_serve.protocol.openai.tool_format import written_calls
 from epd_serve.protocol.wire import ChatMessage, PromptOptions
 
@@ -85,9 +86,11 @@ class ChatTemplate:
         parameters = inspect.signature(self._tokenizer.apply_chat_template).parameters
         return frozenset((*parameters, "messages", "tools", *self._tokenizer.special_tokens_map))
 
-    def render(self, messages: Sequence[ChatMessage], options: PromptOptions) -> tuple[str, str]:
-        """The text, and the mark of what stands for media in it only by its spelling
-        (:class:`MediaLiterals`). Raises InvalidRequest for what the template refuses."""
+    def render(self, messages: Sequence[ChatMessage], options: PromptOptions) -> str:
+        """Return the text, with what the request spells like a media token marked (:class:`MediaLiterals`).
+
+        Raises InvalidRequest for what the template refuses.
+        """
         if not self._tokenizer.chat_template:
             raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
         tools = json.loads(options.tools) if options.tools else None
@@ -109,9 +112,7 @@ class ChatTemplate:
                     f"chat_template_kwargs.{name[:60]}: the model's chat template has no such argument",
                     param=f"chat_template_kwargs.{name[:60]}",
                 )
-        shown: list[Any] = [rendered, tools if native else None, arguments]
-        mark = self._literals.mark_for(shown)
-        rendered, tools, arguments = self._literals.marked(shown, mark) if mark else shown
+        rendered, tools, arguments = self._literals.marked([rendered, tools if native else None, arguments])
         try:
             text: str = self._tokenizer.apply_chat_template(
                 rendered,
@@ -125,7 +126,7 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
-        return text, mark
+        return text
 
 
 def _message(message: ChatMessage, *, with_calls: bool) -> dict[str, Any]:
@@ -184,10 +185,9 @@ _FIELD = re.compile(r"(image|video|vision|audio)\w*_token_(id|index)")
 
 
 class MediaLiterals:
-    """Finds spellings of media tokens in what a request brings, and marks them, to be tokenised as text.
+    """Marks spellings of media tokens in what a request brings, to be tokenised as text.
 
-    A mark is a character of the private use areas that the request does not have, behind the first character of
-    each spelling. Chat templates pass it on like any other. A text that is cut at its marks has no such token.
+    A text that is cut at its marks has no such token.
     """
 
     def __init__(self, tokenizer: Any, config: Any, tokens: Collection[str] = ()) -> None:
@@ -197,39 +197,13 @@ class MediaLiterals:
         ids = {value for name, value in fields if _FIELD.fullmatch(name) and isinstance(value, int)}
         spellings = [str(one.content) for id, one in added.items() if id in ids or one.content in tokens]
         longest_first = sorted(spellings, key=len, reverse=True)
-        self._spelling = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+        self._spelling = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
-    def mark_for(self, value: Any) -> str:
-        """The mark for strings, lists and dicts of a request; "" where nothing in them is to be marked."""
-        texts = list(_strings(value))
-        if self._spelling is None or not any(map(self._spelling.search, texts)):
-            return ""
-        used: set[str] = set().union(*texts)
-        mark = next((mark for mark in map(chr, range(0xE000, 0xF900)) if mark not in used), None)
-        if mark is None:
-            raise InvalidRequest(
-                f"a text that has {self._spelling.pattern!r} may not have every character from U+E000 to U+F8FF",
-                param="messages",
-            )
-        return mark
-
-    def marked(self, value: Any, mark: str) -> Any:
-        """A copy of strings, lists and dicts with all spellings marked."""
+    def marked(self, value: Any) -> Any:
+        """Return a copy of strings, lists and dicts with all spellings marked, and marks of their own replaced."""
         if isinstance(value, str):
-            assert self._spelling is not None
-            return self._spelling.sub(lambda found: found[0][0] + mark + found[0][1:], value)
+            plain = value.replace(MARK, "\N{REPLACEMENT CHARACTER}")
+            return self._spelling.sub(lambda found: found[0][0] + MARK + found[0][1:], plain)
         if isinstance(value, dict):
-            return {self.marked(key, mark): self.marked(one, mark) for key, one in value.items()}
-        return [self.marked(one, mark) for one in value] if isinstance(value, list) else value
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for key, one in value.items():
-            yield from _strings(key)
-            yield from _strings(one)
-    elif isinstance(value, list):
-        for one in value:
-            yield from _strings(one)
+            return {self.marked(key): self.marked(one) for key, one in value.items()}
+        return [self.marked(one) for one in value] if isinstance(value, list) else value

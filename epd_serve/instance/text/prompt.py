@@ -12,7 +12,7 @@ import msgspec
 from epd_serve.cache.block_pool import hash_blocks
 from epd_serve.errors import InvalidRequest
 from epd_serve.instance.rates import StageRates
-from epd_serve.instance.text.tokenizer import Tokenizer
+from epd_serve.instance.text.tokenizer import MARK, Tokenizer
 from epd_serve.models.family import TRIED_SECONDS, TRIED_SIZES, Family, picture, sound
 from epd_serve.models.generation_config import GenerationConfig
 from epd_serve.protocol.wire import MediaRef, PrefillRequest, TokenizeReply, TokenizeRequest
@@ -44,40 +44,33 @@ class Texts:
     grammars: Grammars | None
 
 
+@dataclass(eq=False)
 class PromptProcessor:
     """Chat template, tokenizer and position layout of one model. Safe for use from a pool of threads.
 
     Attributes:
         max_model_len: longest prompt and answer together, in tokens.
+        rates: learn how many tokens texts have.
     """
 
-    def __init__(
-        self,
-        texts: Texts,
-        family: Family,
-        language_model: Any,
-        *,
-        max_model_len: int,
-        block_size: int,
-        generation: GenerationConfig,
-        rates: StageRates,
-    ) -> None:
-        """``rates`` learn how many tokens texts have."""
-        self.tokenizer, self.grammars, self._template = texts.tokenizer, texts.grammars, texts.template
-        self._generation = generation
-        self._family = family
-        self._layouts = MediaLayouts(family, self.tokenizer.inner)
-        self._language_model = language_model
-        self.max_model_len = max_model_len
-        self._block_size = block_size
-        self._rates = rates
+    texts: Texts
+    family: Family
+    language_model: Any
+    max_model_len: int
+    block_size: int
+    generation: GenerationConfig
+    rates: StageRates
+
+    def __post_init__(self) -> None:
+        self.tokenizer = self.texts.tokenizer
+        self._layouts = MediaLayouts(self.family, self.tokenizer.inner)
 
     def estimate(self, request: PrefillRequest, num_characters: int) -> int:
         """About how many tokens the prompt will have; ``num_characters``: from :meth:`check_size`."""
         if isinstance(request.prompt, list):
             return len(request.prompt)
-        media = sum(self._family.num_tokens(item) for item in request.items)
-        return media + round(num_characters * self._rates.tokens_per_character)
+        media = sum(self.family.num_tokens(item) for item in request.items)
+        return media + round(num_characters * self.rates.tokens_per_character)
 
     def check_size(self, request: PrefillRequest | TokenizeRequest) -> int:
         """Return how many characters it has; :meth:`process` and :meth:`tokenize` come next.
@@ -114,15 +107,15 @@ class PromptProcessor:
         if request.generated and request.sampling.n > 1:
             raise InvalidRequest("an answer of several choices cannot go on from its middle", param="generated")
         if not isinstance(request.prompt, list):
-            self._rates.prompted(_num_characters(request), len(ids) - sum(span.length for span in spans))
-        sampling = self._complete(self._generation.complete(request.sampling))
+            self.rates.prompted(_num_characters(request), len(ids) - sum(span.length for span in spans))
+        sampling = self._complete(self.generation.complete(request.sampling))
         max_tokens = _max_tokens(len(ids), sampling.max_tokens, self._max_prompt_tokens(request))
-        if self._generation.max_tokens is not None:
-            max_tokens = min(max_tokens, self._generation.max_tokens)
-        positions, delta = self._family.positions(ids, request.items, self._language_model)
+        if self.generation.max_tokens is not None:
+            max_tokens = min(max_tokens, self.generation.max_tokens)
+        positions, delta = self.family.positions(ids, request.items, self.language_model)
         both_ways: tuple[tuple[int, int], ...] = ()
-        if self._family.both_ways_tokens:  # of what is seen, not heard
-            heard = self._family.row_token_ids.get("audio")
+        if self.family.both_ways_tokens:  # of what is seen, not heard
+            heard = self.family.row_token_ids.get("audio")
             both_ways = tuple((s.start, s.end) for s in spans if ids[s.start] != heard)
         return Sequence(
             request_id=request.request_id,
@@ -133,7 +126,7 @@ class PromptProcessor:
             position_delta=delta,
             spans=self._in_segments(spans, request.items),
             both_ways=both_ways,
-            block_hashes=hash_blocks(ids, self._block_size, spans, request.prompting.cache_salt),
+            block_hashes=hash_blocks(ids, self.block_size, spans, request.prompting.cache_salt),
             num_sequences=sampling.n,
             hand_off=request.decode_url is not None,
             output_ids=list(request.generated),
@@ -142,7 +135,7 @@ class PromptProcessor:
     def segments(self, items: AbstractSequence[MediaRef]) -> list[MediaRef]:
         """The items, and in place of videos the segments that they are encoded in."""
         parts = (part for item in items for part in item.segments)
-        return [part for part in parts if part.segment is None or self._family.num_tokens(part)]
+        return [part for part in parts if part.segment is None or self.family.num_tokens(part)]
 
     def _in_segments(
         self, spans: AbstractSequence[MediaSpan], items: AbstractSequence[MediaRef]
@@ -156,7 +149,7 @@ class PromptProcessor:
                 continue
             first = 0
             for part in segments[span.mm_hash]:
-                end = first + self._family.num_tokens(part)
+                end = first + self.family.num_tokens(part)
                 low, high = max(span.offset, first), min(span.offset + span.length, end)
                 if low < high:
                     start = span.start + low - span.offset
@@ -177,19 +170,18 @@ class PromptProcessor:
         return self.tokenizer.decode(self._check_ids(ids, "tokens"), skip_special_tokens=False)
 
     def _encode(self, request: PrefillRequest | TokenizeRequest) -> tuple[list[int], tuple[MediaSpan, ...]]:
-        options, mark = request.prompting, ""
+        options = request.prompting
         if request.messages is not None:
             param, with_special = "messages", bool(options.add_special_tokens)
-            text, mark = self._template.render(request.messages, options)
+            text = self.texts.template.render(request.messages, options)
         elif isinstance(request.prompt, str):
             param, with_special, text = "prompt", options.add_special_tokens is not False, request.prompt
         else:
             return self._expand(self._check_ids(request.prompt or [], "prompt"), request.items)
         self.tokenizer.check_length(len(text), self._max_prompt_tokens(request), param)
-        if not mark:
-            return self._expand(self.tokenizer.encode(text, add_special_tokens=with_special), request.items)
-        ids = self.tokenizer.encode("", add_special_tokens=with_special)
-        for piece in text.split(mark):
+        first, *others = text.split(MARK) if request.messages is not None else [text]
+        ids = self.tokenizer.encode(first, add_special_tokens=with_special)
+        for piece in others:
             ids += self.tokenizer.encode(piece, add_special_tokens=False)
         return self._expand(ids, request.items)
 
@@ -210,8 +202,8 @@ class PromptProcessor:
             }
             sampling = msgspec.structs.replace(sampling, bad_word_ids=tuple(sorted(filter(None, spellings))))
         if sampling.grammar is not None:
-            assert self.grammars is not None, "refused before"
-            ends = (*sampling.stop_token_ids, self.grammars.end_token_id)
+            assert self.texts.grammars is not None, "refused before"
+            ends = (*sampling.stop_token_ids, self.texts.grammars.end_token_id)
             sampling = msgspec.structs.replace(sampling, stop_token_ids=ends)
         return sampling
 
@@ -230,7 +222,7 @@ class PromptProcessor:
         """Replace the template's one placeholder for each item by the item's tokens."""
         if not items:
             return ids, ()  # a placeholder in a text without media is a token like any other
-        placeholders = {token: kind for kind, token in self._family.token_ids.items()}
+        placeholders = {token: kind for kind, token in self.family.token_ids.items()}
         shown = [placeholders[token] for token in ids if token in placeholders]
         if shown != (sent := [item.modality for item in items]):
             raise InvalidRequest(

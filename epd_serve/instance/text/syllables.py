@@ -99,13 +99,13 @@ def _read(text: str) -> Iterator[int]:
 class SyllableTemplate:
     """``role: text`` for each message."""
 
-    def render(self, messages: Sequence[ChatMessage], options: PromptOptions) -> tuple[str, str]:
+    def render(self, messages: Sequence[ChatMessage], options: PromptOptions) -> str:
         if options.tools:
             raise InvalidRequest("a model without weights calls no tools; leave them out", param="tools")
         texts = [f"{message.role}: {''.join(map(_shown, message.content))}" for message in messages]
         if options.add_generation_prompt:
             texts.append("assistant: ")
-        return "\n".join(texts), ""
+        return "\n".join(texts)
 
 
 def _shown(part: Any) -> str:

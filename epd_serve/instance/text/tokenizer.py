@@ -16,6 +16,9 @@ MAX_CHARACTERS = 1 << 20
 _CHARACTERS_PER_TOKEN = 8
 #: Characters that a normalizer makes one of.
 _MAX_COMPOSED = 4
+#: Stands in a chat's text behind the first character of what only spells a media token: the text is cut there.
+#: Unicode keeps this one out of texts, and chat templates pass it on.
+MARK = "\ufdd0"
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
 _OTHERS = (byte for byte in range(0x100) if byte not in _PRINTABLE)

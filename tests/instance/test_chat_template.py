@@ -1,17 +1,21 @@
-"""Chat templates that look for parts alone, or for strings alone, show the text of every message."""
+"""Chat templates show the text of every message, and what it spells like a media token stays text."""
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, Qwen2_5_VLConfig
 
 from epd_serve.demo import weights_dir
 from epd_serve.errors import InvalidRequest
 from epd_serve.instance.text.chat_template import ChatTemplate, MediaLiterals
+from epd_serve.instance.text.tokenizer import MARK
 from epd_serve.protocol.openai.messages import FunctionCall, Message, ToolCall, wire_messages
 from epd_serve.protocol.wire import ChatMessage, Part, PromptOptions
 
@@ -49,13 +53,13 @@ def test_texts_without_pictures_are_shown(source: str) -> None:
         message("assistant", "Yes?"),
         message("user", "Go"),
     ]
-    text, _ = template(source).render(chat, PromptOptions())
+    text = template(source).render(chat, PromptOptions())
     assert text == "[system] Be brief.[user] Hi![assistant] Yes?[user] Go"
 
 
 def test_a_prompt_about_tools_is_shown() -> None:
     tools = '[{"type": "function", "function": {"name": "look_up", "parameters": {}}}]'
-    text, _ = template(PARTS_ALONE).render([message("user", "Hi!")], PromptOptions(tools=tools))
+    text = template(PARTS_ALONE).render([message("user", "Hi!")], PromptOptions(tools=tools))
     assert "look_up" in text and text.endswith("[user] Hi!")
 
 
@@ -75,7 +79,7 @@ def test_a_template_that_shows_no_text_is_refused() -> None:
 )
 def test_whatever_a_template_fails_with_is_the_chats_fault(source: str) -> None:
     shown = template(source)
-    assert "Hello" in shown.render([message("user", "Hello")], PromptOptions())[0]
+    assert "Hello" in shown.render([message("user", "Hello")], PromptOptions())
     with pytest.raises(InvalidRequest, match="refuses these messages"):
         shown.render([message("user", "Hi!")], PromptOptions())
 
@@ -86,7 +90,7 @@ EFFORT = "{% for m in messages %}{{ m['content'] }}{% endfor %} {{ reasoning_eff
 @pytest.mark.parametrize(("source", "shown"), [(EFFORT, "Hi low"), (STRINGS_ALONE, "[user] Hi")])
 def test_a_template_that_reads_the_effort_gets_it(source: str, shown: str) -> None:
     options = PromptOptions(template_kwargs='{"reasoning_effort": "low"}')
-    assert template(source).render([message("user", "Hi")], options)[0] == shown
+    assert template(source).render([message("user", "Hi")], options) == shown
 
 
 CALLS = (
@@ -107,4 +111,32 @@ CALLS = (
 def test_a_template_that_reads_arguments_gets_whole_ones(arguments: str, shown: str) -> None:
     call = ToolCall(id="c", function=FunctionCall(name="f", arguments=arguments))
     chat = [Message(role="assistant", content="So", tool_calls=[call])]
-    assert template(CALLS).render(wire_messages(chat), PromptOptions())[0] == shown
+    assert template(CALLS).render(wire_messages(chat), PromptOptions()) == shown
+
+
+MEDIA = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
+OTHERS = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+PIECES = st.sampled_from([*MEDIA, *OTHERS, "<|", "|>", "<|image_pad|", " red", "é ", "\n", "<\ue000|image_pad|>"])
+
+
+@cache
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(weights_dir())
+
+
+@cache
+def literals() -> MediaLiterals:
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    ids = dict(zip(names, tokenizer().convert_tokens_to_ids(MEDIA), strict=True))
+    return MediaLiterals(tokenizer(), Qwen2_5_VLConfig(**ids))
+
+
+@given(st.lists(st.tuples(st.booleans(), st.lists(PIECES, max_size=4).map("".join)), max_size=6))
+def test_what_a_user_writes_is_text_and_what_a_template_writes_is_not(parts: list[tuple[bool, str]]) -> None:
+    whole = "".join(text for _, text in parts)
+    marked = iter(literals().marked({"role": [text for is_users, text in parts if is_users]})["role"])
+    rendered = "".join(next(marked) if is_users else text for is_users, text in parts)
+    ids = [one for piece in rendered.split(MARK) for one in tokenizer().encode(piece, add_special_tokens=False)]
+    assert tokenizer().decode(ids, skip_special_tokens=False) == whole
+    for name, token in zip(MEDIA, tokenizer().convert_tokens_to_ids(MEDIA), strict=True):
+        assert ids.count(token) == rendered.count(name)
