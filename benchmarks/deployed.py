@@ -30,7 +30,6 @@ async def deployed(
     *,
     dtype: str = "float32",
     baselines: Mapping[str, Any] | None = None,
-    **settings: Any,
 ) -> AsyncIterator[LocalDeployment]:
     """A deployment on free ports; one compute thread for each instance unless ``instances`` says more.
 
@@ -43,7 +42,6 @@ async def deployed(
         dtype=dtype,
         gateway={"port": 0},
         instances={"base_port": 0, "threads": 1, **instances},
-        **settings,
     )
     with ablated(**(baselines or {})):
         made = LocalDeployment(config, ready_timeout_s=300)

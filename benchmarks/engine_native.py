@@ -37,6 +37,7 @@ from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.types import SamplingParams
 
 BLOCK_SIZE = 16
+MAX_TOKENS = 16_384
 MAX_TOKENS_PER_STEP, MAX_NUM_SEQS = 4096, 256
 
 
@@ -61,21 +62,18 @@ class TimedExecutor(StepExecutor):
 
 
 class NativeEngine(EngineHooks):
-    """The language stages of an instance with room for ``max_tokens`` tokens."""
+    """The language stages of an instance."""
 
-    def __init__(
-        self, path: Path, dtype: torch.dtype, device: Device, *, max_tokens: int, graph_sizes: list[int]
-    ) -> None:
-        self.model = LanguageModel(path, dtype, device)
+    def __init__(self, path: Path, device: Device) -> None:
+        model = LanguageModel(path, torch.bfloat16, device)
         self._axes = load_family(path).num_position_axes
-        num_blocks = max_tokens // BLOCK_SIZE + 2
-        model = self.model
+        num_blocks = MAX_TOKENS // BLOCK_SIZE + 2
         layout = KVLayout(
             num_layers=model.num_layers,
             num_kv_heads=model.num_kv_heads,
             head_dim=model.head_dim,
             block_size=BLOCK_SIZE,
-            dtype=str(dtype).removeprefix("torch."),
+            dtype="bfloat16",
             model="benchmark",
         )
         self._transport = EmbeddedTransport(path="shm")
@@ -86,7 +84,7 @@ class NativeEngine(EngineHooks):
             device,
             kv,
             num_position_axes=self._axes,
-            graph_sizes=graph_sizes,
+            graph_sizes=[],
             max_num_seqs=MAX_NUM_SEQS,
             max_model_len=model.max_model_len,
         )
@@ -111,16 +109,14 @@ class NativeEngine(EngineHooks):
     def emit(self, events: list[EngineEvent]) -> None:
         self._events.put(events)
 
-    def generate(
-        self, prompts: list[list[int]], num_tokens: int, sampling: SamplingParams | None = None
-    ) -> list[list[int]]:
-        """Tokens of a batch, ``num_tokens`` each; greedy unless ``sampling`` says how."""
+    def generate(self, prompts: list[list[int]], num_tokens: int) -> None:
+        """Generate ``num_tokens`` for each prompt of a batch, greedily."""
         greedy = SamplingParams(temperature=0.0, seed=0, ignore_eos=True)
         sequences = [
             Sequence(
                 request_id=str(index),
                 prompt_ids=prompt,
-                sampling=sampling or greedy,
+                sampling=greedy,
                 max_tokens=num_tokens,
                 positions=torch.arange(len(prompt)).expand(self._axes, -1),
             )
@@ -135,7 +131,6 @@ class NativeEngine(EngineHooks):
                     raise event.error
                 if isinstance(event, TokenEvent) and event.finish_reason is not None:
                     running -= 1
-        return [sequence.output_ids for sequence in sequences]
 
     def close(self) -> None:
         self._loop.close()
@@ -192,7 +187,7 @@ def main() -> None:
 
 def serve_native(model: Path, vocabulary: int) -> None:
     device = get_device("cpu")
-    engine = NativeEngine(model, torch.bfloat16, device, max_tokens=16_384, graph_sizes=[])
+    engine = NativeEngine(model, device)
     tower = Tower(model, torch.bfloat16, device)
 
     def generate(batch: int, prompt: int, tokens: int) -> dict[str, Any]:

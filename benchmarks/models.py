@@ -132,8 +132,6 @@ def make_model(
     heads: int,
     kv_heads: int,
     intermediate: int,
-    vision_layers: int = 1,
-    vision_hidden: int = 32,
     max_length: int = 4096,
     max_pixels: int = 1 << 24,
 ) -> Path:
@@ -141,10 +139,10 @@ def make_model(
     words = len(AutoTokenizer.from_pretrained(weights_dir()))
     text = _sizes(hidden, layers, heads, kv_heads, intermediate, words)
     vision = {
-        "depth": vision_layers,
-        "hidden_size": vision_hidden,
-        "intermediate_size": 2 * vision_hidden,
-        "num_heads": max(2, vision_hidden // 64),
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
         "window_size": 112,
         "fullatt_block_indexes": [],
     }

@@ -86,9 +86,6 @@ class AcceleratorDevice(host.HostPart):
     def current_stream(self) -> base.Stream:
         return cast(base.Stream, torch.accelerator.current_stream(self.torch_device))
 
-    def event(self, enable_timing: bool = False) -> base.Event:
-        return cast(base.Event, torch.Event(self.torch_device, enable_timing=enable_timing))
-
     def record_event(self) -> base.Event:
         return self.current_stream().record_event()
 

@@ -205,9 +205,6 @@ class Event(Protocol):
     def synchronize(self) -> None:
         """Block the host until the recorded work is done."""
 
-    def elapsed_time(self, end_event: Event) -> float:
-        """Milliseconds between two events that were made with ``enable_timing`` and recorded."""
-
 
 class Stream(Protocol):
     """A queue of work on a device; ``with stream:`` makes it the current one. ``torch.Stream`` is one."""
@@ -345,9 +342,6 @@ class BareDevice(Protocol):
         """
 
     def current_stream(self) -> Stream: ...
-
-    def event(self, enable_timing: bool = False) -> Event:
-        """A new event, not yet recorded."""
 
     def record_event(self) -> Event:
         """A new event, recorded on the current stream."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import psutil
 import torch
 from torch import Tensor
@@ -16,12 +14,10 @@ from device.transport import TRANSPORTS
 
 
 class CpuEvent:
-    """Fills the Event protocol where work is done by the time it is recorded; keeps the time of the record."""
-
-    _recorded_s: float | None = None
+    """Fills the Event protocol where work is done by the time it is recorded."""
 
     def record(self, stream: base.Stream | None = None) -> None:
-        self._recorded_s = time.perf_counter()
+        return
 
     def wait(self, stream: base.Stream | None = None) -> None:
         return
@@ -31,12 +27,6 @@ class CpuEvent:
 
     def synchronize(self) -> None:
         return
-
-    def elapsed_time(self, end_event: base.Event) -> float:
-        """Milliseconds until ``end_event``. Raises ValueError unless both are recorded CPU events."""
-        if not isinstance(end_event, CpuEvent) or self._recorded_s is None or end_event._recorded_s is None:
-            raise ValueError("elapsed_time needs two CPU events that were both recorded")
-        return (end_event._recorded_s - self._recorded_s) * 1e3
 
 
 class CpuStream:
@@ -51,9 +41,7 @@ class CpuStream:
         event.synchronize()
 
     def record_event(self, event: base.Event | None = None) -> base.Event:
-        event = event or CpuEvent()
-        event.record(self)
-        return event
+        return event or CpuEvent()
 
     def __enter__(self) -> CpuStream:
         return self
@@ -125,13 +113,8 @@ class CpuDevice(host.HostPart):
     def current_stream(self) -> base.Stream:
         return self._stream
 
-    def event(self, enable_timing: bool = False) -> base.Event:
-        return CpuEvent()
-
     def record_event(self) -> base.Event:
-        event = CpuEvent()
-        event.record()
-        return event
+        return CpuEvent()
 
     def graph_runner(self) -> base.GraphRunner:
         return EagerRunner()

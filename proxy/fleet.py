@@ -233,11 +233,10 @@ class Fleet:
                 is_silent = not await self._answers(watch)
                 probe_at = loop.time() + self.settings.gateway.probe_timeout_s / 2
             if not is_silent:
-                doubted = doubt.is_set() or not record.ready
                 doubt.clear()  # before the question: what is reported during it is asked about again
                 try:
                     contains = self.table.num_calls
-                    info = await watch.calls.info(doubted=doubted)
+                    info = await watch.calls.info()
                     if not reports:
                         watch.is_distrusted = False
                     elif watch.is_distrusted:

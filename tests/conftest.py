@@ -24,7 +24,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # How long an example takes is the machine's affair, not the code's. Every run of a commit tries the same examples:
 # few are enough, and others are searched for with --hypothesis-profile=search.
-for name, derandomize, max_examples in (("suite", True, 50), ("search", False, 500)):
+for name, derandomize, max_examples in (("suite", True, 30), ("search", False, 500)):
     hypothesis.settings.register_profile(
         name,
         deadline=None,

@@ -82,14 +82,6 @@ class TimedEvent:
         if self._operation is not None:
             self._operation.wait()
 
-    def elapsed_time(self, end_event: base.Event) -> float:
-        """Milliseconds until ``end_event``. Raises ValueError unless both were recorded and are done."""
-        assert isinstance(end_event, TimedEvent)
-        one, other = self._operation, end_event._operation
-        if one is None or other is None or not (one.is_done and other.is_done):
-            raise ValueError("elapsed_time needs two events of this device that are both done")
-        return (other.end_s - one.end_s) * 1e3
-
 
 class TimedStream(EnteredStream):
     """Fills the Stream protocol with a queue of seconds.
@@ -206,9 +198,6 @@ class TimedDevice:
 
     def current_stream(self) -> TimedStream:
         return next(TimedStream.entered(), self._default)
-
-    def event(self, enable_timing: bool = False) -> base.Event:
-        return TimedEvent(self)
 
     def record_event(self) -> base.Event:
         return self.current_stream().record_event()

@@ -73,8 +73,8 @@ class StageCalls(Protocol):
     @property
     def url(self) -> str: ...
 
-    async def info(self, *, doubted: bool = False) -> InstanceInfo:
-        """The instance's info. An instance that is ``doubted`` must send it now; of others it may be known."""
+    async def info(self) -> InstanceInfo:
+        """Return the instance's info."""
 
     async def probe(self, timeout_s: float) -> None:
         """Return where the instance's process answers; raise StageTimeout where it does not in time.

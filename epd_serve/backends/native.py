@@ -87,7 +87,7 @@ class NativeInstance:
         self.name = name
         self.url = self._link.url
 
-    async def info(self, *, doubted: bool = False) -> instance_state.InstanceInfo:
+    async def info(self) -> instance_state.InstanceInfo:
         """Ask for the info.
 
         Raises InstanceLost also for an answer that is none, or that takes over INFO_TIMEOUT_S.

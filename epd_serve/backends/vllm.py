@@ -36,10 +36,6 @@ from epd_serve.types import Role
 
 #: That are passed on; vLLM itself says which its model takes.
 _MODALITIES = ("image", "video", "audio")
-#: Figures of an instance that had nothing to do, and got nothing from here since, may be so old ...
-_IDLE_FIGURES_S = 5.0
-#: ... and so old the last sign of life of such a one.
-_IDLE_SIGN_S = 4.0
 #: By which a server may be later for each call that it has: it reads them, pictures too, on the loop that answers.
 _CALL_S = 0.1
 #: Between two looks at an instance that is to become empty.
@@ -115,10 +111,7 @@ class VllmInstance(VllmServer):
         super().__init__(HttpServer(name, url, others.connections.http), target)
         self._others = others
         self._warm: float | None = None
-        self._model = ""
         self._seen: VllmFigures | None = None
-        self._info: instance_state.InstanceInfo | None = None
-        self._info_at = self._heard_at = 0.0
         self._num_decodes = 0
         self._engine = EngineWatch(name)
         self._prompts: dict[object, int] = {}
@@ -129,22 +122,11 @@ class VllmInstance(VllmServer):
 
     # ------------------------------------------------------------------ how it is
 
-    async def info(self, *, doubted: bool = False) -> instance_state.InstanceInfo:
+    async def info(self) -> instance_state.InstanceInfo:
         """The instance's info.
 
         The first call to a process warms it up. Raises InstanceLost also for other servers' answers.
-
-        An instance that has nothing to do is not made to write its figures each time, unless it is ``doubted``:
-        it may be dead, or another process.
         """
-        now = asyncio.get_running_loop().time()
-        seen = self._seen
-        is_idle = seen is not None and not (seen.num_running or seen.num_waiting or self._num_calls)
-        if self._info is not None and is_idle and now - self._info_at < _IDLE_FIGURES_S and not doubted:
-            if now - self._heard_at >= _IDLE_SIGN_S:
-                await self.get("/health")
-                self._heard_at = now
-            return self._info
         models, figures = await asyncio.gather(self.ask_json("/v1/models"), self.figures())
         try:
             model = models["data"][0]
@@ -154,10 +136,9 @@ class VllmInstance(VllmServer):
         if self._warm != figures.started_at:
             await self.warm_up(name)
             self._warm = figures.started_at
-        self._model, self._seen = name, figures
+        self._seen = figures
         target = self.target
-        self._info_at = self._heard_at = now
-        self._info = instance_state.InstanceInfo(
+        return instance_state.InstanceInfo(
             name=self.name,
             role=str(target.role),
             url=self.url,
@@ -177,7 +158,6 @@ class VllmInstance(VllmServer):
             block_size=figures.block_size,
             modalities=_MODALITIES,
         )
-        return self._info
 
     @property
     def _num_calls(self) -> int:
@@ -195,17 +175,21 @@ class VllmInstance(VllmServer):
         try:
             async with asyncio.timeout(timeout_s):
                 await self.get("/health")
-                self._heard_at = asyncio.get_running_loop().time()
         except TimeoutError as error:
             raise StageTimeout(f"instance {self.name} does not answer within {timeout_s:g} s") from error
-        if self._seen is not None and self._model:
-            self._engine.look(self._seen, asyncio.get_running_loop().time(), lambda: self.trial(self._model))
+        if self._seen is not None:
+            self._engine.look(self._seen, asyncio.get_running_loop().time())
 
     async def switch(self, order: instance_state.RoleOrder) -> instance_state.RoleChanged:
         """Use it in another role, once it is empty where the two have no stage in common; its process goes on."""
         began, old, role = asyncio.get_running_loop().time(), self.target.role, Role.parse(order.role)
         if role not in self.target.roles:
-            raise InvalidRequest(self._keeps_its_role(role), param="role")
+            possible = ", ".join(sorted(str(one) for one in self.target.roles - {self.target.role}))
+            raise InvalidRequest(
+                f"instance {self.name} of vLLM can become {possible or 'no other role'}, and not {role}; "
+                "apply a file with the roles that you want, which starts others first",
+                param="role",
+            )
         self._ordered = role
         if old.stages.isdisjoint(role.stages):
             try:
@@ -213,28 +197,11 @@ class VllmInstance(VllmServer):
             except BaseException:
                 self._ordered = old
                 raise
-        self.become(role)
+        self.target = replace(self.target, role=role)
         if self._others.directory is not None:
             remember_role(self._others.directory, self.name, role)
         seconds = asyncio.get_running_loop().time() - began
         return instance_state.RoleChanged(str(old), str(role), 0, seconds, seconds)
-
-    def _keeps_its_role(self, role: Role) -> str:
-        possible = sorted(str(one) for one in self.target.roles - {self.target.role})
-        if possible:
-            return f"instance {self.name} of vLLM can become {', '.join(possible)}, and not {role}"
-        if not self.target.role.has_language_model:
-            return f"instance {self.name} of vLLM has no language model; apply a file with the roles that you want"
-        return (
-            f"instance {self.name} of vLLM keeps its role {self.target.role}: only with vllm.kv: mooncake on "
-            "CPUs and GPUs can a process become another; apply a file with the roles that you want, which "
-            "starts others first"
-        )
-
-    def become(self, role: Role) -> None:
-        """Use it in this role from now on."""
-        self.target = replace(self.target, role=role)
-        self._ordered, self._info = role, None
 
     async def leave(self, order: instance_state.LeaveOrder) -> instance_state.Left:
         began = asyncio.get_running_loop().time()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -48,7 +47,6 @@ class VllmServer:
         self.name = server.name
         self.url = server.url
         self.target = target
-        self._takes: Modality = "image"
 
     # ------------------------------------------------------------------ prompts
 
@@ -93,21 +91,11 @@ class VllmServer:
                         await self.post(vllm_chat.COMPLETION, body, _TRIAL)
                 for modality in _TRIED:
                     with contextlib.suppress(InvalidRequest):  # the model takes none
-                        await self._media_call(model, modality).ask()
-                        self._takes = modality
+                        body = vllm_chat.trial_body(model, modality, is_new=self.target.features != "file")
+                        await self.post(vllm_chat.CHAT, body, _TRIAL)
                         break
         except TimeoutError as error:
             raise InstanceLost(f"instance {self.name} computed nothing in {WARM_UP_TIMEOUT_S:g} s") from error
-
-    def trial(self, model: str) -> VllmCall:
-        """A call that computes a token, or an item where there is no language model."""
-        if self.target.role.has_language_model:
-            return self.call(vllm_chat.COMPLETION, _short_completion(model), _TRIAL)
-        return self._media_call(model, self._takes)
-
-    def _media_call(self, model: str, modality: Modality) -> VllmCall:
-        body = vllm_chat.trial_body(model, modality, is_new=self.target.features != "file")
-        return self.call(vllm_chat.CHAT, body, _TRIAL)
 
     async def model_name(self) -> str:
         return str((await self.ask_json("/v1/models"))["data"][0]["id"])
@@ -152,48 +140,23 @@ def _short_completion(model: str) -> dict[str, Any]:
 #: An engine that has requests and moves none of its counters for so long is stuck. The first step of its kind
 #: compiles, and the counters move when a step ends.
 STUCK_S = 300.0
-#: How long an engine may be idle until it is given something to compute.
-IDLE_S = 60.0
 
 
 class EngineWatch:
-    """The watch of one instance. After :data:`IDLE_S` without work, an engine is given a trial to compute."""
+    """The watch of one instance."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._progress: tuple[float, int] | None = None
         self._moved_at = 0.0
-        self._trial: VllmCall | None = None
 
-    def look(self, figures: VllmFigures, now: float, make_trial: Callable[[], VllmCall]) -> None:
-        """Judge the engine by its figures. Raises ServeError where it is stuck, or has failed its trial.
-
-        A trial, as any work, may take :data:`STUCK_S`. ``make_trial`` makes a call that has the engine compute
-        something.
-        """
+    def look(self, figures: VllmFigures, now: float) -> None:
+        """Judge the engine by its figures. Raises StageTimeout where it is stuck."""
         progress = (figures.started_at, figures.progress)
-        if progress != self._progress:
+        if progress != self._progress or not figures.num_running:
             self._progress, self._moved_at = progress, now
-        if self._trial is not None and self._trial.opened.done():
-            self._end_trial(now)
-        is_busy = figures.num_running > 0 or self._trial is not None
-        if is_busy and now - self._moved_at > STUCK_S:
+        elif now - self._moved_at > STUCK_S:
             raise StageTimeout(f"instance {self._name} has work and has computed nothing for {STUCK_S:g} s")
-        if not is_busy and now - self._moved_at > IDLE_S:
-            self._moved_at = now  # its patience begins anew
-            self._trial = make_trial()
-            self._trial.send()
-
-    def _end_trial(self, now: float) -> None:
-        trial, self._trial = self._trial, None
-        assert trial is not None
-        self._moved_at = now
-        try:
-            trial.opened.result()
-        except InvalidRequest:
-            pass  # it is a model without pictures that says so
-        finally:
-            trial.close()
 
 
 _LINE = re.compile(r"^([a-zA-Z_:][\w:]*)(\{[^}]*\})? (\S+)$", re.MULTILINE)

@@ -58,17 +58,9 @@ def ask_admin(
     except AdminRefused as refusal:
         hint = f"; its key is read from {ADMIN_KEY}" if refusal.status == 401 else ""
         if refusal.status in (404, 405) and refusal.code is None:
-            hint = (
-                f"; {gateway.where} is no admin API. Where it is the gateway's own port, give that of "
-                "gateway.admin.port, or on the deployment's machine leave --admin out"
-            )
+            hint = f"; {gateway.where} is no admin API: give the port of gateway.admin.port"
         raise ValueError(f"{refusal}{hint}") from refusal
     except TimeoutError as error:
         raise ValueError(f"{gateway.where} has not answered in {timeout_s:g} s") from error
     except AdminUnreachable as error:
-        hint = (
-            "set gateway.admin.port in the deployment file and give it in --admin"
-            if isinstance(gateway.where, str)
-            else "the gateway may be starting again; try once more"
-        )
-        raise ValueError(f"{error}; {hint}") from error
+        raise ValueError(f"{error}; the gateway may be starting, or have no gateway.admin.port") from error

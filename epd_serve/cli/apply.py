@@ -34,7 +34,7 @@ def apply(
 
     if file is None and topology is None:
         raise ValueError("say what to apply: a deployment file, or --topology")
-    config = None if file is None else choose_layout(load_config(file)).config
+    config = None if file is None else choose_layout(load_config(file))[0]
     _, run = find_run(deployment, (config or DeploymentConfig()).gateway.port)
     request = {
         "config": None if config is None else config.model_dump(mode="json", exclude_unset=True),

@@ -29,17 +29,15 @@ _HELP = "/image FILE adds a picture to the next question, /clear begins anew, Ct
 
 def chat(
     image: Annotated[
-        list[Path] | None, typer.Option(help="A picture for the first question; once for each.")
+        list[Path] | None, typer.Option(exists=True, help="A picture for the first question; once for each.")
     ] = None,
     base_url: BaseUrl = "",
     model: Annotated[str | None, typer.Option(help="Where the server has several.")] = None,
 ) -> None:
     """Chat with a model; answers are shown while they come. '/image FILE' adds a picture to a question.
 
-    Without --base-url it is the deployment that runs here.
-
-    Questions are read from the standard input where that is no terminal; then the exit code is 1 after an error.
-    OPENAI_API_KEY is sent where it is set.
+    Without --base-url it is the deployment that runs here. Where the standard input is no terminal, questions are
+    read from it, and the exit code is 1 after an error. OPENAI_API_KEY is sent where it is set.
     """
     pictures, messages = [_picture(str(file)) for file in image or ()], list[dict[str, Any]]()
     url = (base_url or running_url()).rstrip("/").removesuffix("/v1")
@@ -75,7 +73,7 @@ def chat(
                 messages += [asked, {"role": "assistant", "content": said}]
         except KeyboardInterrupt:
             typer.echo(" (stopped)")
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             num_errors += 1
             typer.echo(error)
     if num_errors and not is_terminal:
@@ -118,12 +116,9 @@ def _open(url: str, path: str, body: dict[str, Any] | None = None) -> Any:
 
 
 def _picture(place: str) -> str:
-    """Return a picture's file as a data URL, or an address as it is. Raises ValueError for an unreadable file."""
+    """Return a picture's file as a data URL, or an address as it is. Raises OSError."""
     if place.startswith(("http://", "https://")):
         return place
     path = Path(place).expanduser()
-    try:
-        data = base64.b64encode(path.read_bytes()).decode()
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from error
+    data = base64.b64encode(path.read_bytes()).decode()
     return f"data:{mimetypes.guess_type(path.name)[0] or 'image/png'};base64,{data}"

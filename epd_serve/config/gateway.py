@@ -210,14 +210,6 @@ class GatewayConfig(Section):
         return self.api_key is not None or bool(self.api_keys)
 
     @model_validator(mode="after")
-    def _admin_has_a_port_of_its_own(self) -> GatewayConfig:
-        if self.port and self.admin.port == self.port:
-            raise ValueError(
-                f"port and admin.port are both {self.port}; the admin plane is another server: give it a port"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _keys_differ(self) -> GatewayConfig:
         for what in ("name", "hash"):
             values = [getattr(key, what) for key in self.api_keys]

@@ -21,18 +21,8 @@ KVConnector = Literal["mooncake", "nixl"]
 PORTS_PER_INSTANCE = 16
 _MAX_TENSOR_PARALLEL = PORTS_PER_INSTANCE - 2
 
-#: Keys that only the native engine has, with what to do instead.
-_NATIVE_KEYS = {
-    "tower_share": "vLLM has no such thing",
-    "image_budget_pixels": "vLLM's encoder budget follows max_num_batched_tokens",
-    "lease_s": "vLLM's connectors have times of their own",
-    "batching": "vLLM schedules by max_num_batched_tokens",
-    "assist": "each vLLM process works for its roles alone",
-    "resident": "each vLLM process holds the weights of its roles",
-}
-_NATIVE_SECTIONS = {
-    "feature_store": "the connector for encoder output follows from the devices",
-}
+#: Keys of instances that only the native engine has.
+_NATIVE_KEYS = frozenset({"tower_share", "image_budget_pixels", "lease_s", "batching", "assist", "resident"})
 
 
 class VllmConfig(Section):
@@ -96,13 +86,11 @@ def check_vllm(
         settings: of each role.
         set_keys: of the deployment file, those that it sets.
     """
-    for key, instead in _NATIVE_SECTIONS.items():
-        if key in set_keys:
-            raise ValueError(f"{key} has no effect with engine: vllm; {instead}")
+    if "feature_store" in set_keys:
+        raise ValueError("feature_store has no effect with engine: vllm; leave it out")
     for role, one in settings.items():
-        for key, instead in _NATIVE_KEYS.items():
-            if key in one.model_fields_set:
-                raise ValueError(f"{key} (of {role}) has no effect with engine: vllm; {instead}")
+        for key in _NATIVE_KEYS & one.model_fields_set:
+            raise ValueError(f"{key} (of {role}) has no effect with engine: vllm; leave it out")
     placement = tuple(placement)
     moving = _moving(placement)
     for instance in placement:

@@ -20,7 +20,7 @@ from epd_serve.config.vllm import connectors
 from epd_serve.launch.commands import check_mps
 from epd_serve.launch.deployment_record import DeploymentRecord, Prepared, resolved
 from epd_serve.launch.processes.ports import next_port
-from epd_serve.launch.processes.process import ProcessDied, ProcessSpec, ProcessState
+from epd_serve.launch.processes.process import ProcessDied, ProcessState
 from epd_serve.launch.processes.supervisor import Supervisor
 from epd_serve.protocol.addresses import is_loopback
 from epd_serve.rpc.admin import AdminClient, AdminRefused, AdminUnreachable
@@ -104,25 +104,18 @@ class Plan:
 
 
 class Applier:
-    """Carries out one change of a local deployment at a time.
+    """Carries out one change of a local deployment at a time."""
 
-    Args:
-        admin: socket of the gateway's admin API.
-        gateway_spec: returns the process of the next gateway, with a socket of its own.
-    """
-
-    def __init__(
-        self,
-        record: DeploymentRecord,
-        supervisor: Supervisor,
-        admin: Path,
-        gateway_spec: Callable[[], ProcessSpec],
-    ) -> None:
+    def __init__(self, record: DeploymentRecord, supervisor: Supervisor) -> None:
         self._record = record
         self._supervisor = supervisor
-        self._admin = AdminClient(admin)
-        self._gateway_spec = gateway_spec
+        self._admin = AdminClient(record.admin)
         self._task: asyncio.Task[None] | None = None
+
+    @property
+    def config(self) -> DeploymentConfig:
+        """The deployment that runs."""
+        return self._record.config
 
     def plan(self, config: DeploymentConfig) -> Plan:
         """Plan the change to ``config``. Raises ValueError for a change that is impossible."""
@@ -213,7 +206,7 @@ class Applier:
                 doing = "replace gateway"
                 say(doing)
                 record.write_gateway_file()
-                await self._supervisor.replace(self._gateway_spec(), _STEP_S)
+                await self._supervisor.replace(record.next_gateway(), _STEP_S)
         except (AdminRefused, ProcessDied, TimeoutError, OSError) as error:
             gateway = {"gateway": old.model_dump(exclude_unset=True).get("gateway", {})}
             record.config = old if not plan.replaces_gateway else change_config(plan.config, gateway)
@@ -285,7 +278,7 @@ def _part(one: Prepared) -> Part:
     )
 
 
-async def serve_applies(path: Path, applier: Applier, running: Callable[[], DeploymentConfig]) -> asyncio.Server:
+async def serve_applies(path: Path, applier: Applier) -> asyncio.Server:
     """Serve ``epd-serve apply`` at a Unix socket, whose directory its user alone can enter: lines of JSON."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -294,7 +287,7 @@ async def serve_applies(path: Path, applier: Applier, running: Callable[[], Depl
 
         try:
             request = json.loads(await reader.readline())
-            values = request["config"] or running().model_dump(exclude_unset=True)
+            values = request["config"] or applier.config.model_dump(exclude_unset=True)
             config = change_config(DeploymentConfig.model_validate(values), request["changes"])
             if request["dry_run"]:
                 for line in applier.plan(config).shown():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from device.present import accelerators, torch_lacks
 from epd_serve.config import DEMO_MODEL, DeploymentConfig, ShapeConfig, change_config, model_path
@@ -13,11 +13,8 @@ from epd_serve.models.families import TEXT
 _NAMES = {"cuda": "GPUs", "npu": "NPUs"}
 
 
-class Choice(NamedTuple):
-    """The deployment, and a sentence on what was chosen; "" for nothing."""
-
-    config: DeploymentConfig
-    reason: str
+#: The deployment, and a sentence on what was chosen; "" for nothing.
+Choice = tuple[DeploymentConfig, str]
 
 
 def choose_layout(config: DeploymentConfig) -> Choice:
@@ -27,7 +24,7 @@ def choose_layout(config: DeploymentConfig) -> Choice:
     the topology of the file needs more devices than there are.
     """
     if isinstance(config.model, ShapeConfig) or config.model == DEMO_MODEL:
-        return Choice(config, "")
+        return config, ""
     changes: dict[str, Any] = {}
     reasons: list[str] = []
     devices = config.devices
@@ -42,8 +39,8 @@ def choose_layout(config: DeploymentConfig) -> Choice:
         changes["topology"] = topology
         reasons.append(f"topology: {topology}" + (" (the model takes text alone)" if is_text else ""))
     if not changes:
-        return Choice(config, "")
-    return Choice(change_config(config, changes, source="devices: auto"), ", ".join(reasons))
+        return config, ""
+    return change_config(config, changes, source="devices: auto"), ", ".join(reasons)
 
 
 def _takes_text_alone(config: DeploymentConfig) -> bool:
@@ -69,12 +66,12 @@ def _devices_here(config: DeploymentConfig) -> tuple[tuple[str, ...], str]:
 def choose_engine(config: DeploymentConfig) -> Choice:
     """Choose vLLM on GPUs and NPUs where it is installed and knows the model, else the native engine."""
     if config.engine != "auto":
-        return Choice(config, "")
+        return config, ""
     if against := _against_vllm(config):
-        return Choice(change_config(config, {"engine": "native"}), f"engine: native ({against})")
+        return change_config(config, {"engine": "native"}), f"engine: native ({against})"
     chosen = change_config(config, {"engine": "vllm"})
     names = engine_names(check_engines(chosen))
-    return Choice(chosen, f"engine: vllm ({names} is installed here and knows the model)")
+    return chosen, f"engine: vllm ({names} is installed here and knows the model)"
 
 
 def _against_vllm(config: DeploymentConfig) -> str:

@@ -13,19 +13,12 @@ from typing import Self
 from epd_serve.config import DeploymentConfig
 from epd_serve.config.sections import HANG_TIMEOUT_S
 from epd_serve.launch.apply import Applier, serve_applies
-from epd_serve.launch.commands import HEAP_TUNABLES, autoscale_spec, gateway_spec, master_spec, with_trust
+from epd_serve.launch.commands import HEAP_TUNABLES, autoscale_spec, master_spec, with_trust
 from epd_serve.launch.deployment_record import DeploymentRecord, resolved
 from epd_serve.launch.preflight import check_deployment
-from epd_serve.launch.processes.forking import fork, preload
+from epd_serve.launch.processes.forking import preload
 from epd_serve.launch.processes.ports import choose_ports, listen
-from epd_serve.launch.processes.process import (
-    ManagedProcess,
-    ProcessDied,
-    ProcessSpec,
-    ProcessState,
-    RunningProcess,
-    spawn,
-)
+from epd_serve.launch.processes.process import ManagedProcess, ProcessDied, ProcessState
 from epd_serve.launch.processes.runs import RunDirectory
 from epd_serve.launch.processes.supervisor import Backoff, Supervisor
 from epd_serve.types import Role
@@ -79,7 +72,7 @@ class LocalDeployment:
         check_deployment(config, os.environ)
         ports, environment = choose_ports(config), with_trust(config, os.environ)
         master = master_spec(config, ports, environment)
-        self._keep_logs, self._num_gateways = keep_logs, 0
+        self._keep_logs = keep_logs
         self._listener = listen(config.gateway.host, ports.gateway)
         try:
             self._run = RunDirectory.make(f"{config.gateway.host}:{ports.gateway}", file)
@@ -88,7 +81,11 @@ class LocalDeployment:
             raise
         self.log_dir = self._run.path
         self._record = record = DeploymentRecord(
-            config=config, ports=ports, environment=environment, directory=self._run.sockets
+            config=config,
+            ports=ports,
+            environment=environment,
+            directory=self._run.sockets,
+            listener=self._listener.fileno(),
         )
         try:
             specs = record.begin(config.placement())
@@ -101,11 +98,11 @@ class LocalDeployment:
                 model = "checkpoint"
                 tunables = {"GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", HEAP_TUNABLES)}
             preload((*_PRELOADED, f"epd_serve.instance.loading.{model}"), tunables)
-        gateway = self._next_gateway()
+        gateway = record.next_gateway()
         self.gateway_url = gateway.url
         specs = [*([] if master is None else [master]), *specs, gateway]
         if config.elastic is not None:
-            specs.append(autoscale_spec(record.write_gateway_file(), record.environment, self.admin_socket))
+            specs.append(autoscale_spec(record.write_gateway_file(), record.environment, record.admin))
         self._ready_timeout_s = ready_timeout_s
         self._supervisor = Supervisor(
             specs,
@@ -115,9 +112,8 @@ class LocalDeployment:
             backoff=backoff,
             on_change=on_change,
             on_death=on_death,
-            start=_start,
         )
-        self._applier = Applier(record, self._supervisor, self.admin_socket, self._next_gateway)
+        self._applier = Applier(record, self._supervisor)
         self._control: asyncio.Server | None = None
 
     async def __aenter__(self) -> Self:
@@ -158,11 +154,11 @@ class LocalDeployment:
     @property
     def admin_socket(self) -> Path:
         """The socket of the gateway's admin API."""
-        return self._run.run.admin
+        return self._record.admin
 
     async def start(self) -> None:
         """Start all processes; returns before they are ready."""
-        self._control = await serve_applies(self._run.run.control, self._applier, lambda: self.config)
+        self._control = await serve_applies(self._run.run.control, self._applier)
         self._supervisor.start()
 
     async def wait_ready(self) -> None:
@@ -194,27 +190,6 @@ class LocalDeployment:
         """End all processes at once. :meth:`stop` must still be awaited."""
         self._supervisor.kill()
 
-    def _next_gateway(self) -> ProcessSpec:
-        """Return the process of another gateway, and have the link to the admin socket lead to its own."""
-        record, admin = self._record, self.admin_socket
-        self._num_gateways += 1
-        own = admin.with_name(f"admin.{self._num_gateways}")
-        link = admin.with_name("admin.new")
-        link.symlink_to(own.name)
-        link.replace(admin)
-        return gateway_spec(
-            record.config,
-            record.ports.gateway,
-            self._listener.fileno(),
-            record.write_gateway_file(),
-            record.environment,
-            own,
-        )
-
     def _give_back(self, *, keep_logs: bool) -> None:
         self._listener.close()
         self._run.close(keep_logs=keep_logs)
-
-
-async def _start(spec: ProcessSpec, log_file: Path) -> RunningProcess:
-    return await (fork if spec.can_fork else spawn)(spec, log_file)

@@ -10,7 +10,14 @@ from typing import Any
 from epd_serve.config import DeploymentConfig, change_config
 from epd_serve.config.role_files import write_role_settings
 from epd_serve.launch.choices import choose_all
-from epd_serve.launch.commands import PreparedInstance, master_address, mps_spec, prepare_instances, with_mps
+from epd_serve.launch.commands import (
+    PreparedInstance,
+    gateway_spec,
+    master_address,
+    mps_spec,
+    prepare_instances,
+    with_mps,
+)
 from epd_serve.launch.processes.ports import Ports
 from epd_serve.launch.processes.process import ProcessSpec
 from epd_serve.launch.vllm.installed import VllmFound
@@ -32,6 +39,7 @@ class DeploymentRecord:
         directory: of the launcher, with the files that the processes share.
         live: all instances by name.
         engines: what is known of the vLLM of each interpreter.
+        listener: descriptor of the socket at which the gateways listen, one after the other; -1: there is none.
     """
 
     config: DeploymentConfig
@@ -40,6 +48,13 @@ class DeploymentRecord:
     directory: Path
     live: dict[str, Prepared] = field(default_factory=dict)
     engines: dict[str, VllmFound] = field(default_factory=dict)
+    listener: int = -1
+    _num_gateways: int = 0
+
+    @property
+    def admin(self) -> Path:
+        """The socket of the gateway's admin API; a link to that of the present gateway."""
+        return self.directory / "admin"
 
     def begin(self, placement: Sequence[InstancePlacement]) -> list[ProcessSpec]:
         """Return the processes of the instances; an MPS daemon, where they need one, comes first.
@@ -84,6 +99,16 @@ class DeploymentRecord:
             role = remembered_role(self.directory, name)
             if role is not None and role != instance.options.role:
                 self.live[name] = instance.switched(role, self.config.settings_for(str(role)))
+
+    def next_gateway(self) -> ProcessSpec:
+        """Return the process of another gateway, and have the link to the admin socket lead to its own."""
+        self._num_gateways += 1
+        own, link = self.directory / f"admin.{self._num_gateways}", self.directory / "admin.new"
+        link.symlink_to(own.name)
+        link.replace(self.admin)
+        return gateway_spec(
+            self.config, self.ports.gateway, self.listener, self.write_gateway_file(), self.environment, own
+        )
 
     def gateway_config(self, config: DeploymentConfig) -> str:
         """Return the gateway's configuration as JSON: ``config`` with the present instances.

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,6 @@ from epd_serve.config.gateway import read_secret
 from epd_serve.config.model_files import check_max_model_len, check_model_files, read_model_config
 from epd_serve.config.sizes import in_binary_units
 from epd_serve.launch.processes.ports import choose_ports
-from epd_serve.launch.vllm.installed import find_vllm
 from epd_serve.models.families import FAMILIES, QUANTISED, TEXT, refusal
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -30,7 +26,7 @@ def check_deployment(config: DeploymentConfig, environment: Mapping[str, str]) -
     vLLM itself is checked where its command lines are made.
     """
     faults = list(device_faults(config, environment))
-    for check in (_check_model, _check_secrets, _check_tls, _check_directories, choose_ports):
+    for check in (_check_model, _check_secrets, _check_tls, choose_ports):
         try:
             check(config)
         except ValueError as error:
@@ -48,21 +44,6 @@ def _check_secrets(config: DeploymentConfig) -> None:
 def _check_tls(config: DeploymentConfig) -> None:
     if (tls := config.read_tls()) is not None:
         tls.check(config.instances.host)
-
-
-def _check_directories(config: DeploymentConfig) -> None:
-    """Raise ValueError for a directory that cannot be written to."""
-    log = config.gateway.access_log
-    wanted = {"trace": config.trace, "gateway.access_log": None if log in (None, "-") else Path(log or "").parent}
-    for key, directory in wanted.items():
-        if directory is None:
-            continue
-        there = next(one for one in (directory.absolute(), *directory.absolute().parents) if one.exists())
-        try:
-            with tempfile.TemporaryFile(dir=there):
-                pass
-        except OSError as error:
-            raise ValueError(f"{key}: {there} cannot be written to ({error.strerror}); name another") from error
 
 
 def _check_model(config: DeploymentConfig) -> None:
@@ -84,22 +65,13 @@ def _check_model(config: DeploymentConfig) -> None:
         if any(isinstance(part, dict) and part.get("quantization_config") is not None for part in parts):
             raise ValueError(f"{path}: {QUANTISED}")
     elif why := refusal(content):
-        raise ValueError(f"{path}: {why}. {_vllm_advice(content)}")
+        raise ValueError(f"{path}: {why}. Where vLLM knows it, write engine: vllm (docs/guide/vllm.md)")
     weights = check_model_files(path)
     positions = (content.get("text_config") or content).get("max_position_embeddings")
     for settings in (config.settings_for(str(one.role)) for one in config.placement()):
         if settings.max_model_len is not None and isinstance(positions, int):
             check_max_model_len(settings.max_model_len, positions)
     _check_memory(config, weights, _BYTES[_dtype(config, content)])
-
-
-def _vllm_advice(content: Mapping[str, Any]) -> str:
-    if importlib.util.find_spec("vllm") is None:
-        return "With vLLM installed, engine: vllm serves many more (docs/guide/vllm.md)"
-    knows = find_vllm(sys.executable).lists(content)
-    return (
-        f"The vLLM that is installed here {'knows it: write engine: vllm' if knows else 'does not know it either'}"
-    )
 
 
 def _dtype(config: DeploymentConfig, content: Mapping[str, Any]) -> str:

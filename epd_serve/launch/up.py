@@ -7,10 +7,9 @@ import json
 import os
 import shlex
 import signal
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -19,6 +18,7 @@ from epd_serve.config.model_files import chat_template
 from epd_serve.launch.commands import mps_note
 from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.launch.processes.process import ManagedProcess, ProcessDied, ProcessState
+from epd_serve.launch.processes.supervisor import run_until
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -49,10 +49,11 @@ async def run_up(config: DeploymentConfig, console: Console, reasons: Sequence[s
     with _handled(_SIGNALS, lambda: deployment.kill() if stop.is_set() else stop.set()):
         try:
             await deployment.start()
-            await _until(stop, deployment.wait_ready())
+            await run_until(stop, deployment.wait_ready())
             if not stop.is_set():
                 say(ready_text(deployment.config, deployment.gateway_url, deployment.log_dir))
-                await _until(stop, _raise_failure(deployment))
+                if (death := await run_until(stop, deployment.wait_failure())) is not None:
+                    raise death
             say("Stopping.")
         except ProcessDied as death:
             say(f"{death}\nStopping the others.")
@@ -60,23 +61,6 @@ async def run_up(config: DeploymentConfig, console: Console, reasons: Sequence[s
         finally:
             await deployment.stop()
     return 0
-
-
-async def _until(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
-    """Run ``work`` to its end or until ``stop``, whichever comes first; its exception is raised."""
-    tasks = [asyncio.create_task(work), asyncio.create_task(stop.wait())]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if tasks[0] in done:
-            tasks[0].result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _raise_failure(deployment: LocalDeployment) -> None:
-    raise await deployment.wait_failure()
 
 
 @contextmanager

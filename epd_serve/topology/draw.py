@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from rich.box import SQUARE
+from rich.columns import Columns
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
 
 from epd_serve.topology.notation import Group, Topology
 from epd_serve.topology.placement import InstancePlacement, place_units
@@ -14,9 +20,6 @@ _WORK = {
     Stage.PREFILL: ("prefill", "prompts"),
     Stage.DECODE: ("decode", "tokens"),
 }
-_GAP = 3
-_MARGIN = len("features  ")
-_INSTANCE_TOP, _INSTANCE_BOTTOM, _DEVICE_BOTTOM = 1, 4, 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,15 +40,6 @@ class _Device:
     instances: tuple[_Instances, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Place:
-    """The two columns where an instance's incoming and outgoing lines meet its box."""
-
-    role: Role
-    incoming: int
-    outgoing: int
-
-
 def sends_features(source: Role, target: Role) -> bool:
     """Whether encoder output travels between instances of these roles."""
     return source.encodes and target.prefills and not (source.prefills and target.encodes)
@@ -57,19 +51,17 @@ def sends_kv(source: Role, target: Role) -> bool:
 
 
 def draw(topology: Topology) -> str:
-    """Boxes for devices with their instances in them, and a line for each kind of transfer.
+    """Return boxes for devices with their instances in them. Equal replicas are drawn once."""
+    console = Console(color_system=None)
+    with console.capture() as captured:
+        console.print(Columns([_draw_device(device) for device in _devices(topology)]))
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
-    Equal replicas are drawn once. The boxes are called "device 0", "device 1" ...
-    """
-    canvas = Canvas()
-    places: list[_Place] = []
-    left = _MARGIN if len(topology.members) > 1 else 0
-    for device in _devices(topology):
-        left = _draw_device(canvas, device, left, places) + _GAP
-    row = _DEVICE_BOTTOM + 2
-    for label, sends in (("features", sends_features), ("KV", sends_kv)):
-        row += _draw_flow(canvas, label, sends, places, row)
-    return str(canvas)
+
+def _draw_device(device: _Device) -> Panel:
+    instances = Table.grid()
+    instances.add_row(*(Panel.fit(f"{one.label}\n{one.role}", box=SQUARE) for one in device.instances))
+    return Panel.fit(instances, title=device.title, title_align="left", box=SQUARE)
 
 
 def explain(topology: Topology) -> list[str]:
@@ -122,42 +114,6 @@ def _title(replica_devices: Sequence[tuple[str, ...]]) -> str:
     return title if len(replica_devices) == 1 else f"{len(replica_devices)} × {title}"
 
 
-def _draw_device(canvas: Canvas, device: _Device, left: int, places: list[_Place]) -> int:
-    """Draw one device box at ``left``; answers its right edge."""
-    column = left + 2
-    for instances in device.instances:
-        width = max(len(instances.label), len(str(instances.role)), 5)
-        right = column + width + 3
-        canvas.box(column, _INSTANCE_TOP, right, _INSTANCE_BOTTOM)
-        canvas.write(column + 2, _INSTANCE_TOP + 1, instances.label)
-        canvas.write(column + 2, _INSTANCE_TOP + 2, str(instances.role))
-        places.append(_Place(role=instances.role, incoming=column + 2, outgoing=right - 2))
-        column = right + 2
-    right = max(column, left + len(device.title) + 5)
-    canvas.box(left, 0, right, _DEVICE_BOTTOM)
-    canvas.write(left + 2, 0, f" {device.title} ")
-    return right
-
-
-def _draw_flow(
-    canvas: Canvas, label: str, sends: Callable[[Role, Role], bool], places: Sequence[_Place], row: int
-) -> int:
-    """Draw one kind of transfer as a line at ``row`` below the boxes; answers the rows used."""
-    sources = [a for a in places if any(sends(a.role, b.role) for b in places)]
-    targets = [b for b in places if any(sends(a.role, b.role) for a in places)]
-    if not sources:
-        return 0
-    for source in sources:
-        canvas.vertical(source.outgoing, _INSTANCE_BOTTOM, row)
-    for target in targets:
-        canvas.vertical(target.incoming, _INSTANCE_BOTTOM, row)
-        canvas.write(target.incoming, _DEVICE_BOTTOM + 1, "▲")
-    columns = [source.outgoing for source in sources] + [target.incoming for target in targets]
-    canvas.horizontal(row, min(columns), max(columns))
-    canvas.write(0, row, label)
-    return 2
-
-
 def _describe(device: _Device) -> str:
     works = []
     for instances in device.instances:
@@ -171,60 +127,3 @@ def _describe(device: _Device) -> str:
         works.append(f"{instances.label} {listed}{width}")
     isolated = "; isolated from each other" if len(works) > 1 else ""
     return f"{device.title}: {'; '.join(works)}{isolated}."
-
-
-UP, RIGHT, DOWN, LEFT = 1, 2, 4, 8
-
-_JOINTS = {
-    UP | DOWN: "│",
-    LEFT | RIGHT: "─",
-    RIGHT | DOWN: "┌",
-    LEFT | DOWN: "┐",
-    UP | RIGHT: "└",
-    UP | LEFT: "┘",
-    UP | DOWN | RIGHT: "├",
-    UP | DOWN | LEFT: "┤",
-    LEFT | RIGHT | DOWN: "┬",
-    LEFT | RIGHT | UP: "┴",
-    UP | RIGHT | DOWN | LEFT: "┼",
-}
-
-
-class Canvas:
-    """Cells are addressed by (column, row) from the upper left; text covers lines."""
-
-    __slots__ = ("_lines", "_text")
-
-    def __init__(self) -> None:
-        self._lines: dict[tuple[int, int], int] = {}
-        self._text: dict[tuple[int, int], str] = {}
-
-    def horizontal(self, row: int, left: int, right: int) -> None:
-        for column in range(left, right):
-            self._join(column, row, RIGHT)
-            self._join(column + 1, row, LEFT)
-
-    def vertical(self, column: int, top: int, bottom: int) -> None:
-        for row in range(top, bottom):
-            self._join(column, row, DOWN)
-            self._join(column, row + 1, UP)
-
-    def box(self, left: int, top: int, right: int, bottom: int) -> None:
-        self.horizontal(top, left, right)
-        self.horizontal(bottom, left, right)
-        self.vertical(left, top, bottom)
-        self.vertical(right, top, bottom)
-
-    def write(self, column: int, row: int, text: str) -> None:
-        for offset, character in enumerate(text):
-            self._text[column + offset, row] = character
-
-    def __str__(self) -> str:
-        cells = {position: _JOINTS[joint] for position, joint in self._lines.items()} | self._text
-        bottom = max((row for _, row in cells), default=-1)
-        right = max((column for column, _ in cells), default=-1)
-        rows = ("".join(cells.get((column, row), " ") for column in range(right + 1)) for row in range(bottom + 1))
-        return "\n".join(row.rstrip() for row in rows)
-
-    def _join(self, column: int, row: int, direction: int) -> None:
-        self._lines[column, row] = self._lines.get((column, row), 0) | direction

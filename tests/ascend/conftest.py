@@ -31,6 +31,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def _level(report: pytest.TestReport | pytest.CollectReport) -> str:
-    """``tests/ascend/test_shape_model.py`` belongs to the level shape."""
+    """``tests/ascend/test_semantics_graph.py`` belongs to the level semantics."""
     path = Path(report.nodeid.partition("::")[0])
     return path.stem.removeprefix("test_").partition("_")[0] if path.parent.name == "ascend" else ""

@@ -7,8 +7,8 @@ Five levels, each named by what it proves:
 * **schema**: the *real* torch_npu wheel is loaded. The operators and the Python API that the backend calls exist
   there with the arguments that it passes; the operators' schemas are those in ``schema_lock.json``. Of an older
   wheel, which vllm-ascend pins and which needs an older torch, the schemas are read from the library's text.
-* **shape**: whole engine steps of Qwen2.5-VL- and Qwen3-VL-shaped models run on fake tensors of ``npu:0``: types
-  and shapes pass the wheel's own Meta kernels, and a recorder checks each call against the documented constraints.
+* **shape**: the backend's calls in steps of a model of 8B parameters, on fake tensors of ``npu:0``: types and
+  shapes pass the wheel's own Meta kernels, and a recorder checks each call against the documented constraints.
 * **semantics**: with CPU kernels of our own under the wheel's schemas the backend computes on CPU tensors: equal
   to the reference operators, and the tiny models give the tokens of the plain-torch path. Captured decode steps go
   through torch_npu's own capture bookkeeping, on an emulated device.

@@ -118,6 +118,7 @@ def test_p_and_d_are_given_the_same_prompt() -> None:
         "tools": TOOLS,
         "tool_choice": "required",
         "chat_template_kwargs": {"x": 1},
+        "cache_salt": "mine",
         "stream": True,
         "stop": "a",
     }
@@ -130,13 +131,6 @@ def test_p_and_d_are_given_the_same_prompt() -> None:
     assert "stop" not in body
 
 
-def test_p_and_d_are_given_the_salt() -> None:
-    asked = request(chat(cache_salt="mine"))
-    for body in (vllm_chat.prefill_body(asked, ()), vllm_chat.answer_body(asked, ())):
-        assert body["cache_salt"] == "mine"
-    assert "cache_salt" not in vllm_chat.answer_body(request(chat()), ())
-
-
 @pytest.mark.parametrize(
     ("fields", "sent"),
     [
@@ -146,6 +140,7 @@ def test_p_and_d_are_given_the_salt() -> None:
         ({"stop": ["x"], "ignore_eos": True}, {"stop": ["x"], "ignore_eos": True}),
         ({"logit_bias": {"5": 1.5}}, {"logit_bias": {"5": 1.5}}),
         ({"n": 2, "temperature": 1}, {"n": 2, "temperature": 1.0}),
+        ({"n": 3, "temperature": 0}, {"n": None, "temperature": 0.0}),  # equal choices are asked for once
         # what is left open is vLLM's to fill in, by the model's generation_config.json
         ({}, {"temperature": None, "top_p": None, "top_k": None, "repetition_penalty": None}),
         ({"top_p": 1, "top_k": -1, "min_p": 0}, {"top_p": 1.0, "top_k": 0, "min_p": 0.0}),
@@ -169,12 +164,6 @@ def test_p_and_d_are_given_the_salt() -> None:
 def test_what_a_client_asks_for_reaches_vllm(fields: dict[str, Any], sent: dict[str, Any]) -> None:
     body = vllm_chat.answer_body(request(chat(**fields)), ())
     assert {key: body.get(key) for key in sent} == sent
-
-
-def test_equal_choices_are_asked_for_once() -> None:
-    asked = request(chat(n=3, temperature=0))
-    assert "n" not in vllm_chat.answer_body(asked, ())
-    assert vllm_chat.num_copies(asked.sampling) == 3
 
 
 def test_completions() -> None:
@@ -262,19 +251,6 @@ def test_who_scores_a_prompt_computes_it(fields: dict[str, Any]) -> None:
     assert not vllm_chat.needs_whole_prompt(for_vllm({"prompt": "hi", "echo": True, "return_token_ids": True}))
 
 
-@pytest.mark.parametrize("field", ["return_token_ids", "prompt_logprobs"])
-def test_the_native_engine_refuses_fields_of_vllm(field: str) -> None:
-    with pytest.raises(InvalidRequest) as refused:
-        ChatCompletionRequest.parse(msgspec.json.encode(chat(**{field: 1})))
-    assert (refused.value.code, refused.value.param) == ("unknown_parameter", field)
-
-
 def test_tokens_that_a_client_wants_are_left_in_its_stream() -> None:
     assert can_be_replayed(for_vllm(chat(stream=True)))
     assert not can_be_replayed(for_vllm(chat(stream=True, return_token_ids=True)))
-
-
-def test_a_picture_may_have_a_name_of_its_client() -> None:
-    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}, "uuid": "mine"}
-    named = request({"messages": [{"role": "user", "content": [part]}]}, num_items=1)
-    assert vllm_chat.prompt_body(named, [b"one"])["messages"][0]["content"][0]["uuid"] == "h0"

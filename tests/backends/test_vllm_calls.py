@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-import msgspec
 import pytest
 from links import linked
 
@@ -163,16 +162,6 @@ async def test_a_bootstrap_server_that_tells_no_engine_is_a_lost_instance(
             await prefill.engine_id()
 
 
-async def test_the_engine_is_asked_for_its_id_once() -> None:
-    answer = msgspec.json.encode({"0": {"engine_id": "abc"}})
-    async with server(answering(answer)) as port, NativeConnections() as connections:
-        others = VllmInstances(connections, {"p0": target("P", kv="mooncake")})
-        prefill = others.connect("p0", f"http://127.0.0.1:{port - KV_PORT}")
-        prefill._warm = 1.0
-        assert await prefill.engine_id() == "abc"
-    assert await prefill.engine_id() == "abc", "the server is gone"
-
-
 async def test_a_p_is_told_over_a_link_that_it_encodes_an_item_itself() -> None:
     told: list[FeatureWithdrawn] = []
 
@@ -212,17 +201,3 @@ async def test_a_d_that_is_given_up_leaves_p_its_answer() -> None:
         others.exchanges["r"].settle("a")
         assert isinstance(await call.opened, PrefillAnswer)
         call.close()
-
-
-async def test_instances_that_leave_are_forgotten() -> None:
-    async with NativeConnections() as connections:
-        others = VllmInstances(connections, {"p0": target("P"), "p1": target("P")})
-        calls = {
-            name: others.connect(name, f"http://127.0.0.1:{number}") for number, name in enumerate(("p0", "p1"), 1)
-        }
-        assert set(others.by_url) == {"http://127.0.0.1:1", "http://127.0.0.1:2"}
-        del calls["p0"]
-        assert list(others.by_url.values()) == [calls["p1"]]
-        calls["p0"] = others.connect("p0", "http://127.0.0.1:2")  # it moves to where another was
-        del calls["p1"]
-        assert list(others.by_url.values()) == [calls["p0"]]

@@ -116,17 +116,13 @@ async def test_merged_tokens_are_out_with_the_next_whole_character(server: HttpS
     call.close()
 
 
-async def test_a_reader_that_always_lags_gets_its_answer_in_pieces(server: HttpServer) -> None:
+@pytest.mark.parametrize(("text", "tokens", "piece"), [("ab", 2, 18), ("", 1, 9)])
+async def test_an_answer_whose_tokens_never_come_alone_comes_in_pieces(
+    text: str, tokens: int, piece: int, server: HttpServer
+) -> None:
     call = known(server, asked())
-    out = b"".join(call.passed(chunk("ab", [number, number])) for number in range(40))
-    assert [len(tokens) for _, tokens, _ in whole_items(out)] == [18] * 4
-    call.close()
-
-
-async def test_an_answer_whose_text_is_elsewhere_comes_in_pieces(server: HttpServer) -> None:
-    call = known(server, asked())
-    out = b"".join(call.passed(chunk("", [number])) for number in range(40))
-    assert [len(tokens) for _, tokens, _ in whole_items(out)] == [9] * 4
+    out = b"".join(call.passed(chunk(text, [number] * tokens)) for number in range(40))
+    assert [len(ids) for _, ids, _ in whole_items(out)] == [piece] * 4
     call.close()
 
 

@@ -21,7 +21,7 @@ def usage(cached: int | None) -> dict[str, Any]:
     return {"prompt_tokens": 9, "completion_tokens": 1, "total_tokens": 10, "prompt_tokens_details": details}
 
 
-async def ask(p_cached: int | None, *, stream: bool, for_vllm: str) -> bytes:
+async def ask(serve: Any, p_cached: int | None, *, stream: bool, for_vllm: str) -> bytes:
     async def answer(request: web.Request) -> web.Response:
         asked, name = await request.json(), request.path.split("/")[1]
         if name == "p0":
@@ -34,46 +34,39 @@ async def ask(p_cached: int | None, *, stream: bool, for_vllm: str) -> bytes:
         events = [msgspec.json.encode(one) for one in told] + [b"[DONE]"]
         return web.Response(body=b"".join(b"data: " + event + b"\n\n" for event in events))
 
-    app = web.Application()
-    app.router.add_post("/{name}/v1/chat/completions", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    port = runner.addresses[0][1]
     given: dict[str, Any] = {"device": "cpu", "dtype": "float32", "model_path": "", "kv": "nixl", "pulls": True}
     targets = {f"{role.lower()}0": VllmTarget(role=Role.parse(role), **given) for role in "PD"}
-    try:
-        async with NativeConnections() as connections:
-            others = VllmInstances(connections, targets)
-            calls = {name: others.connect(name, f"http://127.0.0.1:{port}/{name}") for name in targets}
-            request = PrefillRequest(
-                request_id="r",
-                output=OutputOptions("chat", "c-1", 0, "m", stream=stream, include_usage=True, for_vllm=for_vllm),
-                sampling=SamplingParams(seed=0),
-                items=[],
-                messages=[ChatMessage(role="user", content=[Part(type="text", text="?")])],
-                decode_url=calls["d0"].url,
-            )
-            prefill = calls["p0"].prefill(request, trace_id="r", media=[])
-            decode = calls["d0"].decode(DecodeRequest(request_id="r", stream=stream), trace_id="r")
-            try:
-                await prefill.opened
-                body = bytearray()
-                if not stream:
-                    return b"".join([chunk async for chunk in (await decode.opened).chunks()])
-                while not await (await decode.opened).forward(lambda chunk: body.extend(chunk) is None):
-                    pass
-                return bytes(body)
-            finally:
-                decode.close()
-                prefill.close()
-    finally:
-        await runner.cleanup()
+    async with serve(answer) as port, NativeConnections() as connections:
+        others = VllmInstances(connections, targets)
+        calls = {name: others.connect(name, f"http://127.0.0.1:{port}/{name}") for name in targets}
+        request = PrefillRequest(
+            request_id="r",
+            output=OutputOptions("chat", "c-1", 0, "m", stream=stream, include_usage=True, for_vllm=for_vllm),
+            sampling=SamplingParams(seed=0),
+            items=[],
+            messages=[ChatMessage(role="user", content=[Part(type="text", text="?")])],
+            decode_url=calls["d0"].url,
+        )
+        prefill = calls["p0"].prefill(request, trace_id="r", media=[])
+        decode = calls["d0"].decode(DecodeRequest(request_id="r", stream=stream), trace_id="r")
+        try:
+            await prefill.opened
+            body = bytearray()
+            if not stream:
+                return b"".join([chunk async for chunk in (await decode.opened).chunks()])
+            while not await (await decode.opened).forward(lambda chunk: body.extend(chunk) is None):
+                pass
+            return bytes(body)
+        finally:
+            decode.close()
+            prefill.close()
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("for_vllm", ["", '{"return_token_ids": true}'])
 @pytest.mark.parametrize(("said", "told"), [(4, 4), (0, 0), (None, 0), (40, 9)])
-async def test_cached_tokens_are_those_of_p(stream: bool, for_vllm: str, said: int | None, told: int) -> None:
-    body = await ask(said, stream=stream, for_vllm=for_vllm)
+async def test_cached_tokens_are_those_of_p(
+    serve: Any, stream: bool, for_vllm: str, said: int | None, told: int
+) -> None:
+    body = await ask(serve, said, stream=stream, for_vllm=for_vllm)
     assert re.findall(rb'"cached_tokens": ?(\d+)', body) == [b"%d" % told]

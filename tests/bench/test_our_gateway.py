@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from fleet import deployed
 from load_tester import session, settings
 from PIL import Image
 
 from epd_serve.bench.types import Item, Media, Message
-from epd_serve.config import DeploymentConfig
-from epd_serve.launch.deployment import LocalDeployment
 
 
 def picture(shade: int) -> Media:
@@ -46,8 +45,7 @@ class Mixed:
 
 @pytest.mark.asyncio
 async def test_our_gateway_tells_its_topology_and_version(tmp_path: Path) -> None:
-    config = DeploymentConfig(topology="E-PD", gateway={"port": 0}, instances={"base_port": 0, "threads": 1})
-    async with LocalDeployment(config, ready_timeout_s=300) as deployment:
+    async with deployed("E-PD") as deployment:
         wanted = settings(deployment.gateway_url, "closed:1", None, timeout_s=60.0, num_warmups=1)
         run = await asyncio.to_thread(session().run, tmp_path / "run", wanted, Mixed(12))
     assert run.total.num_failed == 0

@@ -1,4 +1,4 @@
-"""Attention and the paged cache: the CPU's operators against the oracle, the oracle against torch's own."""
+"""Attention and the paged cache: the CPU's operators, plain torch's among them, against the oracle."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ import torch
 from attention_contract import (
     TOLERANCES,
     Batch,
-    Comparison,
     Segments,
     batches,
     check_segments,
     check_step,
-    dense_attention,
     segments,
 )
 from hypothesis import given, settings
@@ -29,15 +27,6 @@ EVERY_OPS = pytest.mark.parametrize(
     [PlainOps(), CpuOps(), CpuOps(tile_bytes=4096, query_rows=3)],
     ids=["plain", "cpu", "cpu in small tiles"],
 )
-
-
-@given(batch=batches())
-@CASES
-def test_the_oracle_equals_dense_attention(batch: Batch) -> None:
-    output, _ = batch.run(ReferenceOps())
-    dense = dense_attention(batch)
-    real = [i for i in range(len(dense)) if not batch.num_decodes <= i < batch.num_decodes + batch.padding]
-    torch.testing.assert_close(output[real], dense[real], rtol=1e-5, atol=1e-5)
 
 
 @EVERY_OPS
@@ -68,8 +57,8 @@ def test_encode_equals_the_oracle(ops: AttentionOps, case: Segments) -> None:
 def test_encode_in_half_precision_stays_near_the_oracle(
     ops: AttentionOps, dtype: torch.dtype, head_dim: int
 ) -> None:
-    one = Comparison(ops=ops, dtype=dtype, device=CPU, tolerance=TOLERANCES[dtype])
-    one.encode([16, 16, 0, 5, 16, 1], 2, head_dim)
+    case = Segments(lengths=[16, 16, 0, 5, 16, 1], heads=2, head_dim=head_dim, layout="fused", seed=0)
+    check_segments(ops, case, dtype, CPU, TOLERANCES[dtype])
 
 
 @EVERY_OPS

@@ -37,7 +37,7 @@ def drawn(scores: Tensor, rows: list[Row]) -> list[int]:
     return tokens
 
 
-@settings(max_examples=10 if not HAS_GPU else 200, deadline=None)
+@settings(max_examples=6 if not HAS_GPU else 200, deadline=None)
 @given(
     noise=st.integers(0, 999),
     seed=st.integers(0, 2**64 - 1),
@@ -57,7 +57,7 @@ def test_draws_are_those_of_a_cpu(
     assert drawn(scores, [one]) == [RowDrawer(width).draw(scores[0], one)]
 
 
-@settings(max_examples=8 if not HAS_GPU else 200, deadline=None)
+@settings(max_examples=4 if not HAS_GPU else 200, deadline=None)
 @given(noise=st.integers(0, 999), top_k=st.integers(1, 60), values=st.integers(2, 200), top_p=st.floats(0.01, 1.0))
 def test_no_token_beyond_the_kth_is_drawn(noise: int, top_k: int, values: int, top_p: float) -> None:
     """With many equals: those at the front count as larger."""

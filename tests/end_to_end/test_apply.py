@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import pytest_asyncio
 from http_client import http_client
 
 from benchmarks import apply_ring, chaos
@@ -28,11 +29,16 @@ def topology(line: str, more: str = "") -> DeploymentConfig:
     return parse_config(f"topology: {line}\n{PORTS}{more}")
 
 
-@pytest.fixture
-async def deployment() -> AsyncIterator[LocalDeployment]:
-    async with LocalDeployment(
+def started() -> LocalDeployment:
+    return LocalDeployment(
         topology("E-P-D"), ready_timeout_s=300, backoff=lambda: Backoff(first_s=0.1, limit_s=0.1)
-    ) as deployment:
+    )
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def deployment() -> AsyncIterator[LocalDeployment]:
+    """Of the two tests that are not slow, in their order."""
+    async with started() as deployment:
         yield deployment
 
 
@@ -83,6 +89,22 @@ def test_no_request_notices_a_ring_of_topologies(tmp_path: Path, monkeypatch: py
     ]
 
 
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_failed_start_changes_nothing_and_the_next_file_is_taken(deployment: LocalDeployment) -> None:
+    with pytest.raises(ApplyStopped) as stopped:
+        await deployment.apply(topology("E-2P-D", "roles: {P: {num_blocks: 100000000000000}}"))
+    assert "died: exit code" in str(stopped.value)
+    assert "serves on with e0 (E), p0 (P), d0 (D)" in str(stopped.value)
+    assert roles(deployment) == ["D", "E", "P"] and await serves(deployment)
+    first, second = await asyncio.gather(
+        deployment.apply(topology("E-2P-D")), deployment.apply(topology("EPD")), return_exceptions=True
+    )
+    assert first is None
+    assert isinstance(second, ValueError) and "another apply is under way" in str(second)
+    assert roles(deployment) == ["D", "E", "P", "P"] and await serves(deployment)
+
+
+@pytest.mark.asyncio(loop_scope="module")
 async def test_the_command_says_its_steps_and_what_is_wrong(deployment: LocalDeployment, tmp_path: Path) -> None:
     async def apply(text: str, *options: str) -> tuple[int, str]:
         file = tmp_path / "new.yaml"
@@ -100,40 +122,31 @@ async def test_the_command_says_its_steps_and_what_is_wrong(deployment: LocalDep
         *(sys.executable, "-m", "epd_serve.cli", "status"), stdout=asyncio.subprocess.PIPE
     )
     said, _ = await status.communicate()
-    assert status.returncode == 0 and said.count(b" ready ") == 3, said.decode()
-    assert await apply(f"topology: 2E-P-D\n{PORTS}", "--dry-run") == (
+    assert status.returncode == 0 and said.count(b" ready ") == 4, said.decode()
+    assert await apply(f"topology: 2E-2P-D\n{PORTS}", "--dry-run") == (
         0,
-        'topology: "E-P-D" -> "2E-P-D"\nstart e1 (E)\n',
+        'topology: "E-2P-D" -> "2E-2P-D"\nstart e1 (E)\n',
     )
-    assert set(deployment.instances) == {"e0", "p0", "d0"}
-    code, said = await apply(f"topology: EP-D\n{PORTS}")
-    assert code == 0 and "step 1 of 2: switch e0 from E to EP\nstep 2 of 2: stop p0 (P)\n" in said
-    assert roles(deployment) == ["D", "EP"] and await serves(deployment)
+    assert set(deployment.instances) == {"e0", "p0", "p1", "d0"}
+    code, said = await apply(f"topology: EP-P-D\n{PORTS}")
+    assert code == 0 and "step 1 of 2: switch e0 from E to EP\nstep 2 of 2: stop p1 (P)\n" in said
+    assert roles(deployment) == ["D", "EP", "P"] and await serves(deployment)
     for text, message in (
         ("topology: E-P\n", "new.yaml:1: topology"),
-        (f"served_model_name: other\n{PORTS}", "a change of served_model_name needs another start"),
         (f"feature_store: mooncake\n{PORTS}", "a change of feature_store needs another start"),
     ):
         code, said = await apply(text)
         assert code == 2 and message in said and "Traceback" not in said, said
-    assert roles(deployment) == ["D", "EP"] and await serves(deployment)
+    assert roles(deployment) == ["D", "EP", "P"]
 
 
-async def test_a_failed_start_changes_nothing_and_the_next_file_is_taken(deployment: LocalDeployment) -> None:
-    with pytest.raises(ApplyStopped) as stopped:
-        await deployment.apply(topology("E-2P-D", "roles: {P: {num_blocks: 100000000000000}}"))
-    assert "died: exit code" in str(stopped.value)
-    assert "serves on with e0 (E), p0 (P), d0 (D)" in str(stopped.value)
-    assert roles(deployment) == ["D", "E", "P"] and await serves(deployment)
-    first, second = await asyncio.gather(
-        deployment.apply(topology("E-2P-D")), deployment.apply(topology("EPD")), return_exceptions=True
-    )
-    assert first is None
-    assert isinstance(second, ValueError) and "another apply is under way" in str(second)
-    assert roles(deployment) == ["D", "E", "P", "P"] and await serves(deployment)
+@pytest.mark.slow
+async def test_options_of_the_gateway_bring_another_one_and_cut_no_stream() -> None:
+    async with started() as deployment:
+        await _replace_the_gateway(deployment)
 
 
-async def test_options_of_the_gateway_bring_another_one_and_cut_no_stream(deployment: LocalDeployment) -> None:
+async def _replace_the_gateway(deployment: LocalDeployment) -> None:
     url = f"{deployment.gateway_url}/v1/completions"
     body = BODY | {"prompt": "Count to 99.", "max_tokens": 600, "ignore_eos": True, "stream": True}
     limits = httpx.Limits(max_keepalive_connections=4)
@@ -187,7 +200,13 @@ def at(words: str, act: Callable[[], None]) -> Callable[[str], None]:
     return tell
 
 
-async def test_processes_that_die_meanwhile(deployment: LocalDeployment) -> None:
+@pytest.mark.slow
+async def test_processes_that_die_meanwhile() -> None:
+    async with started() as deployment:
+        await _kill_processes(deployment)
+
+
+async def _kill_processes(deployment: LocalDeployment) -> None:
     await deployment.apply(topology("2E-P-D"), at("start e1", lambda: kill(deployment, "p0")))
     assert roles(deployment) == ["D", "E", "E", "P"] and await comes_to_serve(deployment)
     await deployment.apply(topology("E-P-2D"), at("switch", lambda: kill(deployment, "gateway")))

@@ -18,13 +18,12 @@ import pytest_asyncio
 import tiny_models
 from chat import data_url
 from clips import Clip, clip
-from fleet import Books, figures
+from fleet import Books, deployed, figures
 from http_client import http_client
-from identity import Question
+from identity import CHATS, Question, ask, generated
 from pictures import noise, png
 from reference import Reference
 from sounds import Sound, encoded, sound
-from tiny_service import CHATS, ask, expected, serving
 
 from epd_serve.launch.deployment import LocalDeployment
 
@@ -46,9 +45,10 @@ def reference(model: Path) -> Reference:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def deployment(model: Path) -> AsyncIterator[LocalDeployment]:
-    async with serving(model, "E-P-D", media=LIMITS) as deployment:
+    # a transcript ends where the context does
+    async with deployed("E-P-D", model, gateway={"media": LIMITS}, instances={"max_model_len": 256}) as deployment:
         yield deployment
-        await Books({name: instance.url for name, instance in deployment.instances.items()}).check()
+        await Books.of(deployment).check()
 
 
 async def test_a_sound_is_encoded_once_however_it_is_sent(
@@ -63,7 +63,7 @@ async def test_a_sound_is_encoded_once_however_it_is_sent(
     async with http_client(deployment.gateway_url) as client:
         before = (await figures(encoder))["tower_images_total"]
         for question in questions:
-            assert await ask(client, question) == expected(reference, question)
+            assert await ask(client, question) == generated(reference, question)
         assert (await figures(encoder))["tower_images_total"] - before == 1
         text = (await client.get("/metrics")).text
         tokens = await client.post(
@@ -115,23 +115,15 @@ async def test_hostile_sounds_are_refused_by_part(deployment: LocalDeployment) -
         await asyncio.gather(*(check(client, kind) for kind in hostile()))
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "qwen2_5_omni",
-        *(
-            pytest.param(kind, marks=pytest.mark.slow)
-            for kind in ("qwen3_asr", "qwen2_audio", "qwen3_omni", "gemma4")
-        ),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen2_5_omni", "qwen3_asr", "qwen2_audio", "qwen3_omni", "gemma4"])
 async def test_the_answer_is_the_same_when_the_encoder_dies(kind: str, tmp_path: Path) -> None:
     """E is killed while it has the sound, and a video before it; P encodes them. Its chunks have 7 tokens."""
     path = tiny_models.make_tiny_model(kind, tmp_path / "model")
     videos = (Clip(clip(2, 8, (64, 96), fps=2)),) if kind in tiny_models.OMNI_KINDS else ()
     question = Question("What is said?", videos=videos, sounds=(Sound(sound(9, 3.9, 48_000, 2, "flac"), "flac"),))
     async with (
-        serving(path, "E-P-D", max_num_batched_tokens=7) as deployment,
+        deployed("E-P-D", path, restart="never", instances={"max_num_batched_tokens": 7}) as deployment,
         http_client(deployment.gateway_url) as client,
     ):
         handle = deployment.instances["e0"]
@@ -139,7 +131,7 @@ async def test_the_answer_is_the_same_when_the_encoder_dies(kind: str, tmp_path:
         task = asyncio.create_task(ask(client, question))
         await asyncio.sleep(0.3)
         os.kill(handle.pid, signal.SIGKILL)
-        assert await task == expected(Reference(path), question)
+        assert await task == generated(Reference(path), question)
 
 
 async def test_a_file_is_transcribed_as_openai_does(deployment: LocalDeployment, reference: Reference) -> None:

@@ -7,14 +7,11 @@ import random
 from typing import Any
 
 from chat import chat
-from fleet import Books
+from fleet import Books, deployed
 from http_client import http_client
 from pictures import noise
 
-from epd_serve.config import DeploymentConfig
-from epd_serve.launch.deployment import LocalDeployment
-
-NUM_REQUESTS = 72
+NUM_REQUESTS = 36
 
 
 def body(rng: random.Random) -> dict[str, Any]:
@@ -27,24 +24,14 @@ def body(rng: random.Random) -> dict[str, Any]:
 
 async def test_no_block_and_no_feature_leaks() -> None:
     rng = random.Random(20)
-    config = DeploymentConfig(
-        topology="E-P-D",
-        gateway={
-            "port": 0,
-            "max_in_flight": 10,
-        },  # of the 24 that come at once: the others wait, and some leave then
-        # few blocks and a small store, so that requests wait for each other at every stage
-        instances={
-            "base_port": 0,
-            "threads": 1,
-            "num_blocks": 80,
-            "max_num_batched_tokens": 64,
-            "feature_cache_bytes": 1 << 18,
-        },
-    )
     outcomes: list[str] = []
     async with (
-        LocalDeployment(config, ready_timeout_s=300) as deployment,
+        deployed(
+            "E-P-D",
+            gateway={"max_in_flight": 10},  # of the 24 that come at once: the others wait, and some leave then
+            # few blocks and a small store, so that requests wait for each other at every stage
+            instances={"num_blocks": 80, "max_num_batched_tokens": 64, "feature_cache_bytes": 1 << 18},
+        ) as deployment,
         http_client(deployment.gateway_url) as client,
     ):
         slots = asyncio.Semaphore(24)
@@ -66,7 +53,7 @@ async def test_no_block_and_no_feature_leaks() -> None:
             for _ in range(NUM_REQUESTS):
                 patience_s = rng.choice([None, None, rng.uniform(0, 0.05), rng.uniform(0, 0.5), rng.uniform(0, 2)])
                 group.create_task(one(body(rng), patience_s))
-        await Books({name: handle.url for name, handle in deployment.instances.items()}).check()
+        await Books.of(deployment).check()
         assert len(outcomes) == NUM_REQUESTS
         assert outcomes.count("cancelled") > NUM_REQUESTS // 10
         assert outcomes.count("answered") > NUM_REQUESTS // 4

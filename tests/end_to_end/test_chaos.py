@@ -17,7 +17,7 @@ from benchmarks import chaos
 from epd_serve.launch.processes.process import ProcessState
 from epd_serve.verify.client import Client
 
-NUM_REQUESTS = 30
+NUM_REQUESTS = 18
 
 
 async def test_what_is_dead_and_not_yet_known_to_be_is_not_killed_again() -> None:

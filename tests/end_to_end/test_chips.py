@@ -84,7 +84,8 @@ class Copied:
         monkeypatch.setattr(owner, name, watched)
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", pytest.param("qwen3_5", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_5"])
 async def test_kv_goes_through_host_memory_that_is_far_smaller(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,7 +116,8 @@ async def test_kv_goes_through_host_memory_that_is_far_smaller(
     assert copied.attention.isdisjoint(set().union(*copied.streams.values()))
 
 
-@pytest.mark.parametrize("roles", [("E", "P", "D"), pytest.param(("EP", "D"), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("roles", [("EP", "D"), ("E", "P", "D")])
 async def test_features_and_kv_go_from_device_to_device(
     roles: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,6 +145,7 @@ async def test_features_and_kv_go_from_device_to_device(
 
 
 @needs_mooncake
+@pytest.mark.slow
 async def test_mooncake_reads_features_and_kv_where_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

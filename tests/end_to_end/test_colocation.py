@@ -10,9 +10,8 @@ from identity import start_fleet
 from tiny_models import STATE_KINDS, make_tiny_model
 
 
-@pytest.mark.parametrize(
-    "kind", ["qwen2_5_vl", *(pytest.param(kind, marks=pytest.mark.slow) for kind in STATE_KINDS)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", *STATE_KINDS])
 async def test_tokens_are_the_same_under_shares_and_the_guard(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

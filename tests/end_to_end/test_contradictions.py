@@ -65,7 +65,7 @@ async def test_wrong_requests_of_many_connections_leave_others_alone() -> None:
 
         plain_s, structured_s = list[float](), list[float]()
         async with asyncio.TaskGroup() as attacks:
-            tasks = [attacks.create_task(attack(number)) for number in range(8)]
+            tasks = [attacks.create_task(attack(number)) for number in range(3)]
             while not plain_s or not all(task.done() for task in tasks):
                 seed = len(plain_s)
                 plain_s.append(await ask(max_tokens=2, seed=seed))

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import resource
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
 import openai
 import psutil
 import pytest
-from chat import chat, data_url
+from chat import data_url
 from fleet import Books, is_up, wait_until
 from http_client import http_client
-from program import read_until
 from transports import needs_mooncake
 
 from epd_serve.config import change_config, load_config
@@ -31,13 +26,11 @@ from epd_serve.launch.processes.ports import free_port
 from epd_serve.telemetry.breakdown import read_traces
 
 ROOT = Path(__file__).parents[2]
-#: The others have the same roles in other places.
-USUAL = ("cpu-epd", "cpu-e-p-d", "cpu-e_d-p")
 FILES = [
     pytest.param(
         file,
         id=file.stem,
-        marks=needs_mooncake if "mooncake" in file.stem else [] if file.stem in USUAL else pytest.mark.slow,
+        marks=[needs_mooncake] * ("mooncake" in file.stem) + [pytest.mark.slow] * (file.stem != "cpu-e-p-d"),
     )
     for file in sorted((ROOT / "deploy").glob("cpu-*.yaml"))
 ]
@@ -142,93 +135,6 @@ def check_stages(traces: Path, num_instances: int) -> None:
     assert all(request.stages["prefill_execute"] > 0 for request in requests)
     print(f"not in any stage: {', '.join(f'{share:.1%}' for share in rest)}")
     assert min(rest) < 0.5, "the rest is calls and the answer's way"
-
-
-@contextmanager
-def start_up(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """``epd-serve up``; where the block fails it is killed, and what it started ends with it."""
-    with subprocess.Popen(
-        [sys.executable, "-m", "epd_serve.cli", "up", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=ROOT,
-    ) as process:
-        try:
-            yield process
-        except BaseException:
-            process.kill()
-            raise
-
-
-def answers(url: str) -> bool:
-    """Whether a deployment answers a question about a picture; what it then says is right."""
-    question = chat("Where is the blue square?", PICTURE)
-    try:
-        reply = httpx.post(f"{url}/v1/chat/completions", json=question, timeout=150, verify=False)
-    except httpx.TransportError:
-        return False
-    if reply.status_code != 200:
-        assert reply.status_code in (502, 503), reply.text
-        return False
-    assert reply.json()["choices"][0]["message"]["content"] == "right"
-    return True
-
-
-@pytest.fixture
-def deployment_file(tmp_path: Path) -> Path:
-    file = tmp_path / "deployment.yaml"
-    file.write_text(
-        f"{{topology: E-P-D, instances: {{base_port: 0}}, gateway: {{port: {free_port('127.0.0.1')}}}}}"
-    )
-    return file
-
-
-def cpu_s_of_ended_children() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
-
-
-def test_what_dies_is_started_again_and_ctrl_c_stops_everything(deployment_file: Path) -> None:
-    """Same name and same port, but another process: with other memory, other connections and empty books."""
-    before_all, cpu_before_s = shared_memory(), cpu_s_of_ended_children()
-    port = free_port("127.0.0.1")
-    url = f"http://127.0.0.1:{port}"
-
-    def running() -> dict[str, psutil.Process]:
-        found = {}
-        for child in psutil.Process(process.pid).children(recursive=True):
-            with suppress(psutil.NoSuchProcess):  # a decoder, say, that has just ended
-                if child.name().startswith("epd-serve "):
-                    found[child.name()[-2].upper()] = child
-                elif "proxy" in child.cmdline():
-                    found["gateway"] = child
-        return found
-
-    with start_up(str(deployment_file), "--port", str(port)) as process:
-        assert "curl" in read_until(process, "Chat: "), "what to type next"
-        what = "three instances, the gateway, what forks instances and what forks decoders, and a resource tracker"
-        wait_until(lambda: len(psutil.Process(process.pid).children(recursive=True)) == 7, what)
-        assert answers(url)
-        for victim in ("D", "gateway"):
-            before = running()
-            before[victim].kill()
-            output = read_until(process, " ready")
-            assert re.search(r"died: killed by SIGKILL.* Starting it again in 1 s", output)
-            wait_until(lambda: answers(url), f"the deployment serves again after the death of {victim}")
-            after = running()
-            assert {name for name in after if after[name].pid != before[name].pid} == {victim}
-        left = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-        running_s = sum(sum(one.cpu_times()[:4]) for one in left)
-        stopping = time.monotonic()
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=300)
-        assert time.monotonic() - stopping < 30
-        assert process.returncode == 0
-    assert cpu_s_of_ended_children() - cpu_before_s - running_s < running_s / 5, "there is nothing to compute"
-    _, late = psutil.wait_procs(left, 30)  # the fork server and its resource tracker follow the launcher
-    assert not [one for one in late if one.status() != psutil.STATUS_ZOMBIE]
-    check_shared_memory(before_all)
 
 
 def test_instances_and_gateway_can_be_started_by_hand(tmp_path: Path) -> None:

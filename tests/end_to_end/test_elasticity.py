@@ -12,11 +12,10 @@ from typing import Any
 import httpx
 import pytest
 from chat import chat
-from fleet import Books
+from fleet import Books, deployed
 from http_client import http_client
 from pictures import noise
 
-from epd_serve.config import DeploymentConfig
 from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.launch.processes.ports import free_port
 
@@ -80,17 +79,17 @@ class Site:
 @asynccontextmanager
 async def site() -> AsyncIterator[Site]:
     port = free_port("127.0.0.1")
-    config = DeploymentConfig.model_validate(
-        {
-            "topology": "2E-P-D",
-            "gateway": {"port": 0, "admin": {"port": port}},
-            "slo": SLO,
-            "instances": {"base_port": 0, "threads": 1, "num_blocks": 512},
-            "roles": ROLES,
-            "elastic": ELASTIC,
-        }
-    )
-    async with LocalDeployment(config, ready_timeout_s=300) as deployment, http_client() as client:
+    async with (
+        deployed(
+            "2E-P-D",
+            gateway={"admin": {"port": port}},
+            instances={"num_blocks": 512},
+            slo=SLO,
+            roles=ROLES,
+            elastic=ELASTIC,
+        ) as deployment,
+        http_client() as client,
+    ):
         yield Site(deployment, f"http://127.0.0.1:{port}", client)
 
 
@@ -130,4 +129,4 @@ async def test_a_late_decode_gets_an_encoder_and_no_answer_notices() -> None:
         for prompt in PROMPTS:
             await here.complete(prompt)
         assert await here.post("chat/completions", picture) == seen
-        await Books({name: one.url for name, one in here.deployment.instances.items()}).check()
+        await Books.of(here.deployment).check()

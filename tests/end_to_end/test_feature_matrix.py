@@ -37,9 +37,8 @@ CASES: dict[str, dict[str, Any]] = {
 TOPOLOGIES = {"EPD": ("epd0",), "E-P-D": ("e0", "p0", "d0"), "ED-P": ("ed0", "p0")}
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] if "trace" not in case else []) for case in CASES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 async def test_tokens_equal_generate(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EPD_SERVE_CACHE", str(tmp_path / "cache"))
     settings = dict(CASES[case])

@@ -14,23 +14,18 @@ import httpx
 import pytest
 import pytest_asyncio
 from chat import chat
-from fleet import Books, gateway, is_up, wait_until
+from fleet import Books, deployed, gateway, is_up, wait_until
 from http_client import http_client
 
-from epd_serve.config import DeploymentConfig
-from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.launch.processes.ports import free_port
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-BODY = chat("Count to 9.", max_tokens=450, ignore_eos=True, stream=True)
+BODY = chat("Count to 9.", max_tokens=300, ignore_eos=True, stream=True)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def urls() -> AsyncIterator[dict[str, str]]:
-    config = DeploymentConfig(
-        topology="P-D", restart="never", gateway={"port": 0}, instances={"base_port": 0, "threads": 1}
-    )
-    async with LocalDeployment(config, ready_timeout_s=300) as deployment:
+    async with deployed("P-D", restart="never") as deployment:
         yield {name: handle.url for name, handle in deployment.instances.items()}
 
 
@@ -80,7 +75,7 @@ async def test_one_gateway_dies_and_the_other_does_not_notice(urls: dict[str, st
     config.write_text("{}")
     for _ in range(5):  # where this process is held up, all that one of them had to answer is there when it looks
         async with gateway_process(config, urls) as (one, process), gateway(urls) as other:
-            dying, living = [Stream(one) for _ in range(3)], [Stream(other) for _ in range(3)]
+            dying, living = [Stream(one) for _ in range(2)], [Stream(other) for _ in range(2)]
             streams = (*dying, *living)
             while not (are_seen := any(one.is_coming for one in dying) and any(one.is_coming for one in living)):
                 if all(stream.task.done() for stream in streams):

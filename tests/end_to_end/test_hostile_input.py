@@ -15,12 +15,11 @@ import httpx
 import pytest
 import pytest_asyncio
 from chat import chat
-from fleet import Books
+from fleet import Books, deployed
 from http_client import http_client
 from pictures import noise
 from PIL import Image
 
-from epd_serve.config import DeploymentConfig
 from epd_serve.errors import InvalidRequest
 from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.protocol import wire
@@ -36,10 +35,9 @@ CPU_S = 2.0
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def deployment() -> AsyncIterator[LocalDeployment]:
-    config = DeploymentConfig(topology="E-P-D", gateway={"port": 0}, instances={"base_port": 0, "threads": 1})
-    async with LocalDeployment(config, ready_timeout_s=300) as deployment:
+    async with deployed("E-P-D") as deployment:
         yield deployment
-        await Books({name: instance.url for name, instance in deployment.instances.items()}).check()
+        await Books.of(deployment).check()
 
 
 def endless(num_scans: int) -> bytes:
@@ -78,6 +76,7 @@ async def answers_beside(
     return await task, others
 
 
+@pytest.mark.slow
 async def test_a_picture_that_takes_an_hour_costs_a_second(deployment: LocalDeployment) -> None:
     pids = {name: handle.pid for name, handle in deployment.instances.items()}
     async with http_client(deployment.gateway_url) as client:
@@ -208,7 +207,7 @@ async def test_bad_requests_are_refused_with_a_sentence_and_disturb_nobody(deplo
         neighbours = [client.post("/v1/chat/completions", json=body) for body in (chat("Count to 9."), large)]
         _, *answers = await asyncio.gather(asyncio.gather(*map(check, CASES)), *neighbours)
         assert [answer.status_code for answer in answers] == [200, 200]
-    await Books({name: handle.url for name, handle in deployment.instances.items()}).check()
+    await Books.of(deployment).check()
 
 
 @pytest.mark.parametrize(

@@ -17,15 +17,13 @@ from epd_serve.demo import weights_dir
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-#: One family is tried in every topology each time, these in two of them; the rest takes long. Other files hold
-#: Qwen2.5-VL in E-P-D against ``generate``.
-EVERYWHERE = "qwen3_vl"
-SOMEWHERE = ("llava", "qwen2_audio", "mistral3", "gemma3")
-FEW, FEW_LINE = ("EPD", "E-P-D"), "E-P-D-EPD"
+#: Tried each time, in these topologies; the rest takes long. Other files hold Qwen2.5-VL, sounds and texts against
+#: ``generate``.
+USUAL, FEW, FEW_LINE = "qwen3_vl", ("EPD", "E-P-D", "ED-P"), "E-P-ED-EPD-D"
 #: Of pictures that are tiles or rows, and of sounds.
 SPLITS = ("EPD", "EP-D", "E-P-D", "(E-P)-D")
 OTHERS = {*TINY, *TINY_AUDIO}
-SLOW = dict.fromkeys(["qwen2_5_vl", "demo", *SOMEWHERE, *tiny_models.STATE_KINDS, *TINY, *TINY_AUDIO])
+SLOW = dict.fromkeys([USUAL, "qwen2_5_vl", "demo", "llava", *tiny_models.STATE_KINDS, *TINY, *TINY_AUDIO])
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -44,8 +42,7 @@ async def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 
 #: Fleets, the topologies of each, and marks.
 CASES: list[tuple[tuple[str, str], Iterable[str], Any]] = [
-    ((EVERYWHERE, FLEET), TOPOLOGIES, ()),
-    *(((kind, FEW_LINE), FEW, ()) for kind in SOMEWHERE),
+    ((USUAL, FEW_LINE), FEW, ()),
     *(((kind, FLEET), SPLITS if kind in OTHERS else TOPOLOGIES, pytest.mark.slow) for kind in SLOW),
 ]
 

@@ -15,14 +15,11 @@ import httpx
 import pytest
 import pytest_asyncio
 from chat import chat
-from fleet import Books
+from fleet import Books, deployed
 from http_client import http_client
 from pictures import noise
 
-from benchmarks.ablations.processes import ablated
-from epd_serve.config import DeploymentConfig
 from epd_serve.launch.deployment import LocalDeployment
-from epd_serve.launch.processes.supervisor import Backoff
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -95,20 +92,22 @@ class Fleet:
                 if health.status_code == 200 and all(one["ready"] for one in health.json()["instances"].values()):
                     break
                 await asyncio.sleep(0.05)
-        await Books({name: handle.url for name, handle in self.deployment.instances.items()}).check()
+        await Books.of(self.deployment).check()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def running() -> AsyncIterator[Fleet]:
-    config = DeploymentConfig(
-        topology="E-P-D",
-        gateway={"port": 0, "queue_timeout_s": 0.5},
-        instances={"base_port": 0, "threads": 1, "lease_s": LEASE_S, "feature_timeout_s": 12},
-        roles={"D": {"num_blocks": 80}},
-    )
-    with ablated(bandwidth=BYTES_PER_S, latency_ms=200):
-        made = LocalDeployment(config, ready_timeout_s=300, backoff=lambda: Backoff(first_s=0.1, limit_s=0.1))
-    async with made as deployment, http_client(deployment.gateway_url) as client:
+    async with (
+        deployed(
+            "E-P-D",
+            gateway={"queue_timeout_s": 0.5},
+            instances={"lease_s": LEASE_S, "feature_timeout_s": 12},
+            roles={"D": {"num_blocks": 80}},
+            baselines={"bandwidth": BYTES_PER_S, "latency_ms": 200},
+            backoff_s=0.1,
+        ) as deployment,
+        http_client(deployment.gateway_url) as client,
+    ):
         yield Fleet(deployment, client)
 
 
@@ -171,6 +170,7 @@ async def test_an_encoder_that_dies_after_its_event(fleet: Fleet) -> None:
     assert await fleet.text(picture(1)) == before
 
 
+@pytest.mark.slow
 async def test_an_encoder_that_dies_while_its_feature_is_fetched(fleet: Fleet) -> None:
     for number in (3, 30, 31, 32):
         asked = asyncio.create_task(fleet.text(picture(number)))
@@ -184,6 +184,7 @@ async def test_an_encoder_that_dies_while_its_feature_is_fetched(fleet: Fleet) -
     assert await fleet.text(picture(number)) == without
 
 
+@pytest.mark.slow
 async def test_a_decode_instance_that_stalls_in_the_middle_of_a_transfer(fleet: Fleet) -> None:
     asked = asyncio.create_task(fleet.ask(long_text(5)))
     await fleet.is_seen("d0", being_written, asked)
@@ -200,6 +201,7 @@ async def test_a_decode_instance_that_stalls_in_the_middle_of_a_transfer(fleet: 
     assert await fleet.text(long_text(5))
 
 
+@pytest.mark.slow
 async def test_without_room_at_d_requests_queue_and_are_then_told_to_come_back(fleet: Fleet) -> None:
     for first in (20, 23, 26, 29):  # where this process is held up, there is room again when it asks
         held = [asyncio.create_task(fleet.ask(long_text(number))) for number in (first, first + 1)]
@@ -219,6 +221,7 @@ async def test_without_room_at_d_requests_queue_and_are_then_told_to_come_back(f
     assert await fleet.text(long_text(22))
 
 
+@pytest.mark.slow
 async def test_a_client_may_leave_at_any_step(fleet: Fleet) -> None:
     """Encoding, fetching, queueing, computing, writing, handing over, decoding."""
     slots = asyncio.Semaphore(3)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
 import tiny_models
 from chat import chat
-from fleet import Books, figures
+from fleet import Books, deployed, figures
 from http_client import http_client
+from identity import token_texts
 from pictures import noise
 from reference import Reference
-from tiny_service import token_texts
 from transports import HAS_MOONCAKE
 
-from epd_serve.config import DeploymentConfig
 from epd_serve.launch.deployment import LocalDeployment
 
 if not HAS_MOONCAKE:
@@ -40,6 +40,7 @@ class Service:
         body = chat(
             "What is this?",
             *images,
+            model="tested",
             max_tokens=MAX_TOKENS,
             ignore_eos=True,
             logprobs=True,
@@ -50,7 +51,7 @@ class Service:
         assert token_texts(answer) == [self._reference.tokenizer.decode([i]) for i in expected]
 
     async def check_books(self) -> None:
-        await Books({name: handle.url for name, handle in self.deployment.instances.items()}).check()
+        await Books.of(self.deployment).check()
 
 
 @pytest.fixture(scope="module")
@@ -58,29 +59,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_models.make_tiny_model("qwen2_5_vl", tmp_path_factory.mktemp("mooncake") / "model")
 
 
-def config(model: Path, master: str | None) -> DeploymentConfig:
-    return DeploymentConfig.model_validate(
-        {
-            "topology": "2E-P-D",
-            "model": str(model),
-            "served_model_name": "demo",
-            "dtype": "float32",
-            "gateway": {"port": 0},
-            "feature_store": "mooncake",
-            "mooncake": {"master": master},
-            "instances": {
-                "base_port": 0,
-                "threads": 1,
-                "max_num_batched_tokens": 20,
-                "feature_cache_bytes": "16MiB",
-                "kv_transfer": {"transport": "mooncake", "group_layers": 2},
-            },
-        }
+def started(model: Path, master: str | None) -> AbstractAsyncContextManager[LocalDeployment]:
+    return deployed(
+        "2E-P-D",
+        model,
+        instances={
+            "max_num_batched_tokens": 20,
+            "feature_cache_bytes": "16MiB",
+            "kv_transfer": {"transport": "mooncake", "group_layers": 2},
+        },
+        feature_store="mooncake",
+        mooncake={"master": master},
     )
 
 
 async def test_a_deployment_starts_its_own_master_and_answers_as_ever(model: Path) -> None:
-    async with LocalDeployment(config(model, None), ready_timeout_s=300) as deployment:
+    async with started(model, None) as deployment:
         assert deployment.processes[0].spec.name == "master"
         service = Service(deployment, Reference(model))
         for _ in range(10):  # P has the prompt's KV and may answer before an encoder has looked into the store
@@ -101,10 +95,11 @@ async def test_a_deployment_starts_its_own_master_and_answers_as_ever(model: Pat
         await service.check_books()
 
 
+@pytest.mark.slow
 async def test_a_given_master_may_die_and_come_back(model: Path) -> None:
     master = Master()
     try:
-        async with LocalDeployment(config(model, master.address), ready_timeout_s=300) as deployment:
+        async with started(model, master.address) as deployment:
             assert "master" not in [process.spec.name for process in deployment.processes]
             service = Service(deployment, Reference(model))
             await service.check(1, 2)

@@ -10,12 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 from chat import chat
+from fleet import deployed
 from http_client import http_client
 from pictures import noise
 
-from epd_serve.config import DeploymentConfig
 from epd_serve.config.keys import hash_key, new_key
-from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.launch.processes.ports import free_port
 
 SECRETS = {
@@ -56,22 +55,20 @@ async def test_secrets_are_shown_nowhere(tmp_path: Path, monkeypatch: pytest.Mon
     shown = tmp_path / "shown"
     shown.mkdir()
     admin = free_port("127.0.0.1")
-    config = DeploymentConfig(
-        topology="E-P-D",
-        gateway={
-            "port": 0,
-            "api_key": {"env": "EPD_SERVE_API_KEY"},
-            "api_keys": [{"name": "alice", "hash": hash_key(SECRETS["alice"])}],
-            "admin": {"port": admin, "key": {"file": str(tmp_path / "admin")}},
-            "access_log": str(shown / "access.log"),
-        },
-        instances={"base_port": 0, "threads": 1},
-        cluster_key={"file": str(tmp_path / "cluster")},
-        trace=shown / "trace",
-    )
     texts: dict[str, bytes] = {}
     async with (
-        LocalDeployment(config, keep_logs=True, ready_timeout_s=300) as deployment,
+        deployed(
+            "E-P-D",
+            gateway={
+                "api_key": {"env": "EPD_SERVE_API_KEY"},
+                "api_keys": [{"name": "alice", "hash": hash_key(SECRETS["alice"])}],
+                "admin": {"port": admin, "key": {"file": str(tmp_path / "admin")}},
+                "access_log": str(shown / "access.log"),
+            },
+            keep_logs=True,
+            cluster_key={"file": str(tmp_path / "cluster")},
+            trace=shown / "trace",
+        ) as deployment,
         http_client(deployment.gateway_url) as client,
     ):
         instance = deployment.instances["p0"]

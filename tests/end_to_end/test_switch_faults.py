@@ -14,16 +14,14 @@ from typing import Any
 import httpx
 import pytest
 from chat import chat
-from fleet import Books, gateway
+from fleet import Books, deployed, gateway
 from http_client import http_client
 from PIL import Image
 
-from epd_serve.config import DeploymentConfig
 from epd_serve.demo import weights_dir
 from epd_serve.instance.http import Peers
 from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.launch.processes.ports import free_port
-from epd_serve.launch.processes.supervisor import Backoff
 from epd_serve.protocol import wire
 
 QUESTION = {"model": "demo", "prompt": "apple banana cherry", "temperature": 0, "ignore_eos": True, "stream": True}
@@ -154,15 +152,15 @@ class Site:
 @asynccontextmanager
 async def site() -> AsyncIterator[Site]:
     port = free_port("127.0.0.1")
-    config = DeploymentConfig.model_validate(
-        {
-            "topology": "E-P-2D",
-            "gateway": {"port": 0, "admin": {"port": port}},
-            "instances": {"base_port": 0, "threads": 1, "resident": "role"},  # making stages takes a while
-        }
-    )
-    deployment = LocalDeployment(config, ready_timeout_s=300, backoff=lambda: Backoff(first_s=0.05, limit_s=0.05))
-    async with deployment, http_client() as client:
+    async with (
+        deployed(
+            "E-P-2D",
+            gateway={"admin": {"port": port}},
+            instances={"resident": "role"},  # making stages takes a while
+            backoff_s=0.05,
+        ) as deployment,
+        http_client() as client,
+    ):
         urls = {name: one.url for name, one in deployment.instances.items()}
         async with gateway(urls) as other_url:
             yield Site(deployment, f"http://127.0.0.1:{port}", other_url, client)

@@ -19,10 +19,7 @@ PICTURED = next(question for question in QUESTIONS if question.images)
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        pytest.param(kind, marks=[] if kind in ("llama", "qwen3_moe") else [pytest.mark.slow])
-        for kind in tiny_models.TEXT_KINDS
-    ],
+    [pytest.param(kind, marks=[] if kind == "llama" else [pytest.mark.slow]) for kind in tiny_models.TEXT_KINDS],
 )
 async def test_tokens_equal_generate_and_images_are_refused(kind: str, tmp_path: Path) -> None:
     model = tiny_models.make_tiny_model(kind, tmp_path / kind)

@@ -14,20 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 import pytest_asyncio
 import tiny_models
 from chat import data_url
 from clips import Clip, clip, wide
-from fleet import Books, figures
+from fleet import Books, deployed, figures
 from http_client import http_client
-from identity import Question
+from identity import CHATS, Question, ask, generated
 from pictures import noise, png
 from PIL import Image
 from reference import Reference
 from sounds import sound
-from tiny_service import CHATS, ask, expected, serving
 
 from epd_serve.launch.deployment import LocalDeployment
 
@@ -49,10 +47,9 @@ def reference(model: Path) -> Reference:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def deployment(model: Path) -> AsyncIterator[LocalDeployment]:
-    async with serving(model, "E-P-D", media=LIMITS) as deployment:
+    async with deployed("E-P-D", model, gateway={"media": LIMITS}) as deployment:
         yield deployment
-        live = [one for one in deployment.instances.values() if psutil.pid_exists(one.pid)]
-        await Books({one.name: one.url for one in live}).check()
+        await Books.of(deployment).check()
 
 
 async def test_options_are_part_of_the_name(deployment: LocalDeployment, reference: Reference) -> None:
@@ -67,7 +64,7 @@ async def test_options_are_part_of_the_name(deployment: LocalDeployment, referen
     async with http_client(deployment.gateway_url) as client:
         before = (await figures(encoder))["tower_images_total"]
         for question in (*questions, *questions):
-            assert await ask(client, question) == expected(reference, question)
+            assert await ask(client, question) == generated(reference, question)
         assert (await figures(encoder))["tower_images_total"] - before == len(questions)
 
 
@@ -76,7 +73,7 @@ async def test_a_prefix_hit_may_end_within_a_video(deployment: LocalDeployment, 
     async with http_client(deployment.gateway_url) as client:
         for text in ("What happens?", "Where is it? Say it.", "apple"):
             question = Question(text, videos=(video,))
-            assert await ask(client, question) == expected(reference, question)
+            assert await ask(client, question) == generated(reference, question)
 
 
 def animation(num_frames: int) -> bytes:
@@ -144,7 +141,7 @@ async def test_hostile_videos_are_refused_and_hold_nothing(deployment: LocalDepl
     async with http_client(deployment.gateway_url) as client:
         while len(rounds) < 3 or (_grows(*rounds[-2:]) and len(rounds) < 8):
             await asyncio.gather(*(check_refused(client, kind) for kind in hostile()))
-            await Books({name: one.url for name, one in deployment.instances.items()}).check()
+            await Books.of(deployment).check()
             metrics = (await client.get("/metrics")).text
             assert not re.search(r"^epd_serve_in_flight_calls[{].* [^0]", metrics, re.M), "places"
             rounds.append({name: held(pid) for name, pid in pids.items()})
@@ -184,12 +181,3 @@ async def test_options_that_cannot_be_are_refused(
     error = answer.json()["error"]
     assert answer.status_code == 400 and words in error["message"], answer.text
     assert param is None or error["param"] == param
-
-
-async def test_chunks_end_within_a_video_and_a_picture(model: Path, reference: Reference) -> None:
-    question = Question("What is in the picture?", (noise(1),), (Clip(clip(2, 12, (64, 96), fps=3)),))
-    async with (
-        serving(model, "EPD", max_num_batched_tokens=7) as deployment,
-        http_client(deployment.gateway_url) as client,
-    ):
-        assert await ask(client, question) == expected(reference, question)

@@ -16,18 +16,16 @@ from typing import Any
 import aiohttp
 import pytest
 from chat import chat, data_url
-from fleet import figures, wait_until
+from fleet import deployed, figures, wait_until
 from in_process import Deployment, deployment
 from pictures import png
 from PIL import Image
 
 from device.cpu import CpuEvent
 from device.emulated.timeline import EMULATED_FAULTS, WHOLE
-from epd_serve.config import DeploymentConfig, ShapeConfig
+from epd_serve.config import ShapeConfig
 from epd_serve.engine.emulated.digests import DigestMemory
-from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.launch.processes.ports import free_port
-from epd_serve.launch.processes.supervisor import Backoff
 from epd_serve.routing import encoders
 
 SHAPE = ShapeConfig(shape_of="qwen2.5-vl-7b")
@@ -218,19 +216,16 @@ async def test_processes_that_die_and_change_roles(
     faults = tmp_path / "faults.json"
     monkeypatch.setenv(EMULATED_FAULTS, str(faults))
     admin_port = free_port("127.0.0.1")
-    config = DeploymentConfig.model_validate(
-        {
-            "topology": "(E-P)-2D",
-            "model": {"shape_of": "qwen2.5-vl-7b"},
-            "served_model_name": "demo",
-            "devices": ["emulated:h200 x 3"],
-            "gateway": {"port": 0, "admin": {"port": admin_port}},
-            "instances": {"num_blocks": 2048, "max_model_len": 8192},
-        }
-    )
-    backoff = lambda: Backoff(first_s=0.1)  # noqa: E731
     async with (
-        LocalDeployment(config, ready_timeout_s=300, backoff=backoff) as one,
+        deployed(
+            "(E-P)-2D",
+            SHAPE,
+            gateway={"admin": {"port": admin_port}},
+            instances={"num_blocks": 2048, "max_model_len": 8192},
+            served_model_name="demo",
+            devices=["emulated:h200 x 3"],
+            backoff_s=0.1,
+        ) as one,
         aiohttp.ClientSession() as session,
     ):
         assert await answers(one.gateway_url, session) == expected

@@ -363,7 +363,7 @@ class StatesMachine(AheadMachine):
 
 
 SETTINGS = settings(
-    max_examples=50, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=30, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 TestEngine = EngineMachine.TestCase
 TestEngine.settings = SETTINGS

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 LEASE_S = 10.0
 #: Longest time without a token of a stream whose host is gone.
 MAX_GAP_S = 10.0
-CUT_S = 8
+CUT_S = 4
 TEXT = chat("Count to 5", max_tokens=12)
 
 

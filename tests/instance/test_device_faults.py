@@ -10,7 +10,7 @@ import tiny_models
 from chip.accelerator import ChipDevice
 from fleet import Books, wait_until
 from http_client import http_client
-from services import serving
+from in_process import serving
 
 from device.registry import get_device
 from epd_serve.engine.pace import step_watch

@@ -2,13 +2,11 @@
 
 FAKE_DIR holds a file NAME.pid for each started process; FAKE_<NAME> is a behaviour: "die", "deaf" (to SIGTERM),
 "loading" (503 for half a second), "never" (503 for ever), "parent" (has a child of its own), "once" (starts only
-once, and dies at every later start), "ails" (503 from the second answer on), "stuck" ("deaf" and "never"),
-"partly" (503 to /health?role=EPD for half a second, and for ever when it was started again), "clean" (exits with 0
-after SIGTERM), "retires" (says so and exits with 0 after SIGQUIT).
+once, and dies at every later start), "stuck" ("deaf" and "never"), "clean" (exits with 0 after SIGTERM), "retires"
+(says so and exits with 0 after SIGQUIT).
 """
 
 import argparse
-import itertools
 import json
 import os
 import signal
@@ -59,14 +57,10 @@ def main() -> None:
         child = subprocess.Popen(["sleep", "600"])
         (folder / "child.pid").write_text(str(child.pid))
     ready_at = time.monotonic() + {"loading": 0.5, "never": 600.0, "stuck": 600.0}.get(behaviour, 0.0)
-    whole_at = time.monotonic() + (600.0 if started_before else 0.5) if behaviour == "partly" else 0.0
-    num_answers = itertools.count()
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            ails = behaviour == "ails" and next(num_answers) > 0
-            due = max(ready_at, whole_at) if "role=EPD" in self.path else ready_at
-            self.send_response(200 if time.monotonic() >= due and not ails else 503)
+            self.send_response(200 if time.monotonic() >= ready_at else 503)
             self.send_header("Content-Length", "0")
             self.end_headers()
 

@@ -138,10 +138,3 @@ def test_what_is_wrong_is_said_with_what_would_be_right(
 ) -> None:
     text = run(monkeypatch, capsys, "status", *(argument.replace("URL", url) for argument in arguments))
     assert said in text and text.startswith("epd-serve: ") and text.count("\n") == 1
-
-
-def test_a_gateway_that_is_away_is_not_said_to_be_no_deployment(
-    deployment: RunDirectory, monkeypatch: Any, capsys: Any
-) -> None:
-    deployment.run.admin.unlink()
-    assert "the gateway may be starting again" in run(monkeypatch, capsys, "status")

@@ -10,7 +10,7 @@ import torch
 from device import cpu, registry
 from device.cpu import CpuDevice
 from device.ops.cpu import CpuOps
-from epd_serve import __version__, cli
+from epd_serve import cli
 from epd_serve.config import InstanceOptions
 from epd_serve.config.shares import DeviceShare
 from epd_serve.demo import weights_dir
@@ -110,11 +110,6 @@ def test_what_a_user_got_wrong_is_one_clean_message(
     assert "Traceback" not in captured.err
 
 
-def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(monkeypatch, "--version") == 0
-    assert capsys.readouterr().out == f"epd-serve {__version__}\n"
-
-
 @pytest.mark.parametrize("broken", ["", "operators", "opening"])
 def test_devices_are_shown_and_checked(
     broken: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -152,7 +147,7 @@ assert not loaded, loaded
 """
 
 
-@pytest.mark.parametrize("arguments", [["proxy", "--help"], ["up", "--help"], ["topology", "E-P-D"], ["schema"]])
+@pytest.mark.parametrize("arguments", [["proxy", "--help"], ["up", "--help"], ["topology", "E-P-D"]])
 def test_no_torch_is_loaded_outside_instances(arguments: list[str]) -> None:
     done = subprocess.run(
         [sys.executable, "-c", NO_TORCH.format(arguments=arguments)], capture_output=True, text=True, timeout=150

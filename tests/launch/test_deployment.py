@@ -1,7 +1,6 @@
 import asyncio
 from typing import Any
 
-import aiohttp
 import pytest
 
 from epd_serve.config import change_config, load_config, parse_config
@@ -11,22 +10,6 @@ from epd_serve.launch.processes.process import ProcessDied, ProcessState
 
 pytestmark = pytest.mark.usefixtures("fake_program")
 CONFIG = "topology: (E-P)-D\ninstances: {base_port: 0}\ngateway: {port: 0, api_key: secret}"
-
-
-async def test_a_deployment_runs_inside_the_with_block(fakes: Any) -> None:
-    async with LocalDeployment(parse_config(CONFIG), ready_timeout_s=300) as deployment:
-        assert {name: (str(i.role), i.pid) for name, i in deployment.instances.items()} == {
-            "e0": ("E", fakes.pids["e0"]),
-            "p0": ("P", fakes.pids["p0"]),
-            "d0": ("D", fakes.pids["d0"]),
-        }
-        assert [process.spec.name for process in deployment.processes] == ["e0", "p0", "d0", "gateway"]
-        async with aiohttp.ClientSession() as session:
-            for url in (deployment.gateway_url, deployment.instances["p0"].url):
-                async with session.get(f"{url}/health") as response:
-                    assert response.status == 200
-    assert fakes.alive == set()
-    assert not deployment.log_dir.exists()
 
 
 async def test_the_gateway_reads_the_deployment_as_it_is_from_a_file_of_the_owner() -> None:

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from program import read_until
 
 from epd_serve.launch.processes import runs
 from epd_serve.launch.processes.runs import RunDirectory, all_runs, find_run, running
@@ -101,16 +100,3 @@ def test_the_logs_of_the_deployment_that_is_meant(folder: Path) -> None:
     assert show("p0") == (0, "the last\n")
     assert show("p0", "--deployment", "8000") == (0, lines)
     assert show("p0", "--deployment", "/files/c.yaml")[0] == 2
-
-
-def test_following_shows_what_comes() -> None:
-    latest = ended(p0="first\n")
-    process = subprocess.Popen([*COMMAND, "p0", "-f"], stdout=subprocess.PIPE, text=True)
-    try:
-        read_until(process, "first")
-        with (latest / "p0.log").open("a") as log:
-            log.write("second\n")
-        read_until(process, "second")
-    finally:
-        process.kill()
-        process.communicate()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import socket
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
+from fleet import wait_until
 from told import told
 from transports import needs_mooncake
 
@@ -68,23 +67,14 @@ def test_a_master_ends_with_the_process_that_started_it() -> None:
     )
     assert parent.stdout is not None and parent.stdin is not None
     master = psutil.Process(int(parent.stdout.readline()))
-    _wait_until_it_listens(ports.master[0])
-    assert "mooncake_master" in master.name()
-    assert {c.laddr.ip for c in master.net_connections("tcp") if c.status == "LISTEN"} == {"127.0.0.1"}
+
+    def listening() -> dict[int, str]:
+        return {c.laddr.port: c.laddr.ip for c in master.net_connections("tcp") if c.status == "LISTEN"}
+
+    wait_until(lambda: {*ports.master} <= listening().keys(), "it listens")
+    assert "mooncake_master" in master.name() and {*listening().values()} == {"127.0.0.1"}
     parent.kill()
     parent.wait()
     parent.stdout.close()
     parent.stdin.close()
     master.wait(timeout=60)
-
-
-def _wait_until_it_listens(port: int) -> None:
-    deadline = time.monotonic() + 300
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
-        except OSError:
-            assert time.monotonic() < deadline, "the master does not listen"
-            time.sleep(0.05)
-        else:
-            return

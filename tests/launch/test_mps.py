@@ -133,12 +133,6 @@ def test_shares_without_mps_are_refused_and_no_shares_need_none(
         with_mps(config, bare, tmp_path, config.placement())
     plain = parse_config(SHARED.replace("share: 0.5", ""))
     assert with_mps(plain, bare, tmp_path, plain.placement()) == bare
-    assert mps_note(plain, bare, plain.placement()).startswith(
-        "MPS: off, so the instances on cuda:0 take turns there; write shares"
-    )
-    assert mps_note(config, environment, config.placement()).startswith("MPS: comes with 'epd-serve up'")
-    apart = parse_config("topology: E-PD\ndevices: [cuda:0, cuda:1]")
-    assert mps_note(apart, environment, apart.placement()) == ""
     on_cpu = parse_config(SHARED.replace("cuda:0", "cpu"))
     assert with_mps(on_cpu, bare, tmp_path, on_cpu.placement()) == bare
 

@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
-import time
-import types
 from collections.abc import Callable, Iterator
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from device import present
 from device.present import Accelerators
 from epd_serve.config import DeploymentConfig, change_config, parse_config
 from epd_serve.demo import weights_dir
 from epd_serve.launch import preflight
 from epd_serve.launch.preflight import check_deployment
-from epd_serve.launch.vllm.installed import VllmFound
 
 #: The command with its modules told at its end, and with no way to start a process.
 PROGRAM = """
@@ -155,51 +148,6 @@ def test_kv_caches_that_the_machine_cannot_hold_are_refused(engine: str) -> None
         check_deployment(config, {})
 
 
-def test_npus_are_counted_by_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(present, "_DEVICE_FILES", tmp_path)
-    assert "there is no NPU" in present._npus().reason
-    for name in ("davinci0", "davinci3", "davinci_manager"):
-        (tmp_path / name).touch()
-    assert present._npus() == Accelerators(memory_bytes=(None, None))
-    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "3")
-    assert present._npus() == Accelerators(memory_bytes=(None,))
-
-
-def test_the_vllm_that_is_there_is_asked_for_a_family(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    change(model, model_type="mllama", architectures=["MllamaForConditionalGeneration"])
-    known = ["MllamaForConditionalGeneration"]
-    found = VllmFound("0.33.0", "", mooncake=False, nixl=True, epd_serve=True, python="3.11", architectures=known)
-    monkeypatch.setattr(preflight, "find_vllm", lambda python: found)
-    monkeypatch.setitem(sys.modules, "vllm", types.ModuleType("vllm"))
-    sys.modules["vllm"].__spec__ = ModuleSpec("vllm", None)
-    with pytest.raises(ValueError, match="knows it: write engine: vllm"):
-        check_deployment(DeploymentConfig(model=str(model)), {})
-    known.clear()
-    with pytest.raises(ValueError, match="does not know it either"):
-        check_deployment(DeploymentConfig(model=str(model)), {})
-
-
-@pytest.mark.parametrize("after_s", [0.05, 0.3])
-def test_ctrl_c_at_once_is_no_traceback(after_s: float) -> None:
-    """From the first line of ours on; Python's own start is Python's."""
-    program = "print('go', flush=True)\nfrom epd_serve.cli import main\nmain()"
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, "up", "--port", "0"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,
-    )
-    assert process.stdout is not None
-    process.stdout.readline()
-    time.sleep(after_s)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=300)
-    assert "Traceback" not in errors
-    assert process.returncode in (0, 1, 130)
-
-
 def test_ctrl_c_inside_a_callback_of_the_interpreter_is_not_lost() -> None:
     """Python drops what is raised there, as it does in those of its import system."""
     program = (
@@ -218,9 +166,6 @@ def test_ctrl_c_inside_a_callback_of_the_interpreter_is_not_lost() -> None:
         ("gateway: {api_key: {env: EPD_SERVE_NOT_SET}}", "gateway.api_key"),
         ("gateway: {admin: {port: 1, key: {file: DIR/none}}}", "gateway.admin.key"),
         ("cluster_key: {env: EPD_SERVE_NOT_SET}", "cluster_key"),
-        ("trace: DIR/file/trace", "trace"),
-        ("trace: /proc/none", "trace"),
-        ("gateway: {access_log: DIR/file/log}", "gateway.access_log"),
         ("tls: {ca: DIR/a, cert: DIR/b, key: DIR/c}", "tls.ca"),
     ],
 )

@@ -34,36 +34,15 @@ TUNED = {"initial_delay_ms": "0", "period_ms": "1000", "timeout_ms": "2000", "fa
 
 
 def test_groups_take_what_they_share_once() -> None:
-    config = parse_config(
-        "{topology: 2(E-P)-D@tp2, engine: vllm, model: m, devices: ['cuda x 4'], instances: {base_port: 9000}}"
-    )
-    found = [(one.name, one.resource, one.amount, one.base_port) for one in on_ray.groups(config)]
-    assert found == [("e0-p0", "GPU", 1, 9000), ("e1-p1", "GPU", 1, 9032), ("d0", "GPU", 2, 9064)]
+    config = parse_config("{topology: 2(E-P)-D@tp2, engine: vllm, model: m, devices: ['cuda x 4']}")
+    found = [(one.name, one.resource, one.amount) for one in on_ray.groups(config)]
+    assert found == [("e0-p0", "GPU", 1), ("e1-p1", "GPU", 1), ("d0", "GPU", 2)]
     emulated = parse_config(
         "{topology: E-D-P, model: {shape_of: qwen2-vl-7b}, devices: ['emulated:h200:0', 'emulated:a100 x 2']}"
     )
     assert [one.resource for one in on_ray.groups(emulated)] == ["GPU", "GPU", "GPU"]
     cpus = parse_config("{topology: EP-D, roles: {D: {threads: 4}}}")
-    assert [(one.resource, one.amount, one.base_port) for one in on_ray.groups(cpus)] == [
-        ("CPU", 1, 8100),
-        ("CPU", 4, 8101),
-    ]
-
-
-def test_agents_have_the_ports_and_names_of_the_whole_deployment(tmp_path: Path) -> None:
-    config = parse_config(
-        "{topology: 2(E-P)-D, model: {shape_of: qwen2-vl-7b}, devices: ['emulated:ascend-910b3 x 3']}"
-    )
-    urls = {}
-    for group in on_ray.groups(config):
-        file = parse_config(on_ray._file(config, group.base_port, "10.0.0.1", 8001))
-        here = unit_placement(file, group.unit, None, group.replica)
-        specs = prepare_unit(file, here, "10.0.0.2", {}, tmp_path).specs
-        urls |= {spec.name: spec.url for spec in specs}
-    names = [one.name for one in config.placement()]
-    assert urls == {name: f"http://10.0.0.2:{8100 + index}" for index, name in enumerate(names)}
-    with pytest.raises(ValueError, match="no replica 2 of a unit 0"):
-        unit_placement(config, 0, None, 2)
+    assert [(one.resource, one.amount) for one in on_ray.groups(cpus)] == [("CPU", 1), ("CPU", 4)]
 
 
 def test_instances_see_the_devices_that_ray_shows(tmp_path: Path) -> None:
@@ -85,7 +64,7 @@ def test_the_file_in_the_cluster_has_no_secret() -> None:
         "{cluster_key: a-cluster-key-of-tests, gateway: {api_key: hidden-key-1, "
         "admin: {port: 9001, key: hidden-key-2}, instances: {e0: 'http://10.0.0.9:1'}}}"
     )
-    text = on_ray._file(config, 8100, "10.0.0.1", 9001)
+    text = on_ray._file(config, "10.0.0.1", 9001)
     assert "hidden" not in text and "of-tests" not in text
     gateway = parse_config(text).gateway
     assert (gateway.admin.host, gateway.admin.port, gateway.instances) == ("10.0.0.1", 9001, {})

@@ -1,6 +1,5 @@
 import asyncio
 import os
-import re
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -116,27 +115,11 @@ async def test_the_start_fails_with_one_process_and_those_behind_it_never_start(
         assert (len(caught.value.log_tail), caught.value.log_tail[-1]) == (20, "no memory for the tower")
 
 
-@pytest.mark.parametrize(
-    ("counted", "how"), [(3, "killed by SIGKILL"), (4, "killed by SIGKILL, as .* memory ran out")]
-)
-async def test_want_of_memory_is_named_where_the_kernel_counts_a_kill(
-    counted: int, how: str, fakes: Any, start: Start, events: Events, tmp_path: Path, monkeypatch: Any
-) -> None:
-    counter = tmp_path / "memory.events"
-    counter.write_text("oom 9\noom_kill 3\n")
-    monkeypatch.setattr(process, "OOM_COUNTERS", (tmp_path / "nowhere", counter))
-    async with start(fakes.spec("d0")):
-        counter.write_text(f"oom 9\noom_kill {counted}\n")
-        os.kill(fakes.pids["d0"], signal.SIGKILL)
-        await until(lambda: bool(events.deaths))
-        assert re.fullmatch(how, events.deaths[0].how)
-
-
 def test_the_log_is_shown_up_to_the_root_cause(fakes: Any, tmp_path: Path) -> None:
     first = ["(EngineCore) Traceback (most recent call last):", "(EngineCore) ValueError: No memory for the cache"]
     then = ["Traceback:"] * 30 + ["RuntimeError: Engine core initialization failed. See root cause above."]
     (tmp_path / "d0.log").write_text("\n".join(["loading", *first, *then]))
-    managed = ManagedProcess(fakes.spec("d0"), tmp_path, lambda process: None, process.spawn)
+    managed = ManagedProcess(fakes.spec("d0"), tmp_path, lambda process: None)
     assert managed.log_tail() == ["loading", *first]
 
 
@@ -196,30 +179,36 @@ async def test_a_crash_loop_after_a_good_start_goes_on_ever_slower(
     assert events.delays_s[:4] == [0.05, 0.1, 0.2, 0.4]
 
 
-async def test_a_start_that_is_not_possible_now_is_tried_again(fakes: Any, start: Start, events: Events) -> None:
-    failures = iter([False, True, True])
+async def test_a_start_that_is_not_possible_now_is_tried_again(
+    fakes: Any, start: Start, events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures, spawn = iter([False, True, True]), process.spawn
 
-    async def spawn(spec: ProcessSpec, log_file: Path) -> asyncio.subprocess.Process:
+    async def fail(spec: ProcessSpec, log_file: Path) -> process.RunningProcess:
         if next(failures, False):
             raise BlockingIOError(11, "Resource temporarily unavailable")
-        return await process.spawn(spec, log_file)
+        return await spawn(spec, log_file)
 
-    async with start(fakes.spec("d0"), start=spawn) as running:
+    monkeypatch.setattr(process, "spawn", fail)
+    async with start(fakes.spec("d0")) as running:
         os.kill(fakes.pids["d0"], signal.SIGKILL)
         await until(lambda: running.processes[0].num_restarts == 1)
         await running.wait_ready(300)
     assert [death.how for death in events.deaths[1:]] == ["[Errno 11] Resource temporarily unavailable"] * 2
 
 
-async def test_a_start_that_is_called_off_leaves_no_process(fakes: Any, start: Start) -> None:
-    begun, may_end = asyncio.Event(), asyncio.Event()
+async def test_a_start_that_is_called_off_leaves_no_process(
+    fakes: Any, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_end, spawn = asyncio.Event(), asyncio.Event(), process.spawn
 
-    async def spawn(spec: ProcessSpec, log_file: Path) -> asyncio.subprocess.Process:
+    async def wait(spec: ProcessSpec, log_file: Path) -> process.RunningProcess:
         begun.set()
         await may_end.wait()
-        return await process.spawn(spec, log_file)
+        return await spawn(spec, log_file)
 
-    async with start(fakes.spec("d0"), ready=False, start=spawn) as running:
+    monkeypatch.setattr(process, "spawn", wait)
+    async with start(fakes.spec("d0"), ready=False) as running:
         await begun.wait()
         asyncio.get_running_loop().call_later(0.2, may_end.set)
     assert running.processes[0].state is ProcessState.STOPPED

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any, TypeVar
 
+import pytest
 from gateway_settings import gateway_settings
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -57,9 +58,10 @@ T = TypeVar("T")
 ROLES = {"e0": "E", "e1": "E", "p0": "P", "p1": "P", "d0": "D", "d1": "D", "a0": "EPD"}
 NUM_TOKENS = 6
 FINGERPRINT = "f"
+LOST = InstanceLost("gone")
 PLANNED = [Unavailable("it leaves", code=code) for code in (DRAINING, DECODE_DRAINING)]
 FAILURES = [
-    InstanceLost("gone"),
+    LOST,
     InstanceUnreachable("not there"),
     InstanceFailed("broken"),
     InstanceFailed("cut off", code=PEER_UNREACHABLE),
@@ -206,14 +208,14 @@ class Outlet:
 
 
 class World:
-    """Instances and the client of one request; whatever may happen next is drawn.
+    """Instances and the client of one request; whatever may happen next is drawn, or regular without ``data``.
 
     Attributes:
         calls: to P and D, all that were opened.
         next: the next token of the attempt under way, by choice; a token is its place in the answer.
     """
 
-    def __init__(self, data: st.DataObject, *, num_items: int, num_choices: int, streams: bool) -> None:
+    def __init__(self, data: st.DataObject | None, *, num_items: int, num_choices: int, streams: bool) -> None:
         self.data = data
         self.num_steps = 0
         self.num_choices = num_choices
@@ -258,7 +260,9 @@ class World:
         return [int(token) for of, token in pairs if int(of) == choice]
 
     def pick(self, *options: T) -> T:
-        return options[0] if self.num_steps > NUM_DRAWN else self.data.draw(st.sampled_from(options))
+        if self.data is None or self.num_steps > NUM_DRAWN:
+            return options[0]
+        return self.data.draw(st.sampled_from(options))
 
     def open(self, name: str, request_id: str) -> Call:
         call = Call(self, name, request_id, framed=self.is_framed)
@@ -390,7 +394,7 @@ async def run(world: World) -> tuple[bytes | None, BaseException | None]:
     return (None, error) if (error := serving.exception()) is not None else (serving.result(), None)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data(), num_items=st.integers(0, 4), num_choices=st.integers(1, 2), streams=st.booleans())
 def test_every_request_comes_to_one_end(
     data: st.DataObject, num_items: int, num_choices: int, streams: bool
@@ -411,3 +415,27 @@ def test_every_request_comes_to_one_end(
     elif streams and isinstance(error, ServeError):
         assert not world.client.got.endswith(DONE)
         assert (error.code == CHOICES_LOST) <= (num_choices > 1 and world.begun)
+
+
+@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize("error", [InstanceFailed("it leaves", code=DRAINING), Unavailable("it leaves"), LOST])
+def test_another_d_takes_over_from_one_that_fails_once_p_has_answered(error: ServeError, streams: bool) -> None:
+    async def fail_first_d(world: World) -> tuple[bytes | None, BaseException | None]:
+        world.table.mark_down("a0")
+        open_call = world._open
+
+        def open_first(call: Call) -> None:
+            if world.num_attempts == 1 and call is world.calls[1]:
+                call.opened.set_exception(error)
+            else:
+                open_call(call)
+
+        world._open = open_first  # type: ignore[method-assign]
+        return await run(world)
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        world = World(None, num_items=0, num_choices=1, streams=streams)
+        body, failure = runner.run(fail_first_d(world))
+    assert failure is None and world.num_attempts == 2
+    assert world.tokens(0) == list(range(NUM_TOKENS)) if streams else body == b"{}"
+    assert len({call.name for call in world.calls if call.name.startswith("d")}) == 2

@@ -1,41 +1,28 @@
-"""The contract of ``device.base.AttentionOps``: hypothesis draws cases for ``operator_comparison``.
+"""The contract of ``device.base.AttentionOps``: hypothesis draws cases, and backends are compared with the oracle.
 
 A backend's test file draws with the limits of its hardware and calls the checks::
 
     @given(batch=batches(block_sizes=[16, 128], head_dims=[64, 128]))
     def test_steps(batch): check_step(ops, batch, torch.float16, device, 1e-2)
+
+Each check makes random inputs, rounds them to the dtype, runs the backend on its device and the oracle in float32
+on the CPU. It raises AssertionError where an error, as a fraction of 1 + the expected magnitude, is too large.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
-from operator_batch import LAYOUTS, Batch, Layout
-from operator_comparison import Comparison
+from operator_batch import LAYOUTS, Batch, Layout, lay_out
+from operator_oracle import ReferenceOps
 from torch import Tensor
 
 from device.base import AttentionOps
-
-__all__ = [
-    "LAYOUTS",
-    "TOLERANCES",
-    "Batch",
-    "Comparison",
-    "Layers",
-    "Layout",
-    "Segments",
-    "batches",
-    "check_layers",
-    "check_segments",
-    "check_step",
-    "dense_attention",
-    "layers",
-    "segments",
-]
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 """For operators that compute in float32 inside; a GPU's float32 products may need more (TF32)."""
@@ -144,42 +131,104 @@ def layers(
 def check_step(
     ops: AttentionOps, batch: Batch, dtype: torch.dtype, device: torch.device, tolerance: float
 ) -> None:
-    Comparison(ops=ops, dtype=dtype, device=device, tolerance=tolerance).step(batch)
+    """``prepare``, ``write_kv`` and ``attend`` of one step: the outputs, and the cache bit by bit."""
+    expected, expected_cache = batch.rounded(dtype).run(ReferenceOps())
+    output, cache = batch.run(ops, dtype, device)
+    assert output.is_contiguous(), f"attend returned strides {output.stride()} for {tuple(output.shape)}"
+    # Padding rows may write the same slot, in any order: nobody reads them, but NaN would spread.
+    assert bool(torch.isfinite(cache[:, 0]).all()), "NaN in block 0"
+    assert bool(torch.isfinite(output).all()), "NaN or infinity in the output: something not owned was read"
+    written, expected_cache = cache[:, 1:].cpu().float().nan_to_num(7.0), expected_cache[:, 1:].nan_to_num(7.0)
+    assert torch.equal(written, expected_cache), "write_kv stored otherwise"
+    keep = torch.ones(len(expected), dtype=torch.bool)
+    keep[batch.num_decodes : batch.num_decodes + batch.padding] = False
+    compare(output.cpu()[keep], expected[keep], dtype, tolerance)
 
 
 def check_segments(
     ops: AttentionOps, case: Segments, dtype: torch.dtype, device: torch.device, tolerance: float
 ) -> None:
-    one = Comparison(ops=ops, dtype=dtype, device=device, tolerance=tolerance, seed=case.seed, layout=case.layout)
-    one.encode(case.lengths, case.heads, case.head_dim)
+    """Attention of a tower over segments, by borders on the host, and on the device where that is captured."""
+    borders = list(accumulate(case.lengths, initial=0))
+    states = list(_random(case.seed, (3, borders[-1], case.heads, case.head_dim), dtype))
+    scale = case.head_dim**-0.5
+    exact = [state.float() for state in states]
+    expected = ReferenceOps().encode(exact[0], exact[1], exact[2], borders, scale)
+    query, key, value = lay_out([state.to(device) for state in states], case.layout)
+    output = ops.encode(query, key, value, borders, scale)
+    assert output.is_contiguous(), f"encode returned strides {output.stride()} for {tuple(output.shape)}"
+    compare(output, expected, dtype, tolerance)
+    if (encode := ops.encode_captured(dtype)) is not None and borders[-1]:
+        there = torch.tensor([*borders, borders[-1]], dtype=torch.int32).to(device)
+        query, key, value = (F.pad(state, (0, 0, 0, 0, 0, 3), value=1e3) for state in (query, key, value))
+        output = encode(query, key, value, there, max(case.lengths), scale)
+        compare(output[: borders[-1]], expected, dtype, tolerance)
 
 
 def check_layers(
     ops: AttentionOps, case: Layers, dtype: torch.dtype, device: torch.device, tolerance: float
 ) -> None:
     """Norms of rows and of heads, rotation, SwiGLU and argmax of one drawn shape."""
-    tokens = case.tokens
-    one = Comparison(ops=ops, dtype=dtype, device=device, tolerance=tolerance, seed=case.seed, layout=case.layout)
-    for shape in ((tokens, case.width), (tokens, case.query_heads, case.head_dim)):
-        one.norms(shape)
-    one.rotary(tokens, case.query_heads, case.kv_heads, case.head_dim)
-    one.swiglu(tokens, case.width)
-    one.argmax(tokens, case.width)
+    oracle, epsilon = ReferenceOps(), 1e-6
 
+    def random(*shape: int, number: int = 0, of: torch.dtype = dtype) -> Tensor:
+        return _random(case.seed + number, shape, of)
 
-def dense_attention(batch: Batch) -> Tensor:
-    """The oracle's result: torch's own attention over unpaged K/V, with an explicit mask."""
-    outputs: list[Tensor] = [batch.query[:0]]
-    start = 0
-    for (query_len, context), (keys, values) in zip(batch.sequences, batch.dense, strict=True):
-        output = F.scaled_dot_product_attention(
-            batch.query[start : start + query_len].transpose(0, 1),
-            keys.transpose(0, 1),
-            values.transpose(0, 1),
-            attn_mask=torch.ones(query_len, context, dtype=torch.bool).tril(context - query_len),
-            scale=batch.scale,
-            enable_gqa=True,
+    def given(*states: Tensor) -> list[Tensor]:
+        return lay_out([state.to(device) for state in states], case.layout)
+
+    def check(actual: Tensor, expected: Tensor, allowed: float = tolerance) -> None:
+        compare(actual, expected, dtype, allowed)
+
+    for shape in ((case.tokens, case.width), (case.tokens, case.query_heads, case.head_dim)):
+        hidden, residual = random(2, *shape)
+        weight = random(shape[-1], number=1)
+        one, other = given(hidden, residual)
+        check(
+            ops.rms_norm(one, weight.to(device), epsilon), oracle.rms_norm(hidden.float(), weight.float(), epsilon)
         )
-        outputs.append(output.transpose(0, 1))
-        start += query_len
-    return torch.cat(outputs)
+        normed, total = ops.add_rms_norm(one, other, weight.to(device), epsilon)
+        exact = (hidden + residual).float()
+        check(total, exact, 0.0)
+        check(normed, oracle.rms_norm(exact, weight.float(), epsilon))
+    query, key = (
+        random(case.tokens, heads, case.head_dim, number=heads) for heads in (case.query_heads, case.kv_heads)
+    )
+    angles = random(case.tokens, case.head_dim // 2, number=2, of=torch.float32).repeat(1, 2) * 10
+    cos, sin = angles.cos(), angles.sin()  # float32, whatever the dtype of the states
+    rotated = ops.rotary(*given(query, key), cos.to(device), sin.to(device))
+    for ours, theirs in zip(rotated, oracle.rotary(query.float(), key.float(), cos, sin), strict=True):
+        check(ours, theirs)
+    gate_up = random(case.tokens, 2 * case.width) * 3
+    check(ops.swiglu(*given(gate_up)), oracle.swiglu(gate_up.float()))
+    _check_argmax(ops, case, dtype, device)
+
+
+def _check_argmax(ops: AttentionOps, case: Layers, dtype: torch.dtype, device: torch.device) -> None:
+    """The first of the largest entries, among ties and masked entries."""
+    generator = torch.Generator().manual_seed(case.seed)
+    # Few distinct numbers, so that the largest comes often; a masked entry is minus infinity.
+    logits = torch.randint(-3, 3, (case.tokens, case.width), generator=generator).to(dtype)
+    logits[:, torch.rand(case.width, generator=generator) < 0.3] = float("-inf")
+    logits[:1] = float("-inf")
+    is_largest = logits == logits.amax(dim=-1, keepdim=True)
+    expected = torch.arange(case.width).expand(case.tokens, -1).masked_fill(~is_largest, case.width).amin(dim=-1)
+    indices = ops.argmax(logits.to(device))
+    assert indices.dtype == torch.int64, f"argmax returned {indices.dtype}, not int64"
+    assert torch.equal(indices.cpu(), expected), f"argmax gave {indices.tolist()}, not {expected.tolist()}"
+
+
+def _random(seed: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def compare(actual: Tensor, expected: Tensor, dtype: torch.dtype, tolerance: float) -> None:
+    """Check ``actual``, which must be of ``dtype``, against float32 numbers."""
+    assert actual.dtype == dtype, f"the result is {actual.dtype}, not {dtype}"
+    assert actual.shape == expected.shape, f"the result is {tuple(actual.shape)}, not {tuple(expected.shape)}"
+    errors = (actual.detach().cpu().float() - expected).abs() / (1 + expected.abs())
+    wrong = ~(errors <= tolerance)  # NaN is wrong, too
+    assert not wrong.any(), (
+        f"{int(wrong.sum())} of {wrong.numel()} numbers differ from the oracle's, by up to "
+        f"{float(errors.nan_to_num(float('inf')).max()):.2g} where {tolerance:.2g} is right"
+    )

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,7 +16,10 @@ from http_client import http_client
 from prometheus_client.parser import text_string_to_metric_families
 from servers import served
 
-from epd_serve.config import DeploymentConfig
+from benchmarks.ablations.processes import ablated
+from epd_serve.config import DeploymentConfig, ShapeConfig
+from epd_serve.launch.deployment import LocalDeployment
+from epd_serve.launch.processes.supervisor import Backoff
 from proxy.app import create_app
 from proxy.http.server import new_server
 from proxy.settings import GatewaySettings
@@ -32,6 +36,42 @@ TOPOLOGIES = {
     "2E-P-D": ("e0", "e1", "p0", "d0"),
 }
 FLEET = "2E-P-D-EP-ED-PD-EPD"
+
+
+@asynccontextmanager
+async def deployed(
+    topology: str,
+    model: Path | ShapeConfig | None = None,
+    *,
+    gateway: Mapping[str, Any] | None = None,
+    instances: Mapping[str, Any] | None = None,
+    baselines: Mapping[str, Any] | None = None,
+    backoff_s: float = 1.0,
+    keep_logs: bool = False,
+    **settings: Any,
+) -> AsyncIterator[LocalDeployment]:
+    """A deployment on free ports, of the demo model or of ``model`` as "tested", one compute thread an instance.
+
+    ``gateway`` and ``instances`` are keys of these sections, ``settings`` those of the whole file; ``baselines``:
+    see :func:`benchmarks.ablations.processes.use`.
+    """
+    named: dict[str, Any] = {} if model is None else {"model": model, "served_model_name": "tested"}
+    if isinstance(model, Path):
+        named |= {"model": str(model), "dtype": "float32"}
+    config = DeploymentConfig.model_validate(
+        {
+            "topology": topology,
+            "gateway": {"port": 0, **(gateway or {})},
+            "instances": {"base_port": 0, "threads": 1, **(instances or {})},
+            **named,
+            **settings,
+        }
+    )
+    backoff = lambda: Backoff(first_s=backoff_s, limit_s=backoff_s)  # noqa: E731
+    with ablated(**(baselines or {})):
+        made = LocalDeployment(config, ready_timeout_s=300, keep_logs=keep_logs, backoff=backoff)
+    async with made as deployment:
+        yield deployment
 
 
 @asynccontextmanager
@@ -90,6 +130,10 @@ class Books:
     """Check an idle deployment: books that balance and nothing in use."""
 
     urls: Mapping[str, str]
+
+    @classmethod
+    def of(cls, deployment: LocalDeployment) -> Books:
+        return cls({name: handle.url for name, handle in deployment.instances.items()})
 
     async def check(self, timeout_s: float = 100) -> None:
         """Clean-up after a cancellation runs in the background, so "all free" is awaited, not demanded at once."""

@@ -13,18 +13,18 @@ from typing import Any
 
 import httpx
 from clips import Clip, clip
-from fleet import Books, gateway
+from fleet import Books, deployed, gateway
 from http_client import http_client
 from pictures import noise, png
 from PIL import Image
 from reference import Reference
 from sounds import Sound, sound
 
-from epd_serve.config import DeploymentConfig
 from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.models.loader import load_family
 
 MAX_TOKENS = 10
+CHATS = "/v1/chat/completions"
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,35 +170,38 @@ async def start_fleet(
             ids.pop()  # it ends the text and is no part of it
         expected[question] = [reference.tokenizer.decode([i]) for i in ids]
     del reference
-    config = DeploymentConfig(
-        topology=topology,
-        model=str(path),
-        served_model_name="tested",
-        dtype="float32",
-        gateway={"port": 0},
-        # the token budget is smaller than any image: every image that can be is computed in several chunks
-        instances={
-            "base_port": 0,
-            "threads": 1,
-            "max_num_batched_tokens": max(13, load_family(path).both_ways_tokens),
-            **(instances or {}),
-        },
-        **settings,
-    )
-    async with LocalDeployment(config, ready_timeout_s=300) as deployment:
+    # the token budget is smaller than any image: every image that can be is computed in several chunks
+    budget = {"max_num_batched_tokens": max(13, load_family(path).both_ways_tokens)}
+    async with deployed(topology, path, instances={**budget, **(instances or {})}, **settings) as deployment:
         yield Fleet(deployment, expected, ignore_eos=ignore_eos)
 
 
-async def answer_whole(client: httpx.AsyncClient, body: dict[str, Any]) -> list[str]:
-    answer = await client.post("/v1/chat/completions", json=body)
+def token_texts(answer: httpx.Response) -> list[str]:
+    """The tokens of an answer with log-probabilities."""
     assert answer.status_code == 200, answer.text
-    choice = answer.json()["choices"][0]
-    return [bytes(token["bytes"]).decode(errors="replace") for token in choice["logprobs"]["content"]]
+    content = answer.json()["choices"][0]["logprobs"]["content"]
+    return [bytes(token["bytes"]).decode(errors="replace") for token in content]
+
+
+async def ask(client: httpx.AsyncClient, question: Question) -> list[str]:
+    return await answer_whole(client, question.body(stream=False, ignore_eos=True))
+
+
+def generated(reference: Reference, question: Question) -> list[str]:
+    """transformers' tokens."""
+    media = question.images, question.videos, question.sounds
+    ids = reference.generate(question.text, *media, max_tokens=MAX_TOKENS)
+    assert len(set(ids)) >= 5, "tokens that say little of the model"
+    return [reference.tokenizer.decode([token]) for token in ids]
+
+
+async def answer_whole(client: httpx.AsyncClient, body: dict[str, Any]) -> list[str]:
+    return token_texts(await client.post(CHATS, json=body))
 
 
 async def _stream(client: httpx.AsyncClient, body: dict[str, Any]) -> list[str]:
     tokens: list[str] = []
-    async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+    async with client.stream("POST", CHATS, json=body) as answer:
         assert answer.status_code == 200, await answer.aread()
         lines = [line async for line in answer.aiter_lines() if line]
     assert lines[-1] == "data: [DONE]"

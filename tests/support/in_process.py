@@ -1,4 +1,4 @@
-"""A whole deployment inside the test's process and loop: real instances, sockets and gateway, cheap to start."""
+"""Instances and whole deployments inside the test's process and loop: real sockets and gateway, cheap to start."""
 
 from __future__ import annotations
 
@@ -16,12 +16,65 @@ from gateway_settings import gateway_settings
 from servers import served
 
 from epd_serve.config import InstanceOptions, ShapeConfig
-from epd_serve.instance.http import LookApp
+from epd_serve.instance.http import LookApp, Peers
 from epd_serve.instance.instance import Instance
+from epd_serve.instance.language_engine import LanguageEngine
+from epd_serve.protocol import wire
+from epd_serve.rpc.link import Link, LinkCall
 from epd_serve.rpc.server import LinkService
 from epd_serve.types import Role
 from proxy.app import create_app
 from proxy.http.server import new_server
+
+
+@asynccontextmanager
+async def serving(model: Path | ShapeConfig, role: str, **options: Any) -> AsyncIterator[Instance]:
+    """An instance with all its services, named after its role unless ``options`` say otherwise."""
+    usual = {"name": role.lower(), "served_model_name": "tiny", "port": 0, "dtype": "float32", "block_size": 8}
+    # in bfloat16 the last bit depends on what else is in a batch
+    instance = Instance(InstanceOptions(role=Role.parse(role), model=model, **{**usual, **options}))
+    service = LinkService(calls=instance.handlers())
+    config = uvicorn.Config(
+        LookApp(service), port=0, http=service.protocol, lifespan="off", log_config=None, timeout_keep_alive=75
+    )
+    async with served(uvicorn.Server(config)) as instance.url:
+        try:
+            await instance.start()
+            yield instance
+        finally:
+            await instance.close()
+
+
+def language_of(instance: Instance) -> LanguageEngine:
+    assert instance.language is not None
+    return instance.language
+
+
+@asynccontextmanager
+async def answering(instance: Instance, body: bytes) -> AsyncIterator[LinkCall]:
+    """A prompt's streamed answer whose head is here."""
+    async with Link(instance.options.name, instance.url) as link:
+        call = LinkCall(link, "/stage/prefill", [body])
+        link.send(call)
+        await call.opened
+        yield call
+        call.close()
+
+
+@asynccontextmanager
+async def held(instance: Instance) -> AsyncIterator[None]:
+    """KV that somebody may still announce keeps the instance from being empty."""
+    assert instance.language is not None
+    peers = Peers()
+    layout, ref = instance.language.weights.memory.layout, wire.TransferRef("t", "r")
+    nowhere = wire.Region(name="kv", nbytes=1, host_id="h", pid=1, fd=1, host="", port=0)
+    reserve = wire.ReserveRequest("t", "r", 8, 8, 1, [], layout, 3600, nowhere)
+    await peers.call(instance.url, "/kv/reserve", reserve)
+    try:
+        yield
+    finally:
+        await peers.call(instance.url, "/kv/cancel", ref)
+        await peers.close()
 
 
 @dataclass
@@ -71,34 +124,10 @@ async def deployment(
     async with AsyncExitStack() as stack:
         instances: dict[str, Instance] = {}
         for number, role in enumerate(roles):
-            chosen: dict[str, Any] = {
-                "dtype": "float32",  # in bfloat16 the last bit depends on what else is in a batch
-                "threads": 1,
-                "num_blocks": 256,
-                "block_size": 16,
-                "max_model_len": 768,
-                **(options or {}),
-            }
             name = f"{role.lower()}{number}"
-            chosen.update((of or {}).get(name, {}))
-            instance = Instance(
-                InstanceOptions(
-                    name=name, role=Role.parse(role), model=model, served_model_name="demo", port=0, **chosen
-                )
-            )
-            service = LinkService(calls=instance.handlers())
-            config = uvicorn.Config(
-                LookApp(service),
-                port=0,
-                http=service.protocol,
-                lifespan="off",
-                log_level="critical",
-                timeout_keep_alive=75,
-            )
-            instance.url = await stack.enter_async_context(served(uvicorn.Server(config)))
-            stack.push_async_callback(instance.close)
-            await instance.start()
-            instances[name] = instance
+            chosen = {"threads": 1, "num_blocks": 256, "block_size": 16, "max_model_len": 768, **(options or {})}
+            chosen |= {"name": name, "served_model_name": "demo", **(of or {}).get(name, {})}
+            instances[name] = await stack.enter_async_context(serving(model, role, **chosen))
         app = create_app(
             gateway_settings(**settings), [(name, instance.url) for name, instance in instances.items()]
         )

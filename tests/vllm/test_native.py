@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_runs import MODEL, Tokens, ask_all
-
-from epd_serve.config import DeploymentConfig
-from epd_serve.launch.deployment import LocalDeployment
+from fleet import deployed
+from vllm_runs import Tokens, ask_all
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -29,20 +27,12 @@ def alike(native: Tokens, vllm: Tokens) -> bool:
 async def test_native_instances_give_the_tokens_of_vllm_in_float32(
     model: Path, asked: list[dict[str, Any]], expected: list[Tokens]
 ) -> None:
-    config = DeploymentConfig(
-        topology="E-P-D",
-        model=str(model),
-        served_model_name=MODEL,
-        dtype="float32",
-        gateway={"port": 0},
-        instances={"base_port": 0, "threads": 1},
-    )
     still = [
         i
         for i, one in enumerate(asked)
         if "video_url" not in str(one["messages"]) and "mm_processor_kwargs" not in one
     ]
-    async with LocalDeployment(config, ready_timeout_s=300) as deployment:
+    async with deployed("E-P-D", model) as deployment:
         found = await asyncio.to_thread(ask_all, deployment.gateway_url, [asked[i] for i in still])
     answers = dict(zip(still, found, strict=True))
     wrong = [i for i, answer in answers.items() if not alike(answer, expected[i])]

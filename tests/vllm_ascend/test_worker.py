@@ -28,7 +28,7 @@ def ask(vendor: Vendor, model: Path, topology: str, role: str, *more: str, featu
     config = parse_config(
         f"engine: vllm\nmodel: {model}\ntopology: {topology}\ndtype: float32\n"
         "devices: ['npu:0', 'npu:1', 'npu:2']\n"
-        "instances: {max_model_len: 512, max_num_seqs: 4, block_size: 128, kv_cache_bytes: 64MiB, engine_args: "
+        "instances: {max_model_len: 512, max_num_seqs: 4, kv_cache_bytes: 64MiB, engine_args: "
         "{enforce_eager: true, async_scheduling: false, skip_mm_profiling: true}}"
     )
     ports = range(9000, 9000 + 16 * len(config.placement()), 16)

@@ -18,8 +18,6 @@ from multiprocessing.context import ForkServerProcess
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from epd_serve.launch.processes.process import ProcessSpec
-
 #: Read when libraries are loaded, so the server has them for all: a fork has no threads but its own.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
 
@@ -64,10 +62,10 @@ def preload(modules: Sequence[str], environment: Mapping[str, str]) -> None:
         os.environ.update(before)
 
 
-async def fork(spec: ProcessSpec, log_file: Path) -> ForkedProcess:
+async def fork(name: str, command: Sequence[str], environment: Mapping[str, str], log_file: Path) -> ForkedProcess:
     """Start ``python -P -m MODULE ARGUMENTS`` with an environment of its own. Raises OSError."""
     context = multiprocessing.get_context("forkserver")
-    process = context.Process(target=_run, args=(spec.name, spec.command, dict(spec.environment), str(log_file)))
+    process = context.Process(target=_run, args=(name, command, dict(environment), str(log_file)))
     await asyncio.to_thread(process.start)  # waits until the server has imported its modules
     return ForkedProcess(process)
 

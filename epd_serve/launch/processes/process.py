@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from epd_serve.errors import InstanceUnreachable, ServeError
+from epd_serve.launch.processes.forking import fork
 from epd_serve.lifeline import CLEAN_UP_S
 from epd_serve.rpc.http import HttpPool, HttpServer
 from epd_serve.rpc.tls import tls_files
@@ -29,9 +30,6 @@ _GROUP_LOOK_S = 0.02
 #: vLLM's last exceptions only point to the cause, which its log has before them; the form of an exception's line.
 _NO_CAUSE = re.compile("See root cause above|for the root cause")
 _EXCEPTION = re.compile(r"(^|\s)[\w.]+(Error|Exception|Interrupt|Exit): ")
-#: Files in which the kernel counts the processes that it killed for want of memory: of this control group, of the
-#: machine.
-OOM_COUNTERS = (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat"))
 
 
 class ProcessState(StrEnum):
@@ -62,7 +60,8 @@ class ProcessSpec:
         first_health: path that is asked instead until it is ready for the first time.
         stops: its turn when the deployment ends; the processes of the turns before it have ended by then.
         grace_s: time that it may take to end; None: as others of its turn.
-        can_fork: whether it may be forked from a process that has loaded its modules (launch/forking).
+        can_fork: whether it may be forked from a process that has loaded its modules (forking.py).
+        shares_output: whether it writes where this process writes, and not to its log.
         is_group: whether it leads a group that ends with it by itself (``epd_serve.lifeline --group``).
         measures: accelerators whose free memory it measures while it starts; those of one start in turn, as each
             would take the other's growth for its own.
@@ -80,6 +79,7 @@ class ProcessSpec:
     stops: Literal["first", "then", "last"] = "then"
     grace_s: float | None = None
     can_fork: bool = False
+    shares_output: bool = False
     is_group: bool = False
     measures: frozenset[str] = frozenset()
 
@@ -96,10 +96,6 @@ class RunningProcess(Protocol):
         ...
 
     async def wait(self) -> int: ...
-
-
-#: Starts a process in a session of its own, its output appended to a file. Raises OSError where that cannot be.
-Starter = Callable[[ProcessSpec, Path], Awaitable[RunningProcess]]
 
 
 class ProcessDied(RuntimeError):
@@ -132,9 +128,7 @@ class ManagedProcess:
         is_retired: whether another process has its place, and it only finishes what it has.
     """
 
-    def __init__(
-        self, spec: ProcessSpec, log_dir: Path, on_change: Callable[[ManagedProcess], None], start: Starter
-    ) -> None:
+    def __init__(self, spec: ProcessSpec, log_dir: Path, on_change: Callable[[ManagedProcess], None]) -> None:
         self.spec = spec
         self.log_file = log_dir / f"{spec.name}.log"
         self.state = ProcessState.STARTING
@@ -142,13 +136,11 @@ class ManagedProcess:
         self.num_starts = 0
         self.is_retired = False
         self._on_change = on_change
-        self._start = start
         self._starting: asyncio.Future[RunningProcess] | None = None
         self._process: RunningProcess | None = None
         self._health = spec.first_health
         self._started_at = self._ready_at = time.monotonic()
         self._hung = ""
-        self._num_oom_kills = 0
 
     @property
     def num_restarts(self) -> int:
@@ -170,9 +162,9 @@ class ManagedProcess:
 
     async def start(self) -> None:
         """Start the process, once more where it has died. Raises OSError where that is not possible now."""
-        self._started_at, self._hung, self._num_oom_kills = time.monotonic(), "", count_oom_kills()
+        self._started_at, self._hung = time.monotonic(), ""
         self.enter(ProcessState.STARTING)
-        self._starting = asyncio.ensure_future(self._start(self.spec, self.log_file))
+        self._starting = asyncio.ensure_future(spawn(self.spec, self.log_file))
         self._process = await asyncio.shield(self._starting)
         self.num_starts += 1
 
@@ -264,8 +256,6 @@ class ManagedProcess:
         code = self._process.returncode
         assert code is not None, "the process is still running"
         how = f"exit code {code}" if code >= 0 else self._hung or f"killed by {signal.Signals(-code).name}"
-        if code == -signal.SIGKILL and not self._hung and count_oom_kills() > self._num_oom_kills:
-            how += ", as the kernel killed a process because memory ran out"
         return ProcessDied(self.spec.name, how, self.log_tail(), self.log_file)
 
     def log_tail(self) -> list[str]:
@@ -303,23 +293,16 @@ class ManagedProcess:
         self._on_change(self)
 
 
-def count_oom_kills() -> int:
-    """Return how many processes the kernel has killed because memory ran out; 0 where it does not say."""
-    for file in OOM_COUNTERS:
-        with suppress(OSError):
-            if found := re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE):
-                return int(found[1])
-    return 0
-
-
-async def spawn(spec: ProcessSpec, log_file: Path, *, shares_output: bool = False) -> asyncio.subprocess.Process:
-    """Spawn a process: the usual :data:`Starter`. ``shares_output``: it writes where this process writes."""
+async def spawn(spec: ProcessSpec, log_file: Path) -> RunningProcess:
+    """Start a process in a session of its own, its output appended to a file. Raises OSError."""
+    if spec.can_fork:
+        return await fork(spec.name, spec.command, spec.environment, log_file)
     with log_file.open("ab") as log:
         return await asyncio.create_subprocess_exec(
             *spec.command,
             stdin=asyncio.subprocess.DEVNULL,
-            stdout=None if shares_output else log,
-            stderr=None if shares_output else log,
+            stdout=None if spec.shares_output else log,
+            stderr=None if spec.shares_output else log,
             env=dict(spec.environment),
             start_new_session=True,
             pass_fds=spec.pass_fds,

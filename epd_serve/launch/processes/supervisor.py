@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from epd_serve.config.sections import HANG_TIMEOUT_S
 from epd_serve.launch.processes.process import (
@@ -16,10 +16,9 @@ from epd_serve.launch.processes.process import (
     ProcessDied,
     ProcessSpec,
     ProcessState,
-    Starter,
-    spawn,
 )
 
+_Result = TypeVar("_Result")
 #: Seconds to finish: of the gateway with its requests, then of the stages, last of what these have used.
 GRACES_S = {"first": 5.5, "then": 3.5, "last": 0.5}
 
@@ -68,7 +67,6 @@ class Supervisor:
     Args:
         on_change: called at each change of a process's state.
         on_death: called with each death, and the seconds after which the process is started again.
-        start: starts a process; all are started at once, but for those that measure the same device.
 
     Attributes:
         num_deaths: number of processes that have ended by themselves so far.
@@ -84,7 +82,6 @@ class Supervisor:
         backoff: Callable[[], Backoff] = Backoff,
         on_change: Callable[[ManagedProcess], None] = lambda process: None,
         on_death: Callable[[ProcessDied, float], None] = lambda death, delay_s: None,
-        start: Starter = spawn,
     ) -> None:
         self._log_dir = log_dir
         self._restart = restart
@@ -92,15 +89,11 @@ class Supervisor:
         self._backoff = backoff
         self._on_change = on_change
         self._on_death = on_death
-        self._start = start
-        self._processes = [self._managed(spec) for spec in specs]
+        self._processes = [ManagedProcess(spec, log_dir, on_change) for spec in specs]
         self._lives: dict[ManagedProcess, asyncio.Task[ProcessDied]] = {}
         self._changed = asyncio.Event()
         self._retiring: list[asyncio.Task[None]] = []
         self.num_deaths = 0
-
-    def _managed(self, spec: ProcessSpec) -> ManagedProcess:
-        return ManagedProcess(spec, self._log_dir, self._on_change, self._start)
 
     @property
     def processes(self) -> tuple[ManagedProcess, ...]:
@@ -160,7 +153,7 @@ class Supervisor:
             TimeoutError: it was not ready in time, and was ended.
             OSError: it cannot be started now.
         """
-        process = self._managed(spec)
+        process = ManagedProcess(spec, self._log_dir, self._on_change)
         before = (i for i, one in enumerate(self._processes) if one.spec.stops == "first")
         place = next(before, len(self._processes))
         self._processes.insert(place, process)
@@ -250,6 +243,16 @@ class Supervisor:
             delay_s = backoff.next_delay_s(ready_s)
             self._on_death(death, delay_s)
             await asyncio.sleep(delay_s)
+
+
+async def run_until(stop: asyncio.Event, work: Coroutine[Any, Any, _Result]) -> _Result | None:
+    """Return what ``work`` returns, or None where ``stop`` comes first."""
+    tasks = [asyncio.create_task(work), asyncio.create_task(stop.wait())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return tasks[0].result() if tasks[0].done() else None
+    finally:
+        await _cancel(tasks)
 
 
 async def _stop(process: ManagedProcess) -> None:

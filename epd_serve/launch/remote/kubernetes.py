@@ -192,7 +192,7 @@ class _Cluster:
             container["resources"]["limits"][plugin] = str(max(len(one.devices) for one in members))
         step = ports_each(self._config)
         container["ports"] += [
-            {"name": one.name, "containerPort": BASE_PORT + step * index} for index, one in enumerate(members)
+            {"name": one.name, "containerPort": BASE_PORT + step * one.index} for one in members
         ]
         secret = (ADMIN_KEY, "admin") if self._is_vllm else (CLUSTER_KEY, "cluster")
         container["env"].append(self._key(*secret))

@@ -11,18 +11,15 @@ import asyncio
 import logging
 import os
 import secrets
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from device.datasheets import emulated_kind
 from device.present import num_cores
@@ -31,8 +28,7 @@ from epd_serve.config.gateway import read_secret
 from epd_serve.config.keys import ADMIN_KEY
 from epd_serve.launch.commands import PROGRAM
 from epd_serve.launch.deployment_record import resolved
-from epd_serve.launch.processes.ports import ports_each
-from epd_serve.launch.remote.unit import BASE_PORT, check_portable
+from epd_serve.launch.remote.unit import check_portable
 from epd_serve.protocol.addresses import is_loopback, is_wildcard, url_of
 from epd_serve.rpc.admin import AdminClient, AdminRefused, AdminUnreachable
 from epd_serve.rpc.cluster import CLUSTER_KEY
@@ -43,7 +39,10 @@ Spread = Literal["pack", "host"]
 #: Of all actors of epd-serve.
 NAMESPACE = "epd-serve"
 _STRATEGIES = {"pack": "PACK", "host": "SPREAD"}
+#: Resources that actors ask for by an option of their own.
+_OWN_OPTION = {"CPU": "num_cpus", "GPU": "num_gpus"}
 _GATEWAY, _ADMIN_PORT, _API_KEY = "gateway", 8001, "EPD_SERVE_API_KEY"
+_FILE = ("--config", "FILE")
 #: The resource of the head alone; a gateway takes a little of that of its node, and no CPU.
 _HEAD, _A_LITTLE = "node:__internal_head__", 0.001
 #: Ray may have to add nodes first; an actor may be starting; a command that ends by itself is started again.
@@ -52,24 +51,14 @@ _PLACEMENT_TIMEOUT_S, _ANSWER_TIMEOUT_S, _AGAIN_S = 300.0, 5.0, 2.0
 _GRACE_S = 15.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Group:
-    """The instances of one bundle.
-
-    Attributes:
-        unit, replica: of the topology.
-        resource, amount: that they take of one host, as in ``NPU``, 1.
-        num_ranks: processes with threads of their own.
-        base_port: of the first of them.
-    """
+class Group(NamedTuple):
+    """The instances of one bundle, which takes ``amount`` of a resource, as in 1 NPU."""
 
     name: str
     unit: int
     replica: int
     resource: str
     amount: int
-    num_ranks: int
-    base_port: int
 
 
 def groups(config: DeploymentConfig) -> tuple[Group, ...]:
@@ -80,33 +69,22 @@ def groups(config: DeploymentConfig) -> tuple[Group, ...]:
     if config.gateway.port == 0:
         raise ValueError("gateway.port 0 would be a port that nobody knows; write one, as in 8000")
     found: list[Group] = []
-    port, step = config.instances.base_port or BASE_PORT, ports_each(config)
     for unit, replicas in enumerate(place_units(config.topology, config.devices)):
         for replica, here in enumerate(replicas):
             devices = {device for one in here for device in one.devices}
             resource, amount = "GPU", len(devices)
             if devices == {CPU}:
-                threads = ((config.settings_for(str(one.role)).threads or 1) * one.tensor_parallel for one in here)
-                resource, amount = "CPU", sum(threads)
-            elif emulated_kind(here[0].devices[0]).startswith(("npu", "ascend")):  # an emulated one as what it is
+                resource, amount = "CPU", sum(config.settings_for(str(one.role)).threads or 1 for one in here)
+            elif emulated_kind(here[0].devices[0]).startswith(
+                ("npu", "ascend")
+            ):  # an emulated one as its original
                 resource = "NPU"
-            found.append(
-                Group(
-                    name="-".join(one.name for one in here),
-                    unit=unit,
-                    replica=replica,
-                    resource=resource,
-                    amount=amount,
-                    num_ranks=sum(one.tensor_parallel for one in here),
-                    base_port=port,
-                )
-            )
-            port += len(here) * step
+            found.append(Group("-".join(one.name for one in here), unit, replica, resource, amount))
     return tuple(found)
 
 
 class Agent:
-    """An actor that runs one command of ``epd-serve`` on its host, starts it again when it ends, and ends with it.
+    """An actor that runs a command of ``epd-serve`` on its host. Each ends with the other; Ray starts both again.
 
     Args:
         name: under which Ray shows its output.
@@ -121,7 +99,7 @@ class Agent:
     ) -> None:
         import ray
 
-        self._name, self._num_deaths = name, 0
+        self._name = name
         self._directory = tempfile.TemporaryDirectory(prefix="epd-serve-ray-")
         path = Path(self._directory.name) / "deployment.yaml"
         path.write_text(file, encoding="utf-8")  # JSON is YAML
@@ -131,13 +109,12 @@ class Agent:
         if group is not None:  # Ray allows one thread to an actor that takes no CPU
             node_id = ray.get_runtime_context().get_node_id()
             (has,) = [node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id]
-            cores = num_cores() * group.amount / has[group.resource]
-            self._environment["OMP_NUM_THREADS"] = str(max(1, int(cores / group.num_ranks)))
-        self._last_lines: deque[str] = deque(maxlen=20)
-        self._stop = threading.Event()
-        self._process: subprocess.Popen[str] | None = None
+            cores = num_cores() * group.amount / has[group.resource] / len(group.name.split("-"))
+            self._environment["OMP_NUM_THREADS"] = str(max(1, int(cores)))
+        self._started, self._stops = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
+        self._started.wait()
 
     def __repr__(self) -> str:
         return self._name
@@ -145,24 +122,22 @@ class Agent:
     def _run(self) -> None:
         # The kernel ends the process with this thread, which ends with the actor.
         tied = [sys.executable, "-P", "-m", "epd_serve.lifeline", str(os.getpid()), *self._command]
-        output: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "errors": "replace"}
-        while not self._stop.is_set():
-            with subprocess.Popen(tied, env=self._environment, text=True, **output) as self._process:
-                for line in self._process.stdout or ():  # the actor's own output is what Ray's dashboard shows
-                    print(line, end="", flush=True)
-                    self._last_lines.append(line)
-            self._num_deaths += not self._stop.is_set()
-            self._stop.wait(_AGAIN_S)
+        self._process = subprocess.Popen(tied, env=self._environment)
+        self._started.set()
+        self._process.wait()
+        if not self._stops.wait(_AGAIN_S):
+            os._exit(1)
 
-    def deaths(self) -> tuple[int, str]:
-        """Return the number of times that the command has ended by itself, and its last lines."""
-        return self._num_deaths, "".join(self._last_lines)
+    def was_restarted(self) -> bool:
+        """Return whether its command has ended by itself."""
+        import ray
+
+        return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
     def stop(self) -> None:
         """Let the command finish what it has, and return when it has ended."""
-        self._stop.set()
-        if self._process is not None:
-            self._process.terminate()
+        self._stops.set()
+        self._process.terminate()
         self._thread.join()
         self._directory.cleanup()
 
@@ -183,35 +158,35 @@ def up(config: DeploymentConfig, name: str, address: str, spread: Spread) -> str
     with _connected(address, logs=True) as ray:
         if _names(ray, name):
             raise ValueError(f"{name} is on this cluster already; 'epd-serve down FILE --on ray' ends it")
-        nodes = {str(node["NodeManagerAddress"]): node["Resources"] for node in ray.nodes() if node["Alive"]}
+        nodes = [(str(one["NodeManagerAddress"]), one["Resources"]) for one in ray.nodes() if one["Alive"]]
         ip, node = config.gateway.host, f"node:{config.gateway.host}"
         if is_wildcard(ip) or is_loopback(ip):
-            ip, node = next(ip for ip, resources in nodes.items() if _HEAD in resources), _HEAD
-        elif ip not in nodes:
-            raise ValueError(f"gateway.host {ip} is no node of the cluster; there are {', '.join(sorted(nodes))}")
+            ip, node = next(ip for ip, resources in nodes if _HEAD in resources), _HEAD
+        elif ip not in (addresses := sorted(address for address, _ in nodes)):
+            raise ValueError(f"gateway.host {ip} is no node of the cluster; there are {', '.join(addresses)}")
         port = config.gateway.admin.port or _ADMIN_PORT
-        admin, actor, actors = url_of(ip, port), ray.remote(Agent), {}
-        kept = {"lifetime": "detached", "max_restarts": -1, "num_cpus": 0}
+        admin, file, actors = url_of(ip, port), _file(config, ip, port), dict[str, Any]()
+
+        def start(one: str, group: Group | None, command: Sequence[str], **options: Any) -> None:
+            options |= {"name": f"{name}/{one}", "lifetime": "detached", "max_restarts": -1}
+            known = keys if group is None else {proof: keys[proof]}
+            actors[one] = ray.remote(Agent).options(**options).remote(one, file, command, known, group)
+
         try:
             bundles = [{group.resource: group.amount} for group in found]
             placed = ray.util.placement_group(bundles, _STRATEGIES[spread], name=name, lifetime="detached")
             if not placed.wait(_PLACEMENT_TIMEOUT_S):
                 raise ValueError(f"the cluster has no room for {bundles}; free are {ray.available_resources()}")
-            options = {**kept, "name": f"{name}/{_GATEWAY}", "resources": {node: _A_LITTLE}}
-            file = _file(config, BASE_PORT, ip, port)
-            gateway = ("proxy", "--config", "FILE")
-            actors[_GATEWAY] = actor.options(**options).remote(_GATEWAY, file, gateway, keys, None)
+            start(_GATEWAY, None, ("proxy", *_FILE), num_cpus=0, resources={node: _A_LITTLE})
             for index, group in enumerate(found):
-                needs = {"CPU": "num_cpus", "GPU": "num_gpus"}.get(group.resource)
-                options = {**kept, "name": f"{name}/{group.name}"}
-                options |= {needs: group.amount} if needs else {"resources": {group.resource: group.amount}}
-                bundle = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(placed, index)
-                part = ("--unit", str(group.unit), "--replica", str(group.replica))
-                command = ("instance", "--config", "FILE", *part, "--host", "HOST", "--join", admin)
-                file = _file(config, group.base_port, ip, port)
-                actors[group.name] = actor.options(**options, scheduling_strategy=bundle).remote(
-                    group.name, file, command, {proof: keys[proof]}, group
+                takes: dict[str, Any] = {"num_cpus": 0, "resources": {group.resource: group.amount}}
+                if group.resource in _OWN_OPTION:
+                    takes = {"num_cpus": 0, _OWN_OPTION[group.resource]: group.amount}
+                takes["scheduling_strategy"] = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+                    placed, index
                 )
+                part = ("--unit", str(group.unit), "--replica", str(group.replica))
+                start(group.name, group, ("instance", *_FILE, *part, "--host", "HOST", "--join", admin), **takes)
             client = AdminClient(admin, {"authorization": f"Bearer {keys[ADMIN_KEY]}"})
             _wait_ready(ray, actors, client, {one.name for one in config.placement()})
         except BaseException:
@@ -231,8 +206,7 @@ def down(config: DeploymentConfig, name: str, address: str) -> None:
     """
     with _connected(address, logs=False) as ray:
         if not _end(ray, name, config):
-            others = sorted({one.partition("/")[0] for one in ray.util.list_named_actors()})
-            raise ValueError(f"there is no {name} on this cluster; there is: {', '.join(others) or 'nothing'}")
+            raise ValueError(f"there is no {name} on this cluster")
 
 
 def _keys(config: DeploymentConfig) -> dict[str, str]:
@@ -250,22 +224,16 @@ def _keys(config: DeploymentConfig) -> dict[str, str]:
 
 @contextmanager
 def _connected(address: str, *, logs: bool) -> Iterator[Any]:
-    """Ray, connected to a cluster within."""
+    """Connect to a cluster; yield Ray."""
     try:
         import ray
         import ray.util.scheduling_strategies
 
-        if ":" in address and "/" not in address:  # Ray itself would try for minutes
-            host, _, port = address.rpartition(":")
-            socket.create_connection((host, int(port)), _ANSWER_TIMEOUT_S).close()
         ray.init(address or "auto", namespace=NAMESPACE, log_to_driver=logs, logging_level=logging.ERROR)
     except ModuleNotFoundError as error:
         raise ValueError(f"--on ray: {error.name} is not installed; run: pip install '.[ray]'") from error
     except (OSError, RuntimeError) as error:  # the latter where versions differ
-        raise ValueError(
-            f"--on ray{address and f'={address}'}: {str(error).splitlines()[0]}. Start a cluster with 'ray start "
-            "--head', and run this on one of its nodes, or write --on ray=ADDRESS"
-        ) from error
+        raise ValueError(f"--on ray: {error}; start a cluster with 'ray start --head'") from error
     try:
         yield ray
     finally:
@@ -278,10 +246,10 @@ def _names(ray: Any, name: str) -> list[str]:
     return sorted(own, key=lambda one: not one.endswith(f"/{_GATEWAY}"))
 
 
-def _file(config: DeploymentConfig, base_port: int, ip: str, admin_port: int) -> str:
+def _file(config: DeploymentConfig, ip: str, admin_port: int) -> str:
     """Return the deployment file in the cluster, without its secrets."""
     emptied = {"instances": None, "admin": {"port": None, "key": None}, "api_key": None}
-    whole = change_config(config, {"gateway": emptied, "cluster_key": None, "instances": {"base_port": base_port}})
+    whole = change_config(config, {"gateway": emptied, "cluster_key": None})
     admin = {"host": ip, "port": admin_port, "key": {"env": ADMIN_KEY}}
     gateway: dict[str, Any] = {"instances": {}, "admin": admin}
     if config.gateway.api_key is not None:
@@ -293,14 +261,9 @@ def _wait_ready(ray: Any, actors: Mapping[str, Any], admin: AdminClient, names: 
     """Wait until a gateway has all instances. Raises ValueError where a process has died before."""
     while True:
         for name, actor in actors.items():
-            try:
-                num_deaths, last_lines = ray.get(actor.deaths.remote(), timeout=_ANSWER_TIMEOUT_S)
-            except ray.exceptions.ActorDiedError as error:
-                raise ValueError(f"the actor of {name} cannot start: {error}") from error
-            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-                continue  # it is on its way
-            if num_deaths:
-                raise ValueError(f"{name} died before it was ready. Its last lines:\n{last_lines}")
+            with suppress(ray.exceptions.ActorUnavailableError, ray.exceptions.GetTimeoutError):  # it is starting
+                if ray.get(actor.was_restarted.remote(), timeout=_ANSWER_TIMEOUT_S):
+                    raise ValueError(f"{name} died before it was ready; its last lines are above")
         with suppress(AdminRefused, AdminUnreachable, TimeoutError):
             shown = asyncio.run(admin.ask("GET", "/instances", timeout_s=_ANSWER_TIMEOUT_S))
             if names <= {one["name"] for one in shown["instances"] if one["ready"]}:

@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from zlib import crc32
 
@@ -28,8 +27,8 @@ from epd_serve.launch.choices import choose_engine
 from epd_serve.launch.commands import mps_note, with_trust
 from epd_serve.launch.deployment_record import DeploymentRecord
 from epd_serve.launch.processes.ports import Ports, ports_each
-from epd_serve.launch.processes.process import ManagedProcess, ProcessDied, ProcessSpec, ProcessState, spawn
-from epd_serve.launch.processes.supervisor import Supervisor
+from epd_serve.launch.processes.process import ManagedProcess, ProcessDied, ProcessSpec, ProcessState
+from epd_serve.launch.processes.supervisor import Supervisor, run_until
 from epd_serve.launch.vllm.process import VllmProcess
 from epd_serve.protocol.addresses import is_wildcard
 from epd_serve.rpc.app_server import serving
@@ -39,7 +38,7 @@ from epd_serve.topology.placement import CPU, place_units
 
 logger = logging.getLogger(__name__)
 
-#: Port of the first instance where the deployment file names none.
+#: Port of the deployment's first instance where its file names none.
 BASE_PORT = 8100
 #: Beyond the time for requests in progress, until a process is ended by force.
 _GRACE_S = 5.0
@@ -125,7 +124,7 @@ def prepare_unit(
         raise ValueError(
             f"{host} is no address that others could reach; write that of this machine, --host 10.0.0.7"
         )
-    config = choose_engine(config).config
+    config = choose_engine(config)[0]
     config = config.model_copy(update={"instances": config.instances.model_copy(update={"host": host})})
     if config.starts_master:
         raise ValueError("feature_store: mooncake needs the address of its master; set mooncake.master")
@@ -135,7 +134,7 @@ def prepare_unit(
     threads = max(1, num_cores() // max(1, sum(one.tensor_parallel for one in here)))
     record = DeploymentRecord(
         config=config,
-        ports=Ports(gateway=0, instances=tuple(base + index * step for index in range(len(here)))),
+        ports=Ports(gateway=0, instances=tuple(base + one.index * step for one in here)),
         environment=with_trust(config, {"OMP_NUM_THREADS": str(threads), **environment}),
         directory=directory,
     )
@@ -148,7 +147,8 @@ def prepare_unit(
             one = replace(one, options=replace(one.options, number=crc32(spec.name.encode())))
             spec = one.spec(config, record.environment)
         grace_s = config.settings_for(str(one.options.role)).drain_s + _GRACE_S
-        specs[number] = replace(spec, can_fork=False, grace_s=grace_s)
+        # Kubernetes and Ray collect the output
+        specs[number] = replace(spec, can_fork=False, grace_s=grace_s, shares_output=True)
     return Unit(config=config, specs=specs, roles=roles)
 
 
@@ -200,26 +200,20 @@ async def run_unit(
             restart=unit.config.restart == "on-failure",
             on_change=follow,
             on_death=show_death,
-            start=partial(spawn, shares_output=True),  # Kubernetes and Ray collect it
         )
         if health_port is not None:
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             listener = socket.create_server((address, health_port), family=family)
             await stack.enter_async_context(serving(_health_app(supervisor), listener, tls=tls))
         supervisor.start()
-        failure, stopped = asyncio.create_task(supervisor.wait_failure()), asyncio.create_task(stop.wait())
         try:
-            await asyncio.wait((failure, stopped), return_when=asyncio.FIRST_COMPLETED)
-            if not stopped.done():
-                logger.error("%s", failure.result())
+            if (death := await run_until(stop, supervisor.wait_failure())) is not None:
+                logger.error("%s", death)
                 return 1
         finally:
             for task in joined.values():  # they leave before their processes are told to end
                 task.cancel()
             await asyncio.gather(*joined.values(), return_exceptions=True)
-            failure.cancel()
-            stopped.cancel()
-            await asyncio.gather(failure, stopped, return_exceptions=True)
             await supervisor.stop()
     return 0
 

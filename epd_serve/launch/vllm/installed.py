@@ -20,8 +20,6 @@ from epd_serve.launch.vllm import versions
 STORE = (0, 32)
 #: Older versions are refused.
 OLDEST = (0, 20)
-#: vLLM versions for which a development version of vllm-ascend (August 2026) imports.
-ASCEND_HEAD = ("0.27.1", "0.28.0")
 _TIMEOUT_S = 60.0
 _MOONCAKE_LIBRARIES = ", or one of its libraries (Debian: libibverbs1 librdmacm1 libnuma1 libcurl4)"
 
@@ -107,18 +105,13 @@ def _text(release: tuple[int, ...]) -> str:
 
 
 def check_pair(found: VllmFound, *, python: str | Path) -> None:
-    """Raise ValueError where vllm-ascend is one for another vLLM.
-
-    Its releases have the number of the vLLM that they are for (versioning_policy.md there); development versions
-    say nothing, and the one that was read imports on two (182b75ea).
-    """
+    """Raise ValueError where vllm-ascend is one for another vLLM: a release has the number of its vLLM."""
     release = ".".join(found.vllm.split("+")[0].split(".")[:3])
     theirs = re.match(r"\d+\.\d+\.\d+", found.vllm_ascend)
-    fits = ASCEND_HEAD if ".dev" in found.vllm_ascend else ()
-    if theirs is not None and release not in (theirs[0], *fits):
+    if theirs is not None and release != theirs[0] and ".dev" not in found.vllm_ascend:
         raise ValueError(
-            f"vllm-ascend {found.vllm_ascend} of {python} is for vLLM {' or '.join(fits or (theirs[0],))}, and "
-            f"{found.vllm} is there; install the pair that belongs together, as in vllm-ascend's container image"
+            f"vllm-ascend {found.vllm_ascend} of {python} is for vLLM {theirs[0]}, and {found.vllm} is there; "
+            "install the pair that belongs together, as in vllm-ascend's container image"
         )
 
 

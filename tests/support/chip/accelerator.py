@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
 import torch
-from chip.chip import CAPABILITY, TYPE, Chip, Event, Stream, record_apart, recorded
+from chip.chip import CAPABILITY, TYPE, Chip, Stream, record_apart, recorded
 from chip.tensors import ChipTensor, add_chip, mapped_memory, pin, pinned, share_memory, unknown
 from torch import Tensor
 
@@ -226,9 +226,6 @@ class ChipDevice:
 
     def current_stream(self) -> base.Stream:
         return self.chip.current()
-
-    def event(self, enable_timing: bool = False) -> base.Event:
-        return Event(self.chip)
 
     def record_event(self) -> base.Event:
         return self.chip.current().record_event()

@@ -218,18 +218,12 @@ class Event:
         self._chip = chip
         self._done: threading.Event | None = None
         self._stream: Stream | None = None
-        self._times: list[float] = []
 
     def record(self, stream: base.Stream | None = None) -> None:
         assert stream is None or isinstance(stream, Stream)
         self._stream = stream or self._chip.current()
-        self._done, self._times = done, times = threading.Event(), list[float]()
-
-        def mark() -> None:
-            times.append(time.perf_counter())
-            done.set()
-
-        self._stream.launch(mark)
+        self._done = threading.Event()
+        self._stream.launch(self._done.set)
 
     def wait(self, stream: base.Stream | None = None) -> None:
         assert stream is None or isinstance(stream, Stream)
@@ -244,12 +238,6 @@ class Event:
         if self._done is not None and self._stream is not None:
             self._done.wait()
             self._stream.check()
-
-    def elapsed_time(self, end_event: base.Event) -> float:
-        """Milliseconds until ``end_event``. Raises ValueError unless both were recorded and are done."""
-        if not isinstance(end_event, Event) or not self._times or not end_event._times:
-            raise ValueError("elapsed_time needs two events of this device that are both done")
-        return (end_event._times[0] - self._times[0]) * 1e3
 
 
 @contextmanager
