@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fleet import Books
-from services import serving
+from in_process import serving
 from transformers import AutoTokenizer
 
 from epd_serve.demo import weights_dir

@@ -12,11 +12,11 @@ import msgspec
 import pytest
 import tiny_models
 from fleet import Books, figures
+from in_process import language_of, serving
 from item_bodies import whole_items
 from pictures import noise, png
 from PIL import Image
 from reference import Reference
-from services import language_of, serving
 
 from epd_serve.errors import InvalidRequest
 from epd_serve.instance.instance import Instance

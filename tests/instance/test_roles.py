@@ -16,8 +16,8 @@ import pytest
 import tiny_models
 from chips import CHIP, little_memory
 from fleet import Books, wait_until
+from in_process import answering, held, language_of, serving
 from item_bodies import whole_items
-from services import answering, held, language_of, serving
 
 from device.registry import get_device
 from epd_serve.config import InstanceOptions, ShapeConfig
@@ -87,7 +87,6 @@ def model(tmp_path: Path) -> Path:
     ("device", "roles"),
     [
         ("cpu", ROLES),
-        pytest.param(CHIP, ("P", "D", "E", "P"), id="chip, some"),
         pytest.param(CHIP, ROLES, id="chip", marks=pytest.mark.slow),
     ],
 )
