@@ -293,7 +293,7 @@ class Controller:
         late = [stage for stage, load in loads.items() if load.coming > _SOON_LATE or load.pressure > 1]
         best: _Move | None = None
         is_held = is_back = False
-        for role in map(Role.parse, self.options.roles):
+        for role in map(Role.parse, ("E", "P", "D")):
             donors: dict[Role, InstanceLoad] = {}
             for one in here:  # of a role, the one that is ready first
                 if one.role == role or (one.name, role) in self._refused:

@@ -22,9 +22,6 @@ class ElasticConfig(Section):
         description="Between two switches, at least. The controller looks ten times as often; a stage that is "
         "late for three looks is answered.",
     )
-    roles: tuple[RoleName, ...] = Field(
-        default=("E", "P", "D"), min_length=1, description="That instances may be given."
-    )
 
     @property
     def interval_s(self) -> float:

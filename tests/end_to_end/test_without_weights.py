@@ -198,7 +198,7 @@ async def test_kv_is_not_there_before_its_layer_is_computed(parts: Deployment) -
 
 
 async def test_features_of_other_pictures_are_noticed(parts: Deployment) -> None:
-    model: Any = parts.instances["e0"].encoder._model
+    model: Any = parts.instances["e0"].encoder.model
     model.data_of = lambda feature: memoryview(bytes(len(feature.data)))
     assert "is not that of its picture" in await refusal(parts, 4)
 
