@@ -134,6 +134,7 @@ async def deployment(
         url = await stack.enter_async_context(served(new_server(app, "127.0.0.1", 0)))
         session = await stack.enter_async_context(aiohttp.ClientSession())
         async with asyncio.timeout(120):
-            while not all(record.ready for record in app.state.gateway.fleet.table):  # else P encodes what E would
+            table = app.state.gateway.fleet.table  # else P encodes what E would
+            while not all(record.ready for record in table):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         yield Deployment(url, instances, session, app)
