@@ -37,7 +37,7 @@ def started() -> LocalDeployment:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def deployment() -> AsyncIterator[LocalDeployment]:
-    """Of the two tests that are not slow, in their order."""
+    """One deployment that the first two tests change, in their order."""
     async with started() as deployment:
         yield deployment
 
