@@ -69,7 +69,7 @@ def test_draws_are_those_of_a_cpu(
 def test_no_token_beyond_the_kth_is_drawn(
     noise: int, width: int, top_k: int, values: int, top_p: float, min_p: float
 ) -> None:
-    """With many equals: those at the front count as larger. Also with more than there are blocks, and with -0.0."""
+    """With many equals, -0.0 among them: those at the front count as larger. Also with more than the blocks."""
     generator = torch.Generator().manual_seed(noise)
     scores = torch.randint(-values // 2, values, (1, width), generator=generator).float() * (-2.0 / values)
     kept = scores[0].sort(descending=True, stable=True).indices[:top_k]
