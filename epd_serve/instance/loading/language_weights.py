@@ -118,6 +118,7 @@ class LanguageWeights:
             prefill_graph_sizes=prefills,
             max_num_seqs=options.sizes.max_num_seqs,
             max_model_len=max_model_len,
+            max_num_tokens=options.sizes.max_num_batched_tokens if options.role.prefills else 0,
         )
         return LanguageRunner(
             executor,
