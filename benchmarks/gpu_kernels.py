@@ -99,7 +99,7 @@ def _tower_ms(device: Device, varlen: AttentionOps, lengths: list[int], head_dim
 
 
 def _cudnn_varlen(device: Device, lengths: list[int]) -> dict[str, Any]:
-    """Return the milliseconds of cuDNN's attention over packed segments, and its distance from the varlen kernel's.
+    """Return the milliseconds of cuDNN's attention over packed segments, and its distance from varlen's.
 
     The longest segment is given as a multiple of 1024, for which a plan could be shared.
     """

@@ -128,6 +128,7 @@ class AttentionOps(Protocol):
         Args:
             max_num_tokens: of a step. num_heads: of the queries, and of K and V.
         """
+        return
 
     def write_kv(self, key: Tensor, value: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
         """Store K and V [T, Hkv, D] into ``kv_layer`` [2, num_blocks, block_size, Hkv, D] at their slots [T].

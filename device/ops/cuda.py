@@ -296,7 +296,8 @@ def attend_dense(
     for count, length in calls:
         end = start + count * length
         queries, keys, values = (
-            states[start:end].unflatten(0, (count, length)).transpose(1, 2) for states in (query, key, value)
+            states[start:end].view(count, length, *states.shape[1:]).transpose(1, 2)
+            for states in (query, key, value)
         )
         attended = F.scaled_dot_product_attention(
             queries, keys, values, is_causal=causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
