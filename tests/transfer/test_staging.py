@@ -155,7 +155,7 @@ def test_bytes_of_one_place_are_laid_beside_those_of_another(data: st.DataObject
         for i in range(2)
     ]
     assert moved == due
-    with pytest.raises(TransferError, match="not of one size"):
+    with pytest.raises(TransferError, match="differ in size"):
         paired([(0, 3)], [(0, 2)])
 
 
