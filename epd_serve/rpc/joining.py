@@ -1,4 +1,4 @@
-"""An instance's place at a gateway that it joins by itself."""
+"""How an instance joins gateways by itself and keeps its leases."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from epd_serve.rpc.tls import TlsFiles
 
 logger = logging.getLogger(__name__)
 
-#: Between two looks at which gateways a name has.
-_LOOK_S = 5.0
+#: Interval of resolving the gateways' host names.
+_RESOLVE_S = 5.0
+#: Delay before asking an unreachable gateway again.
+_RETRY_S = 0.2
 
 
 async def join_all(
@@ -33,8 +35,10 @@ async def join_all(
     key: str | None = None,
     tls: TlsFiles | None = None,
 ) -> None:
-    """Be at every gateway of these admin planes, where a host name has several at all of its addresses; leave when
-    cancelled. Arguments as of :class:`Joining`."""
+    """Join the gateways at all addresses of these admin planes; leave them when cancelled.
+
+    See :class:`Joining` for the arguments.
+    """
     running: dict[tuple[str, str], asyncio.Task[None]] = {}
     try:
         while True:
@@ -44,7 +48,7 @@ async def join_all(
             for new in found - running.keys():
                 joining = Joining(new[0], name, url, headers, role=role, key=key, tls=tls, address=new[1])
                 running[new] = asyncio.create_task(joining.run())
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_RESOLVE_S)
     finally:
         for task in running.values():
             task.cancel()
@@ -52,7 +56,7 @@ async def join_all(
 
 
 async def _addresses(url: str) -> set[str]:
-    """The addresses of the URL's host; its name where it has one, or none now."""
+    """Return the addresses of the URL's host if there are several, else its name."""
     parts = urlsplit(url)
     try:
         found = await asyncio.get_running_loop().getaddrinfo(
@@ -64,19 +68,17 @@ async def _addresses(url: str) -> set[str]:
     return {parts.hostname or ""} if len(addresses) < 2 or parts.hostname == "localhost" else addresses
 
 
-#: Between two tries to reach a gateway that refuses connections.
-_AGAIN_S = 0.2
-
-
 class Joining:
-    """At one gateway's admin plane.
+    """An instance's lease at one gateway's admin plane.
 
     Args:
-        name, url: of the instance. role: for a gateway that cannot ask it.
-        headers: that the admin plane asks for. key: of the cluster, if it has one; it is proved in their place.
-        tls: with an admin plane at https. address: that of the URL's host which is meant, where it has several.
-        lease_s: after so long without a renewal the gateway takes it out. It is renewed three times as often; a
-            renewal without an answer in a third of it is tried again at once.
+        name, url: of the instance.
+        headers: for the admin plane, such as its key.
+        role: of an instance that the gateway cannot ask for it.
+        key: the cluster key, proved over a link in place of ``headers``.
+        tls: for an admin plane at https.
+        address: which of the host name's addresses to call.
+        lease_s: lifetime of the lease, renewed every third of it. A renewal may take as long.
     """
 
     def __init__(
@@ -102,11 +104,11 @@ class Joining:
         self._own_path = f"/instances/{name}?incarnation={incarnation}"
         self._headers = {**headers, "content-type": "application/json"}
         self._lease_s = lease_s
-        #: Whether the gateway may have it: it has said so, or has been asked and has not answered.
+        #: Whether the gateway granted a lease, or may have without its answer arriving.
         self._may_have_lease = False
 
     async def run(self) -> None:
-        """Join and stay; leave when cancelled. A gateway that is not there is asked again and again."""
+        """Join, retrying forever, and renew the lease; leave when cancelled."""
         problem = ""
         try:
             while True:
@@ -124,19 +126,18 @@ class Joining:
                 await self._link.close()
 
     async def _renew(self) -> tuple[str, float]:
-        """Return what is wrong ("" for nothing), and when to ask again."""
+        """Return the problem, if any, and when to ask again."""
         self._may_have_lease = True
         try:
             await self._ask("POST", "/instances", "/join")
         except (InstanceLost, TimeoutError) as error:
-            return f"{self._url} does not answer: {error or type(error).__name__}", _AGAIN_S
+            return f"{self._url} does not answer: {error or type(error).__name__}", _RETRY_S
         except ServeError as error:
             self._may_have_lease = False
             return f"{self._url} answered {error.status}: {error.message[:300]}", self._lease_s / 3
         return "", self._lease_s / 3
 
     async def _ask(self, method: str, path: str, call: str) -> None:
-        """Ask over HTTP with the admin plane's key, or over a link where the cluster's key is proved."""
         async with asyncio.timeout(self._lease_s / 3):
             if self._link is not None:
                 await self._link.ask(call, [self._body])
