@@ -9,7 +9,7 @@ from msgspec import Struct
 from epd_serve.backends.base import Answer, StageCall
 from epd_serve.errors import REQUEST_ENDED, InstanceFailed, InstanceLost, ServeError
 from epd_serve.protocol.wire import DecodeRequest, EncodeRequest, MediaRef, PrefillRequest
-from epd_serve.routing.encoders import in_segments
+from epd_serve.routing.encoders import split_videos
 from epd_serve.routing.retry import (
     EXPLAIN_S,
     LOOK_AGAIN_S,
@@ -109,7 +109,7 @@ class _Attempt(Struct, eq=False):
                 raise self._failure(stage, _left(one))
         prefill, decode = fleet.calls[route.prefill.name], fleet.calls[route.decode.name]
         if any(ref.modality == "video" for ref in refs):
-            refs = in_segments(fleet.table, route.prefill, refs)
+            refs = split_videos(fleet.table, route.prefill, refs)
         parts = [(place, part) for place, ref in enumerate(refs) for part in ref.segments]
         record.items = [part.mm_hash for _, part in parts]
         self._begin_span(PREFILL, route.prefill)
