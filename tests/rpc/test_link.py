@@ -211,7 +211,8 @@ async def test_what_comes_of_a_stream_with_one_read_is_one_piece() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "error"), [("/wrong", "no such thing"), ("/nowhere", "no such call: /nowhere"), ("/faulty", "see its log")]
+    ("path", "error"),
+    [("/wrong", "no such thing"), ("/nowhere", "no such call: /nowhere"), ("/faulty", "see its log")],
 )
 async def test_an_error_is_the_servers_own(to: Link, path: str, error: str) -> None:
     with pytest.raises(Exception, match=error):
