@@ -109,7 +109,7 @@ class BlockTables:
         return True
 
     def fork(self, root: Sequence) -> list[Sequence]:
-        """Return all choices of a computed prompt: they share full blocks and copy the partial one and the state."""
+        """Return the choices of a computed prompt: full blocks shared, the partial block and the state copied."""
         shared, num_behind = divmod(root.num_prompt_tokens, self._pool.block_size)
         choices = [root]
         if num_behind:

@@ -1,4 +1,4 @@
-"""Stage-level batching (TriInfer, Algorithm 1): decodes, then running prefills, then new requests; encodes apart."""
+"""Stage-level batching (TriInfer, Algorithm 1): decodes, then running prefills, then new requests."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def _missing_span(sequence: Sequence, start: int, end: int, has: Callable[[str],
 
 
 def _uncut(sequence: Sequence, start: int, end: int, *, grows: bool) -> int:
-    """Move the end of a chunk out of a bidirectional run: to the run's end if the chunk begins there and ``grows``,
+    """Move the end of a chunk out of a bidirectional run: to its end if the chunk begins there and ``grows``,
     else to its beginning."""
     for first, behind in sequence.both_ways:
         if first < end < behind:

@@ -1,4 +1,4 @@
-"""Step budgets from SLOs (TriInfer, Algorithm 1, lines 1 to 5): the time of a step and the tokens that fit in it."""
+"""Step budgets from SLOs (TriInfer, Algorithm 1, lines 1 to 5): how long a step may take and what fits in it."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class StepCost:
 
 
 class StepMeter:
-    """The seconds and prompt tokens left in a step. Decodes always fit; the first chunk gets at least its share."""
+    """The seconds and prompt tokens left in a step. Decodes always fit; the first chunk gets a least share."""
 
     def __init__(self, cost: StepCost, limit_s: float, num_tokens: int) -> None:
         self._cost = cost
