@@ -148,12 +148,10 @@ class CudaDevice(AcceleratorDevice):
             return memory, b""
 
     def map_memory(self, handle: bytes) -> AbstractContextManager[Tensor]:
-        self.activate()
         return cuda_ipc.mapped_memory(handle, self.torch_device)
 
     def settle_arrivals(self) -> None:
-        self.activate()
-        cuda_ipc.settle_arrivals()
+        cuda_ipc.settle_arrivals(self.torch_device)
 
     def apply_share(self, share: float, start: float = 0.0) -> Partition:
         """A share of the memory, beside the share of the multiprocessors that MPS gave this process at its start.
