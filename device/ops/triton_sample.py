@@ -94,15 +94,15 @@ def _kth(base, live, count, width, top_k, BLOCK: tl.constexpr, TILE: tl.constexp
     rank = top_k
     key = tl.full([], 0, tl.uint32)
     digits = tl.arange(0, 256)
-    for shift in tl.static_range(24, -8, -8):
+    for step in range(4):
+        shift = 24 - 8 * step
         counts = tl.zeros([256], tl.int32)
         for first in range(0, count, TILE):
             _, some = _tile(base, live, first, count, width, BLOCK, TILE)
             keys = tl.reshape(_ordered(some), (TILE * BLOCK,))
-            digit = ((keys >> shift) & 255).to(tl.int32)
-            if shift < 24:  # others count as the smallest, whose number nobody asks for
-                digit = tl.where((keys >> (shift + 8)) == key, digit, 0)
-            counts += tl.histogram(digit, 256)
+            # others count as the smallest, whose number nobody asks for
+            digit = tl.where((keys >> shift >> 8) == key, (keys >> shift) & 255, 0)
+            counts += tl.histogram(digit.to(tl.int32), 256)
         ends = tl.cumsum(counts, axis=0, reverse=True)
         chosen = tl.max(tl.where(ends >= rank, digits, 0), axis=0)
         rank -= tl.sum(tl.where(digits > chosen, counts, 0), axis=0)
