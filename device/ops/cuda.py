@@ -96,14 +96,19 @@ class CudaOps(PlainOps):
             self.name = "plain torch (this torch or GPU has no varlen flash attention)"
 
     def build_plans(
-        self, max_num_tokens: int, num_heads: tuple[int, int], head_dim: int, dtype: torch.dtype
+        self,
+        max_num_tokens: int,
+        num_heads: tuple[int, int],
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         if not self._has_fast_cudnn or dtype == torch.float32:
             return
         for length, count in product(DENSE_LENGTHS, DENSE_COUNTS):
             if (tokens := count * length) <= max_num_tokens:
                 query, key, value = (
-                    torch.zeros(tokens, heads, head_dim, dtype=dtype, device="cuda")
+                    torch.zeros(tokens, heads, head_dim, dtype=dtype, device=device)
                     for heads in (num_heads[0], num_heads[1], num_heads[1])
                 )
                 attend_dense(query, key, value, [(count, length)], head_dim**-0.5, causal=True)
