@@ -8,7 +8,7 @@ It needs torch, triton, transformers, pytest, hypothesis, pillow and the wheels 
 
 * ``serve``: Qwen2.5-VL-7B's shape in bfloat16 as ``EPD`` and ``(E-P-D)``, Llama 3 8B's as ``PD``, on the one
   device: TTFT, gaps between tokens and tokens a second at 1, 64 and 256 streams, prompts of 1000 tokens and
-  answers of 128, then with pictures of 896 x 896;
+  answers of 128, prompts of 100 and answers of 256, then pictures of 896 x 896;
 * ``peer``: the same language model and load by transformers' own continuous batching, ``generate_batch``;
 * ``engine``: encode, prefill, decode, mixed steps and two streams, with and without graphs;
 * ``handoff``: the KV of a prompt and the feature of a picture between two processes, by each transport;
@@ -106,10 +106,12 @@ class Load:
     text_tokens: int = 1000
     output_tokens: int = 128
     side: int | None = None
+    waves: int = 2
 
     @property
     def name(self) -> str:
-        return f"{self.streams} streams{f', pictures of {self.side}' if self.side else ''}"
+        picture = f", pictures of {self.side}" if self.side else ""
+        return f"{self.streams} streams of {self.text_tokens} + {self.output_tokens}{picture}"
 
     @property
     def workload(self) -> str:
@@ -117,13 +119,14 @@ class Load:
         return f"synthetic,text_tokens={self.text_tokens},output_tokens={self.output_tokens},{pictures}"
 
 
-_FEW, _MANY, _MOST = (Load(streams=count) for count in (1, 64, 256))
-_LOADS = [_FEW, _MANY, _MOST, replace(_FEW, side=896), replace(_MANY, side=896)]
+_FEW, _MANY, _MOST = Load(streams=1), Load(streams=64), Load(streams=256, waves=1)
+_DECODES = Load(streams=256, text_tokens=100, output_tokens=256, waves=1)
+_LOADS = [_FEW, _MANY, _MOST, _DECODES, replace(_FEW, side=896), replace(_MANY, side=896)]
 _TINY_LOADS = [Load(streams=2, text_tokens=20, output_tokens=4, side=side) for side in (None, 56)]
 #: Shape, topology on the one device, loads.
 _SERVED = [
     ("Qwen2.5-VL-7B", "EPD", _LOADS),
-    ("Qwen2.5-VL-7B", "(E-P-D)", [_FEW, _MANY, replace(_MANY, side=896)]),
+    ("Qwen2.5-VL-7B", "(E-P-D)", [_FEW, _MANY]),
     ("Llama-3-8B", "PD", [_MANY]),
 ]
 _TINY_SERVED = [("tiny", "(E-P-D)", _TINY_LOADS), ("tiny-llama", "PD", _TINY_LOADS[:1])]
@@ -180,7 +183,7 @@ def _answers(url: str) -> bool:
 
 
 def _bench(url: str, load: Load, folder: Path) -> dict[str, Any]:
-    count = max(4, 2 * load.streams)
+    count = max(4, load.waves * load.streams)
     command = [sys.executable, "-m", "epd_serve.cli", "bench", "--base-url", url, "--workload", load.workload]
     command += ["--arrivals", f"closed:{load.streams}", "--num-requests", str(count), "--warmups", "1"]
     command += ["--json", "--no-report", "--work-dir", str(folder / "bench")]
@@ -194,7 +197,9 @@ def _bench(url: str, load: Load, folder: Path) -> dict[str, Any]:
         for name, figure in total["figures"].items()
         if name in ("ttft", "tpot", "itl")
     }
-    answered = {"succeeded": total["num_succeeded"], "requests": total["num_requests"]}
+    answered: dict[str, Any] = {"succeeded": total["num_succeeded"], "requests": total["num_requests"]}
+    if total["num_succeeded"] < total["num_requests"]:
+        answered["output"] = done.stderr[-2000:]
     return answered | {"output_tokens_s": round(total["output_token_throughput"], 1)} | figures
 
 
@@ -207,10 +212,10 @@ def peer(run: Run) -> None:
     from benchmarks.models import language_model
 
     model = language_model("tiny-llama" if run.tiny else "Qwen2.5-VL-7B", run.device)
-    loads = [load for load in (_TINY_LOADS if run.tiny else _LOADS) if load.side is None]
+    loads = _TINY_LOADS[:1] if run.tiny else [_FEW, _MANY]
     numbers = random.Random(0)
     for load in loads:
-        count = 1 if load.streams == 1 else 2 * load.streams
+        count = load.waves * load.streams
         prompts = [[numbers.randrange(3, 1000) for _ in range(load.text_tokens)] for _ in range(count)]
         generation = GenerationConfig(max_new_tokens=load.output_tokens, do_sample=False, eos_token_id=-1)
         batching = ContinuousBatchingConfig(max_requests_per_batch=load.streams)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import struct
 from collections.abc import Mapping
@@ -129,7 +130,7 @@ def make_shape(name: str, path: Path) -> Path:
     if shape.tied:
         del tensors["lm_head.weight"]
     path.mkdir(parents=True, exist_ok=True)
-    _write_weights(path / "model.safetensors", {key: tuple(one.shape) for key, one in tensors.items()})
+    _write_weights(path / "model.safetensors", {key: tuple(one.shape) for key, one in tensors.items()}, config)
     config.dtype = torch.bfloat16
     config.architectures = [model_class.__name__]
     config.save_pretrained(path)
@@ -163,8 +164,11 @@ def language_model(name: str, device: str) -> Any:
         torch.set_default_dtype(default)
 
 
-def _write_weights(file: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Write a safetensors file: norms' weights are 1, all other numbers random."""
+def _write_weights(file: Path, shapes: Mapping[str, tuple[int, ...]], config: Any) -> None:
+    """Write a safetensors file: norms' weights are 1, all other numbers random.
+
+    Tokens without a text of their own have rows of zeros: others are likelier, so that a client sees each one.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():
@@ -173,17 +177,23 @@ def _write_weights(file: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     torch.manual_seed(0)
-    numbers = {
-        False: torch.empty(1 << 25, dtype=torch.bfloat16).normal_(std=0.02).view(torch.uint8).numpy(),
-        True: torch.ones(1 << 20, dtype=torch.bfloat16).view(torch.uint8).numpy(),
-    }
+    numbers = torch.empty(1 << 25, dtype=torch.bfloat16).normal_(std=0.02).view(torch.uint8).numpy()
+    ones = torch.ones(1 << 20, dtype=torch.bfloat16).view(torch.uint8).numpy()
+    tokenizer = AutoTokenizer.from_pretrained(weights_dir())
+    first, end = max(tokenizer.added_tokens_decoder) + 1, len(tokenizer)
     with file.open("wb") as output:
         output.write(struct.pack("<Q", len(text)) + text)
         for name, shape in shapes.items():
-            left = 2 * math.prod(shape)
-            source = numbers["norm" in name and name.endswith("weight")]
+            row_bytes, left = 2 * math.prod(shape[1:]), 2 * math.prod(shape)
+            if len(shape) == 2 and shape[0] == config.get_text_config().vocab_size:
+                output.seek(first * row_bytes, os.SEEK_CUR)
+                output.write(numbers[: (end - first) * row_bytes])
+                output.seek(left - end * row_bytes, os.SEEK_CUR)
+                continue
+            source = ones if "norm" in name and name.endswith("weight") else numbers
             while left:
                 left -= output.write(source[: min(left, len(source))])
+        output.truncate()
 
 
 def _add_files(path: Path, processor: dict[str, Any] | None) -> None:
