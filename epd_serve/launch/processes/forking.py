@@ -52,7 +52,8 @@ def preload(modules: Sequence[str], environment: Mapping[str, str]) -> None:
 
     ``environment``: variables that libraries read when they are loaded.
     """
-    multiprocessing.set_forkserver_preload([*modules, "epd_serve.launch.processes.frozen"])
+    package = __name__.rpartition(".")[0]
+    multiprocessing.set_forkserver_preload([f"{package}.uncollected", *modules, f"{package}.frozen"])
     before = dict(os.environ)
     os.environ.update({**environment, **_ENVIRONMENT})
     try:

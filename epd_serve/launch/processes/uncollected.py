@@ -1,0 +1,5 @@
+"""Imported first in the fork server: see :func:`epd_serve.imports.uncollected`."""
+
+import gc
+
+gc.disable()
