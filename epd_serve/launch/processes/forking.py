@@ -12,12 +12,22 @@ import runpy
 import signal
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from epd_serve.config import DeploymentConfig, ShapeConfig
+from epd_serve.topology.placement import CPU
+
+#: How an instance's heap is kept: in huge pages (weights are read faster), one heap for all threads, and nothing
+#: given back between steps, which would only fault it in again. A user's own GLIBC_TUNABLES take its place.
+HEAP_TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1" + "".join(
+    f":glibc.malloc.{limit}_threshold={1 << 30}" for limit in ("mmap", "trim")
+)
+#: Modules of all instances.
+_MODULES = ("epd_serve.cli.instance", "epd_serve.instance.main")
 #: Read when libraries are loaded, so the server has them for all: a fork has no threads but its own.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
 
@@ -47,11 +57,22 @@ class ForkedProcess:
         return code
 
 
-def preload(modules: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Have this process's fork server import ``modules``; nothing happens where it runs already.
+def can_fork(config: DeploymentConfig, devices: Collection[str]) -> bool:
+    """Return whether native instances on these devices are forked: none opens an accelerator."""
+    return set(devices) == {CPU} or isinstance(config.model, ShapeConfig)
 
-    ``environment``: variables that libraries read when they are loaded.
+
+def preload(config: DeploymentConfig) -> None:
+    """Start the fork server where instances of the deployment need it; nothing happens where it runs already.
+
+    It imports what they run, which takes most of the time of a start.
     """
+    if config.engine == "vllm" or not any(can_fork(config, one.devices) for one in config.placement()):
+        return
+    modules, environment = [*_MODULES, "epd_serve.instance.loading.shape_model"], {}
+    if isinstance(config.model, str):
+        modules = [*_MODULES, "epd_serve.instance.loading.checkpoint"]
+        environment = {"GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", HEAP_TUNABLES)}
     package = __name__.rpartition(".")[0]
     multiprocessing.set_forkserver_preload([f"{package}.uncollected", *modules, f"{package}.frozen"])
     before = dict(os.environ)
