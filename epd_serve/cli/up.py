@@ -61,10 +61,16 @@ def up(
 
         if isinstance(config.model, str):
             download(config.model)
-    with ended_by_ctrl_c():
+    with ended_by_ctrl_c(), uncollected():
         from epd_serve.launch.choices import choose_all
 
         config, reasons = choose_all(config)
+        if not dry:
+            from epd_serve.launch.processes.forking import preload
+
+            preload(
+                config
+            )  # it imports for seconds, while this process looks for faults and imports what it needs
         if config.engine == "native" or not dry:  # vLLM's command lines may be for another machine
             from epd_serve.launch.preflight import check_deployment
 
@@ -76,8 +82,5 @@ def up(
             typer.echo(line)
         return
     with ended_by_ctrl_c(), uncollected():
-        from epd_serve.launch.processes.forking import preload
-
-        preload(config)  # it imports for seconds; meanwhile this process does
         from epd_serve.launch.up import Terminal, run_up
     raise typer.Exit(asyncio.run(run_up(config, Terminal(), reasons, file)))

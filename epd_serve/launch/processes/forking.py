@@ -74,7 +74,7 @@ def preload(config: DeploymentConfig) -> None:
         modules = [*_MODULES, "epd_serve.instance.loading.checkpoint"]
         environment = {"GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", HEAP_TUNABLES)}
     package = __name__.rpartition(".")[0]
-    multiprocessing.set_forkserver_preload([f"{package}.uncollected", *modules, f"{package}.frozen"])
+    multiprocessing.set_forkserver_preload([f"{package}.server_start", *modules, f"{package}.frozen"])
     before = dict(os.environ)
     os.environ.update({**environment, **_ENVIRONMENT})
     try:
