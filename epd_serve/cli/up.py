@@ -68,9 +68,7 @@ def up(
         if not dry:
             from epd_serve.launch.processes.forking import preload
 
-            preload(
-                config
-            )  # it imports for seconds, while this process looks for faults and imports what it needs
+            preload(config)  # it imports for seconds, while this process looks for faults
         if config.engine == "native" or not dry:  # vLLM's command lines may be for another machine
             from epd_serve.launch.preflight import check_deployment
 
