@@ -1,1 +1,1 @@
-"""Movement of registered bytes between instances: transports, feature stores, reservations, grouped KV transfer."""
+"""Movement of registered bytes between instances: transports, feature stores, reservations, grouped KV."""
