@@ -47,7 +47,7 @@ class BlockPool:
     """Blocks ``1 .. num_blocks - 1``; block 0 is scratch for padding and never allocated.
 
     A released block keeps its content and hash until it is allocated again. The order of allocation avoids
-    touching memory that is never needed:
+    touching unneeded memory:
 
     1. blocks without a hash that were used before, last released first;
     2. cached blocks released more than ``idle_requests`` requests ago, oldest first;
@@ -58,7 +58,7 @@ class BlockPool:
     common prefixes touches only the memory of these and the running requests. A smaller pool is a plain LRU cache.
 
     Args:
-        state_blocks: additional blocks of each sequence, for its recurrent state.
+        state_blocks: additional blocks of a sequence, for its recurrent state.
 
     Attributes:
         num_free: blocks without a reference, cached ones included.
@@ -152,7 +152,7 @@ class BlockPool:
             self._refs[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drop a reference of each block; the tail of a prefix becomes evictable before its head."""
+        """Drop a reference to the blocks; the tail of a prefix becomes evictable before its head."""
         for block in reversed(blocks):
             assert self._refs[block] > 0, f"block {block} released more often than acquired"
             self._refs[block] -= 1
@@ -164,7 +164,7 @@ class BlockPool:
                     self._blank.append(block)
 
     def num_owned(self, blocks: Sequence[int]) -> int:
-        """Return how many of these blocks would become free if released."""
+        """Return how many blocks would become free if released."""
         return sum(1 for block in blocks if self._refs[block] == 1)
 
     def register(self, block: int, digest: bytes) -> None:
@@ -195,7 +195,7 @@ class BlockPool:
         for block in range(1, self.num_blocks):
             assert (self._refs[block] == 0) == (block in free), f"block {block}: {self._refs[block]} references"
         assert {d: b for b, d in self._hash_of.items()} == self._by_hash, "hash tables disagree"
-        assert all(block in self._hash_of for block in self._cached), "a cached block has no hash"
+        assert all(block in self._hash_of for block in self._cached), "a cached block lacks a hash"
         assert not any(block in self._hash_of for block in self._blank), "a blank block has a hash"
 
 

@@ -228,7 +228,5 @@ def price_of(name: str, prices: dict[str, float]) -> float:
     """Return the price of a device. Raises ValueError if it is unknown."""
     key = spec_of(name).name
     if key not in prices:
-        raise ValueError(
-            f"the price of {key} is unknown; pass --prices with a table that has a '{key}: 10000' line"
-        )
+        raise ValueError(f"the price of {key} is unknown; pass --prices with a '{key}: 10000' line")
     return prices[key]

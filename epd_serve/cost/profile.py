@@ -42,7 +42,7 @@ class DecodeLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class EncodeLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Seconds of a batch of images; ``pair_s`` is the coefficient of each image's squared pixels."""
+    """Seconds of a batch of images; ``pair_s`` is the coefficient of squared pixels."""
 
     base_s: float = 0.0
     image_s: float = 0.0
@@ -78,7 +78,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
         language_bytes, tower_bytes: sizes of the weights.
         state_bytes: recurrent state of a sequence.
         num_layers: layers with KV.
-        pixels_per_token, tokens_per_image: one of them gives the tokens of an image.
+        pixels_per_token, tokens_per_image: give the tokens of an image.
         min_pixels, max_pixels: bounds to which the processor resizes images.
         link_bytes_per_s: bandwidth to the other devices of the machine.
         handshake_s: time before each transfer.

@@ -25,7 +25,7 @@ _ROUNDING = 1e-9
 class BoundedHash:
     """Sends equal items, from any request or gateway, to one encoder, which encodes them once.
 
-    In this order: an encoder that is encoding the item; one that has its feature; the one that the item's hash
+    In this order: an encoder at work on the item; one that stores its feature; the one that the item's hash
     selects, unless it exceeds ``bound`` times the mean pending work or ``even`` times the mean recent work, both
     in seconds (consistent hashing with bounded loads: Mirrokni, Thorup, Zadimoghaddam 2018). If P has a tower, it
     keeps the item unless its queue, the encode and the delay of its prompts cost more than the encoder's queue,
@@ -43,7 +43,7 @@ class BoundedHash:
         *,
         exclude: Collection[str] = (),
     ) -> list[InstanceRecord]:
-        """Return an instance for each distinct item, ``prefill`` itself if there is no encoder."""
+        """Return an instance for each distinct item, ``prefill`` itself without an encoder."""
         candidates = find_encoders(table, prefill, exclude)
         if not candidates:
             return [prefill] * len(items)
@@ -99,7 +99,7 @@ class BoundedHash:
 
 
 def find_encoders(table: InstanceTable, prefill: InstanceRecord, exclude: Collection[str]) -> list[InstanceRecord]:
-    """Return the encoders that are up and share P's model revision and processor, and so its mm_hashes."""
+    """Return the ready encoders that share P's model revision and processor, and so its mm_hashes."""
     fingerprint = prefill.info.media_fingerprint if prefill.info is not None else None
     return [
         record

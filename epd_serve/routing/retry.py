@@ -149,7 +149,7 @@ class Retry:
         raise self._error
 
     def _may_come(self, avoided: set[str]) -> bool:
-        """Return whether each stage has an instance that is up or may come up."""
+        """Return whether an instance of each stage is up or may come up."""
         for stage in (_P, _D):
             known = [record for record in self._table if stage in record.stages]
             up = {record.name for record in self._table.ready(stage, self._model)}

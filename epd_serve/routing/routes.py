@@ -86,7 +86,7 @@ class Candidates(msgspec.Struct, frozen=True, kw_only=True):
     answer: Work
 
     def pairs(self, *, cached: bool = False) -> list[Pair]:
-        """Return the cost of each pair of P and D; an instance that covers both stages pairs with itself.
+        """Return the costs of all pairs of P and D; an instance that covers both stages pairs with itself.
 
         Until the first token: work queued at P (encodes included), the prefill and the KV transfer. After it: the
         wait for KV blocks at D, the decode, and the delay that it adds to other answers.

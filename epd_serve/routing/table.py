@@ -150,7 +150,7 @@ class InstanceTable:
     def _resolve_costs(self, record: InstanceRecord) -> StageCosts:
         """Return an instance's costs: its own recent rates, else another's recent rates, else its old ones.
 
-        With another's rates, an instance that was once slow is tried again. The mean answer length covers all
+        With another's rates, a once slow instance is tried again. The mean answer length covers all
         instances, as a few answers would distort the mean of one.
         """
         assert record.info is not None
@@ -179,7 +179,7 @@ class InstanceTable:
             self._records[name].ready = False
 
     def mark_down(self, name: str) -> None:
-        """Record that an instance does not answer; when it returns, it is no longer avoided."""
+        """Record that an instance does not answer; when it returns, it is not avoided any more."""
         if name in self._records:
             self._records[name].ready = False
             self._records[name].is_down = True
@@ -187,7 +187,7 @@ class InstanceTable:
     # ------------------------------------------------------------------ queries of policies and pages
 
     def ready(self, stage: Stage, model: str | None = None) -> list[InstanceRecord]:
-        """Return the instances that are up and cover a stage, of ``model`` if given, in deployment order."""
+        """Return the instances up for a stage, of ``model`` if given, in deployment order."""
         covering = self._covering.get((stage, model))
         if covering is None:
             covering = [
@@ -213,11 +213,11 @@ class InstanceTable:
         return self._models
 
     def missing_stages(self, stages: Iterable[Stage] = (Stage.PREFILL, Stage.DECODE)) -> list[Stage]:
-        """Return the stages without an instance that is up; E is optional, as P can encode."""
+        """Return the stages without an instance up; E is optional, as P can encode."""
         return [stage for stage in stages if not self.ready(stage)]
 
     def lacks_roles(self) -> bool:
-        """Return whether P or D has no instance, up or not."""
+        """Return whether P or D lacks an instance, up or not."""
         return any(not any(stage in one.stages for one in self) for stage in (Stage.PREFILL, Stage.DECODE))
 
     # ------------------------------------------------------------------ this gateway's own calls
@@ -367,7 +367,7 @@ class InstanceRecord:
 
     @property
     def room_tokens(self) -> float:
-        """Tokens of KV that are neither used nor needed by pending requests."""
+        """KV tokens neither used nor needed by pending requests."""
         block_size = 0 if self.info is None else self.info.block_size
         return self.load.free_blocks * block_size - self.pending.num_kv_tokens
 

@@ -124,7 +124,7 @@ class ServerGreeting:
         self._expected = ""
 
     def answer(self, hello: Hello) -> Welcome:
-        """Return the server's proof. Raises Refused if the caller has no key or means another server."""
+        """Return the server's proof. Raises Refused if the caller lacks the key or means another server."""
         if self._key is None:
             return Welcome("", "")
         if not hello.nonce:

@@ -20,7 +20,7 @@ from epd_serve.rpc.descriptors import shortage
 from epd_serve.rpc.link import CERTIFICATE_NOT_ACCEPTED, MAX_BODY_BYTES, MAX_NOTE_BYTES
 from epd_serve.rpc.tls import TlsFiles
 
-#: Below most servers' keep-alive time (5 s), so no call uses a connection that is being closed.
+#: Below most servers' keep-alive time (5 s), so no call uses a closing connection.
 KEEP_ALIVE_S = 3.0
 #: aiohttp warns about larger bodies in one piece.
 _LARGE_BYTES = 1 << 20
@@ -73,7 +73,7 @@ def _create_socket(address: tuple[Any, ...]) -> socket.socket:
 
 
 class HttpServer:
-    """A server that is called over HTTP.
+    """A server called over HTTP.
 
     Args:
         name: of the instance, for error messages.

@@ -1,4 +1,4 @@
-"""How an instance joins gateways by itself and keeps its leases."""
+"""Leases of an instance at the gateways that it joins by itself."""
 
 from __future__ import annotations
 

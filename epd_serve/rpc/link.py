@@ -46,7 +46,7 @@ from epd_serve.rpc.messages import (
 )
 from epd_serve.rpc.tls import TlsFiles
 
-#: Limit of an answer that is read whole.
+#: Limit of an answer read whole.
 MAX_BODY_BYTES = 256 * 1024**2
 #: Limit of an answer that only reports a result.
 MAX_NOTE_BYTES = 64 * 1024
@@ -155,7 +155,7 @@ class LinkCall:
     # ------------------------------------------------------------------ called by the connection
 
     def receive(self, data: bytes) -> None:
-        """Accept a piece of the body. Runs for each token of each stream."""
+        """Accept a piece of the body. Runs for every token of a stream."""
         uncredited = self._uncredited_bytes = self._uncredited_bytes + len(data)
         if self._write is None:
             self._pieces.append(data)

@@ -151,7 +151,7 @@ class Frames(Generic[T]):
         return bytes(self._held)
 
     def take(self, piece: bytes, most: int | None = None) -> list[T]:
-        """Add a piece and return the messages that are now complete, at most ``most``. Raises LinkClosed.
+        """Add a piece and return the completed messages, at most ``most``. Raises LinkClosed.
 
         The body of a call is a view of the received memory.
         """

@@ -52,7 +52,7 @@ async def connect(host: str, port: int) -> socket.socket:
             return await _connect(loop, address)
         except OSError as error:
             failure = failure or error
-    raise failure or OSError(f"{host} has no address")
+    raise failure or OSError(f"{host} does not resolve")
 
 
 async def create_connection(

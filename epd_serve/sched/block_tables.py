@@ -53,7 +53,7 @@ class BlockTables:
         return self._pool.num_free
 
     def num_cached(self, sequence: Sequence) -> int:
-        """Return the leading tokens of a sequence without blocks that are in the prefix cache."""
+        """Return how many leading tokens of a sequence without blocks the prefix cache holds."""
         return len(self._pool.match(sequence.reusable_hashes(self._pool.block_size))) * self._pool.block_size
 
     def num_needed(self, sequence: Sequence) -> int:

@@ -9,7 +9,7 @@ from epd_serve.sched.schedule import Budget
 from epd_serve.sched.sequence import Sequence
 from epd_serve.sched.step_cost import StepCost
 
-#: A sequence that has waited for this many times TTFT_max goes before all that have not.
+#: A sequence goes first after waiting for this many times TTFT_max.
 PATIENCE = 4.0
 
 

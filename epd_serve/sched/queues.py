@@ -76,7 +76,7 @@ class Queues:
         self._running: list[Sequence] = []  # oldest first
         self._steady: SteadyDecodes | None = None  # while the same sequences run
         self._reserving: tuple[int, float] | None = None  # priority and arrival of the waiting reservation
-        self._reserved: dict[int, list[int]] = {}  # tokens of each reserved sequence, by id() of its blocks
+        self._reserved: dict[int, list[int]] = {}  # tokens of reserved sequences, by id() of their blocks
 
     @property
     def num_running(self) -> int:
@@ -88,7 +88,7 @@ class Queues:
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Uncomputed tokens of all sequences that are not in the prefix cache."""
+        """Uncomputed tokens of all sequences, less those in the prefix cache."""
         held = (*self._preempted, *self._running)
         uncached = sum(s.num_tokens - self.tables.num_cached(s) for s in self._waiting)
         return sum(s.num_uncomputed for s in held) + uncached
@@ -115,7 +115,7 @@ class Queues:
         self._steady = None
 
     def stop(self, sequence: Sequence) -> bool:
-        """Remove a sequence that has output from its queue; return whether it was in one."""
+        """Remove a sequence with output from its queue; return whether it was in one."""
         for queue in (self._running, self._preempted):
             if sequence in queue:
                 queue.remove(sequence)

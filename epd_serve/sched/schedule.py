@@ -121,7 +121,7 @@ def schedule(
             break
         ready = ready_tokens(sequence, blocks, features) - sequence.num_computed
         if not ready or sequence.is_complete:
-            continue  # it begins with an image that is still being encoded; later requests need not wait
+            continue  # its first image is still being encoded; later requests need not wait
         needed = blocks.num_needed(sequence)
         if needed + (watermark if running or output.admitted else 0) > free_blocks:
             break  # first come, first served: smaller requests would starve it

@@ -52,8 +52,8 @@ class Sequence:
         output_ids: generated tokens; a continued stream begins with some.
         num_cached: tokens found in the prefix cache when it was first admitted.
         blocks: block table.
-        forks: first own block of each choice to fork.
-        states: blocks of the recurrent state, its own and then of each choice to fork; empty if the model has
+        forks: first own block of every choice to fork.
+        states: blocks of the recurrent state: its own, then those of the choices to fork; empty if the model has
         none.
         constraint: grammar of the answer and the position in it, opaque here.
         rules: rules of the sampler, shared by all choices, opaque here.
@@ -109,7 +109,7 @@ class Sequence:
 
     @property
     def num_sampled(self) -> int:
-        """Tokens to sample next: the first token of each choice, later one."""
+        """Tokens to sample next: one for each choice after the prompt, then one."""
         return 1 if self.output_ids else self.num_sequences
 
     @property
@@ -119,13 +119,13 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether only its newest token is uncomputed and it decodes here."""
+        """True if it decodes here and only its newest token is uncomputed."""
         num_output = len(self.output_ids)  # inlined properties, as this runs for each sequence in each step
         return num_output > 0 and not self.hand_off and len(self.prompt_ids) + num_output - self.num_computed == 1
 
     @property
     def is_complete(self) -> bool:
-        """Whether its last token is being computed."""
+        """True if its last token is being computed."""
         ids = self.output_ids
         return len(ids) >= self.max_tokens and ids[-1:] == [PLACEHOLDER]
 
@@ -137,7 +137,7 @@ class Sequence:
 
     @property
     def is_active(self) -> bool:
-        """Whether it still generates tokens here."""
+        """True while it generates tokens here."""
         return self.state is _RUNNING or self.state is _WAITING
 
     def fork(self, index: int, blocks: list[int]) -> Sequence:

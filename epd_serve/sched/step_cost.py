@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import msgspec
 
+from epd_serve.cost.profile import Line
 from epd_serve.sched.sequence import Sequence
 from epd_serve.types import Role
 
@@ -70,24 +70,11 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepCost:
-    """Linear model of a step's seconds. All coefficients are non-negative."""
+class StepCost(Line, frozen=True, kw_only=True):
+    """A model of a step's seconds with non-negative coefficients."""
 
-    base_s: float = 0.0
-    token_s: float = 0.0
-    sequence_s: float = 0.0
-    context_s: float = 0.0
-    pair_s: float = 0.0
-
-    def seconds(self, work: StepWork) -> float:
-        return (
-            self.base_s
-            + self.token_s * work.num_tokens
-            + self.sequence_s * work.num_sequences
-            + self.context_s * work.decode_context
-            + self.pair_s * work.prefill_pairs
-        )
+    def step_s(self, work: StepWork) -> float:
+        return self.seconds(work.num_tokens, work.num_sequences, work.decode_context, work.prefill_pairs)
 
     def decode_s(self, context: int) -> float:
         """Return the seconds that a decode adds to a step."""
@@ -160,11 +147,11 @@ class StepPace:
             num_tokens=num_decodes + 1, num_sequences=num_decodes + 1, decode_context=context + num_tokens
         )
         limit_s = (1 - PREFILL_SHARE) * self.limit_s / self.correction
-        return not num_decodes or self.cost.seconds(together) <= limit_s
+        return not num_decodes or self.cost.step_s(together) <= limit_s
 
     def observe(self, work: StepWork, seconds: float) -> None:
         """Learn from a step with prefills; outliers are clipped to a factor of 4."""
-        predicted = self.cost.seconds(work)
+        predicted = self.cost.step_s(work)
         if predicted > 0:
             ratio = min(max(seconds / predicted, 0.25), 4.0)
             self._deviation += _GAIN * (abs(ratio - self._ratio) - self._deviation)
@@ -177,7 +164,7 @@ _MOST_CHANGE = 4
 
 
 class ChunkPace:
-    """Adapts the prompt tokens of a step so that it takes about ``TARGET_S``; decodes are not limited.
+    """Adapts the prompt tokens of a step so that it takes about ``TARGET_S``; decodes are unlimited.
 
     The chunk shrinks after a slower step and grows after a faster one that was full, by a factor of at most
     ``_MOST_CHANGE``, as a single step may compile or wait for a core.

@@ -1,4 +1,4 @@
-"""The step budget within a latency limit, from steps that are timed before an instance serves.
+"""The step budget within a latency limit, from steps timed before an instance serves.
 
 An instance times real steps; the simulator takes the times from a profile.
 """
@@ -77,7 +77,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """The budget of an instance's steps, without a pace if there is no limit, and the measurements behind it.
+    """The budget of an instance's steps, without a pace if unlimited, and the measurements behind it.
 
     ``decodes`` and ``prefills`` are (size, seconds), in sequences and in chunks of ``Limits.chunk`` tokens.
     """

@@ -104,7 +104,7 @@ def plan_change(running: Sequence[Part], wanted: Sequence[Part]) -> Change:
         part = wanted[index]
         if full := sorted(occupied & {*part.devices}):
             raise ChangeImpossible(
-                f"{', '.join(full)} has no room for {part.name} ({part.role}) next to a running instance: {_ELSE}"
+                f"{', '.join(full)} lacks room for {part.name} ({part.role}) next to a running instance: {_ELSE}"
             )
         stem = re.sub(r"\d+$", "", part.name)
         names[index] = next(name for number in count() if (name := f"{stem}{number}") not in taken)

@@ -90,7 +90,7 @@ class Topology:
 
     @property
     def text_only(self) -> bool:
-        """Whether no instance has stage E, so that prefill instances encode images."""
+        """True if E is missing, so that prefill instances encode images."""
         return Stage.ENCODE not in self.stages
 
     @property
@@ -238,10 +238,10 @@ class _Parser:
 
 
 def sends_features(source: Role, target: Role) -> bool:
-    """Whether encoder output travels between instances of these roles."""
+    """Return whether features travel from ``source`` to ``target``."""
     return source.encodes and target.prefills and not (source.prefills and target.encodes)
 
 
 def sends_kv(source: Role, target: Role) -> bool:
-    """Whether the KV cache travels between instances of these roles."""
+    """Return whether KV travels from ``source`` to ``target``."""
     return source.prefills and target.decodes and not (source.decodes and target.prefills)

@@ -103,7 +103,7 @@ class FeatureStore(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of features that this instance has put and that are still stored."""
+        """Bytes of stored features that this instance has put."""
         ...
 
     async def acquire(self, mm_hash: str, owner: str) -> StoredFeature | None:

@@ -51,7 +51,7 @@ def seconds_until_sent(
 
 
 def group_ends(num_layers: int, group_size: int) -> frozenset[int]:
-    """Return the last layer of each group.
+    """Return the last layers of the groups.
 
     The first group takes the remainder, so after the last layer only one handshake and one group are left to send.
     """
@@ -100,14 +100,14 @@ class TimeEstimate:
             slope_s = (self._product / self._weight - mean * mean_s) / variance
         if slope_s > 0:
             self.base_s = max(mean_s - slope_s * mean, 0.0)
-        else:  # on a link that has become faster, an outdated base must not take up the whole time
+        else:  # after a link became faster, an outdated base must not take up the whole time
             self.base_s = min(self.base_s, 0.99 * mean_s)
         self.slope_s, self.is_known = max((mean_s - self.base_s) / mean, 1e-15), True
 
 
 @dataclass(slots=True, kw_only=True)
 class GroupSizer:
-    """Chooses the group size of each link from measured times.
+    """Chooses group sizes by link from measured times.
 
     Before the first measurements, a group is a quarter of the model.
 

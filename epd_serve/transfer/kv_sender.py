@@ -132,7 +132,7 @@ _Job = _Push | DecodePeer
 class KVSender:
     """Announces KV, in order, to each decode instance over a lane of its own.
 
-    Unless the group size is fixed, a lane merges computed pushes that are waiting: consecutive groups of one step,
+    Unless the group size is fixed, a lane merges computed pushes in its queue: consecutive groups of one step,
     and steps of the same layers that take the link no longer than a handshake. So a transfer waits at most that
     long
     for the bytes of another.
@@ -151,7 +151,7 @@ class KVSender:
         self._lanes: dict[str, _Lane] = {}
 
     def connect(self, name: str, peer: DecodePeer) -> None:
-        """Contact an instance for the first time and measure the handshake, if it has no lane yet."""
+        """Contact an instance for the first time and measure the handshake, unless it has a lane."""
         with self._lock:
             if name not in self._lanes:
                 self._lane(name).jobs.put(peer)

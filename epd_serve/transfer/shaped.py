@@ -22,7 +22,7 @@ class ShapedTransport:
 
     Args:
         inner: closed with this transport.
-        bytes_per_s: bandwidth of each link, or None.
+        bytes_per_s: bandwidth of a link, or None.
         latency_s: latency of a transfer.
         scales: emulated bytes for each real one, by kind of region ("kv", "features").
         faults: injected faults, which may slow links down.

@@ -46,7 +46,7 @@ from epd_serve.transfer.transport import HostPiece, PeerGone, TransferError, che
 MAX_PIECES = 4096
 #: Limit of a call's frame and of the frame before an answer's bytes.
 MAX_FRAME_BYTES = 1 << 17
-#: Open connections; one more replaces a stranger, or else the connection that has been idle longest.
+#: Open connections; one more replaces a stranger, or else the longest idle connection.
 MAX_CONNECTIONS = 256
 #: Time in which a connection must name its first region.
 STRANGER_S = 5.0

@@ -102,7 +102,7 @@ def master_command(host: str, port: int, http_port: int) -> tuple[str, ...]:
                 "--logtostderr",
                 "--minloglevel=1",
             )
-    raise ValueError("the installed mooncake has no mooncake_master")
+    raise ValueError("the installed mooncake lacks mooncake_master")
 
 
 class Engine:
@@ -135,7 +135,7 @@ class Engine:
 
     @property
     def reaches_device(self) -> bool:
-        """Whether memory of the instance's device can be registered.
+        """True if memory of the instance's device can be registered.
 
         A Mooncake wheel without CUDA lists no GPUs and would take their addresses for host memory. For a GPU
         without a network card near it, the engine has fallen back to TCP.

@@ -89,7 +89,7 @@ class MooncakeFeatureStore:
         client.register(self._pool.address, self._pool.nbytes)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="store")
         # Mooncake waits a minute for the first answer of a hung process. We wait only for our timeout, and have
-        # enough threads for the calls meanwhile.
+        # enough threads for other calls.
         self._fetching = ThreadPoolExecutor(_NUM_FETCHES, thread_name_prefix="store-fetch")
         self._one_at_a_time = asyncio.Lock()
 
