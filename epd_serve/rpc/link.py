@@ -86,29 +86,25 @@ class LinkCall:
     async def read(self, max_bytes: int = MAX_BODY_BYTES) -> bytes:
         """Return the whole body. Raises InstanceLost if it breaks off or exceeds ``max_bytes``."""
         body = bytearray()
-        async for chunk in self:
+        async for chunk in self.chunks():
             body += chunk
             if len(body) > max_bytes:
                 self.close()
                 raise InstanceLost(f"instance {self.link.name} answered with more than {max_bytes} bytes")
         return bytes(body)
 
-    def chunks(self) -> AsyncIterator[bytes]:
+    async def chunks(self) -> AsyncIterator[bytes]:
         """Yield non-empty pieces of the body. Raises InstanceLost if it breaks off."""
-        return self
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> bytes:
-        while not self._pieces:
-            if self._failure is not None:
+        while True:
+            if self._pieces:
+                yield self._take()
+            elif self._failure is not None:
                 raise self._failure
-            if self._complete:
-                raise StopAsyncIteration
-            self._changed.clear()
-            await self._changed.wait()
-        return self._take()
+            elif self._complete:
+                return
+            else:
+                self._changed.clear()
+                await self._changed.wait()
 
     async def forward(self, write: Callable[[bytes], bool]) -> bool:
         """Pass the body to ``write`` as it arrives, in callbacks of the event loop, until it returns False.

@@ -189,7 +189,7 @@ async def test_the_tokens_of_a_step_come_in_one_list(answers: Answers, to: Link,
     monkeypatch.setattr(Frames, "take", noted)
     calls = [sent(to, "/wait") for _ in range(30)]
     for call in calls:
-        assert await anext(call) == b"first"
+        assert await anext(call.chunks()) == b"first"
     taken.clear()
     answers.go_on.set()
     assert [await call.read() for call in calls] == [b"last"] * 30
