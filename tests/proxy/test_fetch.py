@@ -83,6 +83,8 @@ async def site():
     async def answer(request: web.Request) -> web.StreamResponse:
         hits.append(f"{request.host}{request.path}")
         match request.path.strip("/").split("/"):
+            case ["signed", *_]:
+                return web.Response(text=request.raw_path)
             case ["image"]:
                 return web.Response(body=b"picture")
             case ["hop", count] if int(count) > 0:
@@ -141,6 +143,57 @@ async def test_fetch_and_redirects(site):
         assert await fetch.fetch(f"HTTP://localhost:{port}/hop/3") == b"arrived"
         with pytest.raises(InvalidRequest, match="more than 3 redirects"):
             await fetch.fetch(f"http://127.0.0.1:{port}/hop/4")
+
+
+@pytest.mark.parametrize(
+    "path, sent",
+    [
+        ("/signed/a%2Fb%20c/d?key=a%2Fb+c%3D&to=%C3%BC", None),
+        ("/signed/über uns?q=ä#part", "/signed/%C3%BCber%20uns?q=%C3%A4"),
+        ("/signed/x: y", "/signed/x:%20y"),
+    ],
+)
+async def test_path_and_query_are_sent_as_they_came(site, path, sent):
+    port, _ = site
+    async with fetcher() as fetch:
+        for url in (f"http://127.0.0.1:{port}{path}", f"http://127.0.0.1:{port}/away?to={quote(path, safe='')}"):
+            assert (await fetch.fetch(url)).decode() == (sent or path)
+        assert await fetch.fetch(f"http://127.0.0.1:{port}/signed/\rhost: x") == b"/signed/%0Dhost:%20x"
+
+
+async def test_a_url_that_many_ask_for_at_once_is_fetched_once(site):
+    port, hits = site
+    url = f"http://127.0.0.1:{port}/image"
+    async with fetcher() as fetch:
+        asked = [asyncio.create_task(fetch.fetch(url)) for _ in range(32)]
+        await asyncio.sleep(0)
+        assert fetch.is_fetching(url)
+        for left in asked[:8]:
+            left.cancel()
+        assert {await one for one in asked[8:]} == {b"picture"}
+        assert len(hits) == 1 and not fetch.is_fetching(url)
+        refused = [fetch.fetch(f"http://127.0.0.1:{port}/missing") for _ in range(2)]
+        first, second = await asyncio.gather(*refused, return_exceptions=True)
+        assert first is not second and first.message == second.message and len(hits) == 2
+        only = asyncio.create_task(fetch.fetch(f"http://127.0.0.1:{port}/slow"))
+        await asyncio.sleep(0)
+        only.cancel()
+        assert await fetch.fetch(f"http://127.0.0.1:{port}/image") == b"picture"
+
+
+async def test_a_proxy_of_the_environment_fetches_where_it_may(site, monkeypatch):
+    port, hits = site
+    monkeypatch.setenv("http_proxy", f"http://alice:s3cret@127.0.0.1:{port}")
+    monkeypatch.setenv("no_proxy", "localhost")
+    async with fetcher(trust_env=True, allow_private=False) as fetch:
+        assert await fetch.fetch("http://pictures.example/image") == b"picture"
+        assert hits == ["pictures.example/image"]
+        with pytest.raises(InvalidRequest, match="cannot be fetched"):
+            await fetch.fetch(f"http://localhost:{port}/image")
+    async with fetcher(allow_private=False) as fetch:
+        with pytest.raises(InvalidRequest, match="cannot be fetched"):
+            await fetch.fetch("http://pictures.example/image")
+    assert len(hits) == 1
 
 
 async def test_limits_of_size_and_time(site):
@@ -277,7 +330,6 @@ async def test_what_a_name_resolves_to_is_what_is_checked(site, choosy, monkeypa
     monkeypatch.setattr(lookups.socket, "getaddrinfo", resolve)
     async with choosy() as fetch:
         assert await fetch.fetch(f"http://rebinding.example:{port}/image") == b"picture"
-        await fetch._session.connector.close()  # no connection left to be used again
     async with choosy() as fetch:
         with pytest.raises(InvalidRequest, match="a server that this gateway may reach"):
             await fetch.fetch(f"http://rebinding.example:{port}/image")
