@@ -229,7 +229,8 @@ def _check_bounds(source: MediaSource, max_pixels: int) -> None:
 def _read_list(source: MediaSource, limits: VideoLimits) -> bytes:
     """Return the frames of a list that are wanted, as one file."""
     header, comma, text = source.url.partition(",")
-    parts = text.split(",")[: source.sampling.num_frames]
+    parts = text.split(",")
+    parts = parts[: len(parts) if source.sampling.num_frames in (None, -1) else source.sampling.num_frames]
     if len(parts) > limits.max_frames:
         raise InvalidRequest(
             f"the video has {len(parts)} frames; at most {limits.max_frames} are taken", code="video_too_large"
