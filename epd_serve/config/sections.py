@@ -36,6 +36,7 @@ _DECIDED = {
     "port": "instances.base_port",
     "served_model_name": "served_model_name",
     "dtype": "dtype",
+    "chat_template": "chat_template",
     "tensor_parallel_size": "the topology's @tp",
     "max_model_len": "instances.max_model_len",
     "max_num_seqs": "instances.max_num_seqs",
@@ -149,6 +150,11 @@ class SharedConfig(Section):
         default="auto",
         description="Of weights and computation. auto: the checkpoint's own, or bfloat16 where the device does "
         "not compute in that, or has no products in float16.",
+    )
+    chat_template: FilePath | None = Field(
+        default=None,
+        description="Jinja file, relative to this one, in place of the model's own chat template; on each host it "
+        "has this path. null: the model's own.",
     )
     feature_store: FeatureStoreKind = Field(
         default="embedded",

@@ -104,8 +104,8 @@ def notes(config: DeploymentConfig) -> Iterator[str]:
     yield from (f"roles.{role} has no effect: no instance has it" for role in config.roles if role not in roles)
     if isinstance(config.model, ShapeConfig):
         yield "the model has no weights: answers are made of hashes, times are those of emulated devices"
-    elif config.model != DEMO_MODEL and not chat_template(model_path(config.model)):
-        yield "the model has no chat template: chats will be refused, /v1/completions works"
+    elif config.model != DEMO_MODEL and not chat_template(model_path(config.model), config.chat_template):
+        yield "the model has no chat template: chats will be refused, /v1/completions works; chat_template names a file"
     if note_on_mps := mps_note(config, os.environ, placement):
         yield note_on_mps
 
