@@ -29,15 +29,16 @@ FilePath = Annotated[Path, AfterValidator(resolved_path)]
 
 ArgumentValue = bool | int | float | str
 
-#: Flags that the topology and other keys decide, with the key to use in their place.
-_DECIDED = {
+#: Flags of ``vllm serve`` that the topology and other keys decide, with the key to use in their place.
+VLLM_FLAGS = {
     "model": "model",
     "host": "instances.host",
     "port": "instances.base_port",
     "served_model_name": "served_model_name",
     "dtype": "dtype",
     "chat_template": "chat_template",
-    "tensor_parallel_size": "the topology's @tp",
+    "tensor_parallel_size": "the topology's @tp, as in E-P-D@tp2",
+    "tp": "the topology's @tp, as in E-P-D@tp2",
     "max_model_len": "instances.max_model_len",
     "max_num_seqs": "instances.max_num_seqs",
     "max_num_batched_tokens": "instances.max_num_batched_tokens",
@@ -56,8 +57,8 @@ _DECIDED = {
 def _check_engine_args(arguments: dict[str, ArgumentValue]) -> dict[str, ArgumentValue]:
     """Return the flags by name without the dashes, with ``_`` for ``-``."""
     checked = {name.removeprefix("--").replace("-", "_"): value for name, value in arguments.items()}
-    for name in checked.keys() & _DECIDED.keys():
-        raise ValueError(f"{name} is not set here; use {_DECIDED[name]}")
+    for name in checked.keys() & VLLM_FLAGS.keys():
+        raise ValueError(f"{name} is not set here; use {VLLM_FLAGS[name]}")
     return checked
 
 

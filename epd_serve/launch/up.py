@@ -105,7 +105,7 @@ def notes(config: DeploymentConfig) -> Iterator[str]:
     if isinstance(config.model, ShapeConfig):
         yield "the model has no weights: answers are made of hashes, times are those of emulated devices"
     elif config.model != DEMO_MODEL and not chat_template(model_path(config.model), config.chat_template):
-        yield "the model has no chat template: chats will be refused, /v1/completions works; chat_template names a file"
+        yield "the model has no chat template: chats are refused, /v1/completions works; set chat_template"
     if note_on_mps := mps_note(config, os.environ, placement):
         yield note_on_mps
 
