@@ -15,7 +15,7 @@ _SETTINGS: dict[str, Any] = {"pretty_exceptions_enable": False, "rich_markup_mod
 GROUPS: dict[str, dict[str, str]] = {
     "Serve": {
         "up": "epd-serve up Qwen/Qwen2.5-VL-3B-Instruct --topology '(E-P)-D'",
-        "down": "epd-serve down deployment.yaml",
+        "down": "epd-serve down --deployment deployment.yaml",
         "chat": "epd-serve chat --image photo.jpg",
         "instance": "epd-serve instance --name e0 --role E --port 8100",
         "proxy": "epd-serve proxy --instance e0=http://127.0.0.1:8100",

@@ -48,6 +48,9 @@ def up(
     dry: Annotated[
         bool, typer.Option("--dry-run", help="Print every command line and its environment; start nothing.")
     ] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", "-d", help="Return once it is ready; 'epd-serve down' ends it.")
+    ] = False,
     on: On | None = None,
     spread: Annotated[
         Literal["pack", "host"],
@@ -74,8 +77,8 @@ def up(
         ),
     )
     if on is not None:
-        if dry:
-            raise ValueError("--dry-run shows the processes of this machine; leave it out with --on")
+        if dry or detach:
+            raise ValueError("--dry-run and --detach are for this machine; leave them out with --on")
         with ended_by_ctrl_c():
             from epd_serve.launch.remote import ray
 
@@ -101,8 +104,9 @@ def up(
             typer.echo(line)
         return
     with ended_by_ctrl_c():
+        from epd_serve.launch.detach import fork_launcher
         from epd_serve.launch.up import Terminal, run_up
-    raise typer.Exit(asyncio.run(run_up(config, Terminal(), reasons, file)))
+    raise typer.Exit(asyncio.run(run_up(config, Terminal(), reasons, file, fork_launcher() if detach else None)))
 
 
 def _given(**values: Any) -> dict[str, Any]:
