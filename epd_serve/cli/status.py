@@ -38,7 +38,7 @@ def status(
         if output == "json":
             text = json.dumps({"deployment": name, **shown, "requests": requests})
         elif watch:
-            typer.clear()
+            typer.echo("\x1b[H\x1b[2J", nl=False)  # nothing where it is no terminal
         typer.echo(text)
         if not watch:
             return
