@@ -119,6 +119,7 @@ class LanguageWeights:
             prefill_graph_sizes=prefills,
             max_num_seqs=options.sizes.max_num_seqs,
             max_model_len=max_model_len,
+            max_num_tokens=options.sizes.max_num_batched_tokens if options.role.prefills else 0,
         )
         return LanguageRunner(
             executor,
@@ -199,8 +200,9 @@ class LanguageWeights:
             state_blocks=language.state_blocks(options.tokens_per_block),
         )
         device = self._model.device
+        tower_bytes = instance.streams.tower.batch_bytes(options.image_budget_pixels)
         measure = partial(self.step_bytes, options, layout)
-        num_blocks = num_kv_blocks(options, layout, device.type, device.headroom(), measure)
+        num_blocks = num_kv_blocks(options, layout, device.type, device.headroom() - tower_bytes, measure)
         if layout.state_blocks:
             state_bytes = in_binary_units(layout.state_blocks * block_nbytes(layout))
             if num_blocks < layout.state_blocks + 2:
