@@ -148,7 +148,7 @@ class Family:
         """Return the text that stands for an item of each modality in a prompt, with the tokens around it."""
         texts = {}
         for modality, token in self.token_ids.items():
-            ids = [token]
+            ids: list[Any] = [token]
             for kind in (modality,) if modality == "audio" else ("vision", modality):
                 around = [getattr(self.config, f"{kind}_{side}_token_id", None) for side in ("start", "end")]
                 if None not in around:
