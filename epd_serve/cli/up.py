@@ -118,7 +118,10 @@ def _check_words(words: Sequence[str]) -> None:
     """Raise ValueError for options that the command lacks; one of vLLM's is answered with its name here."""
     unknown = next((word.partition("=")[0] for word in words if word.startswith("-")), None)
     if unknown is not None:
-        if here := VLLM_FLAGS.get(unknown.lstrip("-").replace("-", "_")):
+        name = unknown.lstrip("-").replace("-", "_")
+        if name in DeploymentConfig.model_fields:
+            raise ValueError(f"{unknown}: {name} is a key of a deployment file (docs/reference/options.md)")
+        if here := VLLM_FLAGS.get(name):
             raise ValueError(f"{unknown}: here it is {here} (docs/guide/coming-from-vllm.md)")
         raise ValueError(
             f"{unknown} is no option of 'epd-serve up' (see 'epd-serve up -h'); others of 'vllm serve' go into "

@@ -104,6 +104,7 @@ def test_a_gateway_has_the_instances_of_its_flags_or_its_file(
         (("up", "one", "--tensor-parallel-size=2"), "--tensor-parallel-size: here it is the topology's @tp"),
         (("up", "-tp", "2", "one"), "-tp: here it is the topology's @tp"),
         (("up", "--enforce-eager"), "instances.engine_args"),
+        (("up", "--engine", "vllm"), "engine is a key of a deployment file"),
         (("up", "--dtype", "half"), "command line: dtype: "),
         (("serve", "one"), "serve: here it is 'epd-serve up MODEL'"),
         (("stop",), "'epd-serve down'"),

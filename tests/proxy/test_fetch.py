@@ -1,6 +1,7 @@
 """Media by URL: limits, redirects, and the addresses that a URL may lead to."""
 
 import asyncio
+import base64
 import gzip
 import ipaddress
 from functools import partial
@@ -13,9 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd_serve.errors import InvalidRequest, TooLarge
+from epd_serve.protocol.openai.messages import MediaSource
 from proxy.media import fetch
 from proxy.media import resolver as lookups
 from proxy.media.fetch import MediaFetcher
+from proxy.media.loader import MediaLoader
 from proxy.media.resolver import is_public, parse_address
 
 PRIVATE_V4 = [
@@ -42,6 +45,12 @@ PRIVATE_V6 = [
     "fec0::/10",
     "ff00::/8",
 ]
+
+
+#: PNG of one pixel.
+PICTURE = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
+)
 
 
 def inside(networks: list[str]) -> st.SearchStrategy:
@@ -85,6 +94,8 @@ async def site():
         match request.path.strip("/").split("/"):
             case ["signed", *_]:
                 return web.Response(text=request.raw_path)
+            case ["picture"]:
+                return web.Response(body=PICTURE)
             case ["image"]:
                 return web.Response(body=b"picture")
             case ["hop", count] if int(count) > 0:
@@ -179,6 +190,17 @@ async def test_a_url_that_many_ask_for_at_once_is_fetched_once(site):
         await asyncio.sleep(0)
         only.cancel()
         assert await fetch.fetch(f"http://127.0.0.1:{port}/image") == b"picture"
+
+
+async def test_a_picture_that_a_request_shows_many_times_is_fetched_once(site):
+    port, hits = site
+    sources = [MediaSource(url=f"http://127.0.0.1:{port}/picture?n={n % 2}", param=str(n)) for n in range(32)]
+    async with fetcher() as fetch:
+        loader = MediaLoader(gateway_settings(), fetch)
+        items = await loader.load(sources)
+        loader.close()
+    assert [item.param for item in items] == [str(n) for n in range(32)]
+    assert {item.data for item in items} == {PICTURE} and len(hits) == 2
 
 
 async def test_a_proxy_of_the_environment_fetches_where_it_may(site, monkeypatch):
