@@ -45,9 +45,9 @@ def running_url(deployment: str | None) -> str:
     """Return the URL of a deployment that runs on this machine, or the one that it would have."""
     from epd_serve.launch.processes.runs import find_run, running
 
-    host, _, port = (
-        find_run(deployment, 8000)[1].address.rpartition(":") if running() else ("127.0.0.1", "", "8000")
-    )
+    if deployment is None and not running():
+        return "http://127.0.0.1:8000"
+    host, _, port = find_run(deployment, 8000)[1].address.rpartition(":")
     return url_of(host, int(port))
 
 

@@ -14,6 +14,7 @@ from epd_serve.cli import ended_by_ctrl_c
 from epd_serve.cli.flags import Host, On, Port, is_deployment_file, model_of, ray_address
 from epd_serve.config import DeploymentConfig, change_config, load_config
 from epd_serve.config.sections import VLLM_FLAGS
+from epd_serve.launch.detach import fork_launcher
 
 
 def up(
@@ -84,6 +85,7 @@ def up(
 
         typer.echo(ray.up(config, file.stem if file else "epd-serve", ray_address(on), spread))
         return
+    writer = fork_launcher() if detach and not dry else None
     if not dry:
         from epd_serve.launch.download import download
 
@@ -104,9 +106,8 @@ def up(
             typer.echo(line)
         return
     with ended_by_ctrl_c():
-        from epd_serve.launch.detach import fork_launcher
         from epd_serve.launch.up import Terminal, run_up
-    raise typer.Exit(asyncio.run(run_up(config, Terminal(), reasons, file, fork_launcher() if detach else None)))
+    raise typer.Exit(asyncio.run(run_up(config, Terminal(), reasons, file, writer)))
 
 
 def _given(**values: Any) -> dict[str, Any]:

@@ -99,6 +99,9 @@ def test_detached_it_returns_with_the_code_of_what_failed(fakes: Any) -> None:
     with up(fakes, "--detach", p0="die") as process:
         output, _ = process.communicate(timeout=300)
         assert process.returncode == 1 and "p0 died" in output
+    with up(fakes, "--detach", "--model", "/none") as process:
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == 2 and errors.startswith("epd-serve: model '/none'")
     assert fakes.alive == set()
 
 
