@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -200,9 +199,13 @@ class LanguageWeights:
             state_blocks=language.state_blocks(options.tokens_per_block),
         )
         device = self._model.device
-        tower_bytes = instance.streams.tower.batch_bytes(options.image_budget_pixels)
-        measure = partial(self.step_bytes, options, layout)
-        num_blocks = num_kv_blocks(options, layout, device.type, device.headroom() - tower_bytes, measure)
+        num_blocks = num_kv_blocks(
+            options,
+            layout,
+            device.type,
+            device.headroom(),
+            lambda: self.step_bytes(options, layout) + instance.encoder.batch_bytes(),
+        )
         if layout.state_blocks:
             state_bytes = in_binary_units(layout.state_blocks * block_nbytes(layout))
             if num_blocks < layout.state_blocks + 2:
