@@ -337,7 +337,7 @@ async def test_the_kv_leaves_the_memory_of_the_largest_encode(tmp_path: Path) ->
     try:
         async with serving(model, "EPD", device="chip:9", image_budget_pixels=budget, **sizes) as instance:
             batch = instance.streams.tower.batch_bytes(budget)
-            assert 1 << 20 < batch <= device.headroom()
+            assert 1 << 20 < 0.9 * batch <= device.headroom()
     finally:
         device.set_memory_fraction(1.0)
 
