@@ -47,11 +47,6 @@ def ray_address(on: str) -> str:
     return address
 
 
-def is_deployment_file(target: str) -> bool:
-    """Whether a path or a model's name is that of a deployment file."""
-    return Path(target).suffix in (".yaml", ".yml") or Path(target).is_file()
-
-
 def model_of(name: str) -> str:
     """Relative to where the user stands, not to the file."""
     return name if name == DEMO_MODEL else beside(name, Path.cwd())

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from epd_serve.cli import ended_by_ctrl_c
-from epd_serve.cli.flags import Host, On, Port, is_deployment_file, model_of, ray_address
+from epd_serve.cli.flags import Host, On, Port, model_of, ray_address
 from epd_serve.config import DeploymentConfig, change_config, load_config
 from epd_serve.config.sections import VLLM_FLAGS
 from epd_serve.launch.detach import fork_launcher
@@ -60,11 +60,11 @@ def up(
 ) -> None:
     """Start a deployment on this machine and stay until Ctrl-C; with --on, start it on a cluster."""
     _check_words([target or "", *context.args])
-    file = Path(target) if target is not None and is_deployment_file(target) else None
-    if target is not None and file is None:
+    file = None if target is None else Path(target)
+    if file is not None and file.suffix not in (".yaml", ".yml") and not file.is_file():
         if model is not None:
             raise ValueError(f"{target} and --model {model} are two models; name one of them")
-        model = target
+        file, model = None, target
     config = change_config(
         load_config(file) if file else DeploymentConfig(),
         _given(
