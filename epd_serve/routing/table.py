@@ -222,7 +222,7 @@ class InstanceTable:
 
     # ------------------------------------------------------------------ this gateway's own calls
 
-    def in_flight(
+    def open_call(
         self,
         record: InstanceRecord,
         stage: Stage,
@@ -256,7 +256,7 @@ class InstanceTable:
         return call
 
     @contextmanager
-    def encoding(self, record: InstanceRecord, ref: MediaRef, request_id: str = "") -> Iterator[OpenCall]:
+    def open_encode(self, record: InstanceRecord, ref: MediaRef, request_id: str = "") -> Iterator[OpenCall]:
         """Count an open encode call, without work if the item is or was encoded there.
 
         A failed call removes the feature from the record.
@@ -267,7 +267,7 @@ class InstanceTable:
             for one in self._records.values():
                 one.recent_pixels *= _RECENT_MEMORY
             record.recent_pixels += work.num_pixels
-        call = self.in_flight(record, Stage.ENCODE, request_id=request_id, work=work)
+        call = self.open_call(record, Stage.ENCODE, request_id=request_id, work=work)
         record.encoding[mm_hash] += 1
         try:
             yield call

@@ -21,7 +21,7 @@ class AdminHttp(BoundedHttp):
 
 
 @asynccontextmanager
-async def serving(
+async def serve_app(
     app: object, listener: socket.socket, http: Any = AdminHttp, tls: TlsFiles | None = None
 ) -> AsyncIterator[None]:
     """Serve ``app`` within the context on a listening socket, which is closed at the end.

@@ -18,7 +18,7 @@ def raise_limit() -> int:
     return most
 
 
-def shortage(error: OSError) -> Unavailable | None:
+def shortage_error(error: OSError) -> Unavailable | None:
     """Return the error for a client if ``error`` means that no descriptor is left, else None."""
     if error.errno not in (errno.EMFILE, errno.ENFILE):
         return None

@@ -21,7 +21,7 @@ from epd_serve.errors import (
 )
 from epd_serve.rpc import sockets
 from epd_serve.rpc.cluster import CallerGreeting, Endpoint, Service, address_text
-from epd_serve.rpc.descriptors import shortage
+from epd_serve.rpc.descriptors import shortage_error
 from epd_serve.rpc.messages import (
     CREDIT_BYTES,
     MAX_ANSWER_BYTES,
@@ -410,7 +410,7 @@ class Link:
         except OSError as error:
             is_refused = isinstance(error, ConnectionRefusedError)
             unreachable = InstanceUnreachable(self._unreachable(str(error)), is_refused=is_refused)
-            failure = shortage(error) or unreachable
+            failure = shortage_error(error) or unreachable
         except UnicodeError as error:  # an invalid host name
             failure = InstanceUnreachable(self._unreachable(str(error)))
         finally:

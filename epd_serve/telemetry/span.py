@@ -121,7 +121,7 @@ class Timeline:
 
     # ------------------------------------------------------------------ encode
 
-    def encoded(self, request_id: str, item: str, received_s: float, batch_s: tuple[float, float]) -> None:
+    def record_encode(self, request_id: str, item: str, received_s: float, batch_s: tuple[float, float]) -> None:
         """Record the encode stages of an item.
 
         Args:
@@ -134,13 +134,13 @@ class Timeline:
         if batch_s[0] < batch_s[1]:
             self._put(Span(ENCODE_EXECUTE, request_id, start, end, {"item": item}))
 
-    def fetched(self, request_id: str, item: str, encoded_s: float) -> None:
+    def record_fetch(self, request_id: str, item: str, encoded_s: float) -> None:
         """Record P's confirmation of the item."""
         self._put(Span(EP_MIGRATION, request_id, encoded_s, self._clock(), {"item": item}))
 
     # ------------------------------------------------------------------ prefill and decode
 
-    def received(self, request_id: str, stage: str, *, hand_off: bool = False) -> None:
+    def record_arrival(self, request_id: str, stage: str, *, hand_off: bool = False) -> None:
         """Record the arrival of a request at P or D.
 
         Args:
@@ -151,13 +151,13 @@ class Timeline:
             self._stays[request_id] = _Stay(stage, self._clock(), hand_off)
             self._num_queued += 1
 
-    def features_here(self, request_id: str) -> None:
+    def record_features(self, request_id: str) -> None:
         with self._lock:
             stay = self._stays.get(request_id)
             if stay is not None and stay.stage == FEATURE_WAIT:
                 self._move(request_id, stay, PREFILL_QUEUE, self._clock())
 
-    def handed_over(self, request_id: str) -> None:
+    def record_hand_over(self, request_id: str) -> None:
         """Record D's confirmation of the hand-over."""
         with self._lock:
             stay = self._stays.get(request_id)
@@ -165,7 +165,7 @@ class Timeline:
                 self._put(Span(PD_MIGRATION, request_id, stay.since, self._clock()))
             self.drop(request_id)
 
-    def finished(self, request_id: str) -> None:
+    def record_end(self, request_id: str) -> None:
         """Record the last token; the decode takes no time if it is also the first."""
         with self._lock:
             stay = self._stays.get(request_id)
@@ -184,7 +184,7 @@ class Timeline:
 
     # ------------------------------------------------------------------ steps
 
-    def stepped(
+    def record_step(
         self, prefills: Iterable[tuple[str, bool]], decodes: Iterable[str], start_s: float, end_s: float
     ) -> None:
         """Record a step of the language model.
@@ -200,7 +200,7 @@ class Timeline:
                 stay = self._stays.get(request_id)
                 if stay is None:
                     continue
-                if is_complete and stay.stage == FEATURE_WAIT:  # features_here() has not been called yet
+                if is_complete and stay.stage == FEATURE_WAIT:  # record_features() has not been called yet
                     self._move(request_id, stay, PREFILL_QUEUE, start_s)
                 if stay.stage == PREFILL_QUEUE:
                     self._move(request_id, stay, PREFILL_EXECUTE, start_s)

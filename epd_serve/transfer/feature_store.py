@@ -82,7 +82,7 @@ class StoreObserver(Protocol):
     ) -> None: ...
 
 
-def unobserved(*operation: object) -> None:
+def drop_operation(*operation: object) -> None:
     """Ignore an operation: the default observer."""
 
 
@@ -167,7 +167,7 @@ def read_feature(transport: Transport, event: FeatureEvent) -> bytearray:
 
 
 @contextmanager
-def observed_fetch(
+def observe_fetch(
     observe: StoreObserver, store: Literal["embedded", "mooncake"], event: FeatureEvent
 ) -> Iterator[None]:
     """Report the fetch within the context to the observer."""
@@ -246,7 +246,7 @@ class EmbeddedFeatureStore(FeatureSlab):
 
     on_device = False
 
-    def __init__(self, transport: Transport, capacity_bytes: int, observe: StoreObserver = unobserved) -> None:
+    def __init__(self, transport: Transport, capacity_bytes: int, observe: StoreObserver = drop_operation) -> None:
         super().__init__(transport, capacity_bytes)
         self._observe = observe
         self._one_at_a_time = asyncio.Lock()
@@ -301,7 +301,7 @@ class EmbeddedFeatureStore(FeatureSlab):
     def fetch(self, event: FeatureEvent) -> bytearray:
         if event.generation:
             raise NotMapped(f"feature {event.mm_hash[:12]} is on a device that this instance cannot reach")
-        with observed_fetch(self._observe, "embedded", event):
+        with observe_fetch(self._observe, "embedded", event):
             return read_feature(self._transport, event)
 
     def close(self) -> None:

@@ -137,7 +137,7 @@ def slab_spans(
     return spans
 
 
-def paired(some: Sequence[Span], others: Sequence[Span]) -> list[tuple[int, int, int]]:
+def pair_spans(some: Sequence[Span], others: Sequence[Span]) -> list[tuple[int, int, int]]:
     """Pair the spans of two layouts of the same bytes as (offset in the first, offset in the second, nbytes).
 
     Raises TransferError if their sizes differ.

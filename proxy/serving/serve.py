@@ -212,7 +212,7 @@ class _Attempt(Struct, eq=False):
     def _count_call(self, stage: Stage, call: StageCall, *, again: bool) -> None:
         """Count a call as in flight until it is closed."""
         route, is_prefill = self.route, stage is _P
-        counted = self.fleet.table.in_flight(
+        counted = self.fleet.table.open_call(
             route.at(stage),
             stage,
             request_id=self.request_id,
@@ -312,7 +312,7 @@ class _Attempt(Struct, eq=False):
             if (calls := fleet.calls.get(encoder.name)) is None:
                 raise _left(encoder)
             self._encode_calls[interruption] = encoder.name
-            with fleet.table.encoding(encoder, item.ref, self.request_id), interruption:
+            with fleet.table.open_encode(encoder, item.ref, self.request_id), interruption:
                 reply = await calls.encode(request, trace_id=job.record.request_id)
             computed = ENCODED if Stage.ENCODE in encoder.stages else RECOMPUTED
             span.end(feature=STORED if reply.cached else computed)

@@ -35,7 +35,7 @@ def test_each_free_encoder_has_a_segment(build):
     table = fleet(build, *ENCODERS)
     build.update(table, "e1:E:pixels=5000", splits_videos=True)
     assert counts(table, video()) == [3]
-    with table.encoding(table["e2"], video("another")):
+    with table.open_encode(table["e2"], video("another")):
         assert counts(table, video()) == [2]
     assert counts(table, build.item("picture"), video()) == [1, 1], "the picture needs one, too"
     assert counts(table, build.item("picture")) == [1]
@@ -63,7 +63,7 @@ def test_segments_that_are_there_are_not_encoded_again(build):
     for known in (1, 2, 3):
         table = fleet(build, *ENCODERS)
         for record, part in zip(table, replace(video(), num_segments=known).segments, strict=False):
-            with table.encoding(record, part):
+            with table.open_encode(record, part):
                 pass
         assert counts(table, video()) == [known]
         assert counts(table, video("another")) == [4]

@@ -21,8 +21,8 @@ from epd_serve.transfer.feature_store import (
     StoredFeature,
     StoreObserver,
     checksum,
-    observed_fetch,
-    unobserved,
+    drop_operation,
+    observe_fetch,
     verify_checksum,
 )
 from epd_serve.transfer.mooncake.engine import MooncakeOptions, Staged, StagingPool, StoreClient, StoreUnreachable
@@ -73,7 +73,7 @@ class MooncakeFeatureStore:
         local: EmbeddedFeatureStore,
         capacity_bytes: int,
         options: MooncakeOptions,
-        observe: StoreObserver = unobserved,
+        observe: StoreObserver = drop_operation,
         producer: str = "",
     ) -> None:
         self._client = client
@@ -145,7 +145,7 @@ class MooncakeFeatureStore:
     def fetch(self, event: FeatureEvent) -> bytearray:
         if event.store != STORE:
             return self._local.fetch(event)
-        with observed_fetch(self._observe, "mooncake", event):
+        with observe_fetch(self._observe, "mooncake", event):
             getting = self._fetching.submit(self._get, event)
             try:
                 return getting.result(self._timeout_s)
