@@ -62,7 +62,7 @@ class DeviceBoard:
 
     def decodes(self, slack: Slack) -> None:
         """Note that decodes are running, and that they leave this slack."""
-        for field, value in enumerate((slack.credit_s, slack.limit_s, slack.alone_s, slack.shared_s), _SLACK):
+        for field, value in enumerate((slack.credit_s, slack.limit_s, slack.alone_s, slack.beside_s), _SLACK):
             self._own[field] = value
         self._own[_BEAT] = self._clock()
 
@@ -86,10 +86,10 @@ class DeviceBoard:
         now, least = self._clock(), None
         for slot in self._slots:
             if beat := slot[_BEAT]:
-                credit_s, limit_s, alone_s, shared_s = slot[_SLACK : _SLACK + 4]
-                is_alive = now - beat < _STALE_S + 2 * max(shared_s, alone_s)
+                credit_s, limit_s, alone_s, beside_s = slot[_SLACK : _SLACK + 4]
+                is_alive = now - beat < _STALE_S + 2 * max(beside_s, alone_s)
                 if is_alive and (least is None or credit_s < least.credit_s):
-                    least = Slack(credit_s=credit_s, limit_s=limit_s, alone_s=alone_s, shared_s=shared_s)
+                    least = Slack(credit_s=credit_s, limit_s=limit_s, alone_s=alone_s, beside_s=beside_s)
         return least
 
     def encoded_s(self) -> float:

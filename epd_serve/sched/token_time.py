@@ -13,7 +13,7 @@ from dataclasses import dataclass
 _DEPTH = 4
 _SMOOTHING = 0.1
 #: A step counts as shared from this part of it spent with an encode, and as alone up to this part.
-_SHARED, _ALONE = 0.5, 0.05
+_BESIDE, _ALONE = 0.5, 0.05
 #: The least share of the time for pending encodes.
 MIN_SHARE = 0.05
 
@@ -25,31 +25,31 @@ class Slack:
     Attributes:
         credit_s: seconds that steps may exceed their limit by.
         limit_s: limit of the time per token.
-        alone_s, shared_s: mean seconds of steps without and with an encode; 0 before the first.
+        alone_s, beside_s: mean seconds of steps without and with an encode; 0 before the first.
     """
 
     credit_s: float = 0.0
     limit_s: float
     alone_s: float = 0.0
-    shared_s: float = 0.0
+    beside_s: float = 0.0
 
     def after(self, seconds: float, encoded_s: float) -> Slack:
         """Return the account after a step of ``seconds``, ``encoded_s`` of them shared with an encode."""
         depth = _DEPTH * self.limit_s
-        alone_s, shared_s = self.alone_s, self.shared_s
-        if encoded_s >= _SHARED * seconds:
-            shared_s = shared_s + _SMOOTHING * (seconds - shared_s) if shared_s else seconds
+        alone_s, beside_s = self.alone_s, self.beside_s
+        if encoded_s >= _BESIDE * seconds:
+            beside_s = beside_s + _SMOOTHING * (seconds - beside_s) if beside_s else seconds
         elif encoded_s <= _ALONE * seconds:
             alone_s = alone_s + _SMOOTHING * (seconds - alone_s) if alone_s else seconds
         credit_s = max(-depth, min(self.credit_s + self.limit_s - seconds, depth))
-        return Slack(credit_s=credit_s, limit_s=self.limit_s, alone_s=alone_s, shared_s=shared_s)
+        return Slack(credit_s=credit_s, limit_s=self.limit_s, alone_s=alone_s, beside_s=beside_s)
 
     def cost_s(self, piece_s: float) -> float:
         """Return the credit that a piece of an encode, of ``piece_s``, is expected to use."""
-        if not self.shared_s:
+        if not self.beside_s:
             return 0.0
-        overshoot = max(self.shared_s - self.limit_s, 0.0)
-        return min(overshoot * piece_s / self.shared_s, _DEPTH / 2 * self.limit_s)
+        overshoot = max(self.beside_s - self.limit_s, 0.0)
+        return min(overshoot * piece_s / self.beside_s, _DEPTH / 2 * self.limit_s)
 
 
 def pause_s(slack: Slack | None, *, piece_s: float, paused_s: float) -> float:

@@ -19,7 +19,7 @@ def test_decodes_tell_what_they_leave_until_they_end_or_fall_silent(tmp_path: Pa
     clock = Clock()
     encoder, decoder, other = (DeviceBoard(tmp_path / "board", slot, clock) for slot in range(3))
     assert encoder.slack() is None
-    slack = Slack(credit_s=0.02, limit_s=0.03, alone_s=0.01, shared_s=0.04)
+    slack = Slack(credit_s=0.02, limit_s=0.03, alone_s=0.01, beside_s=0.04)
     decoder.decodes(slack)
     other.decodes(Slack(credit_s=0.5, limit_s=1.0))
     assert encoder.slack() == slack, "the least of all"

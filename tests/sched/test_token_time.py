@@ -62,7 +62,7 @@ def test_without_decodes_an_encode_never_waits() -> None:
 )
 def test_every_pause_ends(credit: float, beside: float, piece: float, limit: float) -> None:
     """However little decodes leave, an encode goes on after at most so long that it keeps its least share."""
-    slack = Slack(credit_s=credit, limit_s=limit, shared_s=beside)
+    slack = Slack(credit_s=credit, limit_s=limit, beside_s=beside)
     paused, asked = 0.0, 0
     while (wait := pause_s(slack, piece_s=piece, paused_s=paused)) > 0:
         assert wait <= limit / 2
@@ -78,6 +78,6 @@ def test_the_account_knows_steps_beside_an_encode_from_steps_alone() -> None:
         account = account.after(0.05, 0.05)
         account = account.after(0.9, 0.2)  # neither
     assert account.alone_s == pytest.approx(0.02)
-    assert account.shared_s == pytest.approx(0.05)
+    assert account.beside_s == pytest.approx(0.05)
     assert account.cost_s(0.05) == pytest.approx(0.02)
     assert account.credit_s == pytest.approx(-4 * 0.03), "what was long before is forgotten"
