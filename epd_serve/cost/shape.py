@@ -97,8 +97,8 @@ class VisionShape:
     Attributes:
         num_matrices: matrices of its feed-forward: 2, or 3 if it is gated.
         tokens_per_image: of towers with one image size; None if tokens depend on the pixels.
-        window_patches: patches that a patch attends to in all but ``num_full_layers`` layers; None for all
-        patches. min_pixels, max_pixels: bounds to which the processor resizes an image.
+        window_patches: patches that one attends to in all but ``num_full_layers`` layers; None for all of them.
+        min_pixels, max_pixels: bounds to which the processor resizes an image.
     """
 
     num_layers: int

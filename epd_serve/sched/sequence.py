@@ -53,8 +53,7 @@ class Sequence:
         num_cached: tokens found in the prefix cache when it was first admitted.
         blocks: block table.
         forks: first own block of every choice to fork.
-        states: blocks of the recurrent state: its own, then those of the choices to fork; empty if the model has
-        none.
+        states: blocks of the recurrent state, its own and those of the choices to fork; empty without one.
         constraint: grammar of the answer and the position in it, opaque here.
         rules: rules of the sampler, shared by all choices, opaque here.
         saved: KV of a preempted sequence, opaque here.
