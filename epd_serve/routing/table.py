@@ -87,9 +87,8 @@ class InstanceTable:
         """Store an instance's info. Raises ValueError for an invalid role.
 
         Args:
-            contains: :attr:`num_calls` when the info was requested, as its load contains the calls so far. None
-            for
-                an instance that sends reports of its load.
+            contains: :attr:`num_calls` when the info was requested, as its load contains the calls so far; None for
+                an instance that sends reports.
         """
         record = self._records[name]
         record.role = Role.parse(info.role)

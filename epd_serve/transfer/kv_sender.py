@@ -132,9 +132,8 @@ _Job = _Push | DecodePeer
 class KVSender:
     """Announces KV, in order, to each decode instance over a lane of its own.
 
-    Unless the group size is fixed, a lane merges computed pushes in its queue: consecutive groups of one step,
-    and steps of the same layers that take the link no longer than a handshake. So a transfer waits at most that
-    long
+    Unless the group size is fixed, a lane merges computed pushes in its queue: consecutive groups of one step, and
+    steps of the same layers that take the link no longer than a handshake. So a transfer waits no longer than that
     for the bytes of another.
 
     A failed or cancelled transfer announces nothing more.
