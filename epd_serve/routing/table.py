@@ -87,7 +87,7 @@ class InstanceTable:
         """Store an instance's info. Raises ValueError for an invalid role.
 
         Args:
-            contains: :attr:`num_calls` when the info was requested, as its load contains the calls so far; None for
+            contains: :attr:`num_calls` when the info was requested, as its load contains these calls; None for
                 an instance that sends reports.
         """
         record = self._records[name]
