@@ -24,8 +24,8 @@ DENSE_LENGTHS = (256, 512, 768, 1024, 1536, 2048)
 """Prompts of such lengths go to SDPA: there cuDNN is up to 1.8 times faster than the varlen kernel on Hopper, and
 above it is not. Each is padded at its end, where causality hides it, to the next of these."""
 DENSE_COUNTS = (4, 2, 1)
-"""Prompts of one padded length in one call. Few lengths and counts make few of cuDNN's plans, of 37 ms each, which
-:meth:`CudaOps.build_plans` makes before an instance serves."""
+"""Prompts of one padded length in one call. Few lengths and counts make few of cuDNN's plans, of 37 ms each; until
+:meth:`CudaOps.build_plans` has made them, prompts keep to the varlen kernel."""
 _MAX_CALLS = 3
 """With more calls a layer the host's work outweighs what the device saves."""
 LONG_SEGMENT = 1024
@@ -81,6 +81,7 @@ class CudaOps(PlainOps):
     def __init__(self, varlen: Varlen | None, *, has_fast_cudnn: bool = False) -> None:
         self._varlen = varlen
         self._has_fast_cudnn = has_fast_cudnn and varlen is not None
+        self._has_plans = False  # for prompts
         self._operations: Counter[tuple[int, ...]] = Counter()  # of a tower's calls, by shape
         if varlen is None:
             self.name = "plain torch (this torch or GPU has no varlen flash attention)"
@@ -93,7 +94,7 @@ class CudaOps(PlainOps):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        if not self._has_fast_cudnn or dtype == torch.float32:
+        if not self._has_fast_cudnn or dtype == torch.float32 or not _fits_cudnn(head_dim):
             return
         for length, count in product(DENSE_LENGTHS, DENSE_COUNTS):
             if (tokens := count * length) <= max_num_tokens:
@@ -102,6 +103,7 @@ class CudaOps(PlainOps):
                     for heads in (num_heads[0], num_heads[1], num_heads[1])
                 )
                 attend_dense(query, key, value, [(count, length)], head_dim**-0.5, causal=True)
+        self._has_plans = True
 
     def prepare(self, meta: AttnMeta, dtype: torch.dtype) -> CudaPlan:  # type: ignore[override]
         prefills: PackedPrefills | DensePrefills | AttentionPlan | None = None
@@ -109,7 +111,7 @@ class CudaOps(PlainOps):
             if self._varlen is None or dtype == torch.float32:
                 prefills = super().prepare(_prefills_only(meta), dtype)
             else:
-                prefills = (_pack_dense(meta) if self._has_fast_cudnn else None) or _pack(meta)
+                prefills = (_pack_dense(meta) if self._has_plans else None) or _pack(meta)
         decodes = self._prepare_decodes(meta, dtype) if meta.num_decodes else None
         return CudaPlan(meta=meta, decodes=decodes, prefills=prefills)
 
