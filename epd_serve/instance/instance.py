@@ -135,8 +135,9 @@ class Instance:
             logger.info("language model loaded")
         if self._weights is not None and role.has_language_model:
             language = await asyncio.to_thread(LanguageEngine, self, self._weights)
-            logger.info("KV memory allocated, steps tried")
-            language.start()
+            logger.info("KV memory allocated")
+            await asyncio.to_thread(language.start)
+            logger.info("engine warmed up")
             self.language, self.encoder.consumer = language, language.receiver
 
     async def close(self) -> None:
