@@ -236,6 +236,7 @@ class OutputOptions(Message, frozen=True):
 
     ``kind`` chooses between chat.completion and text_completion objects; ``id``, ``created`` and ``model``
     appear in every object. ``first_index`` is that of the first choice; ``echo`` puts the prompt before each.
+    ``token_ids``: the tokens' ids come with their text, those of the prompt with the first.
     ``for_vllm`` is a JSON object of fields that only vLLM has (``protocol/openai/generation.py``), or "".
     """
 
@@ -248,6 +249,7 @@ class OutputOptions(Message, frozen=True):
     continuous_usage: bool = False
     first_index: int = 0
     echo: bool = False
+    token_ids: bool = False
     for_vllm: str = ""
 
 

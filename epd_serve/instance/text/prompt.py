@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
-import msgspec
+from msgspec.structs import replace
 
 from epd_serve.cache.block_pool import hash_blocks
 from epd_serve.errors import InvalidRequest
@@ -109,6 +109,11 @@ class PromptProcessor:
         if not isinstance(request.prompt, list):
             self.rates.prompted(_num_characters(request), len(ids) - sum(span.length for span in spans))
         sampling = self._complete(self.generation.complete(request.sampling))
+        thinking = None if request.messages is None else self.texts.template.thinking
+        if thinking is not None:
+            tail = ids[-2:]  # as in "<think>\n"
+            is_open = thinking.start_id in tail and thinking.end_id not in tail
+            sampling = replace(sampling, thinking=replace(thinking, is_open=is_open))
         max_tokens = _max_tokens(len(ids), sampling.max_tokens, self._max_prompt_tokens(request))
         if self.generation.max_tokens is not None:
             max_tokens = min(max_tokens, self.generation.max_tokens)
@@ -200,11 +205,12 @@ class PromptProcessor:
                 for word in sampling.bad_words
                 for spelt in (word, " " + word.lstrip())
             }
-            sampling = msgspec.structs.replace(sampling, bad_word_ids=tuple(sorted(filter(None, spellings))))
+            sampling = replace(sampling, bad_word_ids=tuple(sorted(filter(None, spellings))))
         if sampling.grammar is not None:
             assert self.texts.grammars is not None, "refused before"
             ends = (*sampling.stop_token_ids, self.texts.grammars.end_token_id)
-            sampling = msgspec.structs.replace(sampling, stop_token_ids=ends)
+            grammar = replace(sampling.grammar, format=self.texts.template.tool_format)
+            sampling = replace(sampling, stop_token_ids=ends, grammar=grammar)
         return sampling
 
     def _check_ids(self, ids: list[int], param: str) -> list[int]:
@@ -304,7 +310,7 @@ class MediaLayouts:
 
     def of(self, item: MediaRef) -> Layout:
         """Return the layout of an item. Raises InvalidRequest for an item that the model cannot take."""
-        return self._of_facts(msgspec.structs.replace(item, mm_hash="", num_segments=1))
+        return self._of_facts(replace(item, mm_hash="", num_segments=1))
 
     def _new(self, item: MediaRef) -> Layout:
         ids: list[int] = []
