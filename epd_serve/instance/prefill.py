@@ -127,7 +127,7 @@ class Prefiller:
                         reply = await self._serve(sequence, answer, features)
                     else:
                         reply = await self._hand_over(request.decode_url, sequence, answer, features)
-                note = wire.write_prompt_note(len(sequence.prompt_ids), had)
+                note = wire.write_prompt_note(len(sequence.prompt_ids), had, sequence.num_cached or 0)
                 return replace(reply, headers=(*reply.headers, (_NOTE, note.encode())))
             finally:
                 features.cancel()

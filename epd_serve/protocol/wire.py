@@ -528,23 +528,26 @@ def encode_in_parts(request: EncodeRequest) -> list[bytes]:
 PROMPT_NOTE_HEADER = "x-epd-prompt"
 
 
-def write_prompt_note(num_tokens: int, had: Iterable[int]) -> str:
+def write_prompt_note(num_tokens: int, had: Iterable[int], num_cached: int = 0) -> str:
     """The header's value.
 
     Args:
         num_tokens: tokens of the prompt.
         had: numbers, from 0, of the request's items, and segments of videos, whose features P had before it asked
             for them.
+        num_cached: tokens of the prompt in P's prefix cache.
     """
-    return f"{num_tokens};{','.join(map(str, had))}"
+    return f"{num_tokens};{','.join(map(str, had))};{num_cached}"
 
 
-def read_prompt_note(note: str) -> tuple[int | None, set[int]]:
-    """The arguments of :func:`write_prompt_note`; None and an empty set for a text that it has not written."""
-    number, _, had = note.partition(";")
+def read_prompt_note(note: str) -> tuple[int | None, set[int], int]:
+    """The arguments of :func:`write_prompt_note`; None, an empty set and 0 for a text that it has not written."""
+    number, _, rest = note.partition(";")
+    had, _, cached = rest.partition(";")
     return (
         int(number) if number.isdecimal() else None,
         {int(index) for index in had.split(",") if index.isdecimal()},
+        int(cached) if cached.isdecimal() else 0,
     )
 
 

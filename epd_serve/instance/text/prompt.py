@@ -111,9 +111,9 @@ class PromptProcessor:
         sampling = self._complete(self.generation.complete(request.sampling))
         thinking = None if request.messages is None else self.texts.template.thinking
         if thinking is not None:
-            tail = ids[-2:]  # as in "<think>\n"
-            is_open = thinking.start_id in tail and thinking.end_id not in tail
-            sampling = replace(sampling, thinking=replace(thinking, is_open=is_open))
+            tail = ids[-1 - len(thinking.after_ids) :]  # as in "<think>\n" or "</think>\n\n"
+            if thinking.end_id not in tail:  # else it is asked not to
+                sampling = replace(sampling, thinking=replace(thinking, is_open=thinking.start_id in tail))
         max_tokens = _max_tokens(len(ids), sampling.max_tokens, self._max_prompt_tokens(request))
         if self.generation.max_tokens is not None:
             max_tokens = min(max_tokens, self.generation.max_tokens)
