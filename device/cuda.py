@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 _FLASH_CAPABILITY = (8, 0)
+_HOPPER = (9, 0)
 _WARM_UP_RUNS = 2
 
 
@@ -199,8 +200,9 @@ def make_ops(cores: int, capability: tuple[int, int]) -> CudaOps:
     Raises DeviceUnavailable where Triton is installed and cannot compile.
     """
     varlen = find_varlen() if capability >= _FLASH_CAPABILITY else None
+    has_fast_cudnn = capability >= _HOPPER
     if importlib.util.find_spec("triton") is None:
-        return CudaOps(varlen)
+        return CudaOps(varlen, has_fast_cudnn=has_fast_cudnn)
     if "CC" not in os.environ and not any(map(shutil.which, ("gcc", "clang"))):
         raise DeviceUnavailable("Triton needs a C compiler: install gcc or clang, or name one in CC")
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
@@ -208,7 +210,7 @@ def make_ops(cores: int, capability: tuple[int, int]) -> CudaOps:
     # Imported here because importing it imports Triton.
     from device.ops.triton_ops import TritonOps
 
-    return TritonOps(cores, varlen)
+    return TritonOps(cores, varlen, has_fast_cudnn=has_fast_cudnn)
 
 
 def _partition(device_name: str) -> Partition:

@@ -179,8 +179,8 @@ class InstanceSettings(Section):
     )
     memory_share: Annotated[float, Field(gt=0, le=1)] | None = Field(
         default=None,
-        description="Part of an accelerator's memory; null: as share, and where several language models are on it "
-        "without shares, 0.9 in equal parts.",
+        description="Part of an accelerator's memory; null: as share, and where several instances are on it "
+        "without shares, their part of 0.9: a language model five times as much as an encoder.",
     )
     tower_share: Annotated[float, Field(gt=0, le=1)] | None = Field(
         default=None,

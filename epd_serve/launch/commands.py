@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -94,7 +94,6 @@ class PreparedInstance:
             },
             url=url_of(config.instances.host, options.port, tls=config.read_tls() is not None),
             can_fork=set(devices) == {"cpu"} or isinstance(config.model, ShapeConfig),
-            measures=measured(devices),
         )
 
 
@@ -113,7 +112,7 @@ def prepare_instances(
     is not there, or an NPU has too few streams or graph tasks.
     """
     num_ranks = sum(instance.tensor_parallel for instance in placement)
-    shares = config.device_shares(placement)
+    shares, memory = config.device_shares(placement), config.memory_shares(placement)
     boards = _device_boards(placement, directory) if directory else {}
     common = config.model_dump_json(include={"model", *SharedConfig.model_fields})
     roles = {one.name: str(one.role) for one in placement}
@@ -126,9 +125,9 @@ def prepare_instances(
             device=local_devices,
             port=port,
             threads=threads_of(instance, settings, num_ranks, environment, share),
-            placement=placement,
             master=master,
             share=share,
+            memory_share=memory.get(instance.name),
             device_board=boards.get(instance.name),
             switch_dir=directory,
         )
@@ -218,11 +217,6 @@ def mps_note(
         return f"MPS: comes with 'epd-serve up', for the shares of GPUs; by hand: {mps.PIPES}=DIR {mps.CONTROL} -d"
     where = ", ".join(dict.fromkeys(device for one in shared for device in one.devices))
     return f"MPS: off, so the instances on {where} take turns there; write shares, as in instances: {{share: 0.5}}"
-
-
-def measured(devices: Iterable[str]) -> frozenset[str]:
-    """The devices whose free memory an instance measures when it starts."""
-    return frozenset(device for device in devices if device.startswith(("cuda", "npu")))
 
 
 def instance_specs(

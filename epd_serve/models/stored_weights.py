@@ -7,7 +7,8 @@ straight to the device: the host holds a piece of a weight at a time, however la
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -21,6 +22,8 @@ from torch.utils._pytree import tree_map_only
 _INDEX = "model.safetensors.index.json"
 #: Bytes of the host's memory that a read takes on its way to another device.
 PIECE_BYTES = 1 << 24
+#: Threads that read a weight for a GPU: one reads memory no faster than 2 to 3 GB/s.
+_NUM_READERS = 4
 _WHOLE = slice(None)
 
 
@@ -94,7 +97,11 @@ class StoredWeight(Tensor):
         if device.type == "cpu" and all(self.shape):
             return self.place.read(self.ranges, stays=True).to(self.dtype)
         target = torch.empty(self.shape, dtype=self.dtype, device=device)
-        for here, piece in self._pieces():
+        pieces = list(self._pieces())
+        if device.type in ("cuda", "npu") and len(pieces) > 1:
+            _copy_pieces(pieces, target)
+            return target
+        for here, piece in pieces:
             target[here].copy_(piece.place.read(piece.ranges, stays=False))
         return target
 
@@ -119,6 +126,22 @@ class StoredWeight(Tensor):
         for start in range(first.start, first.stop, num_rows):
             stop = min(start + num_rows, first.stop)
             yield slice(start - first.start, stop - first.start), self.part([slice(start, stop), *rest])
+
+
+def _copy_pieces(pieces: Sequence[tuple[slice, StoredWeight]], target: Tensor) -> None:
+    """Read pieces on some threads, and copy each from pinned memory in the current stream."""
+    vendor = torch.get_device_module(target.device.type)
+    stream = vendor.current_stream(target.device)
+
+    def copy(one: tuple[slice, StoredWeight]) -> None:
+        here, piece = one
+        with torch.inference_mode(target.is_inference()), vendor.stream(stream):
+            source = piece.place.read(piece.ranges, stays=False)
+            target[here].copy_(source.pin_memory(), non_blocking=True)
+
+    with ThreadPoolExecutor(_NUM_READERS) as readers:
+        for _ in readers.map(copy, pieces):
+            pass
 
 
 def _slice(

@@ -139,6 +139,11 @@ def test_weights_that_a_gpu_cannot_hold_are_refused(monkeypatch: pytest.MonkeyPa
     config = DeploymentConfig(topology="E-PD", devices=["cuda:1", "cuda:0"])
     with pytest.raises(ValueError, match=r"cuda:0: .* weights"):
         check_deployment(config, {})
+    monkeypatch.setattr(preflight, "accelerators", lambda kind: Accelerators(memory_bytes=(100 << 20,)))
+    check_deployment(DeploymentConfig(topology="(E-PD)", devices=["cuda:0"]), {})
+    small = DeploymentConfig(topology="(E-PD)", devices=["cuda:0"], roles={"E": {"memory_share": 0.05}})
+    with pytest.raises(ValueError, match=r"e0: .* its part of the 100MiB of cuda:0 is 0\.05; .* memory_share"):
+        check_deployment(small, {})
 
 
 @pytest.mark.parametrize("engine", ["native", "vllm"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,6 +117,7 @@ class LanguageWeights:
             prefill_graph_sizes=prefills,
             max_num_seqs=options.sizes.max_num_seqs,
             max_model_len=max_model_len,
+            max_num_tokens=options.sizes.max_num_batched_tokens if options.role.prefills else 0,
         )
         return LanguageRunner(
             executor,
@@ -198,8 +198,13 @@ class LanguageWeights:
             state_blocks=language.state_blocks(options.tokens_per_block),
         )
         device = self._model.device
-        measure = partial(self.step_bytes, options, layout)
-        num_blocks = num_kv_blocks(options, layout, device.type, device.headroom(), measure)
+        num_blocks = num_kv_blocks(
+            options,
+            layout,
+            device.type,
+            device.headroom(),
+            lambda: self.step_bytes(options, layout) + instance.encoder.batch_bytes(),
+        )
         if layout.state_blocks:
             state_bytes = in_binary_units(layout.state_blocks * block_nbytes(layout))
             if num_blocks < layout.state_blocks + 2:
