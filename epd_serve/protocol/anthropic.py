@@ -123,7 +123,7 @@ class CountTokensCall(TranslatedCall):
     def parse(cls, body: bytes | bytearray) -> Self:
         asked = cls.body.parse(body)
         messages, places = _messages(asked)
-        choice, thinking, config = asked.tool_choice, asked.thinking, asked.output_config or OutputConfig()
+        choice, thinking, config = asked.tool_choice, asked.thinking, asked.output_config
         thinks = thinking is not None and thinking.type != "disabled"
         named = {"type": "function", "function": {"name": choice and choice.name}}
         chat: dict[str, Any] = {
@@ -135,9 +135,9 @@ class CountTokensCall(TranslatedCall):
             "parallel_tool_calls": False if choice and choice.disable_parallel_tool_use else None,
             "chat_template_kwargs": {"enable_thinking": thinks},
             "thinking_token_budget": thinking.budget_tokens if thinking and thinks else None,
-            "reasoning_effort": config.effort,
+            "reasoning_effort": config and config.effort,
         }
-        if config.format is not None:
+        if config is not None and config.format is not None:
             schema = {"name": "answer", "schema": config.format.get("schema")}
             chat["response_format"] = {"type": "json_schema", "json_schema": schema}
         if isinstance(asked, MessagesRequest):

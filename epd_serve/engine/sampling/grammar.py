@@ -210,7 +210,7 @@ class _Calls:
             return " | ".join(members)
         if "string" in types_of(schema, root):
             return "text_value"
-        definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
+        definitions = {name: value for name, value in root.items() if name in ("$defs", "definitions")}
         return f"{_json({**definitions, **schema}, is_strict=is_strict)} {end}"
 
     def _text(self, text: str) -> str:
