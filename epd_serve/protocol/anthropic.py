@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
+from msgspec.structs import replace
 from pydantic import BeforeValidator, Field, model_validator
 
 from epd_serve.protocol.openai import fields
@@ -16,9 +17,11 @@ from epd_serve.protocol.openai.messages import MAX_MESSAGES, MAX_PARTS
 from epd_serve.protocol.openai.responses import TranslatedCall
 from epd_serve.protocol.openai.tool_format import is_object
 from epd_serve.protocol.openai.tools import MAX_TOOLS, FunctionName, Schema
+from epd_serve.protocol.wire import PromptOptions
 
 _encode = msgspec.json.Encoder().encode
 Kind = Literal["text", "image", "tool_use", "tool_result", "thinking", "redacted_thinking"]
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 #: Fields of a block that has not just the field of its type.
 _NEEDED = {"image": ["source"], "tool_use": ["id", "name", "input"], "tool_result": ["tool_use_id"]}
 
@@ -150,6 +153,9 @@ class CountTokensCall(TranslatedCall):
 class MessagesCall(CountTokensCall):
     body: ClassVar[type[CountTokensRequest]] = MessagesRequest
 
+    def prompting(self) -> PromptOptions:
+        return replace(super().prompting(), bounds_answer=True)  # clients send max_tokens of larger models
+
     def translation(self, *, id: str, created: int, model: str) -> MessageBuilder:
         return MessageBuilder(id=id, model=model)
 
@@ -167,19 +173,16 @@ def _messages(asked: CountTokensRequest) -> tuple[list[dict[str, Any]], list[str
             if block.type == "tool_result":
                 about = {"role": "tool", "tool_call_id": block.tool_use_id}
                 messages.append({**about, "content": _parts(block.content or []) or ""})
-        message: dict[str, Any] = {"role": turn.role, "content": _parts(turn.content)}
+        parts = _parts(turn.content)
+        thought = "\n".join(block.thinking for block in turn.content if block.thinking) or None
         calls = [
             {"id": block.id, "function": {"name": block.name, "arguments": _encode(block.input).decode()}}
             for block in turn.content
             if block.type == "tool_use"
         ]
-        if calls:
-            message["tool_calls"] = calls
-        if thoughts := [block.thinking for block in turn.content if block.thinking]:
-            message["reasoning_content"] = "\n".join(thoughts)
-        if message["content"] or len(message) > 2 or first == len(messages):
-            message["content"] = message["content"] or (None if calls else "")
-            messages.append(message)
+        if parts or calls or thought or first == len(messages):
+            said = {"content": parts or (None if calls else ""), "tool_calls": calls or None}
+            messages.append({"role": turn.role, "reasoning_content": thought, **said})
         places += [f"messages[{index}].content"] * (len(messages) - first)
     return messages, places
 
@@ -194,9 +197,6 @@ def _parts(blocks: list[Block]) -> list[dict[str, Any]]:
             url = source.get("url") or f"data:{source.get('media_type')};base64,{source.get('data')}"
             parts.append({"type": "image_url", "image_url": {"url": url}})
     return parts
-
-
-_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class MessageBuilder:

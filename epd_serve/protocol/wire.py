@@ -220,6 +220,7 @@ class PromptOptions(Message, frozen=True):
     Attributes:
         add_special_tokens: None leaves it to the tokenizer for a prompt, and adds none to a rendered chat.
         tools, template_kwargs: JSON for the chat template, or "".
+        bounds_answer: a max_tokens beyond the context is cut to its room, not refused.
         cache_salt: requests with another one share no cached prefix with this one; "": all that have none.
     """
 
@@ -229,6 +230,7 @@ class PromptOptions(Message, frozen=True):
     tools: str = ""
     template_kwargs: str = ""
     cache_salt: str = ""
+    bounds_answer: bool = False
 
 
 class OutputOptions(Message, frozen=True):

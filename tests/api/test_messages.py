@@ -187,6 +187,14 @@ async def test_what_cannot_be_is_refused_by_name(thinker: Deployment, fields: di
     assert (status, answer["type"], answer["error"]["param"]) == (400, "error", param), answer
 
 
+async def test_max_tokens_of_a_larger_model_are_bounded_by_the_context(thinker: Deployment) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": ["b"]}}, "required": ["a"]}
+    config = {"format": {"type": "json_schema", "schema": schema}}
+    body = {"messages": HI, "max_tokens": 16_384, "output_config": config}
+    answer = await whole(thinker, MESSAGES, body)
+    assert json.loads(answer["content"][0]["text"]) == {"a": "b"} and answer["stop_reason"] == "end_turn"
+
+
 async def test_a_stop_sequence_is_named() -> None:
     choice = {"finish_reason": "stop", "stop_reason": "END", "message": {"content": "so "}}
     usage = {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}

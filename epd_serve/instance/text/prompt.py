@@ -114,7 +114,10 @@ class PromptProcessor:
             tail = ids[-1 - len(thinking.after_ids) :]  # as in "<think>\n" or "</think>\n\n"
             if thinking.end_id not in tail:  # else it is asked not to
                 sampling = replace(sampling, thinking=replace(thinking, is_open=thinking.start_id in tail))
-        max_tokens = _max_tokens(len(ids), sampling.max_tokens, self._max_prompt_tokens(request))
+        room, asked = self._max_prompt_tokens(request), sampling.max_tokens
+        if request.prompting.bounds_answer and asked is not None:
+            asked = min(asked, max(1, room - len(ids)))
+        max_tokens = _max_tokens(len(ids), asked, room)
         if self.generation.max_tokens is not None:
             max_tokens = min(max_tokens, self.generation.max_tokens)
         positions, delta = self.family.positions(ids, request.items, self.language_model)
