@@ -12,6 +12,7 @@ import typer
 from epd_serve.cli import ended_by_ctrl_c
 from epd_serve.cli.flags import Host, On, Port, model_of, ray_address
 from epd_serve.config import DeploymentConfig, change_config, load_config
+from epd_serve.imports import uncollected
 
 
 def up(
@@ -60,20 +61,24 @@ def up(
 
         if isinstance(config.model, str):
             download(config.model)
-    with ended_by_ctrl_c():
+    with ended_by_ctrl_c(), uncollected():
         from epd_serve.launch.choices import choose_all
 
         config, reasons = choose_all(config)
+        if not dry:
+            from epd_serve.launch.processes.forking import preload
+
+            preload(config)  # it imports for seconds, while this process looks for faults
         if config.engine == "native" or not dry:  # vLLM's command lines may be for another machine
             from epd_serve.launch.preflight import check_deployment
 
-            check_deployment(config, os.environ)  # before the time that it takes to import what runs it
+            check_deployment(config, os.environ)
     if dry:
         from epd_serve.launch.dry_run import dry_run
 
         for line in (*(f"# {reason}" for reason in reasons), *dry_run(config, file, os.environ)):
             typer.echo(line)
         return
-    with ended_by_ctrl_c():
+    with ended_by_ctrl_c(), uncollected():
         from epd_serve.launch.up import Terminal, run_up
     raise typer.Exit(asyncio.run(run_up(config, Terminal(), reasons, file)))

@@ -13,6 +13,7 @@ from device.present import Accelerators
 from epd_serve.config import DeploymentConfig, parse_config
 from epd_serve.launch import choices
 from epd_serve.launch.choices import choose_engine, choose_layout
+from epd_serve.launch.vllm import process
 from epd_serve.launch.vllm.installed import VllmFound
 
 ARCHITECTURE = "Qwen2_5_VLForConditionalGeneration"
@@ -35,7 +36,7 @@ def architectures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The architectures that a vLLM that fits knows."""
     known = [ARCHITECTURE]
     found = VllmFound("0.33.0", "", mooncake=False, nixl=True, epd_serve=True, python="3.11", architectures=known)
-    monkeypatch.setattr(choices, "check_engines", lambda config: {sys.executable: found})
+    monkeypatch.setattr(process, "check_engines", lambda config: {sys.executable: found})
     return known
 
 

@@ -17,12 +17,11 @@ from program import read_until
 FAKE_PROGRAM = Path(__file__).parent / "fake_program.py"
 PROGRAM = f"""
 import os, sys
-from dataclasses import replace
+from epd_serve.launch.processes import forking
+forking.can_fork = lambda config, devices: False
 from epd_serve.launch import commands
 from epd_serve.launch.processes import supervisor
 commands.PROGRAM = (sys.executable, {str(FAKE_PROGRAM)!r})
-spec = commands.PreparedInstance.spec
-commands.PreparedInstance.spec = lambda *arguments: replace(spec(*arguments), can_fork=False)
 if "GRACE_S" in os.environ:
     supervisor.GRACES_S.update(dict.fromkeys(supervisor.GRACES_S, float(os.environ["GRACE_S"])))
 from epd_serve.cli import main
