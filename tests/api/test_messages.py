@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import jsonschema
 import pytest
-import pytest_asyncio
-import tiny_models
 from chat import data_url
-from in_process import Deployment, deployment
+from in_process import Deployment
 from pictures import noise, png
 
 from epd_serve.protocol.anthropic import CountTokensCall, MessageBuilder
@@ -29,14 +26,6 @@ TOOL = {"name": "paint", "input_schema": SCHEMA}
 FUNCTION = {"type": "function", "function": {"name": "paint", "parameters": SCHEMA}}
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def thinker(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Deployment]:
-    model = tiny_models.make_tiny_model("qwen3_5", tmp_path_factory.mktemp("thinker") / "model", thinks=True)
-    async with deployment(model, "EP", "D") as running:
-        yield running
-        await running.settle()
-
-
 async def whole(api: Deployment, path: str, body: dict[str, Any]) -> dict[str, Any]:
     greedy = {} if "count" in path or "token" in path else {"temperature": 0}
     status, answer = await api.post(path, {**greedy, **body})
@@ -45,9 +34,7 @@ async def whole(api: Deployment, path: str, body: dict[str, Any]) -> dict[str, A
 
 
 async def events(api: Deployment, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    async with api.session.post(api.url + path, json={"temperature": 0, "stream": True, **body}) as response:
-        lines = (await response.text()).splitlines()
-    return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    return await api.events(path, {"temperature": 0, **body})
 
 
 def built(told: list[dict[str, Any]]) -> list[dict[str, Any]]:
