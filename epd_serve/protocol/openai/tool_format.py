@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,7 +62,7 @@ class ToolFormat:
 
     def reader(self, tools: Sequence[ToolSchema]) -> ToolCallReader:
         """Return what reads the calls of these tools."""
-        return TaggedCallReader(self, tools) if self.key else ToolCallReader(self)
+        return TaggedCallReader(self, tools) if self.key else JsonCallReader(self)
 
 
 _JSON_HEAD = '{"name": "'
@@ -137,8 +138,8 @@ class Call:
     arguments: str = ""
 
 
-class ToolCallReader:
-    """Splits an answer's text into content and calls, whose arguments are JSON.
+class ToolCallReader(ABC):
+    """Splits an answer's text into content and calls.
 
     The text follows the grammar of :mod:`epd_serve.engine.sampling.grammar`, perhaps cut short. The state follows
     from the text alone, so an instance that goes on with an answer stands where the one before it stood.
@@ -150,7 +151,6 @@ class ToolCallReader:
         self._format = format
         self._pending = ""
         self._deltas: list[CallDelta] = []
-        self._depth, self._in_string, self._escaped = 0, False, False
         self._state = "content"  # then "head", and for each call "name", "arguments" and "between" it and the next
 
     def push(self, text: str, finish_reason: str | None = None) -> tuple[str, list[CallDelta]]:
@@ -204,18 +204,30 @@ class ToolCallReader:
             self._deltas.append(CallDelta(len(self.calls) - 1, "", found[0]))
             self._pending, self._state = self._pending[found.end() + len(after_name) :], "arguments"
 
+    @abstractmethod
     def _read_arguments(self) -> None:
-        end = self._end_of_arguments()
-        piece, self._pending = self._pending[:end], self._pending[end:]
-        self._add(piece)
-        if piece and self._depth == 0:
-            self._state = "between"
+        """Move pending text into the last call's arguments; behind them the state is "between"."""
 
     def _add(self, piece: str) -> None:
         """Add text to the last call's arguments."""
         if piece:
             self.calls[-1].arguments += piece
             self._deltas.append(CallDelta(len(self.calls) - 1, piece))
+
+
+class JsonCallReader(ToolCallReader):
+    """Reads arguments that are a JSON object."""
+
+    def __init__(self, format: ToolFormat) -> None:
+        super().__init__(format)
+        self._depth, self._in_string, self._escaped = 0, False, False
+
+    def _read_arguments(self) -> None:
+        end = self._end_of_arguments()
+        piece, self._pending = self._pending[:end], self._pending[end:]
+        self._add(piece)
+        if piece and self._depth == 0:
+            self._state = "between"
 
     def _end_of_arguments(self) -> int:
         """The number of pending characters that belong to the arguments, an object."""
