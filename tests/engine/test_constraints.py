@@ -237,10 +237,11 @@ def test_thinking_is_free_up_to_its_budget_and_the_answer_follows_its_grammar():
     for is_open, budget in ((True, 2), (True, None), (False, 2)):
         thinking = Thinking(start_id=start, end_id=end, after_ids=after, is_open=is_open)
         grammar = GRAMMARS.constraint(Grammar(kind="choice", text='["red"]'))
-        constraint = ThinkingConstraint(thinking, budget, grammar, GRAMMARS.num_tokens)
+        end_of_answer = TOKENIZER.eos_token_id
+        constraint = ThinkingConstraint(thinking, budget, grammar, GRAMMARS.num_tokens, {end_of_answer})
         begun = [] if is_open else [start]
         # (tokens so far, tokens that may follow, tokens that may not)
-        steps = [(begun, {word, end}, set()), ([*begun, word], {word, end}, set())]
+        steps = [(begun, {word, end}, {end_of_answer}), ([*begun, word], {word, end}, {end_of_answer})]
         if budget:
             steps.append(([*begun, word, word], {end}, {word}))
         thought = [*begun, word, word, end]

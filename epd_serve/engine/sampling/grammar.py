@@ -91,6 +91,11 @@ class Grammars:
         return len(self._tokenizer)
 
     @property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end an answer of a given structure. Raises InvalidRequest where there are none."""
+        return self._ends | {self.end_token_id}
+
+    @property
     def end_token_id(self) -> int:
         """A token that ends an answer of a given structure. Raises InvalidRequest where there is none."""
         if self._tokenizer.eos_token_id is not None:
@@ -117,7 +122,7 @@ class Grammars:
             if len(self._cache) > _MAX_CACHED:
                 self._cache.popitem(last=False)
             copy = matcher.deep_copy()
-        return MatcherConstraint(grammar, copy, vocabulary.vocab_size, self._ends | {self.end_token_id})
+        return MatcherConstraint(grammar, copy, vocabulary.vocab_size, self.ends)
 
     def _vocabulary_of(self, grammar: Grammar) -> Any:
         if self._vocabulary is None:

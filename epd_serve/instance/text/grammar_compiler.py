@@ -62,7 +62,8 @@ class GrammarCompiler:
         thinking, budget = sampling.thinking, sampling.thinking_budget
         if thinking is None or (constraint is None and budget is None):
             return sampling, constraint
-        return sampling, ThinkingConstraint(thinking, budget, constraint, self._grammars.num_tokens)
+        ends = () if constraint is None else self._grammars.ends
+        return sampling, ThinkingConstraint(thinking, budget, constraint, self._grammars.num_tokens, ends)
 
     async def compile(self, grammar: Grammar, *, is_tried: bool = False) -> MatcherConstraint:
         """Compile as much of a grammar as can be enforced, which the constraint names.
