@@ -218,7 +218,8 @@ def peer(run: Run) -> None:
     numbers = random.Random(0)
     for load in loads:
         count = load.waves * load.streams
-        prompts = [[numbers.randrange(3, 1000) for _ in range(round(1.4 * load.text_tokens))] for _ in range(count)]
+        length = round(1.4 * load.text_tokens)
+        prompts = [[numbers.randrange(3, 1000) for _ in range(length)] for _ in range(count)]
         generation = GenerationConfig(max_new_tokens=load.output_tokens, do_sample=False, eos_token_id=-1)
         batching = ContinuousBatchingConfig(max_requests_per_batch=load.streams)
         with run.keeping(load.name):

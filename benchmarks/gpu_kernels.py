@@ -56,6 +56,7 @@ def measure_attention(
         calls = [_attend(device, [1] * batch, [context] * batch) for _ in range(_layers(layer_bytes, tiny=tiny))]
         speed = layer_bytes / call_ms(device, calls) / 1e6
         yield f"decode {batch} x {context}", {"gb_s": speed, "of_copy": speed / limits["copy_gb_s"]}
+    device.ops.build_plans(8192, (HEADS, KV_HEADS), HEAD_DIM, torch.bfloat16, device.torch_device)
     varlen = make_ops(device.cores or 1, (8, 0)) if device.type == "cuda" else device.ops
     for count, length, context in _TINY_PROMPTS if tiny else PROMPTS:
         ours, theirs = (_attend(device, [length] * count, [context] * count, ops) for ops in (device.ops, varlen))

@@ -122,8 +122,17 @@ def check_max_model_len(asked: int, max_positions: int) -> None:
         )
 
 
-def chat_template(path: Path) -> str:
-    """The text of a model's chat template; "" where it has none, or several by name."""
+def chat_template(path: Path, chosen: Path | None = None) -> str:
+    """Return the text of a model's chat template; "" where it has none, or several by name.
+
+    ``chosen`` is a file to read in its place. Raises ValueError where it cannot be read.
+    """
+    if chosen is not None:
+        try:
+            return chosen.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "no text in UTF-8"
+            raise ValueError(f"chat_template: {chosen} cannot be read: {reason}") from error
     if (file := path / "chat_template.jinja").is_file():
         return file.read_text(encoding="utf-8", errors="replace")
     for name in ("chat_template.json", "tokenizer_config.json"):

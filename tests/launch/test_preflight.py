@@ -175,14 +175,16 @@ def test_ctrl_c_inside_a_callback_of_the_interpreter_is_not_lost() -> None:
         ("gateway: {api_key: {env: EPD_SERVE_NOT_SET}}", "gateway.api_key"),
         ("gateway: {admin: {port: 1, key: {file: DIR/none}}}", "gateway.admin.key"),
         ("cluster_key: {env: EPD_SERVE_NOT_SET}", "cluster_key"),
+        ("chat_template: DIR/none", "chat_template"),
+        ("chat_template: DIR/broken", "DIR/broken"),
         ("tls: {ca: DIR/a, cert: DIR/b, key: DIR/c}", "tls.ca"),
     ],
 )
 def test_what_the_file_names_is_looked_for(text: str, option: str, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
+    (tmp_path / "broken").write_text("{% if %}")
     config = parse_config(text.replace("DIR", str(tmp_path)))
     config = change_config(config, {"gateway": {"port": 0}})
-    with pytest.raises(ValueError, match=rf"(?m)^{option}: "):
+    with pytest.raises(ValueError, match=rf"(?m)^{option.replace('DIR', str(tmp_path))}: "):
         check_deployment(config, {})
 
 
