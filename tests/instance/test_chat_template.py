@@ -37,8 +37,9 @@ EITHER = (
 NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + PARTS_ALONE
 
 
-def template(source: str) -> ChatTemplate:
+def template(source: str, *tokens: str) -> ChatTemplate:
     tokenizer: Any = AutoTokenizer.from_pretrained(weights_dir())
+    tokenizer.add_tokens(list(tokens))
     tokenizer.chat_template = source
     config: Any = SimpleNamespace(to_dict=dict)
     return ChatTemplate(tokenizer, Path("m"), MediaLiterals(tokenizer, config), {"image": "<image>"})
@@ -178,11 +179,10 @@ def test_the_format_of_calls_is_read_from_the_template(
 
 @pytest.mark.parametrize(("spelled", "thinks"), [("</think>", True), ("</thought>", False)])
 def test_a_template_that_shows_thoughts_thinks(spelled: str, thinks: bool) -> None:
-    tokenizer: Any = AutoTokenizer.from_pretrained(weights_dir())
+    source = STRINGS_ALONE + "{% if add_generation_prompt %}<think>" + spelled + "{% endif %}"
+    shown = template(source, "<think>", "</think>")
+    found, tokenizer = shown.thinking, AutoTokenizer.from_pretrained(weights_dir())
     tokenizer.add_tokens(["<think>", "</think>"])
-    tokenizer.chat_template = STRINGS_ALONE + "{% if add_generation_prompt %}<think>" + spelled + "{% endif %}"
-    config: Any = SimpleNamespace(to_dict=dict)
-    found = ChatTemplate(tokenizer, Path("m"), MediaLiterals(tokenizer, config)).thinking
     assert (found is not None) == thinks
     assert found is None or tokenizer.decode([found.start_id, found.end_id]) == "<think></think>"
 
