@@ -353,13 +353,15 @@ class DeploymentConfig(SharedConfig):
         master: str | None = None,
         share: DeviceShare | None = None,
         device_board: str | None = None,
+        core_board: Path | None = None,
         switch_dir: Path | None = None,
     ) -> InstanceOptions:
         """The options of one placed instance; ``device`` is the name of its device in its process.
 
         ``placement`` has all instances of its place; None: of this deployment.
         ``master`` is the address of the mooncake_master where the deployment itself starts one; ``device_board``
-        the instance's slot of the file that instances on its device share; ``switch_dir`` keeps its role.
+        the instance's slot of the file that instances on its device share; ``core_board`` the file of those that
+        divide the machine's cores; ``switch_dir`` keeps its role.
 
         Raises ValueError where the model's directory is not one.
         """
@@ -386,6 +388,7 @@ class DeploymentConfig(SharedConfig):
             device=device,
             device_share=share,
             device_board=device_board,
+            core_board=core_board,
             switch_dir=switch_dir,
             **shared,
             **own,
