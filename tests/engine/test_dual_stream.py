@@ -169,10 +169,8 @@ def test_cores_are_divided_among_the_sides_that_compute_in_all_instances(tmp_pat
 
 def test_an_instance_that_died_while_it_computed_leaves_its_cores(tmp_path: Path) -> None:
     code = "import sys; from pathlib import Path; from device.registry import get_device;"
-    code += (
-        "from epd_serve.engine.cores import Cores; "
+    code += "from epd_serve.engine.cores import Cores; "
     code += "Cores(get_device('cpu'), 1, Path(sys.argv[1]), 'p0').begin(0)"
-    )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "cores")], check=True)
     before = torch.get_num_threads()
     Cores(get_device("cpu"), 5, tmp_path / "cores", "d0").begin(0)
