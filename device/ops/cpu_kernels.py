@@ -1,6 +1,6 @@
-"""``cpu_kernels.cpp``, compiled where it can run: x86 with AMX and a C++ compiler. Elsewhere torch does the work.
+"""Operators in C++, compiled where there is a compiler: ``cpu_rows.cpp`` for any CPU, ``cpu_kernels.cpp`` for AMX.
 
-The library is compiled when the first model in bfloat16 is loaded (two seconds) and kept in the cache directory,
+A library is compiled when the first model that it serves is loaded (two seconds) and kept in the cache directory,
 named by its source, flags and processor. ``EPD_SERVE_CPU_KERNELS=0`` does without.
 """
 
@@ -25,12 +25,14 @@ from device.host import processor_features
 _log = logging.getLogger(__name__)
 
 _FLAGS = ("-O3", "-march=native", "-shared", "-fPIC", "-fopenmp", "-w")
-_SOURCE = Path(__file__).with_suffix(".cpp")
+FOR_AMX, FOR_ALL = (Path(__file__).with_name(f"{name}.cpp") for name in ("cpu_kernels", "cpu_rows"))
 _COMPILE_TIMEOUT_S = 120.0
 _STRIP, _DEPTH = 32, 32
 _MAX_GROUP, _MAX_HEAD_DIM = 16, 256
 #: Rows of a product beyond which oneDNN's is faster: then the multiplications take longer than the weights' way.
 MAX_ROWS = 32
+#: The same for products with weights as they are stored.
+_MAX_PLAIN_ROWS = 64
 ACTIVATIONS = {"none": 0, "swish": 1, "gelu_tanh": 2}
 
 
@@ -221,49 +223,95 @@ class CpuKernels:
         return output
 
 
+class RowProducts:
+    """Products of few rows, in float32 or bfloat16, with weights as they are stored; all threads read them."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        pointer, integer = ctypes.c_void_p, ctypes.c_int64
+        self._by_dtype = {torch.float32: library.epd_rows_float, torch.bfloat16: library.epd_rows_bfloat16}
+        for function in self._by_dtype.values():
+            function.argtypes = [pointer, integer, *(pointer,) * 3, *(integer,) * 4]
+
+    def takes(self, states: Tensor, weight: Tensor) -> bool:
+        return (
+            states.dim() == 2
+            and 0 < len(states) <= _MAX_PLAIN_ROWS
+            and states.dtype == weight.dtype
+            and states.stride(1) == 1
+        )
+
+    def linear(self, states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """``states @ weight.T + bias`` of a contiguous weight [out, in]; [T, in] → [T, out]."""
+        width, depth = weight.shape
+        output = states.new_empty(len(states), width)
+        self._by_dtype[weight.dtype](
+            states.data_ptr(),
+            states.stride(0),
+            weight.data_ptr(),
+            _address(bias),
+            output.data_ptr(),
+            len(states),
+            width,
+            depth,
+            torch.get_num_threads(),
+        )
+        return output
+
+
+@cache
+def row_products() -> RowProducts | None:
+    """The products for CPUs without their own for a dtype, compiled if need be; None where they cannot be."""
+    library = _library(FOR_ALL)
+    return None if library is None else RowProducts(library)
+
+
 @cache
 def cpu_kernels() -> CpuKernels | None:
-    """The kernels, compiled if need be; None where they cannot run, which the log explains."""
-    if os.environ.get("EPD_SERVE_CPU_KERNELS") == "0" or not torch.cpu._is_amx_tile_supported():
+    """The kernels for AMX, compiled if need be; None where they cannot run."""
+    if not (
+        torch.cpu._is_amx_tile_supported() and torch.cpu._is_avx512_bf16_supported() and torch.cpu._init_amx()
+    ):
         return None
-    if not (torch.cpu._is_avx512_bf16_supported() and torch.cpu._init_amx()):
+    library = _library(FOR_AMX)
+    return None if library is None else CpuKernels(library)
+
+
+def _library(source: Path) -> ctypes.CDLL | None:
+    """The compiled library of a source; None where there is none, which the log explains."""
+    if os.environ.get("EPD_SERVE_CPU_KERNELS") == "0":
         return None
     compiler = shutil.which("g++")
     if compiler is None:
-        _log.warning("no g++ here: decodes in bfloat16 take about a sixth longer than with compiled CPU kernels")
+        _log.warning("no g++ here: decodes on this CPU take longer than with compiled kernels")
         return None
+    library = library_path(source)
     try:
-        return CpuKernels(_load(compiler))
+        try:
+            return ctypes.CDLL(str(library))
+        except OSError:  # not there yet, or half of it: the machine went down while it was written
+            _compile(compiler, source, library)
+            return ctypes.CDLL(str(library))
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or error
         _log.warning("CPU kernels do not compile, torch's operators take their place: %s", reason)
         return None
 
 
-def _load(compiler: str) -> ctypes.CDLL:
-    library = library_path()
-    try:
-        return ctypes.CDLL(str(library))
-    except OSError:  # not there yet, or half of it: the machine went down while it was written
-        _compile(compiler, library)
-        return ctypes.CDLL(str(library))
-
-
-def library_path() -> Path:
-    """The path under which the kernels compiled from this source for this processor are kept."""
-    key = hashlib.sha256(_SOURCE.read_bytes() + " ".join((*_FLAGS, processor_features())).encode()).hexdigest()
+def library_path(source: Path) -> Path:
+    """The path under which the library of a source compiled for this processor is kept."""
+    key = hashlib.sha256(source.read_bytes() + " ".join((*_FLAGS, processor_features())).encode()).hexdigest()
+    name = f"{source.stem}-{key[:32]}.so"
     if folder := os.environ.get("EPD_SERVE_CACHE"):
-        return Path(folder) / f"cpu_kernels-{key[:32]}.so"
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return caches / "epd-serve" / f"cpu_kernels-{key[:32]}.so"
+        return Path(folder) / name
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "epd-serve" / name
 
 
-def _compile(compiler: str, library: Path) -> None:
+def _compile(compiler: str, source: Path, library: Path) -> None:
     library.parent.mkdir(parents=True, exist_ok=True)
     # Several instances may compile at once: each into a file of its own, and the last one stays.
     with tempfile.TemporaryDirectory(dir=library.parent) as directory:
         built = Path(directory) / library.name
-        command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(built)]
+        command = [compiler, *_FLAGS, str(source), "-o", str(built)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S)
         built.replace(library)
 

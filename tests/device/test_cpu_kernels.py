@@ -14,7 +14,7 @@ from torch import Tensor
 
 from device.base import AttnMeta
 from device.ops.cpu import CpuOps
-from device.ops.cpu_kernels import cpu_kernels, library_path
+from device.ops.cpu_kernels import FOR_ALL, cpu_kernels, library_path, row_products
 from device.ops.linear import Product
 
 needs_kernels = pytest.mark.skipif(cpu_kernels() is None, reason="no AMX or no g++")
@@ -108,19 +108,36 @@ def test_decodes_read_pages_where_they_lie(query_heads: int, kv_heads: int, head
     _close(result, wanted.double())
 
 
+@pytest.mark.skipif(row_products() is None, reason="no g++")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("width", "depth"), [(7, 5), (130, 99)])
+def test_a_row_of_a_product_does_not_depend_on_the_others(dtype: torch.dtype, width: int, depth: int) -> None:
+    torch.manual_seed(0)
+    states, weight, bias = (torch.randn(*shape).to(dtype) for shape in ((64, 128), (width, depth), (width,)))
+    states, products = states[:, :depth], row_products()
+    assert products is not None
+    assert products.takes(states, weight)
+    whole = products.linear(states, weight, bias)
+    _close(whole.bfloat16(), F.linear(states.double(), weight.double(), bias.double()))
+    for rows in (1, 2, 3, 6, 15):
+        difference = products.linear(states[:rows], weight, bias) - whole[:rows]
+        assert float(difference.abs().max()) == 0
+
+
 def test_without_a_compiler_torch_does_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     code = (
-        "import torch; from device.ops.cpu_kernels import cpu_kernels; from device.ops.linear import linear;"
-        "assert cpu_kernels() is None; x = torch.eye(32).bfloat16(); assert torch.equal(linear(x)(x), x)"
+        "import torch; from device.ops.cpu_kernels import cpu_kernels, row_products;"
+        "from device.ops.linear import linear; assert cpu_kernels() is None and row_products() is None;"
+        "x = torch.eye(32).bfloat16(); assert torch.equal(linear(x)(x), x)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=150)
 
 
-@needs_kernels
+@pytest.mark.skipif(row_products() is None, reason="no g++")
 def test_a_broken_library_is_built_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    whole = library_path().read_bytes()
+    whole = library_path(FOR_ALL).read_bytes()
     monkeypatch.setenv("EPD_SERVE_CACHE", str(tmp_path))
-    library_path().write_bytes(whole[:200])
-    assert cpu_kernels.__wrapped__() is not None
-    assert library_path().stat().st_size == len(whole)
+    library_path(FOR_ALL).write_bytes(whole[:200])
+    assert row_products.__wrapped__() is not None
+    assert library_path(FOR_ALL).stat().st_size == len(whole)
