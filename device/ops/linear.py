@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from device.ops.cpu_kernels import cpu_kernels, row_products
+from device.ops.cpu_kernels import amx_kernels, cpu_kernels
 
 Linear = Callable[[Tensor], Tensor]
 Activation = Literal["none", "swish", "gelu_tanh"]
@@ -45,10 +45,10 @@ class Product:
         self._width = len(weight)
         self._is_packed = _packs(weight)
         self._weight = _reorder(weight) if self._is_packed else weight
-        kernels = cpu_kernels() if self._is_packed and weight.dtype == torch.bfloat16 else None
+        kernels = amx_kernels() if self._is_packed and weight.dtype == torch.bfloat16 else None
         self._address = None if kernels is None else kernels.packed_address(self._weight, weight)
         self._kernels = kernels
-        self._rows = row_products() if _takes_rows(weight) else None
+        self._rows = cpu_kernels() if _takes_rows(weight) else None
 
     def __call__(
         self,
@@ -87,7 +87,7 @@ class Product:
 
     def _multiply(self, states: Tensor) -> Tensor:
         weight, bias = self._weight, self._bias
-        if self._rows is not None and self._rows.takes(states, weight):
+        if self._rows is not None and self._rows.takes_rows(states, weight):
             return self._rows.linear(states, weight, bias)
         if not _widens(weight) or states.numel() < _WIDENED_ROWS * weight.shape[1]:
             return F.linear(states, weight, bias)
@@ -101,7 +101,7 @@ class Product:
 
 def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     """A product with a weight that the caller should let go of."""
-    if _packs(weight) or _widens(weight) or (_takes_rows(weight) and row_products() is not None):
+    if _packs(weight) or _widens(weight) or (_takes_rows(weight) and cpu_kernels() is not None):
         return Product(weight, bias)
     return partial(F.linear, weight=weight, bias=bias)
 
