@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <numeric>
 #include <type_traits>
 #include <vector>
 
@@ -19,6 +20,9 @@ constexpr int kLanes = 4, kColumns = 6;
 constexpr int kLanes = 8, kColumns = 3;
 #endif
 constexpr int kRows = 4;
+
+// The threads for so many numbers: one where the others would not be there before it is done.
+inline int64_t team(int64_t threads, int64_t numbers) { return numbers < 1 << 15 ? 1 : threads; }
 
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
@@ -138,6 +142,7 @@ template <typename T>
 void product(const float* x, int64_t stride, const T* weight, const T* bias, T* out, int64_t rows, int64_t width,
              int64_t depth, int64_t threads) {
     const int64_t whole = width / kColumns, chunk = std::max<int64_t>(1, whole / (8 * threads));
+    threads = team(threads, width * depth);
 #pragma omp parallel num_threads(threads)
     {
         std::vector<float> wide(std::is_same_v<T, float> ? 0 : kColumns * depth);
@@ -158,7 +163,7 @@ void product(const float* x, int64_t stride, const T* weight, const T* bias, T* 
 template <typename T>
 void norm(const T* x, int64_t stride, const T* residual, const T* weight, T* out, T* total, int64_t tokens,
           int64_t heads, int64_t width, float epsilon, int64_t threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
+#pragma omp parallel for num_threads(team(threads, tokens * heads * width)) schedule(static)
     for (int64_t row = 0; row < tokens * heads; row++) {
         const T* from = x + row / heads * stride + row % heads * width;
         Floats squares = {};
@@ -182,7 +187,7 @@ template <typename T>
 void rotate(const T* states, int64_t stride, const float* cos, const float* sin, T* out, int64_t tokens, int64_t heads,
             int64_t dim, int64_t threads) {
     const int64_t half = dim / 2;
-#pragma omp parallel for num_threads(threads) schedule(static)
+#pragma omp parallel for num_threads(team(threads, tokens * heads * dim)) schedule(static)
     for (int64_t token = 0; token < tokens; token++)
         for (int64_t head = 0; head < heads; head++)
             for (int64_t i = 0; i < half; i += kLanes) {
@@ -238,7 +243,8 @@ inline void add_values(const T* const* values, int64_t count, int64_t dim, const
 template <typename T>
 void decode(const Decode<T>* p) {
     const int64_t group = p->query_heads / p->kv_heads, row = p->kv_heads * p->dim, dim = p->dim;
-#pragma omp parallel for num_threads(p->threads) schedule(dynamic)
+    const int64_t tokens = std::accumulate(p->lengths, p->lengths + p->batch, (int64_t)0);
+#pragma omp parallel for num_threads(team(p->threads, 2 * tokens * row)) schedule(dynamic)
     for (int64_t item = 0; item < p->batch * p->kv_heads; item++) {
         const int64_t sequence = item / p->kv_heads, head = item % p->kv_heads, length = p->lengths[sequence];
         const int32_t* table = p->tables + sequence * p->table_stride;
