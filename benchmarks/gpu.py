@@ -1,14 +1,15 @@
 """Everything that needs a GPU, in one call: served models first, then the engine, transfers, kernels and tests.
 
-    python -m benchmarks.gpu --output gpu.json                     # cuda:0; 21 minutes at most
+    python -m benchmarks.gpu --output gpu.json                     # cuda:0; 9 minutes at most
     python -m benchmarks.gpu --output gpu.json --only serve        # one part
     python -m benchmarks.gpu --output gpu.json --device cpu --tiny # small sizes, to check that each part runs
 
 It needs torch, triton, transformers, pytest, hypothesis, pillow and the wheels in ``WHEELS``; no model or network.
 
-* ``serve``: Qwen2.5-VL-7B's and Llama 3 8B's shapes in bfloat16 as ``EPD`` and ``(E-P-D)``, ``PD`` and ``(P-D)``
-  on the one device: TTFT, gaps between tokens and tokens a second at 1, 64 and 256 streams, prompts of 1000 tokens
-  and answers of 128, then with pictures of 896 x 896;
+* ``serve``: Qwen2.5-VL-7B's shape in bfloat16 as ``EPD`` and ``(E-P-D)``, Llama 3 8B's as ``PD``, on the one
+  device: TTFT, gaps between tokens and tokens a second at 1, 64 and 256 streams, prompts of 1000 tokens and
+  answers of 128, prompts of 100 and answers of 256, then pictures of 896 x 896;
+* ``peer``: the same language model and load by transformers' own continuous batching, ``generate_batch``;
 * ``engine``: encode, prefill, decode, mixed steps and two streams, with and without graphs;
 * ``handoff``: the KV of a prompt and the feature of a picture between two processes, by each transport;
 * ``colocation``: time per token and encodes a second side by side, by what separates the two;
@@ -29,6 +30,7 @@ import contextlib
 import importlib.metadata
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -37,7 +39,8 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -82,7 +85,7 @@ class Run:
         """The directory of a shape's random weights, made once for all parts."""
         from benchmarks.models import make_shape
 
-        return make_shape(shape, self.weights / shape, self.device)
+        return make_shape(shape, self.weights / shape)
 
     def open(self) -> Any:
         from device.registry import get_device
@@ -97,16 +100,18 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """Closed-loop streams of one size."""
+    """Closed-loop streams of one size; a token of the text is about 1.4 of the built-in tokenizer's."""
 
     streams: int
-    text_tokens: int = 1000
+    text_tokens: int = 720
     output_tokens: int = 128
     side: int | None = None
+    waves: int = 2
 
     @property
     def name(self) -> str:
-        return f"{self.streams} streams{f', pictures of {self.side}' if self.side else ''}"
+        picture = f", pictures of {self.side}" if self.side else ""
+        return f"{self.streams} streams of {self.text_tokens} + {self.output_tokens}{picture}"
 
     @property
     def workload(self) -> str:
@@ -114,24 +119,27 @@ class Load:
         return f"synthetic,text_tokens={self.text_tokens},output_tokens={self.output_tokens},{pictures}"
 
 
-_LOADS = [Load(streams=count, side=side) for side in (None, 896) for count in (1, 64, 256)]
+_FEW, _MANY, _MOST = Load(streams=1), Load(streams=64), Load(streams=256, waves=1)
+_DECODES = Load(streams=256, text_tokens=72, output_tokens=256, waves=1)
+_LOADS = [_FEW, _MANY, _MOST, _DECODES, replace(_FEW, side=896), replace(_MANY, side=896)]
 _TINY_LOADS = [Load(streams=2, text_tokens=20, output_tokens=4, side=side) for side in (None, 56)]
-#: Shape → topologies on the one device.
-_SERVED = {"Qwen2.5-VL-7B": ("EPD", "(E-P-D)"), "Llama-3-8B": ("PD", "(P-D)")}
-_TINY_SERVED = {"tiny": ("(E-P-D)",), "tiny-llama": ("PD",)}
+#: Shape, topology on the one device, loads.
+_SERVED = [
+    ("Qwen2.5-VL-7B", "EPD", _LOADS),
+    ("Qwen2.5-VL-7B", "(E-P-D)", [_FEW, _MANY]),
+    ("Llama-3-8B", "PD", [_MANY]),
+]
+_TINY_SERVED = [("tiny", "(E-P-D)", _TINY_LOADS), ("tiny-llama", "PD", _TINY_LOADS[:1])]
 
 
 def serve(run: Run) -> None:
-    for shape, topologies in (_TINY_SERVED if run.tiny else _SERVED).items():
-        model = run.model(shape)
-        for topology in topologies:
-            name = f"{shape} {topology}"
-            with run.keeping(name), _serving(run, topology, model) as (url, ready_s):
-                run.keep(f"{name}: ready, s", ready_s)
-                for load in _TINY_LOADS if run.tiny else _LOADS:
-                    if load.side is None or "E" in topology:
-                        with run.keeping(f"{name}: {load.name}"):
-                            run.keep(f"{name}: {load.name}", _bench(url, load, run.weights))
+    for shape, topology, loads in _TINY_SERVED if run.tiny else _SERVED:
+        name = f"{shape} {topology}"
+        with run.keeping(name), _serving(run, topology, run.model(shape)) as (url, ready_s):
+            run.keep(f"{name}: ready, s", ready_s)
+            for number, load in enumerate(loads):  # other texts in each, so that no prefix is cached
+                with run.keeping(f"{name}: {load.name}"):
+                    run.keep(f"{name}: {load.name}", _bench(url, load, number, run.weights))
 
 
 @contextlib.contextmanager
@@ -174,10 +182,11 @@ def _answers(url: str) -> bool:
         return False
 
 
-def _bench(url: str, load: Load, folder: Path) -> dict[str, Any]:
-    count = max(4, 2 * load.streams)
+def _bench(url: str, load: Load, seed: int, folder: Path) -> dict[str, Any]:
+    count = max(4, load.waves * load.streams)
     command = [sys.executable, "-m", "epd_serve.cli", "bench", "--base-url", url, "--workload", load.workload]
     command += ["--arrivals", f"closed:{load.streams}", "--num-requests", str(count), "--warmups", "1"]
+    command += ["--seed", str(seed)]
     command += ["--json", "--no-report", "--work-dir", str(folder / "bench")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     try:
@@ -189,11 +198,40 @@ def _bench(url: str, load: Load, folder: Path) -> dict[str, Any]:
         for name, figure in total["figures"].items()
         if name in ("ttft", "tpot", "itl")
     }
-    answered = {"succeeded": total["num_succeeded"], "requests": total["num_requests"]}
+    answered: dict[str, Any] = {"input_tokens": total["figures"]["input_tokens"]["median"]}
+    answered |= {"succeeded": total["num_succeeded"], "requests": total["num_requests"]}
+    if total["num_succeeded"] < total["num_requests"]:
+        answered["output"] = done.stderr[-2000:]
     return answered | {"output_tokens_s": round(total["output_token_throughput"], 1)} | figures
 
 
 # ---------------------------------------------------------------------- one process
+
+
+def peer(run: Run) -> None:
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    from benchmarks.models import language_model
+
+    model = language_model("tiny-llama" if run.tiny else "Qwen2.5-VL-7B", run.device)
+    loads = _TINY_LOADS[:1] if run.tiny else [_FEW, _MANY]
+    numbers = random.Random(0)
+    for load in loads:
+        count = load.waves * load.streams
+        length = round(1.4 * load.text_tokens)
+        prompts = [[numbers.randrange(3, 1000) for _ in range(length)] for _ in range(count)]
+        generation = GenerationConfig(max_new_tokens=load.output_tokens, do_sample=False, eos_token_id=-1)
+        batching = ContinuousBatchingConfig(max_requests_per_batch=load.streams)
+        with run.keeping(load.name):
+            # the first call compiles and captures
+            answer = partial(model.generate_batch, generation_config=generation, persistent_manager=True)
+            answer(prompts[: load.streams], continuous_batching_config=batching)
+            began = time.monotonic()
+            answers = answer(prompts, continuous_batching_config=batching)
+            seconds = time.monotonic() - began
+            model.destroy_cached_continuous_batching_manager()
+            tokens = sum(len(one.generated_tokens) for one in answers.values())
+            run.keep(load.name, {"requests": count, "tokens": tokens, "output_tokens_s": tokens / seconds})
 
 
 def engine(run: Run) -> None:
@@ -312,14 +350,15 @@ class Part:
 
 #: In the order of their value: a machine may be taken away before the last one.
 PARTS = {
-    "serve": Part(measure=serve, limit_s=540),
-    "engine": Part(measure=engine, limit_s=150),
-    "handoff": Part(measure=handoff, limit_s=60),
-    "colocation": Part(measure=colocation, limit_s=120),
-    "attention": Part(measure=attention, limit_s=60),
-    "sampling": Part(measure=sampling, limit_s=30),
-    "startup": Part(measure=startup, limit_s=90),
-    "tests": Part(measure=tests, limit_s=180),
+    "serve": Part(measure=serve, limit_s=220),
+    "peer": Part(measure=peer, limit_s=50),
+    "engine": Part(measure=engine, limit_s=50),
+    "handoff": Part(measure=handoff, limit_s=40),
+    "startup": Part(measure=startup, limit_s=50),
+    "attention": Part(measure=attention, limit_s=35),
+    "sampling": Part(measure=sampling, limit_s=15),
+    "colocation": Part(measure=colocation, limit_s=40),
+    "tests": Part(measure=tests, limit_s=40),
 }
 
 

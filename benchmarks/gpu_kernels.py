@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import accumulate
@@ -14,6 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu_timing import call_ms, run_ms
 from device.base import AttentionOps, AttnMeta, Device
+from device.cuda import make_ops
+from device.ops.cuda import attend_dense
 from device.ops.plain import PlainOps
 from epd_serve.engine.sampling.sampler import DrawNumbers, Row, draw
 from epd_serve.sched.sequence import Sequence
@@ -30,7 +33,9 @@ BACKENDS = {
 #: Batch and context; tokens that are written; (prompts, new tokens of each, context of each); patches of images.
 DECODES, _TINY_DECODES = [(1, 8192), (8, 8192), (64, 2048), (64, 8192)], [(2, 64)]
 WRITES, _TINY_WRITES = [64, 8192, 131072], [64]
-PROMPTS, _TINY_PROMPTS = [(1, 512, 512), (1, 8192, 8192), (4, 2048, 2048), (1, 2048, 8192)], [(2, 16, 32)]
+PROMPTS = [(1, 256, 256), (1, 512, 512), (1, 1008, 1008), (4, 512, 512), (3, 1008, 1008), (4, 2048, 2048)]
+PROMPTS += [(1, 8192, 8192), (1, 2048, 8192)]
+_TINY_PROMPTS = [(2, 16, 32)]
 TOWERS, _TINY_TOWERS = [[4096], [64] * 64, [1024, 576, 2500]], [[16] * 2, [16, 36]]
 TOKENS, _TINY_TOKENS = (64, 4096), (8,)
 #: Bytes that a measurement goes over: many times the L2 cache, so that they come from memory.
@@ -51,15 +56,17 @@ def measure_attention(
         calls = [_attend(device, [1] * batch, [context] * batch) for _ in range(_layers(layer_bytes, tiny=tiny))]
         speed = layer_bytes / call_ms(device, calls) / 1e6
         yield f"decode {batch} x {context}", {"gb_s": speed, "of_copy": speed / limits["copy_gb_s"]}
+    device.ops.build_plans(8192, (HEADS, KV_HEADS), HEAD_DIM, torch.bfloat16, device.torch_device)
+    varlen = make_ops(device.cores or 1, (8, 0)) if device.type == "cuda" else device.ops
     for count, length, context in _TINY_PROMPTS if tiny else PROMPTS:
-        ours = call_ms(device, [_attend(device, [length] * count, [context] * count)])
-        yield f"{count} x {length} of {context}", {"ours": ours} | _sdpa(device, count, length, context)
+        ours, theirs = (_attend(device, [length] * count, [context] * count, ops) for ops in (device.ops, varlen))
+        row = {"ours": call_ms(device, [ours]), "varlen": call_ms(device, [theirs])}
+        row |= _sdpa(device, count, length, context) | {"largest difference": _difference(ours, theirs)}
+        yield f"{count} x {length} of {context}", row
     for head_dim in (64, 72, 80):
         for lengths in _TINY_TOWERS if tiny else TOWERS:
-            states = _random(device.torch_device, 3, sum(lengths), 16, head_dim).unbind(0)
-            encode = partial(device.ops.encode, *states, list(accumulate(lengths, initial=0)), head_dim**-0.5)
             name = f"tower, heads of {head_dim}, {len(lengths)} of {lengths[0]} patches"
-            yield name, {"ours": call_ms(device, [encode])}
+            yield name, _tower_ms(device, varlen, lengths, head_dim)
     for tokens in _TINY_WRITES if tiny else WRITES:
         speeds = [_write_gb_s(device, ops, tokens, tiny=tiny) for ops in (device.ops, PlainOps())]
         row = {"gb_s": speeds[0], "of_copy": speeds[0] / limits["copy_gb_s"], "torch_gb_s": speeds[1]}
@@ -69,6 +76,56 @@ def measure_attention(
         for name, call in ours_by_name.items():
             row = {"ours": call_ms(device, [call] * 8), "torch": call_ms(device, [torchs[name]] * 8)}
             yield f"{name}, {tokens} tokens", row
+    if device.type == "cuda":  # last, as torch keeps it private: it may break this process
+        for lengths in TOWERS:
+            yield (
+                f"tower by cuDNN's varlen, {len(lengths)} of {lengths[0]} patches",
+                _cudnn_varlen(device, lengths),
+            )
+
+
+def _tower_ms(device: Device, varlen: AttentionOps, lengths: list[int], head_dim: int) -> dict[str, float]:
+    """Return the milliseconds of the varlen kernel, and of cuDNN: segment by segment, or equal ones together."""
+    query, key, value = _random(device.torch_device, 3, sum(lengths), 16, head_dim).unbind(0)
+    calls = [(len(lengths), lengths[0])] if len(set(lengths)) == 1 else [(1, length) for length in lengths]
+    dense = partial(attend_dense, query, key, value, calls, head_dim**-0.5, causal=False)
+    began = time.perf_counter()
+    dense()
+    device.synchronize()
+    first_ms = 1e3 * (time.perf_counter() - began)
+    encode = partial(varlen.encode, query, key, value, list(accumulate(lengths, initial=0)), head_dim**-0.5)
+    times = {"varlen": call_ms(device, [encode]), "cudnn": call_ms(device, [dense])}
+    return times | {"cudnn's first call": first_ms, "largest difference": _difference(dense, encode)}
+
+
+def _difference(left: Callable[[], Tensor], right: Callable[[], Tensor]) -> float:
+    return (left() - right()).abs().max().item()
+
+
+def _cudnn_varlen(device: Device, lengths: list[int]) -> dict[str, Any]:
+    """Return the milliseconds of cuDNN's attention over packed segments, and its distance from varlen's.
+
+    The longest segment is given as a multiple of 1024, for which a plan could be shared.
+    """
+    query, key, value = _random(device.torch_device, 3, sum(lengths), 16, 80).unbind(0)
+    borders = list(accumulate(lengths, initial=0))
+    ends = torch.tensor(borders, dtype=torch.int32).to(device.torch_device)
+    most, scale = -(-max(lengths) // 1024) * 1024, 80**-0.5
+    states = query, key, value, None, ends, ends, most, most
+
+    def call() -> Tensor:
+        output: Tensor = torch.ops.aten._cudnn_attention_forward(*states, False, 0.0, False, False, scale=scale)[0]
+        return output
+
+    try:
+        began = time.perf_counter()
+        call()
+        device.synchronize()
+        first_ms = 1e3 * (time.perf_counter() - began)
+        away = _difference(call, partial(device.ops.encode, query, key, value, borders, scale))
+        return {"cudnn": call_ms(device, [call]), "cudnn's first call": first_ms, "largest difference": away}
+    except RuntimeError as error:
+        return {"error": str(error)[:300]}
 
 
 def _layers(layer_bytes: int, *, tiny: bool) -> int:
@@ -76,11 +133,15 @@ def _layers(layer_bytes: int, *, tiny: bool) -> int:
 
 
 def _random(where: torch.device, *shape: int) -> Tensor:
-    return torch.randn(shape).to(where, torch.bfloat16)
+    own = where if where.type == "cuda" else None  # a host takes seconds for what a GPU makes at once
+    return torch.randn(shape, device=own).to(where, torch.bfloat16)
 
 
-def _attend(device: Device, queries: list[int], contexts: list[int]) -> Callable[[], object]:
+def _attend(
+    device: Device, queries: list[int], contexts: list[int], ops: AttentionOps | None = None
+) -> Callable[[], Tensor]:
     """Return one layer's attention of sequences whose K and V lie in shuffled blocks: decodes, or prompts."""
+    torch.manual_seed(0)
     where, blocks = device.torch_device, sum(contexts) // BLOCK_SIZE
     kv = _random(where, 2, blocks + 1, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
     fused = _random(where, sum(queries), HEADS + 2 * KV_HEADS, HEAD_DIM)
@@ -98,9 +159,10 @@ def _attend(device: Device, queries: list[int], contexts: list[int]) -> Callable
         prefill_context_lens=contexts[num_decodes:],
         prefill_block_table=table[num_decodes:],
     )
-    plan: Any = device.ops.prepare(meta, torch.bfloat16)
+    ops = ops or device.ops
+    plan: Any = ops.prepare(meta, torch.bfloat16)
     query, key, value = fused.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
-    return partial(device.ops.attend, query, key, value, kv, plan, SCALE)
+    return partial(ops.attend, query, key, value, kv, plan, SCALE)
 
 
 def _sdpa(device: Device, count: int, length: int, context: int) -> dict[str, float]:
@@ -163,8 +225,9 @@ def measure_sampling(device: Device, *, tiny: bool) -> Iterator[tuple[str, dict[
         for name, limits in DRAWS.items():
             rows = [_row(seed, **limits) for seed in range(count)]
             times = {"sorted": run_ms(device, partial(draw, scores, rows))}
-            if (kernel := device.ops.draw) is not None:
-                times["ours"] = run_ms(device, lambda: kernel(scores, *numbers.of(rows, scores.device)))  # noqa: B023
+            if device.ops.draw is not None:
+                call = partial(device.ops.draw, scores, *numbers.of(rows, scores.device))
+                times["ours"] = call_ms(device, [call] * 8)
             yield f"{count} rows, {name}", times
 
 

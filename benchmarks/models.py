@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import shutil
+import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +20,14 @@ from transformers import (
     LlamaForCausalLM,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
 )
+from transformers.core_model_loading import revert_weight_conversion
 
 from epd_serve.demo import weights_dir
 
@@ -26,6 +35,7 @@ BUILT_IN = "built-in"
 HEAD_DIM = 32
 #: The file of a model's directory that is written last.
 _COMPLETE = "chat_template.jinja"
+_GENERATION = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,23 +115,92 @@ SHAPES = {
 }
 
 
-def make_shape(name: str, path: Path, device: str = "cpu") -> Path:
-    """Save the model of a shape in bfloat16 with the built-in model's tokenizer, unless it is there already."""
+def make_shape(name: str, path: Path) -> Path:
+    """Save the model of a shape in bfloat16 with the built-in model's tokenizer, unless it is there already.
+
+    The weights repeat 64 MiB of random numbers, so that 16 GB are written as fast as the file system takes them.
+    """
     if (path / _COMPLETE).exists():
         return path
     shape = SHAPES[name]
+    config, model_class = _config(shape.family, _text(shape), shape.vision, tied=shape.tied)
+    with torch.device("meta"):
+        model: Any = model_class(config).to(torch.bfloat16)
+    tensors = revert_weight_conversion(model, model.state_dict())
+    if shape.tied:
+        del tensors["lm_head.weight"]
+    path.mkdir(parents=True, exist_ok=True)
+    _write_weights(path / "model.safetensors", {key: tuple(one.shape) for key, one in tensors.items()}, config)
+    config.dtype = torch.bfloat16
+    config.architectures = [model_class.__name__]
+    config.save_pretrained(path)
+    _GENERATION.save_pretrained(path)
     processor = json.loads((weights_dir() / "preprocessor_config.json").read_text())
     patch = 16 if shape.family == "qwen3_vl" else 14
     processor |= {"patch_size": patch, "size": {"shortest_edge": 3136, "longest_edge": 4_000_000}}
-    text = shape.text | {"max_position_embeddings": 32_768}
+    _add_files(path, None if shape.vision is None else processor)
+    return path
+
+
+def _text(shape: Shape) -> dict[str, Any]:
+    return shape.text | {"max_position_embeddings": 32_768}
+
+
+def language_model(name: str, device: str) -> Any:
+    """Return transformers' model of a shape's text part on a device, in bfloat16 with random weights."""
+    shape = SHAPES[name]
+    ends = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 0}
+    config_class, model_class = {
+        "llama": (LlamaConfig, LlamaForCausalLM),
+        "qwen2_5_vl": (Qwen2Config, Qwen2ForCausalLM),
+        "qwen3_vl": (Qwen3Config, Qwen3ForCausalLM),
+    }[shape.family]
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device(device):
-            _save(path, shape.family, text, shape.vision, processor, tied=shape.tied)
+            return model_class(config_class(**_text(shape), tie_word_embeddings=shape.tied, **ends)).eval()
     finally:
         torch.set_default_dtype(default)
-    return path
+
+
+def _write_weights(file: Path, shapes: Mapping[str, tuple[int, ...]], config: Any) -> None:
+    """Write a safetensors file: norms' weights are 1, all other numbers random.
+
+    Tokens without a text of their own have rows of zeros: others are likelier, so that a client sees each one.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    torch.manual_seed(0)
+    numbers = torch.empty(1 << 25, dtype=torch.bfloat16).normal_(std=0.02).view(torch.uint8).numpy()
+    ones = torch.ones(1 << 20, dtype=torch.bfloat16).view(torch.uint8).numpy()
+    tokenizer = AutoTokenizer.from_pretrained(weights_dir())
+    first, end = max(tokenizer.added_tokens_decoder) + 1, len(tokenizer)
+    with file.open("wb") as output:
+        output.write(struct.pack("<Q", len(text)) + text)
+        for name, shape in shapes.items():
+            row_bytes, left = 2 * math.prod(shape[1:]), 2 * math.prod(shape)
+            if len(shape) == 2 and shape[0] == config.get_text_config().vocab_size:
+                output.seek(first * row_bytes, os.SEEK_CUR)
+                output.write(numbers[: (end - first) * row_bytes])
+                output.seek(left - end * row_bytes, os.SEEK_CUR)
+                continue
+            source = ones if "norm" in name and name.endswith("weight") else numbers
+            while left:
+                left -= output.write(source[: min(left, len(source))])
+        output.truncate()
+
+
+def _add_files(path: Path, processor: dict[str, Any] | None) -> None:
+    if processor is not None:
+        (path / "preprocessor_config.json").write_text(json.dumps(processor))
+    for file in ("tokenizer.json", "tokenizer_config.json", _COMPLETE):
+        shutil.copy(weights_dir() / file, path / file)
 
 
 def make_model(
@@ -155,28 +234,13 @@ def make_model(
         "merge_size": 2,
     }
     text |= {"head_dim": HEAD_DIM, "max_position_embeddings": max_length}
-    _save(path, "qwen2_5_vl", text, vision, processor, tied=True)
-    return path
-
-
-def _save(
-    path: Path,
-    family: str,
-    text: dict[str, Any],
-    vision: dict[str, Any] | None,
-    processor: dict[str, Any],
-    *,
-    tied: bool,
-) -> None:
-    config, model_class = _config(family, text, vision, tied=tied)
+    config, model_class = _config("qwen2_5_vl", text, vision, tied=True)
     torch.manual_seed(0)
     model: Any = model_class(config)
-    model.generation_config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
+    model.generation_config = _GENERATION
     model.save_pretrained(path)
-    if vision is not None:
-        (path / "preprocessor_config.json").write_text(json.dumps(processor))
-    for file in ("tokenizer.json", "tokenizer_config.json", _COMPLETE):
-        shutil.copy(weights_dir() / file, path / file)
+    _add_files(path, processor)
+    return path
 
 
 def _config(family: str, text: dict[str, Any], vision: dict[str, Any] | None, *, tied: bool) -> tuple[Any, Any]:

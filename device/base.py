@@ -120,6 +120,21 @@ class AttentionOps(Protocol):
             dtype: dtype of the queries, keys and values.
         """
 
+    def build_plans(
+        self,
+        max_num_tokens: int,
+        num_heads: tuple[int, int],
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Build what this thread's first calls of ``attend`` would else build: libraries keep plans by thread.
+
+        Args:
+            max_num_tokens: of a step. num_heads: of the queries, and of K and V.
+        """
+        return
+
     def write_kv(self, key: Tensor, value: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
         """Store K and V [T, Hkv, D] into ``kv_layer`` [2, num_blocks, block_size, Hkv, D] at their slots [T].
 

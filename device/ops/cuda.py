@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -13,23 +14,22 @@ from itertools import accumulate, pairwise
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from device.base import AttentionPlan, AttnMeta, EncodeCaptured
 from device.ops.plain import PlainOps
 from device.ops.varlen import MAX_HEAD_DIM, Varlen, flashable
 
-DENSE_TOKENS = 1024
-"""Prompts from here on go to SDPA one by one: cuDNN's kernels for Hopper outrun the varlen ones, but build a plan
-for every length."""
-DENSE_MULTIPLE = 256
-"""Such prompts are padded to a multiple of this: at the end, where causality hides it, to bound the plans."""
-_FASTEST_FIRST = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
+DENSE_TOKENS = 2048
+"""Whole prompts from here on go to SDPA: cuDNN takes half the varlen kernel's time for 8192 tokens on an H100."""
+DENSE_MULTIPLE = 1024
+"""Such prompts are padded at their end, where causality hides it, to a multiple of this: cuDNN needs a plan for
+each length, which :meth:`CudaOps.build_plans` makes before an instance serves."""
+LONG_SEGMENT = 1024
+"""Segments of a tower from here on fill the GPU one by one, so that pictures of one size share a plan."""
+PLAN_OPERATIONS = 2.5e13
+"""Behind so many operations a tower's calls of one shape go to cuDNN, which would by then have saved the 37 ms of
+its plan on an H100; so sizes that come rarely never cost a plan."""
+_MAX_CUDNN_HEAD_DIM = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,14 +65,36 @@ class CudaOps(PlainOps):
 
     Args:
         varlen: flash attention; None keeps to SDPA (as float32 does in any case).
+        has_fast_cudnn: cuDNN outruns it, as on Hopper.
     """
 
     name = "varlen flash prefill, plain torch decode (Triton is not installed)"
 
-    def __init__(self, varlen: Varlen | None) -> None:
+    def __init__(self, varlen: Varlen | None, *, has_fast_cudnn: bool = False) -> None:
         self._varlen = varlen
+        self._has_fast_cudnn = has_fast_cudnn and varlen is not None
+        self._has_plans = False  # for prompts
+        self._operations: Counter[tuple[int, ...]] = Counter()  # of a tower's calls, by shape
         if varlen is None:
             self.name = "plain torch (this torch or GPU has no varlen flash attention)"
+
+    def build_plans(
+        self,
+        max_num_tokens: int,
+        num_heads: tuple[int, int],
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        if not self._has_fast_cudnn or dtype == torch.float32 or not _fits_cudnn(head_dim):
+            return
+        for length in range(DENSE_TOKENS, max_num_tokens + 1, DENSE_MULTIPLE):
+            query, key, value = (
+                torch.zeros(length, heads, head_dim, dtype=dtype, device=device)
+                for heads in (num_heads[0], num_heads[1], num_heads[1])
+            )
+            attend_dense(query, key, value, [(1, length)], head_dim**-0.5, causal=True)
+        self._has_plans = True
 
     def prepare(self, meta: AttnMeta, dtype: torch.dtype) -> CudaPlan:  # type: ignore[override]
         prefills: PackedPrefills | DensePrefills | AttentionPlan | None = None
@@ -80,7 +102,8 @@ class CudaOps(PlainOps):
             if self._varlen is None or dtype == torch.float32:
                 prefills = super().prepare(_prefills_only(meta), dtype)
             elif (
-                meta.prefill_query_lens == meta.prefill_context_lens
+                self._has_plans
+                and meta.prefill_query_lens == meta.prefill_context_lens
                 and min(meta.prefill_query_lens) >= DENSE_TOKENS
             ):
                 prefills = DensePrefills(lengths=tuple(meta.prefill_query_lens))
@@ -109,9 +132,20 @@ class CudaOps(PlainOps):
         if not len(query) or self._varlen is None or query.dtype == torch.float32:
             return super().encode(query, key, value, cu_seqlens_host, scale)
         borders = tuple(dict.fromkeys(cu_seqlens_host))  # without empty segments
+        longest, calls = _segments(borders)
+        if calls and self._has_fast_cudnn and self._pays(calls, query):
+            return attend_dense(query, key, value, calls, scale, causal=False)
         ends = _ends(borders, query.device, _current_stream(query.device))
-        longest = max(end - start for start, end in pairwise(borders))
         return self._flash(query, key, value, (ends, ends), (longest, longest), scale, causal=False).contiguous()
+
+    def _pays(self, calls: Sequence[tuple[int, int]], query: Tensor) -> bool:
+        """Whether such calls have come often enough for plans of cuDNN's (PLAN_OPERATIONS)."""
+        heads, head_dim = query.shape[1:]
+        if not _fits_cudnn(head_dim):
+            return False
+        for count, length in calls:
+            self._operations[count, length, heads, head_dim] += 4 * count * heads * length**2 * head_dim
+        return all(self._operations[*call, heads, head_dim] >= PLAN_OPERATIONS for call in calls)
 
     def encode_captured(self, dtype: torch.dtype) -> EncodeCaptured | None:
         return None if self._varlen is None or dtype == torch.float32 else self._encode_captured
@@ -142,7 +176,7 @@ class CudaOps(PlainOps):
     ) -> Tensor:
         """The step's chunks, back to back."""
         if isinstance(prefills, DensePrefills):
-            return _dense(query, key, value, prefills.lengths, scale)
+            return _attend_prompts(query, key, value, prefills.lengths, scale)
         if not isinstance(prefills, PackedPrefills):
             return super().attend(query, key, value, kv_layer, prefills, scale)
         if prefills.slots is not None:
@@ -211,22 +245,62 @@ def _gather(kv_layer: Tensor, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor
     return keys, values
 
 
-def _dense(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
+def _attend_prompts(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
     """Whole prompts, back to back."""
     outputs: list[Tensor] = []
     start = 0
-    with sdpa_kernel(_FASTEST_FIRST, set_priority=True):
-        for length in lengths:
-            states = (tensor[start : start + length] for tensor in (query, key, value))
-            if length % DENSE_MULTIPLE:
-                states = (F.pad(tensor, (0, 0, 0, 0, 0, -length % DENSE_MULTIPLE)) for tensor in states)
-            queries, keys, values = (tensor.transpose(0, 1)[None] for tensor in states)
-            attended = F.scaled_dot_product_attention(
-                queries, keys, values, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
-            )
-            outputs.append(attended[0].transpose(0, 1)[:length])
-            start += length
+    for length in lengths:
+        missing = -length % DENSE_MULTIPLE
+        # of one layout, whatever the model's: plans depend on strides
+        queries, keys, values = (
+            F.pad(states, (0, 0, 0, 0, 0, missing)) if missing else states.contiguous()
+            for states in (part[start : start + length] for part in (query, key, value))
+        )
+        attended = attend_dense(queries, keys, values, [(1, length + missing)], scale, causal=True)
+        outputs.append(attended[:length])
+        start += length
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def attend_dense(
+    query: Tensor, key: Tensor, value: Tensor, calls: Sequence[tuple[int, int]], scale: float, *, causal: bool
+) -> Tensor:
+    """Attention [T, H, D] within segments back to back, by one SDPA call for each (segments, their length)."""
+    outputs: list[Tensor] = []
+    start = 0
+    is_cudnn = query.is_cuda and _fits_cudnn(query.shape[2])
+    for count, length in calls:
+        end = start + count * length
+        queries, keys, values = (
+            states[start:end].view(count, length, *states.shape[1:]).transpose(1, 2)
+            for states in (query, key, value)
+        )
+        if is_cudnn:
+            # torch's order of backends is the whole process's: masked decodes would plan each of their lengths
+            attended: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
+                queries, keys, values, None, False, 0.0, causal, scale=scale
+            )[0]
+        else:
+            attended = F.scaled_dot_product_attention(
+                queries, keys, values, is_causal=causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+            )
+        outputs.append(attended.transpose(1, 2).flatten(0, 1))
+        start = end
+    return outputs[0].contiguous() if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _fits_cudnn(head_dim: int) -> bool:
+    return head_dim % 8 == 0 and head_dim <= _MAX_CUDNN_HEAD_DIM
+
+
+def _segments(borders: tuple[int, ...]) -> tuple[int, tuple[tuple[int, int], ...]]:
+    """The longest segment, and SDPA calls (segments, length) for all; none where they are short and differ."""
+    lengths = [end - start for start, end in pairwise(borders)]
+    if min(lengths) >= LONG_SEGMENT:
+        return max(lengths), tuple((1, length) for length in lengths)
+    if min(lengths) == max(lengths):
+        return lengths[0], ((len(lengths), lengths[0]),)
+    return max(lengths), ()
 
 
 def _prefills_only(meta: AttnMeta) -> AttnMeta:
@@ -260,7 +334,7 @@ def _current_stream(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
-def _to_device(values: list[int], device: torch.device) -> Tensor:
+def _to_device(values: list[int] | Tensor, device: torch.device) -> Tensor:
     """int32, copied without making the host wait for the device."""
-    host = torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda")
-    return host.to(device, non_blocking=True)
+    host = torch.as_tensor(values, dtype=torch.int32)
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)

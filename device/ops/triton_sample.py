@@ -1,8 +1,12 @@
-"""Drawing tokens from a vocabulary that is never sorted, in Triton: one program a row, a few passes over it.
+"""Drawing tokens from a vocabulary that is never sorted, in Triton.
+
+One kernel reads the scores once, many programs a row, and leaves each block's largest score and sum of weights. A
+second one, one program a row, then reads only blocks that can matter: for the k-th largest score those whose
+largest is among the k largest of the blocks, for a draw the one block that it falls in.
 
 A draw from the whole distribution is thrown away where top-p does not keep it, and with it all that is no
 likelier; the next draw is among the rest. About 1 - ln(top_p) draws are enough. The k-th largest score is found by
-bisection over the bits of float32. Random numbers are Philox 4x64-10 of the row's own counters.
+radix selection, 8 bits a pass. Random numbers are Philox 4x64-10 of the row's own counters.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -12,8 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 4096
-"""Scores that a program looks at together."""
+BLOCK = 256
+"""Scores of which the largest and the sum of weights are known together."""
+TILE = 16
+"""Blocks that a program reads together."""
 
 
 @triton.jit
@@ -37,26 +43,169 @@ def _uniform(seed, choice, position, attempt):
 
 
 @triton.jit
+def _survey_kernel(
+    scores,
+    limits,
+    maxima,
+    sums,
+    width,
+    stride,
+    num_blocks,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    ALL: tl.constexpr,
+):
+    """The largest score of each block, NaN where it has one, and the sum of its weights, the largest being 1."""
+    row = tl.program_id(1).to(tl.int64)
+    blocks = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    at = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    some = tl.load(scores + row * stride + at, mask=at < width, other=float("-inf"))
+    temperature = tl.load(limits + 4 * row)
+    most = tl.max(tl.where(some != some, float("-inf"), some), axis=1)
+    has_nan = tl.max((some != some).to(tl.int32), axis=1) > 0
+    largest = tl.where(most > float("-inf"), most, 0.0)
+    weights = tl.exp((some - largest[:, None]) / temperature)
+    place = row * ALL + blocks
+    tl.store(maxima + place, tl.where(has_nan, float("nan"), most), mask=blocks < num_blocks)
+    tl.store(sums + place, tl.sum(weights, axis=1), mask=blocks < num_blocks)
+
+
+@triton.jit
 def _ordered(scores):
-    """int32 in the order of float32 scores."""
-    bits = scores.to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    """uint32 in the order of float32 scores."""
+    bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
+    return (tl.where(bits < 0, ~bits, bits ^ -2147483648)).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
-def _weights(base, start, width, best, temperature, min_p, low, low_at, BLOCK: tl.constexpr):
+def _tile(base, live, first, count, width, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """Places and scores [TILE, BLOCK] of the blocks that ``live`` lists from ``first`` on."""
+    number = first + tl.arange(0, TILE)
+    blocks = tl.load(live + number, mask=number < count, other=0)
+    at = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = (at < width) & (number < count)[:, None]
+    return tl.where(inside, at, width), tl.load(base + at, mask=inside, other=float("-inf"))
+
+
+@triton.jit
+def _list_blocks(live, blocks, is_live):
+    """Write the numbers of live blocks, in their order, and return how many they are."""
+    tl.debug_barrier()  # the list before has been read by all threads
+    is_live = is_live.to(tl.int32)
+    tl.store(live + tl.cumsum(is_live, axis=0) - 1, blocks, mask=is_live != 0)
+    tl.debug_barrier()
+    return tl.sum(is_live, axis=0)
+
+
+@triton.jit
+def _kth(base, live, count, width, top_k, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """The score and the place of which the ``top_k`` largest scores lie above, or equal it before the place."""
+    rank = top_k
+    key = tl.full([], 0, tl.uint32)
+    digits = tl.arange(0, 256)
+    for step in range(4):
+        shift = 24 - 8 * step
+        counts = tl.zeros([256], tl.int32)
+        for first in range(0, count, TILE):
+            _, some = _tile(base, live, first, count, width, BLOCK, TILE)
+            keys = tl.reshape(_ordered(some), (TILE * BLOCK,))
+            # others count as the smallest, whose number nobody asks for
+            digit = tl.where((keys >> shift >> 8) == key, (keys >> shift) & 255, 0)
+            counts += tl.histogram(digit.to(tl.int32), 256)
+        ends = tl.cumsum(counts, axis=0, reverse=True)
+        chosen = tl.max(tl.where(ends >= rank, digits, 0), axis=0)
+        rank -= tl.sum(tl.where(digits > chosen, counts, 0), axis=0)
+        key = (key << 8) | chosen.to(tl.uint32)
+    bits = key.to(tl.int32, bitcast=True)
+    score = tl.where(bits < 0, bits ^ -2147483648, ~bits).to(tl.float32, bitcast=True)
+    equals, last = tl.full([], 0, tl.int32), tl.full([], -1, tl.int32)
+    for first in range(0, count, TILE):
+        at, some = _tile(base, live, first, count, width, BLOCK, TILE)
+        at, equal = tl.reshape(at, (TILE * BLOCK,)), tl.reshape((some == score).to(tl.int32), (TILE * BLOCK,))
+        number = equals + tl.cumsum(equal, axis=0)
+        last = tl.maximum(last, tl.max(tl.where((equal != 0) & (number <= rank), at, -1), axis=0))
+        equals += tl.sum(equal, axis=0)
+    return score, last + 1
+
+
+@triton.jit
+def _weights(some, at, best, temperature, min_p, low, low_at):
     """Weights, the largest 1, of scores that lie above ``low``, or equal it before the place ``low_at``."""
-    at = start + tl.arange(0, BLOCK)
-    scores = tl.load(base + at, mask=at < width, other=float("-inf"))
-    weights = tl.exp((scores - best) / temperature)
-    kept = (scores > low) | ((scores == low) & (at < low_at))
-    return at, scores, tl.where(kept & (weights >= min_p), weights, 0.0)
+    weights = tl.exp((some - best) / temperature)
+    kept = (some > low) | ((some == low) & (at < low_at))
+    return tl.where(kept & (weights >= min_p), weights, 0.0)
 
 
 @triton.jit
-def _draw_kernel(scores, counters, limits, tokens, width, stride, BLOCK: tl.constexpr):
+def _weigh(
+    base, live, sums, count, width, best, temperature, min_p, low, low_at, BLOCK: tl.constexpr, TILE: tl.constexpr
+):
+    """Write the sums of the weights in the live blocks, and return their total."""
+    total = tl.full([], 0.0, tl.float64)
+    for first in range(0, count, TILE):
+        at, some = _tile(base, live, first, count, width, BLOCK, TILE)
+        amounts = tl.sum(_weights(some, at, best, temperature, min_p, low, low_at), axis=1)
+        number = first + tl.arange(0, TILE)
+        tl.store(sums + number, amounts, mask=number < count)
+        total += tl.sum(amounts.to(tl.float64), axis=0)
+    tl.debug_barrier()
+    return total
+
+
+@triton.jit
+def _invert(
+    base,
+    live,
+    sums,
+    count,
+    width,
+    best,
+    temperature,
+    min_p,
+    low,
+    low_at,
+    target,
+    BLOCK: tl.constexpr,
+    ALL: tl.constexpr,
+):
+    """The token at which the sum of weights passes ``target``, and its score."""
+    number = tl.arange(0, ALL)
+    amounts = tl.load(sums + number, mask=number < count, other=0.0).to(tl.float64)
+    ends = tl.cumsum(amounts, axis=0)
+    # sums of another order may be smaller by a rounding: then it is the last one
+    last = tl.max(tl.where(amounts > 0, number, 0), axis=0)
+    chosen = tl.minimum(tl.min(tl.where((ends > target) & (amounts > 0), number, ALL), axis=0), last)
+    before = tl.max(tl.where(number < chosen, ends, 0.0), axis=0)
+    at = tl.load(live + chosen) * BLOCK + tl.arange(0, BLOCK)
+    some = tl.load(base + at, mask=at < width, other=float("-inf"))
+    weights = _weights(some, at, best, temperature, min_p, low, low_at)
+    passed = (tl.cumsum(weights.to(tl.float64), axis=0) > target - before) & (weights > 0)
+    last = tl.max(tl.where(weights > 0, at, 0), axis=0)
+    token = tl.minimum(tl.min(tl.where(passed, at, width), axis=0), last)
+    return token, tl.max(tl.where(at == token, some, float("-inf")), axis=0)
+
+
+@triton.jit
+def _draw_kernel(
+    scores,
+    counters,
+    limits,
+    maxima,
+    sums,
+    live,
+    tokens,
+    width,
+    stride,
+    num_blocks,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    ALL: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     base = scores + row * stride
+    maxima += row * ALL
+    sums += row * ALL
+    live += row * ALL
     seed = tl.load(counters + 3 * row)
     choice = tl.load(counters + 3 * row + 1)
     position = tl.load(counters + 3 * row + 2)
@@ -65,108 +214,67 @@ def _draw_kernel(scores, counters, limits, tokens, width, stride, BLOCK: tl.cons
     top_p = tl.load(limits + 4 * row + 2)
     top_k = tl.load(limits + 4 * row + 3).to(tl.int32)
 
-    best = tl.full([], float("-inf"), tl.float32)
-    no_number = width
-    for start in range(0, width, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        some = tl.load(base + at, mask=at < width, other=float("-inf"))
-        no_number = tl.minimum(no_number, tl.min(tl.where(some != some, at, width), axis=0))
-        best = tl.maximum(best, tl.max(tl.where(some != some, float("-inf"), some), axis=0))
-
-    if no_number < width:
-        tl.store(tokens + row, no_number.to(tl.int64))
+    blocks = tl.arange(0, ALL)
+    most = tl.load(maxima + blocks, mask=blocks < num_blocks, other=float("-inf"))
+    no_number = tl.min(tl.where(most != most, blocks, ALL), axis=0)
+    best = tl.max(tl.where(most != most, float("-inf"), most), axis=0)
+    if no_number < ALL:
+        at = no_number * BLOCK + tl.arange(0, BLOCK)
+        some = tl.load(base + at, mask=at < width, other=0.0)
+        tl.store(tokens + row, tl.min(tl.where(some != some, at, width), axis=0).to(tl.int64))
     elif best == float("-inf"):  # all are forbidden
         tl.store(tokens + row, tl.full([], 0, tl.int64))
     else:
         low, low_at = tl.full([], float("-inf"), tl.float32), tl.full([], 0, tl.int32)
+        count = _list_blocks(live, blocks, blocks < num_blocks)
         if (top_k > 0) & (top_k < width):
-            low, low_at = _kth(base, width, top_k, BLOCK)
-        total = tl.full([], 0.0, tl.float64)
-        for start in range(0, width, BLOCK):
-            _, _, weights = _weights(base, start, width, best, temperature, min_p, low, low_at, BLOCK)
-            total += tl.sum(weights, axis=0).to(tl.float64)
+            if top_k <= num_blocks:  # so many scores are at least the k-th largest of the blocks' largest
+                least, _ = _kth(maxima, live, (num_blocks + BLOCK - 1) // BLOCK, num_blocks, top_k, BLOCK, TILE)
+                count = _list_blocks(live, blocks, (most >= least) & (blocks < num_blocks))
+            low, low_at = _kth(base, live, count, width, top_k, BLOCK, TILE)
+        if (low > float("-inf")) | (min_p > 0):
+            is_live = (most >= low) & (tl.exp((most - best) / temperature) >= min_p)
+            count = _list_blocks(live, blocks, is_live & (blocks < num_blocks))
+            total = _weigh(base, live, sums, count, width, best, temperature, min_p, low, low_at, BLOCK, TILE)
+        else:
+            amounts = tl.load(sums + blocks, mask=blocks < num_blocks, other=0.0)
+            amounts *= tl.exp((most - best) / temperature)
+            tl.store(sums + blocks, amounts, mask=blocks < num_blocks)
+            total = tl.sum(amounts.to(tl.float64), axis=0)
+            tl.debug_barrier()
         mass = total
         attempt = tl.full([], 0, tl.int64)
         goes_on = attempt == 0
         token = tl.full([], 0, tl.int32)
         while goes_on:
             target = _uniform(seed, choice, position, attempt) * mass
-            token, score = _invert(base, width, best, temperature, min_p, low, low_at, target, BLOCK)
+            token, score = _invert(
+                base, live, sums, count, width, best, temperature, min_p, low, low_at, target, BLOCK, ALL
+            )
             goes_on = top_p < 1.0
             if goes_on:
-                above = tl.full([], 0.0, tl.float64)
-                for start in range(0, width, BLOCK):
-                    _, _, weights = _weights(base, start, width, best, temperature, min_p, score, 0, BLOCK)
-                    above += tl.sum(weights, axis=0).to(tl.float64)
-                goes_on = (above > 0) & (above >= top_p * total)
-                low, low_at, mass = score, tl.full([], 0, tl.int32), above
+                low, low_at = score, tl.full([], 0, tl.int32)
+                count = _list_blocks(live, blocks, most > low)
+                mass = _weigh(base, live, sums, count, width, best, temperature, min_p, low, low_at, BLOCK, TILE)
+                goes_on = (mass > 0) & (mass >= top_p * total)
             attempt += 1
         tl.store(tokens + row, token.to(tl.int64))
-
-
-@triton.jit
-def _kth(base, width, top_k, BLOCK: tl.constexpr):
-    """The score and the place of which the ``top_k`` largest scores lie above, or equal it before the place."""
-    low, high = tl.full([], -2147483648, tl.int64), tl.full([], 2147483647, tl.int64)
-    while low < high:  # the smallest score that fewer than top_k lie above
-        middle = (low + high) >> 1
-        count = tl.full([], 0, tl.int32)
-        for start in range(0, width, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            some = tl.load(base + at, mask=at < width, other=float("-inf"))
-            count += tl.sum(((_ordered(some).to(tl.int64) > middle) & (at < width)).to(tl.int32), axis=0)
-        if count < top_k:
-            high = middle
-        else:
-            low = middle + 1
-    above = tl.full([], 0, tl.int32)
-    for start in range(0, width, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        some = tl.load(base + at, mask=at < width, other=float("-inf"))
-        above += tl.sum(((_ordered(some).to(tl.int64) > low) & (at < width)).to(tl.int32), axis=0)
-    equals, last = tl.full([], 0, tl.int32), tl.full([], -1, tl.int32)
-    for start in range(0, width, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        some = tl.load(base + at, mask=at < width, other=float("-inf"))
-        equal = ((_ordered(some).to(tl.int64) == low) & (at < width)).to(tl.int32)
-        number = equals + tl.cumsum(equal, axis=0)
-        last = tl.maximum(last, tl.max(tl.where((equal != 0) & (number <= top_k - above), at, -1), axis=0))
-        equals += tl.sum(equal, axis=0)
-    key = low.to(tl.int32)
-    score = tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
-    return score, last + 1
-
-
-@triton.jit
-def _invert(base, width, best, temperature, min_p, low, low_at, target, BLOCK: tl.constexpr):
-    """The token at which the sum of weights passes ``target``, and its score."""
-    before = tl.full([], 0.0, tl.float64)
-    token, score = tl.full([], -1, tl.int32), tl.full([], 0.0, tl.float32)
-    last, last_score = tl.full([], 0, tl.int32), tl.full([], 0.0, tl.float32)
-    is_open = token < 0
-    for start in range(0, width, BLOCK):
-        at, some, weights = _weights(base, start, width, best, temperature, min_p, low, low_at, BLOCK)
-        amount = tl.sum(weights, axis=0).to(tl.float64)
-        if is_open & (amount > 0):
-            last = tl.max(tl.where(weights > 0, at, -1), axis=0)
-            last_score = tl.sum(tl.where(at == last, some, 0.0), axis=0)
-            if before + amount > target:
-                ends = tl.cumsum(weights, axis=0)
-                passed = (ends > (target - before).to(tl.float32)) & (weights > 0)
-                # sums of another order may be smaller by a rounding: then it is the last one
-                token = tl.minimum(tl.min(tl.where(passed, at, 2147483647), axis=0), last)
-                score = tl.sum(tl.where(at == token, some, 0.0), axis=0)
-                is_open = token < 0
-        before += amount
-    return tl.where(is_open, last, token), tl.where(is_open, last_score, score)
 
 
 def draw(scores: Tensor, counters: Tensor, limits: Tensor) -> Tensor:
     """Fills :class:`device.base.Draw`."""
     assert scores.dtype == limits.dtype == torch.float32 and counters.dtype == torch.int64
     assert scores.stride(1) == 1 and counters.is_contiguous() and limits.is_contiguous()
-    tokens = torch.empty(len(scores), dtype=torch.int64, device=scores.device)
-    _draw_kernel[(len(scores),)](
-        scores, counters, limits, tokens, scores.shape[1], scores.stride(0), BLOCK=BLOCK, num_warps=8
+    num_rows, width = scores.shape
+    num_blocks = triton.cdiv(width, BLOCK)
+    all_blocks = max(16, triton.next_power_of_2(num_blocks))  # rows are aligned: else their number compiles anew
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=scores.device)
+    maxima, sums = torch.empty(2, num_rows, all_blocks, device=scores.device).unbind(0)
+    live = torch.empty(num_rows, all_blocks, dtype=torch.int32, device=scores.device)
+    sizes = width, scores.stride(0), num_blocks
+    tiles = {"BLOCK": BLOCK, "TILE": TILE, "ALL": all_blocks}
+    _survey_kernel[triton.cdiv(num_blocks, TILE), num_rows](
+        scores, limits, maxima, sums, *sizes, **tiles, num_warps=4
     )
+    _draw_kernel[(num_rows,)](scores, counters, limits, maxima, sums, live, tokens, *sizes, **tiles, num_warps=8)
     return tokens

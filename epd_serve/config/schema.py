@@ -33,7 +33,7 @@ from epd_serve.config.sections import (
     SharedConfig,
     resolved_path,
 )
-from epd_serve.config.shares import DeviceShare, device_shares
+from epd_serve.config.shares import DeviceShare, device_shares, memory_shares
 from epd_serve.config.vllm import VllmConfig, check_vllm
 from epd_serve.cost.device_time import DeviceTime
 from epd_serve.cost.shape import shape_of
@@ -42,9 +42,6 @@ from epd_serve.rpc.cluster import check_cluster_key, cluster_key
 from epd_serve.rpc.tls import TlsFiles, tls_files
 from epd_serve.topology import InstancePlacement, Topology, parse_topology, place
 from epd_serve.types import Role
-
-#: Of a device's memory, for the language models on it together: each would take what it sees free.
-_LANGUAGE_MEMORY = 0.9
 
 
 def _read_topology(value: object) -> Topology:
@@ -176,9 +173,14 @@ class DeploymentConfig(SharedConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _auto_is_left_out(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("devices") == "auto":
+    def _choose_defaults(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        devices = _read_devices(values.get("devices"))
+        if devices == "auto":
             return {key: value for key, value in values.items() if key != "devices"}
+        if isinstance(devices, tuple) and "cpu" not in devices and len(devices) in (1, 2):
+            return {"topology": "EPD" if len(devices) == 1 else "EP-D", **values}
         return values
 
     @field_validator("topology")
@@ -278,6 +280,15 @@ class DeploymentConfig(SharedConfig):
         roles = {str(instance.role) for instance in placement}
         return device_shares(placement, {role: self.settings_for(role).share for role in roles})
 
+    def memory_shares(self, placement: Sequence[InstancePlacement]) -> dict[str, float]:
+        """Return the parts of instances without a share of the memory of their accelerator, by name.
+
+        Raises ValueError for parts that do not fit on a device.
+        """
+        shared = self.device_shares(placement)
+        wishes = {str(one.role): self.settings_for(str(one.role)).memory_share for one in placement}
+        return memory_shares([one for one in placement if one.name not in shared], wishes)
+
     @property
     def uses_mooncake(self) -> bool:
         """Whether anything in the deployment needs the mooncake package."""
@@ -349,19 +360,18 @@ class DeploymentConfig(SharedConfig):
         device: str,
         port: int,
         threads: int | None,
-        placement: Sequence[InstancePlacement] | None = None,
         master: str | None = None,
         share: DeviceShare | None = None,
+        memory_share: float | None = None,
         device_board: str | None = None,
         core_board: Path | None = None,
         switch_dir: Path | None = None,
     ) -> InstanceOptions:
-        """The options of one placed instance; ``device`` is the name of its device in its process.
+        """Return the options of one placed instance; ``device`` is the name of its device in its process.
 
-        ``placement`` has all instances of its place; None: of this deployment.
-        ``master`` is the address of the mooncake_master where the deployment itself starts one; ``device_board``
-        the instance's slot of the file that instances on its device share; ``core_board`` the file of those that
-        divide the machine's cores; ``switch_dir`` keeps its role.
+        ``master`` is the address of the mooncake_master where the deployment itself starts one; ``memory_share``
+        its part by :meth:`memory_shares`; ``device_board`` its slot of the file that instances on its device
+        share; ``core_board`` the file of those that divide the machine's cores; ``switch_dir`` keeps its role.
 
         Raises ValueError where the model's directory is not one.
         """
@@ -369,10 +379,8 @@ class DeploymentConfig(SharedConfig):
         own = {name: getattr(settings, name) for name in InstanceSettings.model_fields}
         own |= {"threads": threads, "resident": self.resident(instance)}
         own["queue_timeout_s"] = self.gateway.queue_timeout_s
-        others = self.placement() if placement is None else placement
-        rivals = [one for one in others if one.role.has_language_model and {*one.devices} & {*instance.devices}]
-        if instance.devices[0] != "cpu" and instance in rivals and len(rivals) > 1 and share is None:
-            own["memory_share"] = settings.memory_share or round(_LANGUAGE_MEMORY / len(rivals), 3)
+        if memory_share is not None:
+            own["memory_share"] = memory_share
         shared = {name: getattr(self, name) for name in SharedConfig.model_fields}
         if instance.devices[0].startswith("emulated:"):
             self._check_emulated(instance)

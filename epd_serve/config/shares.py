@@ -6,8 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from epd_serve.topology import InstancePlacement
+from epd_serve.topology.placement import CPU
 
 _ROUNDING = 1e-6
+#: Of an accelerator's memory, for all instances on it together: their contexts need the rest.
+_MEMORY = 0.9
+#: How much more a language model gets than a tower: it has the KV.
+_LANGUAGE_WEIGHT = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,3 +63,40 @@ def _shares_of(group: Sequence[InstancePlacement], wishes: Mapping[str, float | 
         shares[name] = DeviceShare(share=share, start=max(0.0, min(start, 1 - share)))
         start += share
     return shares
+
+
+def memory_shares(instances: Sequence[InstancePlacement], wishes: Mapping[str, float | None]) -> dict[str, float]:
+    """Return the parts of their device's memory of instances by name; one that is alone there may take all.
+
+    Each knows its part before it starts, so that none waits until another has loaded its weights. The named parts
+    hold; the others divide what these leave of 0.9, a language model five times as much as a tower.
+
+    Args:
+        instances: those without a share.
+        wishes: part by role; None: none named.
+
+    Raises ValueError for parts of one device that sum to more than 1 or leave nothing to the others.
+    """
+    chosen: dict[str, float] = {}
+    on_devices: dict[str, list[InstancePlacement]] = {}
+    for one in instances:
+        if one.devices[0] != CPU:
+            on_devices.setdefault(one.devices[0], []).append(one)
+    for device, group in on_devices.items():
+        parts = {one.name: wish for one in group if (wish := wishes[str(one.role)]) is not None}
+        weights = {
+            one.name: _LANGUAGE_WEIGHT if one.role.has_language_model else 1
+            for one in group
+            if one.name not in parts
+        }
+        rest, listed = _MEMORY - sum(parts.values()), ", ".join(f"{name} {part:g}" for name, part in parts.items())
+        if sum(parts.values()) > 1 + _ROUNDING:
+            raise ValueError(f"memory_share: the parts of {device} sum to more than 1 ({listed}); lower them")
+        if weights and rest < _ROUNDING:
+            raise ValueError(
+                f"memory_share: {listed} of {device} leave nothing to {', '.join(weights)}; lower them"
+            )
+        if len(group) > 1:
+            parts |= {name: round(rest * weight / sum(weights.values()), 3) for name, weight in weights.items()}
+        chosen |= parts
+    return chosen

@@ -55,7 +55,7 @@ class StepSizes:
 
     @classmethod
     def of_device(cls, device: str, memory_bytes: int) -> StepSizes:
-        """A power of two of sequences, 256 for 80 GB; 32 tokens and 8 MiB of features each way for each of them.
+        """A power of two of sequences, 256 for 80 GB, and 8 MiB of features each way for each of them.
 
         The bandwidth of a GPU grows with its memory, and with it the batch that it decodes at no loss of time. A
         CPU, whose memory says nothing of that, and an NPU, which has few tasks of graphs, keep to 64 sequences.
@@ -66,7 +66,6 @@ class StepSizes:
         num_seqs = 1 << (most.bit_length() - 1)
         return cls(
             max_num_seqs=num_seqs,
-            max_num_batched_tokens=max(32 * num_seqs, 2048),
             feature_cache_bytes=8 * _MIB * num_seqs,
         )
 

@@ -154,6 +154,10 @@ class TowerStream(_Side):
 
     # ------------------------------------------------------------------ asked on the event loop
 
+    def batch_bytes(self, num_pixels: int) -> int:
+        """Return the memory that a batch takes, the weights apart, as far as it was measured."""
+        return int(num_pixels * max(self._pixel_bytes or 0.0, self.least_pixel_bytes))
+
     def max_pixels(self) -> int:
         """The largest batch that fits the free memory, and under a limit also the time, as far as was measured."""
         if self._pixel_bytes is None or self._pixel_layer_s is None:

@@ -94,7 +94,8 @@ class KVMemory:
         self.slab = transport.allocate("kv", self._area.num_cells * 2 * self.block_bytes)
         self.region, self.buffer = self.slab.region, self.slab.buffer
         try:
-            memory, handle = _allocate(device, num_blocks * nbytes)
+            with naming_memory(device, f"{in_binary_units(num_blocks * nbytes)} of KV"):
+                memory, handle = device.share_memory(num_blocks * nbytes)
         except BaseException:
             transport.release(self.slab)
             raise
@@ -309,16 +310,16 @@ def num_kv_blocks(
     return max(kv_bytes // block_bytes, MIN_BLOCKS)
 
 
-def _allocate(device: Device, nbytes: int) -> tuple[Tensor, bytes]:
-    """Return the cache's memory and its handle. Raises ValueError where another process took it meanwhile."""
+@contextmanager
+def naming_memory(device: Device, purpose: str) -> Iterator[None]:
+    """Raise ValueError that says what is free, and what to set, where the device has no memory for ``purpose``."""
     try:
-        return device.share_memory(nbytes)
+        yield
     except torch.OutOfMemoryError as error:
         total, free = device.memory()
         raise ValueError(
-            f"{device.name} has no {in_binary_units(nbytes)} for the KV cache: {in_binary_units(free)} of "
-            f"{in_binary_units(total)} are free, as another process takes memory there; end it, or set "
-            "kv_cache_bytes or memory_share"
+            f"{device.name} has no room for {purpose}: {in_binary_units(free)} of {in_binary_units(total)} are "
+            "free; end other processes there, or set memory_share or kv_cache_bytes"
         ) from error
 
 

@@ -142,6 +142,7 @@ class StepExecutor:
         max_num_seqs: decodes of a step at most.
         prefill_graph_sizes: the same for numbers of tokens of steps with prompts.
         max_model_len: longest context of a sequence that decodes, and of a captured step.
+        max_num_tokens: of a step with prompts; 0 where there is none.
 
     Attributes:
         num_seats: rows of the block tables of decodes.
@@ -158,10 +159,12 @@ class StepExecutor:
         max_num_seqs: int,
         max_model_len: int,
         prefill_graph_sizes: Sequence[int] = (),
+        max_num_tokens: int = 0,
     ) -> None:
         device.activate()  # of the thread that captures
         self._model, self._device, self._kv = model, device, kv
         self._num_position_axes = axes = num_position_axes
+        self._max_num_tokens = max_num_tokens
         self.device = device.torch_device
         self.num_seats = max([max_num_seqs, *graph_sizes])
         self._tables = DeviceTables(
@@ -185,6 +188,10 @@ class StepExecutor:
 
     def activate(self) -> None:
         self._device.activate()
+        model = self._model
+        if model.num_query_heads:
+            heads, most = (model.num_query_heads, model.num_kv_heads), self._max_num_tokens
+            self._device.ops.build_plans(most, heads, model.head_dim, model.dtype, self.device)
 
     def compute(
         self,

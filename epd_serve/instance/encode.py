@@ -153,6 +153,16 @@ class Encoder:
             find = partial(limits.find_image_budget, area, partial(self.model.encode_seconds, tower))
             self._budget = await self._loop.run_in_executor(self._tower_thread, find)
 
+    def batch_bytes(self) -> int:
+        """Encode the largest batch of images, and return the memory that it took. Nothing else may run. Blocks."""
+        if self._tower is None or "image" not in self._family.token_ids:
+            return 0
+        area = self._family.num_pixels((IMAGE_SIDE, IMAGE_SIDE))
+        count = max(1, self._budget // area)
+        with self.stream.encoding(count * area):
+            self.model.encode_seconds(self._tower, count)
+        return self.stream.batch_bytes(count * area)
+
     def may_start(self) -> bool:
         """Whether the items that wait may start now; :meth:`reconsider` follows when that changes."""
         return self.stream.may_start(self._waiting[0].num_pixels)

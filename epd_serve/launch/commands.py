@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -12,11 +12,12 @@ from typing import ClassVar
 from device import mps
 from device.ascend_limits import InstanceUse, check_colocation, hccl_environment
 from device.present import EMULATED_MEMORY, num_cores, visibility
-from epd_serve.config import DeploymentConfig, InstanceOptions, InstanceSettings, ShapeConfig, decode_graph_sizes
+from epd_serve.config import DeploymentConfig, InstanceOptions, InstanceSettings, decode_graph_sizes
 from epd_serve.config.model_files import read_model_config
 from epd_serve.config.role_files import OF_PROCESS, with_settings
 from epd_serve.config.sections import SharedConfig
 from epd_serve.config.shares import DeviceShare
+from epd_serve.launch.processes.forking import HEAP_TUNABLES, can_fork
 from epd_serve.launch.processes.ports import Ports
 from epd_serve.launch.processes.process import ProcessSpec
 from epd_serve.protocol.addresses import url_of
@@ -24,12 +25,6 @@ from epd_serve.rpc.cluster import CLUSTER_KEY
 from epd_serve.topology import InstancePlacement
 from epd_serve.transfer.mooncake.engine import check_installed, master_command
 from epd_serve.types import Role
-
-#: How an instance's heap is kept: in huge pages (weights are read faster), one heap for all threads, and nothing
-#: given back between steps, which would only fault it in again. A user's own GLIBC_TUNABLES take its place.
-HEAP_TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1" + "".join(
-    f":glibc.malloc.{limit}_threshold={1 << 30}" for limit in ("mmap", "trim")
-)
 
 #: The directory of the MPS daemon, below that of the deployment's files, and what it takes to quit.
 _MPS, _MPS_GRACE_S = "mps", 3.0
@@ -93,8 +88,7 @@ class PreparedInstance:
                 **hccl_variables(self.placement),
             },
             url=url_of(config.instances.host, options.port, tls=config.read_tls() is not None),
-            can_fork=set(devices) == {"cpu"} or isinstance(config.model, ShapeConfig),
-            measures=measured(devices),
+            can_fork=can_fork(config, devices),
         )
 
 
@@ -113,7 +107,7 @@ def prepare_instances(
     is not there, or an NPU has too few streams or graph tasks.
     """
     num_ranks = sum(instance.tensor_parallel for instance in placement)
-    shares = config.device_shares(placement)
+    shares, memory = config.device_shares(placement), config.memory_shares(placement)
     boards = _device_boards(placement, directory) if directory else {}
     common = config.model_dump_json(include={"model", *SharedConfig.model_fields})
     roles = {one.name: str(one.role) for one in placement}
@@ -130,9 +124,9 @@ def prepare_instances(
             device=local_devices,
             port=port,
             threads=threads,
-            placement=placement,
             master=master,
             share=share,
+            memory_share=memory.get(instance.name),
             device_board=boards.get(instance.name),
             core_board=core_board,
             switch_dir=directory,
@@ -223,11 +217,6 @@ def mps_note(
         return f"MPS: comes with 'epd-serve up', for the shares of GPUs; by hand: {mps.PIPES}=DIR {mps.CONTROL} -d"
     where = ", ".join(dict.fromkeys(device for one in shared for device in one.devices))
     return f"MPS: off, so the instances on {where} take turns there; write shares, as in instances: {{share: 0.5}}"
-
-
-def measured(devices: Iterable[str]) -> frozenset[str]:
-    """The devices whose free memory an instance measures when it starts."""
-    return frozenset(device for device in devices if device.startswith(("cuda", "npu")))
 
 
 def instance_specs(

@@ -11,10 +11,17 @@ import psutil
 from device.present import accelerators, torch_lacks, visibility
 from epd_serve.config import DeploymentConfig, ShapeConfig, model_path
 from epd_serve.config.gateway import read_secret
-from epd_serve.config.model_files import check_max_model_len, check_model_files, read_model_config
+from epd_serve.config.model_files import (
+    chat_template,
+    check_max_model_len,
+    check_model_files,
+    check_template,
+    read_model_config,
+)
 from epd_serve.config.sizes import in_binary_units
 from epd_serve.launch.processes.ports import choose_ports
 from epd_serve.models.families import FAMILIES, QUANTISED, TEXT, refusal
+from epd_serve.topology.placement import CPU
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
@@ -51,6 +58,8 @@ def _check_model(config: DeploymentConfig) -> None:
     if isinstance(config.model, ShapeConfig):
         return
     path = model_path(config.model)
+    if config.chat_template is not None:
+        check_template(chat_template(path, config.chat_template), config.chat_template)
     content = read_model_config(path)
     if content.get("model_type") in TEXT and any(not one.role.has_language_model for one in config.placement()):
         raise ValueError(
@@ -114,12 +123,23 @@ def _absent(device: str, environment: Mapping[str, str]) -> str:
 def _check_memory(config: DeploymentConfig, weights: Mapping[str, int], number_bytes: int) -> None:
     """Raise ValueError for a device that has no room for the weights and KV caches of its instances."""
     kept: dict[str, int] = {}
-    for placed in config.placement():
+    placement = config.placement()
+    memory = {} if config.engine == "vllm" else config.memory_shares(placement)
+    memory |= {name: share.share for name, share in config.device_shares(placement).items()}
+    for placed in placement:
         all_stages = config.resident(placed) == "all"
         parts = {"tower": placed.role.encodes, "language": placed.role.has_language_model}
         held = sum(weights[part] for part, is_held in parts.items() if is_held or all_stages)
         kv_bytes = config.settings_for(str(placed.role)).kv_cache_bytes if parts["language"] else None
-        kept[placed.devices[0]] = kept.get(placed.devices[0], 0) + held * number_bytes + (kv_bytes or 0)
+        nbytes, device, part = held * number_bytes + (kv_bytes or 0), placed.devices[0], memory.get(placed.name)
+        kept[device] = kept.get(device, 0) + nbytes
+        room = None if device == CPU or part is None else _memory_of(device)
+        if room is not None and part is not None and nbytes > room * part:
+            raise ValueError(
+                f"{placed.name}: its weights and kv_cache_bytes take {in_binary_units(nbytes)}, and its part of "
+                f"the {in_binary_units(room)} of {device} is {part:g}; write a larger memory_share (or share) for "
+                "its role, a smaller kv_cache_bytes, or more devices"
+            )
     for device, nbytes in kept.items():
         room = _memory_of(device)
         if room is not None and nbytes > room:

@@ -45,6 +45,19 @@ def test_what_does_not_fit_is_refused(text: str, message: str) -> None:
         parse_config(f"topology: (E-D)-P\n{text}")
 
 
+@pytest.mark.parametrize(
+    ("roles", "message"),
+    [
+        ("P: {memory_share: 0.7}, D: {memory_share: 0.5}", r"cuda:0 sum to more than 1 \(p0 0\.7, d0 0\.5\)"),
+        ("P: {memory_share: 0.9}", r"p0 0\.9 of cuda:0 leave nothing to d0"),
+    ],
+)
+def test_parts_of_the_memory_that_do_not_fit_are_refused(roles: str, message: str) -> None:
+    config = parse_config(f"topology: (P-D)\ndevices: [cuda:0]\nroles: {{{roles}}}")
+    with pytest.raises(ValueError, match=message):
+        config.memory_shares(config.placement())
+
+
 def test_a_share_and_the_limit_of_decodes_reach_the_instance() -> None:
     config = parse_config("topology: (E-D)-P\nslo: {tpot_ms: 40}")
     options = config.options_for(

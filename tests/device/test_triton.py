@@ -7,7 +7,8 @@ Flash attention has no CPU kernel; there a plain implementation of the same cont
 from __future__ import annotations
 
 import os
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -40,6 +41,7 @@ from operator_oracle import ReferenceOps  # noqa: E402
 
 from device.ops import cuda as cuda_ops  # noqa: E402
 from device.ops import triton_decode  # noqa: E402
+from device.ops.cuda import CudaOps  # noqa: E402
 from device.ops.triton_ops import TritonOps  # noqa: E402
 from device.ops.varlen import find_varlen  # noqa: E402
 
@@ -189,13 +191,60 @@ def test_decode_reads_a_narrow_cache() -> None:
     torch.testing.assert_close(output.cpu().float(), expected, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("lengths", [[16], [16, 21], [33, 40]])
-@pytest.mark.parametrize("dtype", DTYPES[1:])
-def test_long_prompts_go_to_sdpa(dtype: torch.dtype, lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+#: Sequences of halves go to kernels that take nothing else.
+HALF = torch.bfloat16 if HAS_GPU else torch.float16
+
+
+@pytest.mark.parametrize(
+    ("lengths", "is_dense"), [([16], True), ([33, 29, 16, 40], True), ([16, 15], False), ([9], False)]
+)
+def test_long_prompts_go_to_sdpa_in_plans_that_are_built(
+    lengths: list[int], is_dense: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cuDNN's plans are of shapes and strides."""
+    plans: set[tuple[Any, ...]] = set()
+    attend = cuda_ops.attend_dense
+
+    def noted(*states: Any, **options: Any) -> Tensor:
+        query, key, value, calls, _ = states
+        plans.update((call, state.stride()) for call in calls for state in (query, key, value))
+        return attend(*states, **options)
+
     monkeypatch.setattr(cuda_ops, "DENSE_TOKENS", 16)
     monkeypatch.setattr(cuda_ops, "DENSE_MULTIPLE", 8)
+    monkeypatch.setattr(cuda_ops, "attend_dense", noted)
+    ops = TritonOps(cores=4, varlen=VARLEN, has_fast_cudnn=True)
     batch = Batch(
         [3], [(n, n) for n in lengths], block_size=16, kv_heads=2, group=3, head_dim=64, seed=1, layout="fused"
     )
-    assert isinstance(OPS[0].prepare(batch.meta_on(DEVICE), dtype).prefills, cuda_ops.DensePrefills)
-    check_step(OPS[0], batch, dtype, DEVICE, tolerance(dtype))
+    batch.run(ops, HALF, DEVICE)
+    assert not plans, "there are none yet"
+    ops.build_plans(40, (6, 2), 64, HALF, DEVICE)
+    built = plans.copy()
+    assert isinstance(ops.prepare(batch.meta_on(DEVICE), HALF).prefills, cuda_ops.DensePrefills) == is_dense
+    check_step(ops, batch, HALF, DEVICE, tolerance(HALF))
+    assert plans == built and {call for call, _ in built} == {(1, 16), (1, 24), (1, 32), (1, 40)}
+
+
+@pytest.mark.parametrize(("lengths", "is_dense"), [([24, 30, 24], True), ([16] * 3, True), ([16, 30], False)])
+def test_a_tower_goes_to_sdpa_when_calls_of_its_shape_have_paid_for_a_plan(
+    lengths: list[int], is_dense: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    def counted(*states: Any, **options: Any) -> Tensor:
+        calls.append(1)
+        return VARLEN(*states, **options)
+
+    monkeypatch.setattr(cuda_ops, "LONG_SEGMENT", 24)
+    monkeypatch.setattr(cuda_ops, "PLAN_OPERATIONS", 4 * 2 * 30**2 * 64 + 1)
+    ops, borders = CudaOps(counted, has_fast_cudnn=True), list(accumulate(lengths, initial=0))
+    given = torch.randn(3, borders[-1], 2, 64, generator=torch.Generator().manual_seed(0)).to(DEVICE, HALF)
+    outputs = [ops.encode(given[0], given[1], given[2], borders, 0.125) for _ in range(3)]
+    assert len(calls) == (1 if is_dense else 3)
+    exact = given.cpu().float()
+    expected = ReferenceOps().encode(exact[0], exact[1], exact[2], borders, 0.125)
+    allowed = tolerance(HALF)
+    for output in outputs:
+        assert output.is_contiguous()
+        torch.testing.assert_close(output.cpu().float(), expected, rtol=allowed, atol=allowed)

@@ -42,7 +42,7 @@ def drawn(scores: Tensor, rows: list[Row]) -> list[int]:
     noise=st.integers(0, 999),
     seed=st.integers(0, 2**64 - 1),
     position=st.integers(0, 9),
-    width=st.sampled_from([50, 4096, 5000]),
+    width=st.sampled_from([50, 4096, 5000, 20000]),
     spread=st.sampled_from([0.01, 1.0, 8.0]),
     params=st.fixed_dictionaries(
         {"temperature": st.sampled_from([1e-4, 0.5, 1.7])},
@@ -57,18 +57,28 @@ def test_draws_are_those_of_a_cpu(
     assert drawn(scores, [one]) == [RowDrawer(width).draw(scores[0], one)]
 
 
-@settings(max_examples=4 if not HAS_GPU else 200, deadline=None)
-@given(noise=st.integers(0, 999), top_k=st.integers(1, 60), values=st.integers(2, 200), top_p=st.floats(0.01, 1.0))
-def test_no_token_beyond_the_kth_is_drawn(noise: int, top_k: int, values: int, top_p: float) -> None:
-    """With many equals: those at the front count as larger."""
+@settings(max_examples=6 if not HAS_GPU else 200, deadline=None)
+@given(
+    noise=st.integers(0, 999),
+    width=st.sampled_from([50, 5000]),
+    top_k=st.integers(1, 60),
+    values=st.sampled_from([3, 50, 10**6]),
+    top_p=st.floats(0.01, 1.0),
+    min_p=st.sampled_from([0.0, 0.3]),
+)
+def test_no_token_beyond_the_kth_is_drawn(
+    noise: int, width: int, top_k: int, values: int, top_p: float, min_p: float
+) -> None:
+    """With many equals, -0.0 among them: those at the front count as larger. Also with more than the blocks."""
     generator = torch.Generator().manual_seed(noise)
-    scores = torch.randint(-values // 2, values, (1, 50), generator=generator).float() / 20
+    scores = torch.randint(-values // 2, values, (1, width), generator=generator).float() * (-2.0 / values)
     kept = scores[0].sort(descending=True, stable=True).indices[:top_k]
     masked = torch.full_like(scores[0], float("-inf"))
     masked[kept] = scores[0, kept]
-    rows = [row(seed=noise + i, top_k=top_k, top_p=top_p) for i in range(4)]
+    limits = {"top_p": top_p, "min_p": min_p}
+    rows = [row(seed=noise + i, top_k=top_k, **limits) for i in range(4)]
     found = drawn(scores.expand(4, -1).contiguous(), rows)
-    assert found == [RowDrawer(50).draw(masked, row(seed=noise + i, top_p=top_p)) for i in range(4)]
+    assert found == [RowDrawer(width).draw(masked, row(seed=noise + i, **limits)) for i in range(4)]
 
 
 def test_rows_without_a_choice() -> None:

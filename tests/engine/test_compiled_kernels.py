@@ -27,6 +27,7 @@ KERNELS = {
     "_rms_norm_kernel",
     "_rotate_kernel",
     "_split_kernel",
+    "_survey_kernel",
     "_swiglu_kernel",
     "_write_kernel",
 }

@@ -76,6 +76,12 @@ def test_weights_of_all_roles_stay_on_cpus_where_roles_may_be_switched(text: str
     assert [told(spec.command).resident for spec in specs(text)[1]] == resident
 
 
+@pytest.mark.parametrize(("device", "forked"), [("cpu", True), ("cuda:0", True), ("npu:0", False)])
+def test_instances_are_forked_but_for_those_on_npus(device: str, forked: bool) -> None:
+    _, (instance,) = specs(f"topology: EPD\ndevices: [{device}]")
+    assert instance.can_fork is forked
+
+
 def test_a_process_sees_its_device_alone() -> None:
     _, instances = specs("topology: (E-P)-D\ndevices: [cuda:1, npu:3]", {"CUDA_VISIBLE_DEVICES": "4, GPU-ab"})
     assert [
@@ -124,13 +130,15 @@ def test_the_cluster_key_is_in_the_environment_of_instances_and_nowhere_else() -
     ("text", "shares"),
     [
         ("topology: E-(P-D)\ndevices: [cuda:0, cuda:1]", [None, 0.45, 0.45]),
-        ("topology: (E-P)-D\ndevices: [cuda:0, cuda:1]", [None, None, None]),
-        ("topology: (P-D)\ndevices: [cuda:0]\nroles: {P: {memory_share: 0.7}}", [0.7, 0.45]),
+        ("topology: (E-P)-D\ndevices: [cuda:0, cuda:1]", [0.15, 0.75, None]),
+        ("topology: (E-P-D)\ndevices: [npu:0]", [0.082, 0.409, 0.409]),
+        ("topology: (P-D)\ndevices: [cuda:0]\nroles: {P: {memory_share: 0.7}}", [0.7, 0.2]),
         ("topology: (P-D)\ndevices: [cuda:0]\nroles: {P: {share: 0.5}}", [None, None]),
         ("topology: (P-D)", [None, None]),
     ],
 )
-def test_language_models_on_one_accelerator_part_its_memory(text: str, shares: list[float | None]) -> None:
-    """Else each takes most of what it sees free when it starts, and they start together."""
+def test_instances_on_one_accelerator_know_their_part_of_its_memory(text: str, shares: list[float | None]) -> None:
+    """Each would take what it sees free, and they start side by side: none waits for another."""
     _, instances = specs(text)
     assert [told(spec.command).memory_share for spec in instances] == shares
+    assert not any(spec.measures for spec in instances)

@@ -18,7 +18,8 @@ from benchmarks.gpu import PARTS
 ROOT = Path(__file__).parents[2]
 #: A row of each part, and what it must have.
 ROWS = {
-    "serve": ("tiny (E-P-D): 2 streams, pictures of 56", "itl_ms"),
+    "serve": ("tiny (E-P-D): 2 streams of 20 + 4, pictures of 56", "itl_ms"),
+    "peer": ("2 streams of 20 + 4", "output_tokens_s"),
     "engine": ("tiny: decode, batch 4", "graph_gain"),
     "handoff": ("feature, tcp", "median_ms"),
     "colocation": ("processes", "encodes_s"),

@@ -16,7 +16,7 @@ from epd_serve.config import InstanceOptions
 from epd_serve.config.model_files import check_model_files
 from epd_serve.engine.device_features import DeviceFeatureStore
 from epd_serve.engine.device_regions import are_reached
-from epd_serve.engine.kv_memory import check_dtype, resolve_dtype
+from epd_serve.engine.kv_memory import check_dtype, naming_memory, resolve_dtype
 from epd_serve.engine.pace.measurements import Measurements, measurements
 from epd_serve.engine.pace.step_timer import encode_seconds
 from epd_serve.instance.loading.language_weights import LanguageWeights
@@ -100,7 +100,8 @@ class CheckpointModel:
         """Load the tower; ``before_layer`` is called before each of its layers. Blocks."""
         # one that is loaded for want of an encoder has no time for graphs
         sizes = GRAPH_SIZES if self._options.role.encodes or self._options.resident == "all" else ()
-        return Tower(self.path, self.torch_dtype, self.device, before_layer, self.family, sizes)
+        with naming_memory(self.device, "the tower"):
+            return Tower(self.path, self.torch_dtype, self.device, before_layer, self.family, sizes)
 
     def linked(self, transport: Transport) -> Transport:
         """Return the transport over the links of the model's device."""
@@ -145,7 +146,7 @@ class CheckpointModel:
 
     def language(self, instance: Instance) -> LanguageWeights:
         """Load the language model. Blocks as long as that takes. Raises ValueError where it cannot be served."""
-        with instance.streams.language.loading():
+        with instance.streams.language.loading(), naming_memory(self.device, "the language model"):
             return LanguageWeights(self, instance)
 
 

@@ -63,8 +63,8 @@ class ProcessSpec:
         can_fork: whether it may be forked from a process that has loaded its modules (forking.py).
         shares_output: whether it writes where this process writes, and not to its log.
         is_group: whether it leads a group that ends with it by itself (``epd_serve.lifeline --group``).
-        measures: accelerators whose free memory it measures while it starts; those of one start in turn, as each
-            would take the other's growth for its own.
+        measures: accelerators whose free memory it measures while it starts, as vLLM does; those of one start in
+            turn, as each would take the other's growth for its own. Native instances know their part beforehand.
     """
 
     name: str

@@ -25,12 +25,13 @@ from epd_serve.config import DeploymentConfig, InstanceSettings, model_path
 from epd_serve.config.shares import DeviceShare
 from epd_serve.config.sizes import StepSizes
 from epd_serve.config.vllm import connectors, pulls
-from epd_serve.launch.commands import hccl_variables, measured, threads_of
+from epd_serve.launch.commands import hccl_variables, threads_of
 from epd_serve.launch.processes.process import ProcessSpec
 from epd_serve.launch.vllm.installed import STORE, VllmFound, check_found, find_vllm
 from epd_serve.protocol.addresses import is_loopback, url_of
 from epd_serve.rpc.tls import tls_files
 from epd_serve.topology import InstancePlacement
+from epd_serve.topology.placement import CPU
 from epd_serve.types import Role, Stage
 
 Kind = Literal["cpu", "cuda", "npu"]
@@ -104,7 +105,7 @@ class VllmProcess:
             url=url_of(options.host, options.port, tls=tls_files(environment) is not None),
             grace_s=_GRACE_S,
             is_group=True,
-            measures=measured(devices),
+            measures=frozenset(devices) - {CPU} if options.kv_bytes is None else frozenset(),
         )
 
 
@@ -265,6 +266,7 @@ def _options(
         visible="".join(shown.values()),
         tensor_parallel=instance.tensor_parallel,
         dtype=config.dtype,
+        chat_template=config.chat_template,
         memory_share=None if memory is None else round(memory, 3),
         kv_bytes=settings.kv_cache_bytes,
         threads=threads,
