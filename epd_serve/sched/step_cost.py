@@ -108,17 +108,21 @@ class StepCost:
 
 
 class StepMeter:
-    """The seconds and prompt tokens left in one step. Decodes always fit; the first chunk gets its share even if
-    they leave less."""
+    """The seconds and prompt tokens left in one step: ``num_tokens``, or where there are decodes ``num_beside``.
 
-    def __init__(self, cost: StepCost, limit_s: float, num_tokens: int) -> None:
+    Decodes always fit; the first chunk gets its share even if they leave less.
+    """
+
+    def __init__(self, cost: StepCost, limit_s: float, num_tokens: int, num_beside: int) -> None:
         self._cost = cost
         self._left_s = limit_s - cost.base_s
         self._share_s = PREFILL_SHARE * limit_s
         self._least = MIN_CHUNK
         self._num_tokens = num_tokens
+        self._num_beside = num_beside
 
     def take_decode(self, context: int) -> None:
+        self._num_tokens = self._num_beside
         self._left_s -= self._cost.decode_s(context)
 
     def take_chunk(self, start: int, count: int) -> int:
@@ -150,7 +154,7 @@ class StepPace:
         return self._ratio + 2 * self._deviation
 
     def meter(self) -> StepMeter:
-        return StepMeter(self.cost, self.limit_s / self.correction, sys.maxsize)
+        return StepMeter(self.cost, self.limit_s / self.correction, sys.maxsize, sys.maxsize)
 
     def has_room(self, num_decodes: int, context: int, num_tokens: int) -> bool:
         """Return whether one more sequence may join those that decode here, and read ``context`` tokens together.
@@ -178,22 +182,28 @@ _MOST_CHANGE = 4
 
 
 class ChunkPace:
-    """The prompt tokens of a step that take about ``TARGET_S``, by the times of the steps before; decodes all go.
+    """The prompt tokens beside decodes that take about ``TARGET_S``, by the times of the steps before.
 
-    A chunk is made smaller at once where a step has taken longer, and larger where it was full and took less, in
-    each step by a factor of ``_MOST_CHANGE`` at most: one step may compile, or wait for a core.
+    Without decodes nobody waits for the step, and each chunk reads all weights and the context before it: small
+    ones would take several times as long together. A chunk beside decodes is made smaller at once where a step has
+    taken longer, and larger where it was full and took less, in each step by a factor of ``_MOST_CHANGE`` at most:
+    one step may compile, or wait for a core.
+
+    Args:
+        num_alone: prompt tokens of a step without decodes, at least.
 
     Attributes:
-        num_tokens: of the next chunk, ``MIN_CHUNK`` or more.
+        num_tokens: of the next chunk beside decodes, ``MIN_CHUNK`` or more.
     """
 
-    def __init__(self, num_tokens: int) -> None:
+    def __init__(self, num_tokens: int, num_alone: int) -> None:
         self.num_tokens = num_tokens
+        self._num_alone = num_alone
         self._decode_s = 0.0
 
     def meter(self) -> StepMeter:
         """Return the meter of one step: its time costs nothing."""
-        return StepMeter(StepCost(), 1.0, self.num_tokens)
+        return StepMeter(StepCost(), 1.0, max(self._num_alone, self.num_tokens), self.num_tokens)
 
     def has_room(self, num_decodes: int, context: int, num_tokens: int) -> bool:
         """Whether one more sequence may join: always, within the budget's other limits."""
@@ -215,7 +225,7 @@ class ChunkPace:
 
 
 #: The pace of a budget without one.
-NO_LIMIT = ChunkPace(sys.maxsize)
+NO_LIMIT = ChunkPace(sys.maxsize, sys.maxsize)
 
 
 def work_done(decodes: Iterable[Sequence], prefills: Iterable[tuple[Sequence, int]]) -> StepWork:
