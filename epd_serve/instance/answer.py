@@ -401,7 +401,7 @@ class Generation:
         if event.finish_reason is None:
             self._engine.stop_sequence(sequence)
         if answer.finished:
-            self._timeline.finished(self._request_id)
+            self._timeline.record_end(self._request_id)
             self._pieces.put(answer.end())
             self._pieces.end()
 

@@ -109,7 +109,7 @@ class Prefiller:
             parts = (part for item in request.items for part in item.segments)
             had = [i for i, part in enumerate(parts) if part.mm_hash in here]
             stage = FEATURE_WAIT if len(had) < len(items) else PREFILL_QUEUE
-            self.timeline.received(request_id, stage, hand_off=request.decode_url is not None)
+            self.timeline.record_arrival(request_id, stage, hand_off=request.decode_url is not None)
             features = asyncio.create_task(self._receive_features(request_id, items))
             try:
                 sequence, answer = await self.processor.run(
@@ -148,7 +148,7 @@ class Prefiller:
 
     async def _receive_features(self, request_id: str, items: list[wire.MediaRef]) -> None:
         await self.receiver.complete(request_id, items)
-        self.timeline.features_here(request_id)
+        self.timeline.record_features(request_id)
 
     async def _compute(
         self, sequence: Sequence, receiver: Generation | KVDelivery, features: asyncio.Task[None]
@@ -247,7 +247,7 @@ class Prefiller:
 
     def _end_answer(self, sequence: Sequence, answer: Answer, body: bytes, on_close: Callable[[], None]) -> Reply:
         """Return the rest of an answer for which nothing is left to compute."""
-        self.timeline.finished(sequence.request_id)
+        self.timeline.record_end(sequence.request_id)
         content = items.HEADERS if answer.options.stream else (JSON,)
         return Reply(headers=(*content, NEXT_NONE), body=body + answer.end(), on_close=on_close)
 

@@ -85,7 +85,7 @@ def test_a_gateway_has_the_instances_of_its_flags_or_its_file(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("topology", "E-Q-D"), "'Q' is no stage"),
+        (("topology", "E-Q-D"), "'Q' is not a stage"),
         (("proxy", "--instance", "e0"), "write NAME=URL"),
         (("proxy", "--instance", "e0=http://a:1", "--instance", "e0=http://a:2"), "e0 is named twice"),
         (("instance", "--name", "x", "--role", "EX"), "role 'EX': 'X' is no stage"),
