@@ -227,9 +227,8 @@ class Decoder:
         if handoff.generated:  # a long answer that goes on here takes a while to be read again
             await asyncio.to_thread(answer.replay, handoff.generated)
         constraint = None
-        if (grammar := handoff.sampling.grammar) is not None:
-            assert self.compiler is not None, "P refuses it"
-            constraint = await self.compiler.compile(grammar, is_tried=True)
+        if self.compiler is not None:
+            _, constraint = await self.compiler.constrain(handoff.sampling, is_tried=True)
         if self._reservations.is_completed(handoff.transfer_id):
             return
         if handoff.logprobs:

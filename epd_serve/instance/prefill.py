@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from epd_serve.engine.engine import Engine
 from epd_serve.errors import DECODE_DRAINING, DRAINING, PEER_UNREACHABLE, InvalidRequest, ServeError, StageTimeout
 from epd_serve.instance.answer import Answer, Generation, broken_structure
@@ -117,11 +115,9 @@ class Prefiller:
                 sequence, answer = await self.processor.run(
                     "text", S_PER_CHARACTER * num_characters, self._prepare, request
                 )
-                if sequence.sampling.grammar is not None:
-                    assert self.compiler is not None, "refused before"
-                    constraint = sequence.constraint = await self.compiler.compile(sequence.sampling.grammar)
+                if self.compiler is not None:
                     # an instance that goes on with the answer follows the same, without parts left out here
-                    sequence.sampling = msgspec.structs.replace(sequence.sampling, grammar=constraint.grammar)
+                    sequence.sampling, sequence.constraint = await self.compiler.constrain(sequence.sampling)
                 if answer.finished:  # the client lacks nothing but the end
                     reply = self._end_answer(sequence, answer, b"", partial(self._end, request_id))
                 else:
@@ -131,7 +127,7 @@ class Prefiller:
                         reply = await self._serve(sequence, answer, features)
                     else:
                         reply = await self._hand_over(request.decode_url, sequence, answer, features)
-                note = wire.write_prompt_note(len(sequence.prompt_ids), had)
+                note = wire.write_prompt_note(len(sequence.prompt_ids), had, sequence.num_cached or 0)
                 return replace(reply, headers=(*reply.headers, (_NOTE, note.encode())))
             finally:
                 features.cancel()

@@ -95,16 +95,21 @@ class StepCost(Line, frozen=True, kw_only=True):
 
 
 class StepMeter:
-    """The seconds and prompt tokens left in a step. Decodes always fit; the first chunk gets a least share."""
+    """The seconds and prompt tokens left in a step: ``num_tokens``, or ``num_beside`` where there are decodes.
 
-    def __init__(self, cost: StepCost, limit_s: float, num_tokens: int) -> None:
+    Decodes always fit; the first chunk gets a least share.
+    """
+
+    def __init__(self, cost: StepCost, limit_s: float, num_tokens: int, num_beside: int) -> None:
         self._cost = cost
         self._left_s = limit_s - cost.base_s
         self._share_s = PREFILL_SHARE * limit_s
         self._least = MIN_CHUNK
         self._num_tokens = num_tokens
+        self._num_beside = num_beside
 
     def take_decode(self, context: int) -> None:
+        self._num_tokens = self._num_beside
         self._left_s -= self._cost.decode_s(context)
 
     def take_chunk(self, start: int, count: int) -> int:
@@ -136,7 +141,7 @@ class StepPace:
         return self._ratio + 2 * self._deviation
 
     def meter(self) -> StepMeter:
-        return StepMeter(self.cost, self.limit_s / self.correction, sys.maxsize)
+        return StepMeter(self.cost, self.limit_s / self.correction, sys.maxsize, sys.maxsize)
 
     def has_room(self, num_decodes: int, context: int, num_tokens: int) -> bool:
         """Return whether a sequence may join ``num_decodes`` others, which attend to ``context`` tokens together.
@@ -164,22 +169,27 @@ _MOST_CHANGE = 4
 
 
 class ChunkPace:
-    """Adapts the prompt tokens of a step so that it takes about ``TARGET_S``; decodes are unlimited.
+    """Adapts the prompt tokens beside decodes so that a step takes about ``TARGET_S``; decodes are unlimited.
 
     The chunk shrinks after a slower step and grows after a faster one that was full, by a factor of at most
-    ``_MOST_CHANGE``, as a single step may compile or wait for a core.
+    ``_MOST_CHANGE``, as a single step may compile or wait for a core. Without decodes a chunk is large: each one
+    reads all weights and the context before it.
+
+    Args:
+        num_alone: prompt tokens of a step without decodes, at least.
 
     Attributes:
-        num_tokens: of the next chunk, at least ``MIN_CHUNK``.
+        num_tokens: of the next chunk beside decodes, at least ``MIN_CHUNK``.
     """
 
-    def __init__(self, num_tokens: int) -> None:
+    def __init__(self, num_tokens: int, num_alone: int) -> None:
         self.num_tokens = num_tokens
+        self._num_alone = num_alone
         self._decode_s = 0.0
 
     def meter(self) -> StepMeter:
         """Return the meter of one step, which limits tokens, not time."""
-        return StepMeter(StepCost(), 1.0, self.num_tokens)
+        return StepMeter(StepCost(), 1.0, max(self._num_alone, self.num_tokens), self.num_tokens)
 
     def has_room(self, num_decodes: int, context: int, num_tokens: int) -> bool:
         return True
@@ -200,7 +210,7 @@ class ChunkPace:
 
 
 #: The pace of a budget without one.
-NO_LIMIT = ChunkPace(sys.maxsize)
+NO_LIMIT = ChunkPace(sys.maxsize, sys.maxsize)
 
 
 def work_done(decodes: Iterable[Sequence], prefills: Iterable[tuple[Sequence, int]]) -> StepWork:
