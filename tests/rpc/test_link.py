@@ -321,7 +321,7 @@ async def test_a_host_that_is_no_name_is_no_instance(url: str) -> None:
     async with Link("p0", url) as to:
         with pytest.raises(InstanceUnreachable, match=r"p0 at .* is not reachable"):
             await to.ask("/echo")
-    with pytest.raises(ValueError, match="as in .http:"):
+    with pytest.raises(ValueError, match="as in 'http:"):
         Link("p0", "10.0.0.1:9000")
 
 

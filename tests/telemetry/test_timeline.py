@@ -63,7 +63,9 @@ def test_encodes() -> None:
 _NAMES = st.sampled_from(["a", "b"])
 _EVENTS = st.one_of(
     st.tuples(st.just("prefill_received"), _NAMES, st.booleans(), st.booleans()),
-    st.tuples(st.sampled_from(["record_features", "record_hand_over", "decode_received", "record_end", "drop"]), _NAMES),
+    st.tuples(
+        st.sampled_from(["record_features", "record_hand_over", "decode_received", "record_end", "drop"]), _NAMES
+    ),
     st.tuples(st.just("stepped"), st.lists(st.tuples(_NAMES, st.booleans())), st.lists(_NAMES)),
 )
 
