@@ -39,8 +39,8 @@ MODELS = """# Models of the native engine
 Generated from `epd_serve/models/families` by `python docs/generate.py`.
 [How to add a family](../../CONTRIBUTING.md#how-to-add).
 
-| models | `model_type` | input | decoder | tower | layout of an item |
-|---|---|---|---|---|---|
+| models | `model_type` | input | decoder | tower |
+|---|---|---|---|---|
 """
 
 MODELS_END = """
@@ -65,9 +65,8 @@ def models_page() -> str:
     rows = []
     for family in dict.fromkeys(one for families in FAMILIES.values() for one in families):
         types, towers = (", ".join(f"`{name}`" for name in names) for names in (family.model_types, family.towers))
-        about = " ".join((family.__doc__ or "").split()).removesuffix(".") if family.modalities else ""
         takes = ", ".join(("text", *(PLURALS[name] for name in family.modalities)))
-        rows.append(f"| {' | '.join(map(cell, (family.title, types, takes, family.decoder, towers, about)))} |\n")
+        rows.append(f"| {' | '.join(map(cell, (family.title, types, takes, family.decoder, towers)))} |\n")
     reasons = ""
     for reason in dict.fromkeys(NOT_RUN.values()):
         same = ", ".join(f"`{name}`" for name, other in NOT_RUN.items() if other == reason)
@@ -150,12 +149,10 @@ def cli_page() -> str:
         context = command.make_context(name, [], resilient_parsing=True)
         lines += [f"## `{name}`", "", " ".join((command.help or "").split()), ""]
         records = [record for one in command.params if (record := one.get_help_record(context)) is not None]
-        if records:
-            lines += ["| | |", "|---|---|"]
-            for flag, words in records:
-                bare, text = (TYPE.sub("", one) for one in (flag, " ".join(words.split())))
-                lines.append(f"| `{cell(bare)}` | {cell(BOUNDS.sub('', text))} |")
-            lines.append("")
+        for flag, words in records:
+            bare, text = (TYPE.sub("", one) for one in (flag, " ".join(words.split())))
+            lines.append(f"* `{bare}`: {BOUNDS.sub('', text)}")
+        lines += [""] if records else []
     return "\n".join(lines)
 
 
