@@ -5,18 +5,16 @@
 
 from __future__ import annotations
 
-import atexit
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import accumulate, pairwise, product
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from device.base import AttentionPlan, AttnMeta, EncodeCaptured
 from device.ops.plain import PlainOps
@@ -26,8 +24,8 @@ DENSE_LENGTHS = (256, 512, 768, 1024, 1536, 2048)
 """Prompts of such lengths go to SDPA: there cuDNN is up to 1.8 times faster than the varlen kernel on Hopper, and
 above it is not. Each is padded at its end, where causality hides it, to the next of these."""
 DENSE_COUNTS = (4, 2, 1)
-"""Prompts of one padded length in one call. Few lengths and counts make few of cuDNN's plans, of 37 ms each, which
-:meth:`CudaOps.build_plans` makes before an instance serves."""
+"""Prompts of one padded length in one call. Few lengths and counts make few of cuDNN's plans, of 37 ms each; until
+:meth:`CudaOps.build_plans` has made them, prompts keep to the varlen kernel."""
 _MAX_CALLS = 3
 """With more calls a layer the host's work outweighs what the device saves."""
 LONG_SEGMENT = 1024
@@ -36,12 +34,6 @@ PLAN_OPERATIONS = 2.5e13
 """Behind so many operations a tower's calls of one shape go to cuDNN, which would by then have saved the 37 ms of
 its plan on an H100; so sizes that come rarely never cost a plan."""
 _MAX_CUDNN_HEAD_DIM = 128
-_FASTEST_FIRST = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,24 +81,29 @@ class CudaOps(PlainOps):
     def __init__(self, varlen: Varlen | None, *, has_fast_cudnn: bool = False) -> None:
         self._varlen = varlen
         self._has_fast_cudnn = has_fast_cudnn and varlen is not None
+        self._has_plans = False  # for prompts
         self._operations: Counter[tuple[int, ...]] = Counter()  # of a tower's calls, by shape
-        if self._has_fast_cudnn:
-            _prefer_cudnn()
         if varlen is None:
             self.name = "plain torch (this torch or GPU has no varlen flash attention)"
 
     def build_plans(
-        self, max_num_tokens: int, num_heads: tuple[int, int], head_dim: int, dtype: torch.dtype
+        self,
+        max_num_tokens: int,
+        num_heads: tuple[int, int],
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        if not self._has_fast_cudnn or dtype == torch.float32:
+        if not self._has_fast_cudnn or dtype == torch.float32 or not _fits_cudnn(head_dim):
             return
         for length, count in product(DENSE_LENGTHS, DENSE_COUNTS):
             if (tokens := count * length) <= max_num_tokens:
                 query, key, value = (
-                    torch.zeros(tokens, heads, head_dim, dtype=dtype, device="cuda")
+                    torch.zeros(tokens, heads, head_dim, dtype=dtype, device=device)
                     for heads in (num_heads[0], num_heads[1], num_heads[1])
                 )
                 attend_dense(query, key, value, [(count, length)], head_dim**-0.5, causal=True)
+        self._has_plans = True
 
     def prepare(self, meta: AttnMeta, dtype: torch.dtype) -> CudaPlan:  # type: ignore[override]
         prefills: PackedPrefills | DensePrefills | AttentionPlan | None = None
@@ -114,7 +111,7 @@ class CudaOps(PlainOps):
             if self._varlen is None or dtype == torch.float32:
                 prefills = super().prepare(_prefills_only(meta), dtype)
             else:
-                prefills = (_pack_dense(meta) if self._has_fast_cudnn else None) or _pack(meta)
+                prefills = (_pack_dense(meta) if self._has_plans else None) or _pack(meta)
         decodes = self._prepare_decodes(meta, dtype) if meta.num_decodes else None
         return CudaPlan(meta=meta, decodes=decodes, prefills=prefills)
 
@@ -147,7 +144,7 @@ class CudaOps(PlainOps):
     def _pays(self, calls: Sequence[tuple[int, int]], query: Tensor) -> bool:
         """Whether such calls have come often enough for plans of cuDNN's (PLAN_OPERATIONS)."""
         heads, head_dim = query.shape[1:]
-        if head_dim % 8 or head_dim > _MAX_CUDNN_HEAD_DIM:
+        if not _fits_cudnn(head_dim):
             return False
         for count, length in calls:
             self._operations[count, length, heads, head_dim] += 4 * count * heads * length**2 * head_dim
@@ -293,26 +290,29 @@ def attend_dense(
     """Attention [T, H, D] within segments back to back, by one SDPA call for each (segments, their length)."""
     outputs: list[Tensor] = []
     start = 0
+    is_cudnn = query.is_cuda and _fits_cudnn(query.shape[2])
     for count, length in calls:
         end = start + count * length
         queries, keys, values = (
             states[start:end].view(count, length, *states.shape[1:]).transpose(1, 2)
             for states in (query, key, value)
         )
-        attended = F.scaled_dot_product_attention(
-            queries, keys, values, is_causal=causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
-        )
+        if is_cudnn:
+            # torch's order of backends is the whole process's: masked decodes would plan each of their lengths
+            attended: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
+                queries, keys, values, None, False, 0.0, causal, scale=scale
+            )[0]
+        else:
+            attended = F.scaled_dot_product_attention(
+                queries, keys, values, is_causal=causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+            )
         outputs.append(attended.transpose(1, 2).flatten(0, 1))
         start = end
     return outputs[0].contiguous() if len(outputs) == 1 else torch.cat(outputs)
 
 
-@cache
-def _prefer_cudnn() -> None:
-    """Let SDPA try cuDNN first in this process, for good: a context for each call takes longer than the call."""
-    order = sdpa_kernel(_FASTEST_FIRST, set_priority=True)
-    order.__enter__()
-    atexit.register(order.__exit__, None, None, None)
+def _fits_cudnn(head_dim: int) -> bool:
+    return head_dim % 8 == 0 and head_dim <= _MAX_CUDNN_HEAD_DIM
 
 
 def _segments(borders: tuple[int, ...]) -> tuple[int, tuple[tuple[int, int], ...]]:

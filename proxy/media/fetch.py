@@ -7,10 +7,13 @@ import errno
 import logging
 import re
 import socket
+from copy import copy
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
-from urllib.parse import urljoin
+from urllib.parse import quote, urljoin
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 from aiohttp import StreamReader
@@ -34,6 +37,9 @@ _PIECE_BYTES = 1 << 14
 _MAX_REDIRECTS = 3
 #: Longest download of a media URL: the client waits meanwhile, and holds its place in the queue.
 FETCH_TIMEOUT_S = 10.0
+#: What stands before a URL's path, and the ASCII characters that are sent as they came.
+_ORIGIN = re.compile(r"[^/?#]*//[^/?#]*")
+_SENT_AS_IS = "".join(map(chr, range(0x21, 0x7F)))
 _PASSWORD = re.compile(r"://[^/?#]*@")
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
@@ -69,29 +75,40 @@ class _Connector(aiohttp.TCPConnector):
         self._factory: Any = partial(_Protocol, loop=self._loop)
 
 
+@dataclass(slots=True, eq=False)
+class _Download:
+    task: asyncio.Task[bytes]
+    num_waiting: int = 0
+
+
 class MediaFetcher:
     """Fetches media for requests; an async context manager that owns its connections.
 
     The address is checked where the socket for it is made: whatever the URL's spelling, the name's resolution or a
-    redirect led to, it is the very address connected to that is checked. ``timeout_s`` bounds the whole of
-    it, be the server's bytes ever so slow to come.
+    redirect led to, it is the very address connected to that is checked. A proxy of the environment
+    (``media.trust_env``) resolves names and connects by itself. ``timeout_s`` bounds a whole download.
     """
 
     def __init__(self, settings: GatewaySettings, timeout_s: float = FETCH_TIMEOUT_S) -> None:
         self._media = settings.gateway.media
         self._allow_private = settings.allow_private
         self._timeout_s = timeout_s
+        self._downloads: dict[str, _Download] = {}
 
     async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession(
+        self._direct, self._by_proxy = self._new_session(self._new_socket), self._new_session(None)
+        return self
+
+    def _new_session(self, socket_factory: Any) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(
             connector=_Connector(
                 resolver=Lookups(),
                 limit=MAX_CONNECTIONS,
                 limit_per_host=MAX_PER_HOST,
                 use_dns_cache=False,
-                socket_factory=self._new_socket,
+                socket_factory=socket_factory,
             ),
-            timeout=aiohttp.ClientTimeout(total=None),  # fetch() keeps the time
+            timeout=aiohttp.ClientTimeout(total=None),  # _download() keeps the time
             cookie_jar=aiohttp.DummyCookieJar(),
             # No compressed transfer: the size limit counts the real bytes.
             headers={
@@ -100,22 +117,40 @@ class MediaFetcher:
                 "user-agent": "epd-serve",
             },
             auto_decompress=False,
-            trust_env=False,
+            trust_env=False,  # it would send passwords of ~/.netrc, too
         )
-        return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._session.close()
+        await self._direct.close()
+        await self._by_proxy.close()
+
+    def is_fetching(self, url: str) -> bool:
+        """Return whether the file is on its way, so that :meth:`fetch` needs no connection for it."""
+        return url in self._downloads
 
     async def fetch(self, url: str) -> bytes:
-        """Fetch a file.
+        """Fetch a file, once for all that ask while it is on its way.
 
         Raises InvalidRequest that names the URL and what the client can do about it, TooLarge for too many bytes.
         A server that cannot be reached is one case, be its name unknown, its address private or nobody there, and
         nothing that a server sent is shown: who asks could otherwise look around in the inner network.
         """
+        if (download := self._downloads.get(url)) is None:
+            download = self._downloads[url] = _Download(asyncio.create_task(self._download(url)))
+        download.num_waiting += 1
+        try:
+            return await asyncio.shield(download.task)
+        except InvalidRequest as error:
+            raise copy(error) from error  # each request names the item in its own
+        finally:
+            download.num_waiting -= 1
+            if not download.num_waiting:
+                del self._downloads[url]
+                download.task.cancel()
+
+    async def _download(self, url: str) -> bytes:
         if len(url) > MAX_URL_LENGTH:
             raise InvalidRequest(f"{_short(url)} has {len(url)} characters; at most {MAX_URL_LENGTH} are accepted")
         timeout_s = self._timeout_s
@@ -134,7 +169,9 @@ class MediaFetcher:
     async def _get(self, url: str) -> bytes:
         location = self._checked(url, url)
         for _ in range(_MAX_REDIRECTS + 1):
-            async with self._session.get(location, allow_redirects=False) as response:
+            proxy = self._proxy_of(location)
+            session = self._direct if proxy is None else self._by_proxy
+            async with session.get(location, proxy=proxy, allow_redirects=False) as response:
                 if response.status in _REDIRECTS and "location" in response.headers:
                     target = urljoin(str(location), response.headers["location"])
                     try:
@@ -167,7 +204,8 @@ class MediaFetcher:
     def _checked(self, text: str, url: str) -> URL:
         """Return ``text`` as a URL that the rules allow; ``url`` is that of the client.
 
-        Raises InvalidRequest. No other parser may look at the text: it could see another host in it.
+        Its path and query have the bytes of ``text``: servers check signatures over them. Raises InvalidRequest.
+        The host is that of one parser: another could see another host in the text.
         """
         try:
             location, domains = URL(text), self._media.allowed_domains
@@ -187,7 +225,14 @@ class MediaFetcher:
             raise InvalidRequest(f"{_short(url)} is no URL: {error}") from error
         if problem:
             raise InvalidRequest(f"{_short(url)}: {problem}")
-        return location
+        path = quote(_ORIGIN.sub("", text, count=1), safe=_SENT_AS_IS)
+        return URL(f"{location.origin()}{path}", encoded=True)
+
+    def _proxy_of(self, location: URL) -> str | None:
+        """Return the proxy that the environment names for the URL, where that counts."""
+        if not self._media.trust_env or proxy_bypass(location.host or ""):
+            return None
+        return getproxies().get(location.scheme)
 
     def _new_socket(self, info: tuple[Any, ...]) -> socket.socket:
         """Called by the connector for each address that it is about to connect to."""

@@ -217,9 +217,36 @@ def test_prompts_of_some_lengths_go_to_sdpa(
     batch = Batch(
         [3], [(n, n) for n in lengths], block_size=16, kv_heads=2, group=3, head_dim=64, seed=1, layout="fused"
     )
+    DENSE.build_plans(0, (6, 2), 64, HALF, DEVICE)
     prefills = DENSE.prepare(batch.meta_on(DEVICE), HALF).prefills
     assert getattr(prefills, "calls", None) == calls
     check_step(DENSE, batch, HALF, DEVICE, tolerance(HALF))
+
+
+def test_prompts_ask_for_no_plan_that_was_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN's plans are of shapes and strides."""
+    plans: set[tuple[Any, ...]] = set()
+    attend = cuda_ops.attend_dense
+
+    def noted(*states: Any, **options: Any) -> Tensor:
+        query, key, value, calls, _ = states
+        plans.update((call, state.stride()) for call in calls for state in (query, key, value))
+        return attend(*states, **options)
+
+    monkeypatch.setattr(cuda_ops, "DENSE_LENGTHS", (8, 16))
+    monkeypatch.setattr(cuda_ops, "attend_dense", noted)
+    ops = TritonOps(cores=4, varlen=VARLEN, has_fast_cudnn=True)
+    batch = Batch([], [(8, 8)], block_size=16, kv_heads=2, group=3, head_dim=64, seed=1)
+    batch.run(ops, HALF, DEVICE)
+    assert not plans, "there are none yet"
+    ops.build_plans(32, (6, 2), 64, HALF, DEVICE)
+    built = plans.copy()
+    for lengths in ([8], [16, 16], [8] * 4, [11], [9, 8, 8]):
+        batch = Batch(
+            [3], [(n, n) for n in lengths], block_size=16, kv_heads=2, group=3, head_dim=64, seed=1, layout="fused"
+        )
+        batch.run(ops, HALF, DEVICE)
+    assert plans == built and {call for call, _ in built} == {(1, 8), (2, 8), (4, 8), (1, 16), (2, 16)}
 
 
 @pytest.mark.parametrize(("lengths", "is_dense"), [([24, 30, 24], True), ([16] * 3, True), ([16, 30], False)])
