@@ -37,8 +37,8 @@ MODELS = """# Models of the native engine
 Generated from `epd_serve/models/families` by `python docs/generate.py`.
 [How to add a family](../../CONTRIBUTING.md#how-to-add).
 
-| models | `model_type` | input | decoder | tower |
-|---|---|---|---|---|
+| models | `model_type` | input | decoder |
+|---|---|---|---|
 """
 
 MODELS_END = """
@@ -56,9 +56,9 @@ The native engine refuses other models with the reason; the [vLLM engine](../gui
 def models_page() -> str:
     rows = []
     for family in dict.fromkeys(one for families in FAMILIES.values() for one in families):
-        types, towers = (", ".join(f"`{name}`" for name in names) for names in (family.model_types, family.towers))
+        types = ", ".join(f"`{name}`" for name in family.model_types)
         takes = ", ".join(("text", *(PLURALS[name] for name in family.modalities)))
-        rows.append(f"| {' | '.join(map(cell, (family.title, types, takes, family.decoder, towers)))} |\n")
+        rows.append(f"| {' | '.join(map(cell, (family.title, types, takes, family.decoder)))} |\n")
     return MODELS + "".join(rows) + MODELS_END
 
 
