@@ -135,7 +135,7 @@ def cli_page() -> str:
     lines = [CLI]
     for name, command in commands(typer.main.get_command(app), "epd-serve"):
         context = command.make_context(name, [], resilient_parsing=True)
-        lines += [f"## `{name}`", "", " ".join((command.help or "").split()), ""]
+        lines += [f"## `{name}`", "", " ".join((command.help or "").partition("\n\n")[0].split()), ""]
         records = [record for one in command.params if (record := one.get_help_record(context)) is not None]
         if records:
             lines += [" ".join(f"`{TYPE.sub('', flag)}`" for flag, _ in records), ""]
