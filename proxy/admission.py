@@ -95,8 +95,9 @@ class Authenticator:
     def holders(self) -> list[Holder]:
         return list(self._holders.values()) if self.anonymous is None else [self.anonymous]
 
-    def check(self, authorization: str | bytes | None) -> Holder:
-        """Return the holder behind the value of the ``Authorization`` header. Raises Unauthorized.
+    def check(self, authorization: str | bytes | None, api_key: str | bytes | None = None) -> Holder:
+        """Return the holder behind the value of the ``Authorization`` header, or without one of Anthropic's
+        ``x-api-key``. Raises Unauthorized.
 
         The time that it takes says nothing about the keys: they are looked up by a digest that the caller cannot
         steer, in a table whose own hash is random in each process, and compared in constant time.
@@ -104,8 +105,9 @@ class Authenticator:
         if self.anonymous is not None:
             return self.anonymous
         # Headers as text are handed over as Latin-1, whatever the client's bytes meant.
-        header = authorization.encode("latin-1") if isinstance(authorization, str) else authorization or b""
-        scheme, _, token = header.partition(b" ")
+        given = authorization or api_key or b""
+        header = given.encode("latin-1") if isinstance(given, str) else given
+        scheme, _, token = header.partition(b" ") if authorization else (b"bearer", b"", header)
         token = token.strip()
         if scheme.lower() != b"bearer" or not token:
             raise Unauthorized("an API key is required: send the header 'Authorization: Bearer <key>'")

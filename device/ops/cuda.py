@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, pairwise
 
 import torch
 import torch.nn.functional as F
@@ -20,14 +19,11 @@ from device.base import AttentionPlan, AttnMeta, EncodeCaptured
 from device.ops.plain import PlainOps
 from device.ops.varlen import MAX_HEAD_DIM, Varlen, flashable
 
-DENSE_LENGTHS = (256, 512, 768, 1024, 1536, 2048)
-"""Prompts of such lengths go to SDPA: there cuDNN is up to 1.8 times faster than the varlen kernel on Hopper, and
-above it is not. Each is padded at its end, where causality hides it, to the next of these."""
-DENSE_COUNTS = (4, 2, 1)
-"""Prompts of one padded length in one call. Few lengths and counts make few of cuDNN's plans, of 37 ms each; until
-:meth:`CudaOps.build_plans` has made them, prompts keep to the varlen kernel."""
-_MAX_CALLS = 3
-"""With more calls a layer the host's work outweighs what the device saves."""
+DENSE_TOKENS = 2048
+"""Whole prompts from here on go to SDPA: cuDNN takes half the varlen kernel's time for 8192 tokens on an H100."""
+DENSE_MULTIPLE = 1024
+"""Such prompts are padded at their end, where causality hides it, to a multiple of this: cuDNN needs a plan for
+each length, which :meth:`CudaOps.build_plans` makes before an instance serves."""
 LONG_SEGMENT = 1024
 """Segments of a tower from here on fill the GPU one by one, so that pictures of one size share a plan."""
 PLAN_OPERATIONS = 2.5e13
@@ -50,13 +46,9 @@ class PackedPrefills:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DensePrefills:
-    """Prompts without history, as SDPA calls of (prompts, padded length)."""
+    """Long prompts without history, each an SDPA call of its own."""
 
-    calls: tuple[tuple[int, int], ...]
-    rows: Tensor | None
-    """The token at each row of the calls; None where that is the tokens' own order, without padding."""
-    places: Tensor | None
-    """The row of each token; None as before."""
+    lengths: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,13 +88,12 @@ class CudaOps(PlainOps):
     ) -> None:
         if not self._has_fast_cudnn or dtype == torch.float32 or not _fits_cudnn(head_dim):
             return
-        for length, count in product(DENSE_LENGTHS, DENSE_COUNTS):
-            if (tokens := count * length) <= max_num_tokens:
-                query, key, value = (
-                    torch.zeros(tokens, heads, head_dim, dtype=dtype, device=device)
-                    for heads in (num_heads[0], num_heads[1], num_heads[1])
-                )
-                attend_dense(query, key, value, [(count, length)], head_dim**-0.5, causal=True)
+        for length in range(DENSE_TOKENS, max_num_tokens + 1, DENSE_MULTIPLE):
+            query, key, value = (
+                torch.zeros(length, heads, head_dim, dtype=dtype, device=device)
+                for heads in (num_heads[0], num_heads[1], num_heads[1])
+            )
+            attend_dense(query, key, value, [(1, length)], head_dim**-0.5, causal=True)
         self._has_plans = True
 
     def prepare(self, meta: AttnMeta, dtype: torch.dtype) -> CudaPlan:  # type: ignore[override]
@@ -110,8 +101,14 @@ class CudaOps(PlainOps):
         if meta.prefill_query_lens:
             if self._varlen is None or dtype == torch.float32:
                 prefills = super().prepare(_prefills_only(meta), dtype)
+            elif (
+                self._has_plans
+                and meta.prefill_query_lens == meta.prefill_context_lens
+                and min(meta.prefill_query_lens) >= DENSE_TOKENS
+            ):
+                prefills = DensePrefills(lengths=tuple(meta.prefill_query_lens))
             else:
-                prefills = (_pack_dense(meta) if self._has_plans else None) or _pack(meta)
+                prefills = _pack(meta)
         decodes = self._prepare_decodes(meta, dtype) if meta.num_decodes else None
         return CudaPlan(meta=meta, decodes=decodes, prefills=prefills)
 
@@ -179,7 +176,7 @@ class CudaOps(PlainOps):
     ) -> Tensor:
         """The step's chunks, back to back."""
         if isinstance(prefills, DensePrefills):
-            return _attend_prompts(query, key, value, prefills, scale)
+            return _attend_prompts(query, key, value, prefills.lengths, scale)
         if not isinstance(prefills, PackedPrefills):
             return super().attend(query, key, value, kv_layer, prefills, scale)
         if prefills.slots is not None:
@@ -248,40 +245,21 @@ def _gather(kv_layer: Tensor, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor
     return keys, values
 
 
-def _pack_dense(meta: AttnMeta) -> DensePrefills | None:
-    """Prompts as SDPA calls, from host lists alone; None where the varlen call is as fast."""
-    lengths = meta.prefill_query_lens
-    if lengths != meta.prefill_context_lens or min(lengths) < DENSE_LENGTHS[0] or max(lengths) > DENSE_LENGTHS[-1]:
-        return None
-    padded = [DENSE_LENGTHS[bisect_left(DENSE_LENGTHS, length)] for length in lengths]
-    calls: list[tuple[int, int]] = []
-    for length, count in sorted(Counter(padded).items()):
-        for size in DENSE_COUNTS:
-            calls += [(size, length)] * (count // size)
-            count %= size
-    if len(calls) > _MAX_CALLS:
-        return None
-    order = sorted(range(len(padded)), key=padded.__getitem__)
-    if padded == lengths and order == list(range(len(padded))):
-        return DensePrefills(calls=tuple(calls), rows=None, places=None)
-    starts = list(accumulate(lengths, initial=0))
-    rows = [torch.arange(padded[i]).clamp_(max=lengths[i] - 1) + starts[i] for i in order]
-    first_row = dict(zip(order, accumulate((padded[i] for i in order), initial=0), strict=False))
-    places = [torch.arange(length) + first_row[i] for i, length in enumerate(lengths)]
-    device = meta.prefill_block_table.device
-    return DensePrefills(
-        calls=tuple(calls), rows=_to_device(torch.cat(rows), device), places=_to_device(torch.cat(places), device)
-    )
-
-
-def _attend_prompts(query: Tensor, key: Tensor, value: Tensor, prefills: DensePrefills, scale: float) -> Tensor:
-    # of one layout, whatever the model's: plans depend on strides
-    query, key, value = (
-        states.contiguous() if prefills.rows is None else states.index_select(0, prefills.rows)
-        for states in (query, key, value)
-    )
-    output = attend_dense(query, key, value, prefills.calls, scale, causal=True)
-    return output if prefills.places is None else output.index_select(0, prefills.places)
+def _attend_prompts(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
+    """Whole prompts, back to back."""
+    outputs: list[Tensor] = []
+    start = 0
+    for length in lengths:
+        missing = -length % DENSE_MULTIPLE
+        # of one layout, whatever the model's: plans depend on strides
+        queries, keys, values = (
+            F.pad(states, (0, 0, 0, 0, 0, missing)) if missing else states.contiguous()
+            for states in (part[start : start + length] for part in (query, key, value))
+        )
+        attended = attend_dense(queries, keys, values, [(1, length + missing)], scale, causal=True)
+        outputs.append(attended[:length])
+        start += length
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def attend_dense(

@@ -108,7 +108,7 @@ class LanguageSide:
 
     def resume(self, sequence: Sequence, blocks: Any) -> None:
         """Decode a prompt whose KV was written into ``blocks``; its first token is known."""
-        self.queues.settle(blocks)
+        self.queues.forget_reservation(blocks)
         sequence.blocks, sequence.forks = blocks.root, blocks.forks
         sequence.num_computed = sequence.num_tokens
         sequence.move_to(SequenceState.RUNNING)

@@ -331,7 +331,8 @@ async def test_the_host_s_side_of_the_kv_is_bounded(role: str) -> None:
 
 async def test_the_kv_leaves_the_memory_of_the_largest_encode(tmp_path: Path) -> None:
     model, budget = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model"), 1 << 20
-    sizes: dict[str, Any] = {"max_model_len": 512, "threads": 1, "feature_cache_bytes": 1 << 16, "max_num_seqs": 4}
+    sizes: dict[str, Any] = {"max_model_len": 512, "threads": 1, "feature_cache_bytes": 1 << 16}
+    sizes |= {"max_num_seqs": 4, "max_num_batched_tokens": 256}
     device = get_device("chip:9")
     device.set_memory_fraction((768 << 20) / device.memory()[0])
     try:

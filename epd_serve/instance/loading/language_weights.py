@@ -150,10 +150,12 @@ class LanguageWeights:
         )
         graphs = decode_graph_sizes(options.sizes.max_num_seqs) if options.role.decodes else []
         prefills = prefill_graph_sizes(most) if options.role.prefills else []
-        runner = self._runner(options, memory.tensor, self.max_model_len, graphs, prefills)
-        timer = self._timer(runner, memory.layout, memory.num_blocks)
-        timer.warm_up(self._model.device.ops.compiled_by, most, self.max_model_len)
-        return runner
+        return self._runner(options, memory.tensor, self.max_model_len, graphs, prefills)
+
+    def warm_up(self, runner: Any, max_num_tokens: int) -> None:
+        """Compute steps of all kinds on the thread that will compute, before anything uses the KV memory."""
+        timer = self._timer(runner, self.memory.layout, self.memory.num_blocks)
+        timer.warm_up(self._model.device.ops.compiled_by, max_num_tokens, self.max_model_len)
 
     def forget(self, transport: Transport) -> None:
         """Give the KV memory back. Nobody may be about to write there. Blocks until nobody maps it."""
