@@ -207,8 +207,8 @@ def _drawn(spec: str, count: int, seed: int) -> tuple[list[SimRequest], bool]:
         parts = [part for message in item.messages for part in message.parts]
         texts = [part for part in parts if isinstance(part, str)]
         media = [part for part in parts if isinstance(part, Media)]
-        if others := [one.mime for one in media if not one.mime.startswith("image/")]:
-            raise ValueError(f"request {item.index} has {others[0]}: the planner knows text and images alone")
+        if item.modality not in ("text", "image"):
+            raise ValueError(f"request {item.index} has {item.modality}: the planner knows only text and images")
         for one in media:
             names.setdefault(id(one), one.url or str(len(names)))
             if id(one) not in pixels:

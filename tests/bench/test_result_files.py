@@ -28,13 +28,15 @@ AISBENCH_ROWS += ["PrefillTokenThroughput"]
 
 
 @pytest.fixture
-def run() -> Run:
+def run(tmp_path: Path) -> Run:
     """Two answers, 100 and 300 ms to the first token, and one failure."""
-    return measured([good(0, 0.0), good(1, 1.0, ttft_s=0.3), failed(2, 1.5)])
+    made = measured([good(0, 0.0), good(1, 1.0, ttft_s=0.3), failed(2, 1.5)])
+    made.path = tmp_path
+    return made
 
 
 def test_aisbench_lays_its_files_out_like_this(run: Run, tmp_path: Path) -> None:
-    write_aisbench(tmp_path, run)
+    write_aisbench(run)
     folder = tmp_path / "performances" / "demo-model"
     assert sorted(path.name for path in folder.iterdir()) == ["mine.csv", "mine.json", "mine_details.jsonl"]
     rows = list(csv.reader((folder / "mine.csv").read_text().splitlines()))
@@ -54,7 +56,7 @@ def test_aisbench_lays_its_files_out_like_this(run: Run, tmp_path: Path) -> None
 
 
 def test_every_request_stands_in_the_details(run: Run, tmp_path: Path) -> None:
-    write_aisbench(tmp_path, run)
+    write_aisbench(run)
     path = tmp_path / "performances" / "demo-model" / "mine_details.jsonl"
     first, second, third = map(json.loads, path.read_text().splitlines())
     assert (first["success"], first["input_tokens"], first["output_tokens"]) == (True, 50, 5)

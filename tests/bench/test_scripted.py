@@ -14,9 +14,8 @@ from aiohttp.test_utils import TestServer
 from load_tester import Scripted, Scripts, session, settings
 from scripted_server import FIRST_S, NUM_TOKENS, STALL_S
 
-from epd_serve.bench.client import open_session
+from epd_serve.bench.client import describe_server, open_session
 from epd_serve.bench.run import Run
-from epd_serve.bench.server import meet
 from epd_serve.bench.statistics import percentile
 from epd_serve.bench.types import Failure
 from epd_serve.bench.workloads import load_workload
@@ -164,7 +163,7 @@ def test_ctrl_c_waits_for_what_is_under_way(scripted: Scripted, tmp_path: Path) 
             assert tester.poll() is None
         tester.send_signal(signal.SIGINT)
         assert tester.stdout is not None
-        assert any("requests are under way" in line for line in tester.stdout)
+        assert any("requests are open" in line for line in tester.stdout)
         scripted.release("stopped")
         output, _ = tester.communicate(timeout=300)
     assert tester.returncode == 130, output
@@ -183,4 +182,4 @@ async def test_a_key_that_is_missing_or_wrong_is_named(key: str | None, status: 
     app.router.add_get("/v1/models", refuse)
     async with TestServer(app) as served, open_session(str(served.make_url("/")), key) as http:
         with pytest.raises(ValueError, match=r"HTTP 401: no such key.*export OPENAI_API_KEY=KEY"):
-            await meet(http, str(served.make_url("")).rstrip("/"), "")
+            await describe_server(http, settings(str(served.make_url("")).rstrip("/")))

@@ -92,7 +92,7 @@ def test_conversations_have_their_turns_in_order_and_are_mixed() -> None:
         ("nothing", "known: sharegpt4o-like, visualwebinstruct-like, synthetic, videos, audio, custom, trace"),
         ("trace", "needs a file; write trace:FILE.jsonl"),
         ("synthetic,image_siz=3x3", "known: text_tokens, output_tokens"),
-        ("synthetic,image_size=3", "image_size: '3': no image size of 1 to 8192 pixels"),
+        ("synthetic,image_size=3", "image_size: '3': not an image size of 1 to 8192 pixels"),
         ("synthetic,text_tokens=9..3", "text_tokens: '9..3': the lower end comes first"),
         ("synthetic,image_reuse=1.5", "a number from 0 to 1"),
     ],
