@@ -33,7 +33,7 @@ async def _compare_batched(client: Client, contents: list[Any]) -> None:
 
 @check("answers", "a 16-bit image hash that spliced two pictures")
 async def batched(client: Client) -> None:
-    """Concurrent requests with equal pictures, others of the same size, and text get the answers they get alone."""
+    """Concurrent requests with equal pictures, others of one size, and text get the same answers as alone."""
     pictures = [asked(picture(color)) for color in (*COLORS, "red", "red")]
     await _compare_batched(client, [*pictures, "What colours are there?"])
 

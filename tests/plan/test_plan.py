@@ -152,7 +152,7 @@ def test_step_budgets_are_searched_on_request() -> None:
 def answered(judge: Evaluator, rate: float) -> Recommendation:
     plans = list(candidates(judge.fleet, fewer=True))
     return recommend(
-        judge, every(judge, list(candidates(judge.fleet))), rate=rate, enough=cheapest(judge, plans, rate)
+        judge, every(judge, list(candidates(judge.fleet))), rate=rate, sufficient=cheapest(judge, plans, rate)
     )
 
 
@@ -170,12 +170,12 @@ def test_one_device_serves_a_low_rate_and_none_serves_a_high_one() -> None:
     judge = judge_of(fleet(2), TEXT)
     result = answered(judge, 2.0)
     assert (result.chosen.candidate.line, result.chosen.cost) == ("EPD", 1)
-    assert result.answer[0].startswith("Your 2 requests/s fit: EPD lasts up to ")
+    assert result.answer[0].startswith("2 requests/s fit: EPD sustains ")
     assert parse_config(result.deployment).devices == ("npu:0",)
     assert cheapest(judge, list(candidates(judge.fleet, fewer=True)), 1000.0) is None
     result = answered(judge, 1000.0)
     devices = math.ceil(2 * 1000 / result.chosen.goodput)
-    assert result.answer[0].endswith(f"It takes about {devices} such devices.")
+    assert result.answer[0].endswith(f"About {devices} such devices are needed.")
 
 
 def test_the_cheapest_of_dear_and_cheap_devices() -> None:
@@ -187,7 +187,7 @@ def test_the_cheapest_of_dear_and_cheap_devices() -> None:
     result = answered(judge_of(mixed, SHAREGPT_4O, count=60), 2.0)
     assert result.chosen.cost == 3000 and result.chosen.candidate.devices(mixed)[0][1] == "cuda:1"
     assert "It costs 3,000 of 33,000." in result.answer
-    told = [one.told(mixed) for one in candidates(mixed)]
+    told = [one.describe(mixed) for one in candidates(mixed)]
     assert len(set(told)) == len(told), "each plan says what runs where"
     assert "EPD on h200, EPD on rtx-4090" in told
 
@@ -254,10 +254,10 @@ _CPU = "{device: cpu, count: 1, profile: cpu.json}"
     [
         ("pools: []", "pools"),
         ("model: qwen2-vl-7b\npools: [{device: abacus, count: 1}]", "abacus"),
-        ("model: [", "no YAML"),
-        (f"model: demo\npools: [{_CPU}, {_CPU}]", "two pools of kind cpu"),
+        ("model: [", "invalid YAML"),
+        (f"model: demo\npools: [{_CPU}, {_CPU}]", "two cpu pools"),
         (f"model: qwen2-vl-7b\npools: [{_CPU}]", "4 layers"),
-        ("model: demo\npools: [{device: h200, count: 1}, {device: a100, count: 1, price: 9}]", "has no price"),
+        ("model: demo\npools: [{device: h200, count: 1}, {device: a100, count: 1, price: 9}]", "lacks a price"),
     ],
 )
 def test_devices_that_cannot_be_read(tmp_path: Path, text: str, message: str) -> None:
@@ -293,10 +293,10 @@ def test_the_command_writes_a_deployment(tmp_path: Path) -> None:
     assert figures["deployment"] == plan.read_text()
     assert figures["goodput"] > 4 and figures["bottleneck"] in "EPD" and figures["recommended"] == "EPD"
     screen = CliRunner().invoke(app, [*command, "-o", str(plan)])
-    assert "Your 4 requests/s fit: EPD lasts up to" in " ".join(screen.output.split())
+    assert "4 requests/s fit: EPD sustains" in " ".join(screen.output.split())
     for option, message in (
         (["--order", "lifo"], "fcfs, sjf, slack"),
-        (["-o", "/none/plan.yaml"], "no directory"),
+        (["-o", "/none/plan.yaml"], "does not exist"),
     ):
         wrong = CliRunner().invoke(app, [*command, *option])
         assert isinstance(wrong.exception, ValueError) and message in str(wrong.exception)

@@ -158,7 +158,7 @@ async def test_limits_of_size_and_time(site):
 async def test_compressed_answers_are_not_unpacked(site):
     port, _ = site
     async with fetcher(max_bytes=100_000_000) as fetch:
-        with pytest.raises(InvalidRequest, match="sent it compressed"):
+        with pytest.raises(InvalidRequest, match="compressed it despite"):
             await fetch.fetch(f"http://127.0.0.1:{port}/compressed")
 
 
@@ -169,8 +169,8 @@ async def test_only_allowed_domains_are_asked_redirects_included(site):
         assert await fetch.fetch(f"http://127.0.0.1:{port}/image") == b"picture"
         hits.clear()
         for url, words in (
-            (f"http://localhost:{port}/image", "may not be fetched from localhost; allowed are 127"),
-            (f"http://127.0.0.1.evil.test:{port}/image", "may not be fetched from"),
+            (f"http://localhost:{port}/image", "fetching from localhost is not allowed; allowed: 127"),
+            (f"http://127.0.0.1.evil.test:{port}/image", "fetching from 127.*is not allowed"),
             (f"http://example.com:{port}/image", r"from example\.com"),
             (f"http://badexample.com:{port}/image", r"from badexample\.com"),
             (f"http://evil.test\\@127.0.0.1:{port}/image", "the media URL"),
@@ -178,7 +178,7 @@ async def test_only_allowed_domains_are_asked_redirects_included(site):
             with pytest.raises(InvalidRequest, match=words):
                 await fetch.fetch(url)
         assert hits == []
-        with pytest.raises(InvalidRequest, match="redirects to a place that is not allowed"):
+        with pytest.raises(InvalidRequest, match="redirects to a forbidden address"):
             await fetch.fetch(f"http://127.0.0.1:{port}/away?to=http://localhost:{port}/image")
         assert len(hits) == 1
         with pytest.raises(InvalidRequest, match="cannot be fetched"):  # allowed, and not there
@@ -188,10 +188,10 @@ async def test_only_allowed_domains_are_asked_redirects_included(site):
 @pytest.mark.parametrize(
     ("target", "words"),
     [
-        ("data:image/png;base64,AAAA", "redirects to a place that is not allowed"),
-        ("file:///etc/passwd", "redirects to a place that is not allowed"),
-        ("http://user:pass@127.0.0.1/x", "redirects to a place that is not allowed"),
-        ("http://127.0.0.1:99999/x", "redirects to a place that is not allowed"),
+        ("data:image/png;base64,AAAA", "redirects to a forbidden address"),
+        ("file:///etc/passwd", "redirects to a forbidden address"),
+        ("http://user:pass@127.0.0.1/x", "redirects to a forbidden address"),
+        ("http://127.0.0.1:99999/x", "redirects to a forbidden address"),
         ("/image", ""),
     ],
 )
@@ -212,7 +212,7 @@ async def test_no_password_is_sent_or_shown(site):
         with pytest.raises(InvalidRequest, match="user name or a password") as refusal:
             await fetch.fetch(f"http://alice:s3cret@127.0.0.1:{port}/image")
         assert "s3cret" not in refusal.value.message and hits == []
-        with pytest.raises(InvalidRequest, match="at most 8192 are accepted"):
+        with pytest.raises(InvalidRequest, match="at most 8192 are allowed"):
             await fetch.fetch(f"http://127.0.0.1:{port}/" + "x" * 9000)
 
 
@@ -279,7 +279,7 @@ async def test_what_a_name_resolves_to_is_what_is_checked(site, choosy, monkeypa
         assert await fetch.fetch(f"http://rebinding.example:{port}/image") == b"picture"
         await fetch._session.connector.close()  # no connection left to be used again
     async with choosy() as fetch:
-        with pytest.raises(InvalidRequest, match="a server that this gateway may reach"):
+        with pytest.raises(InvalidRequest, match="must be reachable for this gateway"):
             await fetch.fetch(f"http://rebinding.example:{port}/image")
     assert len(hits) == 1
 

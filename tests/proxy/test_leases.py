@@ -34,9 +34,9 @@ class Members:
     def join(self, name: str, url: str, role: str | None = None) -> None:
         self.here.add(name)
 
-    def leave(self, name: str, *, said_so: bool = True) -> None:
+    def leave(self, name: str, *, finishes_requests: bool = True) -> None:
         self.here.remove(name)
-        if not said_so:
+        if not finishes_requests:
             self.left_silently.append(name)
 
 
@@ -106,7 +106,7 @@ async def test_an_instance_joins_serves_and_leaves(start: Any, kit: Any, caplog:
     assert gateway["spare"].calls
     assert await shown() == {"a0", "late"}
     twin = asyncio.create_task(older.run())
-    await gateway.until(lambda: "has joined; take another name" in caplog.text)
+    await gateway.until(lambda: "has joined; choose another name" in caplog.text)
     twin.cancel()
     await asyncio.gather(twin, return_exceptions=True)
     assert gateway.table.get("late") is not None, "one that was refused takes nobody out"
@@ -116,7 +116,7 @@ async def test_an_instance_joins_serves_and_leaves(start: Any, kit: Any, caplog:
     assert await shown() == {"a0"}, "who has left has no state"
     for body, headers, status, message in (
         ({"name": "x0", "url": spare}, {}, 401, "key"),
-        ({"name": "a0", "url": spare}, key, 409, "of its own"),
+        ({"name": "a0", "url": spare}, key, 409, "already has an instance"),
         ({"name": "x0", "url": "nowhere"}, key, 400, "url"),
         ({"name": "x0", "url": spare, "lease_s": 0}, key, 400, "lease_s"),
         ({"name": "x0", "url": "http://127.0.0.1:99999"}, key, 400, "cannot join"),
@@ -220,7 +220,7 @@ async def test_an_instance_joins_over_tls_and_a_plain_url_is_refused(
     assert url.startswith("https://")
     admin = AdminClient(url, key)
     assert (await admin.ask("GET", "/instances"))["instances"] == []
-    with pytest.raises(AdminRefused, match="is plain, and this deployment has tls"):
+    with pytest.raises(AdminRefused, match="is not https; this deployment uses tls"):
         await admin.ask("POST", "/instances", {"name": "x0", "url": "http://127.0.0.1:9", "role": "EPD"})
     joining = asyncio.create_task(join_all([url], "late", "https://127.0.0.1:9", key, role="EPD", tls=tls))
     await gateway.until(lambda: gateway.table.get("late") is not None)
