@@ -91,7 +91,7 @@ class _Model:
         self._eager, self._graphs = self._executor([], []), self._executor(self.batches, prefill_graph_sizes(512))
 
     def _executor(self, graph_sizes: list[int], prefill_sizes: list[int]) -> StepExecutor:
-        return StepExecutor(
+        executor = StepExecutor(
             self._model,
             self._device,
             self._kv,
@@ -100,7 +100,10 @@ class _Model:
             max_num_seqs=max(self.batches),
             max_model_len=self.context + self._block_size,
             prefill_graph_sizes=prefill_sizes,
+            max_num_tokens=max(self.prompts),
         )
+        executor.activate()
+        return executor
 
     def measure(self) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "parameters", {"tower": self._tower.num_parameters, "language": self._model.num_parameters}

@@ -56,13 +56,12 @@ def measure_attention(
         calls = [_attend(device, [1] * batch, [context] * batch) for _ in range(_layers(layer_bytes, tiny=tiny))]
         speed = layer_bytes / call_ms(device, calls) / 1e6
         yield f"decode {batch} x {context}", {"gb_s": speed, "of_copy": speed / limits["copy_gb_s"]}
+    device.ops.build_plans(8192, (HEADS, KV_HEADS), HEAD_DIM, torch.bfloat16, device.torch_device)
     varlen = make_ops(device.cores or 1, (8, 0)) if device.type == "cuda" else device.ops
     for count, length, context in _TINY_PROMPTS if tiny else PROMPTS:
-        ours, theirs = (
-            call_ms(device, [_attend(device, [length] * count, [context] * count, ops)])
-            for ops in (device.ops, varlen)
-        )
-        row = {"ours": ours, "varlen": theirs} | _sdpa(device, count, length, context)
+        ours, theirs = (_attend(device, [length] * count, [context] * count, ops) for ops in (device.ops, varlen))
+        row = {"ours": call_ms(device, [ours]), "varlen": call_ms(device, [theirs])}
+        row |= _sdpa(device, count, length, context) | {"largest difference": _difference(ours, theirs)}
         yield f"{count} x {length} of {context}", row
     for head_dim in (64, 72, 80):
         for lengths in _TINY_TOWERS if tiny else TOWERS:
@@ -95,7 +94,12 @@ def _tower_ms(device: Device, varlen: AttentionOps, lengths: list[int], head_dim
     device.synchronize()
     first_ms = 1e3 * (time.perf_counter() - began)
     encode = partial(varlen.encode, query, key, value, list(accumulate(lengths, initial=0)), head_dim**-0.5)
-    return {"varlen": call_ms(device, [encode]), "cudnn": call_ms(device, [dense]), "cudnn's first call": first_ms}
+    times = {"varlen": call_ms(device, [encode]), "cudnn": call_ms(device, [dense])}
+    return times | {"cudnn's first call": first_ms, "largest difference": _difference(dense, encode)}
+
+
+def _difference(left: Callable[[], Tensor], right: Callable[[], Tensor]) -> float:
+    return (left() - right()).abs().max().item()
 
 
 def _cudnn_varlen(device: Device, lengths: list[int]) -> dict[str, Any]:
@@ -115,11 +119,11 @@ def _cudnn_varlen(device: Device, lengths: list[int]) -> dict[str, Any]:
 
     try:
         began = time.perf_counter()
-        output = call()
+        call()
         device.synchronize()
         first_ms = 1e3 * (time.perf_counter() - began)
-        away = (output - device.ops.encode(query, key, value, borders, scale)).abs().max().item()
-        return {"cudnn": call_ms(device, [call]), "first call": first_ms, "largest difference": away}
+        away = _difference(call, partial(device.ops.encode, query, key, value, borders, scale))
+        return {"cudnn": call_ms(device, [call]), "cudnn's first call": first_ms, "largest difference": away}
     except RuntimeError as error:
         return {"error": str(error)[:300]}
 
@@ -129,13 +133,15 @@ def _layers(layer_bytes: int, *, tiny: bool) -> int:
 
 
 def _random(where: torch.device, *shape: int) -> Tensor:
-    return torch.randn(shape).to(where, torch.bfloat16)
+    own = where if where.type == "cuda" else None  # a host takes seconds for what a GPU makes at once
+    return torch.randn(shape, device=own).to(where, torch.bfloat16)
 
 
 def _attend(
     device: Device, queries: list[int], contexts: list[int], ops: AttentionOps | None = None
-) -> Callable[[], object]:
+) -> Callable[[], Tensor]:
     """Return one layer's attention of sequences whose K and V lie in shuffled blocks: decodes, or prompts."""
+    torch.manual_seed(0)
     where, blocks = device.torch_device, sum(contexts) // BLOCK_SIZE
     kv = _random(where, 2, blocks + 1, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
     fused = _random(where, sum(queries), HEADS + 2 * KV_HEADS, HEAD_DIM)

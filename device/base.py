@@ -121,7 +121,12 @@ class AttentionOps(Protocol):
         """
 
     def build_plans(
-        self, max_num_tokens: int, num_heads: tuple[int, int], head_dim: int, dtype: torch.dtype
+        self,
+        max_num_tokens: int,
+        num_heads: tuple[int, int],
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         """Build what this thread's first calls of ``attend`` would else build: libraries keep plans by thread.
 

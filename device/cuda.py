@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 _FLASH_CAPABILITY = (8, 0)
-_HOPPER = (9, 0)
+_FAST_CUDNN_MAJORS = (9, 10)  # Hopper, and Blackwell in data centres
 _WARM_UP_RUNS = 2
 
 
@@ -148,12 +148,10 @@ class CudaDevice(AcceleratorDevice):
             return memory, b""
 
     def map_memory(self, handle: bytes) -> AbstractContextManager[Tensor]:
-        self.activate()
         return cuda_ipc.mapped_memory(handle, self.torch_device)
 
     def settle_arrivals(self) -> None:
-        self.activate()
-        cuda_ipc.settle_arrivals()
+        cuda_ipc.settle_arrivals(self.torch_device)
 
     def apply_share(self, share: float, start: float = 0.0) -> Partition:
         """A share of the memory, beside the share of the multiprocessors that MPS gave this process at its start.
@@ -200,7 +198,7 @@ def make_ops(cores: int, capability: tuple[int, int]) -> CudaOps:
     Raises DeviceUnavailable where Triton is installed and cannot compile.
     """
     varlen = find_varlen() if capability >= _FLASH_CAPABILITY else None
-    has_fast_cudnn = capability >= _HOPPER
+    has_fast_cudnn = capability[0] in _FAST_CUDNN_MAJORS
     if importlib.util.find_spec("triton") is None:
         return CudaOps(varlen, has_fast_cudnn=has_fast_cudnn)
     if "CC" not in os.environ and not any(map(shutil.which, ("gcc", "clang"))):

@@ -36,8 +36,9 @@ def export_memory(memory: Tensor) -> bytes:
     """
     base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _IpcHandle()
     address = memory.data_ptr()
-    _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
-    _call("cuIpcGetMemHandle", ctypes.byref(handle), base)
+    with _current(memory.device):
+        _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
+        _call("cuIpcGetMemHandle", ctypes.byref(handle), base)
     return bytes(handle) + _OUR_PART.pack(address - base.value, memory.nbytes)
 
 
@@ -45,33 +46,50 @@ def export_memory(memory: Tensor) -> bytes:
 def mapped_memory(handle: bytes, device: torch.device) -> Iterator[Tensor]:
     """The memory [nbytes] uint8 behind another process's handle, also that of a GPU next to ``device``.
 
-    ``device`` must be this thread's when the mapping opens; any thread may close it. Raises ValueError where it
-    cannot be mapped: the owner is gone, or is this process, or the GPUs do not reach each other.
+    Any thread may open and close it. Raises ValueError where it cannot be mapped: the owner is gone, or is this
+    process, or the GPUs do not reach each other.
     """
     if len(handle) != ctypes.sizeof(_IpcHandle) + _OUR_PART.size:
         raise ValueError(f"{len(handle)} bytes are no handle of GPU memory")
     offset, nbytes = _OUR_PART.unpack(handle[-_OUR_PART.size :])
-    opened, address, context = _IpcHandle.from_buffer_copy(handle), ctypes.c_uint64(), ctypes.c_void_p()
-    _call("cuCtxGetCurrent", ctypes.byref(context))
-    _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), opened, ctypes.c_uint(_LAZY_PEER_ACCESS))
+    opened, address = _IpcHandle.from_buffer_copy(handle), ctypes.c_uint64()
+    with _current(device):
+        _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), opened, ctypes.c_uint(_LAZY_PEER_ACCESS))
     try:
         storage: Any = torch._C._construct_storage_from_data_pointer(address.value + offset, device, nbytes)
         yield torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
     finally:
-        # This may be another thread, which has no current context.
-        _call("cuCtxPushCurrent_v2", context)
-        try:
+        with _current(device):
             _call("cuIpcCloseMemHandle", address)
-        finally:
-            _call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
 
-def settle_arrivals() -> None:
-    """Let the current GPU see what was written to its memory from outside (GPUDirect RDMA). Raises ValueError.
+def settle_arrivals(device: torch.device) -> None:
+    """Let a GPU see what was written to its memory from outside (GPUDirect RDMA). Raises ValueError.
 
     A no-op of the driver where the platform keeps the order by itself.
     """
-    _call("cuFlushGPUDirectRDMAWrites", ctypes.c_uint(_CURRENT_CONTEXT), ctypes.c_uint(_TO_OWNER))
+    with _current(device):
+        _call("cuFlushGPUDirectRDMAWrites", ctypes.c_uint(_CURRENT_CONTEXT), ctypes.c_uint(_TO_OWNER))
+
+
+@contextmanager
+def _current(device: torch.device) -> Iterator[None]:
+    """Make the device's context this thread's. torch's call for it does nothing on a new thread for GPU 0."""
+    context = _primary_context(device.index or 0)
+    _call("cuCtxPushCurrent_v2", context)
+    try:
+        yield
+    finally:
+        _call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+
+@cache
+def _primary_context(index: int) -> ctypes.c_void_p:
+    """The context that torch uses as well, held until the process ends."""
+    number, context = ctypes.c_int(), ctypes.c_void_p()
+    _call("cuDeviceGet", ctypes.byref(number), ctypes.c_int(index))
+    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), number)
+    return context
 
 
 @cache

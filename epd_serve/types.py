@@ -263,19 +263,26 @@ class VideoSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """The frames that a request asks for of its videos, in the words of vLLM's API; None: it does not say.
 
     Attributes:
-        num_frames, fps: those that are read (``media_io_kwargs``). fps of a frame list is its own rate.
-        processor_num_frames, processor_fps: those that the model's processor takes of a video all of whose frames
-            are read (``mm_processor_kwargs``).
+        num_frames, fps: those that are read (``media_io_kwargs``). -1: all. fps of a frame list is its own rate.
+        processor_num_frames, processor_fps, max_frames: those that the model's processor takes of a video all of
+            whose frames are read (``mm_processor_kwargs``).
+        do_sample_frames: False: the processor takes all that are read.
     """
 
     num_frames: int | None = None
     fps: float | None = None
     processor_num_frames: int | None = None
     processor_fps: float | None = None
+    max_frames: int | None = None
+    do_sample_frames: bool | None = None
+
+    def takes_all_read(self, video: VideoFacts) -> bool:
+        """Whether the processor takes all frames that are read, since the request chose them."""
+        return video.is_list or self.do_sample_frames is False or self.count_read(video) < video.num_frames
 
     def count_read(self, video: VideoFacts) -> int:
         """The number of frames that are read, as vLLM's loader counts them; the first ones of a frame list."""
-        count = video.num_frames if self.num_frames is None else min(self.num_frames, video.num_frames)
+        count = video.num_frames if self.num_frames in (None, -1) else min(self.num_frames, video.num_frames)
         if self.fps is not None and not video.is_list:
             count = min(count, math.floor(video.duration_s * self.fps))
         return max(1, count)

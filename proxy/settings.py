@@ -33,7 +33,7 @@ class GatewaySettings:
     admin_key: str | None = field(default=None, repr=False)
     cluster_key: str | None = field(default=None, repr=False)
     tls: TlsFiles | None = None
-    poll_interval_s: float = 0.5
+    poll_interval_s: float = 0.2
     startup_wait_s: float = 60.0
 
     @classmethod

@@ -5,43 +5,31 @@
 
 from __future__ import annotations
 
-import atexit
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
-from itertools import accumulate, pairwise, product
+from functools import lru_cache
+from itertools import accumulate, pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from device.base import AttentionPlan, AttnMeta, EncodeCaptured
 from device.ops.plain import PlainOps
 from device.ops.varlen import MAX_HEAD_DIM, Varlen, flashable
 
-DENSE_LENGTHS = (256, 512, 768, 1024, 1536, 2048)
-"""Prompts of such lengths go to SDPA: there cuDNN is up to 1.8 times faster than the varlen kernel on Hopper, and
-above it is not. Each is padded at its end, where causality hides it, to the next of these."""
-DENSE_COUNTS = (4, 2, 1)
-"""Prompts of one padded length in one call. Few lengths and counts make few of cuDNN's plans, of 37 ms each, which
-:meth:`CudaOps.build_plans` makes before an instance serves."""
-_MAX_CALLS = 3
-"""With more calls a layer the host's work outweighs what the device saves."""
+DENSE_TOKENS = 2048
+"""Whole prompts from here on go to SDPA: cuDNN takes half the varlen kernel's time for 8192 tokens on an H100."""
+DENSE_MULTIPLE = 1024
+"""Such prompts are padded at their end, where causality hides it, to a multiple of this: cuDNN needs a plan for
+each length, which :meth:`CudaOps.build_plans` makes before an instance serves."""
 LONG_SEGMENT = 1024
 """Segments of a tower from here on fill the GPU one by one, so that pictures of one size share a plan."""
 PLAN_OPERATIONS = 2.5e13
 """Behind so many operations a tower's calls of one shape go to cuDNN, which would by then have saved the 37 ms of
 its plan on an H100; so sizes that come rarely never cost a plan."""
 _MAX_CUDNN_HEAD_DIM = 128
-_FASTEST_FIRST = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,13 +46,9 @@ class PackedPrefills:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DensePrefills:
-    """Prompts without history, as SDPA calls of (prompts, padded length)."""
+    """Long prompts without history, each an SDPA call of its own."""
 
-    calls: tuple[tuple[int, int], ...]
-    rows: Tensor | None
-    """The token at each row of the calls; None where that is the tokens' own order, without padding."""
-    places: Tensor | None
-    """The row of each token; None as before."""
+    lengths: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,32 +73,42 @@ class CudaOps(PlainOps):
     def __init__(self, varlen: Varlen | None, *, has_fast_cudnn: bool = False) -> None:
         self._varlen = varlen
         self._has_fast_cudnn = has_fast_cudnn and varlen is not None
+        self._has_plans = False  # for prompts
         self._operations: Counter[tuple[int, ...]] = Counter()  # of a tower's calls, by shape
-        if self._has_fast_cudnn:
-            _prefer_cudnn()
         if varlen is None:
             self.name = "plain torch (this torch or GPU has no varlen flash attention)"
 
     def build_plans(
-        self, max_num_tokens: int, num_heads: tuple[int, int], head_dim: int, dtype: torch.dtype
+        self,
+        max_num_tokens: int,
+        num_heads: tuple[int, int],
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        if not self._has_fast_cudnn or dtype == torch.float32:
+        if not self._has_fast_cudnn or dtype == torch.float32 or not _fits_cudnn(head_dim):
             return
-        for length, count in product(DENSE_LENGTHS, DENSE_COUNTS):
-            if (tokens := count * length) <= max_num_tokens:
-                query, key, value = (
-                    torch.zeros(tokens, heads, head_dim, dtype=dtype, device="cuda")
-                    for heads in (num_heads[0], num_heads[1], num_heads[1])
-                )
-                attend_dense(query, key, value, [(count, length)], head_dim**-0.5, causal=True)
+        for length in range(DENSE_TOKENS, max_num_tokens + 1, DENSE_MULTIPLE):
+            query, key, value = (
+                torch.zeros(length, heads, head_dim, dtype=dtype, device=device)
+                for heads in (num_heads[0], num_heads[1], num_heads[1])
+            )
+            attend_dense(query, key, value, [(1, length)], head_dim**-0.5, causal=True)
+        self._has_plans = True
 
     def prepare(self, meta: AttnMeta, dtype: torch.dtype) -> CudaPlan:  # type: ignore[override]
         prefills: PackedPrefills | DensePrefills | AttentionPlan | None = None
         if meta.prefill_query_lens:
             if self._varlen is None or dtype == torch.float32:
                 prefills = super().prepare(_prefills_only(meta), dtype)
+            elif (
+                self._has_plans
+                and meta.prefill_query_lens == meta.prefill_context_lens
+                and min(meta.prefill_query_lens) >= DENSE_TOKENS
+            ):
+                prefills = DensePrefills(lengths=tuple(meta.prefill_query_lens))
             else:
-                prefills = (_pack_dense(meta) if self._has_fast_cudnn else None) or _pack(meta)
+                prefills = _pack(meta)
         decodes = self._prepare_decodes(meta, dtype) if meta.num_decodes else None
         return CudaPlan(meta=meta, decodes=decodes, prefills=prefills)
 
@@ -147,7 +141,7 @@ class CudaOps(PlainOps):
     def _pays(self, calls: Sequence[tuple[int, int]], query: Tensor) -> bool:
         """Whether such calls have come often enough for plans of cuDNN's (PLAN_OPERATIONS)."""
         heads, head_dim = query.shape[1:]
-        if head_dim % 8 or head_dim > _MAX_CUDNN_HEAD_DIM:
+        if not _fits_cudnn(head_dim):
             return False
         for count, length in calls:
             self._operations[count, length, heads, head_dim] += 4 * count * heads * length**2 * head_dim
@@ -182,7 +176,7 @@ class CudaOps(PlainOps):
     ) -> Tensor:
         """The step's chunks, back to back."""
         if isinstance(prefills, DensePrefills):
-            return _attend_prompts(query, key, value, prefills, scale)
+            return _attend_prompts(query, key, value, prefills.lengths, scale)
         if not isinstance(prefills, PackedPrefills):
             return super().attend(query, key, value, kv_layer, prefills, scale)
         if prefills.slots is not None:
@@ -251,40 +245,21 @@ def _gather(kv_layer: Tensor, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor
     return keys, values
 
 
-def _pack_dense(meta: AttnMeta) -> DensePrefills | None:
-    """Prompts as SDPA calls, from host lists alone; None where the varlen call is as fast."""
-    lengths = meta.prefill_query_lens
-    if lengths != meta.prefill_context_lens or min(lengths) < DENSE_LENGTHS[0] or max(lengths) > DENSE_LENGTHS[-1]:
-        return None
-    padded = [DENSE_LENGTHS[bisect_left(DENSE_LENGTHS, length)] for length in lengths]
-    calls: list[tuple[int, int]] = []
-    for length, count in sorted(Counter(padded).items()):
-        for size in DENSE_COUNTS:
-            calls += [(size, length)] * (count // size)
-            count %= size
-    if len(calls) > _MAX_CALLS:
-        return None
-    order = sorted(range(len(padded)), key=padded.__getitem__)
-    if padded == lengths and order == list(range(len(padded))):
-        return DensePrefills(calls=tuple(calls), rows=None, places=None)
-    starts = list(accumulate(lengths, initial=0))
-    rows = [torch.arange(padded[i]).clamp_(max=lengths[i] - 1) + starts[i] for i in order]
-    first_row = dict(zip(order, accumulate((padded[i] for i in order), initial=0), strict=False))
-    places = [torch.arange(length) + first_row[i] for i, length in enumerate(lengths)]
-    device = meta.prefill_block_table.device
-    return DensePrefills(
-        calls=tuple(calls), rows=_to_device(torch.cat(rows), device), places=_to_device(torch.cat(places), device)
-    )
-
-
-def _attend_prompts(query: Tensor, key: Tensor, value: Tensor, prefills: DensePrefills, scale: float) -> Tensor:
-    # of one layout, whatever the model's: plans depend on strides
-    query, key, value = (
-        states.contiguous() if prefills.rows is None else states.index_select(0, prefills.rows)
-        for states in (query, key, value)
-    )
-    output = attend_dense(query, key, value, prefills.calls, scale, causal=True)
-    return output if prefills.places is None else output.index_select(0, prefills.places)
+def _attend_prompts(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
+    """Whole prompts, back to back."""
+    outputs: list[Tensor] = []
+    start = 0
+    for length in lengths:
+        missing = -length % DENSE_MULTIPLE
+        # of one layout, whatever the model's: plans depend on strides
+        queries, keys, values = (
+            F.pad(states, (0, 0, 0, 0, 0, missing)) if missing else states.contiguous()
+            for states in (part[start : start + length] for part in (query, key, value))
+        )
+        attended = attend_dense(queries, keys, values, [(1, length + missing)], scale, causal=True)
+        outputs.append(attended[:length])
+        start += length
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def attend_dense(
@@ -293,26 +268,29 @@ def attend_dense(
     """Attention [T, H, D] within segments back to back, by one SDPA call for each (segments, their length)."""
     outputs: list[Tensor] = []
     start = 0
+    is_cudnn = query.is_cuda and _fits_cudnn(query.shape[2])
     for count, length in calls:
         end = start + count * length
         queries, keys, values = (
             states[start:end].view(count, length, *states.shape[1:]).transpose(1, 2)
             for states in (query, key, value)
         )
-        attended = F.scaled_dot_product_attention(
-            queries, keys, values, is_causal=causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
-        )
+        if is_cudnn:
+            # torch's order of backends is the whole process's: masked decodes would plan each of their lengths
+            attended: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
+                queries, keys, values, None, False, 0.0, causal, scale=scale
+            )[0]
+        else:
+            attended = F.scaled_dot_product_attention(
+                queries, keys, values, is_causal=causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+            )
         outputs.append(attended.transpose(1, 2).flatten(0, 1))
         start = end
     return outputs[0].contiguous() if len(outputs) == 1 else torch.cat(outputs)
 
 
-@cache
-def _prefer_cudnn() -> None:
-    """Let SDPA try cuDNN first in this process, for good: a context for each call takes longer than the call."""
-    order = sdpa_kernel(_FASTEST_FIRST, set_priority=True)
-    order.__enter__()
-    atexit.register(order.__exit__, None, None, None)
+def _fits_cudnn(head_dim: int) -> bool:
+    return head_dim % 8 == 0 and head_dim <= _MAX_CUDNN_HEAD_DIM
 
 
 def _segments(borders: tuple[int, ...]) -> tuple[int, tuple[tuple[int, int], ...]]:

@@ -19,7 +19,13 @@ class TritonOps(CudaOps):
     """
 
     # few tokens and many; contexts in one split and in several
-    compiled_by = ((33, 2), (1, 2 * triton_decode.MIN_SPLIT_TOKENS + 1), (triton_layers.MANY_TOKENS, 0))
+    compiled_by = (
+        (33, 2),
+        (1, 2 * triton_decode.MIN_SPLIT_TOKENS + 1),
+        (triton_layers.MANY_TOKENS, 0),
+        # products choose their kernels by the number of rows, and CUDA loads each at its first use
+        *((tokens, 0) for tokens in range(128, 2049, 128)),
+    )
     draw = staticmethod(triton_sample.draw)
 
     def __init__(self, cores: int, varlen: Varlen | None, *, has_fast_cudnn: bool = False) -> None:

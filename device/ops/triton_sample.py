@@ -44,7 +44,16 @@ def _uniform(seed, choice, position, attempt):
 
 @triton.jit
 def _survey_kernel(
-    scores, limits, maxima, sums, width, stride, num_blocks, BLOCK: tl.constexpr, TILE: tl.constexpr
+    scores,
+    limits,
+    maxima,
+    sums,
+    width,
+    stride,
+    num_blocks,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    ALL: tl.constexpr,
 ):
     """The largest score of each block, NaN where it has one, and the sum of its weights, the largest being 1."""
     row = tl.program_id(1).to(tl.int64)
@@ -56,7 +65,7 @@ def _survey_kernel(
     has_nan = tl.max((some != some).to(tl.int32), axis=1) > 0
     largest = tl.where(most > float("-inf"), most, 0.0)
     weights = tl.exp((some - largest[:, None]) / temperature)
-    place = row * num_blocks + blocks
+    place = row * ALL + blocks
     tl.store(maxima + place, tl.where(has_nan, float("nan"), most), mask=blocks < num_blocks)
     tl.store(sums + place, tl.sum(weights, axis=1), mask=blocks < num_blocks)
 
@@ -94,15 +103,15 @@ def _kth(base, live, count, width, top_k, BLOCK: tl.constexpr, TILE: tl.constexp
     rank = top_k
     key = tl.full([], 0, tl.uint32)
     digits = tl.arange(0, 256)
-    for shift in tl.static_range(24, -8, -8):
+    for step in range(4):
+        shift = 24 - 8 * step
         counts = tl.zeros([256], tl.int32)
         for first in range(0, count, TILE):
             _, some = _tile(base, live, first, count, width, BLOCK, TILE)
             keys = tl.reshape(_ordered(some), (TILE * BLOCK,))
-            digit = ((keys >> shift) & 255).to(tl.int32)
-            if shift < 24:  # others count as the smallest, whose number nobody asks for
-                digit = tl.where((keys >> (shift + 8)) == key, digit, 0)
-            counts += tl.histogram(digit, 256)
+            # others count as the smallest, whose number nobody asks for
+            digit = tl.where((keys >> shift >> 8) == key, (keys >> shift) & 255, 0)
+            counts += tl.histogram(digit.to(tl.int32), 256)
         ends = tl.cumsum(counts, axis=0, reverse=True)
         chosen = tl.max(tl.where(ends >= rank, digits, 0), axis=0)
         rank -= tl.sum(tl.where(digits > chosen, counts, 0), axis=0)
@@ -194,9 +203,9 @@ def _draw_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     base = scores + row * stride
-    maxima += row * num_blocks
-    sums += row * num_blocks
-    live += row * num_blocks
+    maxima += row * ALL
+    sums += row * ALL
+    live += row * ALL
     seed = tl.load(counters + 3 * row)
     choice = tl.load(counters + 3 * row + 1)
     position = tl.load(counters + 3 * row + 2)
@@ -258,19 +267,14 @@ def draw(scores: Tensor, counters: Tensor, limits: Tensor) -> Tensor:
     assert scores.stride(1) == 1 and counters.is_contiguous() and limits.is_contiguous()
     num_rows, width = scores.shape
     num_blocks = triton.cdiv(width, BLOCK)
+    all_blocks = max(16, triton.next_power_of_2(num_blocks))  # rows are aligned: else their number compiles anew
     tokens = torch.empty(num_rows, dtype=torch.int64, device=scores.device)
-    maxima, sums = torch.empty(2, num_rows, num_blocks, device=scores.device).unbind(0)
-    live = torch.empty(num_rows, num_blocks, dtype=torch.int32, device=scores.device)
+    maxima, sums = torch.empty(2, num_rows, all_blocks, device=scores.device).unbind(0)
+    live = torch.empty(num_rows, all_blocks, dtype=torch.int32, device=scores.device)
     sizes = width, scores.stride(0), num_blocks
+    tiles = {"BLOCK": BLOCK, "TILE": TILE, "ALL": all_blocks}
     _survey_kernel[triton.cdiv(num_blocks, TILE), num_rows](
-        scores, limits, maxima, sums, *sizes, BLOCK=BLOCK, TILE=TILE, num_warps=4
+        scores, limits, maxima, sums, *sizes, **tiles, num_warps=4
     )
-    _draw_kernel[(num_rows,)](
-        *(scores, counters, limits, maxima, sums, live, tokens),
-        *sizes,
-        BLOCK=BLOCK,
-        TILE=TILE,
-        ALL=max(16, triton.next_power_of_2(num_blocks)),
-        num_warps=8,
-    )
+    _draw_kernel[(num_rows,)](scores, counters, limits, maxima, sums, live, tokens, *sizes, **tiles, num_warps=8)
     return tokens

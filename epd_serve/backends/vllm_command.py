@@ -7,6 +7,7 @@ import math
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from epd_serve.rpc.tls import TlsFiles
@@ -105,6 +106,7 @@ class VllmOptions:
     visible: str = ""
     tensor_parallel: int = 1
     dtype: str = "auto"
+    chat_template: Path | None = None
     memory_share: float | None = None
     kv_bytes: int | None = None
     threads: int = 1
@@ -123,6 +125,8 @@ def command_of(options: VllmOptions) -> tuple[str, ...]:
         "dtype": options.dtype,
         "enable_prompt_tokens_details": True,  # of P's prefix cache
     }
+    if options.chat_template is not None:
+        flags["chat_template"] = str(options.chat_template)
     if options.tls is not None:
         flags |= options.tls.server_options
     if options.tensor_parallel > 1:

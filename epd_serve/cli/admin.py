@@ -41,11 +41,13 @@ def choose_gateway(deployment: str | None, url: str | None) -> tuple[str, AdminC
     return url, AdminClient(url, admin_headers())
 
 
-def running_url() -> str:
-    """Return the URL of the deployment that runs on this machine, or the one that it would have."""
+def running_url(deployment: str | None) -> str:
+    """Return the URL of a deployment that runs on this machine, or the one that it would have."""
     from epd_serve.launch.processes.runs import find_run, running
 
-    host, _, port = find_run(None, 8000)[1].address.rpartition(":") if running() else ("127.0.0.1", "", "8000")
+    if deployment is None and not running():
+        return "http://127.0.0.1:8000"
+    host, _, port = find_run(deployment, 8000)[1].address.rpartition(":")
     return url_of(host, int(port))
 
 

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import typer
 
-from epd_serve.cli.admin import running_url
+from epd_serve.cli.admin import Deployment, running_url
 from epd_serve.cli.flags import BaseUrl
 from epd_serve.protocol.addresses import is_loopback
 
@@ -32,6 +32,7 @@ def chat(
         list[Path] | None, typer.Option(exists=True, help="A picture for the first question; once for each.")
     ] = None,
     base_url: BaseUrl = "",
+    deployment: Deployment = None,
     model: Annotated[str | None, typer.Option(help="Where the server has several.")] = None,
 ) -> None:
     """Chat with a model; answers are shown while they come. '/image FILE' adds a picture to a question.
@@ -40,7 +41,7 @@ def chat(
     read from it, and the exit code is 1 after an error. OPENAI_API_KEY is sent where it is set.
     """
     pictures, messages = [_picture(str(file)) for file in image or ()], list[dict[str, Any]]()
-    url = (base_url or running_url()).rstrip("/").removesuffix("/v1")
+    url = (base_url or running_url(deployment)).rstrip("/").removesuffix("/v1")
     with _open(url, "/v1/models") as answer:
         model = model or str(json.load(answer)["data"][0]["id"])
     is_terminal, num_errors = sys.stdin.isatty(), 0

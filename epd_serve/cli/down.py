@@ -7,25 +7,15 @@ import select
 import signal
 import time
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
+from epd_serve.cli.admin import Deployment
 from epd_serve.cli.flags import On, ray_address
 from epd_serve.config import load_config
 
 
-def down(
-    deployment: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[FILE]",
-            help="The deployment file that was brought up, or the address or port of its gateway; without one: "
-            "the only deployment that runs here.",
-        ),
-    ] = None,
-    on: On | None = None,
-) -> None:
+def down(deployment: Deployment = None, on: On | None = None) -> None:
     """End a deployment of this machine, or with --on of a cluster: its requests are finished, then its devices are
     free.
     """
@@ -33,7 +23,7 @@ def down(
         _end_here(deployment)
         return
     if deployment is None:
-        raise ValueError("say which deployment: epd-serve down FILE --on ray")
+        raise ValueError("say which deployment: epd-serve down --deployment FILE --on ray")
     address = ray_address(on)
     from epd_serve.launch.remote.ray import down as end
 

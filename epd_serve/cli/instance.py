@@ -12,6 +12,7 @@ from epd_serve.cli import ended_by_ctrl_c
 from epd_serve.cli.flags import Join, ParentPid, model_of, tie_to
 from epd_serve.config import DeploymentConfig, InstanceOptions, change_config, load_config
 from epd_serve.errors import needs_native
+from epd_serve.imports import uncollected
 from epd_serve.types import Role
 
 
@@ -86,7 +87,8 @@ def instance(
             data_port=data_port,
         )
     with needs_native():
-        from epd_serve.instance.main import end_process, run_instance
+        with uncollected():
+            from epd_serve.instance.main import end_process, run_instance
 
         run_instance(chosen)
     end_process()

@@ -9,6 +9,7 @@ import typer
 
 from epd_serve.cli.flags import Host, ParentPid, Port, tie_to
 from epd_serve.config import DeploymentConfig, load_config
+from epd_serve.imports import uncollected
 from epd_serve.launch.processes.ports import ports_each
 from epd_serve.protocol.addresses import url_of
 
@@ -44,7 +45,8 @@ def proxy(
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"instance {', '.join(sorted(twice))} is named twice; names must differ")
     address = (host or deployment.gateway.host, deployment.gateway.port if port is None else port)
-    from proxy.main import run_gateway
+    with uncollected():
+        from proxy.main import run_gateway
 
     code = run_gateway(
         deployment,

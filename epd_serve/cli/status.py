@@ -2,32 +2,57 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+import time
+from typing import Annotated, Any, Literal
 
 import typer
 
 from epd_serve.cli.admin import AdminUrl, Deployment, ask_admin, choose_gateway
 from epd_serve.config.sizes import in_binary_units
 
-_COLUMNS = ("instance", "role", "state", "device", "in flight", "waiting", "at most")
+_COLUMNS = (
+    *("instance", "role", "state", "device", "pid", "restarts", "memory", "in flight", "waiting", "at most"),
+)
+_WATCH_S = 2.0
 
 
-def status(deployment: Deployment = None, admin: AdminUrl = None) -> None:
+def status(
+    deployment: Deployment = None,
+    admin: AdminUrl = None,
+    output: Annotated[
+        Literal["table", "json"], typer.Option("--output", "-o", help="How it is printed.")
+    ] = "table",
+    watch: Annotated[bool, typer.Option("--watch", help="Show it again every 2 s, until Ctrl-C.")] = False,
+) -> None:
     """Show each instance of a running deployment, and the number of requests.
 
     It is the deployment that runs on this machine, or the gateway at --admin, whose key is read from
     EPD_SERVE_ADMIN_KEY.
     """
     name, gateway = choose_gateway(deployment, admin)
-    shown = ask_admin(gateway, "GET", "/instances")
-    instances = shown["instances"]
-    requests = ask_admin(gateway, "GET", "/requests")
+    while True:
+        shown = ask_admin(gateway, "GET", "/instances")
+        requests = ask_admin(gateway, "GET", "/requests")
+        text = _table(name, shown, requests)
+        if output == "json":
+            text = json.dumps({"deployment": name, **shown, "requests": requests})
+        elif watch:
+            typer.echo("\x1b[H\x1b[2J", nl=False)  # nothing where it is no terminal
+        typer.echo(text)
+        if not watch:
+            return
+        time.sleep(_WATCH_S)
+
+
+def _table(name: str, shown: dict[str, Any], requests: dict[str, Any]) -> str:
     counts = f"{requests['running']} requests running, {requests['waiting']} waiting"
-    typer.echo(f"{name}, engine {shown['engine']}: {counts}")
-    rows = [_COLUMNS, *(_row(one) for one in instances)]
+    models = ", ".join(shown["models"]) or "no model yet"
+    rows = [_COLUMNS, *map(_row, shown["instances"])]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        typer.echo("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    title = f"{name}: {models} as {shown['topology'] or 'no topology'}, engine {shown['engine']}; {counts}"
+    return "\n".join((title, *lines))
 
 
 def _row(instance: dict[str, Any]) -> tuple[str, ...]:
@@ -38,6 +63,9 @@ def _row(instance: dict[str, Any]) -> tuple[str, ...]:
         instance["role"] or "?",
         "ready" if instance["ready"] else "not ready",
         instance["device"] or "?",
+        str(instance["pid"] or "?"),
+        str(instance["restarts"]),
+        in_binary_units(memory) if (memory := instance["memory_bytes"]) else "?",
         str(sum(instance["in_flight"].values())),
         str(waiting),
         _sizes(instance["role"] or "", instance.get("budgets", {})),

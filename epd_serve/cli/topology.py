@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from epd_serve.topology import draw, explain, parse_topology
+from epd_serve.topology import parse_topology
+from epd_serve.topology.draw import draw, explain
 
 
 def topology(text: Annotated[str, typer.Argument(help="As in '(E-P)-D'; quote it for the shell.")]) -> None:

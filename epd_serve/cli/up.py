@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,11 +13,19 @@ import typer
 from epd_serve.cli import ended_by_ctrl_c
 from epd_serve.cli.flags import Host, On, Port, model_of, ray_address
 from epd_serve.config import DeploymentConfig, change_config, load_config
+from epd_serve.config.sections import VLLM_FLAGS
+from epd_serve.imports import uncollected
+from epd_serve.launch.detach import fork_launcher
 
 
 def up(
-    file: Annotated[
-        Path | None, typer.Argument(help="Deployment file; without one: the demo model as E-P-D on the CPU.")
+    context: typer.Context,
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL|FILE",
+            help="A model, or a deployment file (.yaml); without either: the demo model as E-P-D on the CPU.",
+        ),
     ] = None,
     host: Host = None,
     port: Port = None,
@@ -28,8 +37,21 @@ def up(
     model: Annotated[
         str | None, typer.Option(help="Over the file's: 'demo', a model's directory, or its name on the hub.")
     ] = None,
+    devices: Annotated[
+        str | None, typer.Option(help="Over the file's: auto, or as in cuda:0,cuda:1 or 'cuda x 8'.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="Over the file's: auto, float32, bfloat16 or float16.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Over the file's instances.max_model_len.")] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="Over the file's.")] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(help="Over the file's gateway.api_key; users of this machine see it in the process list."),
+    ] = None,
     dry: Annotated[
         bool, typer.Option("--dry-run", help="Print every command line and its environment; start nothing.")
+    ] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", "-d", help="Return once it is ready; 'epd-serve down' ends it.")
     ] = False,
     on: On | None = None,
     spread: Annotated[
@@ -38,42 +60,78 @@ def up(
     ] = "pack",
 ) -> None:
     """Start a deployment on this machine and stay until Ctrl-C; with --on, start it on a cluster."""
-    gateway = {key: value for key, value in (("host", host), ("port", port)) if value is not None}
-    changes: dict[str, Any] = {"gateway": gateway} if gateway else {}
-    if base_port is not None:
-        changes["instances"] = {"base_port": base_port}
-    if topology is not None:
-        changes["topology"] = topology
-    if model is not None:
-        changes["model"] = model_of(model)
-    config = change_config(load_config(file) if file else DeploymentConfig(), changes)
+    _check_words([target or "", *context.args])
+    file = None if target is None else Path(target)
+    if file is not None and file.suffix not in (".yaml", ".yml") and not file.is_file():
+        if model is not None:
+            raise ValueError(f"{target} and --model {model} are two models; name one of them")
+        file, model = None, target
+    config = change_config(
+        load_config(file) if file else DeploymentConfig(),
+        _given(
+            gateway=_given(host=host, port=port, api_key=api_key),
+            instances=_given(base_port=base_port, max_model_len=max_model_len),
+            topology=topology,
+            model=None if model is None else model_of(model),
+            devices="auto" if devices == "auto" else devices and devices.split(","),
+            dtype=dtype,
+            served_model_name=served_model_name,
+        ),
+    )
     if on is not None:
-        if dry:
-            raise ValueError("--dry-run shows the processes of this machine; leave it out with --on")
+        if dry or detach:
+            raise ValueError("--dry-run and --detach are for this machine; leave them out with --on")
         with ended_by_ctrl_c():
             from epd_serve.launch.remote import ray
 
         typer.echo(ray.up(config, file.stem if file else "epd-serve", ray_address(on), spread))
         return
+    writer = fork_launcher() if detach and not dry else None
     if not dry:
         from epd_serve.launch.download import download
 
         if isinstance(config.model, str):
             download(config.model)
-    with ended_by_ctrl_c():
+    with ended_by_ctrl_c(), uncollected():
         from epd_serve.launch.choices import choose_all
 
         config, reasons = choose_all(config)
+        if not dry:
+            from epd_serve.launch.processes.forking import preload
+
+            preload(config)  # it imports for seconds, while this process looks for faults
         if config.engine == "native" or not dry:  # vLLM's command lines may be for another machine
             from epd_serve.launch.preflight import check_deployment
 
-            check_deployment(config, os.environ)  # before the time that it takes to import what runs it
+            check_deployment(config, os.environ)
     if dry:
         from epd_serve.launch.dry_run import dry_run
 
         for line in (*(f"# {reason}" for reason in reasons), *dry_run(config, file, os.environ)):
             typer.echo(line)
         return
-    with ended_by_ctrl_c():
+    with ended_by_ctrl_c(), uncollected():
         from epd_serve.launch.up import Terminal, run_up
-    raise typer.Exit(asyncio.run(run_up(config, Terminal(), reasons, file)))
+    raise typer.Exit(asyncio.run(run_up(config, Terminal(), reasons, file, writer)))
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    """Return the values that were given."""
+    return {key: value for key, value in values.items() if value not in (None, {})}
+
+
+def _check_words(words: Sequence[str]) -> None:
+    """Raise ValueError for options that the command lacks; one of vLLM's is answered with its name here."""
+    unknown = next((word.partition("=")[0] for word in words if word.startswith("-")), None)
+    if unknown is not None:
+        name = unknown.lstrip("-").replace("-", "_")
+        if name in DeploymentConfig.model_fields:
+            raise ValueError(f"{unknown}: {name} is a key of a deployment file (docs/reference/options.md)")
+        if here := VLLM_FLAGS.get(name):
+            raise ValueError(f"{unknown}: here it is {here} (docs/guide/coming-from-vllm.md)")
+        raise ValueError(
+            f"{unknown} is no option of 'epd-serve up' (see 'epd-serve up -h'); others of 'vllm serve' go into "
+            "instances.engine_args of a deployment file with engine: vllm"
+        )
+    if len(words) > 1:
+        raise ValueError(f"{words[1]}: 'epd-serve up' takes one model or deployment file")

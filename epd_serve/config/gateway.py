@@ -141,6 +141,11 @@ class MediaConfig(Section):
         description="Hosts that media URLs, redirects included, may name; '*.example.com' for all below one. "
         "null: any.",
     )
+    trust_env: bool = Field(
+        default=False,
+        description="Whether media are fetched by the proxies of HTTP_PROXY, HTTPS_PROXY and NO_PROXY. A proxy "
+        "resolves names by itself, so allow_private does not count there.",
+    )
 
 
 def _resolve_log(log: str, info: ValidationInfo) -> str:

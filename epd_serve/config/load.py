@@ -11,9 +11,8 @@ from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.error import YAMLError
 
-from epd_serve.config.model_files import HubModel
 from epd_serve.config.schema import DeploymentConfig
-from epd_serve.config.sections import overlay
+from epd_serve.config.sections import VLLM_FLAGS, overlay
 
 
 class ConfigError(ValueError):
@@ -30,10 +29,7 @@ def load_config(path: Path) -> DeploymentConfig:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text file in UTF-8"
-        is_name = path.suffix not in (".yaml", ".yml") and HubModel.parse(str(path)) is not None
-        is_model = (path / "config.json").is_file() or (is_name and not path.exists())
-        hint = f"; a deployment file is read here, and a model is named by --model {path}" if is_model else ""
-        raise ConfigError(f"{path}: {reason}{hint}") from error
+        raise ConfigError(f"{path}: {reason}") from error
     return parse_config(text, source=str(path), directory=path.parent.resolve())
 
 
@@ -75,9 +71,12 @@ def _faults(error: ValidationError, place: Any) -> str:
     lines = []
     for fault in error.errors():
         key = ".".join(map(str, fault["loc"]))
-        lines.append(
-            ": ".join(filter(None, (place(fault["loc"]), key, fault["msg"].removeprefix("Value error, "))))
-        )
+        message = fault["msg"].removeprefix("Value error, ")
+        if fault["type"] == "extra_forbidden":
+            names = {**VLLM_FLAGS, "host": "gateway.host", "port": "gateway.port"}
+            here = names.get(str(fault["loc"][-1]))
+            message = "unknown key" + (f"; here it is {here}" if here else "")
+        lines.append(": ".join(filter(None, (place(fault["loc"]), key, message))))
     return "\n".join(lines)
 
 

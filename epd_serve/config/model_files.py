@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,8 +122,17 @@ def check_max_model_len(asked: int, max_positions: int) -> None:
         )
 
 
-def chat_template(path: Path) -> str:
-    """The text of a model's chat template; "" where it has none, or several by name."""
+def chat_template(path: Path, chosen: Path | None = None) -> str:
+    """Return the text of a model's chat template; "" where it has none, or several by name.
+
+    ``chosen`` is a file to read in its place. Raises ValueError where it cannot be read.
+    """
+    if chosen is not None:
+        try:
+            return chosen.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "no text in UTF-8"
+            raise ValueError(f"chat_template: {chosen} cannot be read: {reason}") from error
     if (file := path / "chat_template.jinja").is_file():
         return file.read_text(encoding="utf-8", errors="replace")
     for name in ("chat_template.json", "tokenizer_config.json"):
@@ -163,11 +173,20 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _count_weights(file: Path) -> dict[str, int]:
-    """Return the number of values of each tensor of a file. Raises ValueError where it is broken."""
-    from safetensors import SafetensorError, safe_open
+    """Return the number of values of each tensor of a safetensors file. Raises ValueError where it is broken.
 
+    Its header tells: 8 bytes of length, then JSON. The library would import numpy for it.
+    """
     try:
-        with safe_open(file, framework="np") as tensors:
-            return {name: math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
+        with file.open("rb") as content:
+            start = 8 + int.from_bytes(content.read(8), "little")
+            end = os.fstat(content.fileno()).st_size
+            if start > end:
+                raise ValueError("it is cut off in its header")
+            tensors = json.loads(content.read(start - 8))
+        tensors.pop("__metadata__", None)
+        if start + max((one["data_offsets"][1] for one in tensors.values()), default=0) != end:
+            raise ValueError("its weights are cut off")
+        return {name: math.prod(one["shape"]) for name, one in tensors.items()}
+    except (OSError, ValueError) as error:
         raise ValueError(f"{file}: {error}; weights are read from safetensors files alone; {_AGAIN}") from error

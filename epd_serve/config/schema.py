@@ -173,9 +173,14 @@ class DeploymentConfig(SharedConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _auto_is_left_out(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("devices") == "auto":
+    def _choose_defaults(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        devices = _read_devices(values.get("devices"))
+        if devices == "auto":
             return {key: value for key, value in values.items() if key != "devices"}
+        if isinstance(devices, tuple) and "cpu" not in devices and len(devices) in (1, 2):
+            return {"topology": "EPD" if len(devices) == 1 else "EP-D", **values}
         return values
 
     @field_validator("topology")

@@ -29,14 +29,16 @@ FilePath = Annotated[Path, AfterValidator(resolved_path)]
 
 ArgumentValue = bool | int | float | str
 
-#: Flags that the topology and other keys decide, with the key to use in their place.
-_DECIDED = {
+#: Flags of ``vllm serve`` that the topology and other keys decide, with the key to use in their place.
+VLLM_FLAGS = {
     "model": "model",
     "host": "instances.host",
     "port": "instances.base_port",
     "served_model_name": "served_model_name",
     "dtype": "dtype",
-    "tensor_parallel_size": "the topology's @tp",
+    "chat_template": "chat_template",
+    "tensor_parallel_size": "the topology's @tp, as in E-P-D@tp2",
+    "tp": "the topology's @tp, as in E-P-D@tp2",
     "max_model_len": "instances.max_model_len",
     "max_num_seqs": "instances.max_num_seqs",
     "max_num_batched_tokens": "instances.max_num_batched_tokens",
@@ -55,8 +57,8 @@ _DECIDED = {
 def _check_engine_args(arguments: dict[str, ArgumentValue]) -> dict[str, ArgumentValue]:
     """Return the flags by name without the dashes, with ``_`` for ``-``."""
     checked = {name.removeprefix("--").replace("-", "_"): value for name, value in arguments.items()}
-    for name in checked.keys() & _DECIDED.keys():
-        raise ValueError(f"{name} is not set here; use {_DECIDED[name]}")
+    for name in checked.keys() & VLLM_FLAGS.keys():
+        raise ValueError(f"{name} is not set here; use {VLLM_FLAGS[name]}")
     return checked
 
 
@@ -149,6 +151,11 @@ class SharedConfig(Section):
         default="auto",
         description="Of weights and computation. auto: the checkpoint's own, or bfloat16 where the device does "
         "not compute in that, or has no products in float16.",
+    )
+    chat_template: FilePath | None = Field(
+        default=None,
+        description="Jinja file, relative to this one, in place of the model's own chat template; on each host it "
+        "has this path. null: the model's own.",
     )
     feature_store: FeatureStoreKind = Field(
         default="embedded",

@@ -146,7 +146,7 @@ class TowerStream(_Side):
     # ------------------------------------------------------------------ asked on the event loop
 
     def batch_bytes(self, num_pixels: int) -> int:
-        """Return the memory that a batch takes beside the weights, as far as was measured."""
+        """Return the memory that a batch takes, the weights apart, as far as it was measured."""
         return int(num_pixels * max(self._pixel_bytes or 0.0, self.least_pixel_bytes))
 
     def max_pixels(self) -> int:

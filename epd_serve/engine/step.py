@@ -190,8 +190,8 @@ class StepExecutor:
         self._device.activate()
         model = self._model
         if model.num_query_heads:
-            heads = model.num_query_heads, model.num_kv_heads
-            self._device.ops.build_plans(self._max_num_tokens, heads, model.head_dim, model.dtype)
+            heads, most = (model.num_query_heads, model.num_kv_heads), self._max_num_tokens
+            self._device.ops.build_plans(most, heads, model.head_dim, model.dtype, self.device)
 
     def compute(
         self,

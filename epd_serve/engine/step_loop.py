@@ -40,6 +40,7 @@ class StepLoop:
         stream: AbstractContextManager[object] | None = None,
         runs_ahead: bool = False,
         watch: StepWatch | None = None,
+        warm_up: Callable[[], None] = lambda: None,
     ) -> None:
         self._engine = engine
         self._runner = runner
@@ -48,13 +49,17 @@ class StepLoop:
         self._stream = stream or nullcontext()
         self._runs_ahead = runs_ahead
         self._watch = watch or StepWatch()
+        self._warm_up = warm_up
+        self._is_warm = threading.Event()
         self._in_flight: InFlightStep | None = None  # launched, its tokens unknown
         self._landed_s = 0.0
         self._events: list[EngineEvent] = []  # of steps that have ended, not yet emitted
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
+        """Start the thread, and return once it has warmed up."""
         self._thread.start()
+        self._is_warm.wait()
 
     def close(self) -> None:
         """Stop after the current step."""
@@ -73,6 +78,8 @@ class StepLoop:
         try:
             self._runner.activate()
             with self._stream:
+                self._warm_up()  # here, since libraries keep handles and plans by thread
+                self._is_warm.set()
                 while True:
                     in_flight = self._in_flight.output if self._in_flight else None
                     if (output := self._engine.next_step(in_flight)) is None:
@@ -82,6 +89,7 @@ class StepLoop:
         except BaseException:  # nothing would be computed any more, and nobody would know
             logger.critical("the engine's thread has ended", exc_info=True)
             self._hooks.died()
+            self._is_warm.set()
 
     def _advance(self, output: ScheduleOutput) -> None:
         """Launch a step and end the one in flight before it; end both unless the loop runs ahead.

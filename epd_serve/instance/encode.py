@@ -148,18 +148,20 @@ class Encoder:
         if self.model.decoders is not None:
             self.model.decoders.start()
         tower = await self._loop.run_in_executor(self._tower_thread, self._loaded_tower)
-        area = self._family.num_pixels((IMAGE_SIDE, IMAGE_SIDE)) if "image" in self._family.token_ids else 0
-        if self._store.on_device and area:
-            await self._loop.run_in_executor(self._tower_thread, self._measure_memory, tower, area)
         if limits is not None:
+            area = self._family.num_pixels((IMAGE_SIDE, IMAGE_SIDE))
             find = partial(limits.find_image_budget, area, partial(self.model.encode_seconds, tower))
             self._budget = await self._loop.run_in_executor(self._tower_thread, find)
 
-    def _measure_memory(self, tower: Any, area: int) -> None:
-        """Encode the largest batch once: the KV cache leaves its memory free."""
+    def batch_bytes(self) -> int:
+        """Encode the largest batch of images, and return the memory that it took. Nothing else may run. Blocks."""
+        if self._tower is None or "image" not in self._family.token_ids:
+            return 0
+        area = self._family.num_pixels((IMAGE_SIDE, IMAGE_SIDE))
         count = max(1, self._budget // area)
         with self.stream.encoding(count * area):
-            self.model.encode_seconds(tower, count)
+            self.model.encode_seconds(self._tower, count)
+        return self.stream.batch_bytes(count * area)
 
     def may_start(self) -> bool:
         """Whether the items that wait may start now; :meth:`reconsider` follows when that changes."""

@@ -133,7 +133,7 @@ class Instance:
             self._weights = await asyncio.to_thread(self.model.language, self)
         if self._weights is not None and role.has_language_model:
             language = await asyncio.to_thread(LanguageEngine, self, self._weights)
-            language.start()
+            await asyncio.to_thread(language.start)
             self.language, self.encoder.consumer = language, language.receiver
 
     async def close(self) -> None:

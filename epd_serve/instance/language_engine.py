@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -56,8 +57,6 @@ class LanguageEngine(EngineHooks):
             limits.find_budget(
                 weights.step_seconds(runner), num_blocks=num_blocks, max_model_len=self.max_model_len
             )
-            for block in range(num_blocks, memory.num_blocks):
-                memory.copy_block(0, block)  # the steps that were measured had their state there
         group_layers = options.kv_transfer.group_layers
         fixed = None if group_layers == "auto" else group_layers
         self.sender = KVSender(memory, GroupSizer(num_layers=layout.num_layers, fixed=fixed), time.monotonic)
@@ -86,6 +85,7 @@ class LanguageEngine(EngineHooks):
             stream=instance.streams.language.stream,
             runs_ahead=instance.device.type != "cpu",
             watch=self.watch,
+            warm_up=partial(self._warm_up, runner, num_blocks),
         )
         telemetry = instance.telemetry
         self.receiver = factory("features", FeatureReceiver)(
@@ -125,8 +125,13 @@ class LanguageEngine(EngineHooks):
         )
 
     def start(self) -> None:
-        """Begin to step."""
+        """Begin to step. Blocks while the engine's thread warms up."""
         self._loop.start()
+
+    def _warm_up(self, runner: Any, num_blocks: int) -> None:
+        self.weights.warm_up(runner, self._instance.options.sizes.max_num_batched_tokens)
+        for block in range(num_blocks, self.memory.num_blocks):
+            self.memory.copy_block(0, block)  # the steps that were measured had their state there
 
     def close(self) -> None:
         """Stop the engine; the weights stay. Blocks."""

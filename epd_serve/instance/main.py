@@ -20,6 +20,7 @@ import uvloop
 from epd_serve.config import InstanceOptions, ShapeConfig
 from epd_serve.config.keys import admin_headers
 from epd_serve.config.role_files import remembered
+from epd_serve.imports import uncollected
 from epd_serve.instance.http import LookApp
 from epd_serve.instance.instance import Instance
 from epd_serve.protocol.addresses import NoBrowsers
@@ -48,7 +49,8 @@ def run_instance(options: InstanceOptions) -> None:
     raise_limit()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     if not isinstance(options.model, ShapeConfig):
-        from epd_serve.instance.loading.checkpoint import set_up
+        with uncollected():
+            from epd_serve.instance.loading.checkpoint import set_up
 
         set_up(options.threads)
     uvloop.run(_serve(options))

@@ -7,7 +7,6 @@ from typing import Any
 from device.present import accelerators, torch_lacks
 from epd_serve.config import DEMO_MODEL, DeploymentConfig, ShapeConfig, change_config, model_path
 from epd_serve.config.model_files import read_model_config
-from epd_serve.launch.vllm.process import check_engines, engine_names
 from epd_serve.models.families import TEXT
 
 _NAMES = {"cuda": "GPUs", "npu": "NPUs"}
@@ -69,6 +68,8 @@ def choose_engine(config: DeploymentConfig) -> Choice:
         return config, ""
     if against := _against_vllm(config):
         return change_config(config, {"engine": "native"}), f"engine: native ({against})"
+    from epd_serve.launch.vllm.process import check_engines, engine_names
+
     chosen = change_config(config, {"engine": "vllm"})
     names = engine_names(check_engines(chosen))
     return chosen, f"engine: vllm ({names} is installed here and knows the model)"
@@ -81,6 +82,8 @@ def _against_vllm(config: DeploymentConfig) -> str:
         return f"vLLM is chosen for GPUs and NPUs, and the devices are {', '.join(sorted(others))}"
     if config.model == DEMO_MODEL:
         return "the built-in model is the native engine's"
+    from epd_serve.launch.vllm.process import check_engines
+
     try:
         chosen = change_config(config, {"engine": "vllm"})
         content = read_model_config(model_path(config.checkpoint))

@@ -12,11 +12,12 @@ from typing import ClassVar
 from device import mps
 from device.ascend_limits import InstanceUse, check_colocation, hccl_environment
 from device.present import EMULATED_MEMORY, num_cores, visibility
-from epd_serve.config import DeploymentConfig, InstanceOptions, InstanceSettings, ShapeConfig, decode_graph_sizes
+from epd_serve.config import DeploymentConfig, InstanceOptions, InstanceSettings, decode_graph_sizes
 from epd_serve.config.model_files import read_model_config
 from epd_serve.config.role_files import OF_PROCESS, with_settings
 from epd_serve.config.sections import SharedConfig
 from epd_serve.config.shares import DeviceShare
+from epd_serve.launch.processes.forking import HEAP_TUNABLES, can_fork
 from epd_serve.launch.processes.ports import Ports
 from epd_serve.launch.processes.process import ProcessSpec
 from epd_serve.protocol.addresses import url_of
@@ -24,12 +25,6 @@ from epd_serve.rpc.cluster import CLUSTER_KEY
 from epd_serve.topology import InstancePlacement
 from epd_serve.transfer.mooncake.engine import check_installed, master_command
 from epd_serve.types import Role
-
-#: How an instance's heap is kept: in huge pages (weights are read faster), one heap for all threads, and nothing
-#: given back between steps, which would only fault it in again. A user's own GLIBC_TUNABLES take its place.
-HEAP_TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1" + "".join(
-    f":glibc.malloc.{limit}_threshold={1 << 30}" for limit in ("mmap", "trim")
-)
 
 #: The directory of the MPS daemon, below that of the deployment's files, and what it takes to quit.
 _MPS, _MPS_GRACE_S = "mps", 3.0
@@ -93,7 +88,7 @@ class PreparedInstance:
                 **hccl_variables(self.placement),
             },
             url=url_of(config.instances.host, options.port, tls=config.read_tls() is not None),
-            can_fork=set(devices) == {"cpu"} or isinstance(config.model, ShapeConfig),
+            can_fork=can_fork(config, devices),
         )
 
 

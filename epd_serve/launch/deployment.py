@@ -13,7 +13,7 @@ from typing import Self
 from epd_serve.config import DeploymentConfig
 from epd_serve.config.sections import HANG_TIMEOUT_S
 from epd_serve.launch.apply import Applier, serve_applies
-from epd_serve.launch.commands import HEAP_TUNABLES, autoscale_spec, master_spec, with_trust
+from epd_serve.launch.commands import autoscale_spec, master_spec, with_trust
 from epd_serve.launch.deployment_record import DeploymentRecord, resolved
 from epd_serve.launch.preflight import check_deployment
 from epd_serve.launch.processes.forking import preload
@@ -22,9 +22,6 @@ from epd_serve.launch.processes.process import ManagedProcess, ProcessDied, Proc
 from epd_serve.launch.processes.runs import RunDirectory
 from epd_serve.launch.processes.supervisor import Backoff, Supervisor
 from epd_serve.types import Role
-
-#: Modules of all instances that are forked.
-_PRELOADED = ("epd_serve.cli.instance", "epd_serve.instance.main")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +67,7 @@ class LocalDeployment:
         """
         config = resolved(config)
         check_deployment(config, os.environ)
+        preload(config)
         ports, environment = choose_ports(config), with_trust(config, os.environ)
         master = master_spec(config, ports, environment)
         self._keep_logs = keep_logs
@@ -92,12 +90,6 @@ class LocalDeployment:
         except BaseException:
             self._give_back(keep_logs=False)
             raise
-        if any(spec.can_fork for spec in specs):
-            model, tunables = "shape_model", {}
-            if isinstance(config.model, str):
-                model = "checkpoint"
-                tunables = {"GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", HEAP_TUNABLES)}
-            preload((*_PRELOADED, f"epd_serve.instance.loading.{model}"), tunables)
         gateway = record.next_gateway()
         self.gateway_url = gateway.url
         specs = [*([] if master is None else [master]), *specs, gateway]

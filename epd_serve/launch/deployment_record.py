@@ -136,8 +136,9 @@ def resolved(config: DeploymentConfig) -> DeploymentConfig:
     """Return the config with its engine chosen and with absolute paths: the gateway reads it elsewhere."""
     config, _ = choose_all(config)
     changes: dict[str, Any] = {}
-    if config.trace is not None:
-        changes["trace"] = str(config.trace.absolute())
+    for key in ("trace", "chat_template"):
+        if (path := getattr(config, key)) is not None:
+            changes[key] = str(path.absolute())
     if config.gateway.access_log not in (None, "-"):
         changes["gateway"] = {"access_log": str(Path(config.gateway.access_log or "").absolute())}
     return change_config(config, changes) if changes else config

@@ -29,7 +29,7 @@ def download(model: str) -> None:
         raise ValueError(
             f"model {model!r} cannot be downloaded: {error}\nTry again: whole files are kept. Or run "
             f"'{named.command} --local-dir {name}' where the hub can be reached, copy that directory here, and "
-            f"write --model ./{name}"
+            f"write 'epd-serve up ./{name}'"
         ) from error
 
 

@@ -11,7 +11,13 @@ import psutil
 from device.present import accelerators, torch_lacks, visibility
 from epd_serve.config import DeploymentConfig, ShapeConfig, model_path
 from epd_serve.config.gateway import read_secret
-from epd_serve.config.model_files import check_max_model_len, check_model_files, read_model_config
+from epd_serve.config.model_files import (
+    chat_template,
+    check_max_model_len,
+    check_model_files,
+    check_template,
+    read_model_config,
+)
 from epd_serve.config.sizes import in_binary_units
 from epd_serve.launch.processes.ports import choose_ports
 from epd_serve.models.families import FAMILIES, QUANTISED, TEXT, refusal
@@ -52,6 +58,8 @@ def _check_model(config: DeploymentConfig) -> None:
     if isinstance(config.model, ShapeConfig):
         return
     path = model_path(config.model)
+    if config.chat_template is not None:
+        check_template(chat_template(path, config.chat_template), config.chat_template)
     content = read_model_config(path)
     if content.get("model_type") in TEXT and any(not one.role.has_language_model for one in config.placement()):
         raise ValueError(

@@ -17,18 +17,26 @@ from epd_serve.config import DEMO_MODEL, DeploymentConfig, ShapeConfig, model_pa
 from epd_serve.config.model_files import chat_template
 from epd_serve.launch.commands import mps_note
 from epd_serve.launch.deployment import LocalDeployment
+from epd_serve.launch.detach import leave_terminal
 from epd_serve.launch.processes.process import ManagedProcess, ProcessDied, ProcessState
 from epd_serve.launch.processes.supervisor import run_until
+from epd_serve.rpc.admin import AdminClient, AdminError
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-async def run_up(config: DeploymentConfig, console: Console, reasons: Sequence[str], file: Path | None) -> int:
+async def run_up(
+    config: DeploymentConfig,
+    console: Console,
+    reasons: Sequence[str],
+    file: Path | None,
+    writer: int | None = None,
+) -> int:
     """Start, show progress, say what to type next, and stay until a signal or a death.
 
-    ``reasons`` say what was chosen in place of the file. Returns the exit code: 0 after a signal, 1 when a process
-    died for good. A second signal ends everything at once. Raises ValueError where a port is taken or the model is
-    not there.
+    ``reasons`` say what was chosen in place of the file; ``writer`` is that of :func:`fork_launcher`. Returns the
+    exit code: 0 after a signal, 1 when a process died for good. A second signal ends everything at once. Raises
+    ValueError where a port is taken or the model is not there.
     """
 
     def say(text: str) -> None:
@@ -51,10 +59,13 @@ async def run_up(config: DeploymentConfig, console: Console, reasons: Sequence[s
             await deployment.start()
             await run_until(stop, deployment.wait_ready())
             if not stop.is_set():
-                say(ready_text(deployment.config, deployment.gateway_url, deployment.log_dir))
+                stops = "Ctrl-C stops." if writer is None else "'epd-serve down' stops it."
+                say(ready_text(deployment.config, deployment.gateway_url, deployment.log_dir, stops))
+                if writer is not None:
+                    leave_terminal(writer, deployment.log_dir)
                 if (death := await run_until(stop, deployment.wait_failure())) is not None:
                     raise death
-            say("Stopping.")
+            say(f"Stopping{await _pending(deployment)}. Another Ctrl-C ends everything at once.")
         except ProcessDied as death:
             say(f"{death}\nStopping the others.")
             return 1
@@ -77,7 +88,17 @@ def _handled(signals: tuple[signal.Signals, ...], handler: Callable[[], None]) -
             loop.remove_signal_handler(number)
 
 
-def ready_text(config: DeploymentConfig, url: str, log_dir: Path) -> str:
+async def _pending(deployment: LocalDeployment) -> str:
+    """Return the requests that the deployment's end waits for, in words; "" where there are none."""
+    try:
+        shown = await AdminClient(deployment.admin_socket).ask("GET", "/requests", timeout_s=1.0)
+    except (AdminError, TimeoutError):  # it is still starting
+        return ""
+    count, waits_s = shown["running"] + shown["waiting"], deployment.config.instances.drain_s
+    return f": {count} request{'s' * (count > 1)} may take {waits_s:g} s to finish" if count else ""
+
+
+def ready_text(config: DeploymentConfig, url: str, log_dir: Path, stops: str = "Ctrl-C stops.") -> str:
     """Return the places of API, dashboard and logs, and commands to paste; their API key is ``$API_KEY``."""
     question = (
         "What is the capital of France?" if config.model == DEMO_MODEL else "How many legs do two spiders have?"
@@ -87,7 +108,7 @@ def ready_text(config: DeploymentConfig, url: str, log_dir: Path) -> str:
     if config.gateway.needs_key:
         header, variable = '-H "Authorization: Bearer $API_KEY" ', 'OPENAI_API_KEY="$API_KEY" '
     return (
-        f"\nReady: {url}/v1 serves model {config.model_name!r} as {config.topology}. Ctrl-C stops.\n"
+        f"\nReady: {url}/v1 serves model {config.model_name!r} as {config.topology}. {stops}\n"
         f"Dashboard: {url}/dashboard\nLogs: {log_dir}\n"
         f"Ask: curl -s {url}/v1/chat/completions {header}-H 'Content-Type: application/json' "
         f"-d {shlex.quote(json.dumps(body, ensure_ascii=False))}\n"
@@ -104,8 +125,8 @@ def notes(config: DeploymentConfig) -> Iterator[str]:
     yield from (f"roles.{role} has no effect: no instance has it" for role in config.roles if role not in roles)
     if isinstance(config.model, ShapeConfig):
         yield "the model has no weights: answers are made of hashes, times are those of emulated devices"
-    elif config.model != DEMO_MODEL and not chat_template(model_path(config.model)):
-        yield "the model has no chat template: chats will be refused, /v1/completions works"
+    elif config.model != DEMO_MODEL and not chat_template(model_path(config.model), config.chat_template):
+        yield "the model has no chat template: chats are refused, /v1/completions works; set chat_template"
     if note_on_mps := mps_note(config, os.environ, placement):
         yield note_on_mps
 

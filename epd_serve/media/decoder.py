@@ -359,6 +359,10 @@ def main() -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: whoever started this process ends it
     Image.init()
+    with suppress(ImportError):  # an older Pillow
+        from PIL import AvifImagePlugin
+
+        AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # one for each core has no room for their stacks
     serve(control)
     os._exit(0)
 

@@ -19,14 +19,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError, features
 
 from epd_serve.errors import InvalidRequest, TooLarge
 
 #: Width and height that a picture has at most when it is read with ``detail: "low"``, as in OpenAI's API.
 LOW_DETAIL_PIXELS = 512
 #: What Pillow may try; a file of any other format is refused before a decoder sees it.
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", *(("AVIF",) if features.check("avif") else ()))
 _XMP_ORIENTATION = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
 #: A tag behind that is not looked for.
 _MAX_XMP_BYTES = 1 << 20
@@ -131,6 +131,8 @@ def _too_many_pixels(found: str, limits: MediaLimits) -> InvalidRequest:
 
 def _orientation(image: Image.Image) -> int:
     """Orientation 1..8 that the header gives in EXIF, else in XMP; 1 (upright) where it says nothing sensible."""
+    if image.format == "TIFF":  # Pillow turns it by itself
+        return 1
     value = None
     exif, xmp = image.info.get("exif"), image.info.get("xmp")
     if isinstance(exif, bytes):

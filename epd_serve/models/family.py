@@ -144,6 +144,18 @@ class Family:
             return model.get_audio_features(**inputs, return_dict=True)
         return model.get_image_features(**inputs, return_dict=True)
 
+    def placeholders(self, tokenizer: Any) -> dict[str, str]:
+        """Return the text that stands for an item of each modality in a prompt, with the tokens around it."""
+        texts = {}
+        for modality, token in self.token_ids.items():
+            ids: list[Any] = [token]
+            for kind in (modality,) if modality == "audio" else ("vision", modality):
+                around = [getattr(self.config, f"{kind}_{side}_token_id", None) for side in ("start", "end")]
+                if None not in around:
+                    ids = [around[0], token, around[1]]
+            texts[modality] = "".join(tokenizer.convert_ids_to_tokens(ids))
+        return texts
+
     def parts_of(self, item: MediaRef) -> Sequence[int | str]:
         """:meth:`parts` of an item. Raises InvalidRequest for one that the model cannot take."""
         if item.modality == "image" and "image" in self.token_ids:

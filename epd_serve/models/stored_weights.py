@@ -7,8 +7,10 @@ straight to the device: the host holds a piece of a weight at a time, however la
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import os
+import struct
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -22,24 +24,47 @@ from torch.utils._pytree import tree_map_only
 _INDEX = "model.safetensors.index.json"
 #: Bytes of the host's memory that a read takes on its way to another device.
 PIECE_BYTES = 1 << 24
-#: Threads that read a weight for a GPU: one reads memory no faster than 2 to 3 GB/s.
-_NUM_READERS = 4
 _WHOLE = slice(None)
+#: Names in the header of a safetensors file.
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class _File:
-    """A file of weights. It is mapped once for views that stay, and for each read of those that do not."""
+    """A file of weights: mapped for views that stay, read into memory of its own for those that do not."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._kept: Any = None
+        self._descriptor = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._descriptor)
+        (num_bytes,) = struct.unpack("<Q", os.pread(self._descriptor, 8, 0))
+        self._data_start = 8 + num_bytes
+        self.header: dict[str, Any] = json.loads(os.pread(self._descriptor, num_bytes, 8))
 
-    def open(self, *, stays: bool = False) -> Any:
-        if not stays:
-            return safe_open(self._path, framework="pt")
+    def map(self, name: str, ranges: list[slice]) -> Tensor:
         if self._kept is None:
             self._kept = safe_open(self._path, framework="pt")
-        return self._kept
+        part: Tensor = self._kept.get_slice(name)[tuple(ranges) or ...]
+        return part
+
+    def read(self, name: str, ranges: list[slice], *, pinned: bool) -> Tensor:
+        entry = self.header[name]
+        shape, dtype = entry["shape"], _DTYPES.get(entry["dtype"])
+        is_whole = all(part == slice(0, size) for part, size in zip(ranges[1:], shape[1:], strict=True))
+        if dtype is None or not (ranges and is_whole):
+            mapped: Any = safe_open(self._path, framework="pt")
+            part: Tensor = mapped.get_slice(name)[tuple(ranges) or ...]
+            return part.pin_memory() if pinned else part
+        rows, row_bytes = ranges[0], prod(shape[1:]) * dtype.itemsize
+        part = torch.empty([rows.stop - rows.start, *shape[1:]], dtype=dtype, pin_memory=pinned)
+        at = self._data_start + entry["data_offsets"][0] + rows.start * row_bytes
+        data = part.view(-1).view(torch.uint8).numpy().data
+        while data:
+            count = os.preadv(self._descriptor, [data], at)
+            if not count:
+                raise ValueError(f"{self._path} ends within {name}; copy it again")
+            data, at = data[count:], at + count
+        return part
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +74,12 @@ class _Place:
     file: _File
     name: str
 
-    def read(self, ranges: list[slice], *, stays: bool) -> Tensor:
-        """A part of it: a view of the file's pages, which the process has until the last such view goes."""
-        part: Tensor = self.file.open(stays=stays).get_slice(self.name)[tuple(ranges) or ...]
-        return part
+    def read(self, ranges: list[slice], *, stays: bool = False, pinned: bool = False) -> Tensor:
+        """A part of it: with ``stays`` a view of the file's pages, which the process has until the last such view
+        goes; with ``pinned`` in memory that an accelerator reads without the host."""
+        if stays:
+            return self.file.map(self.name, ranges)
+        return self.file.read(self.name, ranges, pinned=pinned)
 
 
 class StoredWeight(Tensor):
@@ -97,12 +124,9 @@ class StoredWeight(Tensor):
         if device.type == "cpu" and all(self.shape):
             return self.place.read(self.ranges, stays=True).to(self.dtype)
         target = torch.empty(self.shape, dtype=self.dtype, device=device)
-        pieces = list(self._pieces())
-        if device.type in ("cuda", "npu") and len(pieces) > 1:
-            _copy_pieces(pieces, target)
-            return target
-        for here, piece in pieces:
-            target[here].copy_(piece.place.read(piece.ranges, stays=False))
+        pinned = device.type in ("cuda", "npu")
+        for here, piece in self._pieces():  # torch keeps a pinned piece until its copy has ended
+            target[here].copy_(piece.place.read(piece.ranges, pinned=pinned), non_blocking=pinned)
         return target
 
     def equals(self, other: StoredWeight) -> bool:
@@ -111,7 +135,7 @@ class StoredWeight(Tensor):
             return False
         pairs = zip(self._pieces(), other._pieces(), strict=True)
         return all(
-            torch.equal(*(piece.place.read(piece.ranges, stays=False) for piece in pair))
+            torch.equal(*(piece.place.read(piece.ranges) for piece in pair))
             for pair in ((one, another) for (_, one), (_, another) in pairs)
         )
 
@@ -126,22 +150,6 @@ class StoredWeight(Tensor):
         for start in range(first.start, first.stop, num_rows):
             stop = min(start + num_rows, first.stop)
             yield slice(start - first.start, stop - first.start), self.part([slice(start, stop), *rest])
-
-
-def _copy_pieces(pieces: Sequence[tuple[slice, StoredWeight]], target: Tensor) -> None:
-    """Read pieces on some threads, and copy each from pinned memory in the current stream."""
-    vendor = torch.get_device_module(target.device.type)
-    stream = vendor.current_stream(target.device)
-
-    def copy(one: tuple[slice, StoredWeight]) -> None:
-        here, piece = one
-        with torch.inference_mode(target.is_inference()), vendor.stream(stream):
-            source = piece.place.read(piece.ranges, stays=False)
-            target[here].copy_(source.pin_memory(), non_blocking=True)
-
-    with ThreadPoolExecutor(_NUM_READERS) as readers:
-        for _ in readers.map(copy, pieces):
-            pass
 
 
 def _slice(
@@ -207,9 +215,9 @@ def listed_weights(path: Path, home: torch.device) -> dict[str, Listed]:
         if not file.is_file():
             raise ValueError(f"{file}: there is no such file; weights are read from safetensors files alone")
         stored = _File(file)
-        weights = stored.open()
-        for name in weights.keys():  # noqa: SIM118 - it is no mapping
-            listed[name] = Listed(_Place(stored, name), weights.get_slice(name).get_shape(), home)
+        for name, entry in stored.header.items():
+            if name != "__metadata__":
+                listed[name] = Listed(_Place(stored, name), entry["shape"], home)
     return listed
 
 

@@ -54,7 +54,7 @@ class VideoProcessor:
         count = asked.count_read(video)
         if video.is_list:
             found: Sequence[int] = range(count)
-        elif count < video.num_frames:
+        elif asked.takes_all_read(video):
             found = np.linspace(0, video.num_frames - 1, count, dtype=int).tolist()
         else:
             num_frames, fps = asked.processor_num_frames, asked.processor_fps
@@ -64,6 +64,9 @@ class VideoProcessor:
             metadata = VideoMetadata(total_num_frames=video.num_frames, fps=video.fps)
             try:
                 found = self.processor.sample_frames(metadata, num_frames=num_frames, fps=fps).tolist()
+                if asked.max_frames is not None and len(found) > asked.max_frames:
+                    most = asked.max_frames - asked.max_frames % self.frames_per_patch
+                    found = self.processor.sample_frames(metadata, num_frames=most, fps=None).tolist()
             except ZeroDivisionError:  # transformers': fewer frames are asked for than a patch has
                 found = ()
             except (ValueError, RuntimeError) as error:

@@ -143,8 +143,9 @@ class MediaRef(Message, frozen=True):
     @property
     def num_asked(self) -> int:
         """Frames of a video that the request itself names; 0 where the model's processor decides."""
-        count = self.sampling.count_read(self.video)
-        return count if self.is_list or count < self.num_frames else self.sampling.processor_num_frames or 0
+        if self.sampling.takes_all_read(self.video):
+            return self.sampling.count_read(self.video)
+        return self.sampling.processor_num_frames or 0
 
     @property
     def num_sampled(self) -> int:
@@ -153,7 +154,7 @@ class MediaRef(Message, frozen=True):
             return self.num_asked
         fps = USUAL_FPS if self.sampling.processor_fps is None else self.sampling.processor_fps
         count = min(max(int(self.video.duration_s * fps), USUAL_FRAMES[0]), USUAL_FRAMES[1])
-        return min(count, self.num_frames)
+        return min(count, self.num_frames, self.sampling.max_frames or count)
 
     @property
     def segments(self) -> list[MediaRef]:

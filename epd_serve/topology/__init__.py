@@ -1,6 +1,5 @@
-"""The stages that run together and their devices: the topology notation, its placement and its picture."""
+"""The stages that run together and their devices: the topology notation, and its placement."""
 
-from epd_serve.topology.draw import draw, explain
 from epd_serve.topology.notation import Group, Member, Topology, TopologyError, parse_topology
 from epd_serve.topology.placement import InstancePlacement, place
 
@@ -10,8 +9,6 @@ __all__ = [
     "Member",
     "Topology",
     "TopologyError",
-    "draw",
-    "explain",
     "parse_topology",
     "place",
 ]

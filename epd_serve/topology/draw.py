@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
-from epd_serve.topology.notation import Group, Topology
+from epd_serve.topology.notation import Group, Topology, sends_features, sends_kv
 from epd_serve.topology.placement import InstancePlacement, place_units
 from epd_serve.types import Role, Stage
 
@@ -38,16 +38,6 @@ class _Device:
 
     title: str
     instances: tuple[_Instances, ...]
-
-
-def sends_features(source: Role, target: Role) -> bool:
-    """Whether encoder output travels between instances of these roles."""
-    return source.encodes and target.prefills and not (source.prefills and target.encodes)
-
-
-def sends_kv(source: Role, target: Role) -> bool:
-    """Whether the KV cache travels between instances of these roles."""
-    return source.prefills and target.decodes and not (source.decodes and target.prefills)
 
 
 def draw(topology: Topology) -> str:

@@ -246,3 +246,13 @@ class _Parser:
 
     def _fail(self, problem: str, *, at: int | None = None) -> NoReturn:
         raise TopologyError(self._text, self._position if at is None else at, problem)
+
+
+def sends_features(source: Role, target: Role) -> bool:
+    """Whether encoder output travels between instances of these roles."""
+    return source.encodes and target.prefills and not (source.prefills and target.encodes)
+
+
+def sends_kv(source: Role, target: Role) -> bool:
+    """Whether the KV cache travels between instances of these roles."""
+    return source.prefills and target.decodes and not (source.decodes and target.prefills)

@@ -142,7 +142,10 @@ class AdminPlane:
     async def _show_instances(self) -> JSONResponse:
         engine = "vllm" if self._gateway.settings.config.engine == "vllm" else "native"
         instances = [_describe(record) for record in self._gateway.fleet.table]
-        return JSONResponse({"engine": engine, "instances": instances})
+        fleet = self._gateway.fleet
+        topology = None if fleet.topology is None else str(fleet.topology)
+        models = [*fleet.table.models()]
+        return JSONResponse({"topology": topology, "models": models, "engine": engine, "instances": instances})
 
     async def _show_requests(self) -> JSONResponse:
         """Count running and waiting requests, in total and per API key."""
@@ -254,6 +257,9 @@ def _describe(record: InstanceRecord) -> dict[str, Any]:
         "draining": bool(record.drains),
         "in_flight": {stage.value: count for stage, count in record.in_flight.items() if count},
         "device": info.device if info else None,
+        "pid": info.pid if info and info.usage else None,
+        "restarts": record.num_restarts,
+        "memory_bytes": info.usage.memory_bytes if info and info.usage else None,
         "budgets": info.budgets if info else {},
         "load": msgspec.to_builtins(info.load) if info else None,
     }

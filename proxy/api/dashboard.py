@@ -17,8 +17,7 @@ from fastapi.responses import RedirectResponse
 
 from epd_serve.protocol.addresses import cross_site
 from epd_serve.routing.table import InstanceRecord
-from epd_serve.topology.draw import sends_features, sends_kv
-from epd_serve.topology.notation import Topology
+from epd_serve.topology.notation import Topology, sends_features, sends_kv
 from epd_serve.topology.placement import place_units
 from epd_serve.types import PLURALS
 from proxy.api.views import key_required

@@ -7,10 +7,13 @@ import errno
 import logging
 import re
 import socket
+from copy import copy
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
-from urllib.parse import urljoin
+from urllib.parse import quote, urljoin
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 from aiohttp import StreamReader
@@ -33,6 +36,9 @@ _PIECE_BYTES = 1 << 14
 _MAX_REDIRECTS = 3
 #: Time limit of a download; the client waits and occupies its place in the queue.
 FETCH_TIMEOUT_S = 10.0
+#: Scheme and host of a URL; ASCII characters of the rest, which are sent unchanged.
+_ORIGIN = re.compile(r"[^/?#]*//[^/?#]*")
+_SENT_AS_IS = "".join(map(chr, range(0x21, 0x7F)))
 _PASSWORD = re.compile(r"://[^/?#]*@")
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
@@ -68,28 +74,40 @@ class _Connector(aiohttp.TCPConnector):
         self._factory: Any = partial(_Protocol, loop=self._loop)
 
 
+@dataclass(slots=True, eq=False)
+class _Download:
+    task: asyncio.Task[bytes]
+    num_waiting: int = 0
+
+
 class MediaFetcher:
     """Fetches media; an async context manager that owns its connections.
 
     The address is checked when its socket is created, so the check covers the address actually connected to,
-    whatever the URL's spelling, name resolution or redirects. ``timeout_s`` limits the whole download.
+    whatever the URL's spelling, name resolution or redirects. A proxy of the environment (``media.trust_env``)
+    resolves and connects by itself. ``timeout_s`` limits the whole download.
     """
 
     def __init__(self, settings: GatewaySettings, timeout_s: float = FETCH_TIMEOUT_S) -> None:
         self._media = settings.gateway.media
         self._allow_private = settings.allow_private
         self._timeout_s = timeout_s
+        self._downloads: dict[str, _Download] = {}
 
     async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession(
+        self._direct, self._by_proxy = self._new_session(self._new_socket), self._new_session(None)
+        return self
+
+    def _new_session(self, socket_factory: Any) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(
             connector=_Connector(
                 resolver=Lookups(),
                 limit=MAX_CONNECTIONS,
                 limit_per_host=MAX_PER_HOST,
                 use_dns_cache=False,
-                socket_factory=self._new_socket,
+                socket_factory=socket_factory,
             ),
-            timeout=aiohttp.ClientTimeout(total=None),  # fetch() sets the timeout
+            timeout=aiohttp.ClientTimeout(total=None),  # _download() sets the timeout
             cookie_jar=aiohttp.DummyCookieJar(),
             # no compression, so that the size limit counts real bytes
             headers={
@@ -98,23 +116,44 @@ class MediaFetcher:
                 "user-agent": "epd-serve",
             },
             auto_decompress=False,
-            trust_env=False,
+            trust_env=False,  # True would also send passwords of ~/.netrc
         )
-        return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._session.close()
+        await self._direct.close()
+        await self._by_proxy.close()
+
+    def is_fetching(self, url: str) -> bool:
+        """Return whether the file is being downloaded, so that :meth:`fetch` needs no connection."""
+        return url in self._downloads
 
     async def fetch(self, url: str) -> bytes:
-        """Fetch a file. Raises InvalidRequest with the URL and a remedy, TooLarge for too many bytes.
+        """Fetch a file; concurrent callers share one download.
 
-        Errors do not reveal whether a name is unknown, an address private or a port closed, nor anything a server
-        sent: a client could otherwise explore the internal network.
+        Raises InvalidRequest with the URL and a remedy, TooLarge for too many bytes. Errors do not reveal whether a
+        name is unknown, an address private or a port closed, nor anything a server sent: a client could otherwise
+        explore the internal network.
         """
+        if (download := self._downloads.get(url)) is None:
+            download = self._downloads[url] = _Download(asyncio.create_task(self._download(url)))
+        download.num_waiting += 1
+        try:
+            return await asyncio.shield(download.task)
+        except InvalidRequest as error:
+            raise copy(error) from error  # each request adds its own param
+        finally:
+            download.num_waiting -= 1
+            if not download.num_waiting:
+                del self._downloads[url]
+                download.task.cancel()
+
+    async def _download(self, url: str) -> bytes:
         if len(url) > MAX_URL_LENGTH:
-            raise InvalidRequest(f"{_quote(url)} has {len(url)} characters; at most {MAX_URL_LENGTH} are allowed")
+            raise InvalidRequest(
+                f"{_quote_url(url)} has {len(url)} characters; at most {MAX_URL_LENGTH} are accepted"
+            )
         timeout_s = self._timeout_s
         try:
             async with asyncio.timeout(timeout_s):
@@ -124,29 +163,33 @@ class MediaFetcher:
             reason = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else type(error).__name__
             logger.info("cannot fetch media from %s: %s", URL(url).host, reason)
             raise InvalidRequest(
-                f"{_quote(url)} cannot be fetched: its server must be reachable for this gateway, speak HTTP "
-                f"and send the file within {timeout_s:g} s"
+                f"{_quote_url(url)} cannot be fetched: its server must be reachable for this gateway, speak HTTP and "
+                f"send the file within {timeout_s:g} s"
             ) from error
 
     async def _get(self, url: str) -> bytes:
         location = self._checked(url, url)
         for _ in range(_MAX_REDIRECTS + 1):
-            async with self._session.get(location, allow_redirects=False) as response:
+            proxy = self._proxy_of(location)
+            session = self._direct if proxy is None else self._by_proxy
+            async with session.get(location, proxy=proxy, allow_redirects=False) as response:
                 if response.status in _REDIRECTS and "location" in response.headers:
                     target = urljoin(str(location), response.headers["location"])
                     try:
                         location = self._checked(target, url)
                     except InvalidRequest:
                         raise InvalidRequest(
-                            f"{_quote(url)} cannot be fetched: its server redirects to a forbidden address"
+                            f"{_quote_url(url)} cannot be fetched: its server redirects to a forbidden address"
                         ) from None
                     continue
                 if response.status != 200:
-                    raise InvalidRequest(f"{_quote(url)} cannot be fetched: its server answered {response.status}")
+                    raise InvalidRequest(
+                        f"{_quote_url(url)} cannot be fetched: its server answered {response.status}"
+                    )
                 if response.headers.get("content-encoding", "identity").lower() != "identity":
                     raise InvalidRequest(
-                        f"{_quote(url)} cannot be fetched: the server compressed it despite "
-                        "accept-encoding: identity"
+                        f"{_quote_url(url)} cannot be fetched: the server compressed it despite accept-encoding: "
+                        "identity"
                     )
                 max_bytes = self._media.max_bytes
                 data = bytearray()
@@ -157,13 +200,14 @@ class MediaFetcher:
                             break
                     else:
                         return bytes(data)
-                raise TooLarge(f"{_quote(url)} has more than {max_bytes} bytes, the limit for a file")
-        raise InvalidRequest(f"{_quote(url)} cannot be fetched: more than {_MAX_REDIRECTS} redirects")
+                raise TooLarge(f"{_quote_url(url)} has more than {max_bytes} bytes, the limit for a file")
+        raise InvalidRequest(f"{_quote_url(url)} cannot be fetched: more than {_MAX_REDIRECTS} redirects")
 
     def _checked(self, text: str, url: str) -> URL:
         """Return ``text`` as an allowed URL; ``url`` is the client's. Raises InvalidRequest.
 
-        No other parser may read the text, because it could see another host in it.
+        Path and query keep their bytes, because servers check signatures over them. Only one parser reads the
+        host, because another could see another host.
         """
         try:
             location, domains = URL(text), self._media.allowed_domains
@@ -180,10 +224,17 @@ class MediaFetcher:
             ):
                 problem = f"fetching from {host} is not allowed; allowed: {', '.join(domains)}"
         except (ValueError, TypeError) as error:
-            raise InvalidRequest(f"{_quote(url)} is not a URL: {error}") from error
+            raise InvalidRequest(f"{_quote_url(url)} is not a URL: {error}") from error
         if problem:
-            raise InvalidRequest(f"{_quote(url)}: {problem}")
-        return location
+            raise InvalidRequest(f"{_quote_url(url)}: {problem}")
+        path = quote(_ORIGIN.sub("", text, count=1), safe=_SENT_AS_IS)
+        return URL(f"{location.origin()}{path}", encoded=True)
+
+    def _proxy_of(self, location: URL) -> str | None:
+        """Return the environment's proxy for the URL, if it applies."""
+        if not self._media.trust_env or proxy_bypass(location.host or ""):
+            return None
+        return getproxies().get(location.scheme)
 
     def _new_socket(self, info: tuple[Any, ...]) -> socket.socket:
         """Create the socket for one address; the connector calls this before connecting."""
@@ -194,7 +245,7 @@ class MediaFetcher:
         return socket.socket(family=family, type=kind, proto=protocol)
 
 
-def _quote(url: str) -> str:
+def _quote_url(url: str) -> str:
     """Return the URL for an error message, without a password."""
     url = _PASSWORD.sub("://...@", url[:MAX_URL_LENGTH])
     return f"the media URL {url if len(url) <= 200 else url[:200] + '...'!r}"

@@ -6,6 +6,7 @@ import asyncio
 import binascii
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, ParamSpec, TypeVar
 
 import msgspec
@@ -158,7 +159,7 @@ class MediaLoader:
             return source.raw
         if source.is_inline:
             return await _run_off_loop(len(source.url), decode_data_url, source.url, max_bytes, source.modality)
-        async with fetches:
+        async with nullcontext() if self._fetcher.is_fetching(source.url) else fetches:
             return await self._fetcher.fetch(source.url)
 
     async def _size(self, data: bytes) -> tuple[int, int]:
@@ -216,7 +217,8 @@ def _check_bounds(source: MediaSource, max_pixels: int) -> None:
 def _read_list(source: MediaSource, limits: VideoLimits) -> bytes:
     """Return the requested frames of a frame list as one file."""
     header, comma, text = source.url.partition(",")
-    parts = text.split(",")[: source.sampling.num_frames]
+    parts = text.split(",")
+    parts = parts[: len(parts) if source.sampling.num_frames in (None, -1) else source.sampling.num_frames]
     if len(parts) > limits.max_frames:
         raise InvalidRequest(
             f"the video has {len(parts)} frames; at most {limits.max_frames} are accepted", code="video_too_large"
@@ -250,6 +252,8 @@ def decode_data_url(url: str, max_bytes: int, modality: Modality = "image") -> b
         raise InvalidRequest(
             f"the data URL has media type {media_type[:60]!r}; only {modality}/... is supported{remedy}"
         )
+    if "\n" in text:
+        text = "".join(text.split())  # as encoders of mail break it
     if len(text) // 4 * 3 > max_bytes + 2:
         raise TooLarge(f"the {modality} has about {len(text) // 4 * 3} bytes; at most {max_bytes} are accepted")
     try:
@@ -257,7 +261,7 @@ def decode_data_url(url: str, max_bytes: int, modality: Modality = "image") -> b
     except (binascii.Error, ValueError) as error:
         raise InvalidRequest(
             f"the data URL is not valid base64 ({error}); use the standard alphabet (A-Z a-z 0-9 + /) with '=' "
-            "padding and without line breaks"
+            "padding"
         ) from error
 
 

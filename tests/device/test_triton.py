@@ -193,33 +193,37 @@ def test_decode_reads_a_narrow_cache() -> None:
 
 #: Sequences of halves go to kernels that take nothing else.
 HALF = torch.bfloat16 if HAS_GPU else torch.float16
-DENSE = TritonOps(cores=4, varlen=VARLEN, has_fast_cudnn=True)
 
 
 @pytest.mark.parametrize(
-    ("lengths", "calls"),
-    [
-        ([16], ((1, 16),)),
-        ([33, 9, 16, 40], ((2, 16), (2, 40))),
-        ([32, 32, 32], ((2, 32), (1, 32))),
-        ([30, 16, 32, 20], ((1, 16), (1, 24), (2, 32))),
-        ([8, 16, 24, 32], None),
-        ([7, 16], None),
-        ([49, 16], None),
-    ],
+    ("lengths", "is_dense"), [([16], True), ([33, 29, 16, 40], True), ([16, 15], False), ([9], False)]
 )
-def test_prompts_of_some_lengths_go_to_sdpa(
-    lengths: list[int],
-    calls: tuple[tuple[int, int], ...] | None,
-    monkeypatch: pytest.MonkeyPatch,
+def test_long_prompts_go_to_sdpa_in_plans_that_are_built(
+    lengths: list[int], is_dense: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_ops, "DENSE_LENGTHS", (8, 16, 24, 32, 40, 48))
+    """cuDNN's plans are of shapes and strides."""
+    plans: set[tuple[Any, ...]] = set()
+    attend = cuda_ops.attend_dense
+
+    def noted(*states: Any, **options: Any) -> Tensor:
+        query, key, value, calls, _ = states
+        plans.update((call, state.stride()) for call in calls for state in (query, key, value))
+        return attend(*states, **options)
+
+    monkeypatch.setattr(cuda_ops, "DENSE_TOKENS", 16)
+    monkeypatch.setattr(cuda_ops, "DENSE_MULTIPLE", 8)
+    monkeypatch.setattr(cuda_ops, "attend_dense", noted)
+    ops = TritonOps(cores=4, varlen=VARLEN, has_fast_cudnn=True)
     batch = Batch(
         [3], [(n, n) for n in lengths], block_size=16, kv_heads=2, group=3, head_dim=64, seed=1, layout="fused"
     )
-    prefills = DENSE.prepare(batch.meta_on(DEVICE), HALF).prefills
-    assert getattr(prefills, "calls", None) == calls
-    check_step(DENSE, batch, HALF, DEVICE, tolerance(HALF))
+    batch.run(ops, HALF, DEVICE)
+    assert not plans, "there are none yet"
+    ops.build_plans(40, (6, 2), 64, HALF, DEVICE)
+    built = plans.copy()
+    assert isinstance(ops.prepare(batch.meta_on(DEVICE), HALF).prefills, cuda_ops.DensePrefills) == is_dense
+    check_step(ops, batch, HALF, DEVICE, tolerance(HALF))
+    assert plans == built and {call for call, _ in built} == {(1, 16), (1, 24), (1, 32), (1, 40)}
 
 
 @pytest.mark.parametrize(("lengths", "is_dense"), [([24, 30, 24], True), ([16] * 3, True), ([16, 30], False)])

@@ -160,6 +160,19 @@ def _grows(before: dict[str, tuple[int, int, int]], after: dict[str, tuple[int, 
         ({"mm_processor_kwargs": {"fps": 1, "num_frames": 4}}, "mm_processor_kwargs", "exclude each other"),
         ({"media_io_kwargs": {"video": {"fps": 0}}}, "media_io_kwargs.video.fps", "greater than 0"),
         (
+            {"mm_processor_kwargs": {"do_sample_frames": False, "max_frames": 4}},
+            "mm_processor_kwargs",
+            "leave do_sample_frames out",
+        ),
+        (
+            {
+                "mm_processor_kwargs": {"do_sample_frames": True},
+                "media_io_kwargs": {"video": {"num_frames": 4}},
+            },
+            "mm_processor_kwargs.do_sample_frames",
+            "among all frames",
+        ),
+        (
             {"mm_processor_kwargs": {"use_audio_in_video": True}},
             "mm_processor_kwargs.use_audio_in_video",
             "unknown field",

@@ -22,10 +22,14 @@ from pictures import png
 from PIL import Image
 
 from device.cpu import CpuEvent
+from device.datasheets import emulated_sheet
 from device.emulated.timeline import EMULATED_FAULTS, WHOLE
-from epd_serve.config import ShapeConfig
+from epd_serve.config import DeploymentConfig, ShapeConfig
+from epd_serve.cost.shape import shape_of
 from epd_serve.engine.emulated.digests import DigestMemory
+from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.launch.processes.ports import free_port
+from epd_serve.launch.processes.process import ProcessState
 from epd_serve.routing import encoders
 
 SHAPE = ShapeConfig(shape_of="qwen2.5-vl-7b")
@@ -259,3 +263,25 @@ async def test_processes_that_die_and_change_roles(
                 assert status in (200, 409), await answer.text()
         assert await asking == expected
         assert await answers(one.gateway_url, session) == expected
+
+
+async def test_instances_on_one_device_start_side_by_side_each_in_its_part_of_the_memory() -> None:
+    states: list[tuple[str, ProcessState]] = []
+    config = DeploymentConfig.model_validate(
+        {
+            "topology": "(E-P-D)",
+            "devices": ["emulated:h200:0"],
+            "model": SHAPE,
+            "gateway": {"port": 0},
+            "instances": {"base_port": 0},
+        }
+    )
+    one = LocalDeployment(config, on_change=lambda process: states.append((process.spec.name, process.state)))
+    async with one:
+        kv = {name: (await figures(one.instances[name].url))["total_blocks"] for name in ("p0", "d0")}
+    ready = next(number for number, (_, state) in enumerate(states) if state is ProcessState.READY)
+    assert {name for name, _ in states[:ready]} == {"e0", "p0", "d0", "gateway"}
+    shape = shape_of(SHAPE.shape_of)
+    memory, weights = emulated_sheet("h200").memory_bytes, 2 * shape.language.parameters
+    assert kv["p0"] == kv["d0"]
+    assert 0.2 * memory < kv["p0"] * 16 * shape.kv_token_bytes < 0.409 * memory - weights

@@ -14,8 +14,10 @@ from transformers import AutoTokenizer, Qwen2_5_VLConfig
 
 from epd_serve.demo import weights_dir
 from epd_serve.errors import InvalidRequest
+from epd_serve.instance.loading.language_weights import read_texts
 from epd_serve.instance.text.chat_template import ChatTemplate, MediaLiterals
 from epd_serve.instance.text.tokenizer import MARK
+from epd_serve.models.loader import load_family
 from epd_serve.protocol.openai.messages import FunctionCall, Message, ToolCall, wire_messages
 from epd_serve.protocol.wire import ChatMessage, Part, PromptOptions
 
@@ -37,7 +39,7 @@ def template(source: str) -> ChatTemplate:
     tokenizer: Any = AutoTokenizer.from_pretrained(weights_dir())
     tokenizer.chat_template = source
     config: Any = SimpleNamespace(to_dict=dict)
-    return ChatTemplate(tokenizer, Path("m"), MediaLiterals(tokenizer, config))
+    return ChatTemplate(tokenizer, Path("m"), MediaLiterals(tokenizer, config), {"image": "<image>"})
 
 
 def message(role: str, *texts: str, image: bool = False) -> ChatMessage:
@@ -55,6 +57,22 @@ def test_texts_without_pictures_are_shown(source: str) -> None:
     ]
     text = template(source).render(chat, PromptOptions())
     assert text == "[system] Be brief.[user] Hi![assistant] Yes?[user] Go"
+
+
+@pytest.mark.parametrize(
+    ("source", "shown"), [(STRINGS_ALONE, "[user] <image>\nWhat is\nit?"), (EITHER, "[user] <image>What isit?")]
+)
+def test_a_template_that_joins_strings_gets_pictures_in_them(source: str, shown: str) -> None:
+    assert template(source).render([message("user", "What is", "it?", image=True)], PromptOptions()) == shown
+
+
+def test_a_file_takes_the_place_of_a_models_template(tmp_path: Path) -> None:
+    file = tmp_path / "own.jinja"
+    file.write_text(STRINGS_ALONE)
+    texts = read_texts(weights_dir(), load_family(weights_dir()), template=file)
+    shown = texts.template.render([message("user", "<|image_pad|>", image=True)], PromptOptions())
+    assert shown.replace(MARK, "") == "[user] <|vision_start|><|image_pad|><|vision_end|>\n<|image_pad|>"
+    assert shown.count(MARK) == 1
 
 
 def test_a_prompt_about_tools_is_shown() -> None:

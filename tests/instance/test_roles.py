@@ -329,6 +329,20 @@ async def test_the_host_s_side_of_the_kv_is_bounded(role: str) -> None:
         assert budgets["feature_cache_bytes"] == 2 << 30
 
 
+async def test_the_kv_leaves_the_memory_of_the_largest_encode(tmp_path: Path) -> None:
+    model, budget = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model"), 1 << 20
+    sizes: dict[str, Any] = {"max_model_len": 512, "threads": 1, "feature_cache_bytes": 1 << 16}
+    sizes |= {"max_num_seqs": 4, "max_num_batched_tokens": 256}
+    device = get_device("chip:9")
+    device.set_memory_fraction((768 << 20) / device.memory()[0])
+    try:
+        async with serving(model, "EPD", device="chip:9", image_budget_pixels=budget, **sizes) as instance:
+            batch = instance.streams.tower.batch_bytes(budget)
+            assert 1 << 20 < 0.9 * batch <= device.headroom()
+    finally:
+        device.set_memory_fraction(1.0)
+
+
 class Lingering(ThreadPoolExecutor):
     """Its threads refer to what they have called a little longer than until its end, as any thread may."""
 

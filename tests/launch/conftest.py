@@ -3,7 +3,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from epd_serve.launch import commands
+from epd_serve.launch.processes import forking
 from epd_serve.launch.processes.ports import free_port
 from epd_serve.launch.processes.process import ProcessSpec
 from epd_serve.protocol.addresses import url_of
@@ -96,9 +97,7 @@ def fakes(tmp_path: Path) -> Iterator[Fakes]:
 @pytest.fixture
 def fake_program(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fake processes in place of those of a deployment."""
-    spec = commands.PreparedInstance.spec
     monkeypatch.setattr(commands, "PROGRAM", (sys.executable, str(FAKE_PROGRAM)))
-    monkeypatch.setattr(
-        commands.PreparedInstance, "spec", lambda *arguments: replace(spec(*arguments), can_fork=False)
-    )
+    for module in (commands, forking):
+        monkeypatch.setattr(module, "can_fork", lambda config, devices: False)
     monkeypatch.setenv("FAKE_DIR", str(fakes.folder))

@@ -18,14 +18,32 @@ from epd_serve.launch.processes.runs import RunDirectory
 
 LOAD = {"num_waiting": 2, "num_waiting_encodes": 1}
 BUDGETS = {"max_num_seqs": 64.0, "max_num_batched_tokens": 2048.0, "feature_cache_bytes": 2.0**28}
-IDLE: dict[str, Any] = {"ready": True, "in_flight": {}, "device": "cpu", "load": None, "budgets": BUDGETS}
+IDLE: dict[str, Any] = {
+    "ready": True,
+    "in_flight": {},
+    "device": "cpu",
+    "load": None,
+    "budgets": BUDGETS,
+    "pid": 71,
+    "restarts": 2,
+    "memory_bytes": 3 << 29,
+}
 INSTANCES = [
     {**IDLE, "name": "e0", "role": "E", "in_flight": {"E": 1}, "load": LOAD},
-    {**IDLE, "name": "p0", "role": None, "ready": False, "device": None, "budgets": {}},
+    {
+        **IDLE,
+        "name": "p0",
+        "role": None,
+        "ready": False,
+        "device": None,
+        "budgets": {},
+        "pid": None,
+        "memory_bytes": None,
+    },
     *({**IDLE, "name": f"{role.lower()}1", "role": role} for role in ("P", "D", "EPD")),
 ]
 ANSWERS: dict[str, Any] = {
-    "/instances": {"engine": "vllm", "instances": INSTANCES},
+    "/instances": {"topology": "E-P-D", "models": ["tiny"], "engine": "vllm", "instances": INSTANCES},
     "/requests": {"running": 3, "waiting": 4},
     "/instances/e0/role": {"from": "E", "to": "D", "seconds": 0.25, "drain_s": 0.125},
 }
@@ -100,21 +118,27 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
 
 
 TABLE = """\
-{name}, engine vllm: 3 requests running, 4 waiting
-instance  role  state      device  in flight  waiting  at most
-e0        E     ready      cpu     1          3        256MiB of features
-p0        ?     not ready  ?       0          0
-p1        P     ready      cpu     0          0        64 sequences, 2048 tokens, 256MiB of features
-d1        D     ready      cpu     0          0        64 sequences, 2048 tokens
-epd1      EPD   ready      cpu     0          0        64 sequences, 2048 tokens, 256MiB of features
+{name}: tiny as E-P-D, engine vllm; 3 requests running, 4 waiting
+instance  role  state      device  pid  restarts  memory  in flight  waiting  at most
+e0        E     ready      cpu     71   2         1.5GiB  1          3        256MiB of features
+p0        ?     not ready  ?       ?    2         ?       0          0
+p1        P     ready      cpu     71   2         1.5GiB  0          0        {all_sizes}
+d1        D     ready      cpu     71   2         1.5GiB  0          0        64 sequences, 2048 tokens
+epd1      EPD   ready      cpu     71   2         1.5GiB  0          0        {all_sizes}
 """
+
+
+def shown_at(name: str) -> str:
+    return TABLE.format(name=name, all_sizes="64 sequences, 2048 tokens, 256MiB of features")
 
 
 def test_the_deployment_of_this_machine_needs_no_port(
     deployment: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(monkeypatch, capsys, "status") == TABLE.format(name="127.0.0.1:8123")
-    assert run(monkeypatch, capsys, "status", "--deployment", "8123") == TABLE.format(name="127.0.0.1:8123")
+    assert run(monkeypatch, capsys, "status") == shown_at("127.0.0.1:8123")
+    assert run(monkeypatch, capsys, "status", "--deployment", "8123") == shown_at("127.0.0.1:8123")
+    shown = msgspec.json.decode(run(monkeypatch, capsys, "status", "-o", "json"))
+    assert shown == {"deployment": "127.0.0.1:8123", **ANSWERS["/instances"], "requests": ANSWERS["/requests"]}
     assert run(monkeypatch, capsys, "switch", "e0", "D").startswith("e0: E → D in 0.250 s")
     said = run(monkeypatch, capsys, "status", "--deployment", "9000")
     assert said == "epd-serve: no deployment of this user is called 9000; those that run: 127.0.0.1:8123\n"

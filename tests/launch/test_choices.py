@@ -13,6 +13,7 @@ from device.present import Accelerators
 from epd_serve.config import DeploymentConfig, parse_config
 from epd_serve.launch import choices
 from epd_serve.launch.choices import choose_engine, choose_layout
+from epd_serve.launch.vllm import process
 from epd_serve.launch.vllm.installed import VllmFound
 
 ARCHITECTURE = "Qwen2_5_VLForConditionalGeneration"
@@ -35,7 +36,7 @@ def architectures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The architectures that a vLLM that fits knows."""
     known = [ARCHITECTURE]
     found = VllmFound("0.33.0", "", mooncake=False, nixl=True, epd_serve=True, python="3.11", architectures=known)
-    monkeypatch.setattr(choices, "check_engines", lambda config: {sys.executable: found})
+    monkeypatch.setattr(process, "check_engines", lambda config: {sys.executable: found})
     return known
 
 
@@ -66,6 +67,11 @@ def test_the_layout_follows_from_machine_and_model(
     config, reason = choose_layout(config_of(tmp_path, text, model_type))
     assert f"{config.topology} on {' '.join(config.devices)}" == expected and reason
     assert choose_layout(config) == (config, ""), "what is named stays"
+
+
+@pytest.mark.parametrize(("devices", "topology"), [("[cuda:0]", "EPD"), ("[npu x 2]", "EP-D"), ("[cpu]", "E-P-D")])
+def test_the_topology_follows_from_devices_that_are_named(devices: str, topology: str) -> None:
+    assert str(parse_config(f"devices: {devices}").topology) == topology
 
 
 def test_gpus_that_this_torch_cannot_use_are_named(

@@ -98,6 +98,16 @@ def test_a_gateway_has_the_instances_of_its_flags_or_its_file(
         (("up", "/no/such/file.yaml"), "/no/such/file.yaml: No such file or directory"),
         (("up", "--topology", "E"), "command line: topology: topology 'E', position 2: no instance prefills"),
         (("up", "--model", "/no/model"), "/no/model is no directory"),
+        (("up", "/no/model"), "/no/model is no directory"),
+        (("up", "one", "two"), "takes one model or deployment file"),
+        (("up", "one", "--model", "two"), "name one of them"),
+        (("up", "one", "--tensor-parallel-size=2"), "--tensor-parallel-size: here it is the topology's @tp"),
+        (("up", "-tp", "2", "one"), "-tp: here it is the topology's @tp"),
+        (("up", "--enforce-eager"), "instances.engine_args"),
+        (("up", "--engine", "vllm"), "engine is a key of a deployment file"),
+        (("up", "--dtype", "half"), "command line: dtype: "),
+        (("serve", "one"), "serve: here it is 'epd-serve up MODEL'"),
+        (("stop",), "'epd-serve down'"),
     ],
 )
 def test_what_a_user_got_wrong_is_one_clean_message(
@@ -165,3 +175,20 @@ def test_instances_without_torch_say_what_to_install() -> None:
     )
     assert done.returncode == 2, done.stderr
     assert done.stderr == "epd-serve: torch is not installed; run in epd-serve's clone: pip install '.[native]'\n"
+
+
+def test_up_takes_a_model_with_options_in_the_words_of_vllm(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(weights_dir().parent)
+    options = ("--served-model-name", "tiny", "--max-model-len", "1000", "--api-key", "secret", "--devices", "cpu")
+    assert run(monkeypatch, "up", weights_dir().name, *options, "--dtype", "float32", "--dry-run") == 0
+    shown = capsys.readouterr().out
+    for words in ('"served_model_name": "tiny"', '"max_model_len": 1000', '"dtype": "float32"', " on cpu,"):
+        assert words in shown, shown
+    assert str(weights_dir()) in shown and "secret" not in shown
+
+
+@pytest.mark.parametrize("command", [(), ("up",), ("key", "new")])
+def test_h_is_help(monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]) -> None:
+    assert run(monkeypatch, *command, "-h") == 0

@@ -72,6 +72,12 @@ def test_weights_of_all_roles_stay_on_cpus_where_roles_may_be_switched(text: str
     assert [told(spec.command).resident for spec in specs(text)[1]] == resident
 
 
+@pytest.mark.parametrize(("device", "forked"), [("cpu", True), ("cuda:0", True), ("npu:0", False)])
+def test_instances_are_forked_but_for_those_on_npus(device: str, forked: bool) -> None:
+    _, (instance,) = specs(f"topology: EPD\ndevices: [{device}]")
+    assert instance.can_fork is forked
+
+
 def test_a_process_sees_its_device_alone() -> None:
     _, instances = specs("topology: (E-P)-D\ndevices: [cuda:1, npu:3]", {"CUDA_VISIBLE_DEVICES": "4, GPU-ab"})
     assert [

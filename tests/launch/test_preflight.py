@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from device.present import Accelerators
@@ -171,12 +175,33 @@ def test_ctrl_c_inside_a_callback_of_the_interpreter_is_not_lost() -> None:
         ("gateway: {api_key: {env: EPD_SERVE_NOT_SET}}", "gateway.api_key"),
         ("gateway: {admin: {port: 1, key: {file: DIR/none}}}", "gateway.admin.key"),
         ("cluster_key: {env: EPD_SERVE_NOT_SET}", "cluster_key"),
+        ("chat_template: DIR/none", "chat_template"),
+        ("chat_template: DIR/broken", "DIR/broken"),
         ("tls: {ca: DIR/a, cert: DIR/b, key: DIR/c}", "tls.ca"),
     ],
 )
 def test_what_the_file_names_is_looked_for(text: str, option: str, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
+    (tmp_path / "broken").write_text("{% if %}")
     config = parse_config(text.replace("DIR", str(tmp_path)))
     config = change_config(config, {"gateway": {"port": 0}})
-    with pytest.raises(ValueError, match=rf"(?m)^{option}: "):
+    with pytest.raises(ValueError, match=rf"(?m)^{option.replace('DIR', str(tmp_path))}: "):
         check_deployment(config, {})
+
+
+def test_a_fault_ends_the_fork_server_that_is_importing(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, (tmp_path / "errors").open("wb") as errors:
+        command = [sys.executable, "-m", "epd_serve.cli", "up", "--port", str(taken.getsockname()[1])]
+        failed = subprocess.Popen(command, stderr=errors, start_new_session=True)
+        assert failed.wait(300) == 2
+    assert "cannot listen" in (tmp_path / "errors").read_text()
+    deadline = time.monotonic() + 1.0  # the imports take several seconds
+    while _runs_in(failed.pid):
+        assert time.monotonic() < deadline
+
+
+def _runs_in(session: int) -> bool:
+    for process in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                return True
+    return False

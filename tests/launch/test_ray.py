@@ -195,10 +195,10 @@ def test_a_pair_and_a_decoder_live_through_a_kill_and_a_lost_node(cluster: Any, 
     assert other["e0"] == other["p0"] and {other["e0"], other["d0"]} == {*_devices_of(spare)}
     assert away_s <= max(MAX_AWAY_S, up_s)
 
-    down = run("down", str(file), where)
+    down = run("down", "--deployment", str(file), where)
     assert down.returncode == 0, down.stderr
     assert _instances(base_port) == {}
-    again = run("down", str(file), where)
+    again = run("down", "--deployment", str(file), where)
     assert again.returncode == 2 and "there is no pair on this cluster" in again.stderr
 
 

@@ -17,12 +17,11 @@ from program import read_until
 FAKE_PROGRAM = Path(__file__).parent / "fake_program.py"
 PROGRAM = f"""
 import os, sys
-from dataclasses import replace
+from epd_serve.launch.processes import forking
+forking.can_fork = lambda config, devices: False
 from epd_serve.launch import commands
 from epd_serve.launch.processes import supervisor
 commands.PROGRAM = (sys.executable, {str(FAKE_PROGRAM)!r})
-spec = commands.PreparedInstance.spec
-commands.PreparedInstance.spec = lambda *arguments: replace(spec(*arguments), can_fork=False)
 if "GRACE_S" in os.environ:
     supervisor.GRACES_S.update(dict.fromkeys(supervisor.GRACES_S, float(os.environ["GRACE_S"])))
 from epd_serve.cli import main
@@ -77,10 +76,32 @@ def test_ready_says_what_to_type_and_a_signal_stops_everything(fakes: Any, numbe
         process.send_signal(number)
         output, errors = process.communicate(timeout=300)
         assert (process.returncode, errors) == (0, "")
-        assert "Stopping." in output
+        assert "Stopping. Another Ctrl-C ends everything at once." in output
     assert fakes.alive == set()
     [run] = (fakes.folder / "logs").iterdir()
     assert {file.name for file in run.iterdir()} == {"run.json", *(f"{name}.log" for name in NAMES)}
+
+
+def test_detached_it_returns_once_it_is_ready_and_down_ends_it(fakes: Any) -> None:
+    with up(fakes, "--detach") as process:
+        output, errors = process.communicate(timeout=300)  # so nobody has its pipes any more
+        assert (process.returncode, errors) == (0, "") and "'epd-serve down' stops it." in output
+    assert fakes.alive == NAMES
+    environment = {**os.environ, "EPD_SERVE_LOG_DIR": str(fakes.folder / "logs")}
+    subprocess.run([sys.executable, "-m", "epd_serve.cli", "down"], env=environment, check=True, timeout=300)
+    assert fakes.alive == set()
+    [log] = fakes.folder.glob("logs/*/up.log")
+    assert "Stopping." in log.read_text()
+
+
+def test_detached_it_returns_with_the_code_of_what_failed(fakes: Any) -> None:
+    with up(fakes, "--detach", p0="die") as process:
+        output, _ = process.communicate(timeout=300)
+        assert process.returncode == 1 and "p0 died" in output
+    with up(fakes, "--detach", "--model", "/none") as process:
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == 2 and errors.startswith("epd-serve: model '/none'")
+    assert fakes.alive == set()
 
 
 def test_it_runs_on_when_nobody_reads_its_news_and_its_terminal_ends(fakes: Any) -> None:
@@ -106,7 +127,7 @@ def test_a_second_signal_ends_deaf_processes_at_once(fakes: Any, monkeypatch: py
     with up(fakes, gateway="deaf", e0="deaf", p0="deaf") as process:
         read_until(process, "Chat: ")
         process.send_signal(signal.SIGINT)
-        read_until(process, "Stopping.")
+        read_until(process, "Another Ctrl-C")
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=300)
     assert fakes.alive == set()

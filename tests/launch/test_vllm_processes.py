@@ -75,7 +75,9 @@ def test_devices_memory_and_threads(model: Path) -> None:
         model,
     )
     assert [flag(one, "gpu-memory-utilization") for one in shared.values()] == ["0.23", "0.6", None]
-    host = processes("instances: {threads: 3, kv_cache_bytes: 1500MiB}", model)["d0"].variables
+    own = processes("chat_template: /own.jinja\ninstances: {threads: 3, kv_cache_bytes: 1500MiB}", model)["d0"]
+    assert flag(own, "chat-template") == "/own.jinja"
+    host = own.variables
     assert (host["OMP_NUM_THREADS"], host["VLLM_CPU_KVCACHE_SPACE"]) == ("3", "2")
 
 

@@ -3,6 +3,7 @@ import contextlib
 import io
 import os
 import struct
+import textwrap
 import time
 import zlib
 from dataclasses import replace
@@ -49,7 +50,7 @@ def test_size_and_picture_agree_in_every_format(kind):
 CORNERS = {1: (0, 0), 2: (1, 0), 3: (1, 1), 4: (0, 1), 5: (0, 0), 6: (1, 0), 7: (1, 1), 8: (0, 1)}
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("kind", [one for one in FORMATS if one not in ("GIF", "BMP")])
 @pytest.mark.parametrize("orientation", CORNERS)
 def test_exif_orientation_turns_size_and_picture_alike(kind, orientation):
     data = with_orientation(kind, orientation)
@@ -127,11 +128,15 @@ def test_the_hash_is_of_full_width_and_tells_its_fields_apart(data, modality, fi
 
 
 @given(
-    st.binary(min_size=1, max_size=200), st.sampled_from(["", "image/png", "IMAGE/JPEG", "image/png;charset=x"])
+    st.binary(min_size=1, max_size=200),
+    st.sampled_from(["", "image/png", "IMAGE/JPEG", "image/png;charset=x"]),
+    st.sampled_from(["\n", "\r\n"]),
 )
-def test_data_urls_round_trip(data, media_type):
+def test_data_urls_round_trip_with_and_without_line_breaks(data, media_type, line_end):
     url = f"data:{media_type};base64,{base64.b64encode(data).decode()}"
     assert decode_data_url(url, 200) == data
+    header, _, text = url.partition(",")
+    assert decode_data_url(f"{header},{textwrap.fill(text, 76).replace(chr(10), line_end)}", 200) == data
 
 
 @given(st.text(max_size=80) | st.text(max_size=80).map(lambda text: f"data:image/png;base64,{text}"))

@@ -39,8 +39,8 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     sizes: list[int] = []
     read = stored_weights._Place.read
 
-    def counted(place: Any, ranges: list[slice], *, stays: bool) -> Tensor:
-        part = read(place, ranges, stays=stays)
+    def counted(place: Any, ranges: list[slice], **options: bool) -> Tensor:
+        part = read(place, ranges, **options)
         sizes.append(part.nbytes)
         return part
 

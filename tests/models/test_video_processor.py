@@ -115,3 +115,27 @@ def test_a_processor_that_resizes_no_frames_is_refused(tmp_path: Path) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), "do_resize": False}))
     with pytest.raises(ValueError, match="do_resize of the video processor is false"):
         load_family(path)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize(
+    ("sampling", "count"),
+    [
+        (VideoSampling(num_frames=-1), 8),
+        (VideoSampling(do_sample_frames=True), 8),
+        (VideoSampling(do_sample_frames=False), 24),
+        (VideoSampling(do_sample_frames=False, num_frames=6), 6),
+        (VideoSampling(max_frames=5), 4),
+        (VideoSampling(processor_fps=6.0, max_frames=10), 10),
+        (VideoSampling(max_frames=100), 8),
+    ],
+)
+def test_frames_that_are_taken_in_the_words_of_vllm(
+    kind: str, sampling: VideoSampling, count: int, tmp_path: Path
+) -> None:
+    family = load_family(tiny_models.make_tiny_model(kind, tmp_path / kind))
+    assert family.video is not None
+    item = MediaRef.of_video(VideoFacts(64, 64, 24, 6.0), sampling)
+    taken = family.video.indices(item)
+    assert len(taken) == count and 0 <= item.num_sampled - count < 2
+    assert taken == sorted({*taken}) and taken[0] == 0

@@ -1,6 +1,7 @@
 """Media by URL: limits, redirects, and the addresses that a URL may lead to."""
 
 import asyncio
+import base64
 import gzip
 import ipaddress
 from functools import partial
@@ -13,9 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd_serve.errors import InvalidRequest, TooLarge
+from epd_serve.protocol.openai.messages import MediaSource
 from proxy.media import fetch
 from proxy.media import resolver as lookups
 from proxy.media.fetch import MediaFetcher
+from proxy.media.loader import MediaLoader
 from proxy.media.resolver import is_public, parse_address
 
 PRIVATE_V4 = [
@@ -42,6 +45,12 @@ PRIVATE_V6 = [
     "fec0::/10",
     "ff00::/8",
 ]
+
+
+#: PNG of one pixel.
+PICTURE = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
+)
 
 
 def inside(networks: list[str]) -> st.SearchStrategy:
@@ -83,6 +92,10 @@ async def site():
     async def answer(request: web.Request) -> web.StreamResponse:
         hits.append(f"{request.host}{request.path}")
         match request.path.strip("/").split("/"):
+            case ["signed", *_]:
+                return web.Response(text=request.raw_path)
+            case ["picture"]:
+                return web.Response(body=PICTURE)
             case ["image"]:
                 return web.Response(body=b"picture")
             case ["hop", count] if int(count) > 0:
@@ -141,6 +154,68 @@ async def test_fetch_and_redirects(site):
         assert await fetch.fetch(f"HTTP://localhost:{port}/hop/3") == b"arrived"
         with pytest.raises(InvalidRequest, match="more than 3 redirects"):
             await fetch.fetch(f"http://127.0.0.1:{port}/hop/4")
+
+
+@pytest.mark.parametrize(
+    "path, sent",
+    [
+        ("/signed/a%2Fb%20c/d?key=a%2Fb+c%3D&to=%C3%BC", None),
+        ("/signed/über uns?q=ä#part", "/signed/%C3%BCber%20uns?q=%C3%A4"),
+        ("/signed/x: y", "/signed/x:%20y"),
+    ],
+)
+async def test_path_and_query_are_sent_as_they_came(site, path, sent):
+    port, _ = site
+    async with fetcher() as fetch:
+        for url in (f"http://127.0.0.1:{port}{path}", f"http://127.0.0.1:{port}/away?to={quote(path, safe='')}"):
+            assert (await fetch.fetch(url)).decode() == (sent or path)
+        assert await fetch.fetch(f"http://127.0.0.1:{port}/signed/\rhost: x") == b"/signed/%0Dhost:%20x"
+
+
+async def test_a_url_that_many_ask_for_at_once_is_fetched_once(site):
+    port, hits = site
+    url = f"http://127.0.0.1:{port}/image"
+    async with fetcher() as fetch:
+        asked = [asyncio.create_task(fetch.fetch(url)) for _ in range(32)]
+        await asyncio.sleep(0)
+        assert fetch.is_fetching(url)
+        for left in asked[:8]:
+            left.cancel()
+        assert {await one for one in asked[8:]} == {b"picture"}
+        assert len(hits) == 1 and not fetch.is_fetching(url)
+        refused = [fetch.fetch(f"http://127.0.0.1:{port}/missing") for _ in range(2)]
+        first, second = await asyncio.gather(*refused, return_exceptions=True)
+        assert first is not second and first.message == second.message and len(hits) == 2
+        only = asyncio.create_task(fetch.fetch(f"http://127.0.0.1:{port}/slow"))
+        await asyncio.sleep(0)
+        only.cancel()
+        assert await fetch.fetch(f"http://127.0.0.1:{port}/image") == b"picture"
+
+
+async def test_a_picture_that_a_request_shows_many_times_is_fetched_once(site):
+    port, hits = site
+    sources = [MediaSource(url=f"http://127.0.0.1:{port}/picture?n={n % 2}", param=str(n)) for n in range(32)]
+    async with fetcher() as fetch:
+        loader = MediaLoader(gateway_settings(), fetch)
+        items = await loader.load(sources)
+        loader.close()
+    assert [item.param for item in items] == [str(n) for n in range(32)]
+    assert {item.data for item in items} == {PICTURE} and len(hits) == 2
+
+
+async def test_a_proxy_of_the_environment_fetches_where_it_may(site, monkeypatch):
+    port, hits = site
+    monkeypatch.setenv("http_proxy", f"http://alice:s3cret@127.0.0.1:{port}")
+    monkeypatch.setenv("no_proxy", "localhost")
+    async with fetcher(trust_env=True, allow_private=False) as fetch:
+        assert await fetch.fetch("http://pictures.example/image") == b"picture"
+        assert hits == ["pictures.example/image"]
+        with pytest.raises(InvalidRequest, match="cannot be fetched"):
+            await fetch.fetch(f"http://localhost:{port}/image")
+    async with fetcher(allow_private=False) as fetch:
+        with pytest.raises(InvalidRequest, match="cannot be fetched"):
+            await fetch.fetch("http://pictures.example/image")
+    assert len(hits) == 1
 
 
 async def test_limits_of_size_and_time(site):
@@ -212,7 +287,7 @@ async def test_no_password_is_sent_or_shown(site):
         with pytest.raises(InvalidRequest, match="user name or a password") as refusal:
             await fetch.fetch(f"http://alice:s3cret@127.0.0.1:{port}/image")
         assert "s3cret" not in refusal.value.message and hits == []
-        with pytest.raises(InvalidRequest, match="at most 8192 are allowed"):
+        with pytest.raises(InvalidRequest, match="at most 8192 are accepted"):
             await fetch.fetch(f"http://127.0.0.1:{port}/" + "x" * 9000)
 
 
@@ -277,7 +352,6 @@ async def test_what_a_name_resolves_to_is_what_is_checked(site, choosy, monkeypa
     monkeypatch.setattr(lookups.socket, "getaddrinfo", resolve)
     async with choosy() as fetch:
         assert await fetch.fetch(f"http://rebinding.example:{port}/image") == b"picture"
-        await fetch._session.connector.close()  # no connection left to be used again
     async with choosy() as fetch:
         with pytest.raises(InvalidRequest, match="must be reachable for this gateway"):
             await fetch.fetch(f"http://rebinding.example:{port}/image")

@@ -107,6 +107,7 @@ class EngineBench(EngineHooks):
             max_num_seqs=self.budget.max_num_seqs,
             max_model_len=language.max_model_len,
             prefill_graph_sizes=(8, 64),
+            max_num_tokens=self.budget.max_num_tokens,
         )
         runner = UnwaitingRunner(
             self.executor,

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import pytest
 from wire import Wire, address_lines, tun
 
-from epd_serve.launch.commands import HEAP_TUNABLES
+from epd_serve.launch.processes.forking import HEAP_TUNABLES
 
 T = TypeVar("T")
 _CLONE_NEWNET = 0x4000_0000

@@ -1,6 +1,7 @@
 import pytest
 
-from epd_serve.topology import draw, explain, parse_topology
+from epd_serve.topology import parse_topology
+from epd_serve.topology.draw import draw, explain
 
 
 def test_a_shared_device_is_one_box() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ import torch
 from transformers import AutoTokenizer
 
 from epd_serve.config import InstanceOptions, decode_graph_sizes
+from epd_serve.config.model_files import chat_template
 from epd_serve.config.sizes import MIN_BLOCKS, in_binary_units
 from epd_serve.engine.kv_memory import KVMemory, block_nbytes, num_kv_blocks
 from epd_serve.engine.pace.step_timer import StepTimer
@@ -53,7 +53,7 @@ class LanguageWeights:
         self.num_parameters = self.language.num_parameters
         generation = read_generation_config(model.path, model.family.config)
         self.eos_token_ids = generation.eos_token_ids
-        texts = read_texts(model.path, model.family, generation.eos_token_ids)
+        texts = read_texts(model.path, model.family, generation.eos_token_ids, options.chat_template)
         assert texts.grammars is not None
         self.compiler = GrammarCompiler(texts.grammars, instance.processor, model.decoders)
         self.prompts = PromptProcessor(
@@ -150,10 +150,12 @@ class LanguageWeights:
         )
         graphs = decode_graph_sizes(options.sizes.max_num_seqs) if options.role.decodes else []
         prefills = prefill_graph_sizes(most) if options.role.prefills else []
-        runner = self._runner(options, memory.tensor, self.max_model_len, graphs, prefills)
-        timer = self._timer(runner, memory.layout, memory.num_blocks)
-        timer.warm_up(self._model.device.ops.compiled_by, most, self.max_model_len)
-        return runner
+        return self._runner(options, memory.tensor, self.max_model_len, graphs, prefills)
+
+    def warm_up(self, runner: Any, max_num_tokens: int) -> None:
+        """Compute steps of all kinds on the thread that will compute, before anything uses the KV memory."""
+        timer = self._timer(runner, self.memory.layout, self.memory.num_blocks)
+        timer.warm_up(self._model.device.ops.compiled_by, max_num_tokens, self.max_model_len)
 
     def forget(self, transport: Transport) -> None:
         """Give the KV memory back. Nobody may be about to write there. Blocks until nobody maps it."""
@@ -199,9 +201,13 @@ class LanguageWeights:
             state_blocks=language.state_blocks(options.tokens_per_block),
         )
         device = self._model.device
-        tower_bytes = instance.streams.tower.batch_bytes(options.image_budget_pixels)
-        measure = partial(self.step_bytes, options, layout)
-        num_blocks = num_kv_blocks(options, layout, device.type, device.headroom() - tower_bytes, measure)
+        num_blocks = num_kv_blocks(
+            options,
+            layout,
+            device.type,
+            device.headroom(),
+            lambda: self.step_bytes(options, layout) + instance.encoder.batch_bytes(),
+        )
         if layout.state_blocks:
             state_bytes = in_binary_units(layout.state_blocks * block_nbytes(layout))
             if num_blocks < layout.state_blocks + 2:
@@ -227,8 +233,12 @@ class LanguageWeights:
         )
 
 
-def read_texts(path: Path, family: Family, eos_token_ids: frozenset[int] = frozenset()) -> Texts:
-    """Raises ValueError for a tokenizer with tokens that the model has not, or a template that shows nothing."""
+def read_texts(
+    path: Path, family: Family, eos_token_ids: frozenset[int] = frozenset(), template: Path | None = None
+) -> Texts:
+    """``template``: a file in place of the checkpoint's chat template.
+
+    Raises ValueError for a tokenizer with tokens that the model has not, or a template that shows nothing."""
     tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
     if not tokenizer("a", add_special_tokens=False).input_ids:
         raise ValueError(f"{path}: its tokenizer makes no token of a letter; copy its files from the model")
@@ -238,8 +248,11 @@ def read_texts(path: Path, family: Family, eos_token_ids: frozenset[int] = froze
             f"{path}: vocab_size is {vocab_size}, but its tokenizer has {len(tokenizer)} "
             "tokens; the model must have them all"
         )
+    if template is not None:
+        tokenizer.chat_template = chat_template(path, template)
+    literals = MediaLiterals(tokenizer, family.config, family.tokens)
     return Texts(
         tokenizer=Tokenizer(tokenizer),
-        template=ChatTemplate(tokenizer, path, MediaLiterals(tokenizer, family.config, family.tokens)),
+        template=ChatTemplate(tokenizer, template or path, literals, family.placeholders(tokenizer)),
         grammars=Grammars(tokenizer, eos_token_ids),
     )

@@ -221,6 +221,9 @@ class ShapeLanguage:
     def step_seconds(self, runner: Any) -> Callable[[StepShape], float]:
         return lambda shape: runner.cost(shape.work)[0]
 
+    def warm_up(self, runner: Any, max_num_tokens: int) -> None:
+        """Do nothing: emulated devices load no kernels."""
+
     def forget(self, transport: Transport) -> None:
         if self._memory is not None:
             transport.release(self._memory.slab)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -34,10 +34,16 @@ To call one, write its name and its arguments as JSON between these tags:
 class ChatTemplate:
     """Renders chats of one model. Safe for use from several threads."""
 
-    def __init__(self, tokenizer: Any, path: Path, literals: MediaLiterals) -> None:
-        """Raises ValueError for a template that is no Jinja, or shows no text of a chat."""
+    def __init__(
+        self, tokenizer: Any, path: Path, literals: MediaLiterals, placeholders: Mapping[str, str]
+    ) -> None:
+        """``placeholders``: the text of an item by modality, for a template that joins strings.
+
+        Raises ValueError for a template that is no Jinja, or shows no text of a chat.
+        """
         self._tokenizer = tokenizer
         self._literals = literals
+        self._placeholders = placeholders
         beside = path / "chat_template.json"  # older checkpoints keep it beside the processor
         if not tokenizer.chat_template and beside.exists():
             tokenizer.chat_template = json.loads(beside.read_text())["chat_template"]
@@ -45,6 +51,7 @@ class ChatTemplate:
             check_template(tokenizer.chat_template, path)
         shown, shown_of_parts = self._num_shown(as_parts=False), self._num_shown(as_parts=True)
         self._takes_parts = shown_of_parts > shown
+        self._joins_strings = shown > shown_of_parts
         if shown == 0 and not self._takes_parts:
             raise ValueError(f"{path}: its chat template shows no text of a chat; copy it from the model")
 
@@ -113,6 +120,11 @@ class ChatTemplate:
                     param=f"chat_template_kwargs.{name[:60]}",
                 )
         rendered, tools, arguments = self._literals.marked([rendered, tools if native else None, arguments])
+        if self._joins_strings:
+            for message in rendered:
+                if not isinstance(message["content"], str):
+                    pieces = (one.get("text", self._placeholders.get(one["type"])) for one in message["content"])
+                    message["content"] = "\n".join(filter(None, pieces))
         try:
             text: str = self._tokenizer.apply_chat_template(
                 rendered,

@@ -1,4 +1,4 @@
-"""Processes forked from multiprocessing's fork server, which has imported what instances on CPUs run.
+"""Processes forked from multiprocessing's fork server, which has imported what instances run.
 
 They start at once and share the memory of the modules. The server never computes and opens no device.
 """
@@ -12,14 +12,24 @@ import runpy
 import signal
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-#: Read when libraries are loaded, so the server has them for all: a fork has no threads but its own.
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+from epd_serve.config import DeploymentConfig, ShapeConfig
+
+#: How an instance's heap is kept: in huge pages (weights are read faster), one heap for all threads, and nothing
+#: given back between steps, which would only fault it in again. A user's own GLIBC_TUNABLES take its place.
+HEAP_TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1" + "".join(
+    f":glibc.malloc.{limit}_threshold={1 << 30}" for limit in ("mmap", "trim")
+)
+#: Modules of all instances.
+_MODULES = ("epd_serve.cli.instance", "epd_serve.instance.main")
+#: Read when libraries are loaded, so the server has them for all: a fork has no threads but its own. torch looks
+#: for GPUs without a call of CUDA, after which no fork could use it.
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 class ForkedProcess:
@@ -47,12 +57,29 @@ class ForkedProcess:
         return code
 
 
-def preload(modules: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Have this process's fork server import ``modules``; nothing happens where it runs already.
+def can_fork(config: DeploymentConfig, devices: Collection[str]) -> bool:
+    """Return whether native instances on these devices are forked: CUDA allows it before its first call.
 
-    ``environment``: variables that libraries read when they are loaded.
+    torch_npu says nothing of that.
     """
-    multiprocessing.set_forkserver_preload([*modules, "epd_serve.launch.processes.frozen"])
+    return isinstance(config.model, ShapeConfig) or not any(one.startswith("npu") for one in devices)
+
+
+def preload(config: DeploymentConfig) -> None:
+    """Start the fork server where instances of the deployment need it; nothing happens where it runs already.
+
+    It imports what they run, which takes most of the time of a start.
+    """
+    devices = [one.devices for one in config.placement()]
+    if config.engine == "vllm" or not any(can_fork(config, own) for own in devices):
+        return
+    modules, environment = [*_MODULES, "epd_serve.instance.loading.shape_model"], {}
+    if isinstance(config.model, str):
+        modules = [*_MODULES, "epd_serve.instance.loading.checkpoint"]
+        modules += ["device.cuda"] if any(own[0].startswith("cuda") for own in devices) else []
+        environment = {"GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", HEAP_TUNABLES)}
+    package = __name__.rpartition(".")[0]
+    multiprocessing.set_forkserver_preload([f"{package}.server_start", *modules, f"{package}.frozen"])
     before = dict(os.environ)
     os.environ.update({**environment, **_ENVIRONMENT})
     try:

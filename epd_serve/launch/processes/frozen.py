@@ -2,5 +2,5 @@
 
 import gc
 
-gc.collect()
 gc.freeze()
+gc.enable()

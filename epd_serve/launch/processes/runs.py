@@ -140,7 +140,7 @@ def find_run(wanted: str | None, preferred_port: int | None = None) -> tuple[Pat
     if not chosen and wanted is not None:
         raise ValueError(f"no deployment of this user is called {wanted}; those that run: {names}")
     if len(chosen) != 1:
-        raise ValueError(f"several deployments are running; choose one by address or port: {names}")
+        raise ValueError(f"several deployments are running; name one with --deployment: {names}")
     return chosen[0]
 
 

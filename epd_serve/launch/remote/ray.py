@@ -157,7 +157,7 @@ def up(config: DeploymentConfig, name: str, address: str, spread: Spread) -> str
     proof = CLUSTER_KEY if CLUSTER_KEY in keys else ADMIN_KEY  # with which instances join
     with _connected(address, logs=True) as ray:
         if _names(ray, name):
-            raise ValueError(f"{name} is on this cluster already; 'epd-serve down FILE --on ray' ends it")
+            raise ValueError(f"{name} is on this cluster; 'epd-serve down --deployment FILE --on ray' ends it")
         nodes = [(str(one["NodeManagerAddress"]), one["Resources"]) for one in ray.nodes() if one["Alive"]]
         ip, node = config.gateway.host, f"node:{config.gateway.host}"
         if is_wildcard(ip) or is_loopback(ip):

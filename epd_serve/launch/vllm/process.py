@@ -266,6 +266,7 @@ def _options(
         visible="".join(shown.values()),
         tensor_parallel=instance.tensor_parallel,
         dtype=config.dtype,
+        chat_template=config.chat_template,
         memory_share=None if memory is None else round(memory, 3),
         kv_bytes=settings.kv_cache_bytes,
         threads=threads,

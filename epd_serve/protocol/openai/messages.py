@@ -62,7 +62,9 @@ class InputAudio(MessageModel):
 class VideoFrames(RequestModel):
     """``num_frames``, and ``fps`` a second; together the fewer of both."""
 
-    num_frames: Integer | None = Field(None, ge=1, lt=1 << 20, description="Frames of a video, evenly spaced.")
+    num_frames: Integer | None = Field(
+        None, ge=-1, lt=1 << 20, description="Frames of a video, evenly spaced; -1: all."
+    )
     fps: float | None = Field(None, gt=0, le=1000, description="Frames a second.")
 
 
@@ -70,6 +72,9 @@ class ProcessorKwargs(VideoFrames):
     """``fps`` and ``num_frames`` of a video exclude each other; the model's processor resizes a picture to have
     between ``min_pixels`` and ``max_pixels``."""
 
+    num_frames: Integer | None = Field(None, ge=1, lt=1 << 20, description="Frames of a video, evenly spaced.")
+    max_frames: Integer | None = Field(None, ge=1, lt=1 << 20, description="Most frames of a video.")
+    do_sample_frames: bool | None = Field(None, description="false: all frames that are read.")
     min_pixels: Integer | None = Field(None, ge=1, description="Least pixels of a picture after resizing.")
     max_pixels: Integer | None = Field(None, ge=1, description="Most pixels of a picture after resizing.")
 
@@ -79,6 +84,8 @@ class ProcessorKwargs(VideoFrames):
             raise broken_rule(f"min_pixels ({self.min_pixels}) is more than max_pixels ({self.max_pixels})")
         if None not in (self.num_frames, self.fps):
             raise broken_rule("fps and num_frames exclude each other; send one of them")
+        if self.do_sample_frames is False and {self.num_frames, self.fps, self.max_frames} != {None}:
+            raise broken_rule("num_frames, fps and max_frames have frames sampled; leave do_sample_frames out")
         return self
 
 
@@ -197,6 +204,12 @@ def media_of(
     """Return the media items in the order in which the chat shows them. Raises InvalidRequest for
     contradictions."""
     sampling, processing = AS_THE_MODEL, ""
+    if kwargs is not None and kwargs.do_sample_frames and reading is not None and _chooses_frames(reading.video):
+        raise InvalidRequest(
+            "mm_processor_kwargs: do_sample_frames samples among all frames of the file; leave num_frames and fps "
+            "of media_io_kwargs out",
+            param="mm_processor_kwargs.do_sample_frames",
+        )
     if reading is not None or kwargs is not None:
         read = None if reading is None else reading.video
         sampling = VideoSampling(
@@ -204,6 +217,8 @@ def media_of(
             fps=None if read is None else read.fps,
             processor_num_frames=None if kwargs is None else kwargs.num_frames,
             processor_fps=None if kwargs is None else kwargs.fps,
+            max_frames=None if kwargs is None else kwargs.max_frames,
+            do_sample_frames=None if kwargs is None else kwargs.do_sample_frames,
         )
         processing = processing_of(kwargs, messages)
     sources: list[MediaSource] = []
@@ -232,12 +247,16 @@ def media_of(
     return sources
 
 
+def _chooses_frames(video: VideoFrames | None) -> bool:
+    return video is not None and (video.num_frames not in (None, -1) or video.fps is not None)
+
+
 def processing_of(kwargs: ProcessorKwargs | None, messages: Sequence[Message]) -> str:
     """Return a request's options of the processor besides frames, as JSON with sorted keys, or "".
 
     Raises InvalidRequest for bounds of pictures in a chat with videos.
     """
-    frames = set() if isinstance(kwargs, AnyProcessorKwargs) else set(VideoFrames.model_fields)
+    frames = set() if isinstance(kwargs, AnyProcessorKwargs) else {*VideoSampling.__struct_fields__}
     asked = {} if kwargs is None else kwargs.model_dump(exclude_none=True, exclude=frames)
     if not asked:
         return ""
