@@ -151,9 +151,7 @@ class MediaFetcher:
 
     async def _download(self, url: str) -> bytes:
         if len(url) > MAX_URL_LENGTH:
-            raise InvalidRequest(
-                f"{_quote_url(url)} has {len(url)} characters; at most {MAX_URL_LENGTH} are accepted"
-            )
+            raise InvalidRequest(f"{_quote(url)} has {len(url)} characters; at most {MAX_URL_LENGTH} are accepted")
         timeout_s = self._timeout_s
         try:
             async with asyncio.timeout(timeout_s):
@@ -163,7 +161,7 @@ class MediaFetcher:
             reason = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else type(error).__name__
             logger.info("cannot fetch media from %s: %s", URL(url).host, reason)
             raise InvalidRequest(
-                f"{_quote_url(url)} cannot be fetched: its server must be reachable for this gateway, speak HTTP and "
+                f"{_quote(url)} cannot be fetched: its server must be reachable for this gateway, speak HTTP and "
                 f"send the file within {timeout_s:g} s"
             ) from error
 
@@ -179,16 +177,14 @@ class MediaFetcher:
                         location = self._checked(target, url)
                     except InvalidRequest:
                         raise InvalidRequest(
-                            f"{_quote_url(url)} cannot be fetched: its server redirects to a forbidden address"
+                            f"{_quote(url)} cannot be fetched: its server redirects to a forbidden address"
                         ) from None
                     continue
                 if response.status != 200:
-                    raise InvalidRequest(
-                        f"{_quote_url(url)} cannot be fetched: its server answered {response.status}"
-                    )
+                    raise InvalidRequest(f"{_quote(url)} cannot be fetched: its server answered {response.status}")
                 if response.headers.get("content-encoding", "identity").lower() != "identity":
                     raise InvalidRequest(
-                        f"{_quote_url(url)} cannot be fetched: the server compressed it despite accept-encoding: "
+                        f"{_quote(url)} cannot be fetched: the server compressed it despite accept-encoding: "
                         "identity"
                     )
                 max_bytes = self._media.max_bytes
@@ -200,8 +196,8 @@ class MediaFetcher:
                             break
                     else:
                         return bytes(data)
-                raise TooLarge(f"{_quote_url(url)} has more than {max_bytes} bytes, the limit for a file")
-        raise InvalidRequest(f"{_quote_url(url)} cannot be fetched: more than {_MAX_REDIRECTS} redirects")
+                raise TooLarge(f"{_quote(url)} has more than {max_bytes} bytes, the limit for a file")
+        raise InvalidRequest(f"{_quote(url)} cannot be fetched: more than {_MAX_REDIRECTS} redirects")
 
     def _checked(self, text: str, url: str) -> URL:
         """Return ``text`` as an allowed URL; ``url`` is the client's. Raises InvalidRequest.
@@ -224,9 +220,9 @@ class MediaFetcher:
             ):
                 problem = f"fetching from {host} is not allowed; allowed: {', '.join(domains)}"
         except (ValueError, TypeError) as error:
-            raise InvalidRequest(f"{_quote_url(url)} is not a URL: {error}") from error
+            raise InvalidRequest(f"{_quote(url)} is not a URL: {error}") from error
         if problem:
-            raise InvalidRequest(f"{_quote_url(url)}: {problem}")
+            raise InvalidRequest(f"{_quote(url)}: {problem}")
         path = quote(_ORIGIN.sub("", text, count=1), safe=_SENT_AS_IS)
         return URL(f"{location.origin()}{path}", encoded=True)
 
@@ -245,7 +241,7 @@ class MediaFetcher:
         return socket.socket(family=family, type=kind, proto=protocol)
 
 
-def _quote_url(url: str) -> str:
+def _quote(url: str) -> str:
     """Return the URL for an error message, without a password."""
     url = _PASSWORD.sub("://...@", url[:MAX_URL_LENGTH])
     return f"the media URL {url if len(url) <= 200 else url[:200] + '...'!r}"
