@@ -132,7 +132,7 @@ class Fleet:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether requests wait for a missing stage, lost less than :attr:`wait_s` ago."""
+        """True while requests wait for a missing stage, lost less than :attr:`wait_s` ago."""
         at_s = self.complete_at_s
         return at_s is not None and asyncio.get_running_loop().time() < at_s + self.wait_s
 

@@ -59,12 +59,12 @@ class GatewaySettings:
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine can reach the gateway."""
+        """True if only this machine can reach the gateway."""
         return is_loopback(self.host)
 
     @cached_property
     def allow_private(self) -> bool:
-        """Whether media URLs may lead to private addresses.
+        """True if media URLs may lead to private addresses.
 
         The default allows it only for this machine's users; with API keys, others come through a reverse proxy.
         """

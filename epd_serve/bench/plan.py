@@ -54,7 +54,7 @@ def parse_arrivals(settings: RunSettings) -> Arrivals:
         if not value and kind != "gamma":
             return Arrivals(kind=kind, rate=rate)
     elif rate is not None:
-        raise ValueError(f"arrivals {settings.arrivals!r} have no single rate; leave --rate out")
+        raise ValueError(f"arrivals {settings.arrivals!r} lack a single rate; leave --rate out")
     elif kind == "closed" and value.isdecimal() and int(value):
         return Arrivals(kind=kind, concurrency=int(value))
     elif settings.arrivals == "trace":

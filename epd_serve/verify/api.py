@@ -63,7 +63,7 @@ async def stream(client: Client) -> None:
     text = reply.text()
     first = reply.events[0]
     require(len({event.get("id") for event in reply.events}) == 1, "the events have several ids")
-    require(first["choices"][0]["delta"].get("role") == "assistant", "the first delta has no role")
+    require(first["choices"][0]["delta"].get("role") == "assistant", "the first delta lacks a role")
     require(
         {event.get("object") for event in reply.events} == {"chat.completion.chunk"}, "an event has another object"
     )
@@ -142,7 +142,7 @@ async def cancellation(client: Client) -> None:
     body = client.body(stream=True, max_tokens=200, **await client.endless())
     reply = Reply()
     sending = asyncio.create_task(client.send(reply, body, timeout_s=20))
-    while not reply.body and not sending.done():  # noqa: ASYNC110 - a reply has no event of it
+    while not reply.body and not sending.done():  # noqa: ASYNC110 - replies lack an event
         await asyncio.sleep(0.01)
     sending.cancel()
     await asyncio.sleep(0.2)  # until the server notices

@@ -64,7 +64,7 @@ class Reply:
 
     @property
     def complete(self) -> bool:
-        """Whether the body ended by HTTP's rules."""
+        """True if the body ended by HTTP's rules."""
         return self.status != 0 and not self.failure
 
     @property
@@ -73,7 +73,7 @@ class Reply:
 
     @property
     def done(self) -> bool:
-        """Whether a stream ended with [DONE]."""
+        """True for a stream that ended with [DONE]."""
         return self.is_stream and self.body.endswith(b"data: [DONE]\n\n")
 
     @cached_property

@@ -132,9 +132,9 @@ class MediaFetcher:
     async def fetch(self, url: str) -> bytes:
         """Fetch a file; concurrent callers share one download.
 
-        Raises InvalidRequest with the URL and a remedy, TooLarge for too many bytes. Errors do not reveal whether a
-        name is unknown, an address private or a port closed, nor anything a server sent: a client could otherwise
-        explore the internal network.
+        Raises InvalidRequest with the URL and a remedy, TooLarge for too many bytes. Errors do not reveal whether
+        a name is unknown, an address private or a port closed, nor anything a server sent: a client could
+        otherwise explore the internal network.
         """
         if (download := self._downloads.get(url)) is None:
             download = self._downloads[url] = _Download(asyncio.create_task(self._download(url)))

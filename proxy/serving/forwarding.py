@@ -94,7 +94,7 @@ class Streamed(msgspec.Struct, eq=False):
 
     @property
     def begun(self) -> bool:
-        """Whether the client has received a part of the answer."""
+        """True once the client has received a part of the answer."""
         return self.sink.started
 
     def num_tokens(self) -> int:

@@ -67,7 +67,7 @@ PROMPTS = {"num_waiting_tokens": 300, "num_waiting": 3}
         (9, 100 * 7840, 0.0),
     ],
 )
-def test_images_that_are_not_encoded_are_not_p_s_queue(num_encodes: int, num_pixels: int, part: float) -> None:
+def test_unencoded_images_are_not_in_ps_queue(num_encodes: int, num_pixels: int, part: float) -> None:
     """A prefill instance more would only wait for them, too."""
     made = table(
         e0={"num_waiting_encodes": num_encodes, "num_waiting_pixels": num_pixels}, p0=dict(PROMPTS), d0={}
@@ -79,7 +79,7 @@ def test_images_that_are_not_encoded_are_not_p_s_queue(num_encodes: int, num_pix
     assert prefill.pending_s(Stage.PREFILL) == pytest.approx(part * 0.31)
 
 
-def test_what_nobody_has_measured_presses_nobody() -> None:
+def test_unmeasured_work_adds_no_pressure() -> None:
     """Estimates of a gateway that has seen no request are of another machine."""
     loads = {"e0": {"num_waiting_pixels": 10**8}, "p0": {"num_waiting_tokens": 10**5}, "d0": {"num_waiting": 9}}
 
@@ -100,7 +100,7 @@ def test_what_nobody_has_measured_presses_nobody() -> None:
     assert min(waits({"E": StageRate(0.01, 1e-7), **RATES})) > 0
 
 
-def test_what_is_sent_counts_once() -> None:
+def test_sent_work_counts_once() -> None:
     made = table(e0={}, p0={}, d0={})
     seconds = made["e0"].costs.encode_s(100 * 100)
     for mm_hash in ("a", "b", "a"):

@@ -39,7 +39,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_run_stands_in_the_page_and_on_the_terminal(name: str, tmp_path: Path) -> None:
+def test_page_and_terminal_show_every_run(name: str, tmp_path: Path) -> None:
     runs: Sequence[Run] = CASES[name]()
     path = tmp_path / "report.html"
     write_report(path, runs, 0.9, title="<i>Load</i>")

@@ -35,7 +35,7 @@ def run(tmp_path: Path) -> Run:
     return made
 
 
-def test_aisbench_lays_its_files_out_like_this(run: Run, tmp_path: Path) -> None:
+def test_files_have_aisbenchs_layout(run: Run, tmp_path: Path) -> None:
     write_aisbench(run)
     folder = tmp_path / "performances" / "demo-model"
     assert sorted(path.name for path in folder.iterdir()) == ["mine.csv", "mine.json", "mine_details.jsonl"]
@@ -55,7 +55,7 @@ def test_aisbench_lays_its_files_out_like_this(run: Run, tmp_path: Path) -> None
     assert total["PrefillTokenThroughput"][2] == "500.0 token/s"
 
 
-def test_every_request_stands_in_the_details(run: Run, tmp_path: Path) -> None:
+def test_details_contain_every_request(run: Run, tmp_path: Path) -> None:
     write_aisbench(run)
     path = tmp_path / "performances" / "demo-model" / "mine_details.jsonl"
     first, second, third = map(json.loads, path.read_text().splitlines())
@@ -66,7 +66,7 @@ def test_every_request_stands_in_the_details(run: Run, tmp_path: Path) -> None:
     assert (third["success"], third["failure"], third["error_info"]) == (False, "connect", "refused")
 
 
-def test_vllms_names(run: Run) -> None:
+def test_result_json_has_vllms_names(run: Run) -> None:
     result = vllm_result(run)
     assert result.keys() >= VLLM_KEYS
     assert (result["completed"], result["failed"], result["num_prompts"]) == (2, 1, 3)

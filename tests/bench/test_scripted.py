@@ -109,7 +109,7 @@ def test_an_answer_that_never_ends_is_given_up_at_the_time_limit(scripted: Scrip
     assert record.finish_s - (record.sent_s or 0.0) > 0.9
 
 
-def test_a_server_that_is_not_there(tmp_path: Path) -> None:
+def test_an_unreachable_server_is_named(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
@@ -151,7 +151,7 @@ def test_a_later_turn_carries_the_servers_own_answers(scripted: Scripted, tmp_pa
     assert Run.read(tmp_path / "run").records == records
 
 
-def test_ctrl_c_waits_for_what_is_under_way(scripted: Scripted, tmp_path: Path) -> None:
+def test_ctrl_c_waits_for_open_requests(scripted: Scripted, tmp_path: Path) -> None:
     """Four users; the last request of each is held until the tester has said that it stops."""
     file = tmp_path / "w.jsonl"
     file.write_text('{"prompt": "hold stopped"}\n' * 8)

@@ -43,7 +43,7 @@ def test_a_threshold_is_found_to_the_precision(start: float, limit: float, preci
 
 
 @given(st.lists(st.booleans(), min_size=40, max_size=40))
-def test_noise_ends_the_search_too(answers: list[bool]) -> None:
+def test_a_search_ends_despite_noise(answers: list[bool]) -> None:
     search = GoodputSearch(start=1, lowest=0.01, highest=1000, precision=0.05)
     for attained in answers:
         rate = search.next_rate()
@@ -87,7 +87,7 @@ def test_given_rates_have_fresh_requests_each(scripted: Scripted, tmp_path: Path
         measure(scripted, tmp_path, [20.0])
 
 
-def test_a_search_measures_until_it_knows(scripted: Scripted, tmp_path: Path) -> None:
+def test_a_search_measures_until_the_limit_is_known(scripted: Scripted, tmp_path: Path) -> None:
     def find(path: Path, ttft_ms: float) -> tuple[GoodputSearch, list[Run]]:
         search = GoodputSearch(start=20.0, lowest=10.0, highest=40.0, precision=0.5)
         wanted = settings(scripted.url, num_requests=4, slo=SLO(ttft_ms=ttft_ms, tpot_ms=60_000))

@@ -172,7 +172,7 @@ async def test_path_and_query_are_sent_as_they_came(site, path, sent):
         assert await fetch.fetch(f"http://127.0.0.1:{port}/signed/\rhost: x") == b"/signed/%0Dhost:%20x"
 
 
-async def test_a_url_that_many_ask_for_at_once_is_fetched_once(site):
+async def test_concurrent_requests_fetch_a_url_once(site):
     port, hits = site
     url = f"http://127.0.0.1:{port}/image"
     async with fetcher() as fetch:
@@ -304,7 +304,7 @@ async def test_a_refused_address_is_never_connected_to_however_it_is_spelt(site,
     assert hits == []
 
 
-async def test_the_inner_network_cannot_be_looked_around_in(site, choosy):
+async def test_the_internal_network_cannot_be_explored(site, choosy):
     """Refused, unknown, silent, no HTTP: one answer, and nothing of what a server sent."""
     port, _ = site
 
@@ -341,7 +341,7 @@ async def test_the_inner_network_cannot_be_looked_around_in(site, choosy):
         one.close()
 
 
-async def test_what_a_name_resolves_to_is_what_is_checked(site, choosy, monkeypatch):
+async def test_the_resolved_address_is_checked(site, choosy, monkeypatch):
     """A name that changes its address between check and use (DNS rebinding) gains nothing."""
     port, hits = site
     answers = iter(["127.0.0.1", "127.0.0.2"])

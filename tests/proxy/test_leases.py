@@ -69,7 +69,7 @@ def test_a_lease_ends_unless_it_is_renewed() -> None:
     assert members.left_silently == ["d7"], "the second one has said it"
 
 
-def test_of_two_with_one_name_the_newer_stays() -> None:
+def test_the_newer_of_two_instances_with_one_name_stays() -> None:
     members = Members()
     leases = Leases(members)  # type: ignore[arg-type]
     leases.join("d7", "http://a:1", 10, incarnation=2)
@@ -139,7 +139,7 @@ async def linked(fake: Any, key: str) -> AsyncIterator[str]:
         yield url
 
 
-async def test_who_joins_needs_a_secret(start: Any, kit: Any, caplog: pytest.LogCaptureFixture) -> None:
+async def test_joining_needs_a_secret(start: Any, kit: Any, caplog: pytest.LogCaptureFixture) -> None:
     gateway = await start("a0:EPD", "stranger:EPD", admin=admin_plane())
     gateway.become([("a0", gateway["a0"].url)])
     url = gateway.app.state.admin_url

@@ -50,7 +50,7 @@ async def test_a_new_epoch_is_asked_about_before_it_gets_work(gateway: Any) -> N
     assert str(gateway.table["p1"].role) == "D" and gateway.table["p1"].info.epoch == 1
 
 
-async def test_a_planned_departure_counts_against_nobody(gateway: Any, kit: Any) -> None:
+async def test_a_planned_departure_is_not_a_failure(gateway: Any, kit: Any) -> None:
     refused: list[int] = []
 
     def leaves(message: Any) -> Any:
@@ -93,7 +93,7 @@ async def test_d_that_leaves_while_p_hands_over_to_it_is_not_taken_for_p(
 
 
 @pytest.mark.parametrize("first", ["p0", "d0"])
-async def test_d_that_leaves_while_p_asks_it_for_room_is_what_counts(start: Any, kit: Any, first: str) -> None:
+async def test_d_leaving_during_ps_reservation_is_the_reported_cause(start: Any, kit: Any, first: str) -> None:
     """P alone serves its stage: blamed for what D has done, it would leave the request nowhere to go."""
     gateway = await start("p0:P", "d0:D", "d1:D", reporting=True)
 
@@ -125,7 +125,7 @@ def held_back(gateway: Any, name: str) -> tuple[asyncio.Event, list[str]]:
     return go_on, came
 
 
-async def test_what_the_operator_drains_during_a_switch_stays_drained(gateway: Any) -> None:
+async def test_an_operators_drain_survives_a_switch(gateway: Any) -> None:
     go_on, came = held_back(gateway, "p1")
     record, admin = gateway.table["p1"], f"{gateway.app.state.admin_url}/admin/instances/p1"
     ordering = asyncio.create_task(ordered(gateway, "p1", role="D"))

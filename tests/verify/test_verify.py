@@ -69,7 +69,7 @@ def test_a_typing_error_is_named(call: Callable[[], Any], message: str) -> None:
         call()
 
 
-def test_all_checks_are_chosen_where_none_is_named() -> None:
+def test_all_checks_are_chosen_by_default() -> None:
     assert {one.name for one in chosen(())} == set(CHECKS)
 
 
