@@ -84,7 +84,7 @@ raise SystemExit(run_gateway(parse_config(""), [("epd0", "http://127.0.0.1:1")],
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 1, done.stderr
-    assert "CRITICAL a part of the gateway has ended" in done.stderr and "no more leases" in done.stderr
+    assert "CRITICAL a background task failed" in done.stderr and "no more leases" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -28,11 +28,11 @@ async def ordered(gateway: Any, name: str, **body: Any) -> tuple[int, dict[str, 
 
 async def test_orders_that_cannot_be_are_refused_by_name(gateway: Any) -> None:
     for name, body, status, message in (
-        ("x9", {"role": "D"}, 404, "there are: p0, p1, d0"),
+        ("x9", {"role": "D"}, 404, "known: p0, p1, d0"),
         ("p0", {"role": "Q"}, 400, "no stage"),
         ("p0", {}, 400, "role"),
         ("p0", {"role": "D", "deadline_s": -1}, 400, "deadline_s"),
-        ("d0", {"role": "P"}, 409, "the only one that is ready for stage D"),
+        ("d0", {"role": "P"}, 409, "the only ready one for stage D"),
     ):
         answer = await ordered(gateway, name, **body)
         assert answer[0] == status and message in answer[1]["error"]["message"], answer
