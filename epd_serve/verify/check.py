@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -51,13 +49,6 @@ class Report(msgspec.Struct):
     url: str
     model: str
     results: list[Result]
-
-    def counts(self) -> str:
-        counts = Counter(one.outcome for one in self.results)
-        return ", ".join(f"{number} {outcome}" for outcome, number in counts.items())
-
-    def write(self, directory: Path) -> None:
-        (directory / "verify.json").write_bytes(msgspec.json.format(msgspec.json.encode(self)))
 
 
 #: A check's function; it may return its observations.

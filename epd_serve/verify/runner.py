@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import msgspec
 
 from epd_serve.verify import answers, api, faults, media
 from epd_serve.verify.check import CHECKS, SUITES, Check, Failed, Outcome, Report, Result, Skipped, Unjudged
@@ -40,7 +43,7 @@ async def run_checks(
         result = await _run_check(client, check, directory)
         report.results.append(result)
         show(result)
-        report.write(directory)
+        (directory / "verify.json").write_bytes(msgspec.json.format(msgspec.json.encode(report)))
     return report
 
 
@@ -100,7 +103,9 @@ def verify_server(
             report = await run_checks(client, chosen(suites, names), directory, show=_show)
         finally:
             await client.close()
-        print(f"{report.counts()}; {directory / 'verify.json'}")
+        counts = Counter(one.outcome for one in report.results)
+        text = ", ".join(f"{number} {outcome}" for outcome, number in counts.items())
+        print(f"{text}; {directory / 'verify.json'}")
         return int(any(one.outcome == "fail" for one in report.results))
 
     return asyncio.run(run())
