@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from benchmarks.common import argument_parser
 from device.base import Device
@@ -64,8 +64,8 @@ class TimedExecutor(StepExecutor):
 class NativeEngine(EngineHooks):
     """The language stages of an instance."""
 
-    def __init__(self, path: Path, device: Device) -> None:
-        model = LanguageModel(path, torch.bfloat16, device)
+    def __init__(self, path: Path, device: Device, dtype: torch.dtype) -> None:
+        model = LanguageModel(path, dtype, device)
         self._axes = load_family(path).num_position_axes
         num_blocks = MAX_TOKENS // BLOCK_SIZE + 2
         layout = KVLayout(
@@ -73,7 +73,7 @@ class NativeEngine(EngineHooks):
             num_kv_heads=model.num_kv_heads,
             head_dim=model.head_dim,
             block_size=BLOCK_SIZE,
-            dtype="bfloat16",
+            dtype=str(dtype).removeprefix("torch."),
             model="benchmark",
         )
         self._transport = EmbeddedTransport(path="shm")
@@ -180,15 +180,17 @@ def main() -> None:
     parser.add_argument(
         "--transformers", action="store_true", help="transformers' generate in place of the engine"
     )
+    parser.add_argument("--dtype", default="bfloat16")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    (serve_transformers if arguments.transformers else serve_native)(arguments.model, arguments.vocabulary)
+    serve_engine = serve_transformers if arguments.transformers else serve_native
+    serve_engine(arguments.model, arguments.vocabulary, getattr(torch, arguments.dtype))
 
 
-def serve_native(model: Path, vocabulary: int) -> None:
+def serve_native(model: Path, vocabulary: int, dtype: torch.dtype) -> None:
     device = get_device("cpu")
-    engine = NativeEngine(model, device)
-    tower = Tower(model, torch.bfloat16, device)
+    engine = NativeEngine(model, device, dtype)
+    tower = Tower(model, dtype, device) if hasattr(AutoConfig.from_pretrained(model), "vision_config") else None
 
     def generate(batch: int, prompt: int, tokens: int) -> dict[str, Any]:
         executor = engine.executor
@@ -198,14 +200,17 @@ def serve_native(model: Path, vocabulary: int) -> None:
 
     def encode(batch: int, grid: list[int], width: int) -> dict[str, Any]:
         images = [image_inputs(1, grid, width) for _ in range(batch)]
+        assert tower is not None, "the model has no tower"
         return timed(lambda: sum(map(len, tower.encode(images))))
 
     serve({"generate": generate, "encode": encode})
     engine.close()
 
 
-def serve_transformers(path: Path, vocabulary: int) -> None:
-    model: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.bfloat16).eval()
+def serve_transformers(path: Path, vocabulary: int, dtype: torch.dtype) -> None:
+    has_tower = hasattr(AutoConfig.from_pretrained(path), "vision_config")
+    auto_model = AutoModelForImageTextToText if has_tower else AutoModelForCausalLM
+    model: Any = auto_model.from_pretrained(path, dtype=dtype).eval()
     model.generation_config.eos_token_id = None
 
     @torch.inference_mode()
@@ -224,7 +229,7 @@ def serve_transformers(path: Path, vocabulary: int) -> None:
     @torch.inference_mode()
     def encode(batch: int, grid: list[int], width: int) -> dict[str, Any]:
         inputs = image_inputs(batch, grid, width)
-        inputs["pixel_values"] = inputs["pixel_values"].bfloat16()
+        inputs["pixel_values"] = inputs["pixel_values"].to(dtype)
         return timed(lambda: sum(map(len, model.get_image_features(**inputs, return_dict=True).pooler_output)))
 
     serve({"generate": generate, "encode": encode})

@@ -21,6 +21,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--vocabulary", type=int, required=True)
     parser.add_argument("--compile", action="store_true", help="with torch.compile, as vLLM does by default")
+    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--max-model-len", type=int, default=2048)
     arguments = parser.parse_args()
     os.environ.update(
@@ -39,7 +40,7 @@ def main() -> None:
 
     llm: Any = LLM(
         arguments.model,
-        dtype="bfloat16",
+        dtype=arguments.dtype,
         max_model_len=arguments.max_model_len,
         enforce_eager=not arguments.compile,
         enable_prefix_caching=False,

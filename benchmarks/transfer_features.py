@@ -19,7 +19,7 @@ from benchmarks.models import make_model
 from epd_serve.instance.http import LookApp
 from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.protocol import wire
-from epd_serve.rpc.app_server import serving
+from epd_serve.rpc.app_server import serve_app
 from epd_serve.rpc.link import Link
 from epd_serve.rpc.server import LinkService, Reply
 from proxy.media.loader import mm_hash
@@ -82,7 +82,7 @@ async def encode_ahead(deployment: LocalDeployment, pictures: list[tuple[bytes, 
     encoder = deployment.instances["e0"].url
     listener = socket.create_server(("127.0.0.1", 0))
     announce_to = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    async with serving(LookApp(service), listener, service.protocol), Link("e0", encoder) as link:
+    async with serve_app(LookApp(service), listener, service.protocol), Link("e0", encoder) as link:
         fingerprint = json.loads(await link.ask("/info"))["media_fingerprint"]
         for index, (data, width, height) in enumerate(pictures):
             ref = wire.MediaRef(mm_hash(data, "image", fingerprint), width, height)

@@ -102,6 +102,7 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         param: the request's field that asks for it, for errors.
         tools: functions that may be called in place of the content, or behind it where that is free.
         must_call, parallel: whether one call is needed; whether there may be more than one.
+        format: name of the text form of calls, of ``FORMATS`` in ``protocol/openai/tool_format.py``.
     """
 
     kind: Literal["", "json", "regex", "choice"] = ""
@@ -111,6 +112,21 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tools: list[ToolSchema] = []
     must_call: bool = False
     parallel: bool = True
+    format: str = "hermes"
+
+
+class Thinking(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How a model thinks before it answers: between ``<think>`` and ``</think>``, each a token of its own.
+
+    Attributes:
+        start_id, end_id: these tokens. after_ids: those between ``</think>`` and the answer.
+        is_open: whether the prompt ends with ``<think>``.
+    """
+
+    start_id: int
+    end_id: int
+    after_ids: tuple[int, ...] = ()
+    is_open: bool = False
 
 
 def grammar_problem(message: str) -> str:
@@ -134,7 +150,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ``include_stop``: a stop string stays in the text. ``bad_word_ids`` are ``bad_words`` as the instance that has
     the tokenizer spells them. ``priority``: lower is computed earlier. ``neutral``: those of
     :data:`SAMPLING_DEFAULTS` that the request itself sets to that value; others that have it are open, and the
-    model's generation_config.json decides.
+    model's generation_config.json decides. ``thinking`` is set by the instance that knows the chat template;
+    ``thinking_budget`` is the most tokens of it.
     """
 
     seed: int
@@ -161,6 +178,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     grammar: Grammar | None = None
     priority: int = 0
     neutral: tuple[str, ...] = ()
+    thinking: Thinking | None = None
+    thinking_budget: int | None = None
 
     @property
     def greedy(self) -> bool:

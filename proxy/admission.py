@@ -96,8 +96,8 @@ class Authenticator:
     def holders(self) -> list[Holder]:
         return list(self._holders.values()) if self.anonymous is None else [self.anonymous]
 
-    def check(self, authorization: str | bytes | None) -> Holder:
-        """Return the holder for an ``Authorization`` header. Raises Unauthorized.
+    def check(self, authorization: str | bytes | None, api_key: str | bytes | None = None) -> Holder:
+        """Return the holder for an ``Authorization`` header or Anthropic's ``x-api-key``. Raises Unauthorized.
 
         Timing reveals nothing about the keys: they are found by a digest that the caller cannot control, in a
         randomised hash table, and compared in constant time.
@@ -105,8 +105,9 @@ class Authenticator:
         if self.anonymous is not None:
             return self.anonymous
         # frameworks decode headers as Latin-1
-        header = authorization.encode("latin-1") if isinstance(authorization, str) else authorization or b""
-        scheme, _, token = header.partition(b" ")
+        given = authorization or api_key or b""
+        header = given.encode("latin-1") if isinstance(given, str) else given
+        scheme, _, token = header.partition(b" ") if authorization else (b"bearer", b"", header)
         token = token.strip()
         if scheme.lower() != b"bearer" or not token:
             raise Unauthorized("an API key is required: send the header 'Authorization: Bearer <key>'")

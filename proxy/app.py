@@ -14,6 +14,7 @@ from fastapi import FastAPI
 
 from epd_serve import __version__
 from epd_serve.backends.native import NativeConnections
+from epd_serve.protocol.anthropic import CountTokensCall, MessagesCall
 from epd_serve.protocol.openai.generation import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -112,11 +113,15 @@ def create_app(
         ("chat", "/v1/chat/completions", (VllmChatRequest if is_vllm else ChatCompletionRequest).parse),
         ("completion", "/v1/completions", (VllmCompletionRequest if is_vllm else CompletionRequest).parse),
         ("responses", "/v1/responses", ResponsesCall.parse),
+        ("messages", "/v1/messages", MessagesCall.parse),
         ("transcription", "/v1/audio/transcriptions", TranscriptionCall.parse),
     ):
         add_body_route(app, path, GenerationEndpoint(gateway, kind, parse))
     add_body_route(
         app, "/v1/responses/input_tokens", TokenizingEndpoint(gateway, "input_tokens", ResponsesCall.parse)
+    )
+    add_body_route(
+        app, "/v1/messages/count_tokens", TokenizingEndpoint(gateway, "count_tokens", CountTokensCall.parse)
     )
     add_body_route(app, "/tokenize", TokenizingEndpoint(gateway, "tokenize", TokenizeBody.parse))
     add_body_route(app, "/detokenize", TokenizingEndpoint(gateway, "detokenize", DetokenizeBody.parse))

@@ -28,7 +28,7 @@ from epd_serve.errors import (
     Unavailable,
 )
 from epd_serve.protocol.instance_state import InstanceInfo
-from epd_serve.routing.routes import Router, router_of
+from epd_serve.routing.routes import RoutePolicy, Router
 from epd_serve.routing.table import InstanceRecord, InstanceTable
 from epd_serve.topology import Topology
 from proxy.settings import GatewaySettings
@@ -113,7 +113,7 @@ class Fleet:
         self.settings = settings
         self.table = InstanceTable(instances)
         self.calls = {name: connect(name, url) for name, url in instances}
-        self.router = router or router_of(settings.gateway.routing)
+        self.router = router or Router(RoutePolicy(settings.gateway.routing))
         self.topology: Topology | None = settings.config.topology
         self.started = asyncio.Event()
         self.watchers: set[Watcher] = set()

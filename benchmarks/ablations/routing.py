@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from epd_serve.protocol.wire import MediaRef
-from epd_serve.routing.encoders import BoundedHash, encoders
-from epd_serve.routing.routes import ANY, Demand, Route, RoutePolicy, candidates
+from epd_serve.routing.encoders import BoundedHash, find_encoders
+from epd_serve.routing.routes import ANY, Demand, Route, RoutePolicy, find_candidates
 from epd_serve.routing.table import InstanceRecord, InstanceTable
 from epd_serve.types import Stage
 
@@ -27,7 +27,7 @@ class RandomOfTwo(RoutePolicy):
     def choose_route(
         self, table: InstanceTable, model: str, *, exclude: Collection[str] = (), demand: Demand = ANY
     ) -> Route:
-        found = candidates(table, model, exclude, demand)
+        found = find_candidates(table, model, exclude, demand)
         pairs = found.pairs()
         drawn = [pairs.pop(int(self.draw() * len(pairs))) for _ in range(min(2, len(pairs)))]
         *_, prefill, decode = min(drawn, key=lambda pair: pair[0] + pair[1])
@@ -45,7 +45,7 @@ class RoundRobinEncoders(BoundedHash):
         *,
         exclude: Collection[str] = (),
     ) -> list[InstanceRecord]:
-        candidates = encoders(table, prefill, exclude) or [prefill]
+        candidates = find_encoders(table, prefill, exclude) or [prefill]
         counts = {one.name: one.num_chosen[Stage.ENCODE] for one in candidates}
         chosen: list[InstanceRecord] = []
         for _ in items:
@@ -68,7 +68,7 @@ class RandomOfTwoEncoders(BoundedHash):
         *,
         exclude: Collection[str] = (),
     ) -> list[InstanceRecord]:
-        candidates = encoders(table, prefill, exclude) or [prefill]
+        candidates = find_encoders(table, prefill, exclude) or [prefill]
         pending = {one.name: one.pending.num_pixels for one in candidates}
         chosen: list[InstanceRecord] = []
         for item in items:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from device.base import AttentionPlan, AttnMeta
-from device.ops.cpu_kernels import cpu_kernels
+from device.ops.cpu_kernels import amx_kernels, cpu_kernels
 from device.ops.plain import PlainOps
 
 #: Of a norm's input that is taken through all its passes at once, per thread: stays in a core's cache.
@@ -135,9 +135,9 @@ class CpuOps(PlainOps):
 
         It goes tile by tile: the K/V that a tile gathers are still in the cache when they are read.
         """
-        kernels = cpu_kernels() if query.dtype == torch.bfloat16 else None
-        if kernels is not None and kernels.takes_decodes(query, kv_layer):
-            return kernels.decode(query, kv_layer, plan.meta, scale)
+        for kernels in (amx_kernels(), cpu_kernels()):
+            if kernels is not None and kernels.takes_decodes(query, kv_layer):
+                return kernels.decode(query, kv_layer, plan.meta, scale)
         _, _, block_size, kv_heads, head_dim = kv_layer.shape
         block_bytes = 2 * block_size * kv_heads * head_dim * kv_layer.element_size()
         tiles = plan.tiles.get(block_bytes)
@@ -168,7 +168,7 @@ class CpuOps(PlainOps):
         return output.to(query.dtype)
 
     def rms_norm(self, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        kernels = cpu_kernels() if hidden.dtype == torch.bfloat16 else None
+        kernels = cpu_kernels()
         if kernels is not None and kernels.takes_norm(hidden, weight):
             return kernels.rms_norm(hidden, weight, epsilon)
         rows = _NORM_BYTES * torch.get_num_threads() // (hidden.shape[1:].numel() * hidden.element_size())
@@ -180,14 +180,14 @@ class CpuOps(PlainOps):
     def add_rms_norm(
         self, hidden: Tensor, residual: Tensor, weight: Tensor, epsilon: float
     ) -> tuple[Tensor, Tensor]:
-        kernels = cpu_kernels() if hidden.dtype == torch.bfloat16 else None
+        kernels = cpu_kernels()
         if kernels is not None and kernels.takes_norm(hidden, weight):
             return kernels.add_rms_norm(hidden, residual, weight, epsilon)
         total = hidden + residual
         return self.rms_norm(total, weight, epsilon), total
 
     def rotary(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        kernels = cpu_kernels() if query.dtype == torch.bfloat16 else None
+        kernels = cpu_kernels()
         if kernels is not None and kernels.takes_rotary(query, cos, sin) and kernels.takes_rotary(key, cos, sin):
             return kernels.rotary(query, cos, sin), kernels.rotary(key, cos, sin)
         # One pass over both: in a decode step the number of operators counts, not their size.

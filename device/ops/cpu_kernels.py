@@ -1,6 +1,6 @@
-"""``cpu_kernels.cpp``, compiled where it can run: x86 with AMX and a C++ compiler. Elsewhere torch does the work.
+"""Operators in C++, compiled where there is a compiler: ``cpu_kernels.cpp``, and for AMX ``amx_kernels.cpp``.
 
-The library is compiled when the first model in bfloat16 is loaded (two seconds) and kept in the cache directory,
+A library is compiled when the first model that it serves is loaded (two seconds) and kept in the cache directory,
 named by its source, flags and processor. ``EPD_SERVE_CPU_KERNELS=0`` does without.
 """
 
@@ -15,6 +15,7 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,12 +26,14 @@ from device.host import processor_features
 _log = logging.getLogger(__name__)
 
 _FLAGS = ("-O3", "-march=native", "-shared", "-fPIC", "-fopenmp", "-w")
-_SOURCE = Path(__file__).with_suffix(".cpp")
+FOR_AMX, FOR_ALL = (Path(__file__).with_name(f"{name}.cpp") for name in ("amx_kernels", "cpu_kernels"))
 _COMPILE_TIMEOUT_S = 120.0
 _STRIP, _DEPTH = 32, 32
 _MAX_GROUP, _MAX_HEAD_DIM = 16, 256
 #: Rows of a product beyond which oneDNN's is faster: then the multiplications take longer than the weights' way.
 MAX_ROWS = 32
+#: The same for products with weights as they are stored.
+_MAX_PLAIN_ROWS = 64
 ACTIVATIONS = {"none": 0, "swish": 1, "gelu_tanh": 2}
 
 
@@ -54,16 +57,62 @@ class _Decode(ctypes.Structure):
     )
 
 
-class CpuKernels:
-    """The compiled operators, over bfloat16 tensors on the CPU. Each ``takes_…`` says whether its operator can."""
+class _Kernels:
+    """The operators of a library that all CPUs have, for some dtypes. Each ``takes_…`` says whether one can."""
+
+    dtypes: tuple[torch.dtype, ...]
+    #: Numbers that a head's dimensions are taken in.
+    lanes: int
+
+    def takes_decodes(self, query: Tensor, kv_layer: Tensor) -> bool:
+        query_heads, kv_heads, head_dim = query.shape[1], *kv_layer.shape[3:]
+        return (
+            _is_packed(query, 2)
+            and query.dtype in self.dtypes
+            and kv_layer.dtype == query.dtype
+            and kv_layer[0].is_contiguous()
+            and head_dim % self.lanes == 0
+            and head_dim <= _MAX_HEAD_DIM
+            and query_heads // kv_heads <= _MAX_GROUP
+        )
+
+    def decode(self, query: Tensor, kv_layer: Tensor, meta: AttnMeta, scale: float) -> Tensor:
+        """The last token of each sequence [B, Hq, D] over its pages, which are read where they lie."""
+        output = query.new_empty(query.shape)
+        _, _, block_size, kv_heads, head_dim = kv_layer.shape
+        table, lengths = meta.decode_block_table.contiguous(), meta.decode_context_lens.contiguous()
+        assert table.dtype == torch.int32 and lengths.dtype == torch.int64, "the kernel would read something else"
+        call = _Decode(
+            query.data_ptr(),
+            kv_layer[0].data_ptr(),
+            kv_layer[1].data_ptr(),
+            table.data_ptr(),
+            lengths.data_ptr(),
+            output.data_ptr(),
+            query.stride(0),
+            table.shape[1],
+            len(query),
+            query.shape[1],
+            kv_heads,
+            head_dim,
+            block_size,
+            scale,
+            torch.get_num_threads(),
+        )
+        self._decode_function(query.dtype)(ctypes.byref(call))
+        return output
+
+    def _decode_function(self, dtype: torch.dtype) -> Any:
+        raise NotImplementedError
+
+
+class AmxKernels(_Kernels):
+    """The operators for AMX, over bfloat16 tensors."""
+
+    dtypes = (torch.bfloat16,)
+    lanes = 32
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        pointer, integer = ctypes.c_void_p, ctypes.c_int64
-        library.epd_rms_norm.argtypes = [
-            *(pointer, integer, pointer, pointer, pointer, pointer),
-            *(integer, integer, integer, ctypes.c_float, integer),
-        ]
-        library.epd_rotary.argtypes = [pointer, integer, *(pointer,) * 3, *(integer,) * 4]
         self._library = library
 
     def packed_address(self, packed: Tensor, weight: Tensor) -> int | None:
@@ -83,7 +132,7 @@ class CpuKernels:
         return address
 
     def takes_rows(self, states: Tensor) -> bool:
-        return 0 < len(states) <= MAX_ROWS and _is_packed(states, 1)
+        return 0 < len(states) <= MAX_ROWS and states.dtype == torch.bfloat16 and _is_packed(states, 1)
 
     def linear(
         self,
@@ -115,8 +164,58 @@ class CpuKernels:
         self._library.epd_linear(ctypes.byref(product))
         return output
 
+    def _decode_function(self, dtype: torch.dtype) -> Any:
+        return self._library.epd_decode
+
+
+class CpuKernels(_Kernels):
+    """The operators for any CPU, over tensors of float32 or bfloat16."""
+
+    dtypes = (torch.float32, torch.bfloat16)
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.lanes = library.epd_lanes()
+        pointer, integer = ctypes.c_void_p, ctypes.c_int64
+        arguments = {
+            "rows": [pointer, integer, *(pointer,) * 3, *(integer,) * 4],
+            "norm": [pointer, integer, *(pointer,) * 4, *(integer,) * 3, ctypes.c_float, integer],
+            "rotary": [pointer, integer, *(pointer,) * 3, *(integer,) * 4],
+            "decode": [pointer],
+        }
+        self._functions: dict[tuple[str, torch.dtype], Any] = {}
+        for name, types in arguments.items():
+            for dtype, suffix in zip(self.dtypes, ("float", "bfloat16"), strict=True):
+                function = getattr(library, f"epd_{name}_{suffix}")
+                function.argtypes = types
+                self._functions[name, dtype] = function
+
+    def takes_rows(self, states: Tensor, weight: Tensor) -> bool:
+        return 0 < len(states) <= _MAX_PLAIN_ROWS and states.dtype == weight.dtype and _is_packed(states, 1)
+
+    def linear(self, states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """``states @ weight.T + bias`` of a contiguous weight [out, in]; [T, in] → [T, out]."""
+        width, depth = weight.shape
+        output = states.new_empty(len(states), width)
+        self._functions["rows", weight.dtype](
+            states.data_ptr(),
+            states.stride(0),
+            weight.data_ptr(),
+            _address(bias),
+            output.data_ptr(),
+            len(states),
+            width,
+            depth,
+            torch.get_num_threads(),
+        )
+        return output
+
     def takes_norm(self, hidden: Tensor, weight: Tensor) -> bool:
-        return _is_packed(hidden, hidden.dim() - 1) and weight.dtype == torch.bfloat16
+        return (
+            _is_packed(hidden, hidden.dim() - 1)
+            and hidden.dtype in self.dtypes
+            and weight.dtype == hidden.dtype
+            and len(weight) % self.lanes == 0
+        )
 
     def rms_norm(self, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         output = hidden.new_empty(hidden.shape)
@@ -139,8 +238,7 @@ class CpuKernels:
         total: Tensor | None,
         epsilon: float,
     ) -> None:
-        width = hidden.shape[-1]
-        self._library.epd_rms_norm(
+        self._functions["norm", hidden.dtype](
             hidden.data_ptr(),
             hidden.stride(0),
             _address(residual),
@@ -149,7 +247,7 @@ class CpuKernels:
             _address(total),
             len(hidden),
             hidden.shape[1] if hidden.dim() == 3 else 1,
-            width,
+            hidden.shape[-1],
             epsilon,
             torch.get_num_threads(),
         )
@@ -157,7 +255,8 @@ class CpuKernels:
     def takes_rotary(self, states: Tensor, cos: Tensor, sin: Tensor) -> bool:
         return (
             _is_packed(states, 2)
-            and states.shape[-1] % 2 == 0
+            and states.dtype in self.dtypes
+            and states.shape[-1] % (2 * self.lanes) == 0
             and cos.dtype == torch.float32
             and cos.shape == (len(states), states.shape[-1])
             and cos.is_contiguous()
@@ -170,7 +269,7 @@ class CpuKernels:
         """[T, H, D] by contiguous tables [T, D], in float32 inside."""
         tokens, heads, head_dim = states.shape
         output = states.new_empty(states.shape)
-        self._library.epd_rotary(
+        self._functions["rotary", states.dtype](
             states.data_ptr(),
             states.stride(0),
             cos.data_ptr(),
@@ -183,87 +282,64 @@ class CpuKernels:
         )
         return output
 
-    def takes_decodes(self, query: Tensor, kv_layer: Tensor) -> bool:
-        query_heads, kv_heads, head_dim = query.shape[1], *kv_layer.shape[3:]
-        return (
-            _is_packed(query, 2)
-            and kv_layer.dtype == torch.bfloat16
-            and kv_layer[0].is_contiguous()
-            and head_dim % 32 == 0
-            and head_dim <= _MAX_HEAD_DIM
-            and query_heads // kv_heads <= _MAX_GROUP
-        )
-
-    def decode(self, query: Tensor, kv_layer: Tensor, meta: AttnMeta, scale: float) -> Tensor:
-        """The last token of each sequence [B, Hq, D] over its pages, which are read where they lie."""
-        output = query.new_empty(query.shape)
-        _, _, block_size, kv_heads, head_dim = kv_layer.shape
-        table, lengths = meta.decode_block_table.contiguous(), meta.decode_context_lens.contiguous()
-        assert table.dtype == torch.int32 and lengths.dtype == torch.int64, "the kernel would read something else"
-        call = _Decode(
-            query.data_ptr(),
-            kv_layer[0].data_ptr(),
-            kv_layer[1].data_ptr(),
-            table.data_ptr(),
-            lengths.data_ptr(),
-            output.data_ptr(),
-            query.stride(0),
-            table.shape[1],
-            len(query),
-            query.shape[1],
-            kv_heads,
-            head_dim,
-            block_size,
-            scale,
-            torch.get_num_threads(),
-        )
-        self._library.epd_decode(ctypes.byref(call))
-        return output
+    def _decode_function(self, dtype: torch.dtype) -> Any:
+        return self._functions["decode", dtype]
 
 
 @cache
 def cpu_kernels() -> CpuKernels | None:
-    """The kernels, compiled if need be; None where they cannot run, which the log explains."""
-    if os.environ.get("EPD_SERVE_CPU_KERNELS") == "0" or not torch.cpu._is_amx_tile_supported():
+    """The kernels for any CPU, compiled if need be; None where they cannot be."""
+    library = _library(FOR_ALL)
+    return None if library is None else CpuKernels(library)
+
+
+@cache
+def amx_kernels() -> AmxKernels | None:
+    """The kernels for AMX, compiled if need be; None where they cannot run."""
+    if not (
+        torch.cpu._is_amx_tile_supported() and torch.cpu._is_avx512_bf16_supported() and torch.cpu._init_amx()
+    ):
         return None
-    if not (torch.cpu._is_avx512_bf16_supported() and torch.cpu._init_amx()):
+    library = _library(FOR_AMX)
+    return None if library is None else AmxKernels(library)
+
+
+def _library(source: Path) -> ctypes.CDLL | None:
+    """The compiled library of a source; None where there is none, which the log explains."""
+    if os.environ.get("EPD_SERVE_CPU_KERNELS") == "0":
         return None
     compiler = shutil.which("g++")
     if compiler is None:
-        _log.warning("no g++ here: decodes in bfloat16 take about a sixth longer than with compiled CPU kernels")
+        _log.warning("no g++ here: decodes on this CPU take longer than with compiled kernels")
         return None
+    library = library_path(source)
     try:
-        return CpuKernels(_load(compiler))
+        try:
+            return ctypes.CDLL(str(library))
+        except OSError:  # not there yet, or half of it: the machine went down while it was written
+            _compile(compiler, source, library)
+            return ctypes.CDLL(str(library))
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or error
         _log.warning("CPU kernels do not compile, torch's operators take their place: %s", reason)
         return None
 
 
-def _load(compiler: str) -> ctypes.CDLL:
-    library = library_path()
-    try:
-        return ctypes.CDLL(str(library))
-    except OSError:  # not there yet, or half of it: the machine went down while it was written
-        _compile(compiler, library)
-        return ctypes.CDLL(str(library))
-
-
-def library_path() -> Path:
-    """The path under which the kernels compiled from this source for this processor are kept."""
-    key = hashlib.sha256(_SOURCE.read_bytes() + " ".join((*_FLAGS, processor_features())).encode()).hexdigest()
+def library_path(source: Path) -> Path:
+    """The path under which the library of a source compiled for this processor is kept."""
+    key = hashlib.sha256(source.read_bytes() + " ".join((*_FLAGS, processor_features())).encode()).hexdigest()
+    name = f"{source.stem}-{key[:32]}.so"
     if folder := os.environ.get("EPD_SERVE_CACHE"):
-        return Path(folder) / f"cpu_kernels-{key[:32]}.so"
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return caches / "epd-serve" / f"cpu_kernels-{key[:32]}.so"
+        return Path(folder) / name
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "epd-serve" / name
 
 
-def _compile(compiler: str, library: Path) -> None:
+def _compile(compiler: str, source: Path, library: Path) -> None:
     library.parent.mkdir(parents=True, exist_ok=True)
     # Several instances may compile at once: each into a file of its own, and the last one stays.
     with tempfile.TemporaryDirectory(dir=library.parent) as directory:
         built = Path(directory) / library.name
-        command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(built)]
+        command = [compiler, *_FLAGS, str(source), "-o", str(built)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S)
         built.replace(library)
 
@@ -273,11 +349,10 @@ def _address(tensor: Tensor | None) -> int | None:
 
 
 def _is_packed(states: Tensor, dims: int) -> bool:
-    """bfloat16 [T, ...] whose last ``dims`` dimensions, 1 or 2, lie without gaps; tokens may lie apart."""
+    """[T, ...] whose last ``dims`` dimensions, 1 or 2, lie without gaps; tokens may lie apart."""
     return (
         states.dim() == dims + 1
         and 1 <= dims <= 2
-        and states.dtype == torch.bfloat16
         and states.device.type == "cpu"
         and states.stride(-1) == 1
         and (dims == 1 or states.stride(-2) == states.shape[-1])

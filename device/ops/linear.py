@@ -1,8 +1,9 @@
 """Matrix products with fixed weights, in the layout that the device multiplies fastest.
 
-On CPUs that multiply the weights' dtype in hardware, oneDNN keeps a copy of its own, in blocks that need no
-rearranging on each call: the caller should let go of the weights that it gives. On others many rows are multiplied
-in float32, by a part of the weight at a time: torch's products in bfloat16 or float16 take several times as long.
+On CPUs that multiply the weights' dtype of two bytes in hardware, oneDNN keeps a copy of its own, in blocks that
+need no rearranging on each call: the caller should let go of the weights that it gives. On others, and in float32,
+a kernel of our own multiplies few rows. Many rows are multiplied in float32, by a part of the weight at a time:
+torch's products in bfloat16 or float16 take several times as long.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from device.ops.cpu_kernels import cpu_kernels
+from device.ops.cpu_kernels import amx_kernels, cpu_kernels
 
 Linear = Callable[[Tensor], Tensor]
 Activation = Literal["none", "swish", "gelu_tanh"]
@@ -44,9 +45,10 @@ class Product:
         self._width = len(weight)
         self._is_packed = _packs(weight)
         self._weight = _reorder(weight) if self._is_packed else weight
-        kernels = cpu_kernels() if self._is_packed and weight.dtype == torch.bfloat16 else None
+        kernels = amx_kernels() if self._is_packed and weight.dtype == torch.bfloat16 else None
         self._address = None if kernels is None else kernels.packed_address(self._weight, weight)
         self._kernels = kernels
+        self._rows = cpu_kernels() if _takes_rows(weight) else None
 
     def __call__(
         self,
@@ -85,6 +87,8 @@ class Product:
 
     def _multiply(self, states: Tensor) -> Tensor:
         weight, bias = self._weight, self._bias
+        if self._rows is not None and self._rows.takes_rows(states, weight):
+            return self._rows.linear(states, weight, bias)
         if not _widens(weight) or states.numel() < _WIDENED_ROWS * weight.shape[1]:
             return F.linear(states, weight, bias)
         wide, rows = states.float(), max(_WIDENED_NUMBERS // weight.shape[1], 1)
@@ -97,8 +101,9 @@ class Product:
 
 def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     """A product with a weight that the caller should let go of."""
-    is_plain = not (_packs(weight) or _widens(weight))
-    return partial(F.linear, weight=weight, bias=bias) if is_plain else Product(weight, bias)
+    if _packs(weight) or _widens(weight) or (_takes_rows(weight) and cpu_kernels() is not None):
+        return Product(weight, bias)
+    return partial(F.linear, weight=weight, bias=bias)
 
 
 def gated_linear(
@@ -185,6 +190,12 @@ def pack_modules(model: nn.Module) -> None:
 
 def _packs(weight: Tensor) -> bool:
     return weight.device.type == "cpu" and multiplies_halves(weight.dtype)
+
+
+def _takes_rows(weight: Tensor) -> bool:
+    """Whether our kernel can multiply few rows with a weight."""
+    is_plain = weight.device.type == "cpu" and weight.is_contiguous() and not _packs(weight)
+    return is_plain and weight.dtype in (torch.float32, torch.bfloat16)
 
 
 def _widens(weight: Tensor) -> bool:

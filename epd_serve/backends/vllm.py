@@ -315,7 +315,7 @@ class VllmInstance(VllmServer):
         usage = answer.get("usage") or {}
         count = usage.get("prompt_tokens")
         exchange.num_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        return PrefillAnswer(count and count - (len(request.generated) if prompt else 0))
+        return PrefillAnswer(count and count - (len(request.generated) if prompt else 0), exchange.num_cached)
 
     async def _go_on(self, exchange: _Exchange, body: dict[str, Any], work: Work) -> list[int] | None:
         """Append the generated tokens to a body's prompt; return that prompt, or None where it is unchanged."""

@@ -168,9 +168,11 @@ class PrefillAnswer:
 
     framed = True
     decode_follows = True
+    prompt_note = ""
 
-    def __init__(self, num_prompt_tokens: int | None = None) -> None:
-        self.prompt_note = "" if num_prompt_tokens is None else write_prompt_note(num_prompt_tokens, ())
+    def __init__(self, num_prompt_tokens: int | None = None, num_cached: int = 0) -> None:
+        if num_prompt_tokens is not None:
+            self.prompt_note = write_prompt_note(num_prompt_tokens, (), num_cached)
 
     async def chunks(self) -> AsyncIterator[bytes]:
         chunks: tuple[bytes, ...] = ()

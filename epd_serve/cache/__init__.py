@@ -1,1 +1,1 @@
-"""Accounting of KV blocks and features: who holds what, what may be evicted. No tensors of its own, no clock."""
+"""Accounting of KV blocks and features: owners and eviction, without tensors and without a clock."""

@@ -1,4 +1,4 @@
-"""The blocks of a paged KV cache: reference counts, content hashes, prefix reuse by them, LRU eviction."""
+"""The blocks of a paged KV cache: reference counts, prefix reuse by content hash, LRU eviction."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from blake3 import blake3
 
 from epd_serve.types import MediaSpan
 
-#: Requests for which a cached prefix that nobody asks for stays in the way of memory that was never used.
+#: Keep an unused cached prefix for this many requests before evicting it in favour of untouched memory.
 IDLE_REQUESTS = 256
 
 
@@ -21,14 +21,13 @@ def num_blocks_for(num_tokens: int, block_size: int) -> int:
 
 @dataclass(slots=True, kw_only=True)
 class RequestBlocks:
-    """The blocks that a request begins with; while it decodes, each of its sequences takes more.
+    """The first blocks of a request; its sequences take more as they decode.
 
     Attributes:
-        root: the first sequence's block table: its known tokens, then room for what comes.
-        forks: for each further sequence (``n`` > 1), the blocks that replace the root's from the first block on
-            that is not full of prompt.
-        states: for each sequence the blocks of its recurrent state; empty where the model has none.
-        num_cached: number of the first root blocks that held the prompt's KV already.
+        root: block table of the first sequence.
+        forks: for each further sequence (``n`` > 1), its own blocks from the first one not full of prompt.
+        states: for each sequence the blocks of its recurrent state; empty if the model has none.
+        num_cached: leading root blocks found in the prefix cache.
     """
 
     root: list[int]
@@ -40,37 +39,37 @@ class RequestBlocks:
         return self.root + [block for own in (*self.forks, *self.states) for block in own]
 
     def written(self, num_blocks: int) -> list[int]:
-        """Those that hold a computed prompt of so many blocks: its KV, then its state."""
+        """Return the blocks of a computed prompt of ``num_blocks``: its KV, then its state."""
         return self.root[:num_blocks] + (self.states[0] if self.states else [])
 
 
 class BlockPool:
-    """Blocks ``1 .. num_blocks - 1``; block 0 is scratch for padding and never handed out.
+    """Blocks ``1 .. num_blocks - 1``; block 0 is scratch for padding and never allocated.
 
-    A block whose last reference is released keeps its content and hash until it is needed for something else.
-    Blocks are taken in this order, so that memory that is never needed is never touched:
+    A released block keeps its content and hash until it is allocated again. The order of allocation avoids
+    touching unneeded memory:
 
-    1. blocks without a hash that were held before, last released first;
-    2. cached blocks that were released more than ``idle_requests`` requests ago, longest ago first;
-    3. blocks that were never held, in ascending order;
+    1. blocks without a hash that were used before, last released first;
+    2. cached blocks released more than ``idle_requests`` requests ago, oldest first;
+    3. blocks never used, in ascending order;
     4. the other cached blocks, least recently released first.
 
-    So a prefix is found again by the next ``idle_requests`` requests wherever the pool has room for it, and
-    a load without common prefixes touches what these requests and the running ones need. A pool that is smaller
-    than that is a plain LRU cache.
+    So the next ``idle_requests`` requests find a prefix again if the pool is large enough, and a load without
+    common prefixes touches only the memory of these and the running requests. A smaller pool is a plain LRU cache.
 
     Args:
-        state_blocks: blocks that each sequence takes for its recurrent state, beside those of its tokens.
+        state_blocks: additional blocks of a sequence, for its recurrent state.
 
     Attributes:
-        num_free: blocks without a reference, cached ones included. capacity: the same while nothing is held.
+        num_free: blocks without a reference, cached ones included.
+        capacity: ``num_free`` of an idle pool.
     """
 
     def __init__(
         self, num_blocks: int, block_size: int, idle_requests: int = IDLE_REQUESTS, *, state_blocks: int = 0
     ) -> None:
         if num_blocks < 2:
-            raise ValueError(f"num_blocks is {num_blocks}; the first block holds no KV: make it 2 or more")
+            raise ValueError(f"num_blocks is {num_blocks}; it must be at least 2, as the first block holds no KV")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.idle_requests = idle_requests
@@ -79,13 +78,13 @@ class BlockPool:
         self._refs = [0] * num_blocks
         self._blank: list[int] = []
         self._cached: OrderedDict[int, int] = OrderedDict()  # block → num_requests at its release
-        self._untouched = 1  # the first block that was never held; none behind it was
+        self._untouched = 1  # the first block never used
         self._num_requests = 0
         self._hash_of: dict[int, bytes] = {}
         self._by_hash: dict[bytes, int] = {}
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
-        """Blocks that hold the longest known prefix of ``hashes``. Changes nothing."""
+        """Return the blocks of the longest cached prefix of ``hashes``. Changes nothing."""
         blocks: list[int] = []
         for digest in hashes:
             block = self._by_hash.get(digest)
@@ -97,7 +96,7 @@ class BlockPool:
     def num_missing(
         self, num_tokens: int, num_more: int, num_sequences: int = 1, hashes: Sequence[bytes] = ()
     ) -> int:
-        """Free blocks that :meth:`allocate_request` would take now: all but those that others hold too."""
+        """Return the free blocks that :meth:`allocate_request` would take now."""
         total = num_blocks_for(num_tokens + num_more, self.block_size)
         own = total - num_tokens // self.block_size
         matched = self.match(hashes[: (num_tokens - 1) // self.block_size])
@@ -107,10 +106,10 @@ class BlockPool:
     def allocate_request(
         self, num_tokens: int, num_more: int, num_sequences: int = 1, hashes: Sequence[bytes] = ()
     ) -> RequestBlocks:
-        """Take blocks for known tokens and the next ``num_more``, reusing the longest cached prefix.
+        """Allocate blocks for known tokens and the next ``num_more``, reusing the longest cached prefix.
 
-        Precondition: :meth:`num_missing` is at most ``num_free``. The last known token stays uncached: its logits
-        are needed.
+        Precondition: :meth:`num_missing` is at most ``num_free``. The last known token is never taken from the
+        cache, as its logits are needed.
         """
         self._num_requests += 1
         root = self.match(hashes[: (num_tokens - 1) // self.block_size])
@@ -125,8 +124,8 @@ class BlockPool:
         return RequestBlocks(root=root, forks=forks, states=states, num_cached=num_cached)
 
     def allocate(self, count: int) -> list[int]:
-        """Take ``count`` blocks with one reference each. Precondition: ``count <= num_free``."""
-        assert count <= self.num_free, f"{count} blocks asked of {self.num_free} free"
+        """Allocate blocks with one reference each. Precondition: ``count <= num_free``."""
+        assert count <= self.num_free, f"{count} blocks requested of {self.num_free} free"
         self.num_free -= count
         blocks: list[int] = []
         for _ in range(count):
@@ -145,7 +144,7 @@ class BlockPool:
         return blocks
 
     def acquire(self, blocks: Sequence[int]) -> None:
-        """Add a reference to blocks found by :meth:`match` or held already."""
+        """Add a reference to blocks in use or found by :meth:`match`."""
         for block in blocks:
             if self._refs[block] == 0:
                 del self._cached[block]
@@ -153,9 +152,9 @@ class BlockPool:
             self._refs[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drop a reference of each block; the tail of a prefix becomes evictable before its head."""
+        """Drop a reference to the blocks; the tail of a prefix becomes evictable before its head."""
         for block in reversed(blocks):
-            assert self._refs[block] > 0, f"block {block} released more often than taken"
+            assert self._refs[block] > 0, f"block {block} released more often than acquired"
             self._refs[block] -= 1
             if self._refs[block] == 0:
                 self.num_free += 1
@@ -165,13 +164,13 @@ class BlockPool:
                     self._blank.append(block)
 
     def num_owned(self, blocks: Sequence[int]) -> int:
-        """The number of held blocks that are free once these are released."""
+        """Return how many blocks would become free if released."""
         return sum(1 for block in blocks if self._refs[block] == 1)
 
     def register(self, block: int, digest: bytes) -> None:
-        """Make a held block's content findable. A hash that another block carries already stays with that one.
+        """Add a block in use to the prefix cache, unless another block has this hash.
 
-        Where sequences have recurrent states nothing is: KV of a prefix is of no use without the state behind it.
+        With recurrent states nothing is cached, as the KV of a prefix is useless without the state after it.
         """
         assert self._refs[block] > 0, f"block {block} is not held"
         if not self.state_blocks and digest not in self._by_hash and block not in self._hash_of:
@@ -179,7 +178,7 @@ class BlockPool:
             self._hash_of[block] = digest
 
     def forget(self, hashes: Sequence[bytes]) -> None:
-        """Let no request find blocks by these hashes: their contents may be wrong."""
+        """Remove blocks whose contents may be wrong from the prefix cache."""
         for digest in hashes:
             block = self._by_hash.pop(digest, None)
             if block is not None:
@@ -189,14 +188,14 @@ class BlockPool:
                     self._blank.append(block)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless every block is in exactly one of: held, cached, blank, untouched."""
+        """Raise AssertionError unless every block is exactly one of: in use, cached, blank, untouched."""
         free = {*self._blank, *self._cached, *range(self._untouched, self.num_blocks)}
         assert len(free) == self.num_free, "a block is free twice"
-        assert 0 not in free and self._refs[0] == 0, "the scratch block was handed out"
+        assert 0 not in free and self._refs[0] == 0, "the scratch block was allocated"
         for block in range(1, self.num_blocks):
             assert (self._refs[block] == 0) == (block in free), f"block {block}: {self._refs[block]} references"
         assert {d: b for b, d in self._hash_of.items()} == self._by_hash, "hash tables disagree"
-        assert all(block in self._hash_of for block in self._cached), "a cached block has no hash"
+        assert all(block in self._hash_of for block in self._cached), "a cached block lacks a hash"
         assert not any(block in self._hash_of for block in self._blank), "a blank block has a hash"
 
 
@@ -208,9 +207,8 @@ def hash_blocks(
 ) -> list[bytes]:
     """Hash each *full* block of a prompt, chained to its predecessors.
 
-    Placeholder tokens are equal for all images, so a block that overlaps a span also hashes the span's mm_hash
-    and the row of its feature with which the block would begin. A ``salt`` is part of the first block, and so of
-    all.
+    Placeholder tokens are equal for all images, so a block that overlaps a span also hashes the span's mm_hash and
+    the row of its feature at which the block begins. A ``salt`` enters the first block, and so all.
     """
     hashes: list[bytes] = []
     ahead = sorted(spans, key=lambda span: -span.start)

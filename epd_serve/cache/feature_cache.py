@@ -1,4 +1,4 @@
-"""Features by content hash, held for the requests that need them, evicted least recently used first."""
+"""A cache of features by mm_hash, held by the requests that need them, with LRU eviction."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-#: Entries that nobody holds, of a cache whose values can be had again from where they came.
+#: Entries without an owner in a cache whose values can be fetched again.
 IDLE_FEATURES = 256
 
 
@@ -20,15 +20,13 @@ class _Entry(Generic[T]):
 
 
 class FeatureCache(Generic[T]):
-    """A cache of at most ``capacity_bytes`` of values. An entry with an owner is never evicted. Not thread-safe.
+    """A cache of at most ``capacity_bytes``, which never evicts an entry with an owner. Not thread-safe.
 
-    The one exception: ``put(..., beyond=True)`` goes beyond the capacity where held entries leave no room; entries
-    that are released then are dropped until all fits again.
+    Owners are request ids; an owner holds an entry once, however often it acquires it.
 
-    ``max_idle`` bounds the entries without an owner by their number, too, so that a load of ever new values does
-    not fill the capacity with entries that nobody asks for again.
-
-    An owner is a request id: it holds an entry once however often it asks, and :meth:`release` drops all it holds.
+    Args:
+        capacity_bytes: exceeded only by ``put(..., beyond=True)``, until enough entries are released.
+        max_idle: limit of the entries without an owner, so that new values do not fill the memory with stale ones.
     """
 
     def __init__(self, capacity_bytes: int, max_idle: int | None = None) -> None:
@@ -49,7 +47,7 @@ class FeatureCache(Generic[T]):
         return len(self._held)
 
     def acquire(self, key: str, owner: str) -> T | None:
-        """The value, now held by ``owner`` too; None on a miss."""
+        """Hold an entry for ``owner`` and return its value, or None on a miss."""
         entry = self._entries.get(key)
         if entry is None:
             return None
@@ -59,7 +57,7 @@ class FeatureCache(Generic[T]):
         return entry.value
 
     def get(self, key: str) -> T | None:
-        """The value without a new hold; not a use that keeps it from being evicted."""
+        """Return the value without holding it or marking it as used."""
         entry = self._entries.get(key)
         return None if entry is None else entry.value
 
@@ -68,12 +66,12 @@ class FeatureCache(Generic[T]):
         return entry is not None and bool(entry.owners)
 
     def can_put(self, nbytes: int) -> bool:
-        """Whether evicting what nobody holds would make room."""
+        """Return whether a value fits once all entries without an owner are evicted."""
         held = sum(entry.nbytes for entry in self._entries.values() if entry.owners)
         return held + nbytes <= self.capacity_bytes
 
     def put(self, key: str, value: T, nbytes: int, owner: str, *, beyond: bool = False) -> list[T]:
-        """Insert a value held by ``owner``, if the key is not there; return the values evicted to make room.
+        """Insert a value unless the key exists, and hold it for ``owner``; return the values evicted for it.
 
         Precondition: :meth:`can_put`, or ``beyond``.
         """
@@ -87,14 +85,14 @@ class FeatureCache(Generic[T]):
         return evicted
 
     def evict(self, key: str) -> T:
-        """Drop an entry that nobody holds and return its value."""
+        """Remove an entry without an owner and return its value."""
         assert not self._entries[key].owners, f"{key} is held"
         entry = self._entries.pop(key)
         self.num_bytes -= entry.nbytes
         return entry.value
 
     def discard(self, key: str) -> list[str]:
-        """Drop an entry together with its holds; return the owners. Idempotent."""
+        """Remove an entry and its holds; return the owners. Idempotent."""
         owners = sorted(self._entries[key].owners) if key in self._entries else []
         for owner in owners:
             self.release(owner, key)
@@ -103,12 +101,12 @@ class FeatureCache(Generic[T]):
         return owners
 
     def evict_one(self) -> T | None:
-        """Drop the least recently used entry that nobody holds; None where every entry is held."""
+        """Remove the least recently used entry without an owner; return its value, or None if there is none."""
         victim = next((key for key, entry in self._entries.items() if not entry.owners), None)
         return None if victim is None else self.evict(victim)
 
     def release(self, owner: str, key: str | None = None) -> None:
-        """Drop the owner's hold on ``key``, or on everything. Unknown owners and keys are fine (idempotent)."""
+        """Drop the owner's hold on ``key``, by default all of its holds. Idempotent."""
         held = self._held.get(owner, set())
         for name in list(held) if key is None else [key]:
             if name in held:
@@ -123,11 +121,11 @@ class FeatureCache(Generic[T]):
                 self.evict_one()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless bytes and holds add up from both sides."""
+        """Raise AssertionError if bytes or holds are inconsistent."""
         assert self.num_bytes == sum(entry.nbytes for entry in self._entries.values()), "bytes do not add up"
         held = sum(entry.nbytes for entry in self._entries.values() if entry.owners)
-        assert self.num_bytes <= max(self.capacity_bytes, held), "over capacity with entries that nobody holds"
-        assert self.max_idle is None or self._num_idle() <= self.max_idle, "too many entries that nobody holds"
+        assert self.num_bytes <= max(self.capacity_bytes, held), "over capacity in spite of idle entries"
+        assert self.max_idle is None or self._num_idle() <= self.max_idle, "too many idle entries"
         from_entries = {(owner, key) for key, entry in self._entries.items() for owner in entry.owners}
         from_owners = {(owner, key) for owner, keys in self._held.items() for key in keys}
         assert from_entries == from_owners, "holds disagree"

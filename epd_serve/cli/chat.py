@@ -67,9 +67,9 @@ def chat(
                 pictures.clear()  # a refused question loses them
                 asked = {"role": "user", "content": [*parts, {"type": "text", "text": line}] if parts else line}
                 said = ""
-                for piece in _ask(url, {"model": model, "messages": [*messages, asked], "stream": True}):
+                for thought, piece in _ask(url, {"model": model, "messages": [*messages, asked], "stream": True}):
                     said += piece
-                    typer.echo(_CONTROL.sub("", piece), nl=False)
+                    typer.secho(_CONTROL.sub("", thought or piece), nl=False, dim=bool(thought))
                 typer.echo()
                 messages += [asked, {"role": "assistant", "content": said}]
         except KeyboardInterrupt:
@@ -81,8 +81,8 @@ def chat(
         raise typer.Exit(1)
 
 
-def _ask(url: str, body: dict[str, Any]) -> Iterator[str]:
-    """Yield the pieces of an answer. Raises ValueError where the server refuses, or breaks the answer off."""
+def _ask(url: str, body: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield pieces of reasoning and answer. Raises ValueError where the server refuses or breaks off."""
     reason = "it ended early"
     with _open(url, "/v1/chat/completions", body) as events:
         try:
@@ -93,7 +93,8 @@ def _ask(url: str, body: dict[str, Any]) -> Iterator[str]:
                 if "error" in event:
                     reason = event["error"]["message"]
                 for choice in event.get("choices") or ():
-                    yield (choice.get("delta") or {}).get("content") or ""
+                    delta = choice.get("delta") or {}
+                    yield delta.get("reasoning_content") or "", delta.get("content") or ""
         except (OSError, http.client.HTTPException) as error:
             reason = str(error)
     raise ValueError(f"{url} broke the answer off: {reason}")

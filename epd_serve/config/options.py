@@ -33,6 +33,8 @@ class InstanceOptions(SharedConfig, InstanceSettings):
         device_share: the part of the device that the instance keeps to; None: no limit.
         device_board: ``path:slot`` of the file in which the instances on one device tell each other what they do;
             None where no other is there.
+        core_board: the file in which instances that divide the machine's cores note whether they compute; None:
+            ``threads`` belong to this one.
         switch_dir: where its settings in other roles are found, and its role is kept for when it is started again
             (:mod:`epd_serve.config.role_files`); None: it is not kept.
         device_memory_bytes: of the device, once it is open: the share of it that the instance may use.
@@ -55,6 +57,7 @@ class InstanceOptions(SharedConfig, InstanceSettings):
     device: str = "cpu"
     device_share: DeviceShare | None = None
     device_board: str | None = None
+    core_board: Path | None = None
     switch_dir: Path | None = None
     device_memory_bytes: int = 0
     join: tuple[str, ...] = ()

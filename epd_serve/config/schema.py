@@ -364,13 +364,14 @@ class DeploymentConfig(SharedConfig):
         share: DeviceShare | None = None,
         memory_share: float | None = None,
         device_board: str | None = None,
+        core_board: Path | None = None,
         switch_dir: Path | None = None,
     ) -> InstanceOptions:
         """Return the options of one placed instance; ``device`` is the name of its device in its process.
 
         ``master`` is the address of the mooncake_master where the deployment itself starts one; ``memory_share``
         its part by :meth:`memory_shares`; ``device_board`` its slot of the file that instances on its device
-        share; ``switch_dir`` keeps its role.
+        share; ``core_board`` the file of those that divide the machine's cores; ``switch_dir`` keeps its role.
 
         Raises ValueError where the model's directory is not one.
         """
@@ -395,6 +396,7 @@ class DeploymentConfig(SharedConfig):
             device=device,
             device_share=share,
             device_board=device_board,
+            core_board=core_board,
             switch_dir=switch_dir,
             **shared,
             **own,

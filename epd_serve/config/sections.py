@@ -176,7 +176,8 @@ class InstanceSettings(Section):
     threads: int | None = Field(
         default=None,
         ge=1,
-        description="CPU threads of each, within the cores of its share; null divides the cores among them.",
+        description="CPU threads of each, within the cores of its share; null: all cores, divided equally among "
+        "the instances of the machine that compute at the moment.",
     )
     share: Annotated[float, Field(gt=0, le=1)] | None = Field(
         default=None,

@@ -1,1 +1,1 @@
-"""Costs of stages, alone and beside each other, and of moving bytes between them."""
+"""The cost of stages and of transfers between them, in seconds and in money."""

@@ -1,5 +1,4 @@
-"""Bytes that leave a device, and the saving by two kinds of device (HeteroServe, section 4, equations 1 to 8),
-with the figures of ``epd-serve cost``."""
+"""The bytes and prices behind ``epd-serve cost`` (HeteroServe, section 4, equations 1 to 8)."""
 
 from __future__ import annotations
 
@@ -17,40 +16,40 @@ from device.datasheets import DEVICE_SPECS, DeviceSpec, spec_of
 from epd_serve.cost.roofline import language_lines
 from epd_serve.cost.shape import ModelShape
 
-#: The paper's "M" is 2**20 bytes: 2·32·32·128·704·2 bytes are its 352 M.
+#: The paper's "M": 2·32·32·128·704·2 bytes are its 352 M.
 MIB = 2**20
 
 
 def kv_bytes(shape: ModelShape, num_context_tokens: int) -> int:
-    """Equation 1: the KV cache of a request, ``2·L·n_kv·d_h·s_ctx·b``."""
+    """Equation 1: KV bytes of a request, ``2·L·n_kv·d_h·s_ctx·b``."""
     return shape.kv_token_bytes * num_context_tokens
 
 
 def feature_bytes(shape: ModelShape, num_vision_tokens: int) -> int:
-    """The visual embedding of a request, ``N_v·d·b`` (section 4.1)."""
+    """Section 4.1: feature bytes of a request, ``N_v·d·b``."""
     return shape.feature_token_bytes * num_vision_tokens
 
 
 def transfer_ratio(shape: ModelShape, num_vision_tokens: int, num_text_tokens: int) -> float:
-    """Equation 2: R, KV bytes over feature bytes. Infinite for a request without images."""
+    """Equation 2: R, KV bytes over feature bytes; infinite without images."""
     features = feature_bytes(shape, num_vision_tokens)
     kv = kv_bytes(shape, num_vision_tokens + num_text_tokens)
     return kv / features if features else math.inf
 
 
 def mha_transfer_ratio(num_layers: int, num_vision_tokens: int, num_text_tokens: int) -> float:
-    """Equation 3: R where each head has its own K and V, ``2·L·(1 + s_text/N_v)``."""
+    """Equation 3: R with K and V for each head, ``2·L·(1 + s_text/N_v)``."""
     return 2 * num_layers * (1 + num_text_tokens / num_vision_tokens) if num_vision_tokens else math.inf
 
 
 def transfer_share(nbytes: float, bytes_per_s: float, vision_s: float) -> float:
-    """Equation 4: the embedding's time on the link over that of encoding; feasible where it is far below 1."""
+    """Equation 4: transfer time over encoding time; feasible if far below 1."""
     return nbytes / bytes_per_s / vision_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Latency:
-    """Equation 5: seconds of one request over encoder, link and language device."""
+    """Equation 5: seconds of a request on encoder, link and language device."""
 
     vision_s: float
     transfer_s: float
@@ -67,37 +66,34 @@ class Latency:
 
     @property
     def ratio(self) -> float:
-        """ρ, vision over language."""
+        """ρ, vision time over language time."""
         return self.vision_s / self.language_s
 
 
 def throughput(num_encoders: float, vision_s: float, num_language: float, language_s: float) -> float:
-    """Equation 6: requests per second that both pools can take."""
+    """Equation 6: requests per second that both pools sustain."""
     return min(num_encoders / vision_s, num_language / language_s)
 
 
 def balance(rate: float, latency: Latency) -> tuple[int, int]:
-    """The fewest (encoders, language devices) that take ``rate`` requests per second, by equation 6.
-
-    At the balance point there are ρ times as many encoders as language devices.
-    """
+    """Return the fewest (encoders, language devices) that sustain ``rate`` requests per second, by equation 6."""
     needed = rate * latency.vision_s, rate * latency.language_s
     return max(math.ceil(needed[0] - 1e-9), 1), max(math.ceil(needed[1] - 1e-9), 1)
 
 
 def cost_ratio(rho: float, gamma: float) -> float:
-    """Equation 7: cost of the two tiers over that of language devices alone, at the balance point."""
+    """Equation 7: cost of two tiers over that of language devices alone, with ρ encoders per language device."""
     return (rho * gamma + 1) / (rho + 1)
 
 
 def cost_saving(rho: float, gamma: float) -> float:
-    """Equation 8: ``ρ(1 - γ)/(ρ + 1)``, with γ the encoder's price over the language device's."""
+    """Equation 8: ``ρ(1 - γ)/(ρ + 1)``, where γ is the encoder's price over the language device's."""
     return rho * (1 - gamma) / (rho + 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestSize:
-    """Tokens of one request: of its images, of its text, of its answer."""
+    """Tokens of a request's images, text and answer."""
 
     num_vision_tokens: int
     num_text_tokens: int
@@ -117,12 +113,12 @@ def estimate_latency(
     link_bytes_per_s: float,
     decode_batch: int = 64,
 ) -> Latency:
-    """Encode and prefill by arithmetic, decode by bytes, ``decode_batch`` requests sharing the weights' bytes.
+    """Estimate encode and prefill by arithmetic, decode by bytes, with ``decode_batch`` requests in a step.
 
     Raises ValueError for a model without a tower.
     """
     if shape.vision is None:
-        raise ValueError(f"model {shape.name} has no vision tower: nothing encodes")
+        raise ValueError(f"model {shape.name} lacks a vision tower")
     patches = size.num_vision_tokens * shape.vision.merge**2
     encode_flops = 2 * shape.vision.parameters * patches
     compute, memory = language_lines(shape, language)
@@ -146,7 +142,7 @@ def cost_figures(
     bandwidth: float,
     rate: float,
 ) -> dict[str, Any]:
-    """Equations 1 to 8 for one request size, and the devices for ``rate`` requests per second."""
+    """Return equations 1 to 8 for one request size, and the devices for ``rate`` requests per second."""
     vision, text = size.num_vision_tokens, size.num_text_tokens
     kv, features = kv_bytes(shape, vision + text), feature_bytes(shape, vision)
     rho, gamma = latency.ratio, encoder_price / language_price
@@ -177,15 +173,15 @@ def cost_figures(
 
 
 def show_cost(figures: dict[str, Any], console: Console, encoder: str, language: str) -> None:
-    """As a table, and a sentence for each link and for the devices."""
+    """Print the figures of :func:`cost_figures`."""
     table = Table(
-        "quantity", "value", "equation", title=f"{figures['model']}: {encoder} encodes, {language} the rest"
+        "quantity", "value", "equation", title=f"{figures['model']}: {encoder} encodes, {language} does the rest"
     )
     for row in (
         ("KV cache of a request", f"{figures['kv_bytes'] / MIB:.1f} MiB, {1e3 * figures['kv_s']:.2f} ms", "1"),
         ("its features", f"{figures['feature_bytes'] / MIB:.1f} MiB, {1e3 * figures['feature_s']:.2f} ms", "4.1"),
         ("ratio R, with this model's KV heads", f"{figures['ratio']:.1f}", "2"),
-        ("ratio R, were all heads KV heads", f"{figures['ratio_mha']:.1f}", "3"),
+        ("ratio R, if all heads were KV heads", f"{figures['ratio_mha']:.1f}", "3"),
         ("encoding", f"{1e3 * figures['vision_s']:.3g} ms", "5"),
         ("prefill and decode", f"{1e3 * figures['language_s']:.3g} ms", "5"),
         ("encoders for each language device", f"{figures['rho']:.3f}", "6"),
@@ -195,8 +191,9 @@ def show_cost(figures: dict[str, Any], console: Console, encoder: str, language:
     ):
         table.add_row(*row)
     console.print(table)
-    for what, share in (("features", figures["feature_share"]), ("the KV cache", figures["kv_share"])):
-        console.print(f"For {what} the link {_verdict(share)}: {share:.2g} of the encoding time (equation 4).")
+    for payload, share in (("features", figures["feature_share"]), ("the KV cache", figures["kv_share"])):
+        verdict = "is negligible" if share < 0.1 else "keeps up" if share < 1 else "is the bottleneck"
+        console.print(f"For {payload} the link {verdict}: {share:.2g} of the encoding time (equation 4).")
     console.print(
         f"For {figures['rate']:g} requests/s: {figures['encoders']} x {encoder} and "
         f"{figures['language_devices']} x {language} for {figures['price']:,.0f}: "
@@ -204,16 +201,10 @@ def show_cost(figures: dict[str, Any], console: Console, encoder: str, language:
     )
 
 
-def _verdict(share: float) -> str:
-    if share < 0.1:
-        return "is no matter"
-    return "keeps up" if share < 1 else "is the bottleneck"
-
-
 def read_prices(path: Path | None) -> dict[str, float]:
-    """Prices by device: HeteroServe's for two of them, over which a YAML file of ``name: price`` goes.
+    """Return prices by device: HeteroServe's two, overridden by a YAML file of ``name: price``.
 
-    Raises ValueError that names the file and what is wrong with it.
+    Raises ValueError, which names the file and the fault.
     """
     prices = {name: spec.price for name, spec in DEVICE_SPECS.items() if spec.price is not None}
     if path is None:
@@ -223,19 +214,19 @@ def read_prices(path: Path | None) -> dict[str, float]:
     except OSError as error:
         raise ValueError(f"price table {path}: {error.strerror}") from error
     except (YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"price table {path}: no YAML: {error}") from error
+        raise ValueError(f"price table {path}: invalid YAML: {error}") from error
     if not isinstance(table, dict):
         raise ValueError(f"price table {path}: expected lines such as 'a100: 16000'")
     for name, price in table.items():
         if isinstance(price, bool) or not isinstance(price, (int, float)) or not 0 < price < float("inf"):
-            raise ValueError(f"price table {path}: {name} costs {price!r}; write a number above 0")
+            raise ValueError(f"price table {path}: {name} costs {price!r}; it must be a number above 0")
         prices[spec_of(str(name)).name] = float(price)
     return prices
 
 
 def price_of(name: str, prices: dict[str, float]) -> float:
-    """The price of one device. Raises ValueError for a device without a price."""
+    """Return the price of a device. Raises ValueError if it is unknown."""
     key = spec_of(name).name
     if key not in prices:
-        raise ValueError(f"{key} has no price; give a table with --prices, with a line such as '{key}: 10000'")
+        raise ValueError(f"the price of {key} is unknown; pass --prices with a '{key}: 10000' line")
     return prices[key]

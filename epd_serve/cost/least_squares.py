@@ -1,25 +1,24 @@
-"""Least squares without negative coefficients: costs of steps, encodes, transfers and requests."""
+"""Non-negative least squares, for the costs of steps, encodes, transfers and requests."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-#: The share of a column that must be left beside the others for it to get a coefficient of its own.
+#: A column whose remainder, orthogonal to the others, is below this share counts as dependent.
 _DEPENDENT = 1e-9
 
 
 def fit_relative(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
-    """Coefficients, none below zero, whose sums over the columns of ``rows`` come closest to ``values`` (all above
-    zero) in relative terms."""
+    """Return the coefficients of :func:`fit` that minimise the relative errors; all ``values`` are positive."""
     return fit(
         [[part / total for part in row] for row, total in zip(rows, values, strict=True)], [1.0] * len(rows)
     )
 
 
 def fit(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
-    """Coefficients, none below zero, whose sums over the columns of ``rows`` come closest to ``values``.
+    """Return non-negative coefficients of the columns of ``rows`` that fit ``values``.
 
-    The column with the most negative coefficient is dropped until none is left, which is not always the best fit.
+    Drops the column with the most negative coefficient until none is negative, which is not always the best fit.
     """
     columns = [list(column) for column in zip(*rows, strict=True)]
     scales = [max(map(abs, column)) for column in columns]
@@ -36,10 +35,10 @@ def fit(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]
 
 
 def _least_squares(columns: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
-    """Modified Gram-Schmidt; the coefficient of a column that depends on those before it is 0."""
+    """Solve by modified Gram-Schmidt; a column that depends on earlier ones gets coefficient 0."""
     rest = list(values)
     bases: list[list[float]] = []
-    upper: list[list[float]] = []  # of each column its parts along the bases, its own last
+    upper: list[list[float]] = []  # for each column its parts along the bases, its own last
     along: list[float] = []
     for column in columns:
         left, parts = list(column), []

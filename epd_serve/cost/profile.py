@@ -1,4 +1,4 @@
-"""Times of a model's stages on a device: closed forms in versioned JSON."""
+"""Times of a model's stages on a device, as closed forms in versioned JSON."""
 
 from __future__ import annotations
 
@@ -10,16 +10,12 @@ from typing import Literal, Self
 
 import msgspec
 
-#: Of the file's form. A file of another version is measured again.
+#: Version of the file format.
 VERSION = 1
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Seconds of a step as a sum over its work; a profile's step takes the largest of its lines.
-
-    Units are those of :class:`~epd_serve.sched.step_cost.StepWork`, whose ``prefill_pairs`` are a chunk's tokens
-    times the tokens up to its end.
-    """
+    """Linear model of a step's seconds, in the units of :class:`~epd_serve.sched.step_cost.StepWork`."""
 
     base_s: float = 0.0
     token_s: float = 0.0
@@ -38,7 +34,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class DecodeLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Seconds of a step of nothing but ``num_sequences`` decodes: a base, and for each token of all contexts."""
+    """Seconds of a step of ``num_sequences`` decodes alone: a base, and a part for each token of all contexts."""
 
     num_sequences: int
     base_s: float = 0.0
@@ -46,7 +42,7 @@ class DecodeLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class EncodeLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Seconds of a batch of images as a sum over them; ``pair_s`` is for each image's squared number of pixels."""
+    """Seconds of a batch of images; ``pair_s`` is the coefficient of squared pixels."""
 
     base_s: float = 0.0
     image_s: float = 0.0
@@ -59,7 +55,7 @@ class EncodeLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Residual(msgspec.Struct, frozen=True, kw_only=True):
-    """The relative errors of a fit against the measurements."""
+    """The relative errors of a fit."""
 
     num_samples: int
     median: float
@@ -68,24 +64,27 @@ class Residual(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One model on one device (``tensor_parallel`` of them together).
+    """The times of one model on one device, or on ``tensor_parallel`` of them.
 
     Attributes:
         kind: "measured" on the device, or "analytic" from its data sheet.
+        step, encode: the largest line is the time; (compute, memory) in analytic profiles.
+        decode: lines of steps of decodes alone, by ascending size, as their time is not linear in the number; if
+            empty, ``step`` is used.
         software: versions by name, at the measurement.
-        threads: number of threads that compute, on a CPU.
-        step, encode: lines of which the largest decides; for analytic profiles (compute, memory).
-        decode: lines of steps of decodes alone, sizes rising; without any, ``step`` is used. The time of a step is
-            not linear in their number: the first ones cost most.
-        compute_share, bandwidth_share: part of the device's peak that a step uses while it waits for it.
-        memory_bytes: memory for weights and KV; language_bytes, tower_bytes: sizes of the weights.
-        state_bytes: of a sequence's recurrent state. num_layers: those that keep KV.
-        pixels_per_token: for images whose tokens go by their size; tokens_per_image: for towers with one size.
-        min_pixels, max_pixels: bounds to which the model's processor resizes every image.
-        link_bytes_per_s: bandwidth to other devices of the machine; handshake_s: time before each transfer.
-        request_s: time of a request on its way to the engine and back: gateway, HTTP, tokenising.
+        threads: threads that compute, on a CPU.
+        compute_share, bandwidth_share: share of the device's peak that a step reaches.
+        memory_bytes: memory for weights and KV.
+        language_bytes, tower_bytes: sizes of the weights.
+        state_bytes: recurrent state of a sequence.
+        num_layers: layers with KV.
+        pixels_per_token, tokens_per_image: give the tokens of an image.
+        min_pixels, max_pixels: bounds to which the processor resizes images.
+        link_bytes_per_s: bandwidth to the other devices of the machine.
+        handshake_s: time before each transfer.
+        request_s: overhead of a request: gateway, HTTP, tokenising.
         residuals: errors of the fits, by stage.
-        samples: the measurements: stage, its work, seconds.
+        samples: measurements as (stage, work, seconds).
     """
 
     kind: Literal["measured", "analytic"]
@@ -122,21 +121,20 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     def __post_init__(self) -> None:
         if self.version != VERSION:
             raise ValueError(
-                f"a profile of version {self.version}, and this program reads {VERSION}: make it anew"
+                f"the profile has version {self.version}, but this program reads {VERSION}: profile again"
             )
         if not self.step:
-            raise ValueError("a profile needs the time of a step")
+            raise ValueError("the profile lacks the time of a step")
 
     def step_s(self, num_tokens: float, num_sequences: float, context: float = 0, pairs: float = 0) -> float:
-        """Seconds of one step of the language model."""
+        """Return the seconds of a language model step."""
         lines = self.step if pairs else self.decode_lines(num_sequences)
         return max([line.seconds(num_tokens, num_sequences, context, pairs) for line in lines])
 
     def decode_lines(self, num_sequences: float) -> tuple[Line, ...]:
-        """The lines for steps of ``num_sequences`` decodes and nothing else.
+        """Return the lines of a step of ``num_sequences`` decodes alone.
 
-        Between two measured sizes they lie on the straight line; beyond the largest size they continue the last
-        one, but are never faster than what was measured.
+        Interpolates between measured sizes; beyond the largest it extrapolates, but never below the largest.
         """
         if not self.decode:
             return self.step
@@ -151,37 +149,37 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
         return (Line(base_s=base_s, context_s=context_s),)
 
     def encode_s(self, pixels: Sequence[int]) -> float:
-        """Seconds of one batch of images, given by their pixels. Raises ValueError without a tower."""
+        """Return the seconds of a batch of images, given by their pixels. Raises ValueError without a tower."""
         if not self.encode:
-            raise ValueError(f"the profile of {self.model} on {self.device} has no encode")
-        seen = self.seen(pixels)
-        return max(line.seconds(seen) for line in self.encode)
+            raise ValueError(f"the profile of {self.model} on {self.device} lacks the time of encodes")
+        resized = self.resized(pixels)
+        return max(line.seconds(resized) for line in self.encode)
 
-    def seen(self, pixels: Sequence[int]) -> list[int]:
-        """The pixels that the tower sees of images, once the processor has resized them."""
+    def resized(self, pixels: Sequence[int]) -> list[int]:
+        """Return the pixels of images after the processor has resized them."""
         return [min(max(count, self.min_pixels), self.max_pixels) for count in pixels]
 
     def image_tokens(self, num_pixels: int) -> int:
-        """The number of prompt tokens that one image takes."""
-        return self.tokens_per_image or max(round(self.seen([num_pixels])[0] / self.pixels_per_token), 1)
+        """Return the prompt tokens of an image."""
+        return self.tokens_per_image or max(round(self.resized([num_pixels])[0] / self.pixels_per_token), 1)
 
     def num_blocks(self, block_size: int, *, share: float, holds_tower: bool) -> int:
-        """KV blocks that a ``share`` of the memory has room for besides the weights; 2 at least."""
+        """Return the KV blocks that fit in a ``share`` of the memory next to the weights, at least 2."""
         free = self.memory_bytes * share - self.language_bytes - (self.tower_bytes if holds_tower else 0)
         return max(int(free / (self.kv_token_bytes * block_size)), 2)
 
     def state_blocks(self, block_size: int) -> int:
-        """KV blocks that the recurrent state of one sequence takes."""
+        """Return the KV blocks of a sequence's recurrent state."""
         return -(-self.state_bytes // (self.kv_token_bytes * block_size)) if self.state_bytes else 0
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Raises ValueError that names the file and what is wrong with it."""
+        """Read a file. Raises ValueError, which names the file and the fault."""
         try:
             return msgspec.json.decode(path.read_bytes(), type=cls)
         except (OSError, msgspec.DecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
-            raise ValueError(f"profile {path}: {reason}; 'epd-serve profile' makes one") from error
+            raise ValueError(f"profile {path}: {reason}; make one with 'epd-serve profile'") from error
 
     def to_json(self) -> bytes:
         return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"

@@ -1,27 +1,27 @@
-"""Stages by arithmetic and bytes alone (TriInfer, appendix B and table 2): the larger of the two decides.
+"""Roofline times of stages: the larger of arithmetic and memory time (TriInfer, appendix B and table 2).
 
-The papers' table counts a feed-forward of two matrices of width 4H and equal heads; here the real widths stand in
-their places, which is the same formula for the models that the table is about.
+The papers assume a feed-forward of two matrices of width 4H and equal heads; here the model's real widths are
+used.
 """
 
 from __future__ import annotations
 
 from device.datasheets import DeviceSpec
 from epd_serve.cost.profile import EncodeLine, Line, Profile
-from epd_serve.cost.shape import ModelShape, VisionShape
+from epd_serve.cost.shape import ModelShape
 
-#: Of a device's memory, what weights and KV may have.
+#: Share of a device's memory for weights and KV.
 _MEMORY_SHARE = 0.9
-#: Of a layer's activations over the links, once behind attention and once behind the feed-forward, in a ring.
+#: Ring all-reduces of a layer's activations: after attention and after the feed-forward.
 _REDUCES = 2
 
 
 def language_lines(shape: ModelShape, device: DeviceSpec, tensor_parallel: int = 1) -> tuple[Line, ...]:
-    """(compute, memory) of a step of the language model, shared out over ``tensor_parallel`` devices."""
+    """Return the (compute, memory) lines of a language model step on ``tensor_parallel`` devices."""
     language, width = shape.language, tensor_parallel
     flops = device.flops * device.compute_share * width
     rate = device.bytes_per_s * device.bandwidth_share * width
-    # FLOPs of a token and a context
+    # FLOPs of a token for each token of its context
     attention = 4 * language.num_attention_layers * language.num_heads * language.head_dim
     layers = language.layer_parameters
     head = language.hidden * language.vocabulary
@@ -31,7 +31,7 @@ def language_lines(shape: ModelShape, device: DeviceSpec, tensor_parallel: int =
     if width > 1:
         moved = 2 * (width - 1) / width * _REDUCES * language.num_layers * language.hidden * shape.value_bytes
         reduce_s = moved / device.link_bytes_per_s
-    # the head is computed for a sequence's last token alone; causal attention sees half of the pairs
+    # the head runs for a sequence's last token only; causal attention covers half of the pairs
     compute = Line(
         base_s=device.launch_s,
         token_s=2 * layers / flops + reduce_s,
@@ -50,18 +50,22 @@ def language_lines(shape: ModelShape, device: DeviceSpec, tensor_parallel: int =
 
 
 def encode_lines(shape: ModelShape, device: DeviceSpec) -> tuple[EncodeLine, ...]:
-    """(compute, memory) of a batch of images. Raises ValueError for a model without a tower."""
+    """Return the (compute, memory) lines of a batch of images. Raises ValueError for a model without a tower."""
     tower = shape.vision
     if tower is None:
-        raise ValueError(f"model {shape.name} has no vision tower: nothing encodes")
+        raise ValueError(f"model {shape.name} lacks a vision tower")
     flops = device.flops * device.compute_share
     rate = device.bytes_per_s * device.bandwidth_share
     weights_s = tower.parameters * shape.value_bytes / rate
     per_patch = 2 * tower.parameters
     if tower.tokens_per_image is not None:
         patches = tower.tokens_per_image * tower.merge**2
-        attended = patches * _attended(tower, patches)
-        image_flops = patches * per_patch + 4 * tower.hidden * attended
+        # patches that one patch attends to, summed over the layers
+        attended = tower.num_layers * patches
+        if tower.window_patches is not None:
+            windowed = tower.num_layers - tower.num_full_layers
+            attended = windowed * min(tower.window_patches, patches) + tower.num_full_layers * patches
+        image_flops = patches * per_patch + 4 * tower.hidden * patches * attended
         image_bytes = 12 * tower.num_layers * tower.hidden * patches * shape.value_bytes
         return (
             EncodeLine(base_s=device.launch_s, image_s=image_flops / flops),
@@ -84,16 +88,8 @@ def encode_lines(shape: ModelShape, device: DeviceSpec) -> tuple[EncodeLine, ...
     )
 
 
-def _attended(tower: VisionShape, patches: int) -> float:
-    """Patches that one patch attends to, summed over the layers."""
-    if tower.window_patches is None:
-        return tower.num_layers * patches
-    windowed = tower.num_layers - tower.num_full_layers
-    return windowed * min(tower.window_patches, patches) + tower.num_full_layers * patches
-
-
 def analytic_profile(shape: ModelShape, device: DeviceSpec, tensor_parallel: int = 1) -> Profile:
-    """Return a profile from the device's data sheet alone; its ``kind`` says so."""
+    """Return an "analytic" profile, from the device's data sheet alone."""
     weights = shape.language.parameters + shape.language.hidden * shape.language.vocabulary
     tower = 0 if shape.vision is None else shape.vision.parameters
     memory = _MEMORY_SHARE * device.memory_bytes * tensor_parallel

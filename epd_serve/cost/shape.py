@@ -1,4 +1,4 @@
-"""The sizes of a model that decide what its stages cost: read from a transformers config, or known by name."""
+"""The sizes of a model that determine the cost of its stages, from a transformers config or known by name."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-#: Of weights, activations and KV in half precision.
+#: Bytes of a value in half precision.
 HALF_BYTES = 2
-#: Of the sides of an image that the processors of Qwen2-VL and later take.
+#: Largest aspect ratio of an image that the processors of Qwen2-VL and later accept.
 _MAX_ASPECT = 200
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateShape:
-    """The layers that keep a recurrent state in place of K and V, such as gated delta nets.
+    """Layers with a recurrent state in place of K and V, such as gated delta nets.
 
     Attributes:
-        num_layers: of them. parameters: in the matrices of one, without its feed-forward.
-        convolution_values: of one layer's convolution, in the model's dtype.
-        recurrent_values: of one layer, in float32.
+        num_layers: number of such layers.
+        parameters: of one layer's matrices, without its feed-forward.
+        convolution_values: of one layer's convolution state, in the model's dtype.
+        recurrent_values: of one layer's recurrent state, in float32.
     """
 
     num_layers: int
@@ -30,18 +31,15 @@ class StateShape:
     convolution_values: int
     recurrent_values: int
 
-    def nbytes(self, value_bytes: int) -> int:
-        """Bytes of the states of one sequence."""
-        return self.num_layers * (self.convolution_values * value_bytes + self.recurrent_values * 4)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LanguageShape:
-    """A decoder-only transformer with a gated feed-forward of three matrices; ``states`` are some layers of it.
+    """A decoder-only transformer with a gated feed-forward of three matrices.
 
     Attributes:
-        head_dim: of the layers that have the narrowest heads.
-        kv_widths: values of K that a token adds to each layer that writes K and V, where these are not all alike.
+        head_dim: of the layers with the narrowest heads.
+        states: its layers with a recurrent state, if any.
+        kv_widths: values of K that a token adds to each layer with K and V; empty if all layers are alike.
     """
 
     num_layers: int
@@ -56,24 +54,24 @@ class LanguageShape:
 
     @property
     def num_attention_layers(self) -> int:
-        """Layers that attend, to K and V of their own or of an earlier layer."""
+        """Layers with attention, to their own K and V or an earlier layer's."""
         return self.num_layers - (self.states.num_layers if self.states else 0)
 
     @property
     def num_kv_layers(self) -> int:
-        """Planes of the KV cache: layers that keep K and V, where these are alike; a wider layer has several."""
+        """Planes of the KV cache: one for each layer with K and V; wider layers have several."""
         if not self.kv_widths:
             return self.num_attention_layers
         return sum(self.kv_widths) // math.gcd(*self.kv_widths)
 
     @property
     def kv_values(self) -> int:
-        """Values of K and V that one token adds, over all layers."""
+        """Values of K and V that one token adds in all layers."""
         return 2 * (sum(self.kv_widths) or self.num_attention_layers * self.num_kv_heads * self.head_dim)
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters in the matrices of all layers."""
+        """Parameters of the matrices of all layers."""
         queries = 2 * self.num_attention_layers * self.hidden * self.head_dim * self.num_heads
         recurrent = self.states.num_layers * self.states.parameters if self.states else 0
         fed_forward = 3 * self.num_layers * self.hidden * self.intermediate
@@ -81,23 +79,26 @@ class LanguageShape:
 
     @property
     def parameters(self) -> int:
-        """Parameters that a token passes: all layers and the output head."""
+        """Parameters that compute a token: all layers and the output head."""
         return self.layer_parameters + self.hidden * self.vocabulary
 
     def state_bytes(self, value_bytes: int) -> int:
-        """Bytes that a sequence keeps besides the KV of its tokens."""
-        return self.states.nbytes(value_bytes) if self.states else 0
+        """Return the bytes of a sequence's recurrent state."""
+        if self.states is None:
+            return 0
+        one = self.states
+        return one.num_layers * (one.convolution_values * value_bytes + one.recurrent_values * 4)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VisionShape:
-    """A vision transformer over square patches, ``merge`` squared of which become one token.
+    """A vision transformer over square patches; each token is made of ``merge`` × ``merge`` patches.
 
     Attributes:
-        num_matrices: matrices of its feed-forward: 2, or 3 where it is gated.
-        tokens_per_image: for towers that see each image in one size; None: the tokens go by its pixels.
-        window_patches: patches that one attends to in all but ``num_full_layers`` layers; None: all of its image.
-        min_pixels, max_pixels: between which the processor resizes an image.
+        num_matrices: matrices of its feed-forward: 2, or 3 if it is gated.
+        tokens_per_image: of towers with one image size; None if tokens depend on the pixels.
+        window_patches: patches that one attends to in all but ``num_full_layers`` layers; None for all of them.
+        min_pixels, max_pixels: bounds to which the processor resizes an image.
     """
 
     num_layers: int
@@ -125,9 +126,9 @@ class VisionShape:
         return (self.patch_size * self.merge) ** 2
 
     def resized(self, width: int, height: int) -> tuple[int, int]:
-        """The size in pixels in which the tower sees an image, as the processors of Qwen2-VL and later make it.
+        """Return the size to which the processors of Qwen2-VL and later resize an image.
 
-        Raises ValueError for one that is too long and narrow for them.
+        Raises ValueError for an aspect ratio that they refuse.
         """
         if self.tokens_per_image is not None:
             side = math.isqrt(self.tokens_per_image) * self.patch_size * self.merge
@@ -145,7 +146,7 @@ class VisionShape:
         return near[0], near[1]
 
     def num_tokens(self, width: int, height: int) -> int:
-        """Tokens of an image of this size in pixels. Raises as :meth:`resized`."""
+        """Return the tokens of an image. Raises as :meth:`resized`."""
         if self.tokens_per_image is not None:
             return self.tokens_per_image
         width, height = self.resized(width, height)
@@ -154,11 +155,7 @@ class VisionShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """A vision-language model: ``vision`` is None for one of text alone.
-
-    Attributes:
-        max_positions: longest context, in tokens.
-    """
+    """A model, text-only if ``vision`` is None; ``max_positions`` is its longest context in tokens."""
 
     name: str
     language: LanguageShape
@@ -215,7 +212,7 @@ _QWEN3_TOWER = VisionShape(
     min_pixels=256 * 256,
     max_pixels=4096 * 4096,
 )
-#: Published sizes of models that the papers measure: name on the hub, language model, tower, longest context.
+#: Published sizes of the papers' models: name on the hub, language model, tower, longest context.
 _PUBLISHED = {
     "llava-1.5-7b": ("llava-hf/llava-1.5-7b-hf", _decoder(32, 4096, 32, 32, 11008, 32064), _CLIP_L, 4096),
     "llava-1.5-13b": ("llava-hf/llava-1.5-13b-hf", _decoder(40, 5120, 40, 40, 13824, 32064), _CLIP_L, 4096),
@@ -239,7 +236,7 @@ HUB_NAMES = {name: hub for name, (hub, *_) in _PUBLISHED.items()}
 _BY_HUB_NAME = {hub: name for name, hub in HUB_NAMES.items()}
 
 _GEMMA4 = ("gemma4_text", "gemma4_unified_text")
-#: What transformers fills in where a config.json leaves a size away, by model_type.
+#: transformers' defaults for sizes missing in a config.json, by model_type.
 _DEFAULTS: dict[str, dict[str, int]] = {
     "llama": {
         "num_hidden_layers": 32,
@@ -261,10 +258,9 @@ _DEFAULTS: dict[str, dict[str, int]] = {
 
 
 def shape_of(model: str) -> ModelShape:
-    """The shape of a model: by one of :data:`KNOWN_SHAPES`' names, here or on the hub, or from its directory or
-    config.json.
+    """Return the shape of a model by its name (here or on the hub), its directory or its config.json.
 
-    Raises ValueError that says what is missing.
+    Raises ValueError, which says what is missing.
     """
     if (name := _BY_HUB_NAME.get(model, model)) in KNOWN_SHAPES:
         return KNOWN_SHAPES[name]
@@ -274,17 +270,17 @@ def shape_of(model: str) -> ModelShape:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ValueError(f"model {model!r}: no such directory or config.json; known by name are {known}") from None
+        raise ValueError(f"model {model!r}: no such directory or config.json; known names are {known}") from None
     except (OSError, ValueError) as error:
-        raise ValueError(f"model {model!r}: {path} is no config of a transformers model: {error}") from error
+        raise ValueError(f"model {model!r}: {path} is not a transformers config: {error}") from error
     if not isinstance(config, dict):
-        raise ValueError(f"model {model!r}: {path} is no config of a transformers model: it is no object")
+        raise ValueError(f"model {model!r}: {path} is not a transformers config: expected an object")
     name = path.parent.name if path.name == "config.json" else path.stem
     return shape_from_config(config, name or "model")
 
 
 def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
-    """The shape in the content of a config.json. Raises ValueError for a size that is missing."""
+    """Return the shape in the content of a config.json. Raises ValueError for a missing size."""
     config = config.get("thinker_config") or config
     text = config.get("text_config") or config.get("llm_config") or config
     read = _Reader(name, text)
@@ -313,7 +309,7 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
 
 
 def _kinds(read: _Reader) -> list[str]:
-    """The ``layer_types``, as transformers' classes fill them in, of models whose layers keep different things."""
+    """Return the ``layer_types`` as transformers' classes fill them in."""
     text, count = read.config, read("num_hidden_layers")
     if kinds := text.get("layer_types"):
         return list(kinds)
@@ -327,7 +323,7 @@ def _kinds(read: _Reader) -> list[str]:
 
 
 def _kv_widths(read: _Reader) -> tuple[int, ...]:
-    """Gemma 4's: full attention has other heads, and the last layers read K and V of earlier ones."""
+    """Return Gemma 4's widths: full attention has other heads, and the last layers reuse K and V."""
     text = read.config
     if text.get("model_type") not in _GEMMA4:
         return ()
@@ -344,7 +340,7 @@ def _kv_widths(read: _Reader) -> tuple[int, ...]:
 
 
 def _states(read: _Reader, hidden: int) -> StateShape | None:
-    """Return the shape of the gated delta nets among the layers."""
+    """Return the shape of the gated delta nets, if any."""
     if "linear_num_value_heads" not in read.config:
         return None
     heads, width = read("linear_num_value_heads"), read("linear_value_head_dim")
@@ -358,32 +354,29 @@ def _states(read: _Reader, hidden: int) -> StateShape | None:
     )
 
 
-#: Fields, and a tower, of models whose pictures have as many tokens as their size or their tiles ask for.
-_OF_ANY_SIZE = {"spatial_merge_size", "downsample_ratio", "scale_factor", "image_grid_pinpoints", "pixtral"}
-
-
-def _merge(read: _Reader, model: Mapping[str, Any]) -> int:
-    """The side of the square of patches that become one token."""
-    if ratio := model.get("downsample_ratio"):
-        return round(1 / float(ratio))
-    return read("spatial_merge_size", default=model.get("spatial_merge_size") or model.get("scale_factor") or 1)
+#: Fields and a tower of models whose number of tokens depends on an image's size or tiles.
+_ANY_SIZE = {"spatial_merge_size", "downsample_ratio", "scale_factor", "image_grid_pinpoints", "pixtral"}
 
 
 def _vision(read: _Reader, model: Mapping[str, Any]) -> VisionShape:
-    if "mm_embed_dim" in read.config:  # no tower but a projection, which counts as a layer
+    if "mm_embed_dim" in read.config:  # a projection in place of a tower, which counts as a layer
         width, merge = read("mm_embed_dim"), read("pooling_kernel_size", default=3)
         patch = read("patch_size", default=16)
         return VisionShape(num_layers=1, hidden=width, intermediate=width, patch_size=patch, merge=merge)
     is_windowed = bool(read.config.get("window_size"))
-    # Qwen2-VL calls the tower's width embed_dim and means the language model's by hidden_size.
+    # Qwen2-VL calls the tower's width embed_dim and the language model's hidden_size.
     hidden = read("embed_dim", default=None) if "embed_dim" in read.config else read("hidden_size")
     patch = read("patch_size")
     layers = read("depth") if "depth" in read.config else read("num_hidden_layers")
     ratio = read.config.get("mlp_ratio")
     image_size = read.config.get("image_size") or read.defaults.get("image_size")
-    has_one_size = not _OF_ANY_SIZE & {*model, *read.config, str(read.config.get("model_type"))}
+    has_one_size = not _ANY_SIZE & {*model, *read.config, str(read.config.get("model_type"))}
     fixed = (int(image_size) // patch) ** 2 if image_size and has_one_size else None
-    merge = _merge(read, model)
+    if ratio_of_sides := model.get("downsample_ratio"):
+        merge = round(1 / float(ratio_of_sides))
+    else:
+        default = model.get("spatial_merge_size") or model.get("scale_factor") or 1
+        merge = read("spatial_merge_size", default=default)
     if fixed and (pooled := model.get("mm_tokens_per_image")):
         fixed, merge = int(pooled), math.isqrt(fixed // int(pooled))
     full = read.config.get("fullatt_block_indexes") or []
@@ -401,19 +394,19 @@ def _vision(read: _Reader, model: Mapping[str, Any]) -> VisionShape:
 
 
 class _Reader:
-    """Whole positive numbers of one section of a config."""
+    """Reads positive integers from a section of a config."""
 
-    def __init__(self, what: str, config: Mapping[str, Any]) -> None:
-        self.what = what
+    def __init__(self, section: str, config: Mapping[str, Any]) -> None:
+        self.section = section
         self.config = config
         self.defaults = _DEFAULTS.get(str(config.get("model_type")), {})
 
     def __call__(self, key: str, *, default: object = None) -> int:
         value = self.config.get(key)
-        if isinstance(value, list) and value:  # a side of each axis
+        if isinstance(value, list) and value:  # one side for each axis
             value = value[0]
         if value is None:
             value = self.defaults.get(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 1:
-            raise ValueError(f"{self.what}: {key} is {value!r}; a config.json says there how large the model is")
+            raise ValueError(f"{self.section}: {key} is {value!r}, not a positive number")
         return int(value)

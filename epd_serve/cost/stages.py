@@ -1,7 +1,7 @@
-"""Amounts of work, and the seconds that they take.
+"""Amounts of work and their seconds, from which requests are routed.
 
-Stages are linear in pixels, tokens and sequences, plus a part for each batch; transfers depend on how far
-instances are apart.
+The time of a stage is linear in pixels, tokens and sequences, with a base for each batch; a transfer depends on
+the distance of the instances.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ import msgspec
 
 from epd_serve.types import StageRate
 
-#: Where nothing was measured anywhere: a small model on a slow device. Only ratios to what was measured could be
-#: wrong, and as long as there is none, all instances of a stage are taken for equal.
+#: Rates before the first measurement, of a small model on a slow device. All instances are equal until then.
 PRIOR_ENCODE = StageRate(0.01, 1e-7, is_fresh=False)
 PRIOR_PREFILL = StageRate(0.01, 1e-4, is_fresh=False)
 PRIOR_DECODE = StageRate(0.02, 1e-3, is_fresh=False)
 PRIOR_OUTPUT_TOKENS = 128.0
 MAX_BATCH_PIXELS = 8 * 1024**2
 MAX_BATCH_TOKENS = 2048
-#: Another sequence in a step is never for nothing, whatever a fit to few batch sizes says: a part of the step.
+#: Least cost of another sequence, as a part of a step's base, in case of a fit to few batch sizes.
 _LEAST_SEQUENCE = 0.02
 
 
@@ -30,8 +29,8 @@ class StageCosts:
     """The times of one instance's stages.
 
     Attributes:
-        max_batch_pixels, max_batch_tokens: what one encode and one prefill step hold.
-        mean_output_tokens: tokens of a sequence whose request sets no lower limit.
+        max_batch_pixels, max_batch_tokens: limits of an encode batch and of a prefill step.
+        mean_output_tokens: mean length of answers.
     """
 
     encode: StageRate = PRIOR_ENCODE
@@ -42,7 +41,7 @@ class StageCosts:
     mean_output_tokens: float = PRIOR_OUTPUT_TOKENS
 
     def encode_s(self, num_pixels: float) -> float:
-        """Seconds to encode images together, in the largest batches allowed."""
+        """Return the seconds to encode images in the largest batches allowed."""
         if num_pixels <= 0:
             return 0.0
         rate = self.encode
@@ -51,7 +50,7 @@ class StageCosts:
         return rate.base_s * math.ceil(num_pixels / self.max_batch_pixels) + rate.unit_s * num_pixels
 
     def prefill_s(self, num_tokens: float) -> float:
-        """Seconds to prefill prompts together, in the largest steps allowed."""
+        """Return the seconds to prefill prompts in the largest steps allowed."""
         if num_tokens <= 0:
             return 0.0
         rate = self.prefill
@@ -60,14 +59,13 @@ class StageCosts:
         return rate.base_s * math.ceil(num_tokens / self.max_batch_tokens) + rate.unit_s * num_tokens
 
     def step_s(self, num_sequences: float) -> float:
-        """Seconds of one decode step."""
+        """Return the seconds of one decode step."""
         return self.decode.base_s + self._sequence_s * num_sequences
 
     def decode_s(self, num_sequences: float, num_active: float, num_tokens: float | None = None) -> float:
-        """Seconds that ``num_sequences`` sequences of ``num_tokens`` each cost beside ``num_active`` others.
+        """Return the cost of ``num_sequences`` answers of ``num_tokens`` next to ``num_active`` others.
 
-        The sum of their own steps and of the time by which they lengthen the others' steps; the others are taken
-        to have half of their tokens still to come.
+        The sum of their own steps and of the delay of the others, which on average are half done.
         """
         own = self.mean_output_tokens if num_tokens is None else min(num_tokens, self.mean_output_tokens)
         sequence_s = self._sequence_s
@@ -75,10 +73,10 @@ class StageCosts:
         return own * (self.decode.base_s + sequence_s * (num_active + num_sequences)) + others
 
     def room_s(self, num_missing: float, num_held: float, num_active: float) -> float:
-        """Seconds until ``num_missing`` KV tokens are free.
+        """Return the seconds until ``num_missing`` KV tokens become free.
 
-        ``num_held`` tokens become free as ``num_active`` sequences end. Where KV is missing and none is held, or
-        nobody holds it, the report contradicts itself, and one token of one sequence is taken.
+        ``num_held`` tokens become free as ``num_active`` sequences end; both count as 1 at least, in case reports
+        are inconsistent.
         """
         if num_missing <= 0:
             return 0.0
@@ -92,13 +90,13 @@ class StageCosts:
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Work of some requests at one instance.
+    """Work of requests at one instance.
 
     Attributes:
-        num_pixels: pixels to be encoded.
-        num_tokens: prompt tokens to be computed.
-        num_sequences: sequences that are, or will be, decoded.
-        num_kv_tokens: tokens whose KV has no room yet.
+        num_pixels: pixels to encode.
+        num_tokens: prompt tokens to compute.
+        num_sequences: sequences to decode, running ones included.
+        num_kv_tokens: tokens that need KV blocks.
     """
 
     num_pixels: float = 0
@@ -115,7 +113,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         )
 
     def __sub__(self, other: Work) -> Work:
-        """The work that is left, nothing below zero: estimates may take away more than there was."""
+        """Return the difference, clipped at 0, as work is estimated."""
         num_pixels = self.num_pixels - other.num_pixels
         num_tokens = self.num_tokens - other.num_tokens
         num_sequences = self.num_sequences - other.num_sequences
@@ -132,7 +130,7 @@ NONE = Work()
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """The host and the device of an instance. Unknown hosts ("") count as different ones."""
+    """The host and device of an instance. Unknown hosts ("") count as different."""
 
     host_id: str = ""
     device: str = ""
@@ -149,7 +147,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
         return self.handshake_s + nbytes / self.bytes_per_s
 
 
-#: Orders of magnitude: memory of one device, shared memory of one host, a 10 Gbit/s network.
+#: Typical of one device's memory, shared memory of a host, and a 10 Gbit/s network.
 SAME_DEVICE = Link(handshake_s=1e-4, bytes_per_s=2e10)
 SAME_HOST = Link(handshake_s=3e-4, bytes_per_s=4e9)
 NETWORK = Link(handshake_s=1e-3, bytes_per_s=1e9)

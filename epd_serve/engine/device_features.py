@@ -27,8 +27,8 @@ from epd_serve.transfer.feature_store import (
     FeatureStore,
     StoredFeature,
     StoreObserver,
-    observed_fetch,
-    unobserved,
+    drop_operation,
+    observe_fetch,
 )
 from epd_serve.transfer.shared_memory import map_region, release_mapped
 from epd_serve.transfer.staging import CellLender
@@ -122,7 +122,7 @@ class DeviceFeatureStore:
         transport: Transport,
         host: FeatureStore,
         capacity_bytes: int,
-        observe: StoreObserver = unobserved,
+        observe: StoreObserver = drop_operation,
         *,
         shares: bool = True,
         registers: bool = False,
@@ -209,7 +209,7 @@ class DeviceFeatureStore:
         """A copy of the feature, [nbytes] uint8, on this device."""
         if not event.generation or event.region is None:
             return self._copies.to_device(self._host.fetch(event))
-        with observed_fetch(self._observe, "embedded", event):
+        with observe_fetch(self._observe, "embedded", event):
             if self._area is not None and event.region.name == self._area.region.name:
                 return self._area.features.copied(event, self._copies)
             if event.memory is not None and self._landed is not None:

@@ -3,8 +3,8 @@
 On an accelerator the work of each goes to a stream of its own, the language model's before the tower's: a picture
 may take a while, the gap between two tokens may not. The host waits for the tower's features, and the language
 model's stream takes them up when they are there, so neither stream waits for the other. On a CPU each side is a
-thread, and the threads of the instance are parted between them while both run: two teams of all threads would wait
-for each other at every barrier.
+thread, and the cores are divided between those that run, in this instance and in others: two teams of all threads
+would wait for each other at every barrier.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 
 from device.base import BareDevice, Stream
 from epd_serve.config import InstanceOptions
+from epd_serve.engine.cores import Cores
 from epd_serve.engine.device_board import DeviceBoard, apply_share
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sched.token_time import Slack, pause_s
@@ -30,12 +31,14 @@ _TOKENS_PER_LAYER = 2
 
 
 class _Side:
-    """A stream of an instance, and its threads on a CPU while the other side computes too, and while not."""
+    """A stream of an instance, and the instance's cores where it computes on a CPU."""
 
-    def __init__(self, device: BareDevice, stream: Stream, threads: tuple[int, int] | None) -> None:
+    _side = 0
+
+    def __init__(self, device: BareDevice, stream: Stream, cores: Cores | None) -> None:
         self._device = device
         self.stream = stream
-        self._threads = threads if device.type == "cpu" else None
+        self._cores = cores
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -48,9 +51,13 @@ class _Side:
             yield
         self.stream.synchronize()
 
-    def _part_threads(self, is_beside: bool) -> None:
-        if self._threads is not None:
-            self._device.set_threads(self._threads[0 if is_beside else 1])
+    def _take_cores(self) -> None:
+        if self._cores is not None:
+            self._cores.begin(self._side)
+
+    def _leave_cores(self) -> None:
+        if self._cores is not None:
+            self._cores.end(self._side)
 
 
 class TowerStream(_Side):
@@ -58,13 +65,14 @@ class TowerStream(_Side):
 
     Args:
         share: part of the multiprocessors to which it keeps; None: no limit.
-        threads: numbers on a CPU while this instance's language model computes too, and while it does not.
 
     Attributes:
         paused_s: seconds for which encodes have waited in their middle for decodes.
         is_wanted: whether items are prepared for it, wait for it or are in it.
         least_pixel_bytes: that a batch takes for each pixel where it is not a graph: its memory is there already.
     """
+
+    _side = 1
 
     def __init__(
         self,
@@ -73,12 +81,12 @@ class TowerStream(_Side):
         *,
         priority: int = 0,
         share: float | None = None,
-        threads: tuple[int, int] | None = None,
+        cores: Cores | None = None,
         language: LanguageStream | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        super().__init__(device, device.stream(priority, share), threads)
+        super().__init__(device, device.stream(priority, share), cores)
         self._board = board
         self._language = language
         self._clock = clock
@@ -97,7 +105,7 @@ class TowerStream(_Side):
         in_use = self._device.reset_peak_memory()
         self._num_layers, paused_s = 0, self.paused_s
         began_s = self._resumed_s = self._clock()
-        self._part_threads(self._beside_steps)
+        self._take_cores()
         self._board.encode_begins()
         self._is_encoding = True
         try:
@@ -106,6 +114,7 @@ class TowerStream(_Side):
         finally:
             self._is_encoding = False
             self._board.encode_ends()
+            self._leave_cores()
         seconds = self._clock() - began_s - (self.paused_s - paused_s)
         pixel_bytes = max((self._device.peak_memory() - in_use) / num_pixels, self.least_pixel_bytes)
         self._pixel_bytes = _smooth(self._pixel_bytes, pixel_bytes)
@@ -116,7 +125,7 @@ class TowerStream(_Side):
         if not self._is_encoding:
             return
         self._num_layers += 1
-        self._part_threads(self._beside_steps)
+        self._take_cores()
         if self._board.slack() is None:
             self._resumed_s = self._clock()
             return
@@ -187,12 +196,12 @@ class LanguageStream(_Side):
         board: DeviceBoard,
         *,
         limit_s: float | None,
-        threads: tuple[int, int] | None = None,
+        cores: Cores | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         # served before a tower's; on an NPU the default stream, which is all that its limits count
         stream = device.current_stream() if device.type == "npu" else device.stream(_LANGUAGE_PRIORITY)
-        super().__init__(device, stream, threads)
+        super().__init__(device, stream, cores)
         self._board = board
         self.slack = None if limit_s is None else Slack(limit_s=limit_s)
         self._clock = clock
@@ -215,7 +224,7 @@ class LanguageStream(_Side):
         """A context in which a step is computed; :meth:`stepped` follows unless it fails."""
         self.wait_for_encodes()
         self.is_busy = True
-        self._part_threads(self._board.encodes_here)
+        self._take_cores()
         if self.slack is not None and self._last_s is None:
             self._encoded_s = self._board.encoded_s()
         try:
@@ -228,6 +237,8 @@ class LanguageStream(_Side):
         """Book a step that took ``seconds``; ``num_running`` sequences go on."""
         goes_on = bool(output.decodes) and num_running > 0
         self.is_busy = goes_on
+        if not goes_on:
+            self._leave_cores()
         if self.slack is None:
             return
         now, encoded_s = self._clock(), self._board.encoded_s()
@@ -246,6 +257,7 @@ class LanguageStream(_Side):
         """Note that nothing can be computed for now: sequences wait for features or blocks, or are gone."""
         if self.is_busy:
             self.is_busy, self._last_s = False, None
+            self._leave_cores()
             self._board.decodes_end()
 
 
@@ -258,19 +270,18 @@ class DualStream:
 
     def __init__(self, options: InstanceOptions, device: BareDevice) -> None:
         self.share = apply_share(options, device)
-        threads = None
-        if options.role.has_language_model and options.threads is not None and options.threads > 1:
-            # equal halves, since MKL knows one number for the whole process: the one that was set last
-            threads = options.threads // 2, options.threads
+        cores = None
+        if device.type == "cpu" and options.threads is not None:
+            cores = Cores(device, options.threads, options.core_board, options.name)
         limit_s = None if options.slo.tpot_ms is None else options.slo.tpot_ms / 1000
         board, slot = options.device_board.rsplit(":", 1) if options.device_board else (None, "0")
         self.board = DeviceBoard(None if board is None else Path(board), int(slot), time.monotonic)
-        self.language = LanguageStream(device, self.board, limit_s=limit_s, threads=threads)
+        self.language = LanguageStream(device, self.board, limit_s=limit_s, cores=cores)
         self.tower = TowerStream(
             device,
             self.board,
             share=options.tower_share if options.role.has_language_model else None,
-            threads=threads,
+            cores=cores,
             language=self.language if options.role.has_language_model else None,
         )
         self.language.tower = self.tower if options.assist else None

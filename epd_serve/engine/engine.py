@@ -175,7 +175,7 @@ class Engine:
         ``tokens``: each choice's next token, and whether that was its last.
         """
         with self._changed:
-            self.queues.settle(blocks)
+            self.queues.forget_reservation(blocks)
             sequence.arrival_s = self._clock()
             sequence.blocks, sequence.forks, sequence.states = blocks.root, blocks.forks, blocks.states
             sequence.num_computed = sequence.num_tokens
@@ -233,7 +233,7 @@ class Engine:
 
     def unreserve(self, blocks: RequestBlocks) -> None:
         with self._changed:
-            self.queues.settle(blocks)
+            self.queues.forget_reservation(blocks)
             self._tables.give_back(blocks.root, blocks.forks, blocks.states)
             self._changed.notify_all()
             self._hooks.freed()
@@ -305,14 +305,14 @@ class Engine:
         """Take the tokens of a step; ``after`` is the step that was launched since."""
         with self._changed:
             self._stepping = frozenset(after.sequences if after else ())
-            without = [(s, t.token_id) for s, tokens in sampled for t in tokens if t.token_id < 0 and s.goes_on]
+            without = [(s, t.token_id) for s, tokens in sampled for t in tokens if t.token_id < 0 and s.is_active]
             events = self._fail_without_token(without) if without else []
             for sequence, _ in output.prefills:
                 # it may have lost its blocks to an older one since, or an earlier step of its own has failed
-                if sequence.blocks and sequence.goes_on:
+                if sequence.blocks and sequence.is_active:
                     self._tables.register(sequence)
             for sequence, tokens in sampled:
-                if not sequence.goes_on:
+                if not sequence.is_active:
                     continue
                 if sequence.hand_off:
                     self.queues.stop(sequence)
@@ -346,7 +346,7 @@ class Engine:
             self._hooks.failed()
             logger.error("the logits of %d requests are no numbers", len(lacking))
             events += self._fail_requests(lacking, ServeError(_NO_NUMBERS))
-        forbidden = {sequence for sequence, _ in without if sequence.goes_on}
+        forbidden = {sequence for sequence, _ in without if sequence.is_active}
         for request_id in {sequence.request_id for sequence in forbidden}:
             self.abort(request_id)
             events.append(FailureEvent(request_id, InvalidRequest(_ALL_FORBIDDEN, code="contradiction")))

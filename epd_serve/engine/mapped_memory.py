@@ -11,7 +11,7 @@ from torch import Tensor
 
 from device.base import Device
 from epd_serve.protocol.wire import Region
-from epd_serve.transfer.shared_memory import UNMAP_S, host_id, is_there, mapping_lock
+from epd_serve.transfer.shared_memory import UNMAP_S, host_id, is_offered, mapping_lock
 from epd_serve.transfer.transport import NotMapped, PeerGone
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class MappedMemory:
         """
         with self._lock:
             yield self._memory(region)
-        if not is_there(region):
+        if not is_offered(region):
             raise PeerGone(f"the owner of region {region.name} is gone")
 
     def close(self) -> None:
@@ -71,7 +71,7 @@ class MappedMemory:
         self._device.activate()
         while not self._closing.wait(UNMAP_S / 2):
             with self._lock:
-                self._unmap([name for name, (region, _, _) in self._mapped.items() if not is_there(region)])
+                self._unmap([name for name, (region, _, _) in self._mapped.items() if not is_offered(region)])
 
     def _unmap(self, names: list[str]) -> None:
         for name in names:

@@ -15,12 +15,12 @@ from epd_serve.engine.sampling.patterns import Patterns
 from epd_serve.errors import InvalidRequest, ServeError
 from epd_serve.instance.text.tokenizer import Detokenizer, Tokenizer
 from epd_serve.protocol.openai import chunks
-from epd_serve.protocol.openai.tool_format import Call, CallDelta, ToolCallReader
+from epd_serve.protocol.openai.tool_format import FORMATS, Call, CallDelta, ToolCallReader
 from epd_serve.protocol.wire import OutputOptions, TokenLogprob
 from epd_serve.rpc import items
 from epd_serve.rpc.server import JSON, BrokenStream, Header, Pieces, Reply
 from epd_serve.telemetry.span import Timeline
-from epd_serve.types import SamplingParams
+from epd_serve.types import SamplingParams, Thinking
 
 
 class Answer:
@@ -64,7 +64,8 @@ class Answer:
     @property
     def usage(self) -> chunks.Usage:
         num_prompt, num_output = len(self._prompt_ids), sum(choice.num_tokens for choice in self.choices)
-        return chunks.Usage(num_prompt, num_output, min(self.num_cached_tokens, num_prompt))
+        num_reasoning = sum(choice.num_reasoning_tokens for choice in self.choices)
+        return chunks.Usage(num_prompt, num_output, min(self.num_cached_tokens, num_prompt), num_reasoning)
 
     def replay(self, token_ids: Sequence[int], last_finish_reason: str | None = None) -> None:
         """Add tokens of the only choice that the client has already."""
@@ -115,15 +116,19 @@ class Answer:
             if logprob is None and self._logprobs:
                 logprob = self._logprobs.get(len(self._prompt_ids) + choice.num_tokens)
             news = choice.add(token_id, finish_reason, logprob)
+            if self.options.token_ids:
+                choice.token_ids.append(token_id)
         if not self._is_streamed:
             return b""
         told: list[chunks.ScoredToken] | None = None
         if choice.held is not None:
             told = self._describe(choice, news.told, first=first)
-        says_nothing = not (first or news.text or news.calls or news.told or choice.finish_reason)
-        if says_nothing and choice.reader is not None and not self._tells_usage:
-            event = b""  # a call's name is not certain yet
-        elif first or choice.finish_reason is not None or told is not None or news.calls or self._tells_usage:
+        text, is_reasoning = news.reasoning or news.text, bool(news.reasoning)
+        tells_all = self._tells_usage or self.options.token_ids
+        says_nothing = not (first or text or news.calls or news.told or choice.finish_reason)
+        if says_nothing and choice.may_hold and not tells_all:
+            event = b""  # a call's name is not certain yet, or a tag around the reasoning
+        elif first or choice.finish_reason is not None or told is not None or news.calls or tells_all:
             event = chunks.delta_event(
                 self.options,
                 index,
@@ -133,11 +138,17 @@ class Answer:
                 logprobs=told,
                 usage=self.usage if self._tells_usage else None,
                 calls=news.calls,
+                reasoning=news.reasoning,
+                stop_reason=choice.detokenizer.stop_string,
+                prompt_ids=self._prompt_ids,
+                token_ids=() if self._is_empty else (token_id,),
             )
         else:
-            if choice.template is None:
-                choice.template = chunks.DeltaTemplate(self.options, index)
-            event = choice.template.event(news.text)
+            template = choice.templates.get(is_reasoning)
+            if template is None:
+                template = chunks.DeltaTemplate(self.options, index, is_reasoning=is_reasoning)
+                choice.templates[is_reasoning] = template
+            event = template.event(text)
         return items.pack(index, () if self._is_empty else (token_id,), event)
 
     def end(self) -> bytes:
@@ -151,8 +162,13 @@ class Answer:
             if choice.held is not None:
                 told = self._describe(choice, choice.told, first=True)
             reason = choice.finish_reason or "stop"
-            finished.append(chunks.ChoiceText(i, choice.text, reason, told, choice.calls))
-        return chunks.whole_answer(self.options, finished, self.usage)
+            stop = choice.detokenizer.stop_string
+            finished.append(
+                chunks.ChoiceText(
+                    i, choice.text, reason, told, choice.calls, choice.reasoning, choice.token_ids, stop
+                )
+            )
+        return chunks.whole_answer(self.options, finished, self.usage, self._prompt_ids)
 
     def _describe(self, choice: Choice, tokens: Sequence[_Token], *, first: bool) -> list[chunks.ScoredToken]:
         """Return tokens with their log-probabilities; before the ``first``, the prompt's where it is repeated."""
@@ -179,11 +195,12 @@ class _Token:
 
 
 class _News(msgspec.Struct, frozen=True, gc=False):
-    """Content, pieces of calls and tokens that are certain now."""
+    """Content, pieces of calls, tokens and reasoning that are certain now."""
 
     text: str
     calls: Sequence[CallDelta] = ()
     told: Sequence[_Token] = ()
+    reasoning: str = ""
 
 
 class Choice:
@@ -192,6 +209,8 @@ class Choice:
     Attributes:
         held: tokens whose text is not out; None where no log-probability is wanted. told: the others.
         reader: finds tool calls in the text; None where there are no tools.
+        reasoning, num_reasoning_tokens: the text between <think> and </think>, and its tokens.
+        token_ids: all of them, where the client wants them.
     """
 
     def __init__(
@@ -205,23 +224,37 @@ class Choice:
         lists_all: bool,
     ) -> None:
         """``echo`` stands before the text; ``lists_all``: tokens that show nothing are told, too."""
+        self.reader: ToolCallReader | None = None
+        skip_special_tokens = sampling.skip_special_tokens
+        if sampling.grammar is not None and sampling.grammar.tools:
+            format = FORMATS[sampling.grammar.format]
+            self.reader = format.reader(sampling.grammar.tools)
+            # the reader needs the special tokens around calls
+            is_special = tokenizer.inner.convert_tokens_to_ids(format.opener) in tokenizer.special_ids
+            skip_special_tokens = skip_special_tokens and not is_special
         self.detokenizer = Detokenizer(
             tokenizer,
             prompt_ids,
             stop,
-            skip_special_tokens=sampling.skip_special_tokens,
+            skip_special_tokens=skip_special_tokens,
             min_tokens=sampling.min_tokens,
             include_stop=sampling.include_stop,
         )
-        has_tools = sampling.grammar is not None and sampling.grammar.tools
-        self.reader = ToolCallReader() if has_tools else None
+        self._thinking = sampling.thinking
+        self._is_thinking = self._thinking is not None and self._thinking.is_open
+        self._thoughts = Detokenizer(tokenizer, ()) if self._thinking is not None else None
+        self._blanks = ""  # at the end of the reasoning so far
+        self._skips_blanks = False
+        self.reasoning = ""
+        self.num_reasoning_tokens = 0
+        self.token_ids: list[int] = []
         self._hidden_ids = tokenizer.special_ids if sampling.skip_special_tokens else frozenset()
         self._bytes_of = tokenizer.bytes_of
         self._lists_all = lists_all
         self._num_prompt_tokens = len(prompt_ids)
         self._num_read = 0
         self._unread = b""  # of tokens since, which make no character yet
-        self.template: chunks.DeltaTemplate | None = None
+        self.templates: dict[bool, chunks.DeltaTemplate] = {}
         self.echo = echo
         self.num_tokens = 0
         self.finish_reason: str | None = None
@@ -234,6 +267,11 @@ class Choice:
         return self.echo + (self.detokenizer.text if self.reader is None else self.reader.content)
 
     @property
+    def may_hold(self) -> bool:
+        """Whether some tokens are not shown as they come."""
+        return self.reader is not None or self._thinking is not None
+
+    @property
     def calls(self) -> list[Call]:
         return [] if self.reader is None else self.reader.calls
 
@@ -243,6 +281,13 @@ class Choice:
 
     def add(self, token_id: int, finish_reason: str | None, logprob: TokenLogprob | None) -> _News:
         """Take a token in."""
+        if (thinking := self._thinking) is not None:
+            if self._is_thinking or (not self.num_tokens and token_id == thinking.start_id):
+                return self._think(token_id, finish_reason, thinking)
+            if self._skips_blanks and finish_reason is None and self._bytes_of(token_id).isspace():
+                self.num_tokens += 1
+                return _News("")
+            self._skips_blanks = False
         if self.held is not None:
             is_shown = finish_reason != "stop" and token_id not in self._hidden_ids
             if is_shown or self._lists_all:
@@ -262,6 +307,28 @@ class Choice:
             if self.finish_reason == "stop" and self.reader.calls:
                 self.finish_reason = "tool_calls"
         return _News(text, calls, self._tell())
+
+    def _think(self, token_id: int, finish_reason: str | None, thinking: Thinking) -> _News:
+        """Take a token of the reasoning or around it; blanks at its beginning and end are left out."""
+        assert self._thoughts is not None
+        text = ""
+        if self._is_thinking and token_id == thinking.end_id:
+            self._is_thinking, self._skips_blanks = False, True
+            text = self._thoughts.flush()
+        elif self._is_thinking and finish_reason != "stop":
+            self.num_reasoning_tokens += 1
+            text = self._thoughts.push(token_id)
+        else:
+            self._is_thinking = True
+        if finish_reason is not None:
+            text += self._thoughts.flush()
+        self.finish_reason = finish_reason
+        self.num_tokens += 1
+        text = self._blanks + text if self.reasoning else text.lstrip()
+        shown = text.rstrip()
+        self._blanks = text[len(shown) :]
+        self.reasoning += shown
+        return _News("", reasoning=shown)
 
     def _start_of(self, token_id: int | None) -> int:
         """Characters before the one that the next token begins or belongs to; None for one that shows nothing."""
@@ -334,7 +401,7 @@ class Generation:
         if event.finish_reason is None:
             self._engine.stop_sequence(sequence)
         if answer.finished:
-            self._timeline.finished(self._request_id)
+            self._timeline.record_end(self._request_id)
             self._pieces.put(answer.end())
             self._pieces.end()
 

@@ -32,7 +32,7 @@ from epd_serve.rpc.server import Reply
 from epd_serve.sched.sequence import Sequence
 from epd_serve.telemetry.span import DECODE_QUEUE
 from epd_serve.transfer.reservation import Reservation, ReservationState, ReservationTable, Tombstones
-from epd_serve.transfer.transport import PeerGone, Piece, StillCopying, TransferError, Transport, paired
+from epd_serve.transfer.transport import PeerGone, Piece, StillCopying, TransferError, Transport, pair_spans
 
 if TYPE_CHECKING:
     from epd_serve.instance.text.grammar_compiler import GrammarCompiler
@@ -227,9 +227,8 @@ class Decoder:
         if handoff.generated:  # a long answer that goes on here takes a while to be read again
             await asyncio.to_thread(answer.replay, handoff.generated)
         constraint = None
-        if (grammar := handoff.sampling.grammar) is not None:
-            assert self.compiler is not None, "P refuses it"
-            constraint = await self.compiler.compile(grammar, is_tried=True)
+        if self.compiler is not None:
+            _, constraint = await self.compiler.constrain(handoff.sampling, is_tried=True)
         if self._reservations.is_completed(handoff.transfer_id):
             return
         if handoff.logprobs:
@@ -243,7 +242,7 @@ class Decoder:
             self.engine.unreserve(reservation.blocks)
             raise _ended(handoff.request_id)
         generation = Generation(answer, self.engine, self.telemetry.timeline, handoff.request_id)
-        self.telemetry.timeline.received(handoff.request_id, DECODE_QUEUE)
+        self.telemetry.timeline.record_arrival(handoff.request_id, DECODE_QUEUE)
         self.engine.resume(
             Sequence(
                 request_id=handoff.request_id,
@@ -344,7 +343,7 @@ def read_kv(
         pieces: list[Piece] = []
         first = 0
         for part in parts:
-            pairs = paired(part.spans, landing.spans(first, len(part.block_ids)))
+            pairs = pair_spans(part.spans, landing.spans(first, len(part.block_ids)))
             pieces += [(there, memory.buffer[here : here + count]) for there, here, count in pairs]
             first += len(part.block_ids)
         start = time.monotonic()

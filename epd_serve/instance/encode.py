@@ -203,9 +203,9 @@ class Encoder:
             logger.warning("feature %s goes past the store: %s", request.ref.mm_hash[:12], error.message)
             encoded = await self._encode_item(request)
             owner, mm_hash, timeline = request.request_id, request.ref.mm_hash, self.telemetry.timeline
-            timeline.encoded(owner, mm_hash, received, encoded.batch_s)
+            timeline.record_encode(owner, mm_hash, received, encoded.batch_s)
             await self.consumer.take(owner, request.ref, encoded.feature)
-            timeline.fetched(owner, mm_hash, max(received, encoded.batch_s[1]))
+            timeline.record_fetch(owner, mm_hash, max(received, encoded.batch_s[1]))
             return EncodeReply(cached=False, num_tokens=encoded.feature.shape[0])
 
     async def _store_and_announce(self, request: EncodeRequest, received: float) -> EncodeReply:
@@ -220,9 +220,9 @@ class Encoder:
                 data, dtype = self.model.data_of(made), str(made.dtype).removeprefix("torch.")
                 put = partial(self._store.put, mm_hash, data, list(made.shape), dtype, owner)
                 feature = await _with_room(put)
-            timeline.encoded(owner, mm_hash, received, batch)  # now: the call may end with the request's answer
+            timeline.record_encode(owner, mm_hash, received, batch)  # before the request can end
             await self._announce(request, feature)
-            timeline.fetched(owner, mm_hash, max(received, batch[1]))
+            timeline.record_fetch(owner, mm_hash, max(received, batch[1]))
         finally:
             self._store.release(owner, mm_hash)
         return EncodeReply(cached=cached, num_tokens=feature.shape[0])

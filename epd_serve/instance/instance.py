@@ -128,12 +128,16 @@ class Instance:
         self.encoder.serve(self.store, options.image_budget_pixels)
         if self.family.token_ids and (role.encodes or keeps_all):
             await self.encoder.load_tower(self.limits if role.encodes else None)
+            logger.info("tower loaded")
         if self._weights is None and (role.has_language_model or keeps_all):
             # known before the engine, which may fail: others use them then
             self._weights = await asyncio.to_thread(self.model.language, self)
+            logger.info("language model loaded")
         if self._weights is not None and role.has_language_model:
             language = await asyncio.to_thread(LanguageEngine, self, self._weights)
+            logger.info("KV memory allocated")
             await asyncio.to_thread(language.start)
+            logger.info("engine warmed up")
             self.language, self.encoder.consumer = language, language.receiver
 
     async def close(self) -> None:

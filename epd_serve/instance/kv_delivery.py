@@ -123,7 +123,7 @@ class KVDelivery:
                 raise self._blame(error) from error
         self._renewal.cancel()
         self._is_confirmed = True
-        telemetry.timeline.handed_over(handoff.request_id)
+        telemetry.timeline.record_hand_over(handoff.request_id)
         telemetry.metrics.kv_delivered(transfer)
 
     def close(self) -> None:

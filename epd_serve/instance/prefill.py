@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from epd_serve.engine.engine import Engine
 from epd_serve.errors import DECODE_DRAINING, DRAINING, PEER_UNREACHABLE, InvalidRequest, ServeError, StageTimeout
 from epd_serve.instance.answer import Answer, Generation, broken_structure
@@ -111,17 +109,15 @@ class Prefiller:
             parts = (part for item in request.items for part in item.segments)
             had = [i for i, part in enumerate(parts) if part.mm_hash in here]
             stage = FEATURE_WAIT if len(had) < len(items) else PREFILL_QUEUE
-            self.timeline.received(request_id, stage, hand_off=request.decode_url is not None)
+            self.timeline.record_arrival(request_id, stage, hand_off=request.decode_url is not None)
             features = asyncio.create_task(self._receive_features(request_id, items))
             try:
                 sequence, answer = await self.processor.run(
                     "text", S_PER_CHARACTER * num_characters, self._prepare, request
                 )
-                if sequence.sampling.grammar is not None:
-                    assert self.compiler is not None, "refused before"
-                    constraint = sequence.constraint = await self.compiler.compile(sequence.sampling.grammar)
+                if self.compiler is not None:
                     # an instance that goes on with the answer follows the same, without parts left out here
-                    sequence.sampling = msgspec.structs.replace(sequence.sampling, grammar=constraint.grammar)
+                    sequence.sampling, sequence.constraint = await self.compiler.constrain(sequence.sampling)
                 if answer.finished:  # the client lacks nothing but the end
                     reply = self._end_answer(sequence, answer, b"", partial(self._end, request_id))
                 else:
@@ -131,7 +127,7 @@ class Prefiller:
                         reply = await self._serve(sequence, answer, features)
                     else:
                         reply = await self._hand_over(request.decode_url, sequence, answer, features)
-                note = wire.write_prompt_note(len(sequence.prompt_ids), had)
+                note = wire.write_prompt_note(len(sequence.prompt_ids), had, sequence.num_cached or 0)
                 return replace(reply, headers=(*reply.headers, (_NOTE, note.encode())))
             finally:
                 features.cancel()
@@ -152,7 +148,7 @@ class Prefiller:
 
     async def _receive_features(self, request_id: str, items: list[wire.MediaRef]) -> None:
         await self.receiver.complete(request_id, items)
-        self.timeline.features_here(request_id)
+        self.timeline.record_features(request_id)
 
     async def _compute(
         self, sequence: Sequence, receiver: Generation | KVDelivery, features: asyncio.Task[None]
@@ -251,7 +247,7 @@ class Prefiller:
 
     def _end_answer(self, sequence: Sequence, answer: Answer, body: bytes, on_close: Callable[[], None]) -> Reply:
         """Return the rest of an answer for which nothing is left to compute."""
-        self.timeline.finished(sequence.request_id)
+        self.timeline.record_end(sequence.request_id)
         content = items.HEADERS if answer.options.stream else (JSON,)
         return Reply(headers=(*content, NEXT_NONE), body=body + answer.end(), on_close=on_close)
 

@@ -57,7 +57,7 @@ class InstanceTelemetry:
     def add_step(self, output: ScheduleOutput, seconds: float) -> None:
         """Note a step of the language model that has just ended. On the engine's thread."""
         end_s = time.monotonic()
-        self.timeline.stepped(
+        self.timeline.record_step(
             ((one.request_id, one.num_computed >= len(one.prompt_ids)) for one, _ in output.prefills),
             (one.request_id for one in output.decodes),
             end_s - seconds,

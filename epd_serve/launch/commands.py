@@ -115,15 +115,20 @@ def prepare_instances(
     for instance, port in zip(placement, ports, strict=True):
         share, settings = shares.get(instance.name), config.settings_for(str(instance.role))
         variables, local_devices = visibility(instance.devices, environment)
+        threads, core_board = threads_of(instance, settings, num_ranks, environment, share), None
+        is_chosen = settings.threads is None and share is None and "OMP_NUM_THREADS" not in environment
+        if is_chosen and directory and instance.devices[0] == "cpu":
+            threads, core_board = num_cores(), directory / "cores"
         options = config.options_for(
             instance,
             device=local_devices,
             port=port,
-            threads=threads_of(instance, settings, num_ranks, environment, share),
+            threads=threads,
             master=master,
             share=share,
             memory_share=memory.get(instance.name),
             device_board=boards.get(instance.name),
+            core_board=core_board,
             switch_dir=directory,
         )
         if directory and instance.devices[0].startswith("emulated:"):

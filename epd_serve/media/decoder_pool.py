@@ -251,7 +251,8 @@ class DecoderPool:
         """
         if place is not None and not place.is_slow:
             quick_s = min(_QUICK_CPU_S + _QUICK_S_PER_BYTE * task.num_bytes, task.cpu_s)
-            worker = await self._try(task, quick_s, 0)
+            # a grammar's first try, too, lets others go first: many that are wrong would take the cores
+            worker = await self._try(task, quick_s, _NICENESS if isinstance(task.job, GrammarJob) else 0)
             if worker.told != Ended(-signal.SIGPROF) or quick_s == task.cpu_s:
                 _checked(worker.told, task, quick_s)
                 return worker

@@ -73,7 +73,7 @@ class TowerGraphs:
         dtype: torch.dtype,
         sizes: Sequence[int],
     ) -> None:
-        self._visual, self._device, self._graphs, self._dtype, self._sizes = visual, device, graphs, dtype, sizes
+        self._visual, self._device, self._graphs, self._sizes = visual, device, graphs, sizes
         self._merge: int = visual.spatial_merge_size**2
         patches, most, target = visual.patch_embed, sizes[-1], device.torch_device
         width = patches.in_channels * patches.temporal_patch_size * patches.patch_size**2
@@ -108,7 +108,7 @@ class TowerGraphs:
         size = next((size for size in self._sizes if self._fits(size, len(pixels), tensors)), None)
         if size is None:
             return None
-        self._fill(self._pixels, pixels.to(self._dtype))
+        self._fill(self._pixels, pixels)
         for name, tensor in tensors.items():
             missing = self._length(name, size) - len(tensor)
             if name in LONGEST:  # empty segments

@@ -175,7 +175,7 @@ def _encode_sample(side: int, count: int, records: Sequence[Record], profile: Pr
     """Return the time to the first token without that of the request and its prompt."""
     tokens, ttft_s = _first_token(records)
     rest_s = profile.request_s + profile.step_s(tokens, 1, 0, tokens**2)
-    pixels = float(profile.seen([side * side])[0])
+    pixels = float(profile.resized([side * side])[0])
     return "encode", [float(count), pixels], max(ttft_s - rest_s, _MIN_S)
 
 

@@ -221,6 +221,7 @@ class PromptOptions(Message, frozen=True):
     Attributes:
         add_special_tokens: None leaves it to the tokenizer for a prompt, and adds none to a rendered chat.
         tools, template_kwargs: JSON for the chat template, or "".
+        bounds_answer: a max_tokens beyond the context is cut to its room, not refused.
         cache_salt: requests with another one share no cached prefix with this one; "": all that have none.
     """
 
@@ -230,6 +231,7 @@ class PromptOptions(Message, frozen=True):
     tools: str = ""
     template_kwargs: str = ""
     cache_salt: str = ""
+    bounds_answer: bool = False
 
 
 class OutputOptions(Message, frozen=True):
@@ -237,6 +239,7 @@ class OutputOptions(Message, frozen=True):
 
     ``kind`` chooses between chat.completion and text_completion objects; ``id``, ``created`` and ``model``
     appear in every object. ``first_index`` is that of the first choice; ``echo`` puts the prompt before each.
+    ``token_ids``: the tokens' ids come with their text, those of the prompt with the first.
     ``for_vllm`` is a JSON object of fields that only vLLM has (``protocol/openai/generation.py``), or "".
     """
 
@@ -249,6 +252,7 @@ class OutputOptions(Message, frozen=True):
     continuous_usage: bool = False
     first_index: int = 0
     echo: bool = False
+    token_ids: bool = False
     for_vllm: str = ""
 
 
@@ -527,23 +531,26 @@ def encode_in_parts(request: EncodeRequest) -> list[bytes]:
 PROMPT_NOTE_HEADER = "x-epd-prompt"
 
 
-def write_prompt_note(num_tokens: int, had: Iterable[int]) -> str:
+def write_prompt_note(num_tokens: int, had: Iterable[int], num_cached: int = 0) -> str:
     """The header's value.
 
     Args:
         num_tokens: tokens of the prompt.
         had: numbers, from 0, of the request's items, and segments of videos, whose features P had before it asked
             for them.
+        num_cached: tokens of the prompt in P's prefix cache.
     """
-    return f"{num_tokens};{','.join(map(str, had))}"
+    return f"{num_tokens};{','.join(map(str, had))};{num_cached}"
 
 
-def read_prompt_note(note: str) -> tuple[int | None, set[int]]:
-    """The arguments of :func:`write_prompt_note`; None and an empty set for a text that it has not written."""
-    number, _, had = note.partition(";")
+def read_prompt_note(note: str) -> tuple[int | None, set[int], int]:
+    """The arguments of :func:`write_prompt_note`; None, an empty set and 0 for a text that it has not written."""
+    number, _, rest = note.partition(";")
+    had, _, cached = rest.partition(";")
     return (
         int(number) if number.isdecimal() else None,
         {int(index) for index in had.split(",") if index.isdecimal()},
+        int(cached) if cached.isdecimal() else 0,
     )
 
 

@@ -1,6 +1,6 @@
-"""Decide after a failure: the instances to avoid, the time to wait, and when the request fails.
+"""Decisions after a failure: which instances to avoid, how long to wait, and when to fail the request.
 
-The gateway and the simulator ask the same objects, with the time as an argument.
+Pure, with the time as an argument; the gateway and the simulator share it.
 """
 
 from __future__ import annotations
@@ -30,24 +30,20 @@ from epd_serve.routing.table import InstanceRecord, InstanceTable
 from epd_serve.types import Stage
 
 _P, _D = Stage.PREFILL, Stage.DECODE
-#: Attempts of a request, the first one and those behind the first token included.
+#: Attempts of a request in total, before and after its first token.
 MAX_ATTEMPTS = 5
-#: Attempts that ended because an instance left its role; they do not count.
+#: Attempts that may end because an instance leaves its role; they do not count as failed.
 _MAX_PLANNED = 50
-#: A request that waits for an instance looks for one this often.
+#: Interval at which a waiting request looks for an instance.
 LOOK_AGAIN_S = 0.05
-#: Time for D to say why P has failed.
+#: Time for D to report why P failed.
 EXPLAIN_S = 0.5
 #: Encoders that may stall on one item before P encodes it.
 _MAX_STALLED = 2
 
 
 class CallFailed(Exception):
-    """The call to P or D has failed, which ends the attempt.
-
-    Attributes:
-        began: whether the answer had begun.
-    """
+    """The call to P or D failed, which ends the attempt; ``began`` if its answer had begun."""
 
     def __init__(self, stage: Stage, error: ServeError, *, began: bool = False) -> None:
         super().__init__(error.message)
@@ -57,22 +53,19 @@ class CallFailed(Exception):
 
 
 def is_planned(error: ServeError) -> bool:
-    """Return whether an instance only leaves its role."""
+    """Return whether an instance is only leaving its role."""
     return error.code in (DRAINING, DECODE_DRAINING)
 
 
 def explains(error: ServeError, failure: ServeError) -> bool:
-    """Return whether D's error says why P's call failed.
-
-    Where the connection to P broke, a D that only waited for P knows nothing.
-    """
+    """Return whether D's error is the cause of P's failure; a lost connection to P has another cause."""
     return failure.code == REQUEST_ENDED or isinstance(error, InstanceFailed) or is_planned(error)
 
 
 def find_culprit(route: Route, failure: CallFailed) -> InstanceRecord:
-    """Return the instance to avoid after a failed call. P reports errors of D, and D those of P."""
+    """Return the instance to avoid after a failed call: P reports errors of D, and D those of P."""
     stage, error = failure.stage, failure.error
-    if error.code in (PEER_UNREACHABLE, DECODE_DRAINING):  # another D is tried with the same P
+    if error.code in (PEER_UNREACHABLE, DECODE_DRAINING):  # try another D with the same P
         return route.decode
     if not failure.began and not isinstance(error, InstanceLost):
         if stage is _D:
@@ -86,7 +79,7 @@ class Retry:
     """The attempts of one request.
 
     Attributes:
-        generated: tokens that the client has; the next attempt goes on behind them.
+        generated: tokens that the client has; the next attempt continues after them.
     """
 
     __slots__ = (
@@ -113,18 +106,18 @@ class Retry:
         self._num_attempts = self._num_planned = 0
         self._error: ServeError | None = None  # of the last attempt
         self._avoided: dict[str, tuple[InstanceRecord, int]] = {}  # with num_lives at that time
-        self._lost: set[str] = set()  # a connection to them failed: others are preferred
-        self._until_s: float | None = None  # it waits for an instance until then
+        self._lost: set[str] = set()  # their connection failed: used only without an alternative
+        self._until_s: float | None = None  # deadline of waiting for an instance
         self._is_awaited = False
 
     def pick_route(self, now_s: float, wait_s: float, complete_at_s: float | None) -> Route | None:
-        """Return P and D for the next attempt, or None while the request has to wait for an instance.
+        """Return P and D for the next attempt, or None while the request must wait for an instance.
 
-        Raises ServeError where no instance can be expected, or none came in time.
+        Raises ServeError if no instance is expected, or none became ready in time.
 
         Args:
-            wait_s: time to wait after a failed attempt, or since each stage had an instance.
-            complete_at_s: when each stage had an instance last; None: never.
+            wait_s: limit of waiting after a failed attempt, or after ``complete_at_s``.
+            complete_at_s: when each stage last had an instance, if ever.
         """
         if self._until_s is None:
             expected_s = 0.0 if complete_at_s is None else complete_at_s + wait_s - now_s
@@ -152,11 +145,11 @@ class Retry:
         if self._error is None:
             raise missing
         if may_come and wait_s:
-            raise self._error.with_more(f"nothing could take over within {wait_s:.3g} s")
+            raise self._error.with_more(f"no instance could take over within {wait_s:.3g} s")
         raise self._error
 
     def _may_come(self, avoided: set[str]) -> bool:
-        """Return whether each stage has an instance, or may get one: it is not up, or left a while ago."""
+        """Return whether an instance of each stage is up or may come up."""
         for stage in (_P, _D):
             known = [record for record in self._table if stage in record.stages]
             up = {record.name for record in self._table.ready(stage, self._model)}
@@ -168,18 +161,18 @@ class Retry:
     def fail_attempt(
         self, route: Route, failure: CallFailed, *, begun: bool = False, generated: list[int] | None = None
     ) -> None:
-        """Note a failed attempt; return where another one may follow, else raise the request's error.
+        """Record a failed attempt; return if another may follow, else raise the request's error.
 
         Args:
-            begun: whether the client has a part of the answer.
-            generated: all tokens that the client has; None where they are not known, or of several choices.
+            begun: whether the client has received a part of the answer.
+            generated: all tokens that the client has; None if unknown or of several choices.
         """
         error, culprit = failure.error, find_culprit(route, failure)
         if error.status < 500 and not isinstance(error, Overloaded | Conflict):
             raise error
         if is_planned(error):
             self._num_planned += 1
-            self._table.mark_lost(culprit.name)  # until it says that it takes requests
+            self._table.mark_lost(culprit.name)  # until it accepts requests again
         elif error.code == PEER_UNREACHABLE or isinstance(error, InstanceLost):
             self._lost.add(culprit.name)
         else:
@@ -189,7 +182,7 @@ class Retry:
             raise error
         if begun and self._demand.num_sequences > 1:
             raise InstanceFailed(
-                f"{error.message}; a stream of several choices (n > 1) does not go on at another instance: "
+                f"{error.message}; a stream of several choices (n > 1) cannot continue at another instance: "
                 "send the request again",
                 code=CHOICES_LOST,
             )
@@ -201,14 +194,14 @@ class Retry:
 
 
 class ItemEncoders(Struct, eq=False):
-    """The instances that are asked to encode one item, one after the other.
+    """The attempts to encode one item, at one instance after another.
 
-    P waits for the feature for twice ``patience_s``. An encoder that stalls may take half of that time, the next
-    one half of the rest; the remaining time is P's own.
+    P waits for the feature for twice ``patience_s``. A stalled encoder may use half of that time, the next one
+    half of the rest; the remaining time is P's own.
 
     Attributes:
         param: the field of the request that holds the item.
-        encoder: the instance whose turn it is.
+        encoder: the current instance.
     """
 
     ref: MediaRef
@@ -219,17 +212,16 @@ class ItemEncoders(Struct, eq=False):
     _tried: set[str] = set()
 
     def note_stall(self) -> StageTimeout:
-        """Note that the encoder gave no answer in its time."""
-        error = StageTimeout(f"instance {self.encoder.name} gave no answer in {self.patience_s:g} s")
+        """Record that the encoder did not answer in time; return the error."""
+        error = StageTimeout(f"instance {self.encoder.name} did not answer within {self.patience_s:g} s")
         self._num_stalled += 1
         self.patience_s /= 2
         return error
 
     def pick_next(self, router: Router, table: InstanceTable, prefill: InstanceRecord, error: ServeError) -> None:
-        """Set the next encoder after a failure: at last P itself, which loads the tower for it.
+        """Select the next encoder after a failure; the last one is P itself, which then loads the tower.
 
-        Raises the request's error where the item is wrong or nobody is left. Encoders that are only too busy are
-        not replaced by P.
+        Raises the request's error if the item is invalid, no instance is left, or the encoders are only busy.
         """
         if isinstance(error, InvalidRequest):
             error.param = error.param or self.param

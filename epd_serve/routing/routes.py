@@ -1,4 +1,4 @@
-"""The choice of P and D for a request: the cost of each pair in seconds, and the policies that choose by it."""
+"""The choice of P and D for a request, by the cost of each pair in seconds."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from epd_serve.routing.encoders import BoundedHash, weight
 from epd_serve.routing.table import PRIOR_TOKENS_PER_PIXEL, InstanceRecord, InstanceTable
 from epd_serve.types import Routing, Stage
 
-#: Of languages in Latin letters, about, where no prompt was seen yet.
+#: Typical of languages in Latin script; used before the first prompt.
 PRIOR_TOKENS_PER_CHARACTER = 0.25
-#: Costs that differ by no more seconds count as equal: estimates are no better.
+#: Costs within this many seconds count as equal, as estimates are no better.
 NEAR_S = 1e-3
 
-#: HeteroServe, section 5.3: requests in the language queue above which encoders assist (τ), and the most sequences
-#: of an assistant (the paper takes them in two halves).
+#: HeteroServe, section 5.3: queue length above which encoders assist (τ), and an assistant's most sequences (two
+#: half batches in the paper).
 ASSIST_THRESHOLD, ASSIST_BATCH = 16, 16
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts of a request that are known before it is tokenised.
+    """The size of a request before it is tokenised.
 
     Attributes:
-        num_tokens: tokens of a prompt that came as token ids.
-        max_tokens: of each of ``num_sequences`` answers; None: open-ended.
-        prefix: beginnings of the prompt, shorter ones first: (characters, hash of these and the media in them).
-        prefix_characters: characters of the whole prompt, in which media count as their names.
+        num_tokens: tokens of a prompt given as token ids.
+        max_tokens: limit of each of ``num_sequences`` answers, or None.
+        prefix: prefixes of the prompt, shortest first: (characters, hash of them and their media).
+        prefix_characters: characters of the whole prompt, counting media by their names.
     """
 
     num_characters: int = 0
@@ -44,13 +44,13 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
-    """The instances of a request's language-model stages.
+    """The instances chosen for P and D.
 
     Attributes:
-        fused: whether one instance does both: ``decode is prefill``.
+        fused: whether both are one instance.
         prefill_work, decode_work: the request's work at each of them.
-        prefix: hashes of the beginnings of the prompt that ``prefill`` will have in its cache.
-        max_model_len: D's; None where it has sent no info.
+        prefix: hashes of the prompt's prefixes, which ``prefill`` will have in its cache.
+        max_model_len: of D, if known.
     """
 
     prefill: InstanceRecord
@@ -62,21 +62,21 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None
 
     def at(self, stage: Stage) -> InstanceRecord:
-        """Return the instance of a stage, P or D."""
+        """Return the instance of P or D."""
         return self.prefill if stage is Stage.PREFILL else self.decode
 
 
 ANY = Demand()
-#: Seconds that the request costs until its first token, seconds after that, P and D.
+#: (cost in seconds until the first token, cost after it, P, D)
 Pair = tuple[float, float, InstanceRecord, InstanceRecord]
 
 
 class Candidates(msgspec.Struct, frozen=True, kw_only=True):
-    """The instances that a request may be routed to, and its work at each of them.
+    """The instances that a request may be routed to, and its work.
 
     Attributes:
-        num_tokens: tokens of the prompt, about.
-        answer: work of a D.
+        num_tokens: estimated tokens of the prompt.
+        answer: work at D.
     """
 
     prefills: Sequence[InstanceRecord]
@@ -86,14 +86,13 @@ class Candidates(msgspec.Struct, frozen=True, kw_only=True):
     answer: Work
 
     def pairs(self, *, cached: bool = False) -> list[Pair]:
-        """Return the cost of each pair of P and D.
+        """Return the costs of all pairs of P and D; an instance that covers both stages pairs with itself.
 
-        An instance that covers both stages decodes what it prefilled: its KV cache need not move. Before the first
-        token: the prefill, after the work that waits at P, encodes included, and the KV's transfer to D. After it:
-        the wait for room at D, and the answer's decode, with the time by which it delays the other answers.
+        Until the first token: work queued at P (encodes included), the prefill and the KV transfer. After it: the
+        wait for KV blocks at D, the decode, and the delay that it adds to other answers.
 
         Args:
-            cached: whether beginnings of the prompt that went to an instance before are no work there.
+            cached: whether prefixes sent to an instance before cost nothing there.
         """
         rests: list[tuple[InstanceRecord, float]] | None = None
         pairs: list[Pair] = []
@@ -113,7 +112,7 @@ class Candidates(msgspec.Struct, frozen=True, kw_only=True):
         return pairs
 
     def uncached_tokens(self, prefill: InstanceRecord) -> float:
-        """Return the prompt's tokens that P has not computed lately, as far as is known; at least one."""
+        """Return the prompt's tokens that P has probably not cached, at least one."""
         matched = 0
         for num_characters, digest in self.demand.prefix:
             if digest not in prefill.prefixes:
@@ -122,7 +121,7 @@ class Candidates(msgspec.Struct, frozen=True, kw_only=True):
         return max(self.num_tokens * (1 - matched / max(self.demand.prefix_characters, 1)), 1)
 
     def route(self, prefill: InstanceRecord, decode: InstanceRecord, num_tokens: float | None = None) -> Route:
-        """``num_tokens``: of the prompt that P computes; None: all."""
+        """Return a route on which P computes ``num_tokens`` of the prompt, by default all."""
         prompt = Work(num_tokens=max(self.num_tokens if num_tokens is None else num_tokens, 1))
         fused = decode is prefill
         return Route(
@@ -136,17 +135,16 @@ class Candidates(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _answer_s(self, decode: InstanceRecord) -> float:
-        """Seconds of the answer after its first token."""
+        """Return the cost of the answer after its first token, in seconds."""
         answer, num_active = self.answer, decode.pending.num_sequences
         seconds = decode.costs.decode_s(answer.num_sequences, num_active, self.demand.max_tokens)
         return seconds + decode.room_s(answer.num_kv_tokens)
 
 
-def candidates(table: InstanceTable, model: str, exclude: Collection[str], demand: Demand) -> Candidates:
-    """Collect the instances that a request may be routed to.
+def find_candidates(table: InstanceTable, model: str, exclude: Collection[str], demand: Demand) -> Candidates:
+    """Return the instances that a request may be routed to, without a D too small for it if others fit.
 
-    Decode instances that are too small for the prompt are left out where others are large enough. Raises
-    Unavailable that names the stage for which no instance is left.
+    Raises Unavailable, which names the stage without an instance.
     """
     prefills = [one for one in table.ready(Stage.PREFILL, model) if one.name not in exclude]
     decodes = [one for one in table.ready(Stage.DECODE, model) if one.name not in exclude]
@@ -173,10 +171,10 @@ def candidates(table: InstanceTable, model: str, exclude: Collection[str], deman
 def find_assistant(
     table: InstanceTable, model: str, exclude: Collection[str], found: Candidates
 ) -> InstanceRecord | None:
-    """Return an idle encoder that takes a whole request of text (HeteroServe, algorithm 1); None: there is none.
+    """Return an idle encoder to serve a whole text request (HeteroServe, algorithm 1), or None.
 
-    It takes requests while the language queue is longer than :data:`ASSIST_THRESHOLD`, it has nothing to encode,
-    and its batch is not full.
+    An encoder assists while the language queue is longer than ASSIST_THRESHOLD, its own queue is empty and its
+    batch is not full.
     """
     demand = found.demand
     idle = [
@@ -198,31 +196,32 @@ def find_assistant(
 
 
 def near_best(pairs: Sequence[Pair]) -> list[Pair]:
-    """The cheapest pair and those about equal to it, before the first token and after it."""
+    """Return the cheapest pair and those within NEAR_S of it, both before the first token and after it."""
     best_first, best_rest, *_ = min(pairs, key=lambda pair: pair[0] + pair[1])
     limit_first, limit_rest = best_first + NEAR_S, best_rest + NEAR_S
     return [pair for pair in pairs if pair[0] <= limit_first and pair[1] <= limit_rest]
 
 
 def num_times_chosen(pair: Pair) -> int:
-    """A sort key by which pairs take turns."""
+    """Sort key: how often the two instances were chosen."""
     _, _, prefill, decode = pair
     return prefill.num_chosen[Stage.PREFILL] + decode.num_chosen[Stage.DECODE]
 
 
 def by_use(pair: Pair) -> tuple[float, int]:
-    """A sort key for pairs of about equal cost: fewest sequences at D, then the pair chosen least often."""
+    """Sort key of pairs with equal cost: fewest sequences at D, then the pair chosen least often."""
     return pair[3].pending.num_sequences, num_times_chosen(pair)
 
 
 @dataclass(frozen=True)
 class RoutePolicy:
-    """Chooses the pair that costs the request the fewest seconds; about equal ones take turns.
+    """Chooses P and D.
 
-    ``round_robin``: the pair that was chosen least often, whatever it has to do. ``prefix_affinity``: the
-    beginning of a prompt that P has computed before costs nothing, so that a conversation stays where its KV is as
-    long as others are not less loaded by more than that KV is worth; new beginnings go where their hash points
-    among about equal pairs, the same way at every gateway.
+    * ``least_loaded``: the cheapest pair; pairs of equal cost take turns.
+    * ``round_robin``: the pair chosen least often.
+    * ``prefix_affinity``: the cheapest pair when a prefix that P has computed costs nothing, so a conversation
+      stays with its KV unless the load there outweighs it. Among equals a new prefix goes by its hash, as at every
+      other gateway.
     """
 
     routing: Routing = "least_loaded"
@@ -236,9 +235,9 @@ class RoutePolicy:
     ) -> Route:
         """Return P and D for one request of a model, none of them in ``exclude``; changes nothing.
 
-        Raises Unavailable that names the stage without an instance.
+        Raises Unavailable, which names the stage without an instance.
         """
-        found = candidates(table, model, exclude, demand)
+        found = find_candidates(table, model, exclude, demand)
         num_tokens = None
         if (assistant := find_assistant(table, model, exclude, found)) is not None:
             return found.route(assistant, assistant)
@@ -249,10 +248,10 @@ class RoutePolicy:
             *_, prefill, decode = min(found.pairs(), key=num_times_chosen)
         elif self.uses_prefix and demand.prefix:
             pairs = near_best(found.pairs(cached=True))
-            left = {one.name: found.uncached_tokens(one) for _, _, one, _ in pairs}
-            beginning, num_tokens = demand.prefix[0][1].hex(), min(left.values())
-            pairs = [pair for pair in pairs if left[pair[2].name] == num_tokens]
-            *_, prefill, decode = min(pairs, key=lambda pair: (weight(beginning, pair[2].name), by_use(pair)))
+            uncached = {one.name: found.uncached_tokens(one) for _, _, one, _ in pairs}
+            digest, num_tokens = demand.prefix[0][1].hex(), min(uncached.values())
+            pairs = [pair for pair in pairs if uncached[pair[2].name] == num_tokens]
+            *_, prefill, decode = min(pairs, key=lambda pair: (weight(digest, pair[2].name), by_use(pair)))
         else:
             *_, prefill, decode = min(near_best(found.pairs()), key=by_use)
         return found.route(prefill, decode, num_tokens)
@@ -264,8 +263,3 @@ class Router:
 
     routes: RoutePolicy = field(default_factory=RoutePolicy)
     encoders: BoundedHash = field(default_factory=BoundedHash)
-
-
-def router_of(name: Routing) -> Router:
-    """Return the policy of a deployment. Items always go by :class:`BoundedHash`, each by itself."""
-    return Router(RoutePolicy(name))

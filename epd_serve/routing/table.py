@@ -1,4 +1,4 @@
-"""The gateway's knowledge of its instances. No I/O and no clock: reports feed it, policies read it."""
+"""The gateway's table of its instances. No I/O and no clock: reports update it, policies read it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from epd_serve.protocol.instance_state import InstanceInfo, Load, Report
 from epd_serve.protocol.wire import MediaRef
 from epd_serve.types import Role, Stage, StageRate
 
-#: Weight of an encode in ``recent_pixels`` after the next one: about the last 200 count.
+#: Decay of ``recent_pixels`` with each encode, so that about the last 200 count.
 _RECENT_MEMORY = 0.995
 #: Weight of a report in the mean length of answers.
 _GAIN = 0.1
@@ -36,22 +36,24 @@ _GAIN = 0.1
 class InstanceTable:
     """The instances of one deployment, by name.
 
+    Args:
+        instances: (name, control URL) of each; ValueError if a name occurs twice.
+
     Attributes:
-        num_calls: number of calls that this gateway has opened so far.
-        first_start_s: the longest time until an instance was ready for the first time.
+        num_calls: calls that this gateway has opened so far.
+        first_start_s: the longest time that an instance took to start.
     """
 
     def __init__(self, instances: list[tuple[str, str]]) -> None:
-        """``instances`` are (name, control URL). Raises ValueError for a name that occurs twice."""
         self._records = {name: InstanceRecord(name=name, url=url) for name, url in instances}
         if len(self._records) != len(instances):
             raise ValueError(f"instance names must be unique, got {[name for name, _ in instances]}")
         self.num_calls = 0
         self.first_start_s = 0.0
-        self._models: dict[str, InstanceInfo] | None = None  # None: to be looked up
+        self._models: dict[str, InstanceInfo] | None = None  # a cache
         self._last_models: dict[str, InstanceInfo] = {}
-        self._covering: dict[tuple[Stage, str | None], list[InstanceRecord]] = {}  # by stage and model
-        #: The last rates that were measured anywhere, and by which instance.
+        self._covering: dict[tuple[Stage, str | None], list[InstanceRecord]] = {}  # a cache by stage and model
+        #: The latest measured rates by stage, each with the instance that measured it.
         self._rates = {"E": ("", PRIOR_ENCODE), "P": ("", PRIOR_PREFILL), "D": ("", PRIOR_DECODE)}
         self._mean_output_tokens = 0.0
 
@@ -70,24 +72,23 @@ class InstanceTable:
         self._records[name] = InstanceRecord(name=name, url=url)
 
     def remove(self, name: str) -> None:
-        """Remove an instance: it gets no new request; a caller that holds its record may still use it."""
-        self.models()  # are remembered beyond the last instance that has one
+        """Remove an instance; callers that hold its record may still use it."""
+        self.models()  # remembers the models of the last instance
         self._drop_caches()
         del self._records[name]
 
     def _drop_caches(self) -> None:
-        """Drop what was looked up over all instances: one has come, left or changed."""
         self._models = None
         self._covering.clear()
 
-    # ------------------------------------------------------------------ what instances say
+    # ------------------------------------------------------------------ updates from instances
 
     def update(self, name: str, info: InstanceInfo, *, contains: int | None = None) -> None:
-        """Take over an instance's info. Raises ValueError for an invalid role.
+        """Store an instance's info. Raises ValueError for an invalid role.
 
         Args:
-            contains: :attr:`num_calls` when it was asked: its load contains the calls up to that one. None: its
-                load is not looked at, because it makes reports.
+            contains: :attr:`num_calls` when the info was requested, as its load contains these calls; None for
+                an instance that sends reports.
         """
         record = self._records[name]
         record.role = Role.parse(info.role)
@@ -97,7 +98,7 @@ class InstanceTable:
         record.before = record.info if info.pid == before.pid else None
         record.num_restarts += info.pid != before.pid
         if (info.pid, info.epoch) != (before.pid, before.epoch):
-            record.num_lives += 1  # another process, or its caches were made anew
+            record.num_lives += 1  # another process, or one with empty caches
             record.features.clear()
             record.prefixes.clear()
         record.info = info
@@ -110,11 +111,11 @@ class InstanceTable:
             self._set_ready(record, info.ready)
 
     def report(self, name: str, report: Report) -> None:
-        """Take over a report of an instance whose info is known."""
+        """Store a report of an instance whose info is known."""
         record, load = self._records[name], report.load
         assert record.info is not None
         record.load = load
-        record._reported = Work(  # KV that is held or reserved is not in free_blocks any more
+        record._reported = Work(  # free_blocks already excludes its KV
             num_pixels=load.num_waiting_pixels,
             num_tokens=load.num_waiting_tokens,
             num_sequences=load.num_running + load.num_waiting + load.num_expected,
@@ -128,7 +129,7 @@ class InstanceTable:
                 if not calls:
                     del record._unreported[key]
         if not record._unreported:
-            record._own = NONE  # floating point leaves crumbs
+            record._own = NONE  # clears rounding errors
         for mm_hash in report.encoded:
             record.features.add(mm_hash)
         record.costs = self._resolve_costs(record)
@@ -138,7 +139,7 @@ class InstanceTable:
 
     def _set_ready(self, record: InstanceRecord, ready: bool) -> None:
         if ready:
-            for stage in Stage:  # else it would get all work until it has caught up with its peers
+            for stage in Stage:  # or it would get all requests until it had caught up with its peers
                 peers = [one.num_chosen[stage] for one in self if one.ready and stage in one.stages]
                 record.num_chosen[stage] = max([record.num_chosen[stage], *peers])
             record.num_lives += record.is_down
@@ -146,11 +147,10 @@ class InstanceTable:
         record.ready = ready
 
     def _resolve_costs(self, record: InstanceRecord) -> StageCosts:
-        """Return an instance's costs: as it measured them lately, else as any instance did, else as it once did.
+        """Return an instance's costs: its own recent rates, else another's recent rates, else its old ones.
 
-        An instance whose rates are old gets those of another, so that it is tried again: one that was slow in an
-        unlucky moment is not avoided for ever. The mean length of answers is taken over all instances: one that
-        has seen few answers end would be avoided, or get all requests, for these alone.
+        With another's rates, a once slow instance is tried again. The mean answer length covers all
+        instances, as a few answers would distort the mean of one.
         """
         assert record.info is not None
         load, budgets = record.load, record.info.budgets
@@ -173,20 +173,20 @@ class InstanceTable:
         )
 
     def mark_lost(self, name: str) -> None:
-        """Give an instance no work until it answers ``/info`` again."""
+        """Route no requests to an instance until it answers ``/info`` again."""
         if name in self._records:
             self._records[name].ready = False
 
     def mark_down(self, name: str) -> None:
-        """Note that an instance does not answer; when it returns, earlier failures say nothing about it."""
+        """Record that an instance does not answer; when it returns, it is not avoided any more."""
         if name in self._records:
             self._records[name].ready = False
             self._records[name].is_down = True
 
-    # ------------------------------------------------------------------ what policies and pages ask
+    # ------------------------------------------------------------------ queries of policies and pages
 
     def ready(self, stage: Stage, model: str | None = None) -> list[InstanceRecord]:
-        """Return the instances that are up and cover a stage (of one model, where given), in deployment order."""
+        """Return the instances up for a stage, of ``model`` if given, in deployment order."""
         covering = self._covering.get((stage, model))
         if covering is None:
             covering = [
@@ -194,14 +194,14 @@ class InstanceTable:
                 for one in self
                 if stage in one.stages and (model is None or (one.info is not None and one.info.model == model))
             ]
-            if covering:  # names of models that there are not could be any number
+            if covering:  # unknown names of models would grow the cache without limit
                 self._covering[stage, model] = covering
         return [one for one in covering if one.ready and not one.drains]
 
     def models(self) -> dict[str, InstanceInfo]:
-        """Return for each model the info of an instance that prefills it, in the order of the deployment.
+        """Return the info of one prefill instance, up or not, for each model, in deployment order.
 
-        Up or not; where all such instances have left, the info of the last ones, which others may replace.
+        After the last of them has left, its info remains.
         """
         if self._models is None:
             found: dict[str, InstanceInfo] = {}
@@ -212,16 +212,16 @@ class InstanceTable:
         return self._models
 
     def missing_stages(self, stages: Iterable[Stage] = (Stage.PREFILL, Stage.DECODE)) -> list[Stage]:
-        """Return the stages that no instance covers which is up. E is not needed: P can encode in its place."""
+        """Return the stages without an instance up; E is optional, as P can encode."""
         return [stage for stage in stages if not self.ready(stage)]
 
     def lacks_roles(self) -> bool:
-        """Whether no known instance covers P, or none covers D."""
+        """Return whether P or D lacks an instance, up or not."""
         return any(not any(stage in one.stages for one in self) for stage in (Stage.PREFILL, Stage.DECODE))
 
-    # ------------------------------------------------------------------ what this gateway does
+    # ------------------------------------------------------------------ this gateway's own calls
 
-    def in_flight(
+    def open_call(
         self,
         record: InstanceRecord,
         stage: Stage,
@@ -231,16 +231,16 @@ class InstanceTable:
         prefix: Iterable[bytes] = (),
         again: bool = False,
     ) -> OpenCall:
-        """Count one open call at ``record``, and its work, until it is closed.
+        """Count an open call at ``record`` and its work until the call is closed.
 
         Args:
-            request_id: id by which the instance reports the call as received.
-            prefix: beginnings of the prompt that it will have in its cache.
-            again: whether its sequences were sent before, if to others.
+            request_id: by which the instance reports the call as received.
+            prefix: hashes of the prompt's prefixes, which the instance will have cached.
+            again: whether the sequences were sent before, perhaps to another instance.
         """
         self.num_calls += 1
-        for beginning in prefix:
-            record.prefixes.add(beginning)
+        for digest in prefix:
+            record.prefixes.add(digest)
         if not again:
             record.sent_sequences += work.num_sequences
         call = OpenCall(record, stage, stage + request_id, work, self.num_calls)
@@ -255,10 +255,10 @@ class InstanceTable:
         return call
 
     @contextmanager
-    def encoding(self, record: InstanceRecord, ref: MediaRef, request_id: str = "") -> Iterator[OpenCall]:
-        """Count one open encode call; an item that is being encoded there, or has been, adds no work.
+    def open_encode(self, record: InstanceRecord, ref: MediaRef, request_id: str = "") -> Iterator[OpenCall]:
+        """Count an open encode call, without work if the item is or was encoded there.
 
-        A call that fails leaves no feature in the record.
+        A failed call removes the feature from the record.
         """
         mm_hash, work = ref.mm_hash, NONE
         if mm_hash not in record.features and mm_hash not in record.encoding:
@@ -266,7 +266,7 @@ class InstanceTable:
             for one in self._records.values():
                 one.recent_pixels *= _RECENT_MEMORY
             record.recent_pixels += work.num_pixels
-        call = self.in_flight(record, Stage.ENCODE, request_id=request_id, work=work)
+        call = self.open_call(record, Stage.ENCODE, request_id=request_id, work=work)
         record.encoding[mm_hash] += 1
         try:
             yield call
@@ -286,28 +286,24 @@ class InstanceRecord:
     """One instance as last seen: up (ready and not draining), draining or down.
 
     Attributes:
-        name: its name in the deployment.
-        url: its control URL.
-        info: its last answer to ``/info``; None until the first.
-        place: its host and device, from that answer.
-        role: its role, from that answer; None until the first. stages: those of it, E alone where it assists; none
-            until the first.
-        ready: whether it answers and is ready to work.
-        drains: who has ordered that it gets no new request: the operator, a role switch.
-        is_down: whether it was found not to answer; False again once it is ready.
-        num_lives: number of times that it became another process or role, or returned after it was down.
-        before: its answer to ``/info`` before the last one, if the same process gave it.
-        num_restarts: number of times that another process has taken its place.
-        load: its last report's.
-        costs: times of its stages, by its own measurements where there are any.
+        url: control URL.
+        info: its last answer to ``/info``, from which ``place``, ``role`` and ``stages`` are set.
+        stages: of its role; E alone if it assists.
+        ready: whether it answers and accepts requests.
+        drains: causes that keep new requests away: the operator, a role switch.
+        is_down: whether it did not answer; False once it is ready again.
+        num_lives: counts changes of its process or caches, and returns after it was down.
+        before: its ``/info`` before the last one, if of the same process.
+        num_restarts: changes of its process.
+        load: from its last report.
+        costs: times of its stages.
         in_flight: this gateway's open calls, by stage.
-        encoding: number of open encode calls by the mm_hash that is encoded.
-        recent_pixels: pixels that this gateway has sent there to be encoded, older ones counting less.
-        features: mm_hashes of items that were encoded there lately, as far as is known.
-        prefixes: beginnings of the prompts that went there.
-        num_chosen: number of calls that this gateway has opened, by stage; equals take turns by it.
-        sent_encode_s, sent_sequences: work that this gateway has sent there so far: seconds of encoding, and
-            sequences to decode, each at its first try.
+        encoding: open encode calls by mm_hash.
+        recent_pixels: pixels sent to be encoded, with exponential decay.
+        features: mm_hashes recently encoded there.
+        prefixes: hashes of the prompts' prefixes sent there.
+        num_chosen: calls opened, by stage.
+        sent_encode_s, sent_sequences: work sent so far: seconds of encoding, sequences to decode (first attempts).
     """
 
     name: str
@@ -332,10 +328,10 @@ class InstanceRecord:
     num_chosen: dict[Stage, int] = field(default_factory=lambda: dict.fromkeys(Stage, 0))
     sent_encode_s: float = 0.0
     sent_sequences: float = 0.0
-    _pending: Work | None = NONE  # None: it, or the costs, have changed, and it is to be counted
+    _pending: Work | None = NONE  # a cache
     _reported: Work = NONE
-    _own: Work = NONE  # of calls that the report does not contain
-    _ended: Work = NONE  # of calls that it contains and that have ended since
+    _own: Work = NONE  # of calls not yet in the report
+    _ended: Work = NONE  # of calls in the report that have ended since
     _unreported: dict[str, list[OpenCall]] = field(default_factory=dict)
 
     @property
@@ -346,7 +342,7 @@ class InstanceRecord:
 
     @property
     def pending(self) -> Work:
-        """The instance's work: its last report, and this gateway's calls that the report does not contain."""
+        """The instance's work: its last report, and this gateway's calls since."""
         if self._pending is None:
             left = self._reported if self._ended is NONE else self._reported - self._ended
             self._pending = left if self._own is NONE else left + self._own
@@ -354,28 +350,28 @@ class InstanceRecord:
 
     @property
     def num_queued(self) -> int:
-        """Requests that wait for its language model, with this gateway's new ones."""
+        """Requests waiting for its language model, including this gateway's new ones."""
         new = sum(call.stage is Stage.PREFILL for calls in self._unreported.values() for call in calls)
         return self.load.num_waiting + self.load.num_refused + new
 
     @property
     def encode_s(self) -> float:
-        """Seconds of encoding to do."""
+        """Seconds of pending encodes."""
         return self.costs.encode_s(self.pending.num_pixels)
 
     @property
     def prefill_s(self) -> float:
-        """Seconds of prefilling to do."""
+        """Seconds of pending prefills."""
         return self.costs.prefill_s(self.pending.num_tokens)
 
     @property
     def room_tokens(self) -> float:
-        """KV that is free and not spoken for."""
+        """KV tokens neither used nor needed by pending requests."""
         block_size = 0 if self.info is None else self.info.block_size
         return self.load.free_blocks * block_size - self.pending.num_kv_tokens
 
     def room_s(self, num_tokens: float) -> float:
-        """Seconds until there is room for a prompt's KV; 0 where there is room, or its pool is unknown."""
+        """Return the seconds until a prompt's KV fits; 0 if it does or the pool is unknown."""
         if self.info is None or not self.load.total_blocks:
             return 0.0
         missing = num_tokens - self.room_tokens
@@ -387,11 +383,11 @@ class InstanceRecord:
 
 
 class OpenCall(msgspec.Struct, eq=False):
-    """A call that counts as in flight, with its work, until it is closed.
+    """A call counted as in flight until it is closed.
 
     Attributes:
-        key: stage and request id, as the instance reports it.
-        is_reported: the instance has.
+        key: stage and request id, as in reports.
+        is_reported: whether a report contains it.
     """
 
     record: InstanceRecord
@@ -402,7 +398,7 @@ class OpenCall(msgspec.Struct, eq=False):
     is_reported: bool = False
 
     def close(self) -> None:
-        """End the call; to be called once."""
+        """End the call. Call once."""
         record, key = self.record, self.key
         record.in_flight[self.stage] -= 1
         record._pending = None
@@ -421,7 +417,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 class Recent(OrderedDict[T, None]):
-    """The last ``capacity`` keys that were added."""
+    """The last ``capacity`` keys added."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__()
@@ -434,5 +430,5 @@ class Recent(OrderedDict[T, None]):
             self.popitem(last=False)
 
 
-#: Tokens of a patch of 28 pixels square.
+#: One token for 28 × 28 pixels.
 PRIOR_TOKENS_PER_PIXEL = 1 / 784

@@ -1,10 +1,8 @@
 """Calls between the processes of a deployment.
 
-* A link has many calls on one connection, MessagePack in frames: a gateway's to native instances and to vLLM's
-  connector, and theirs to each other (:mod:`~epd_serve.rpc.messages`). :mod:`~epd_serve.rpc.link` is the caller's
-  end, :mod:`~epd_serve.rpc.server` the other. Reads of KV and features have the same greeting and frames, on
-  connections of their own (:mod:`epd_serve.transfer.tcp`): their bytes go where they are to lie.
-* HTTP goes to vLLM's servers, to the admin API and for health (:mod:`~epd_serve.rpc.http`).
-
-Orders to decoders of media carry file descriptors, over Unix sockets (:mod:`epd_serve.media.decoder_pool`).
+* A link carries many calls as MessagePack frames (:mod:`~epd_serve.rpc.messages`) over one connection, from the
+  gateway to native instances and vLLM's connector, and between instances. :mod:`~epd_serve.rpc.link` is the
+  caller's end, :mod:`~epd_serve.rpc.server` the server's.
+* KV and features are read over connections of their own with the same greeting (:mod:`epd_serve.transfer.tcp`).
+* vLLM's servers, the admin API and health checks are called over HTTP (:mod:`~epd_serve.rpc.http`).
 """

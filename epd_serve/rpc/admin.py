@@ -1,4 +1,4 @@
-"""The client of a deployment's admin API, on a Unix socket or at a URL."""
+"""The client of a deployment's admin API, at a Unix socket or a URL."""
 
 from __future__ import annotations
 
@@ -16,20 +16,15 @@ from epd_serve.rpc.tls import TlsFiles, tls_files
 
 
 class AdminError(Exception):
-    """The admin API did not do what was asked."""
+    """A call to the admin API failed."""
 
 
 class AdminUnreachable(AdminError):
-    """Nothing answers there, or something else than an admin API."""
+    """No admin API answers at the address."""
 
 
 class AdminRefused(AdminError):
-    """The answer is a refusal.
-
-    Attributes:
-        status: of the HTTP answer.
-        code: of the error, where it has one.
-    """
+    """The admin API answered with an HTTP status from 400 and perhaps an error code."""
 
     def __init__(self, status: int, message: str, code: str | None = None) -> None:
         super().__init__(message)
@@ -41,9 +36,9 @@ class AdminClient:
     """Calls to one admin API.
 
     Args:
-        where: the path of its socket, or its URL.
-        headers: sent with each call: its key.
-        tls: for a URL at https; None: the files that the environment names.
+        where: path of its socket, or its URL.
+        headers: sent with each call, such as its key.
+        tls: for https; by default the files that the environment names.
     """
 
     def __init__(
@@ -63,14 +58,14 @@ class AdminClient:
         try:
             server = _AdminServer("admin", url, pool)
         except ValueError as error:
-            raise AdminUnreachable(f"{url!r} is no URL of an admin API, as in http://127.0.0.1:9001") from error
+            raise AdminUnreachable(f"{url!r} is not the URL of an admin API (http://127.0.0.1:9001)") from error
         data = b"" if body is None else msgspec.json.encode(body)
         async with pool:
             try:
                 async with asyncio.timeout(timeout_s):
                     answer = await server.ask(method, quote(path, safe="/?=&"), data, self._headers)
             except ServeError as error:
-                raise AdminUnreachable(f"nothing answers at {self.where} ({error.message})") from error
+                raise AdminUnreachable(f"{self.where} does not answer ({error.message})") from error
         return server.decode(answer)
 
 
@@ -79,7 +74,7 @@ class _AdminServer(HttpServer):
         try:
             return msgspec.json.decode(body)
         except msgspec.DecodeError:
-            raise AdminUnreachable(f"{self.url} answered, and no JSON") from None
+            raise AdminUnreachable(f"the answer of {self.url} is not JSON") from None
 
     def error(self, status: int, body: bytes) -> Exception:
         content = self.decode(body)

@@ -15,18 +15,18 @@ from epd_serve.rpc.tls import TlsFiles
 
 
 class AdminHttp(BoundedHttp):
-    """Takes JSON: orders, deployment files."""
+    """The protocol of admin APIs, whose bodies are JSON."""
 
     max_body_bytes = 4 << 20
 
 
 @asynccontextmanager
-async def serving(
+async def serve_app(
     app: object, listener: socket.socket, http: Any = AdminHttp, tls: TlsFiles | None = None
 ) -> AsyncIterator[None]:
-    """Serve ``app`` while the context lasts, on a socket that listens and is closed then.
+    """Serve ``app`` within the context on a listening socket, which is closed at the end.
 
-    With ``tls`` callers show a certificate.
+    With ``tls``, callers must show a certificate.
     """
     config = uvicorn.Config(
         app,  # type: ignore[arg-type]
@@ -48,7 +48,7 @@ async def serving(
 
 
 class _QuietServer(uvicorn.Server):
-    """uvicorn without its signal handling, which is the program's own."""
+    """uvicorn without its signal handling."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""uvicorn's protocol with an end to headers and trailers, in bytes and in time."""
+"""uvicorn's protocol with limits on the size and time of headers and trailers."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import ClassVar
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-#: A sender may have this much ahead of or behind its body: request line, headers, trailers.
+#: Limit of a request line with its headers, and of trailers.
 MAX_HEADER_BYTES = 64 * 1024
-#: A request line with its headers comes within this time.
+#: Time in which a request line with its headers must arrive.
 HEADER_S = 10.0
-#: The rest of a body that was refused is read and dropped for this time, so that its sender sees the answer.
+#: How long to read and drop the rest of a refused body, so that its sender reads the answer.
 GRACE_S = 10.0
 
 
-#: The offer to change to HTTP/2, behind which httptools would read no body.
+#: The offer to upgrade to HTTP/2, after which httptools would not read the body.
 _H2C = re.compile(rb"\r\nupgrade:[ \t]*h2c(?=\r\n)", re.IGNORECASE)
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """Closes a connection whose headers are too long or come too late; httptools would collect them without limit.
+    """Closes connections whose headers are too long or too slow, which httptools does not limit.
 
     Attributes:
-        max_body_bytes: the connection of a longer body is closed; None: the application bounds bodies.
+        max_body_bytes: limit of a body; None if the application has a limit of its own.
     """
 
     max_body_bytes: ClassVar[int | None] = None
@@ -32,9 +32,9 @@ class BoundedHttp(HttpToolsProtocol):
     _collected_bytes = 0
     _body_bytes = 0
     _in_body = False
-    #: The request whose body still comes behind its answer.
+    #: The request whose body is still arriving after its answer.
     _refused: RequestResponseCycle | None = None
-    #: When the head of a request began; None: it is complete. One timer looks, set anew at most once per HEADER_S.
+    #: When the head of a request began; None once complete. One timer checks it, at most once per HEADER_S.
     _head_since_s: float | None = None
     _timer: asyncio.TimerHandle | None = None
 
@@ -56,9 +56,9 @@ class BoundedHttp(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self._collected_bytes > MAX_HEADER_BYTES:
-            self.send_400_response(f"The headers have more than {MAX_HEADER_BYTES} bytes.")
+            self.send_400_response(f"The headers exceed {MAX_HEADER_BYTES} bytes.")
         elif self.max_body_bytes is not None and self._body_bytes > self.max_body_bytes:
-            self.send_400_response(f"The body has more than {self.max_body_bytes} bytes.")
+            self.send_400_response(f"The body exceeds {self.max_body_bytes} bytes.")
 
     def on_message_begin(self) -> None:
         self._begin_head()

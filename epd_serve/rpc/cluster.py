@@ -1,15 +1,15 @@
-"""Two processes prove to each other that they have the deployment's ``cluster_key``, once for each connection.
+"""The greeting in which both ends of a connection prove the deployment's ``cluster_key`` without sending it.
 
-The key never travels::
+::
 
-    caller → server   nonce C, the server that it means
+    caller → server   nonce C, reached
     server → caller   nonce S, HMAC(key, server, reached, C, S)
     caller → server            HMAC(key, client, reached, C, S)
 
-The server proves it first: a peer without the key receives no request. ``reached`` is the :class:`Endpoint` that
-the caller means: the service that it expects, and the address at the other end of its socket. A server signs its
-own endpoint alone, so a process that forwards a greeting to another server, or to another service, proves nothing.
-Links (:mod:`epd_serve.rpc.messages`) and connections for KV and features (:mod:`epd_serve.transfer.tcp`) begin so.
+The server proves the key first: a peer without the key receives no request. ``reached`` is the :class:`Endpoint`
+that the caller expects: a service, and the address at the other end of its socket. A server signs only its own
+endpoints, so a process that forwards a greeting to another server or service proves nothing. Links
+(:mod:`epd_serve.rpc.messages`) and connections for KV and features (:mod:`epd_serve.transfer.tcp`) begin this way.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import msgspec
 from epd_serve.errors import ErrorBody, ErrorEnvelope, InstanceUntrusted, error_from_response
 from epd_serve.rpc.messages import Error, Hello, Proof, Welcome
 
-#: The variable that holds the key, for who is started elsewhere: it shall stand in no list of processes.
+#: The environment variable that holds the key, as command lines are visible to other users.
 CLUSTER_KEY = "EPD_SERVE_CLUSTER_KEY"
 _KEY_TEXT = re.compile(r"[!-~]{16,}")
 
@@ -38,25 +38,25 @@ _NONCE_TEXT = re.compile(r"[0-9a-f]{32}")
 
 
 def check_cluster_key(key: str, where: str) -> str:
-    """Raises ValueError for what no header can hold, or anybody can guess; ``where`` it was read."""
+    """Return the key. Raises ValueError, naming ``where`` it was read, if it is too short or not plain ASCII."""
     if not _KEY_TEXT.fullmatch(key):
-        raise ValueError(f"{where} is no key; write 16 printable ASCII characters at least, without blanks")
+        raise ValueError(f"{where} is not a key; use at least 16 printable ASCII characters without blanks")
     return key
 
 
 def cluster_key() -> str | None:
-    """Return the key that instances ask of their callers and send to others; None: none. Raises ValueError."""
+    """Return the cluster key of this process's environment, if any. Raises ValueError."""
     key = os.environ.get(CLUSTER_KEY, "").strip()
     return check_cluster_key(key, f"the environment variable {CLUSTER_KEY}") if key else None
 
 
-#: The services of a deployment that prove the cluster's key.
+#: The services that prove the cluster key.
 Service = Literal["instance", "admin", "data"]
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """The service and the address of the server for which a proof is valid."""
+    """The service and address that a proof is bound to."""
 
     service: Service
     address: str
@@ -66,7 +66,7 @@ class Endpoint:
 
 
 def address_text(host: str, port: int) -> str:
-    """One spelling for each address: ``10.0.0.3:9000``, ``[fe80::1]:9000``."""
+    """Return the canonical text of an address: ``10.0.0.3:9000``, ``[fe80::1]:9000``."""
     address = ipaddress.ip_address(host.partition("%")[0])
     if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
         address = address.ipv4_mapped
@@ -74,67 +74,57 @@ def address_text(host: str, port: int) -> str:
 
 
 class Refused(Exception):
-    """The caller is refused.
-
-    Attributes:
-        message: for the caller.
-    """
+    """The server refuses the caller; ``message`` tells it why."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
-        told = ErrorEnvelope(ErrorBody(message=reason, type="authentication_error"))
-        self.message = Error(0, status, msgspec.json.encode(told))
+        envelope = ErrorEnvelope(ErrorBody(message=reason, type="authentication_error"))
+        self.message = Error(0, status, msgspec.json.encode(envelope))
 
 
 class CallerGreeting:
-    """The caller's side of one connection.
-
-    Attributes:
-        hello: its first message.
-    """
+    """The caller's side of a greeting, which begins with ``hello``. ``name`` is the server's in error messages."""
 
     def __init__(self, key: str | None, reached: Endpoint, name: str) -> None:
-        """``reached``: the server that the caller means; ``name``: what errors call it."""
         self._key = key
         self._reached = reached
         self._name = name
         self.hello = Hello("", "") if key is None else Hello(secrets.token_hex(_NONCE_BYTES), str(reached))
 
     def prove(self, answer: Welcome | Error) -> Proof:
-        """Return the caller's proof, once the server's is right.
+        """Check the server's proof and return the caller's.
 
-        Raises InstanceUntrusted, or the server's own error where that does not know the caller.
+        Raises InstanceUntrusted, or the server's own error if it refuses the caller's key.
         """
         if isinstance(answer, Error):
             error = error_from_response(answer.status, answer.body, origin=self._name)
-            raise error if answer.status == 401 else self._not_proved(error.message)
+            raise error if answer.status == 401 else self._untrusted(error.message)
         if self._key is None:
             return Proof("")
         if _NONCE_TEXT.fullmatch(answer.nonce) is None:
-            raise self._not_proved("no nonce")
+            raise self._untrusted("no nonce")
         server, client = (
             _proof(self._key, side, str(self._reached), self.hello.nonce, answer.nonce)
             for side in ("server", "client")
         )
         if not hmac.compare_digest(answer.proof.encode(), server.encode()):
-            raise self._not_proved("another key")
+            raise self._untrusted("another key")
         return Proof(client)
 
-    def _not_proved(self, why: str) -> InstanceUntrusted:
+    def _untrusted(self, why: str) -> InstanceUntrusted:
         return InstanceUntrusted(f"{self._name} does not prove that it has this deployment's cluster_key ({why})")
 
 
 class ServerGreeting:
-    """The server's side of one connection."""
+    """The server's side of a greeting; ``own`` are the endpoints under which callers may reach it."""
 
     def __init__(self, key: str | None, own: Iterable[Endpoint]) -> None:
-        """``own``: the endpoints that it may be reached as."""
         self._key = key
         self._own = {str(one): one.service for one in own}
         self._expected = ""
 
     def answer(self, hello: Hello) -> Welcome:
-        """Return the server's proof. Raises Refused for a caller that has no key, or means another server."""
+        """Return the server's proof. Raises Refused if the caller lacks the key or means another server."""
         if self._key is None:
             return Welcome("", "")
         if not hello.nonce:
@@ -142,7 +132,7 @@ class ServerGreeting:
             raise Refused(401, f"this {services} asks for its deployment's cluster_key: set {CLUSTER_KEY}")
         if hello.reached not in self._own:
             names = " or ".join(sorted(self._own))
-            raise Refused(421, f"this is {names}, reached as {hello.reached[:100]}: something lies in between")
+            raise Refused(421, f"this is {names}, reached as {hello.reached[:100]}: is there a proxy in between?")
         nonce = secrets.token_hex(_NONCE_BYTES)
         proof, self._expected = (
             _proof(self._key, side, hello.reached, hello.nonce, nonce) for side in ("server", "client")
@@ -150,12 +140,12 @@ class ServerGreeting:
         return Welcome(nonce, proof)
 
     def check(self, proof: Proof) -> None:
-        """Raise Refused unless this is the caller's proof; a greeting allows one try."""
+        """Raise Refused unless the caller's proof is right; a greeting allows one attempt."""
         expected, self._expected = self._expected, ""
         if self._key is None:
             return
         if not expected or not hmac.compare_digest(proof.proof.encode(), expected.encode()):
-            raise Refused(401, "this is no proof of the deployment's cluster_key")
+            raise Refused(401, "the caller does not have the deployment's cluster_key")
 
 
 def _proof(key: str, side: str, reached: str, caller_nonce: str, server_nonce: str) -> str:

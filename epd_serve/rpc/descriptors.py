@@ -1,4 +1,4 @@
-"""File descriptors: the limit of this process, and the error for a client where none is left."""
+"""This process's limit of file descriptors, and the error when none is left."""
 
 from __future__ import annotations
 
@@ -7,26 +7,23 @@ import resource
 
 from epd_serve.errors import Unavailable
 
-#: A process that may have fewer says so when it starts.
+#: Below this limit a process logs a warning at its start.
 FEW = 1024
 
 
 def raise_limit() -> int:
-    """Raise this process's limit to the most that it may have; return that.
-
-    The limit at its start is often 1,024.
-    """
+    """Raise this process's limit, often 1,024, to its hard limit and return that."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     return most
 
 
-def shortage(error: OSError) -> Unavailable | None:
-    """The error to answer with where ``error`` reports that no descriptor is left; None for any other error."""
+def shortage_error(error: OSError) -> Unavailable | None:
+    """Return the error for a client if ``error`` means that no descriptor is left, else None."""
     if error.errno not in (errno.EMFILE, errno.ENFILE):
         return None
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return Unavailable(
-        f"too many connections at once: this process may have {most} files open (ulimit -n); try again later",
+        f"too many connections: this process can open {most} files (ulimit -n); try again later",
         code="out_of_descriptors",
     )

@@ -1,4 +1,4 @@
-"""Calls over HTTP: to vLLM's servers, to the admin API, and for health."""
+"""The HTTP client for vLLM's servers, the admin API and health checks."""
 
 from __future__ import annotations
 
@@ -16,22 +16,25 @@ from yarl import URL
 
 from epd_serve.errors import InstanceLost, InstanceUnreachable, error_from_response
 from epd_serve.rpc import sockets
-from epd_serve.rpc.descriptors import shortage
+from epd_serve.rpc.descriptors import shortage_error
 from epd_serve.rpc.link import CERTIFICATE_NOT_ACCEPTED, MAX_BODY_BYTES, MAX_NOTE_BYTES
 from epd_serve.rpc.tls import TlsFiles
 
-#: Below the keep-alive time of most servers (5 s): no call meets a connection that is just being closed.
+#: Below most servers' keep-alive time (5 s), so no call uses a closing connection.
 KEEP_ALIVE_S = 3.0
-#: aiohttp warns of larger bodies in one piece.
+#: aiohttp warns about larger bodies in one piece.
 _LARGE_BYTES = 1 << 20
 
 
 class HttpPool:
-    """Connections to servers; an async context manager that closes them. It belongs to one event loop."""
+    """Connections of one event loop, as an async context manager that closes them.
+
+    Args:
+        tls: the certificates for https; None expects servers with certificates of a public CA.
+        path: the Unix socket of the server.
+    """
 
     def __init__(self, tls: TlsFiles | None = None, path: Path | None = None) -> None:
-        """With https both ends show a certificate of the CA in ``tls``; None: the server one of a public CA.
-        ``path`` is the Unix socket at which the server is."""
         self.tls = tls
         self._path = path
 
@@ -43,7 +46,7 @@ class HttpPool:
             connector = aiohttp.TCPConnector(
                 limit=0,
                 keepalive_timeout=KEEP_ALIVE_S,
-                socket_factory=_watched,
+                socket_factory=_create_socket,
                 ssl=True if self.tls is None else self.tls.client_context(),
             )
         return aiohttp.ClientSession(
@@ -62,26 +65,27 @@ class HttpPool:
             await session.close()
 
 
-def _watched(found: tuple[Any, ...]) -> socket.socket:
-    made = socket.socket(*found[:3])
+def _create_socket(address: tuple[Any, ...]) -> socket.socket:
+    made = socket.socket(*address[:3])
     made.setblocking(False)
     sockets.watch(made)
     return made
 
 
 class HttpServer:
-    """One server.
+    """A server called over HTTP.
 
-    Attributes:
-        name: the instance's, for error messages. url: without a slash at its end.
+    Args:
+        name: of the instance, for error messages.
+        address: which of the host name's addresses to call.
+
+    Raises ValueError for a URL that is not http(s).
     """
 
     def __init__(self, name: str, url: str, pool: HttpPool, *, address: str | None = None) -> None:
-        """``address``: the one that is meant of a host name with several. Raises ValueError for a URL that is not
-        http(s)."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
-            raise ValueError(f"{url!r} is no URL of a server; it should look like 'http://10.0.0.1:9000'")
+            raise ValueError(f"{url!r} is not the URL of a server, as in 'http://10.0.0.1:9000'")
         self.name = name
         self.url = url.rstrip("/")
         self._pool = pool
@@ -96,7 +100,7 @@ class HttpServer:
     async def send(
         self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
     ) -> aiohttp.ClientResponse:
-        """Return an answer whose head has come; close it. Raises InstanceLost."""
+        """Return an answer, which the caller closes, once its head is here. Raises InstanceLost."""
         data = io.BytesIO(body) if len(body) > _LARGE_BYTES else body
         with self._failures("is not reachable"):
             return await self._pool.session.request(
@@ -117,7 +121,7 @@ class HttpServer:
     ) -> bytes:
         """Return the body of an answer.
 
-        Raises InstanceLost, also for a body of more than ``max_bytes``, and the error of a status from 400.
+        Raises InstanceLost, also if the body exceeds ``max_bytes``, and :meth:`error` for a status from 400.
         """
         async with await self.send(method, path, body, headers) as answer:
             if answer.status >= 400:
@@ -130,32 +134,31 @@ class HttpServer:
             return bytes(found)
 
     async def read(self, answer: aiohttp.ClientResponse) -> bytes:
-        """Return the next piece of an answer's body, nothing at its end. Raises InstanceLost."""
+        """Return the next piece of an answer's body, empty at its end. Raises InstanceLost."""
         with self._failures("broke off its answer"):
             return await answer.content.readany()
 
     async def read_error(self, answer: aiohttp.ClientResponse) -> bytes:
-        """Return an error's body, or its beginning. Raises InstanceLost."""
+        """Return the first MAX_NOTE_BYTES of an error's body. Raises InstanceLost."""
         body = bytearray()
         while len(body) <= MAX_NOTE_BYTES and (chunk := await self.read(answer)):
             body += chunk
         return bytes(body[:MAX_NOTE_BYTES])
 
     def error(self, status: int, body: bytes) -> Exception:
-        """Return the error for which a status from 400 stands."""
+        """Return the error of a status from 400."""
         return error_from_response(status, body, origin=f"instance {self.name}")
 
     @contextmanager
-    def _failures(self, what: str) -> Iterator[None]:
+    def _failures(self, failure: str) -> Iterator[None]:
+        """Raise InstanceLost in place of aiohttp's errors."""
         try:
             yield
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            is_refused = isinstance(getattr(error, "os_error", None), ConnectionRefusedError)
-            unreachable = InstanceUnreachable(self._lost(what, error), is_refused=is_refused)
-            raise (isinstance(error, OSError) and shortage(error)) or unreachable from error
         except (aiohttp.ClientError, OSError, UnicodeError) as error:
-            raise InstanceLost(self._lost(what, error)) from error
-
-    def _lost(self, what: str, error: Exception) -> str:
-        more = f"; {CERTIFICATE_NOT_ACCEPTED}" if self._base.scheme == "https" else ""
-        return f"instance {self.name} at {self.url} {what} ({str(error) or type(error).__name__}{more})"
+            hint = f"; {CERTIFICATE_NOT_ACCEPTED}" if self._base.scheme == "https" else ""
+            message = f"instance {self.name} at {self.url} {failure} ({str(error) or type(error).__name__}{hint})"
+            if not isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
+                raise InstanceLost(message) from error
+            is_refused = isinstance(getattr(error, "os_error", None), ConnectionRefusedError)
+            unreachable = InstanceUnreachable(message, is_refused=is_refused)
+            raise (isinstance(error, OSError) and shortage_error(error)) or unreachable from error

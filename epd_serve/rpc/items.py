@@ -1,7 +1,7 @@
-"""The body of a streamed stage answer: items, each some events together with the ids of their tokens.
+"""The body of a streamed stage answer: items, each with events and the ids of their tokens.
 
-A caller forwards events unparsed and still knows which tokens are out, so that another instance can go on where
-this one stopped. An item is forwarded whole or not at all.
+A caller forwards whole items without parsing their events and knows the tokens sent, so another instance can
+continue the stream.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from epd_serve.rpc.messages import Frames
 
 CONTENT_TYPE = "application/x-epd-items"
 HEADERS = ((b"content-type", CONTENT_TYPE.encode()), (b"cache-control", b"no-cache"))
-#: In place of a choice: the answer is complete with this item; the answer failed, which is what the event says.
+#: Values of ``choice`` for the last item: the answer is complete, or its event is an error.
 END, ERROR = -1, -2
-#: No event of a token comes near to it.
+#: Far above any token's events.
 MAX_BYTES = 1 << 26
 
 
 class Item(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Server-sent events of a choice; ``choice`` is an index, ``END`` or ``ERROR``."""
+    """Server-sent events of a choice: an index, ``END`` or ``ERROR``."""
 
     choice: int
     tokens: Sequence[int]
@@ -33,18 +33,18 @@ DECODER = msgspec.msgpack.Decoder(Item)
 
 
 def pack(choice: int, tokens: Sequence[int], events: bytes) -> bytes:
-    """Return an item as it travels."""
+    """Return the frame of an item."""
     return bytes(messages.pack(Item(choice, tokens, events)))
 
 
 class ItemReader:
-    """Takes bytes as they come, gives the events of whole items.
+    """Splits received bytes into items.
 
     Attributes:
-        tokens: of the items that were read, in the order in which they were sent.
-        ended: whether the last of them was ``END``.
-        error: the event of the one that was ``ERROR``; nothing is read behind it.
-        is_over: whether one of both was among them.
+        tokens: of all items read, in order.
+        ended: whether an ``END`` item was read.
+        error: the event of an ``ERROR`` item.
+        is_over: whether either was read.
     """
 
     __slots__ = ("_frames", "ended", "error", "is_over", "tokens")
@@ -56,7 +56,7 @@ class ItemReader:
         self.error: bytes | None = None
 
     def read(self, chunk: bytes) -> bytes:
-        """Return the events of the items that are whole now. Raises LinkClosed for what cannot be an item."""
+        """Add a chunk and return the events of the items now complete. Raises LinkClosed."""
         events = b""
         for item in self._frames.take(chunk):
             if item.choice < 0:

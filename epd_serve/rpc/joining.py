@@ -1,4 +1,4 @@
-"""An instance's place at a gateway that it joins by itself."""
+"""Leases of an instance at the gateways that it joins by itself."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from epd_serve.rpc.tls import TlsFiles
 
 logger = logging.getLogger(__name__)
 
-#: Between two looks at which gateways a name has.
-_LOOK_S = 5.0
+#: Interval of resolving the gateways' host names.
+_RESOLVE_S = 5.0
+#: Delay before asking an unreachable gateway again.
+_RETRY_S = 0.2
 
 
 async def join_all(
@@ -33,26 +35,27 @@ async def join_all(
     key: str | None = None,
     tls: TlsFiles | None = None,
 ) -> None:
-    """Be at every gateway of these admin planes, where a host name has several at all of its addresses; leave when
-    cancelled. Arguments as of :class:`Joining`."""
+    """Join the gateways at all addresses of these admin planes; leave them when cancelled.
+
+    See :func:`keep_lease` for the arguments. Raises ValueError for an invalid URL.
+    """
     running: dict[tuple[str, str], asyncio.Task[None]] = {}
     try:
-        while True:
-            found = {(one, address) for one in admin_urls for address in await _addresses(one)}
-            for gone in running.keys() - found:
-                running.pop(gone).cancel()
-            for new in found - running.keys():
-                joining = Joining(new[0], name, url, headers, role=role, key=key, tls=tls, address=new[1])
-                running[new] = asyncio.create_task(joining.run())
-            await asyncio.sleep(_LOOK_S)
-    finally:
-        for task in running.values():
-            task.cancel()
-        await asyncio.gather(*running.values(), return_exceptions=True)
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                found = {(one, address) for one in admin_urls for address in await _addresses(one)}
+                for gone in running.keys() - found:
+                    running.pop(gone).cancel()
+                for admin_url, address in found - running.keys():
+                    lease = keep_lease(admin_url, name, url, headers, role=role, key=key, tls=tls, address=address)
+                    running[admin_url, address] = tasks.create_task(lease)
+                await asyncio.sleep(_RESOLVE_S)
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
 
 
 async def _addresses(url: str) -> set[str]:
-    """The addresses of the URL's host; its name where it has one, or none now."""
+    """Return the addresses of the URL's host if there are several, else its name."""
     parts = urlsplit(url)
     try:
         found = await asyncio.get_running_loop().getaddrinfo(
@@ -64,81 +67,65 @@ async def _addresses(url: str) -> set[str]:
     return {parts.hostname or ""} if len(addresses) < 2 or parts.hostname == "localhost" else addresses
 
 
-#: Between two tries to reach a gateway that refuses connections.
-_AGAIN_S = 0.2
-
-
-class Joining:
-    """At one gateway's admin plane.
+async def keep_lease(
+    admin_url: str,
+    name: str,
+    url: str,
+    headers: Mapping[str, str],
+    *,
+    role: str | None = None,
+    key: str | None = None,
+    tls: TlsFiles | None = None,
+    address: str | None = None,
+    lease_s: float = 10.0,
+) -> None:
+    """Join one gateway, retrying forever, and renew the instance's lease; leave when cancelled.
 
     Args:
-        name, url: of the instance. role: for a gateway that cannot ask it.
-        headers: that the admin plane asks for. key: of the cluster, if it has one; it is proved in their place.
-        tls: with an admin plane at https. address: that of the URL's host which is meant, where it has several.
-        lease_s: after so long without a renewal the gateway takes it out. It is renewed three times as often; a
-            renewal without an answer in a third of it is tried again at once.
+        name, url: of the instance.
+        headers: for the admin plane, such as its key.
+        role: of an instance that the gateway cannot ask for it.
+        key: the cluster key, proved over a link in place of ``headers``.
+        tls: for an admin plane at https.
+        address: which of the host name's addresses to call.
+        lease_s: lifetime of the lease, renewed every third of it. A renewal may take as long.
     """
-
-    def __init__(
-        self,
-        admin_url: str,
-        name: str,
-        url: str,
-        headers: Mapping[str, str],
-        *,
-        role: str | None = None,
-        key: str | None = None,
-        tls: TlsFiles | None = None,
-        address: str | None = None,
-        lease_s: float = 10.0,
-    ) -> None:
-        self._link = None if key is None else Link("gateway", admin_url, key, "admin", tls=tls, address=address)
-        self._pool = HttpPool(tls)
-        self._gateway = HttpServer("gateway", admin_url, self._pool, address=address)
-        self._url = self._gateway.url + "/instances"
-        incarnation = time.time_ns()
-        body = {"name": name, "url": url, "lease_s": lease_s, "incarnation": incarnation}
-        self._body = msgspec.json.encode(body if role is None else body | {"role": role})
-        self._own_path = f"/instances/{name}?incarnation={incarnation}"
-        self._headers = {**headers, "content-type": "application/json"}
-        self._lease_s = lease_s
-        #: Whether the gateway may have it: it has said so, or has been asked and has not answered.
-        self._may_have_lease = False
-
-    async def run(self) -> None:
-        """Join and stay; leave when cancelled. A gateway that is not there is asked again and again."""
-        problem = ""
+    incarnation = time.time_ns()
+    fields = {"name": name, "url": url, "lease_s": lease_s, "incarnation": incarnation}
+    body = msgspec.json.encode(fields if role is None else fields | {"role": role})
+    headers = {**headers, "content-type": "application/json"}
+    link = None if key is None else Link("gateway", admin_url, key, "admin", tls=tls, address=address)
+    async with HttpPool(tls) as pool:
+        gateway = HttpServer("gateway", admin_url, pool, address=address)
+        may_have_lease, problem = False, ""
         try:
             while True:
-                before, (problem, pause_s) = problem, await self._renew()
-                if problem != before:
-                    logger.warning("%s", problem) if problem else logger.info("joined %s", self._url)
+                before, problem, pause_s = problem, "", lease_s / 3
+                may_have_lease = True  # even if the answer does not arrive
+                try:
+                    async with asyncio.timeout(lease_s / 3):
+                        if link is not None:
+                            await link.ask("/join", [body])
+                        else:
+                            await gateway.ask("POST", "/instances", body, headers)
+                except (InstanceLost, TimeoutError) as error:
+                    problem, pause_s = f"does not answer: {error or type(error).__name__}", _RETRY_S
+                except ServeError as error:
+                    problem, may_have_lease = f"answered {error.status}: {error.message[:300]}", False
+                if problem != before and problem:
+                    logger.warning("%s/instances %s", gateway.url, problem)
+                elif problem != before:
+                    logger.info("joined %s", gateway.url)
                 await asyncio.sleep(pause_s)
         finally:
-            if self._may_have_lease:
+            if may_have_lease:
                 with suppress(ServeError, TimeoutError):
-                    await self._ask("DELETE", self._own_path, "/leave")
-                    logger.info("left %s", self._url)
-            await self._pool.__aexit__()
-            if self._link is not None:
-                await self._link.close()
-
-    async def _renew(self) -> tuple[str, float]:
-        """Return what is wrong ("" for nothing), and when to ask again."""
-        self._may_have_lease = True
-        try:
-            await self._ask("POST", "/instances", "/join")
-        except (InstanceLost, TimeoutError) as error:
-            return f"{self._url} does not answer: {error or type(error).__name__}", _AGAIN_S
-        except ServeError as error:
-            self._may_have_lease = False
-            return f"{self._url} answered {error.status}: {error.message[:300]}", self._lease_s / 3
-        return "", self._lease_s / 3
-
-    async def _ask(self, method: str, path: str, call: str) -> None:
-        """Ask over HTTP with the admin plane's key, or over a link where the cluster's key is proved."""
-        async with asyncio.timeout(self._lease_s / 3):
-            if self._link is not None:
-                await self._link.ask(call, [self._body])
-            else:
-                await self._gateway.ask(method, path, self._body if method == "POST" else b"", self._headers)
+                    async with asyncio.timeout(lease_s / 3):
+                        if link is not None:
+                            await link.ask("/leave", [body])
+                        else:
+                            path = f"/instances/{name}?incarnation={incarnation}"
+                            await gateway.ask("DELETE", path, headers=headers)
+                    logger.info("left %s", gateway.url)
+            if link is not None:
+                await link.close()

@@ -1,6 +1,6 @@
 """The caller's end of a link: all calls of one caller to one server over a single connection.
 
-Each call is a stream of its own. A connection is made for the first call; when it ends, all of its calls fail.
+The first call opens the connection; when the connection ends, all of its calls fail.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from epd_serve.errors import (
 )
 from epd_serve.rpc import sockets
 from epd_serve.rpc.cluster import CallerGreeting, Endpoint, Service, address_text
-from epd_serve.rpc.descriptors import shortage
+from epd_serve.rpc.descriptors import shortage_error
 from epd_serve.rpc.messages import (
     CREDIT_BYTES,
     MAX_ANSWER_BYTES,
@@ -46,25 +46,25 @@ from epd_serve.rpc.messages import (
 )
 from epd_serve.rpc.tls import TlsFiles
 
-#: Limit of an answer that is read as a whole.
+#: Limit of an answer read whole.
 MAX_BODY_BYTES = 256 * 1024**2
 #: Limit of an answer that only reports a result.
 MAX_NOTE_BYTES = 64 * 1024
-#: Limits of TLS's handshake and of a server's proof of the cluster key.
+#: Limits of the TLS handshake and of the greeting.
 TLS_HANDSHAKE_S, GREETING_S = 5.0, 10.0
 CLOSED = "the connection was closed"
-#: TLS 1.3 has no other way to say it: the client's handshake is over by then.
-CERTIFICATE_NOT_ACCEPTED = "so a server ends it that does not accept the client's certificate"
+#: In TLS 1.3 the server rejects a certificate after the client's handshake, by closing the connection.
+CERTIFICATE_NOT_ACCEPTED = "perhaps the server does not accept the client's certificate"
 
 
 class LinkCall:
-    """One call and its answer. It must be closed; before the answer's end that cancels the call.
+    """One call and its answer. It must be closed, which cancels an unfinished call.
 
     Attributes:
-        opened: done when the answer has begun, with this call as its result. It raises the server's own error
-            (:func:`epd_serve.errors.error_from_response`), or InstanceLost for a connection that fails.
+        opened: set to this call when the answer begins. Raises the server's error
+            (:func:`epd_serve.errors.error_from_response`), or InstanceLost if the connection fails.
         headers: of the answer.
-        connection: None before the call is sent, and after its end.
+        connection: None before the call is sent and after its end.
     """
 
     def __init__(self, link: Link, path: str, body: Sequence[bytes]) -> None:
@@ -81,48 +81,44 @@ class LinkCall:
         self._pieces: list[bytes] = []
         self._uncredited_bytes = 0
         self._write: Callable[[bytes], bool] | None = None
-        self._news = asyncio.Event()  # cleared by the one who waits for it
+        self._changed = asyncio.Event()  # cleared by the waiter
 
     async def read(self, max_bytes: int = MAX_BODY_BYTES) -> bytes:
-        """Return the whole body. Raises InstanceLost where it breaks off, or has more than ``max_bytes``."""
+        """Return the whole body. Raises InstanceLost if it breaks off or exceeds ``max_bytes``."""
         body = bytearray()
-        async for chunk in self:
+        async for chunk in self.chunks():
             body += chunk
             if len(body) > max_bytes:
                 self.close()
                 raise InstanceLost(f"instance {self.link.name} answered with more than {max_bytes} bytes")
         return bytes(body)
 
-    def chunks(self) -> AsyncIterator[bytes]:
-        """Yield the body as it comes, never empty pieces. Raises InstanceLost where it breaks off."""
-        return self
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> bytes:
-        while not self._pieces:
-            if self._failure is not None:
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """Yield non-empty pieces of the body. Raises InstanceLost if it breaks off."""
+        while True:
+            if self._pieces:
+                yield self._take()
+            elif self._failure is not None:
                 raise self._failure
-            if self._complete:
-                raise StopAsyncIteration
-            self._news.clear()
-            await self._news.wait()
-        return self._take()
+            elif self._complete:
+                return
+            else:
+                self._changed.clear()
+                await self._changed.wait()
 
     async def forward(self, write: Callable[[bytes], bool]) -> bool:
-        """Hand the body to ``write`` as it comes, from the event loop's callbacks, until it returns False.
+        """Pass the body to ``write`` as it arrives, in callbacks of the event loop, until it returns False.
 
-        Return whether the body is complete; where it is not, no more is handed on until the next call of this
-        method. What ``write`` raises is raised here. Raises InstanceLost where the body breaks off.
+        Return whether the body is complete; if not, call again to continue. Raises the exceptions of ``write``,
+        and InstanceLost if the body breaks off.
         """
         if self._pieces and not write(self._take()):
             return self._complete
         if not self._complete and self._failure is None:
             self._write = write
             try:
-                self._news.clear()
-                await self._news.wait()
+                self._changed.clear()
+                await self._changed.wait()
             finally:
                 self._write = None
         if self._failure is not None and not self._pieces:
@@ -137,7 +133,7 @@ class LinkCall:
         if not self.opened.done():
             self.opened.cancel()
         elif not self.opened.cancelled():
-            self.opened.exception()  # nobody has to ask for it
+            self.opened.exception()  # mark it as retrieved
         self._pieces.clear()
 
     def _take(self) -> bytes:
@@ -152,44 +148,44 @@ class LinkCall:
             self.connection.send(Credit(self.number, self._uncredited_bytes))
         self._uncredited_bytes = 0
 
-    # What follows is called by the connection.
+    # ------------------------------------------------------------------ called by the connection
 
     def receive(self, data: bytes) -> None:
-        """Take a piece of the body: done for each token of each stream."""
+        """Accept a piece of the body. Runs for every token of a stream."""
         uncredited = self._uncredited_bytes = self._uncredited_bytes + len(data)
         if self._write is None:
             self._pieces.append(data)
-            self._news.set()
+            self._changed.set()
             if uncredited > WINDOW_BYTES and self.connection is not None:
-                self.connection.abort("it sends more than its reader has room for")
+                self.connection.abort("the server exceeded the reader's window")
             return
         try:
             more = self._write(data)
-        except Exception as error:  # noqa: BLE001 - the one who waits in forward() gets it
+        except Exception as error:  # noqa: BLE001 - raised by forward()
             self._failure, more = error, False
         if not more:
             self._write = None
-            self._news.set()
+            self._changed.set()
         if uncredited >= CREDIT_BYTES:
             self._send_credit()
 
     def begin(self, headers: dict[bytes, bytes]) -> None:
-        """Take the beginning of the answer."""
+        """Begin the answer."""
         self.headers = headers
         if not self.opened.done():
             self.opened.set_result(self)
 
     def end(self, error: Exception | None = None) -> None:
-        """Take the end of the answer, or the ``error`` in place of the rest."""
+        """End the answer, with an ``error`` if it is incomplete."""
         self.connection = None
         self._complete, self._failure = error is None, error
         if error is not None and not self.opened.done():
             self.opened.set_exception(error)
-        self._news.set()
+        self._changed.set()
 
 
 class Connection(asyncio.Protocol):
-    """One connection of a link. ``greeted`` is done when both ends have proved the cluster's key."""
+    """One connection of a link. ``greeted`` is done once both ends have proved the cluster key."""
 
     def __init__(self, link: Link) -> None:
         self.transport: asyncio.Transport
@@ -204,13 +200,13 @@ class Connection(asyncio.Protocol):
         self._reason = ""
 
     def begin(self, call: LinkCall) -> None:
-        """Send a call, on a connection that is not closing."""
+        """Send a call; the connection must not be closing."""
         self._num_calls += 1
         call.number, call.connection = self._num_calls, self
         try:
             self.transport.writelines(pack_call(call.number, call.path, call.body))
         except ValueError:
-            call.end(TooLarge(f"the request has more than the {MAX_CALL_BYTES} bytes that an instance takes"))
+            call.end(TooLarge(f"the request exceeds the {MAX_CALL_BYTES} bytes that an instance accepts"))
         else:
             self._calls[call.number] = call
         call.body = ()
@@ -220,7 +216,6 @@ class Connection(asyncio.Protocol):
             self.transport.write(pack([message]))
 
     def cancel(self, call: LinkCall) -> None:
-        """Drop the rest of a call."""
         call.connection = None
         del self._calls[call.number]
         self.send(Cancel(call.number))
@@ -231,7 +226,7 @@ class Connection(asyncio.Protocol):
         self.transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
         link = self._link
         reached = Endpoint(link.service, address_text(*transport.get_extra_info("peername")[:2]))
         self._greeting = CallerGreeting(link.key, reached, f"instance {link.name} at {link.url}")
@@ -255,17 +250,17 @@ class Connection(asyncio.Protocol):
             if data:
                 self._receive(self._frames.take(data))
         except LinkClosed as error:
-            self.abort(f"what it sends cannot be read: {error}")
+            self.abort(f"the server's message cannot be read: {error}")
 
     def _greet(self, data: bytes) -> bytes:
-        """Take the server's opening and its proof, and prove the key; return what came behind them."""
+        """Check the server's opening and proof and prove the key; return the bytes after the greeting."""
         if self._opening != OPENING:
             self._opening += data
             data, self._opening = self._opening[len(OPENING) :], self._opening[: len(OPENING)]
             if not OPENING.startswith(self._opening):
-                speaks = f"does not speak {PROTOCOL}: it has another version of epd-serve than its caller"
+                other = f"does not speak {PROTOCOL}: it runs another version of epd-serve"
                 self.greeted.set_exception(
-                    InstanceUntrusted(f"instance {self._link.name} at {self._link.url} {speaks}")
+                    InstanceUntrusted(f"instance {self._link.name} at {self._link.url} {other}")
                 )
                 self.transport.abort()
                 return b""
@@ -283,7 +278,7 @@ class Connection(asyncio.Protocol):
         return b""
 
     def _receive(self, lists: list[list[ToCaller]]) -> None:
-        """Take what came with one read. The pieces of a stream are one, so that its client is written to once."""
+        """Handle the messages of one read; pieces of a stream are joined, so its client gets one write."""
         calls = self._calls
         pieces: dict[int, bytes | list[bytes]] = {}
         for messages in lists:
@@ -298,7 +293,7 @@ class Connection(asyncio.Protocol):
                         pieces[number] = [known, message.data]
                     continue
                 call = calls.get(number)
-                if call is None:  # cancelled meanwhile
+                if call is None:  # cancelled
                     continue
                 if (piece := pieces.pop(number, None)) is not None:
                     call.receive(piece if isinstance(piece, bytes) else b"".join(piece))
@@ -310,17 +305,27 @@ class Connection(asyncio.Protocol):
                     call.end()
                 else:
                     assert isinstance(message, Error)
-                    call.end(self._link.error(message) if message.status else self._link.lost(call, ""))
+                    if message.status:
+                        origin = f"instance {self._link.name}"
+                        call.end(error_from_response(message.status, message.body[:MAX_NOTE_BYTES], origin=origin))
+                    else:
+                        call.end(self._link.lost(call, ""))
         for number, piece in pieces.items():
             if (call := calls.get(number)) is not None:
                 call.receive(piece if isinstance(piece, bytes) else b"".join(piece))
 
 
 class Link:
-    """Calls to one server; an async context manager that breaks them off.
+    """Calls to one server, as an async context manager that closes the connection.
 
-    Attributes:
-        name: the instance's, for error messages. url: without a slash at its end.
+    Args:
+        name: of the instance, for error messages.
+        key: the cluster key that both ends prove; None for no proof.
+        service: that the server must prove to be (:mod:`epd_serve.rpc.cluster`).
+        tls: the certificates for https; None expects a server with a certificate of a public CA.
+        address: which of the host name's addresses to call.
+
+    Raises ValueError for a URL that is not http(s).
     """
 
     def __init__(
@@ -333,15 +338,9 @@ class Link:
         tls: TlsFiles | None = None,
         address: str | None = None,
     ) -> None:
-        """Both ends of a connection prove the cluster's ``key``, if there is one, and the server proves to be this
-        ``service`` (:mod:`epd_serve.rpc.cluster`). With https both show a certificate of the CA in ``tls``; None:
-        the server one of a public CA. ``address``: the one that is meant of a host name with several.
-
-        Raises ValueError for a URL that is not http(s).
-        """
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{url!r} is no URL of an instance; it should look like 'http://10.0.0.1:9000'")
+            raise ValueError(f"{url!r} is not the URL of an instance, as in 'http://10.0.0.1:9000'")
         self.name = name
         self.url = url.rstrip("/")
         self.key = key
@@ -362,11 +361,11 @@ class Link:
 
     @cached_property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The running event loop, kept: asyncio would look it up with a system call each time (CPython 3.11)."""
+        """The event loop, cached: CPython 3.11 looks it up with a system call."""
         return asyncio.get_running_loop()
 
     def send(self, call: LinkCall) -> None:
-        """Send a call at once, or when there is a connection."""
+        """Send a call, now or once connected."""
         connection = self._connection
         if connection is not None and not connection.transport.is_closing():
             connection.begin(call)
@@ -376,7 +375,7 @@ class Link:
             self._connecting = self.loop.create_task(self._connect())
 
     async def ask(self, path: str, body: Sequence[bytes] = (), max_bytes: int = MAX_NOTE_BYTES) -> bytes:
-        """Send a call and return the whole answer. Raises as ``opened`` and ``read`` of :class:`LinkCall`."""
+        """Send a call and return the whole answer. Raises as :class:`LinkCall` does."""
         call = LinkCall(self, path, body)
         try:
             self.send(call)
@@ -385,10 +384,6 @@ class Link:
         finally:
             call.close()
 
-    def error(self, told: Error) -> ServeError:
-        """Return the error that the server reports."""
-        return error_from_response(told.status, told.body[:MAX_NOTE_BYTES], origin=f"instance {self.name}")
-
     async def __aenter__(self) -> Self:
         return self
 
@@ -396,7 +391,6 @@ class Link:
         await self.close()
 
     async def close(self) -> None:
-        """Break off all calls."""
         if self._connecting is not None:
             self._connecting.cancel()
             await asyncio.gather(self._connecting, return_exceptions=True)
@@ -405,7 +399,7 @@ class Link:
             await self._connection.closed
 
     async def _connect(self) -> None:
-        """Make a connection for the calls that wait; they fail where there is none."""
+        """Connect and send the waiting calls, or fail them."""
         failure: Exception | None = None
         try:
             self._connection = await self._open()
@@ -416,8 +410,8 @@ class Link:
         except OSError as error:
             is_refused = isinstance(error, ConnectionRefusedError)
             unreachable = InstanceUnreachable(self._unreachable(str(error)), is_refused=is_refused)
-            failure = shortage(error) or unreachable
-        except UnicodeError as error:  # the host is no name
+            failure = shortage_error(error) or unreachable
+        except UnicodeError as error:  # an invalid host name
             failure = InstanceUnreachable(self._unreachable(str(error)))
         finally:
             self._connecting = None
@@ -433,7 +427,7 @@ class Link:
                 self._connection.begin(call)
 
     def lost(self, call: LinkCall, reason: str) -> InstanceLost:
-        """Return the error of a call whose connection has ended."""
+        """Return the error of a call whose connection has closed."""
         if not call.opened.done():
             return InstanceLost(self._unreachable(reason))
         return InstanceLost(f"instance {self.name} broke off its answer ({reason or CLOSED})")
@@ -442,7 +436,7 @@ class Link:
         return f"instance {self.name} at {self.url} is not reachable ({reason or CLOSED})"
 
     async def _open(self) -> Connection:
-        """Return a connection that is greeted. Raises OSError, LinkClosed and ServeError."""
+        """Return a greeted connection. Raises OSError, LinkClosed and ServeError."""
         _, connection = await sockets.create_connection(
             lambda: Connection(self), self._address, self._port, **self._tls_options
         )
@@ -451,7 +445,7 @@ class Link:
                 await connection.greeted
         except TimeoutError:
             connection.abort()
-            raise LinkClosed(f"it did not greet within {GREETING_S:g} s") from None
+            raise LinkClosed(f"the server did not greet within {GREETING_S:g} s") from None
         except BaseException:
             connection.abort()
             raise

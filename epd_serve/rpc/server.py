@@ -1,4 +1,4 @@
-"""The server's end of links, on a port that answers HTTP as well: the first byte of a connection decides."""
+"""The server's end of links, on a port that also answers HTTP; a connection's first byte selects the protocol."""
 
 from __future__ import annotations
 
@@ -43,71 +43,69 @@ logger = logging.getLogger(__name__)
 
 Header = tuple[bytes, bytes]
 JSON = (b"content-type", b"application/json")
-#: A list of messages is sent when so much of answers is in it.
+#: Size at which a list of messages is sent at once.
 _LIST_BYTES = 1 << 20
 
 
 class BrokenStream(Exception):
-    """An answer that has begun cannot be completed: its caller gets the end as a failure."""
+    """A streamed answer fails after its head."""
 
 
 class NoSuchCall(InvalidRequest):
-    """The server has no handler of that path."""
-
     status = 404
 
 
 class Pieces:
-    """A streamed answer as it comes. One reader iterates over it, or takes it by :meth:`forward`."""
+    """A streamed answer, with one writer and one reader."""
 
     def __init__(self) -> None:
         self._held: list[bytes] = []
         self._write: Callable[[bytes], None] | None = None
-        self._news = asyncio.Event()  # cleared by the one who waits for it
+        self._changed = asyncio.Event()  # cleared by the waiter
         self._is_over = False
         self._error: Exception | None = None
         self.has_begun = False
 
     def put(self, piece: bytes) -> None:
-        """Add a piece, which may not be empty. Nothing happens behind the end."""
+        """Add a non-empty piece; ignored after the end."""
         self.has_begun = True
         if self._write is not None:
             self._write(piece)
         elif not self._is_over:
             self._held.append(piece)
-            self._news.set()
+            self._changed.set()
 
     def end(self, error: Exception | None = None) -> None:
-        """Let the reader have what there is, then ``error`` if there is one. Only the first end counts."""
+        """End the answer, with ``error`` after the pieces so far. Only the first end counts."""
         if not self._is_over:
             self._is_over, self._error, self._write = True, error, None
-            self._news.set()
+            self._changed.set()
 
     async def wait(self) -> None:
-        """Return when there is something to read. Raises the error of an answer that has nothing else."""
+        """Return when a piece or the end is there. Raises the error of an answer without pieces."""
         while not self._held and not self._is_over:
-            self._news.clear()
-            await self._news.wait()
+            self._changed.clear()
+            await self._changed.wait()
         if not self._held and self._error is not None:
             raise self._error
 
     async def forward(self, write: Callable[[bytes], None]) -> None:
-        """Hand each piece to ``write`` when it comes, until the last one. Raises the error behind it."""
+        """Pass each piece to ``write`` as it arrives. Raises the error at the end."""
         held, self._held = self._held, []
         for piece in held:
             write(piece)
         if not self._is_over:
             self._write = write
             try:
-                self._news.clear()
-                await self._news.wait()
+                self._changed.clear()
+                await self._changed.wait()
             finally:
                 self._write = None
         if self._error is not None:
             raise self._error
 
     async def read(self) -> bytes:
-        """Return the whole. Raises the error at its end."""
+        """Return the whole answer. Raises the error at its end."""
         pieces: list[bytes] = []
         await self.forward(pieces.append)
         return b"".join(pieces)
@@ -115,10 +113,7 @@ class Pieces:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reply:
-    """An answer: a body in one piece, or pieces as they come and the body behind them.
-
-    ``on_close`` is called exactly once, when the answer is out or the caller is gone.
-    """
+    """An answer: an optional stream, then the body. ``on_close`` is called once, when it is sent or cancelled."""
 
     headers: tuple[Header, ...] = ()
     body: bytes = b""
@@ -135,11 +130,10 @@ class LinkService:
 
     Attributes:
         calls: path → handler of the body.
-        key: the cluster's, which both ends prove; None: neither does.
+        key: the cluster key that both ends prove; None for no proof.
         service: that the server proves to be.
+        own_address: returns the address (``host:port``) that callers may use besides the socket's.
         http: uvicorn's protocol for other connections.
-        own_address: returns the address (``host:port``) that the server tells others; the address of its socket
-            is valid, too.
     """
 
     calls: Mapping[str, Handler]
@@ -155,7 +149,7 @@ class LinkService:
 
 
 class Port(asyncio.Protocol):
-    """A connection before its first bytes, made by uvicorn as one of its protocols."""
+    """A connection before its first bytes. uvicorn creates it like its own protocols."""
 
     def __init__(
         self, service: LinkService, config: Config, server_state: ServerState, app_state: dict[str, Any], **_: Any
@@ -166,8 +160,8 @@ class Port(asyncio.Protocol):
         self._begun = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
-        self._state.connections.add(cast(Any, self))  # uvicorn names its own protocols alone
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
+        self._state.connections.add(cast(Any, self))  # uvicorn types its own protocols only
         self._timer = asyncio.get_running_loop().call_later(bounded.HEADER_S, transport.close)
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -175,7 +169,6 @@ class Port(asyncio.Protocol):
         self._state.connections.discard(cast(Any, self))
 
     def shutdown(self) -> None:
-        """Close the connection."""
         self._timer.cancel()
         self._transport.close()
 
@@ -186,7 +179,7 @@ class Port(asyncio.Protocol):
         self._timer.cancel()
         self._state.connections.discard(cast(Any, self))
         is_link = self._begun.startswith(OPENING)
-        if not is_link and self._begun.startswith(OPENING[:1]):  # another version
+        if not is_link and self._begun.startswith(OPENING[:1]):  # of another version
             self._transport.write(OPENING)
             self._transport.close()
             return
@@ -212,7 +205,7 @@ class LinkServer(asyncio.Protocol):
         self._is_stopping = False
 
     def shutdown(self) -> None:
-        """Close the connection when the last call is answered; uvicorn waits for that, for a time."""
+        """Close the connection after the last answer, for which uvicorn waits for a time."""
         self._is_stopping = True
         if not self._answers:
             self._transport.close()
@@ -235,42 +228,42 @@ class LinkServer(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         try:
             while self._greeting_frames is not None:
-                if not (said := self._greeting_frames.take(data, 1)):
+                if not (greeting := self._greeting_frames.take(data, 1)):
                     return
                 data = self._greeting_frames.rest
-                self._greet(said[0])
+                self._greet(greeting[0])
             if data:
                 for message in chain.from_iterable(self._frames.take(data)):
                     if type(message) is Call:
                         self._begin(message)
-                    elif (answer := self._answers.get(message.stream)) is None:  # it is complete
+                    elif (answer := self._answers.get(message.stream)) is None:  # complete
                         continue
                     elif type(message) is Credit:
                         answer.credit(message.num_bytes)
                     else:
                         answer.task.cancel()
         except Refused as error:
-            logger.warning("a caller is refused: %s", error)
+            logger.warning("refused a caller: %s", error)
             self._transport.write(OPENING + pack(error.message))
             self._transport.close()
         except LinkClosed as error:
-            logger.warning("a caller's link is closed: what it sends cannot be read: %s", error)
+            logger.warning("closed a caller's link: %s", error)
             self._transport.abort()
 
-    def _greet(self, said: Any) -> None:
-        """Take the caller's greeting, then its proof. Raises Refused for a caller that proves nothing."""
-        if isinstance(said, Hello):
+    def _greet(self, message: Any) -> None:
+        """Answer the caller's hello, then check its proof. Raises Refused."""
+        if isinstance(message, Hello):
             self._greeting_frames = Frames(PROOF, MAX_GREETING_BYTES)
-            self._transport.write(OPENING + pack(self._greeting.answer(said)))
+            self._transport.write(OPENING + pack(self._greeting.answer(message)))
         else:
-            self._greeting.check(said)
+            self._greeting.check(message)
             self._greeting_frames = None
             self._timer.cancel()
 
     def _begin(self, call: Call) -> None:
         number = call.stream
         if number <= self._last:
-            raise LinkClosed(f"stream {number} comes behind {self._last}")
+            raise LinkClosed(f"stream {number} follows stream {self._last}")
         self._last = number
         if self._is_stopping:
             self.put(Error(number))
@@ -288,7 +281,7 @@ class LinkServer(asyncio.Protocol):
             self._transport.close()
 
     def put(self, message: ToCaller, num_bytes: int = 0) -> None:
-        """Send a message with all others of this pass of the event loop."""
+        """Send a message together with the others of this pass of the event loop."""
         if not self._due:
             self._loop.call_soon(self._flush)
         self._due.append(message)
@@ -303,7 +296,7 @@ class LinkServer(asyncio.Protocol):
 
 
 class _Answer:
-    """The answer to one call. ``task`` gives it; cancelled where the caller does not want the rest."""
+    """The answer to one call, sent by ``task``."""
 
     task: asyncio.Task[None]
 
@@ -311,25 +304,25 @@ class _Answer:
         self._server = server
         self._number = number
         self._room_bytes = WINDOW_BYTES
-        self._held = bytearray()  # for which the reader has no room
-        self._drained = asyncio.Event()  # cleared by those who wait for it
+        self._held = bytearray()  # waits for credit
+        self._drained = asyncio.Event()  # cleared by the waiter
 
     async def give(self, handler: Handler | None, call: Call) -> None:
-        """Answer the call with the handler's reply, or its error."""
+        """Send the handler's reply or its error."""
         try:
             if handler is None:
-                raise NoSuchCall(f"there is no {call.path}")
+                raise NoSuchCall(f"no such call: {call.path}")
             reply = await handler(cast(bytes, call.body))
         except ServeError as error:
             self._server.put(Error(self._number, error.status, error.to_json()))
             return
-        except ValueError as error:  # msgspec names the wrong field
+        except ValueError as error:  # msgspec's names the wrong field
             self._server.put(Error(self._number, 400, InvalidRequest(str(error)).to_json()))
             return
-        except Exception:  # the caller must hear of it, whatever it was
+        except Exception:
             logger.exception("a call failed")
-            told = ServeError("the instance failed; its log says more")
-            self._server.put(Error(self._number, told.status, told.to_json()))
+            failure = ServeError("the instance failed; see its log")
+            self._server.put(Error(self._number, failure.status, failure.to_json()))
             return
         try:
             self._server.put(Head(self._number, list(reply.headers)))
@@ -355,7 +348,7 @@ class _Answer:
                 reply.on_close()
 
     def write(self, body: bytes) -> None:
-        """Send a piece of the answer's body now, or as its reader gets room."""
+        """Send a piece of the body now, or as the reader sends credit."""
         if len(body) <= self._room_bytes and not self._held:
             self._room_bytes -= len(body)
             self._server.put(Data(self._number, body), len(body))
@@ -364,10 +357,9 @@ class _Answer:
             self._send_held()
 
     def credit(self, num_bytes: int) -> None:
-        """Take the reader's word that it has room for so much more."""
         self._room_bytes += num_bytes
         if self._room_bytes > WINDOW_BYTES:
-            raise LinkClosed(f"the reader of stream {self._number} takes more than there was")
+            raise LinkClosed(f"the reader of stream {self._number} credits more than it was sent")
         self._send_held()
         if not self._held:
             self._drained.set()

@@ -1,6 +1,4 @@
-"""TCP connections between the processes of a deployment. A host that loses its power sends no end of a connection:
-here the kernel asks it, and ends the connection within seconds.
-"""
+"""TCP connections on which the kernel detects a dead host within seconds."""
 
 from __future__ import annotations
 
@@ -14,15 +12,15 @@ from typing import Any, TypeVar
 
 import uvloop
 
-#: A connection is made within this time or not at all.
+#: Limit of connecting.
 CONNECT_S = 1.0
-#: A first packet that is lost would be sent again after a second (RFC 6298): another try begins after this time.
+#: Start a second attempt after this time, as the kernel resends a lost first packet only after 1 s (RFC 6298).
 _TRY_AGAIN_S = 0.3
-#: A peer is asked after this time without a word from it, then each second.
-_ASK_AFTER_S = 2
-#: A connection ends after this time without an answer.
+#: Time without a packet before the first keep-alive probe; further probes follow every second.
+_PROBE_AFTER_S = 2
+#: Limit of a peer's silence, after which the connection fails.
 SILENCE_S = 5
-#: The same at a server's end: a peer without room for more may wait for a client of its own that reads slowly.
+#: Limit for unacknowledged data at a server, whose peer may wait for a slow client of its own.
 UNREAD_S = 60
 
 #: (family, type, protocol, canonical name, address), as getaddrinfo() gives them.
@@ -32,22 +30,21 @@ P = TypeVar("P", bound=asyncio.BaseProtocol)
 
 
 def watch(connection: socket.socket, unread_s: int = SILENCE_S) -> None:
-    """Have the kernel end a connection whose peer answers nothing for :data:`SILENCE_S`, or takes nothing of what
-    is sent to it for ``unread_s``."""
+    """Let the kernel close a connection whose peer is silent for SILENCE_S or accepts no data for ``unread_s``."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _ASK_AFTER_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_AFTER_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, SILENCE_S - _ASK_AFTER_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, SILENCE_S - _PROBE_AFTER_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unread_s * 1000)
 
 
 def watch_accepted(listener: socket.socket) -> None:
-    """Watch a server's connections, which inherit the setting from the listener that accepts them."""
+    """Watch the connections that a listener accepts, which inherit its settings."""
     watch(listener, UNREAD_S)
 
 
 async def connect(host: str, port: int) -> socket.socket:
-    """A connection that is watched, not blocking. Raises OSError where there is none within ``CONNECT_S``."""
+    """Return a watched, non-blocking connection. Raises OSError, at the latest after CONNECT_S."""
     loop = asyncio.get_running_loop()
     failure: OSError | None = None
     for address in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
@@ -55,16 +52,16 @@ async def connect(host: str, port: int) -> socket.socket:
             return await _connect(loop, address)
         except OSError as error:
             failure = failure or error
-    raise failure or OSError(f"{host} has no address")
+    raise failure or OSError(f"{host} does not resolve")
 
 
 async def create_connection(
     make: Callable[[], P], host: str, port: int, **options: Any
 ) -> tuple[asyncio.Transport, P]:
-    """Return ``loop.create_connection`` of a watched connection. Raises OSError, and what that raises.
+    """Call ``loop.create_connection`` with a watched connection. Raises OSError.
 
-    A peer that resets the connection at once has uvloop close the descriptor before the socket belongs to the
-    transport: collected, the socket would close the file that has the number by then.
+    If the peer resets the connection at once, uvloop closes the descriptor but not the socket object, which is
+    detached here: it would close the next file with this descriptor when collected.
     """
     loop = asyncio.get_running_loop()
     connected = await connect(host, port)
@@ -84,21 +81,23 @@ def _release(loop: asyncio.AbstractEventLoop, closed: socket.socket) -> None:
 
 
 async def _connect(loop: asyncio.AbstractEventLoop, address: Address) -> socket.socket:
-    """Asks the kernel itself: a loop that stands still, as while it reads a burst of bodies, learns of it late."""
+    """Connect one address, polling the kernel, as a busy event loop would notice the connection late."""
     tries: list[socket.socket] = []
-    heard = asyncio.Event()
+    changed = asyncio.Event()
     deadline = loop.time() + CONNECT_S
     try:
         while True:
-            tries.append(one := _new(address))
+            tries.append(one := socket.socket(*address[:3]))
+            one.setblocking(False)
+            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if (code := one.connect_ex(address[4])) not in (0, errno.EINPROGRESS):
                 raise OSError(code, f"Connect call failed {address[4]}")
-            loop.add_writer(one, heard.set)
+            loop.add_writer(one, changed.set)
             left_s = deadline - loop.time()
-            if (made := _made(tries, address)) is None and left_s > 0:
+            if (made := _find_connected(tries, address)) is None and left_s > 0:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(heard.wait(), min(_TRY_AGAIN_S, left_s))
-                made = _made(tries, address)
+                    await asyncio.wait_for(changed.wait(), min(_TRY_AGAIN_S, left_s))
+                made = _find_connected(tries, address)
             if made is not None:
                 loop.remove_writer(made)
                 tries.remove(made)
@@ -106,15 +105,15 @@ async def _connect(loop: asyncio.AbstractEventLoop, address: Address) -> socket.
                 return made
             if deadline <= loop.time():
                 raise TimeoutError(f"no connection in {CONNECT_S:g} s")
-            heard.clear()
+            changed.clear()
     finally:
         for one in tries:
             loop.remove_writer(one)
             one.close()
 
 
-def _made(tries: Sequence[socket.socket], address: Address) -> socket.socket | None:
-    """The one that is connected. Raises OSError where one was refused."""
+def _find_connected(tries: Sequence[socket.socket], address: Address) -> socket.socket | None:
+    """Return a connected socket, if any. Raises OSError if one was refused."""
     poll = select.poll()
     for one in tries:
         poll.register(one, select.POLLOUT)
@@ -127,14 +126,7 @@ def _made(tries: Sequence[socket.socket], address: Address) -> socket.socket | N
 
 
 def connect_blocking(host: str, port: int) -> socket.socket:
-    """As :func:`connect`, from a thread without an event loop; the connection blocks, without a limit of time."""
+    """Return a watched, blocking connection, from a thread without an event loop. Raises OSError."""
     connection = asyncio.run(connect(host, port))
     connection.setblocking(True)
     return connection
-
-
-def _new(address: Sequence[Any]) -> socket.socket:
-    one = socket.socket(address[0], address[1], address[2])
-    one.setblocking(False)
-    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return one

@@ -1,7 +1,7 @@
-"""TLS for the calls between the processes of a deployment: both ends show a certificate of the deployment's CA.
+"""TLS between the processes of a deployment: both ends show a certificate of the deployment's CA.
 
-A process reads the files at its start. A certificate holds for a server and for a client (extendedKeyUsage, where
-it has one) and names the address under which its process is reached.
+A process reads the files at its start. Its certificate must allow server and client use (extendedKeyUsage, if any)
+and name the address that others connect to.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 
 from epd_serve.protocol.addresses import is_wildcard
 
-#: The variables that hold the files' paths, for who is started elsewhere.
+#: Environment variables with the paths of the files.
 TLS_CA, TLS_CERT, TLS_KEY = "EPD_SERVE_TLS_CA", "EPD_SERVE_TLS_CERT", "EPD_SERVE_TLS_KEY"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TlsFiles:
-    """PEM files: the CA's certificate, this process's with those between it and the CA, and its private key."""
+    """PEM files: the CA's certificate, this process's certificate chain and its private key."""
 
     ca: Path
     cert: Path
@@ -35,7 +35,7 @@ class TlsFiles:
 
     @property
     def server_options(self) -> dict[str, Any]:
-        """The arguments of ``uvicorn.Config``."""
+        """Arguments of ``uvicorn.Config``."""
         return {
             "ssl_ca_certs": str(self.ca),
             "ssl_certfile": str(self.cert),
@@ -44,14 +44,13 @@ class TlsFiles:
         }
 
     def client_context(self) -> ssl.SSLContext:
-        """Raises ValueError for files that cannot be read, or do not belong together."""
+        """Raises ValueError if the files cannot be read or do not belong together."""
         return _context(self, ssl.Purpose.SERVER_AUTH, self._changed_ns())
 
     def check(self, host: str | None) -> None:
-        """Meet a process with these files at ``host``, as others will, without a connection. None and a wildcard:
-        its address is not looked at.
+        """Do a TLS handshake in memory with a server that has these files at ``host``.
 
-        Raises ValueError where one end does not accept the other's certificate.
+        None or a wildcard address skips the check of the name. Raises ValueError if a certificate is rejected.
         """
         has_name = host is not None and not is_wildcard(host)
         client, server = self.client_context(), _context(self, ssl.Purpose.CLIENT_AUTH, self._changed_ns())
@@ -74,7 +73,7 @@ class TlsFiles:
                     raise ValueError(f"tls: {self.cert} is not accepted: {error.verify_message}") from error
 
     def _changed_ns(self) -> tuple[int, ...]:
-        """When each file was changed last. Raises ValueError for one that is not there."""
+        """Return the mtime of each file. Raises ValueError if one cannot be opened."""
         found = []
         for name in ("ca", "cert", "key"):
             path: Path = getattr(self, name)
@@ -87,12 +86,12 @@ class TlsFiles:
 
 
 _NO_NAME = "epd-serve.invalid"
-#: X509_V_ERR_HOSTNAME_MISMATCH: the last thing that is looked at.
+#: X509_V_ERR_HOSTNAME_MISMATCH, the last check of a certificate.
 _WRONG_NAME = 62
 
 
 def tls_files(environment: Mapping[str, str] | None = None) -> TlsFiles | None:
-    """The files that the environment names; None: it names none. Raises ValueError where some are missing."""
+    """Return the files that the environment names, or None. Raises ValueError if only some variables are set."""
     found = os.environ if environment is None else environment
     names = [name for name in (TLS_CA, TLS_CERT, TLS_KEY) if found.get(name, "").strip()]
     if not names:
@@ -105,17 +104,17 @@ def tls_files(environment: Mapping[str, str] | None = None) -> TlsFiles | None:
 
 @lru_cache(maxsize=8)
 def _context(files: TlsFiles, purpose: ssl.Purpose, changed_ns: tuple[int, ...]) -> ssl.SSLContext:
-    """Read the files, again where they have changed."""
+    """Read the files, cached until they change."""
     try:
         context = ssl.create_default_context(purpose, cafile=str(files.ca))
     except ssl.SSLError as error:
-        raise ValueError(f"tls.ca: {files.ca} holds no certificate in PEM ({error.reason or error})") from error
+        raise ValueError(f"tls.ca: {files.ca} is not a PEM certificate ({error.reason or error})") from error
     try:
-        # A key with a password would be asked for at the terminal.
+        # an empty password, or OpenSSL asks for one at the terminal
         context.load_cert_chain(files.cert, files.key, password="")
     except ssl.SSLError as error:
         raise ValueError(
-            f"tls.cert: {files.cert} and tls.key: {files.key} are no certificate and its private key without a "
-            f"password, in PEM ({error.reason or error})"
+            f"tls.cert: {files.cert} and tls.key: {files.key} are not a PEM certificate and its private key "
+            f"without a password ({error.reason or error})"
         ) from error
     return context

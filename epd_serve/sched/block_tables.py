@@ -1,4 +1,4 @@
-"""The blocks of sequences: taken at admission, one more now and then, forked, saved when others need them."""
+"""Block tables of sequences: allocation, growth, forks and preemption."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class BlockMemory(Protocol):
     def copy_block(self, source: int, target: int) -> None: ...
 
     def save(self, blocks: AbstractSequence[int]) -> Any:
-        """Return the contents of blocks, copied to memory elsewhere."""
+        """Return a copy of the blocks in other memory."""
 
     def restore(self, saved: Any, first: int, blocks: AbstractSequence[int]) -> None:
-        """Copy what :meth:`save` returned, from its block ``first`` on, into these blocks."""
+        """Copy saved blocks, from index ``first`` on, into these blocks."""
 
 
 class BlockTables:
-    """Moves blocks between a pool and sequences. The callers check before each call that there is room."""
+    """Moves blocks between a pool and sequences. Callers first check that enough are free."""
 
     def __init__(self, pool: BlockPool, memory: BlockMemory) -> None:
         self._pool = pool
@@ -33,9 +33,9 @@ class BlockTables:
         self._num_found = 0
 
     def check_fits(self, num_prompt_tokens: int, max_tokens: int, num_sequences: int) -> None:
-        """Raise InvalidRequest for a request that could not come to its end if it had all of the pool.
+        """Raise InvalidRequest if the whole pool is too small for the request.
 
-        Its choices can wait for each other, but each needs its first block at once.
+        Choices can run one after another, but each needs its first block at once.
         """
         needed = max(
             self._pool.num_missing(num_prompt_tokens, max_tokens),
@@ -43,8 +43,8 @@ class BlockTables:
         )
         if needed > self._pool.capacity:
             raise InvalidRequest(
-                f"the request needs {needed} KV blocks of {self._pool.block_size} tokens and the instance has "
-                f"{self._pool.capacity}; ask for fewer max_tokens, a shorter prompt or a smaller n",
+                f"the request needs {needed} KV blocks of {self._pool.block_size} tokens, but the instance has "
+                f"{self._pool.capacity}; use fewer max_tokens, a shorter prompt or a smaller n",
                 param="max_tokens",
             )
 
@@ -53,25 +53,25 @@ class BlockTables:
         return self._pool.num_free
 
     def num_cached(self, sequence: Sequence) -> int:
-        """Leading tokens that a sequence without blocks would find computed."""
+        """Return how many leading tokens of a sequence without blocks the prefix cache holds."""
         return len(self._pool.match(sequence.reusable_hashes(self._pool.block_size))) * self._pool.block_size
 
     def num_needed(self, sequence: Sequence) -> int:
-        """Blocks that a sequence takes from the pool to be admitted, or, where it has some, to go on."""
+        """Return the blocks that a sequence needs to be admitted or, if it has some, to continue."""
         if blocks := sequence.blocks:
-            # num_tokens, asked of each sequence in each step
+            # num_tokens inlined, as this runs for each sequence in each step
             if len(sequence.prompt_ids) + len(sequence.output_ids) <= len(blocks) * self._pool.block_size:
                 return 0
-            # admitted with room for one more token, it may have a block to spare
+            # it was admitted with room for one more token, so it may have a spare block
             return max(num_blocks_for(sequence.num_tokens, self._pool.block_size) - len(blocks), 0)
         return self._pool.num_missing(*self._demand(sequence))
 
     def num_freed(self, sequence: Sequence) -> int:
-        """The least number of blocks that the pool gets back when the sequence loses its own."""
+        """Return the least number of blocks that the pool regains when the sequence is preempted."""
         return self._pool.num_owned([*sequence.blocks, *chain(*sequence.forks, *sequence.states)])
 
     def admit(self, sequence: Sequence) -> None:
-        """Give a sequence the blocks of its known tokens and the next one; bring back what was saved of it."""
+        """Allocate blocks for a sequence's known tokens and the next one; restore its saved KV."""
         taken = self._pool.allocate_request(*self._demand(sequence))
         sequence.blocks, sequence.forks, sequence.states = taken.root, taken.forks, taken.states
         sequence.num_registered = taken.num_cached
@@ -90,17 +90,17 @@ class BlockTables:
         self.register(sequence)
 
     def _demand(self, sequence: Sequence) -> tuple[int, int, int, list[bytes]]:
-        """The arguments of :meth:`BlockPool.allocate_request` for a sequence without blocks."""
-        num_more = 0 if sequence.hand_off or not sequence.max_tokens else 1  # for the others it grows
+        """Return the arguments of :meth:`BlockPool.allocate_request` for a sequence without blocks."""
+        num_more = 0 if sequence.hand_off or not sequence.max_tokens else 1  # more when it grows
         hashes = sequence.reusable_hashes(self._pool.block_size)
         return sequence.num_tokens, num_more, sequence.num_forked, hashes
 
     def prefix_lookups(self) -> tuple[int, int]:
-        """Tokens of prompts looked up among the cached prefixes so far, and tokens found there."""
+        """Return the prompt tokens looked up in the prefix cache so far, and those found."""
         return self._num_looked_up, self._num_found
 
     def grow(self, sequence: Sequence) -> bool:
-        """Let a sequence have a block for its newest token; False: there is none."""
+        """Allocate the block of a sequence's newest token if needed; return False if none is free."""
         needed = self.num_needed(sequence)
         if needed > self._pool.num_free:
             return False
@@ -109,11 +109,11 @@ class BlockTables:
         return True
 
     def fork(self, root: Sequence) -> list[Sequence]:
-        """All choices of a computed prompt: full blocks shared, the last partial one and the state copied."""
+        """Return the choices of a computed prompt: full blocks shared, the partial block and the state copied."""
         shared, num_behind = divmod(root.num_prompt_tokens, self._pool.block_size)
         choices = [root]
         if num_behind:
-            for own in root.forks:  # before anything is taken: it may fail
+            for own in root.forks:  # may fail, so before any block is acquired
                 self._memory.copy_block(root.blocks[shared], own[0])
         for state in root.states[1:]:
             for source, target in zip(root.state_blocks, state, strict=True):
@@ -125,15 +125,15 @@ class BlockTables:
         return choices
 
     def register(self, sequence: Sequence) -> None:
-        """Make the prompt's computed blocks findable."""
+        """Add the prompt's computed blocks to the prefix cache."""
         computed = min(sequence.num_computed // self._pool.block_size, len(sequence.block_hashes))
         for i in range(sequence.num_registered, computed):
             self._pool.register(sequence.blocks[i], sequence.block_hashes[i])
         sequence.num_registered = max(sequence.num_registered, computed)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Take a sequence's blocks; KV that cannot be computed again is saved."""
-        # features are held until the first token only
+        """Release a sequence's blocks and save KV that cannot be recomputed."""
+        # features are held only until the first token
         if not sequence.output_ids or (sequence.positions is not None and not sequence.spans):
             sequence.num_computed = 0
         else:
@@ -146,8 +146,8 @@ class BlockTables:
         sequence.blocks, sequence.forks, sequence.states = [], [], []
 
     def give_back(self, blocks: list[int], forks: list[list[int]], states: list[list[int]]) -> None:
-        """Release what a sequence has, or what was reserved for one that never came."""
+        """Release the blocks of a sequence or of an unused reservation."""
         for state in states:
             for block in state:
-                self._memory.copy_block(0, block)  # as K and V half of a state's word may be no number
+                self._memory.copy_block(0, block)  # half of a state's word, read as K or V, may be NaN
         self._pool.release([*blocks, *chain(*forks, *states)])

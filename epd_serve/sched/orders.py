@@ -1,4 +1,4 @@
-"""The orders in which waiting sequences are admitted. Among equals the order of the queue stays."""
+"""The orders in which waiting sequences are admitted. Equals keep the order of the queue."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from epd_serve.sched.schedule import Budget
 from epd_serve.sched.sequence import Sequence
 from epd_serve.sched.step_cost import StepCost
 
-#: A sequence that has waited for this many times TTFT_max goes before all that have not.
+#: A sequence goes first after waiting for this many times TTFT_max.
 PATIENCE = 4.0
 
 
@@ -17,13 +17,13 @@ class Order:
     """The order of ``batching.order``. Preempted sequences, which have output, always come first.
 
     * ``fcfs``: by arrival.
-    * ``sjf``: fewest prompt tokens that no cached prefix holds first; long prompts can starve.
-    * ``slack``: the least time first that is left of TTFT_max without the sequence's own prefill. Sequences that
-      are too late come last, oldest first, so that they make no others late; one that has waited for
-      ``PATIENCE * ttft_s`` comes before all but older ones, so that none starves.
+    * ``sjf``: fewest uncached prompt tokens first; long prompts can starve.
+    * ``slack``: least remaining time until TTFT_max first, minus the sequence's own prefill. Late sequences come
+      last, oldest first, so they delay no others; after ``PATIENCE * ttft_s`` they come first, so none starves.
 
     Args:
-        cost: of steps within the budget. ttft_s: TTFT_max, which ``slack`` needs.
+        cost: of steps within the budget.
+        ttft_s: TTFT_max, for ``slack``.
     """
 
     def __init__(
@@ -34,9 +34,9 @@ class Order:
         self._ttft_s = ttft_s or 0.0
 
     def sort(self, waiting: AbstractSequence[Sequence], now: float) -> list[Sequence]:
-        """Return ``waiting`` in the order of admission at a time (monotonic seconds). Pure.
+        """Return ``waiting`` in the order of admission at ``now`` (monotonic seconds).
 
-        Called under the engine's lock, as it reads the pool.
+        Reads the pool, so it needs the engine's lock.
         """
         return sorted(waiting, key=lambda sequence: self._rank(sequence, now))
 

@@ -1,4 +1,4 @@
-"""Stage-level batching (TriInfer, Algorithm 1): decodes, running prefills, new requests; encodes by pixels."""
+"""Stage-level batching (TriInfer, Algorithm 1): decodes, then running prefills, then new requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from epd_serve.types import MediaSpan
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
-    """Limits of one step: its tokens, decodes included, its sequences, and by the pace its time."""
+    """Limits of a step: tokens (decodes included), sequences, and time by the pace."""
 
     max_num_tokens: int
     max_num_seqs: int
@@ -26,8 +26,9 @@ class Budget:
 class ScheduleOutput:
     """One step: decodes compute one token each, prefills the given number of tokens.
 
-    ``preempted`` give their blocks up before the step, then each of ``decodes`` takes the block that it may lack;
-    ``admitted``, the sequences of the step that were waiting, take theirs.
+    Attributes:
+        admitted: the step's sequences that were waiting; they get blocks.
+        preempted: sequences that give up their blocks before the step.
     """
 
     decodes: list[Sequence] = field(default_factory=list)
@@ -50,12 +51,10 @@ class ScheduleOutput:
 class Features(Protocol):
     """The encoder outputs that prompts need."""
 
-    def has_feature(self, mm_hash: str) -> bool:
-        """Return whether tokens of this media item could be computed now."""
-        ...
+    def has_feature(self, mm_hash: str) -> bool: ...
 
     def feature_starved(self, mm_hash: str) -> None:
-        """Take note that a sequence could be computed if its feature were here."""
+        """Record that only this feature keeps a sequence from being computed."""
 
 
 def schedule(
@@ -67,15 +66,15 @@ def schedule(
     *,
     watermark: int = 0,
 ) -> ScheduleOutput:
-    """Choose the next step. Pure: reads its arguments, changes nothing.
+    """Choose the next step. Pure.
 
-    A decode that lacks a block takes it from the last. So the first always goes on, unless all other blocks are
-    held by sequences that do not run; a decode without anything behind it keeps its own and waits.
+    A decode that lacks a block preempts the last running sequence. So the first one always advances, unless all
+    other blocks belong to sequences that do not run; the last one keeps its blocks and waits.
 
     Args:
-        running: sequences that hold blocks, in the order in which they may keep them.
-        waiting: sequences without blocks, in the order in which they are to be admitted.
-        watermark: blocks that admission leaves for those that run already, if there are any.
+        running: sequences with blocks, by descending right to keep them.
+        waiting: sequences without blocks, in order of admission.
+        watermark: blocks that admission leaves for running sequences, if any.
     """
     tokens, seqs, free_blocks = budget.max_num_tokens, budget.max_num_seqs, blocks.num_free
     pace = budget.pace or NO_LIMIT
@@ -93,7 +92,7 @@ def schedule(
         elif tokens and seqs:
             needed = blocks.num_needed(sequence)
             while needed > free_blocks and (victim := next(youngest, sequence)) is not sequence:
-                if not victim.hand_off:  # its blocks are being copied from
+                if not victim.hand_off:  # or its blocks are being read
                     output.preempted.append(victim)
                     free_blocks += blocks.num_freed(victim)
             if needed <= free_blocks:
@@ -113,26 +112,26 @@ def schedule(
             output.prefills.append((sequence, count))
             tokens, seqs = tokens - count, seqs - 1
 
-    # Then new requests, unless blocks were short: what is left of them is for those that run.
+    # Then new requests, unless blocks are short.
     if output.preempted:
         return output
-    num_decodes = context = -1  # sequences that decode here or will, and their tokens; counted when needed
+    num_decodes = context = -1  # sequences that decode here, now or later, and their tokens; counted when needed
     for sequence in waiting:
         if not tokens or not seqs:
             break
         ready = ready_tokens(sequence, blocks, features) - sequence.num_computed
         if not ready or sequence.is_complete:
-            continue  # its first tokens are an image that is still being encoded; nothing behind it has to wait
+            continue  # its first image is still being encoded; later requests need not wait
         needed = blocks.num_needed(sequence)
         if needed + (watermark if running or output.admitted else 0) > free_blocks:
-            break  # first come, first served: what fits behind it would starve it
+            break  # first come, first served: smaller requests would starve it
         if budget.pace and not sequence.hand_off:
             if num_decodes < 0:
                 here = [one.num_tokens for one in (*running, *output.admitted) if not one.hand_off]
                 num_decodes, context = len(here), sum(here)
             if not pace.has_room(num_decodes, context, sequence.num_tokens):
                 break
-        if sequence.is_decoding:  # it was preempted and its KV saved
+        if sequence.is_decoding:  # preempted, with saved KV
             count = 1
             meter.take_decode(sequence.num_tokens)
             output.decodes.append(sequence)
@@ -149,7 +148,7 @@ def schedule(
 
 
 def ready_tokens(sequence: Sequence, blocks: BlockTables, features: Features) -> int:
-    """Return the leading tokens that can be computed now: up to the first feature that is needed and not here."""
+    """Return how many leading tokens can be computed now: those before the first missing feature."""
     if not sequence.spans or sequence.saved is not None:
         return sequence.num_tokens
     is_waiting = sequence.state is SequenceState.WAITING
@@ -165,11 +164,11 @@ def ready_tokens(sequence: Sequence, blocks: BlockTables, features: Features) ->
 def possible_prefills(
     prefills: Iterable[tuple[Sequence, int]], has: Callable[[str], bool]
 ) -> list[tuple[Sequence, int]]:
-    """Return the prefills as far as their features are there, without a cut in a run that attends both ways.
+    """Return the prefills up to their first missing feature, without cutting a bidirectional run of tokens.
 
-    The first of them takes such a run whole even where the budget ends within it: so it always goes on. An
-    admission may have found a cached prefix, or evicted one that its successor was counted on to find; and a
-    feature that only another request holds may go at any moment.
+    The first prefill takes such a run whole even beyond the budget, so it always advances. Planned prefills may
+    have become impossible: an admission evicts cached prefixes, and a feature that only another request holds may
+    go.
     """
     possible: list[tuple[Sequence, int]] = []
     for sequence, count in prefills:
@@ -185,13 +184,13 @@ def possible_prefills(
 
 
 def _missing_span(sequence: Sequence, start: int, end: int, has: Callable[[str], bool]) -> MediaSpan | None:
-    """Return the first media among the tokens ``start`` ... ``end - 1`` whose feature is not there."""
+    """Return the first media item within [start, end) whose feature is missing."""
     return next((s for s in sequence.spans if s.end > start and s.start < end and not has(s.mm_hash)), None)
 
 
 def _uncut(sequence: Sequence, start: int, end: int, *, grows: bool) -> int:
-    """Return the end of a chunk, moved out of a run that attends both ways: back to the run's beginning, or on to
-    its end where nothing lies before it and the chunk ``grows``."""
+    """Move the end of a chunk out of a bidirectional run: to its end if the chunk begins there and ``grows``,
+    else to its beginning."""
     for first, behind in sequence.both_ways:
         if first < end < behind:
             return behind if grows and first <= start else max(first, start)
@@ -207,7 +206,7 @@ ItemT = TypeVar("ItemT", bound=Encodable)
 
 
 def schedule_encodes(waiting: Iterable[ItemT], max_num_pixels: int) -> list[ItemT]:
-    """Return the longest prefix of ``waiting`` within the budget, in pixels; one item at least, however large."""
+    """Return the longest prefix of ``waiting`` within the budget in pixels, at least one item."""
     batch: list[ItemT] = []
     pixels = 0
     for item in waiting:

@@ -1,4 +1,4 @@
-"""A sequence of tokens on its way through an engine, and the states it may pass through."""
+"""A sequence of tokens in an engine, and its states."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any, Literal
 from epd_serve.types import MediaSpan, SamplingParams
 
 FinishReason = Literal["stop", "length"]
-#: In an output: a token that the device has chosen, or will, and the host does not know yet. Only ever the last.
+#: The last output token while only the device knows it.
 PLACEHOLDER = -1
 
 
 class SequenceState(Enum):
-    WAITING = auto()  # no blocks: it is new, or was preempted
-    RUNNING = auto()  # holds blocks, takes part in steps
-    TRANSFERRING = auto()  # prefill is done; the blocks are being copied to the decode instance
-    FINISHED = auto()  # blocks given back
-    ABORTED = auto()  # to be removed as soon as no step or copy uses its blocks
+    WAITING = auto()  # new or preempted, without blocks
+    RUNNING = auto()  # has blocks and takes part in steps
+    TRANSFERRING = auto()  # prefilled; the decode instance is reading its blocks
+    FINISHED = auto()  # blocks released
+    ABORTED = auto()  # removed once no step or copy uses its blocks
 
 
 _WAITING, _RUNNING, _TRANSFERRING, _FINISHED, _ABORTED = SequenceState
@@ -34,30 +34,31 @@ _NEXT = {
 
 @dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Sequence:
-    """One prompt and what was generated after it.
+    """A prompt and its output.
 
-    "Prefill" and "decode" are no phases: a step computes some of the tokens that lie between ``num_computed`` and
-    ``num_tokens``; when the two meet, the next token is sampled.
+    A step computes some of the tokens between ``num_computed`` and ``num_tokens``, in prefill and decode alike;
+    when the two are equal, the next token is sampled.
 
     Attributes:
-        both_ways: runs of tokens, (first, end), that see all of themselves; a chunk ends within none of them.
-        index: number of this one of the request's ``n`` choices.
-        max_tokens: output tokens allowed, filled from the context length where the client named none.
-        positions: rotary positions of the prompt, opaque here ([axes, prompt tokens] tensor); None where another
+        max_tokens: limit of output tokens, by default the rest of the context.
+        positions: rotary positions of the prompt ([axes, prompt tokens] tensor, opaque here); None if another
             instance computed it.
-        position_delta: number that M-RoPE adds to the index of a token after the prompt.
-        num_sequences: choices that will be forked from this sequence after its prompt (``n``), and sampled there.
-        arrival_s: time at which this engine got the request, monotonic seconds; 0 before.
-        hand_off: whether another instance decodes; then the sequence needs blocks for its prompt alone.
-        blocks: block table. forks: the first own block of each choice to be forked.
-        states: blocks of its recurrent state, then of that of each choice to be forked; empty: the model has none.
-        constraint: the grammar of its answer and its position there, opaque here; None where there is none.
-        rules: the meaning of its lists of tokens, by place, opaque here; all choices share it.
-        num_cached: known tokens that were found in the prefix cache when it first got its blocks.
-        output_ids: generated tokens; a sequence that goes on from elsewhere begins with some.
-        wanted_logprobs: known tokens, by index, whose log-probabilities are wanted; never the first.
-        logprobs: those that were computed, opaque here.
-        saved: the KV of the computed tokens while they have no blocks, opaque here; None where there is none.
+        position_delta: added by M-RoPE to the index of a token after the prompt.
+        both_ways: bidirectional runs of tokens, (first, end); no chunk ends within one.
+        index: number of this choice among the request's ``n``.
+        num_sequences: choices to fork after the prompt (``n``).
+        arrival_s: when the engine received the request, monotonic seconds; 0 before.
+        hand_off: whether another instance decodes, so that only the prompt needs blocks.
+        output_ids: generated tokens; a continued stream begins with some.
+        num_cached: tokens found in the prefix cache when it was first admitted.
+        blocks: block table.
+        forks: first own block of every choice to fork.
+        states: blocks of the recurrent state, its own and those of the choices to fork; empty without one.
+        constraint: grammar of the answer and the position in it, opaque here.
+        rules: rules of the sampler, shared by all choices, opaque here.
+        saved: KV of a preempted sequence, opaque here.
+        wanted_logprobs: indices of known tokens to compute log-probabilities of; never the first token.
+        logprobs: those computed, opaque here.
     """
 
     request_id: str
@@ -86,7 +87,7 @@ class Sequence:
     wanted_logprobs: range = range(0)
     logprobs: dict[int, Any] = field(default_factory=dict)
     state: SequenceState = SequenceState.WAITING
-    stop_token_ids: frozenset[int] | None = None  # as a set; made when it is needed
+    stop_token_ids: frozenset[int] | None = None  # a cache
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -102,44 +103,44 @@ class Sequence:
 
     @property
     def state_blocks(self) -> list[int]:
-        """The blocks of its own recurrent state; none where the model has none."""
+        """Blocks of its own recurrent state."""
         return self.states[0] if self.states else []
 
     @property
     def num_sampled(self) -> int:
-        """Tokens sampled once all known ones are computed: the first one of each choice, later one by one."""
+        """Tokens to sample next: one for each choice after the prompt, then one."""
         return 1 if self.output_ids else self.num_sequences
 
     @property
     def num_forked(self) -> int:
-        """Sequences that need blocks of their own when this one gets its blocks."""
+        """Choices that need blocks when this sequence is admitted."""
         return 1 if self.hand_off else self.num_sampled
 
     @property
     def is_decoding(self) -> bool:
-        """Whether its newest token is all that is to be computed here; what is handed off is prefilled."""
-        num_output = len(self.output_ids)  # asked of each sequence in each step
+        """True if it decodes here and only its newest token is uncomputed."""
+        num_output = len(self.output_ids)  # inlined properties, as this runs for each sequence in each step
         return num_output > 0 and not self.hand_off and len(self.prompt_ids) + num_output - self.num_computed == 1
 
     @property
     def is_complete(self) -> bool:
-        """Whether its last token is on its way."""
+        """True if its last token is being computed."""
         ids = self.output_ids
         return len(ids) >= self.max_tokens and ids[-1:] == [PLACEHOLDER]
 
     def reusable_hashes(self, block_size: int) -> list[bytes]:
-        """The hashes of blocks whose KV may be found in a cache: behind their tokens logits are needed."""
+        """Return the hashes of blocks that may come from the prefix cache; tokens that need logits may not."""
         lacks_logprobs = len(self.logprobs) < len(self.wanted_logprobs)
         end = self.wanted_logprobs.start if lacks_logprobs else self.num_tokens
         return self.block_hashes[: (end - 1) // block_size]
 
     @property
-    def goes_on(self) -> bool:
-        """Whether its tokens are still wanted here."""
+    def is_active(self) -> bool:
+        """True while it generates tokens here."""
         return self.state is _RUNNING or self.state is _WAITING
 
     def fork(self, index: int, blocks: list[int]) -> Sequence:
-        """Another choice of this computed prompt, with a block table of its own."""
+        """Return another choice of this computed prompt, with its own block table."""
         return replace(
             self,
             index=index,
@@ -154,12 +155,12 @@ class Sequence:
         )
 
     def move_to(self, state: SequenceState) -> None:
-        """The one place where a state changes. Raises AssertionError for a transition the table lacks."""
+        """Change the state. Raises AssertionError for an invalid transition."""
         assert state in _NEXT[self.state], f"{self.request_id}: {self.state.name} -> {state.name}"
         self.state = state
 
     def finish_reason(self, token_id: int, count: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
-        """Say why generation ends with ``token_id`` as the ``count``-th output token; None where it goes on."""
+        """Return why generation ends with ``token_id`` as output token number ``count``, or None."""
         if count >= self.sampling.min_tokens:
             if token_id in eos_token_ids and not self.sampling.ignore_eos:
                 return "stop"

@@ -1,6 +1,6 @@
-"""The largest steps within a limit: the steps timed before an instance serves, and the cost fitted to them.
+"""The step budget within a latency limit, from steps timed before an instance serves.
 
-The instance times real steps and the simulator asks a profile; what follows from the times is the same.
+An instance times real steps; the simulator takes the times from a profile.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from epd_serve.sched.step_cost import MIN_CHUNK, PREFILL_SHARE, StepCost, StepPa
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepShape:
-    """A step to measure: decodes, and the last chunks of prompts, (first token, tokens).
+    """A step to measure: decodes, and chunks of prompts, each (first token, tokens).
 
     Attributes:
-        context: mean context of a decode, in tokens.
-        spread: contexts lie evenly within this part of ``context`` around it, the longest first.
+        context: mean context of the decodes, in tokens.
+        spread: relative deviation of the contexts, which are evenly spaced, the longest first.
     """
 
     num_decodes: int = 0
@@ -49,7 +49,7 @@ class StepShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """The bounds of an instance's steps, whose ``latency_s`` is LATENCY_max; None: only the cost is asked for."""
+    """The bounds of an instance's steps. ``latency_s`` is LATENCY_max, None to fit only the cost."""
 
     latency_s: float | None
     decodes: bool
@@ -61,25 +61,25 @@ class Limits:
 
     @property
     def capacity(self) -> int:
-        """Tokens that the KV pool holds."""
+        """Tokens in the KV pool."""
         return (self.num_blocks - 1) * self.block_size
 
     @property
     def chunk(self) -> int:
-        """Tokens of which prefills are tried in multiples."""
+        """Prefills are tried in multiples of this many tokens."""
         return min(MIN_CHUNK, self.max_num_tokens)
 
     @property
     def decode_s(self) -> float | None:
-        """Seconds that a step of decodes alone may take: a prefill beside them keeps its share."""
+        """Limit of a step of decodes alone, which leaves a prefill its share."""
         return None if self.latency_s is None else (1 - PREFILL_SHARE) * self.latency_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """The budget found for an instance's steps, without a pace where there is no limit, and what it follows from.
+    """The budget of an instance's steps, without a pace if unlimited, and the measurements behind it.
 
-    ``decodes`` and ``prefills``: found sizes and their seconds: sequences, and chunks of ``Limits.chunk`` tokens.
+    ``decodes`` and ``prefills`` are (size, seconds), in sequences and in chunks of ``Limits.chunk`` tokens.
     """
 
     budget: Budget
@@ -89,10 +89,9 @@ class Sizes:
 
 
 def size_steps(measure: Callable[[StepShape], float], limits: Limits) -> Sizes:
-    """Find the most decodes that a step may hold, and the most prompt tokens, each without the other.
+    """Find the most decodes (with contexts of one block) and the most prompt tokens of a step, each alone.
 
-    Contexts have one block in the former. The cost of mixtures and of longer contexts is fitted to all that is
-    measured; ``measure`` returns infinity where there is no time for it.
+    The cost is fitted to these and to mixed steps. ``measure`` returns infinity when its time is up.
     """
     samples: dict[StepWork, float] = {}
 
@@ -131,12 +130,12 @@ def size_steps(measure: Callable[[StepShape], float], limits: Limits) -> Sizes:
 
 
 def prompts_of(num_tokens: int, longest: int) -> tuple[tuple[int, int], ...]:
-    """``num_tokens`` tokens as whole prompts of at most ``longest``."""
+    """Return ``num_tokens`` tokens as whole prompts of at most ``longest``."""
     return tuple((0, min(longest, num_tokens - start)) for start in range(0, num_tokens, longest))
 
 
 def _mixtures(num_tokens: int, num_seqs: int, context: int, longest: int) -> list[StepShape]:
-    """Steps that tell the parts of a step's cost apart, around those that fill it."""
+    """Return mixed steps from which the coefficients of the cost can be fitted."""
     count = min(num_tokens, longest)
     half = max(count // 2, 1)
     start = min(4 * count, longest - count)

@@ -1,32 +1,31 @@
-"""The account by which encodes run beside decodes that have a limit on their time per token.
+"""The time budget of encodes on the device of decodes that have a TPOT limit.
 
-The decodes keep an account: each step pays in the limit and takes out the seconds that it took. Encodes spend what
-is there, one layer of the tower at a time, so that the mean time per token stays at the limit however much slower
-a step is beside an encode; where decodes are at their limit without any encode, encodes keep a small share of the
-time, so that they never starve. The functions are pure: clocks are passed in.
+Each decode step adds its limit to an account and subtracts the seconds it took. Encodes spend the credit, one
+layer of the tower at a time, so the mean time per token stays at the limit. If decodes alone reach their limit,
+encodes keep a small share of the time, so they never starve. The functions are pure: times are arguments.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: The account holds at most this many times the limit, either way: no request pays for what was long before it.
+#: The account stays within this many limits, so that old steps do not burden new requests.
 _DEPTH = 4
 _SMOOTHING = 0.1
-#: The part of a step beside which an encode ran that makes it a step beside an encode, or one alone.
+#: A step counts as shared from this part of it spent with an encode, and as alone up to this part.
 _BESIDE, _ALONE = 0.5, 0.05
-#: The least share of the time that encodes get while there are some.
+#: The least share of the time for pending encodes.
 MIN_SHARE = 0.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slack:
-    """The decodes' account of their time per token: what it leaves to encodes on their device.
+    """The decodes' account of their time per token.
 
     Attributes:
-        credit_s: seconds that steps may still take beyond their limit.
-        limit_s: limit on the time per token.
-        alone_s, beside_s: mean seconds of steps without and beside an encode; 0 where there was none yet.
+        credit_s: seconds that steps may exceed their limit by.
+        limit_s: limit of the time per token.
+        alone_s, beside_s: mean seconds of steps without and with an encode; 0 before the first.
     """
 
     credit_s: float = 0.0
@@ -35,7 +34,7 @@ class Slack:
     beside_s: float = 0.0
 
     def after(self, seconds: float, encoded_s: float) -> Slack:
-        """Return the account after a token that took ``seconds``; an encode ran beside it for ``encoded_s``."""
+        """Return the account after a step of ``seconds``, ``encoded_s`` of them shared with an encode."""
         depth = _DEPTH * self.limit_s
         alone_s, beside_s = self.alone_s, self.beside_s
         if encoded_s >= _BESIDE * seconds:
@@ -46,7 +45,7 @@ class Slack:
         return Slack(credit_s=credit_s, limit_s=self.limit_s, alone_s=alone_s, beside_s=beside_s)
 
     def cost_s(self, piece_s: float) -> float:
-        """Seconds that an encode's piece of ``piece_s`` is expected to take from the account."""
+        """Return the credit that a piece of an encode, of ``piece_s``, is expected to use."""
         if not self.beside_s:
             return 0.0
         overshoot = max(self.beside_s - self.limit_s, 0.0)
@@ -54,9 +53,11 @@ class Slack:
 
 
 def pause_s(slack: Slack | None, *, piece_s: float, paused_s: float) -> float:
-    """Return the seconds that an encode waits before it asks again; 0: it goes on now.
+    """Return the seconds after which an encode should ask again; 0 lets it continue now.
 
-    Its last piece took ``piece_s``, and it has waited ``paused_s`` since.
+    Args:
+        piece_s: duration of its last piece.
+        paused_s: how long it has waited since.
     """
     if slack is None or (slack.credit_s > 0 and slack.credit_s >= slack.cost_s(piece_s)):
         return 0.0

@@ -139,14 +139,14 @@ class SimGateway:
     def _open(self, running: _Running, stage: Stage, record: InstanceRecord) -> None:
         route, request_id = running.route, running.sequence.request_id
         work, prefix = (route.prefill_work, route.prefix) if stage is Stage.PREFILL else (route.decode_work, ())
-        running.calls[stage] = self.table.in_flight(record, stage, request_id=request_id, work=work, prefix=prefix)
+        running.calls[stage] = self.table.open_call(record, stage, request_id=request_id, work=work, prefix=prefix)
         self._instances[record.name].receive(stage, request_id)
 
     def _encode(self, running: _Running, ref: MediaRef, record: InstanceRecord) -> None:
         request_id, encoder = running.sequence.request_id, self._instances[record.name]
         prefill = self._instances[running.route.prefill.name]
         call = ExitStack()
-        call.enter_context(self.table.encoding(record, ref, request_id))
+        call.enter_context(self.table.open_encode(record, ref, request_id))
         encoder.receive(Stage.ENCODE, request_id)
         profile = encoder.spec.profile
         nbytes = profile.feature_token_bytes * profile.image_tokens(ref.num_pixels)

@@ -109,7 +109,7 @@ class LanguageSide:
 
     def resume(self, sequence: Sequence, blocks: Any) -> None:
         """Decode a sequence whose prompt's KV is in ``blocks``; its first token is known."""
-        self.queues.settle(blocks)
+        self.queues.forget_reservation(blocks)
         sequence.blocks, sequence.forks = blocks.root, blocks.forks
         sequence.num_computed = sequence.num_tokens
         sequence.move_to(SequenceState.RUNNING)

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from epd_serve.cost.profile import Profile
 from epd_serve.cost.stages import NETWORK, SAME_DEVICE, Link
-from epd_serve.routing.routes import Router, router_of
+from epd_serve.routing.routes import RoutePolicy, Router
 from epd_serve.sched.sequence import Sequence as SequenceOfTokens
 from epd_serve.sim.device import Clock, SimDevice
 from epd_serve.sim.gateway import Job, SimGateway
@@ -134,7 +134,7 @@ def simulate(
         start(spec)
     gateways = [
         SimGateway(clock, instances, router, link=link, on_done=done.append)
-        for router in routers or [router_of(deployment.routing)]
+        for router in routers or [Router(RoutePolicy(deployment.routing))]
     ]
 
     def gateway_of(sequence: SequenceOfTokens) -> SimGateway:

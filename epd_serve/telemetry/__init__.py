@@ -1,1 +1,1 @@
-"""One stream of spans: stages write them, metrics, traces, logs and OpenTelemetry subscribe."""
+"""Spans of stages, to which metrics, traces, logs and OpenTelemetry subscribe."""

@@ -1,4 +1,4 @@
-"""Join the traces of a deployment's processes: one file for a viewer, and the time of requests by stage."""
+"""Joins the traces of a deployment's processes into one file, and breaks down the time of requests by stage."""
 
 from __future__ import annotations
 
@@ -38,9 +38,8 @@ class RequestTimes:
 
     Attributes:
         stages: seconds in each of :data:`STAGES` on its critical path.
-        received_s: seconds from arrival at the gateway until the stage calls were sent; None without a traced
-            gateway.
-        served_s: seconds from then to the end of the answer at the gateway.
+        received_s: seconds from arrival at the gateway until it sent the stage calls, if the gateway was traced.
+        served_s: seconds from then until the end of the answer at the gateway.
     """
 
     request_id: str
@@ -56,32 +55,32 @@ class RequestTimes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
-    """All events of a directory, in microseconds from the first, and the requests found in them."""
+    """All events of a directory, in microseconds from the first, and their requests."""
 
     events: list[Event]
     requests: list[RequestTimes]
 
     def to_json(self) -> bytes:
-        """Return the joined events in the Trace Event Format."""
+        """Return the events in the Trace Event Format."""
         return msgspec.json.encode({"traceEvents": self.events, "displayTimeUnit": "ms"})
 
 
 def read_traces(directory: Path) -> Trace:
-    """Join the files of a deployment's processes, killed ones included.
+    """Join the trace files of a deployment's processes, killed ones included.
 
-    Raises ValueError where the directory holds no trace.
+    Raises ValueError if there are none.
     """
     files = [events for path in sorted(directory.glob("*.json")) if (events := _read(path))]
     if not files:
-        raise ValueError(f"{directory} holds no traces; set 'trace: {directory}' in the deployment file")
+        raise ValueError(f"no traces in {directory}; set 'trace: {directory}' in the deployment file")
     offsets: dict[str, int] = {}
     joined: list[Event] = []
     for pid, events in enumerate(files, start=1):
         clock = next(event["args"] for event in events if event["name"] == CLOCK)
-        # processes of one host share the clock: one offset for all, or they would differ by its adjustments
+        # processes of one host share a clock and must share an offset, as the wall clock may be adjusted
         offset = offsets.setdefault(clock["host"], clock["wall_offset_us"])
         for event in events:
-            event["pid"] = pid  # pids of two hosts may be equal
+            event["pid"] = pid  # two hosts may use equal pids
             if "ts" in event:
                 event["ts"] += offset
         joined += [event for event in events if event["name"] != CLOCK]
@@ -100,17 +99,17 @@ def read_traces(directory: Path) -> Trace:
 
 
 def _read(path: Path) -> list[Event]:
-    """Return the events of one process, one a line; nothing for another kind of file."""
+    """Return the events of one process, one per line; nothing for other kinds of files."""
     first, *lines = path.read_bytes().splitlines() or [b""]
     events: list[Event] = []
     for line in lines if first.strip() == b"[" else ():
-        with suppress(msgspec.DecodeError):  # the closing bracket, or a line that was cut off
+        with suppress(msgspec.DecodeError):  # the closing bracket or a truncated line
             events.append(msgspec.json.decode(line.strip(b","), type=Event))
     return events if any(event.get("name") == CLOCK for event in events) else []
 
 
 def summary(requests: Sequence[RequestTimes]) -> dict[str, Any]:
-    """Return times in milliseconds: of each stage, their sum, the gateway before them, calls and answer, all."""
+    """Return times in milliseconds: each stage, their sum, the gateway before them, calls and answer, total."""
     rows = {stage: [request.stages[stage] for request in requests] for stage in STAGES}
     rows["stages"] = [request.total_s for request in requests]
     times = [(r.received_s, r.served_s) for r in requests if r.received_s is not None and r.served_s is not None]
@@ -139,8 +138,8 @@ def _percentile(values: list[float], percent: int) -> float:
 
 
 def breakdown_table(figures: dict[str, Any]) -> Table:
-    """Return a table of the figures of :func:`summary`."""
-    labels = {"stages": "all stages", "gateway": "gateway, before", "between": "calls and answer", "e2e": "all"}
+    """Return the figures of :func:`summary` as a table."""
+    labels = {"stages": "all stages", "gateway": "gateway, before", "between": "calls and answer", "e2e": "total"}
     table = Table(title=f"Mean of {figures['num_requests']} requests")
     table.add_column("stage")
     for heading in ("mean ms", "p50 ms", "p95 ms", "share"):
@@ -154,7 +153,7 @@ def breakdown_table(figures: dict[str, Any]) -> Table:
 
 
 def _request_times(spans: list[Span]) -> RequestTimes | None:
-    """Return one request's critical path; None for an unfinished one, or where a process's part is missing."""
+    """Return the times of a request's critical path, or None if spans are missing."""
     at = {span.name: span for span in spans if not span.attributes.get("item")}
     if not {PREFILL_QUEUE, PREFILL_EXECUTE, DECODE_EXECUTE} <= at.keys():
         return None
@@ -175,7 +174,7 @@ def _request_times(spans: list[Span]) -> RequestTimes | None:
         cuts = [of_item[ENCODE_QUEUE].start_s, of_item[ENCODE_QUEUE].end_s, encoded.end_s]
     handed = at[DECODE_QUEUE].start_s if DECODE_QUEUE in at else execute.end_s
     cuts += [queue.start_s, execute.start_s, execute.end_s, handed, decode.start_s, decode.end_s]
-    for index in range(1, len(cuts)):  # clocks of two hosts may differ by more than a stage takes
+    for index in range(1, len(cuts)):  # hosts' clocks may differ by more than a stage takes
         cuts[index] = max(cuts[index], cuts[index - 1])
     gateway = [
         None if name not in at else at[name].end_s - at[name].start_s for name in (GATEWAY_RECEIVE, GATEWAY_SERVE)

@@ -1,4 +1,4 @@
-"""The load of a server under the names that routers written for vLLM read."""
+"""Load metrics under vLLM's names, for routers that read these."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ class VllmGauges:
         )
 
     def set(self, num_running: int, num_waiting: int, kv_usage: float) -> None:
-        """Set all three."""
         self._running.set(num_running)
         self._waiting.set(num_waiting)
         self._kv_usage.set(kv_usage)

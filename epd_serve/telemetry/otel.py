@@ -1,9 +1,8 @@
-"""Spans for OpenTelemetry, exported in the background by its SDK as the OTEL_* environment says.
+"""Export of spans by OpenTelemetry's SDK (the extra ``[otel]``), configured by the OTEL_* environment variables.
 
-The packages are the extra ``[otel]``. Spans are recorded where ``OTEL_EXPORTER_OTLP_ENDPOINT`` (or
-``..._TRACES_ENDPOINT``) names a collector that speaks OTLP over HTTP. Sampler, resource attributes, headers,
-certificates and batches follow the specification's variables
-(https://opentelemetry.io/docs/specs/otel/configuration/sdk-environment-variables/).
+Spans are recorded if ``OTEL_EXPORTER_OTLP_ENDPOINT`` (or ``..._TRACES_ENDPOINT``) names a collector that speaks
+OTLP over HTTP. The variables for sampler, resource attributes, headers, certificates and batches are
+OpenTelemetry's (https://opentelemetry.io/docs/specs/otel/configuration/sdk-environment-variables/).
 """
 
 from __future__ import annotations
@@ -20,15 +19,17 @@ from epd_serve.telemetry.span import Span, TraceContext, Value, join_trace, pars
 if TYPE_CHECKING:
     from opentelemetry.trace import SpanContext
 
-#: How long a process that ends waits for a collector.
+#: Limit of the last export when a process ends.
 _LAST_FLUSH_S = 3.0
-#: Requests whose traces are known; the oldest make room.
+#: Requests whose trace contexts are kept.
 _MAX_REQUESTS = 8192
 
 
 def span_export(instance: str) -> SpanExport | None:
-    """Return the exporter of one process, called ``instance`` in its resource; None where no spans are asked for,
-    or the packages are missing, which is logged."""
+    """Return the exporter of a process, ``instance`` in its resource; None if spans are off.
+
+    Logs a warning if the packages are missing.
+    """
     names = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
     if os.environ.get("OTEL_SDK_DISABLED") == "true" or not any(os.environ.get(name) for name in names):
         return None
@@ -36,14 +37,14 @@ def span_export(instance: str) -> SpanExport | None:
         return SpanExport(instance)
     except ImportError:
         logging.getLogger(__name__).warning(
-            "OTEL_* asks for spans, but OpenTelemetry is not installed; run in epd-serve's clone: "
+            "OTEL_* enables spans, but OpenTelemetry is not installed; run in epd-serve's clone: "
             "pip install '.[otel]'"
         )
         return None
 
 
 class SpanExport:
-    """Hands finished spans to the SDK, whose thread exports them and drops what it cannot keep up with."""
+    """Passes finished spans to the SDK, whose thread exports them and drops those it cannot keep up with."""
 
     def __init__(self, instance: str) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -61,7 +62,7 @@ class SpanExport:
         self._offset_ns = time.time_ns() - time.monotonic_ns()
 
     def samples(self, context: TraceContext, name: str) -> bool:
-        """Return whether to record a request that has just arrived, given its caller's decision."""
+        """Return whether to record a new request, given its caller's decision."""
         from opentelemetry.trace import NonRecordingSpan, set_span_in_context
 
         parent = None
@@ -71,7 +72,7 @@ class SpanExport:
         return bool(decision.decision.is_sampled())
 
     def put(self, span: Span, context: TraceContext, *, kind: str = "INTERNAL", error: str = "") -> None:
-        """Take a finished span without waiting; ``context.span_id`` is its own."""
+        """Export a finished span, with ``context.span_id`` as its id. Does not block."""
         from opentelemetry.sdk.trace import ReadableSpan
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
@@ -90,7 +91,7 @@ class SpanExport:
         self._processor.on_end(made)
 
     def close(self) -> None:
-        """Export what waits, for a few seconds at most."""
+        """Export pending spans, within a few seconds."""
         closing = threading.Thread(target=self._provider.shutdown, name="spans-end", daemon=True)
         closing.start()
         closing.join(_LAST_FLUSH_S)
@@ -109,9 +110,9 @@ def _span_context(context: TraceContext, span_id: str) -> SpanContext:
 
 
 class StageExport:
-    """Subscribes to the spans of an instance and exports those of requests that are sampled.
+    """Subscribes to an instance's spans and exports those of sampled requests.
 
-    Spans may end before the call that names their trace: P's hand-over can reach D first. They wait for it.
+    Spans that end before the stage call with their trace context wait for it: P's hand-over can reach D first.
     """
 
     def __init__(self, export: SpanExport, instance: str) -> None:
@@ -122,7 +123,7 @@ class StageExport:
         self._early: OrderedDict[tuple[str, str], list[Span]] = OrderedDict()
 
     def received(self, request_id: str, traceparent: str, item: str = "") -> None:
-        """Note a stage call; ``item`` is an encode's mm_hash."""
+        """Record the trace context of a stage call; ``item`` is the mm_hash of an encode."""
         caller = parse_traceparent(traceparent)
         with self._lock:
             self._callers[request_id, item] = caller if caller is not None and caller.sampled else None
@@ -151,5 +152,4 @@ class StageExport:
             self._export.put(named, join_trace(caller.traceparent))
 
     def close(self) -> None:
-        """As :meth:`SpanExport.close`."""
         self._export.close()

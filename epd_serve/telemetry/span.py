@@ -1,29 +1,26 @@
-"""Spans: the work of a process with its times. Stages write each once; metrics and traces subscribe.
-
-:class:`TraceContext` is a request's place in a trace by W3C Trace Context (https://www.w3.org/TR/trace-context/).
+"""Spans of work with their times, written once by stages and read by metrics and traces.
 
 Each stage of a request on its critical path is a span (TriInfer section 5.5), between these events:
 
 ================  =================================================================================================
-encode_queue      E has read the encode call → the tower begins the batch with the item (decoding, resizing and
-                  cutting into patches included; to the hit where the store has the feature)
-encode_execute    → the batch is computed, its features on the host; absent after a hit
-ep_migration      → P has confirmed that it has the feature (checksum and store included), on E's clock
-prefill_queue     P has read the prefill call, or has the last of the features it lacked then → a step with the
-                  prompt begins, or goes on (tokenising and the reservation at D included)
-prefill_execute   → the prompt's first token is sampled, at the end of its last step
-pd_migration      → D has confirmed the hand-over, on P's clock; absent where one instance does both
-decode_queue      D has taken the request over (or the first token is there) → the first step with it begins
-decode_execute    → the last token is turned into text; 0 where the first token was the last
+encode_queue      E has read the encode call → the tower begins the item's batch (decoding, resizing and patching
+                  included), or the store has a hit
+encode_execute    → the batch is computed and its features are on the host; absent after a hit
+ep_migration      → P has confirmed the feature (checksum and store included), on E's clock
+prefill_queue     P has read the prefill call and received its last missing feature → a step with the prompt begins
+                  or continues (tokenising and the reservation at D included)
+prefill_execute   → the first token is sampled, at the end of the prompt's last step
+pd_migration      → D has confirmed the hand-over, on P's clock; absent if one instance does both
+decode_queue      D has taken the request over, or the first token is sampled → its first step begins
+decode_execute    → the last token is turned into text; 0 if the first token was the last
 ================  =================================================================================================
 
-P is in ``feature_wait`` from the prefill call to the last feature that it lacked: the encode stages and the
-migration as P sees them, not part of the sum. Work that P does on the prompt in that time is hidden behind the
-encoding and counts as waiting.
+``feature_wait`` at P lasts from the prefill call to the last missing feature. It overlaps the encode stages and
+the migration and is not part of the sum; P's work on the prompt in that time counts as waiting.
 
-The item whose feature came last is on the critical path. Each instance measures on its own clock; a migration
+The item whose feature arrives last is on the critical path. Each instance measures on its own clock; a migration
 lasts until its sender has the answer, half a round trip longer than the transfer.
-:mod:`epd_serve.telemetry.breakdown` joins the records of several processes without that overlap.
+:mod:`epd_serve.telemetry.breakdown` joins the spans of several processes without that overlap.
 """
 
 from __future__ import annotations
@@ -42,14 +39,14 @@ Value = str | int | float | bool
 
 
 class Span(msgspec.Struct, eq=False):
-    """One piece of work, in seconds of the process's monotonic clock.
+    """Work with its start and end, in seconds of the process's monotonic clock.
 
     Attributes:
-        name: a request's stage, or the work of a thread.
-        request_id: "" for work that belongs to no single request.
-        end_s: infinite while it lasts.
-        attributes: ``track`` names the thread of work without a request, ``instance`` the instance of a stage as
-            the gateway sees it, ``item`` the mm_hash of an encode.
+        name: of a request's stage or of a thread's work.
+        request_id: "" for work of several requests.
+        end_s: infinite until it ends.
+        attributes: ``track`` is the thread of work without a request, ``instance`` the instance of a stage in the
+            gateway's spans, ``item`` the mm_hash of an encode.
     """
 
     name: str
@@ -66,7 +63,7 @@ class Span(msgspec.Struct, eq=False):
 
 
 class SpanStream:
-    """Passes each finished span of a process to its subscribers, on the thread that puts it."""
+    """Passes the finished spans of a process to its subscribers, on the thread that puts them."""
 
     def __init__(self) -> None:
         self._subscribers: list[Callable[[Span], None]] = []
@@ -83,9 +80,9 @@ ENCODE_QUEUE, ENCODE_EXECUTE, EP_MIGRATION = "encode_queue", "encode_execute", "
 PREFILL_QUEUE, PREFILL_EXECUTE, PD_MIGRATION = "prefill_queue", "prefill_execute", "pd_migration"
 DECODE_QUEUE, DECODE_EXECUTE = "decode_queue", "decode_execute"
 FEATURE_WAIT = "feature_wait"
-#: Spans of the gateway: until the stage calls are sent, then until the answer is complete.
+#: Spans of the gateway: until it has sent the stage calls, then until the answer is complete.
 GATEWAY_RECEIVE, GATEWAY_SERVE = "gateway_receive", "gateway_serve"
-#: In a request's order.
+#: In the order of a request.
 STAGES = (
     ENCODE_QUEUE,
     ENCODE_EXECUTE,
@@ -106,9 +103,9 @@ class _Stay:
 
 
 class Timeline:
-    """Turns the events of one instance into spans. Any thread may call it; times never run backwards.
+    """Turns an instance's events into spans. Any thread may call it; times never run backwards.
 
-    A request that fails or is cancelled is dropped: its open stage is not recorded.
+    The open stage of a failed or cancelled request is not recorded.
     """
 
     def __init__(self, clock: Callable[[], float], put: Callable[[Span], None]) -> None:
@@ -124,52 +121,52 @@ class Timeline:
 
     # ------------------------------------------------------------------ encode
 
-    def encoded(self, request_id: str, item: str, received_s: float, batch_s: tuple[float, float]) -> None:
-        """Record the stages of an item whose feature is there.
+    def record_encode(self, request_id: str, item: str, received_s: float, batch_s: tuple[float, float]) -> None:
+        """Record the encode stages of an item.
 
         Args:
             item: its mm_hash.
-            batch_s: begin and end of its batch; after a hit in the store, twice the time of the hit.
+            batch_s: start and end of its batch, equal after a hit in the store.
         """
-        # a batch that was begun for another request may have started before this one came
+        # the batch may have started for another request, before this one arrived
         start, end = (max(at, received_s) for at in batch_s)
         self._put(Span(ENCODE_QUEUE, request_id, received_s, start, {"item": item}))
         if batch_s[0] < batch_s[1]:
             self._put(Span(ENCODE_EXECUTE, request_id, start, end, {"item": item}))
 
-    def fetched(self, request_id: str, item: str, encoded_s: float) -> None:
-        """Record that P has confirmed the item now."""
+    def record_fetch(self, request_id: str, item: str, encoded_s: float) -> None:
+        """Record P's confirmation of the item."""
         self._put(Span(EP_MIGRATION, request_id, encoded_s, self._clock(), {"item": item}))
 
     # ------------------------------------------------------------------ prefill and decode
 
-    def received(self, request_id: str, stage: str, *, hand_off: bool = False) -> None:
-        """Record that a request has come for a stage: what P or D begins with.
+    def record_arrival(self, request_id: str, stage: str, *, hand_off: bool = False) -> None:
+        """Record the arrival of a request at P or D.
 
         Args:
-            hand_off: whether P leaves its answer to D.
+            hand_off: whether D continues P's answer.
         """
         with self._lock:
             self.drop(request_id)
             self._stays[request_id] = _Stay(stage, self._clock(), hand_off)
             self._num_queued += 1
 
-    def features_here(self, request_id: str) -> None:
+    def record_features(self, request_id: str) -> None:
         with self._lock:
             stay = self._stays.get(request_id)
             if stay is not None and stay.stage == FEATURE_WAIT:
                 self._move(request_id, stay, PREFILL_QUEUE, self._clock())
 
-    def handed_over(self, request_id: str) -> None:
-        """Record the hand-over, which the decode instance has confirmed now."""
+    def record_hand_over(self, request_id: str) -> None:
+        """Record D's confirmation of the hand-over."""
         with self._lock:
             stay = self._stays.get(request_id)
             if stay is not None and stay.stage == PD_MIGRATION:
                 self._put(Span(PD_MIGRATION, request_id, stay.since, self._clock()))
             self.drop(request_id)
 
-    def finished(self, request_id: str) -> None:
-        """Record the last token. Where it is the first as well, the decode took no time."""
+    def record_end(self, request_id: str) -> None:
+        """Record the last token; the decode takes no time if it is also the first."""
         with self._lock:
             stay = self._stays.get(request_id)
             if stay is not None:
@@ -179,7 +176,7 @@ class Timeline:
             self.drop(request_id)
 
     def drop(self, request_id: str) -> None:
-        """Forget a request that is over. Idempotent."""
+        """Forget a request. Idempotent."""
         with self._lock:
             stay = self._stays.pop(request_id, None)
             if stay is not None and stay.stage in (FEATURE_WAIT, PREFILL_QUEUE, PREFILL_EXECUTE, DECODE_QUEUE):
@@ -187,14 +184,14 @@ class Timeline:
 
     # ------------------------------------------------------------------ steps
 
-    def stepped(
+    def record_step(
         self, prefills: Iterable[tuple[str, bool]], decodes: Iterable[str], start_s: float, end_s: float
     ) -> None:
         """Record a step of the language model.
 
         Args:
-            prefills: (request, whether its prompt is now computed).
-            decodes: requests.
+            prefills: (request id, whether its prompt is now computed).
+            decodes: request ids.
         """
         if not self._num_queued:
             return
@@ -203,7 +200,7 @@ class Timeline:
                 stay = self._stays.get(request_id)
                 if stay is None:
                     continue
-                if is_complete and stay.stage == FEATURE_WAIT:  # the engine saw the feature before we were told
+                if is_complete and stay.stage == FEATURE_WAIT:  # record_features() has not been called yet
                     self._move(request_id, stay, PREFILL_QUEUE, start_s)
                 if stay.stage == PREFILL_QUEUE:
                     self._move(request_id, stay, PREFILL_EXECUTE, start_s)
@@ -225,7 +222,7 @@ class Timeline:
 TRACEPARENT_HEADER, TRACESTATE_HEADER = "traceparent", "tracestate"
 
 _PARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
-#: As long as all vendors must be able to pass on.
+#: The length that all vendors must propagate.
 _MAX_STATE = 512
 _STATE = re.compile(r"[\x20-\x7e\t]+")
 _SPAN_IDS = (1 << 64) - 1
@@ -233,14 +230,14 @@ _NO_TRACE, _NO_SPAN = "0" * 32, "0" * 16
 
 
 class TraceContext(msgspec.Struct, frozen=True, gc=False):
-    """The place of a request in a trace.
+    """The place of a request in a trace, by W3C Trace Context (https://www.w3.org/TR/trace-context/).
 
     Attributes:
         trace_id: 32 hex digits.
-        span_id: 16 hex digits, of the work done here.
-        parent_id: the caller's span; "" where the trace begins here.
+        span_id: 16 hex digits, of this process's span.
+        parent_id: the caller's span; "" if the trace begins here.
         sampled: whether spans are recorded.
-        state: ``tracestate`` as received; "" for none.
+        state: the received ``tracestate``.
     """
 
     trace_id: str
@@ -251,7 +248,7 @@ class TraceContext(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def traceparent(self) -> str:
-        """Return the header for callees of :attr:`span_id`."""
+        """The header for calls from :attr:`span_id`."""
         return f"00-{self.trace_id}-{self.span_id}-0{int(self.sampled)}"
 
     def child(self, number: int) -> TraceContext:
@@ -261,7 +258,7 @@ class TraceContext(msgspec.Struct, frozen=True, gc=False):
 
 
 def parse_traceparent(parent: str, state: str = "") -> TraceContext | None:
-    """Return the context of a caller; None for an invalid header. An invalid ``tracestate`` is dropped."""
+    """Return the caller's context, or None for an invalid header. Drops an invalid ``tracestate``."""
     match = _PARENT.fullmatch(parent)
     if match is None:
         return None
@@ -275,7 +272,7 @@ def parse_traceparent(parent: str, state: str = "") -> TraceContext | None:
 
 
 def join_trace(parent: str = "", state: str = "") -> TraceContext:
-    """Return a new context below the caller's; without a valid caller, a new trace that is not sampled."""
+    """Return a child of the caller's context, or a new unsampled trace without a valid one."""
     span_id = os.urandom(8).hex()
     caller = parse_traceparent(parent, state) if parent else None
     if caller is None:

@@ -1,4 +1,4 @@
-"""Traces in the Trace Event Format, which chrome://tracing and ui.perfetto.dev open."""
+"""Trace files in the Trace Event Format, for chrome://tracing and ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from epd_serve.telemetry.span import Span
 
 logger = logging.getLogger(__name__)
 
-#: A forgotten run must not fill a disk.
+#: Limit of a file, so that a forgotten run does not fill the disk.
 _MAX_BYTES = 1 << 30
 #: Category of the spans of requests.
 REQUEST = "request"
@@ -27,11 +27,13 @@ CLOCK = "epd_serve_clock"
 
 
 class TraceWriter:
-    """Subscribes to the spans of a process and writes them to ``DIRECTORY/NAME-PID.json``.
+    """Subscribes to a process's spans and writes them to ``DIRECTORY/NAME-PID.json``. Any thread may call it.
 
-    The format is a JSON array of events. Each is written at once and in one piece: a file whose process was killed
-    lacks only the closing bracket, which viewers do not need. A full disk ends the trace, not the work. Any thread
-    may call it. Times are microseconds of the process's monotonic clock, which all processes of a host share.
+    The file is a JSON array. Each event is written at once and whole, so that the file of a killed process lacks
+    only the closing bracket, which viewers do not need. A full disk ends only the trace. Times are microseconds of
+    the monotonic clock, which all processes of a host share.
+
+    Raises ValueError if the file cannot be created.
     """
 
     def __init__(
@@ -42,14 +44,13 @@ class TraceWriter:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """Raises ValueError where the file cannot be made."""
         self._pid = os.getpid()
         self.path = directory / f"{name}-{self._pid}.json"
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         except OSError as error:
-            raise ValueError(f"trace: {self.path} cannot be written: {error.strerror}") from error
+            raise ValueError(f"trace: cannot write {self.path}: {error.strerror}") from error
         self._is_open = True
         self._num_bytes = 0
         self._tracks: dict[str, int] = {}
@@ -59,7 +60,7 @@ class TraceWriter:
         self._write(self._metadata(CLOCK, 0, {"host": _host_id(), "wall_offset_us": offset_us}))
 
     def put(self, span: Span) -> None:
-        """Write a span: a pair of events for a request's, which may overlap, one event for a track's."""
+        """Write a span: a pair of events for a request, as these overlap, or one event for a track."""
         start = round(span.start_s * 1e6)
         duration = max(round(span.end_s * 1e6) - start, 0)
         common: dict[str, Any] = {"name": span.name, "pid": self._pid, "ts": start}
@@ -97,19 +98,19 @@ class TraceWriter:
                 return
             try:
                 if self._num_bytes + len(data) > _MAX_BYTES:
-                    raise OSError(f"it has {self._num_bytes} bytes")
+                    raise OSError(f"it has reached {self._num_bytes} bytes")
                 self._num_bytes += os.write(self._file, data)
             except OSError as error:
                 logger.warning("the trace %s ends here: %s", self.path, error)
                 last = True
             if last:
                 self._is_open = False
-                with suppress(OSError):  # reports a full disk once more
+                with suppress(OSError):  # reports a full disk again
                     os.close(self._file)
 
 
 def _host_id() -> str:
-    """Return an id that all processes with the same monotonic clock share."""
+    """Return an id shared by all processes with the same monotonic clock."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""The stages that run together and their devices: the topology notation, and its placement."""
+"""The topology notation, and the placement of instances on devices."""
 
 from epd_serve.topology.notation import Group, Member, Topology, TopologyError, parse_topology
 from epd_serve.topology.placement import InstancePlacement, place

@@ -1,6 +1,6 @@
 """The steps from the running instances to the wanted ones while requests run: starts, then switches, then stops.
 
-No clock and no I/O. A change for which there is no room is refused before its first step.
+Pure. A change for which devices are missing is refused before its first step.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from itertools import count
 from epd_serve.topology.placement import CPU
 from epd_serve.types import Role, Stage
 
-#: A stage that has an instance keeps one at every moment. E may be missing: P encodes in its place.
+#: Stages that must always keep an instance; E may be missing, as P can encode.
 _FLOOR = frozenset({Stage.PREFILL, Stage.DECODE})
-_ELSE = "list another device, or stop the deployment and start it anew"
+_ELSE = "list another device, or stop and restart the deployment"
 
 
 class ChangeImpossible(ValueError):
@@ -26,13 +26,13 @@ class ChangeImpossible(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """An instance that runs, or one that is wanted.
+    """A running or wanted instance.
 
     Attributes:
-        kind: all that a process keeps for as long as it lives; only an instance of this kind can take its place.
-        settings: those of its role; a switch to another role brings the wanted ones.
-        devices: a device other than the CPU has no room for a second process of another kind.
-        roles: roles to which it can be switched; None: all.
+        kind: everything that a running process cannot change; only an instance of this kind can replace it.
+        settings: of its role; a switch to another role applies the wanted ones.
+        devices: only the CPU has room for a second process of another kind.
+        roles: roles that it can switch to; None for all.
     """
 
     name: str
@@ -43,13 +43,13 @@ class Part:
     roles: frozenset[Role] | None = None
 
     def can_become(self, other: Part) -> bool:
-        """Whether a switch makes this instance the other one."""
+        """Return whether a role switch turns this instance into the other one."""
         is_able = self.roles is None or other.role in self.roles
         return self.kind == other.kind and self.role != other.role and is_able
 
 
 class StepKind(IntEnum):
-    """The kinds of steps, in the order in which they are taken."""
+    """The kinds of steps, in order."""
 
     START = 0
     SWITCH = 1
@@ -58,7 +58,7 @@ class StepKind(IntEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """One step of a change; ``role`` is the one that the instance has after it, or had when it is stopped."""
+    """One step of a change; ``role`` is the instance's role after it, or when it is stopped."""
 
     kind: StepKind
     name: str
@@ -73,17 +73,18 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """The steps, and the names that the wanted instances have after them, in the order of ``wanted``."""
+    """The steps, and the names of the wanted instances after them, in the order of ``wanted``."""
 
     steps: tuple[Step, ...]
     names: tuple[str, ...]
 
 
 def plan_change(running: Sequence[Part], wanted: Sequence[Part]) -> Change:
-    """Plan a change during which P and D, where they have an instance, are never without one that serves.
+    """Plan a change during which P and D, if they have instances, always keep one that serves.
 
-    A process stays where an instance of its kind and role is wanted, and is switched where one of its kind is. An
-    instance on a CPU that no other can stand in for is replaced instead. Raises ChangeImpossible.
+    A process stays if an instance of its kind and role is wanted, and is switched if one of its kind is. If a
+    switch would leave a stage without an instance, an instance on a CPU is replaced instead. Raises
+    ChangeImpossible.
     """
     spare, names = {part.name: part for part in running}, dict[int, str]()
     for index, part in enumerate(wanted):
@@ -103,7 +104,7 @@ def plan_change(running: Sequence[Part], wanted: Sequence[Part]) -> Change:
         part = wanted[index]
         if full := sorted(occupied & {*part.devices}):
             raise ChangeImpossible(
-                f"{', '.join(full)} has no room for {part.name} ({part.role}) beside what runs there: {_ELSE}"
+                f"{', '.join(full)} lacks room for {part.name} ({part.role}) next to a running instance: {_ELSE}"
             )
         stem = re.sub(r"\d+$", "", part.name)
         names[index] = next(name for number in count() if (name := f"{stem}{number}") not in taken)
@@ -131,10 +132,10 @@ def plan_change(running: Sequence[Part], wanted: Sequence[Part]) -> Change:
             names[index] = name
             switches.append(Step(kind=StepKind.SWITCH, name=name, role=new, old=old))
         elif (move := next(on_cpu, None)) is not None:
-            start(move[1])  # the other is stopped in the end
+            start(move[1])  # the old one is stopped at the end
         else:
             listed = ", ".join(f"{name} ({spare[name].role}) cannot become {wanted[i].role}" for name, i in moves)
-            raise ChangeImpossible(f"{listed}, since no other instance has its stages meanwhile: {_ELSE}")
+            raise ChangeImpossible(f"{listed}, as no other instance covers its stages until then: {_ELSE}")
         moves.remove(move)
     stops = [Step(kind=StepKind.STOP, name=one.name, role=one.role, old=one.role) for one in spare.values()]
     return Change(steps=(*starts, *switches, *stops), names=tuple(names[index] for index in range(len(wanted))))

@@ -8,9 +8,8 @@
     member   = [ count ] stages [ "@tp" width ]  letters written together are one instance
     stages   = one or more different letters of E, P, D
 
-Spaces around symbols are ignored, but not between letters or digits. Printing is canonical: stages in
-data-path order, no count or width of 1, no group around a single instance; ``parse_topology(str(t)) == t``
-for every topology.
+Spaces are allowed around symbols. Printing is canonical: stages in data-path order, no count or width of 1, no
+group around a single instance; ``parse_topology(str(t)) == t``.
 """
 
 from __future__ import annotations
@@ -20,18 +19,17 @@ from typing import NoReturn
 
 from epd_serve.types import Role, Stage
 
-#: Largest count or width that is read, and most instances in all: above any cluster, and a typing slip does
-#: not fill the memory.
+#: Limit of counts, widths and instances, so that a typing error cannot exhaust memory.
 MAX_COUNT = 4096
 
 
 class TopologyError(ValueError):
-    """A topology line that cannot be read.
+    """An invalid topology line.
 
     Attributes:
         text: the line as given.
-        position: offset of the fault, 0-based; equal to ``len(text)`` where something is missing at the end.
-        problem: what is wrong and what would be right.
+        position: 0-based offset of the fault, ``len(text)`` at the end.
+        problem: the fault and its correction.
     """
 
     def __init__(self, text: str, position: int, problem: str) -> None:
@@ -59,7 +57,7 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Isolated instances that share one device (or one set of devices), ``count`` times: ``2(E-P)``."""
+    """Isolated instances that share one device or set of devices, ``count`` times: ``2(E-P)``."""
 
     members: tuple[Member, ...]
     count: int = 1
@@ -74,7 +72,7 @@ Unit = Member | Group
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """A topology line as read by :func:`parse_topology`, which sees to it that P and D are there."""
+    """A topology with P and D, as :func:`parse_topology` returns it."""
 
     units: tuple[Unit, ...]
 
@@ -83,7 +81,7 @@ class Topology:
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """All members in the order written, those of groups included; group counts are not multiplied in."""
+        """All members in the order written, including those of groups, regardless of the groups' counts."""
         return tuple(member for unit in self.units for member in members_of(unit))
 
     @property
@@ -92,7 +90,7 @@ class Topology:
 
     @property
     def text_only(self) -> bool:
-        """True where no instance has the stage E: those that prefill encode what images there are."""
+        """True if E is missing, so that prefill instances encode images."""
         return Stage.ENCODE not in self.stages
 
     @property
@@ -105,7 +103,7 @@ class Topology:
 
     @property
     def num_devices(self) -> int:
-        """The number of devices that the topology asks for."""
+        """Devices that the topology needs."""
         return sum(unit.count * width_of(unit) for unit in self.units)
 
 
@@ -114,17 +112,12 @@ def members_of(unit: Unit) -> tuple[Member, ...]:
 
 
 def width_of(unit: Unit) -> int:
-    """Devices that one replica of the unit takes: the widest member's tensor-parallel width."""
+    """Return the devices of one replica: the largest tensor-parallel width of its members."""
     return max(member.tensor_parallel for member in members_of(unit))
 
 
 def parse_topology(text: str) -> Topology:
-    """Read a topology line.
-
-    Raises:
-        TopologyError: the line breaks the grammar, or no instance prefills or decodes. A line without E is
-            accepted (``Topology.text_only``).
-    """
+    """Parse a topology line. Raises TopologyError if it breaks the grammar or lacks P or D."""
     return _Parser(text).parse()
 
 
@@ -142,7 +135,7 @@ class _Parser:
             units.append(self._unit())
         topology = Topology(units=tuple(units))
         if topology.num_instances > MAX_COUNT:
-            self._fail(f"{topology.num_instances} instances are more than the {MAX_COUNT} that are possible", at=0)
+            self._fail(f"{topology.num_instances} instances exceed the limit of {MAX_COUNT}", at=0)
         for stage, verb in ((Stage.PREFILL, "prefills"), (Stage.DECODE, "decodes")):
             if stage not in topology.stages:
                 self._fail(f"no instance {verb}; every topology needs {stage}, as in 'E-P-D' or 'EPD'")
@@ -178,22 +171,18 @@ class _Parser:
             if letter not in ("E", "P", "D"):
                 stages_are = "use E (encode), P (prefill) and D (decode)"
                 advice = f"write {letter.upper()}" if letter in "epd" else stages_are
-                self._fail(f"{letter!r} is no stage; {advice}")
+                self._fail(f"{letter!r} is not a stage; {advice}")
             if letter in stages:
-                self._fail(f"stage {letter} is named twice in one instance; for two instances write '2{letter}'")
+                self._fail(f"stage {letter} appears twice in one instance; for two instances write '2{letter}'")
             stages.append(Stage(letter))
             self._position += 1
-        if not stages:
-            self._fail(self._instead_of_stage())
-        return Member(role=Role.of(stages), count=count, tensor_parallel=self._width())
-
-    def _instead_of_stage(self) -> str:
-        found = self._peek()
         if not self._text.strip():
-            return "the line is empty; write one such as 'E-P-D'"
-        if not found:
-            return "an instance is missing at the end; write letters of E, P and D"
-        return f"expected letters of E, P and D here, not {found!r}"
+            self._fail("the line is empty; write one such as 'E-P-D'")
+        if not stages and not self._peek():
+            self._fail("an instance is missing at the end; write letters of E, P and D")
+        if not stages:
+            self._fail(f"expected letters of E, P and D here, not {self._peek()!r}")
+        return Member(role=Role.of(stages), count=count, tensor_parallel=self._width())
 
     def _width(self) -> int:
         if self._peek() != "@":
@@ -209,8 +198,8 @@ class _Parser:
     def _count(self) -> int:
         return self._number("count") or 1
 
-    def _number(self, what: str) -> int | None:
-        """The number at this position, or None where there is none."""
+    def _number(self, quantity: str) -> int | None:
+        """Read a number, if there is one."""
         self._peek()
         start = end = self._position
         while end < len(self._text) and self._text[end] in "0123456789":
@@ -219,9 +208,9 @@ class _Parser:
             return None
         digits = self._text[start:end].lstrip("0")
         if not digits:
-            self._fail(f"a {what} of 0 is not possible; write 1 or more, or leave the instance out")
+            self._fail(f"a {quantity} of 0 is invalid; write 1 or more, or leave the instance out")
         if len(digits) > len(str(MAX_COUNT)) or int(digits) > MAX_COUNT:
-            self._fail(f"the {what} is above {MAX_COUNT}")
+            self._fail(f"the {quantity} is above {MAX_COUNT}")
         self._position = end
         return int(digits)
 
@@ -230,16 +219,16 @@ class _Parser:
         if found == "-":
             self._position += 1
         elif not found and opened_at is not None:
-            self._fail("this parenthesis is never closed; add ')'", at=opened_at)
+            self._fail("this parenthesis is not closed; add ')'", at=opened_at)
         elif found == ")":
             self._fail("this parenthesis closes nothing; remove it, or add '(' before the group")
         elif found.isdigit():
-            self._fail("a count stands before its stages; write '2E', not 'E2'")
+            self._fail("a count goes before its stages; write '2E', not 'E2'")
         else:
             self._fail(f"expected '-' here, not {found!r}")
 
     def _peek(self) -> str:
-        """The next character that is no space, or '' at the end."""
+        """Skip spaces and return the next character, '' at the end."""
         while self._text[self._position : self._position + 1].isspace():
             self._position += 1
         return self._text[self._position : self._position + 1]
@@ -249,10 +238,10 @@ class _Parser:
 
 
 def sends_features(source: Role, target: Role) -> bool:
-    """Whether encoder output travels between instances of these roles."""
+    """Return whether features travel from ``source`` to ``target``."""
     return source.encodes and target.prefills and not (source.prefills and target.encodes)
 
 
 def sends_kv(source: Role, target: Role) -> bool:
-    """Whether the KV cache travels between instances of these roles."""
+    """Return whether KV travels from ``source`` to ``target``."""
     return source.prefills and target.decodes and not (source.decodes and target.prefills)

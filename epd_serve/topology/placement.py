@@ -1,4 +1,4 @@
-"""Named instances with their devices, made from a topology and a list of devices."""
+"""The instances of a topology with their names and devices."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from itertools import count, islice, repeat
 from epd_serve.topology.notation import Group, Topology, Unit, width_of
 from epd_serve.types import Role
 
-#: The one device that several instances may be given without a group: a machine's CPU runs many processes.
+#: The only device that instances can share without a group.
 CPU = "cpu"
 
 
 @dataclass(frozen=True, kw_only=True)
 class InstancePlacement:
-    """One instance: its name (``e0``, ``ep1``), its role and where it runs.
+    """One instance: its name (``e0``, ``ep1``), role and devices.
 
     Attributes:
         devices: ``tensor_parallel`` device names, in the order of the deployment's list.
-        shares_device_with: names of the instances in the same group of the notation. Instances that merely
-            run on the same CPU are not listed.
-        index: of the instance in its deployment, from 0; processes on one host have HCCL ports by it.
+        shares_device_with: names of the other instances in its group.
+        index: of the instance in its deployment, from 0, which selects HCCL ports.
     """
 
     name: str
@@ -34,13 +33,10 @@ class InstancePlacement:
 
 
 def place(topology: Topology, devices: Sequence[str]) -> tuple[InstancePlacement, ...]:
-    """Give each instance its devices, in the order in which both are written.
+    """Assign devices to instances, in the order in which both are written.
 
-    A list of nothing but ``cpu`` serves any topology; other devices are used once each. Devices beyond those
-    needed stay unused.
-
-    Raises:
-        ValueError: there are too few devices, or one that is not the CPU is listed twice.
+    A list of only ``cpu`` serves any topology; other devices are used once each, surplus ones not at all. Raises
+    ValueError if devices are missing, or one other than the CPU is listed twice.
     """
     return tuple(
         instance for replicas in place_units(topology, devices) for replica in replicas for instance in replica
@@ -50,7 +46,7 @@ def place(topology: Topology, devices: Sequence[str]) -> tuple[InstancePlacement
 def place_units(
     topology: Topology, devices: Sequence[str]
 ) -> tuple[tuple[tuple[InstancePlacement, ...], ...], ...]:
-    """As :func:`place`, nested as unit → replica → the instances that share the replica's devices."""
+    """Do as :func:`place`, and return the instances nested by unit and replica."""
     remaining, names, indices = _devices(topology, devices), _names(), count()
     return tuple(
         tuple(
@@ -83,7 +79,7 @@ def _place_replica(
 
 
 def _names() -> Callable[[Role], str]:
-    """A function that answers the next free name of a role: e0, e1, p0 ..."""
+    """Return a function that returns the next name of a role: e0, e1, p0 ..."""
     used: Counter[str] = Counter()
 
     def next_name(role: Role) -> str:
@@ -98,7 +94,7 @@ def _devices(topology: Topology, devices: Sequence[str]) -> Iterator[str]:
     for device, times in Counter(devices).items():
         if times > 1 and device != CPU:
             raise ValueError(
-                f"device {device} is listed {times} times; name it once, "
+                f"device {device} is listed {times} times; list it once, "
                 "and put instances that share it in parentheses, as in '(E-P)-D'"
             )
     if devices and set(devices) == {CPU}:

@@ -1,4 +1,4 @@
-"""The roles that instances of a local deployment have now, a file each in its directory."""
+"""The current roles of a local deployment's instances, one file each in its directory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from epd_serve.types import Role
 
 
 def remember_role(directory: Path, name: str, role: Role) -> None:
-    """An instance has this role; one of vLLM does not know it, so that others write it down."""
+    """Write down an instance's role, which vLLM's instances do not know themselves."""
     file = role_file(directory, name)
     new = file.with_suffix(".new")
     new.write_text(str(role), encoding="utf-8")
@@ -16,7 +16,7 @@ def remember_role(directory: Path, name: str, role: Role) -> None:
 
 
 def remembered_role(directory: Path, name: str) -> Role | None:
-    """The one to which an instance was switched last; None where it never was."""
+    """Return the role that an instance was last switched to, if ever."""
     file = role_file(directory, name)
     return Role.parse(file.read_text(encoding="utf-8")) if file.exists() else None
 

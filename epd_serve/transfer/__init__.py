@@ -1,1 +1,1 @@
-"""Moving registered bytes between instances: transports, feature store, reservations, grouped KV transfer."""
+"""Movement of registered bytes between instances: transports, feature stores, reservations, grouped KV."""

@@ -1,4 +1,4 @@
-"""The transport that needs nothing installed: shared memory on one host, TCP between hosts."""
+"""The embedded transport: shared memory within a host, TCP between hosts."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ Path = Literal["auto", "shm", "tcp"]
 
 
 class EmbeddedTransport:
-    """Chooses by region: mapped memory where the peer runs on this host, TCP where it does not.
+    """Maps regions of peers on this host; reads regions of other hosts over TCP.
 
     Args:
-        host: address on which regions are offered to other hosts; port: that of TCP, 0 chooses one.
-        advertise: address under which other hosts reach it; None: ``host``.
-        path: "shm" offers no TCP; "tcp" uses TCP even on one host; "auto" has both.
-        timeout_s: seconds for which a TCP peer may accept nothing, or pause in the middle of a message.
-        key: the cluster's, which both ends of each TCP connection prove; None: neither does.
+        host: address of the TCP server.
+        path: "shm" starts no TCP server; "tcp" uses TCP within a host, too; "auto" has both.
+        timeout_s: limit of a TCP peer's pauses within a message.
+        port: of the TCP server; 0 chooses one.
+        advertise: address that peers connect to, by default ``host``.
+        key: the cluster key that both ends of a TCP connection prove; None for no proof.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class EmbeddedTransport:
         return slab
 
     def register(self, name: str, memory: DeviceBytes) -> None:
-        """A device's memory is neither mapped by the host nor sent by a socket: all pieces lie on the host."""
+        """Return None: neither mappings nor sockets reach device memory."""
 
     def release(self, slab: Slab | DeviceSlab) -> None:
         with self._lock:
@@ -70,7 +71,14 @@ class EmbeddedTransport:
             released.close()
 
     def read(self, region: Region, pieces: Sequence[Piece]) -> None:
-        self._peers(region).read(region, cast(Sequence[HostPiece], pieces))
+        same_host = region.host_id == host_id()
+        if region.protocol and not same_host:
+            raise TransferError(
+                f"region {region.name} is offered over mooncake; instances need the same kv_transfer.transport"
+            )
+        is_mapped = same_host and (region.protocol or self._path != "tcp" or region.port == 0)
+        peers = self._shared if is_mapped else self._tcp
+        peers.read(region, cast(Sequence[HostPiece], pieces))
 
     def close(self) -> None:
         if self._server is not None:
@@ -81,16 +89,6 @@ class EmbeddedTransport:
             for slab in self._slabs.values():
                 slab.close()
             self._slabs.clear()
-
-    def _peers(self, region: Region) -> SharedMemoryPeers | TcpPeers:
-        same_host = region.host_id == host_id()
-        if region.protocol and not same_host:
-            raise TransferError(
-                f"region {region.name} is offered over mooncake; instances need the same kv_transfer.transport"
-            )
-        if same_host and (region.protocol or self._path != "tcp" or region.port == 0):
-            return self._shared
-        return self._tcp
 
     def _find(self, name: str) -> memoryview | None:
         with self._lock:

@@ -1,4 +1,4 @@
-"""Feature stores: an encoder keeps its features there until the instances that need them have taken them."""
+"""Feature stores, which keep an encoder's features until the prefill instances have fetched them."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from epd_serve.protocol.wire import FeatureEvent, Region
 from epd_serve.transfer.shared_memory import SlabAllocator
 from epd_serve.transfer.transport import NotMapped, TransferError, Transport
 
-#: Larger features are copied and hashed on a thread; a smaller one takes less time than the switch is worth.
+#: Larger features are copied and hashed on a thread; for smaller ones the switch takes longer.
 _INLINE_BYTES = 1 << 16
 
 
 def checksum(data: bytes | bytearray | memoryview) -> str:
-    """blake3 hex of a feature's bytes."""
+    """Return the blake3 hex digest of a feature's bytes."""
     return blake3(data).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredFeature:
-    """The description of a feature stored under an mm_hash: shape, dtype and checksum.
+    """The description of a stored feature.
 
     Attributes:
-        offset: its place in the embedded store's slab, or on the device; None where it lies in another store.
-        generation: of one on the device (:mod:`epd_serve.engine.device_features`); else 0.
-        producer: of one that another encoder may have put; "": this one.
+        offset: in the embedded store's slab or on the device; None in another store.
+        generation: of a feature on the device (:mod:`epd_serve.engine.device_features`); else 0.
+        producer: the encoder that put it in a shared store; "" for this one.
     """
 
     nbytes: int
@@ -53,7 +53,7 @@ class StoredFeature:
         memory: Region | None = None,
         store: str = "",
     ) -> FeatureEvent:
-        """The hash event of a feature that lies in a region, or in a store of that name."""
+        """Return the hash event of the feature, in a region or in a named store."""
         return FeatureEvent(
             request_id=request_id,
             mm_hash=mm_hash,
@@ -70,7 +70,7 @@ class StoredFeature:
 
 
 class StoreObserver(Protocol):
-    """A callable that a store calls after each operation, on any thread. ``lost`` is a fetch that failed."""
+    """Called by a store after each operation, on any thread. ``lost`` is a failed fetch."""
 
     def __call__(
         self,
@@ -82,18 +82,18 @@ class StoreObserver(Protocol):
     ) -> None: ...
 
 
-def unobserved(*told: object) -> None:
-    """Ignore the operation: the observer of a store that nobody measures."""
+def drop_operation(*operation: object) -> None:
+    """Ignore an operation: the default observer."""
 
 
 class FeatureStore(Protocol):
     """Features by mm_hash, stored once, evicted least recently used first.
 
-    An owner (a request id) holds what it puts or acquires until it releases it; what is held is not evicted. The
-    methods belong to one event loop, but for :meth:`fetch`, which any thread may call.
+    An owner (a request id) holds a feature that it puts or acquires until it releases it; held features are not
+    evicted. Methods run on one event loop, except :meth:`fetch`.
 
     Attributes:
-        on_device: whether features are put and fetched as tensors of the instance's device, [nbytes] uint8.
+        on_device: whether features are put and fetched as device tensors, [nbytes] uint8.
     """
 
     on_device: bool
@@ -103,24 +103,24 @@ class FeatureStore(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the features that this instance has put and that the store still holds."""
+        """Bytes of stored features that this instance has put."""
         ...
 
     async def acquire(self, mm_hash: str, owner: str) -> StoredFeature | None:
-        """Hold a feature for ``owner`` until release; None where it must be encoded."""
+        """Hold a feature for ``owner``; return None if it must be encoded."""
         ...
 
     async def put(
         self, mm_hash: str, data: memoryview, shape: list[int], dtype: str, owner: str
     ) -> StoredFeature | None:
-        """Store a feature and hold it for ``owner``; None where held features leave no room now.
+        """Store a feature and hold it for ``owner``; return None if held features fill the store.
 
         Raises ValueError for a feature larger than the store.
         """
         ...
 
     async def on_host(self, mm_hash: str, feature: StoredFeature, owner: str) -> StoredFeature | None:
-        """A feature that the owner holds, in memory of the host; otherwise as :meth:`put`."""
+        """Return a held feature in host memory; return values as of :meth:`put`."""
         ...
 
     def release(self, owner: str, mm_hash: str) -> None:
@@ -128,27 +128,27 @@ class FeatureStore(Protocol):
         ...
 
     def event(self, mm_hash: str, feature: StoredFeature, request_id: str) -> FeatureEvent:
-        """The hash event by which a consumer finds and verifies the feature."""
+        """Return the hash event by which a consumer finds and verifies the feature."""
         ...
 
     def fetch(self, event: FeatureEvent) -> Any:
-        """The bytes of an announced feature, verified: a bytearray, or a tensor of the device. Blocks.
+        """Return the verified bytes of an announced feature, a bytearray or a device tensor.
 
-        Any thread may call it. Raises TransferError where they cannot be had as they are described.
+        Blocks; any thread may call it. Raises TransferError.
         """
         ...
 
     def close(self) -> None:
-        """Give back what the store itself has taken. Blocks. Idempotent."""
+        """Free the store's memory and threads. Blocks. Idempotent."""
         ...
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the books balance."""
+        """Raise AssertionError if the bookkeeping is inconsistent."""
         ...
 
 
 def verify_checksum(event: FeatureEvent, data: bytearray) -> None:
-    """Raise TransferError unless the bytes are those that the event announced."""
+    """Raise TransferError unless the bytes match the event's checksum."""
     if checksum(data) != event.checksum:
         raise TransferError(f"feature {event.mm_hash[:12]} fails its checksum")
 
@@ -157,7 +157,7 @@ def read_feature(transport: Transport, event: FeatureEvent) -> bytearray:
     """Return the verified bytes of a feature in its encoder's memory. Raises TransferError."""
     if event.region is None:
         raise TransferError(
-            f"feature {event.mm_hash[:12]} lies in {event.store}, which this instance does not use; "
+            f"feature {event.mm_hash[:12]} is in {event.store}, which this instance does not use; "
             "instances need the same feature_store"
         )
     data = bytearray(event.nbytes)
@@ -167,10 +167,10 @@ def read_feature(transport: Transport, event: FeatureEvent) -> bytearray:
 
 
 @contextmanager
-def observed_fetch(
+def observe_fetch(
     observe: StoreObserver, store: Literal["embedded", "mooncake"], event: FeatureEvent
 ) -> Iterator[None]:
-    """Tell the observer how the fetch inside went."""
+    """Report the fetch within the context to the observer."""
     started = time.monotonic()
     try:
         yield
@@ -181,10 +181,7 @@ def observed_fetch(
 
 
 class FeatureBooks:
-    """Where features lie in some memory, and who holds them: what all stores have in common. Not thread-safe.
-
-    What nobody holds is evicted for others, the least recently used first.
-    """
+    """Bookkeeping common to all stores: offsets of features in some memory, and their owners. Not thread-safe."""
 
     def __init__(self, capacity_bytes: int, alignment: int = 64) -> None:
         self._allocator = SlabAllocator(capacity_bytes, alignment)
@@ -203,16 +200,16 @@ class FeatureBooks:
         return self._cache.num_bytes
 
     def hold(self, mm_hash: str, owner: str) -> StoredFeature | None:
-        """The feature, held for ``owner``; None where it is not here."""
+        """Hold a feature for ``owner`` and return it; None if it is not stored."""
         found = self._cache.acquire(mm_hash, owner)
         return None if found is None else found[1]
 
     def release(self, owner: str, mm_hash: str | None = None) -> None:
-        """Drop a hold, or all of an owner. Idempotent."""
+        """Drop an owner's hold, by default all of its holds. Idempotent."""
         self._cache.release(owner, mm_hash)
 
     def allocate(self, nbytes: int) -> int | None:
-        """A place for a feature, for which others are evicted; None where what is held leaves no room."""
+        """Return an offset for a feature, evicting others; None if held features leave no room."""
         while (offset := self._allocator.allocate(nbytes)) is None:
             evicted = self._cache.evict_one()
             if evicted is None:
@@ -221,12 +218,11 @@ class FeatureBooks:
         return offset
 
     def insert(self, mm_hash: str, feature: StoredFeature, owner: str) -> None:
-        """Keep a feature that lies in its place, held for ``owner``."""
+        """Add a feature that lies at its offset, held for ``owner``."""
         for evicted in self._cache.put(mm_hash, (mm_hash, feature), feature.nbytes, owner):
             self._evict(*evicted)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the books balance."""
         self._cache.check_integrity()
         self._allocator.check_integrity()
 
@@ -246,11 +242,11 @@ class FeatureSlab(FeatureBooks):
 
 
 class EmbeddedFeatureStore(FeatureSlab):
-    """Features in one slab of a transport. A hold lasts as long as the call that announces the feature."""
+    """Features in one slab of a transport, held during the call that announces them."""
 
     on_device = False
 
-    def __init__(self, transport: Transport, capacity_bytes: int, observe: StoreObserver = unobserved) -> None:
+    def __init__(self, transport: Transport, capacity_bytes: int, observe: StoreObserver = drop_operation) -> None:
         super().__init__(transport, capacity_bytes)
         self._observe = observe
         self._one_at_a_time = asyncio.Lock()
@@ -269,6 +265,11 @@ class EmbeddedFeatureStore(FeatureSlab):
                 f"a feature of {data.nbytes} bytes does not fit a store of {self.nbytes}; "
                 "raise feature_cache_bytes"
             )
+
+        def write(offset: int) -> str:
+            self._slab.buffer[offset : offset + data.nbytes] = data
+            return checksum(data)
+
         async with self._one_at_a_time:
             if mm_hash in self._cache:
                 return self.hold(mm_hash, owner)
@@ -276,7 +277,15 @@ class EmbeddedFeatureStore(FeatureSlab):
             offset = self.allocate(data.nbytes)
             if offset is None:
                 return None
-            digest = await self._write(offset, data)
+            if data.nbytes <= _INLINE_BYTES:
+                digest = write(offset)
+            else:
+                writing = asyncio.get_running_loop().run_in_executor(self._thread, write, offset)
+                try:
+                    digest = await asyncio.shield(writing)
+                except BaseException:
+                    writing.add_done_callback(lambda _: self._allocator.free(offset))  # after the write
+                    raise
             feature = StoredFeature(offset=offset, nbytes=data.nbytes, shape=shape, dtype=dtype, checksum=digest)
             self.insert(mm_hash, feature, owner)
             self._observe("embedded", "put", data.nbytes, time.monotonic() - started)
@@ -285,34 +294,18 @@ class EmbeddedFeatureStore(FeatureSlab):
     async def on_host(self, mm_hash: str, feature: StoredFeature, owner: str) -> StoredFeature | None:
         return feature
 
-    async def _write(self, offset: int, data: memoryview) -> str:
-        """Copy a feature to its place; returns its checksum. What is cancelled gives the place back."""
-
-        def write() -> str:
-            self._slab.buffer[offset : offset + data.nbytes] = data
-            return checksum(data)
-
-        if data.nbytes <= _INLINE_BYTES:
-            return write()
-        writing = asyncio.get_running_loop().run_in_executor(self._thread, write)
-        try:
-            return await asyncio.shield(writing)
-        except BaseException:
-            writing.add_done_callback(lambda _: self._allocator.free(offset))  # not while it is written to
-            raise
-
     def event(self, mm_hash: str, feature: StoredFeature, request_id: str) -> FeatureEvent:
         assert feature.offset is not None, "a feature of another store"
         return feature.event(mm_hash, request_id, region=self.region)
 
     def fetch(self, event: FeatureEvent) -> bytearray:
         if event.generation:
-            raise NotMapped(f"feature {event.mm_hash[:12]} is on a device that this instance does not reach")
-        with observed_fetch(self._observe, "embedded", event):
+            raise NotMapped(f"feature {event.mm_hash[:12]} is on a device that this instance cannot reach")
+        with observe_fetch(self._observe, "embedded", event):
             return read_feature(self._transport, event)
 
     def close(self) -> None:
-        """End the writes to the slab and release it."""
+        """Wait for pending writes and release the slab."""
         self._thread.shutdown()
         self._transport.release(self._slab)
 

@@ -1,4 +1,4 @@
-"""The number of layers to send at once so that the transfer hides behind compute (EPD-Serve section 3.3)."""
+"""KV group size: how many layers to send together so that compute hides the transfer (EPD-Serve section 3.3)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 def smallest_hidden_group(
     num_layers: int, layer_s: float, layer_bytes: float, handshake_s: float, bytes_per_s: float
 ) -> int:
-    """The smallest g with ``handshake + g·bytes/bandwidth <= g·layer``, or else the one that is over the soonest.
+    """Return the smallest g with ``handshake + g·bytes/bandwidth <= g·layer``, or else the g that finishes first.
 
     Args:
         layer_s: compute time of one layer.
@@ -22,7 +22,7 @@ def smallest_hidden_group(
         return min(max(math.ceil(handshake_s / gain_s), 1), num_layers)
     send_s = layer_bytes / bytes_per_s
     return min(
-        range(num_layers, 0, -1),  # of equals the one of fewer writes
+        range(num_layers, 0, -1),  # ties go to the size with fewer writes
         key=lambda group: seconds_until_sent(num_layers, group, layer_s, send_s, handshake_s),
     )
 
@@ -30,14 +30,14 @@ def smallest_hidden_group(
 def seconds_until_sent(
     num_layers: int, group: int, layer_s: float, send_s: float, handshake_s: float, *, free_s: float = 0.0
 ) -> float:
-    """Seconds from the start of the first layer until the last group is sent, in groups as of :func:`group_ends`.
+    """Return the seconds from the start of the first layer until the last group (:func:`group_ends`) is sent.
 
-    Groups that are computed when the link gets to them go as one write, as of
-    :class:`~epd_serve.transfer.kv_sender.KVSender`.
+    Groups already computed when the link becomes free are sent as one write, as
+    :class:`~epd_serve.transfer.kv_sender.KVSender` does.
 
     Args:
         send_s: seconds to send one layer, without the handshake.
-        free_s: when the link has sent what is of others.
+        free_s: when the link has finished other transfers.
     """
     now, sent = free_s, 0
     while sent < num_layers:
@@ -51,23 +51,22 @@ def seconds_until_sent(
 
 
 def group_ends(num_layers: int, group_size: int) -> frozenset[int]:
-    """The last layer of each group. The first group is smaller where the layers do not divide evenly.
+    """Return the last layers of the groups.
 
-    So no group waits for an earlier one that compute did not hide: after the last layer there is one handshake and
-    one group to go.
+    The first group takes the remainder, so after the last layer only one handshake and one group are left to send.
     """
     return frozenset(range(num_layers - 1, -1, -group_size))
 
 
 @dataclass(slots=True, kw_only=True)
 class TimeEstimate:
-    """``seconds = base + amount · slope``, fitted to measured times; older ones count less.
+    """Fit of ``seconds = base + amount · slope`` to measured times, with exponential decay.
 
-    Where all amounts are alike, their times cannot tell the two apart: then the base stays as it was.
+    While all amounts are similar, the base keeps its value.
 
     Attributes:
-        memory: the weight of what was measured before, at each new time.
-        outlier: a time counts as so many times longer or shorter than expected at most.
+        memory: decay of older measurements with each new one.
+        outlier: clip a measurement to this factor above or below the expected time.
     """
 
     memory: float = 0.9
@@ -82,7 +81,7 @@ class TimeEstimate:
     _product: float = 0.0
 
     def observe(self, amount: int, seconds: float) -> None:
-        """Learn from one time; where the amount is none, it is all base."""
+        """Add one measurement; with an amount of 0 it measures the base alone."""
         if self.outlier < math.inf and self._weight > 2:
             expected = self.base_s + self.slope_s * amount
             seconds = min(max(seconds, expected / self.outlier), expected * self.outlier)
@@ -101,21 +100,21 @@ class TimeEstimate:
             slope_s = (self._product / self._weight - mean * mean_s) / variance
         if slope_s > 0:
             self.base_s = max(mean_s - slope_s * mean, 0.0)
-        else:  # an old handshake must not make a link infinitely fast that has become quicker
+        else:  # after a link became faster, an outdated base must not take up the whole time
             self.base_s = min(self.base_s, 0.99 * mean_s)
         self.slope_s, self.is_known = max((mean_s - self.base_s) / mean, 1e-15), True
 
 
 @dataclass(slots=True, kw_only=True)
 class GroupSizer:
-    """Keeps the group size right from measured times, for each link apart.
+    """Chooses group sizes by link from measured times.
 
-    Until both a step and a transfer were measured, a group is a quarter of the model.
+    Before the first measurements, a group is a quarter of the model.
 
     Attributes:
-        fixed: a group size that is not to be changed.
-        layer: seconds that one layer takes to compute, over the tokens of the step.
-        links: seconds of a write, over its bytes.
+        fixed: a configured group size.
+        layer: compute seconds of one layer by tokens in the step.
+        links: seconds of a transfer by bytes, for each link.
     """
 
     num_layers: int
@@ -124,7 +123,7 @@ class GroupSizer:
     links: dict[str, TimeEstimate] = field(default_factory=dict)
 
     def group_size(self, link: str, num_tokens: int, layer_bytes: float) -> int:
-        """Layers to send together in a step of ``num_tokens`` that adds ``layer_bytes`` of KV to a layer."""
+        """Return the layers to send together in a step of ``num_tokens`` with ``layer_bytes`` of KV a layer."""
         layer, estimate = self.layer, self.links.get(link)
         if self.fixed is not None:
             return min(self.fixed, self.num_layers)
@@ -134,22 +133,21 @@ class GroupSizer:
         return smallest_hidden_group(self.num_layers, layer_s, layer_bytes, estimate.base_s, 1 / estimate.slope_s)
 
     def is_mostly_handshake(self, link: str, nbytes: int) -> bool:
-        """Whether a write's bytes take the link no longer than the handshake does; False where none is known."""
+        """Return whether sending ``nbytes`` takes no longer than the handshake; False before measurements."""
         estimate = self.links.get(link)
         return estimate is not None and estimate.is_known and estimate.slope_s * nbytes <= estimate.base_s
 
     def observe_compute(self, num_tokens: int, seconds: float) -> None:
-        """Learn from a prefill step of ``num_tokens`` that took ``seconds`` over all layers."""
+        """Record that all layers of a prefill step of ``num_tokens`` took ``seconds``."""
         self.layer.observe(num_tokens, seconds / self.num_layers)
 
     def observe_transfer(self, link: str, nbytes: int, seconds: float) -> None:
-        """Learn from one write over a link."""
+        """Record the time of one transfer over a link."""
         self.links.setdefault(link, TimeEstimate()).observe(nbytes, seconds)
 
     def forget(self, link: str) -> None:
-        """Forget a link that is gone."""
         self.links.pop(link, None)
 
     def known_links(self) -> dict[str, tuple[float, float]]:
-        """(handshake seconds, bytes per second) of each link that was used."""
+        """Return (handshake seconds, bytes per second) by link."""
         return {name: (link.base_s, 1 / link.slope_s) for name, link in list(self.links.items()) if link.is_known}

@@ -1,4 +1,4 @@
-"""Grouped KV transfer: announce each group of layers while the next ones are computed (EPD-Serve section 3.3)."""
+"""Grouped KV transfer: announce each group of layers while the next is computed (EPD-Serve section 3.3)."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _IDLE_LANE_S = 60.0
 
 
 class ReadableKV(Protocol):
-    """Blocks of some layers in memory that peers can read."""
+    """Blocks in memory that peers can read."""
 
     def spans(self, first: int, count: int) -> list[Span]:
-        """Return the places of ``count`` of the blocks, from number ``first`` on."""
+        """Return the spans of blocks ``first`` to ``first + count``."""
         ...
 
 
 class KVSource(Protocol):
-    """The memory from which outgoing KV is read."""
+    """The memory that outgoing KV is read from."""
 
     @property
     def region(self) -> Region: ...
@@ -42,15 +42,15 @@ class KVSource(Protocol):
 
     @property
     def staged_cells(self) -> int | None:
-        """The most layers × blocks that :meth:`stage` takes; None where there is no limit."""
+        """Limit of layers × blocks in one call of :meth:`stage`, or None."""
         ...
 
     def stage(self, layers: range, blocks: Sequence[int]) -> AbstractContextManager[ReadableKV]:
-        """A context in which peers can read blocks that are computed. It may wait for others' to end."""
+        """Make computed blocks readable by peers within the context. May wait for staging memory."""
         ...
 
     def nbytes(self, num_layers: int, num_blocks: int) -> int:
-        """Bytes of so many blocks in so many layers on the device: an emulated one's pieces have fewer."""
+        """Return the KV bytes on the device, which on an emulated device exceed the bytes moved."""
         ...
 
 
@@ -58,24 +58,23 @@ class DecodePeer(Protocol):
     """The decode instance of a transfer, called from threads of the sender."""
 
     def announce(self, announcement: KVAnnouncement) -> KVTaken:
-        """Return when the instance has read what is announced. Raises TransferError."""
+        """Return when the instance has read the announced KV. Raises TransferError."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class OutgoingTransfer:
-    """One request's KV on its way to the decode instance.
+    """The transfer of one request's KV to a decode instance.
 
     Attributes:
-        peer: the decode instance.
-        target: blocks reserved for it; None until there are some.
-        next_block: index of the first prompt block that is not yet sent in full.
-        computed_at: time at which the prompt's compute had ended.
-        transfer_s: time until the peer had read; of an announcement of several transfers, the share of its bytes.
-        exposed_s: the part of it after ``computed_at``.
+        target: blocks reserved at the decode instance, None before the reservation.
+        next_block: index of the first prompt block not yet sent in full.
+        computed_at: when the prompt's compute ended.
+        transfer_s: seconds of its reads; an announcement of several transfers is shared by bytes.
+        exposed_s: the part of ``transfer_s`` after ``computed_at``.
         wait_s: seconds from ``computed_at`` to the end of its last read.
-        num_queued: parts of it that the sender has not done with.
-        on_passed: to be called when there are none.
+        num_queued: unfinished parts in the sender.
+        on_sent: called when ``num_queued`` becomes 0.
     """
 
     transfer_id: str
@@ -91,27 +90,21 @@ class OutgoingTransfer:
     exposed_s: float = 0.0
     wait_s: float = 0.0
     num_queued: int = 0
-    on_passed: list[Callable[[], object]] = field(default_factory=list)
+    on_sent: list[Callable[[], object]] = field(default_factory=list)
 
     @property
     def overlap_ratio(self) -> float:
-        """1 − exposed / transfer time: 1 means entirely hidden."""
+        """1 − exposed / transfer time; 1 means fully hidden."""
         return 1.0 - self.exposed_s / self.transfer_s if self.transfer_s else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Blocks of one transfer: where they lie here and where they belong there."""
+    """Blocks of one transfer: their ids here and at the decode instance."""
 
     transfer: OutgoingTransfer
     local: Sequence[int]
     remote: Sequence[int]
-
-    def within(self, numbers: range, start: int) -> Part | None:
-        """Those of the blocks whose numbers are among ``numbers``, where its first one has number ``start``."""
-        own = slice(max(numbers.start - start, 0), max(numbers.stop - start, 0))
-        local = self.local[own]
-        return Part(self.transfer, local, self.remote[own]) if local else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,34 +114,32 @@ class _Push:
     computed: Event | None = None
 
     def rounds(self, most_cells: int) -> Iterator[tuple[range, list[Part]]]:
-        """The push in parts that fit into so many cells."""
+        """Cut the push into rounds of at most ``most_cells`` cells."""
         starts = list(accumulate((len(part.local) for part in self.parts), initial=0))
         for layers, numbers in rounds(self.layers, starts[-1], most_cells):
-            inside = (part.within(numbers, start) for part, start in zip(self.parts, starts, strict=False))
-            yield layers, [part for part in inside if part is not None]
+            inside = list[Part]()
+            for part, start in zip(self.parts, starts, strict=False):
+                own = slice(max(numbers.start - start, 0), max(numbers.stop - start, 0))
+                if part.local[own]:
+                    inside.append(Part(part.transfer, part.local[own], part.remote[own]))
+            yield layers, inside
 
 
-@dataclass(frozen=True, slots=True)
-class _Connect:
-    """Make the first contact."""
-
-    peer: DecodePeer
-
-
-_Job = _Push | _Connect
+#: A peer alone is contacted for the first time.
+_Job = _Push | DecodePeer
 
 
 class KVSender:
-    """Announces KV to each decode instance in the order given, to several of them at once.
+    """Announces KV, in order, to each decode instance over a lane of its own.
 
-    What is late goes together: layers of one step that are computed when their turn comes are one announcement, as
-    are steps of the same layers whose bytes take the link no longer than a handshake does. A transfer waits for
-    another's bytes for that long at most. Where the size of groups is fixed, so are the announcements.
+    Unless the group size is fixed, a lane merges computed pushes in its queue: consecutive groups of one step, and
+    steps of the same layers that take the link no longer than a handshake. So a transfer waits no longer than that
+    for the bytes of another.
 
-    A transfer that failed or was cancelled announces nothing more.
+    A failed or cancelled transfer announces nothing more.
 
     Args:
-        clock: monotonic seconds; the same clock that ``computed_at`` is set by.
+        clock: monotonic seconds, as in ``computed_at``.
     """
 
     def __init__(self, source: KVSource, sizer: GroupSizer, clock: Callable[[], float]) -> None:
@@ -159,32 +150,30 @@ class KVSender:
         self._lanes: dict[str, _Lane] = {}
 
     def connect(self, name: str, peer: DecodePeer) -> None:
-        """Make the first contact with the instance of that name, and measure the next one; once for each."""
+        """Contact an instance for the first time and measure the handshake, unless it has a lane."""
         with self._lock:
             if name not in self._lanes:
-                self._lane(name).jobs.put(_Connect(peer))
+                self._lane(name).jobs.put(peer)
 
     def push(self, layers: range, parts: Sequence[Part], computed: Event | None = None) -> None:
         """Queue blocks of ``layers`` as one announcement; all parts go to one instance.
 
-        ``computed`` comes when the device has written them; None: it has.
+        Args:
+            computed: when the device has written the blocks; None if it has.
         """
         assert parts and parts[0].transfer.target is not None
-        with self._lock:  # also against a lane that is about to retire
+        with self._lock:  # also held by a lane that retires
             for part in parts:
                 part.transfer.num_queued += 1
             self._lane(parts[0].transfer.target.name).jobs.put(_Push(layers, parts, computed))
 
-    def fence(self, transfer: OutgoingTransfer, passed: Callable[[], object]) -> None:
-        """Call ``passed`` when nothing of this transfer is queued or under way: now, or on a thread of the sender.
-
-        It does not wait for others: an engine that runs ahead has queued those of its next step already.
-        """
+    def fence(self, transfer: OutgoingTransfer, sent: Callable[[], object]) -> None:
+        """Call ``sent``, now or on a thread of the sender, once nothing of the transfer is queued or under way."""
         with self._lock:
             if transfer.num_queued:
-                transfer.on_passed.append(passed)
+                transfer.on_sent.append(sent)
                 return
-        passed()
+        sent()
 
     def close(self) -> None:
         with self._lock:
@@ -201,27 +190,26 @@ class KVSender:
         return self._lanes[name]
 
     def _run(self, lane: _Lane) -> None:
-        while (job := self._next(lane)) is not None:
+        while (job := self._next_job(lane)) is not None:
             if isinstance(job, _Push):
                 self._push(lane, job)
             else:
-                self._connect(lane, job.peer)
+                self._connect(lane, job)
 
-    def _pass(self, transfer: OutgoingTransfer) -> None:
-        """One of its parts is done with."""
+    def _finish_part(self, transfer: OutgoingTransfer) -> None:
         with self._lock:
             transfer.num_queued -= 1
             if transfer.num_queued:
                 return
-            waiting, transfer.on_passed = transfer.on_passed, []
-        for passed in waiting:
+            waiting, transfer.on_sent = transfer.on_sent, []
+        for sent in waiting:
             try:
-                passed()
-            except Exception:  # it must not hold up others, nor end the lane
-                logger.exception("what waited for transfer %s failed", transfer.transfer_id)
+                sent()
+            except Exception:  # must not end the lane
+                logger.exception("a callback of transfer %s failed", transfer.transfer_id)
 
-    def _next(self, lane: _Lane) -> _Job | None:
-        """The next job; None where there was none for long, and the lane is gone, or at the end."""
+    def _next_job(self, lane: _Lane) -> _Job | None:
+        """Return the next job; None at the end, or when an idle lane retires."""
         if lane.ahead:
             return lane.ahead.popleft()
         try:
@@ -242,8 +230,8 @@ class KVSender:
             peer.announce(nothing)
             contact = self._clock()
             peer.announce(nothing)
-        except TransferError as error:  # the first push will say so
-            logger.debug("no contact with %s yet: %s", lane.name, error)
+        except TransferError as error:  # the first push reports it
+            logger.debug("cannot contact %s yet: %s", lane.name, error)
             return
         self.sizer.observe_transfer(lane.name, 0, self._clock() - contact)
 
@@ -252,7 +240,7 @@ class KVSender:
             if job.computed is not None:
                 job.computed.synchronize()
             if self.sizer.fixed is None and (lane.ahead or not lane.jobs.empty()):
-                job = self._with_late(lane, job)
+                job = self._merge_computed(lane, job)
             target = job.parts[0].transfer.target
             assert target is not None
             limits = [most for most in (self._source.staged_cells, target.staged_cells) if most is not None]
@@ -260,42 +248,42 @@ class KVSender:
             for layers, parts in in_rounds:
                 wanted = [part for part in parts if not part.transfer.cancelled and part.transfer.error is None]
                 if wanted:
-                    self._move(lane, layers, wanted, maps=target.maps)
+                    self._send(lane, layers, wanted, maps=target.maps)
         except TransferError as error:
             for part in job.parts:
                 part.transfer.error = part.transfer.error or error
-        except Exception as error:  # such as a device that failed in the step, or has no memory for staging
+        except Exception as error:  # such as a device that failed in the step or is out of memory
             logger.exception("transfers to %s failed", lane.name)
             for part in job.parts:
                 part.transfer.error = part.transfer.error or TransferError(f"the copy failed: {error}")
         for part in job.parts:
-            self._pass(part.transfer)
+            self._finish_part(part.transfer)
 
-    def _with_late(self, lane: _Lane, job: _Push) -> _Push:
-        """A push whose turn has come, with those behind it that are computed and can go with it."""
+    def _merge_computed(self, lane: _Lane, job: _Push) -> _Push:
+        """Merge the next push with the computed pushes behind it."""
         while not lane.jobs.empty():
             lane.ahead.append(lane.jobs.get())
-        late = list[_Push]()
+        computed = list[_Push]()
         for push in lane.ahead:
             if not isinstance(push, _Push) or not (push.computed is None or push.computed.query()):
                 break
-            late.append(push)
-        joined = [job]
-        for push in late:
+            computed.append(push)
+        merged = [job]
+        for push in computed:
             lane.ahead.popleft()
-            joined.append(push)
-            while len(joined) > 1 and (both := self._joined(lane, *joined[-2:])) is not None:
-                joined[-2:] = [both]
-        lane.ahead.extendleft(reversed(joined[1:]))
-        return joined[0]
+            merged.append(push)
+            while len(merged) > 1 and (both := self._merge(lane, *merged[-2:])) is not None:
+                merged[-2:] = [both]
+        lane.ahead.extendleft(reversed(merged[1:]))
+        return merged[0]
 
-    def _joined(self, lane: _Lane, first: _Push, second: _Push) -> _Push | None:
-        """Two pushes as one; None where they are not better off together."""
+    def _merge(self, lane: _Lane, first: _Push, second: _Push) -> _Push | None:
+        """Return two pushes as one, or None if they are better sent apart."""
         if first.layers.stop == second.layers.start and first.parts == second.parts:
             both = _Push(range(first.layers.start, second.layers.stop), first.parts)
         elif first.layers == second.layers:
             blocks: dict[OutgoingTransfer, dict[int, int]] = {}
-            for part in (*first.parts, *second.parts):  # what a chunk filled in part is in the next one, too
+            for part in (*first.parts, *second.parts):  # a partly filled block is in the next chunk, too
                 blocks.setdefault(part.transfer, {}).update(zip(part.remote, part.local, strict=True))
             parts = [Part(one, list(places.values()), list(places)) for one, places in blocks.items()]
             nbytes = self._source.nbytes(len(first.layers), sum(len(part.local) for part in parts))
@@ -311,20 +299,20 @@ class KVSender:
                 part.transfer.num_queued += 1
         return both
 
-    def _move(self, lane: _Lane, layers: range, parts: Sequence[Part], *, maps: bool) -> None:
-        """Announce parts, and return when they are read. ``maps``: the peer reads them on the device itself."""
+    def _send(self, lane: _Lane, layers: range, parts: Sequence[Part], *, maps: bool) -> None:
+        """Announce parts and return once they are read; ``maps``: the peer reads them from the device."""
         start = self._clock()
         if maps:
-            moved = self._announce(layers, parts, None)
+            sent = self._announce(layers, parts, None)
         else:
             with self._source.stage(layers, [block for part in parts for block in part.local]) as staged:
-                moved = self._announce(layers, parts, staged)
-        if not moved:
+                sent = self._announce(layers, parts, staged)
+        if not sent:
             return
         end = self._clock()
-        sizes = [self._source.nbytes(len(layers), len(part.local)) for part in moved]
+        sizes = [self._source.nbytes(len(layers), len(part.local)) for part in sent]
         total = sum(sizes)
-        for part, nbytes in zip(moved, sizes, strict=True):
+        for part, nbytes in zip(sent, sizes, strict=True):
             transfer, share = part.transfer, nbytes / max(total, 1)
             transfer.num_bytes += nbytes
             transfer.num_announcements += 1
@@ -335,7 +323,7 @@ class KVSender:
         self.sizer.observe_transfer(lane.name, total, end - start)
 
     def _announce(self, layers: range, parts: Sequence[Part], staged: ReadableKV | None) -> list[Part]:
-        """Have the decode instance read; return what it wanted. The others it has given up."""
+        """Have the decode instance read the parts; return those it read. It has given up the others."""
         sent, first = list[SentKV](), 0
         for part in parts:
             spans = [] if staged is None else staged.spans(first, len(part.local))
@@ -350,10 +338,10 @@ class KVSender:
 
 
 class _Lane:
-    """The queue and thread of one decode instance, so that one that stalls holds up no other.
+    """The queue and thread of one decode instance, so that a stalled instance delays only itself.
 
     Attributes:
-        ahead: jobs that the thread has taken from the queue and not done.
+        ahead: jobs taken from the queue and not started.
     """
 
     def __init__(self, name: str, run: Callable[[_Lane], None]) -> None:

@@ -1,8 +1,7 @@
-"""Reservations of KV blocks at the decode side: reserve → read → complete, each idempotent by transfer id.
+"""Reservations of KV blocks at a decode instance: reserve → read → complete, each idempotent by transfer id.
 
-Only the decode instance itself writes into its blocks: it reads what the prefill instance announces. So blocks go
-back as soon as the instance's own reads into them have ended. A lease that the prefill instance renews ends the
-reservation of one that is gone.
+Only the decode instance writes into its blocks, so they are free once its own reads have ended. The prefill
+instance renews a lease; the reservation of a dead one expires.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from epd_serve.protocol.wire import ReserveRequest
 class ReservationState(Enum):
     PENDING = auto()  # waits for blocks
     GRANTED = auto()  # KV may be read into its blocks
-    ENDING = auto()  # given up; a read into its blocks has not ended
+    ENDING = auto()  # given up while a read into its blocks is under way
     COMPLETED = auto()  # the request owns the blocks
-    RELEASED = auto()  # blocks given back, or never taken
+    RELEASED = auto()  # blocks freed, or never allocated
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,7 +39,7 @@ class ReservationTable:
     """All reservations of a decode instance. Not thread-safe; the clock is passed in as ``now``.
 
     Args:
-        free: gives blocks back to the pool.
+        free: returns blocks to the pool.
     """
 
     def __init__(self, free: Callable[[RequestBlocks], None]) -> None:
@@ -48,14 +47,13 @@ class ReservationTable:
         self._live: dict[str, Reservation] = {}
         self._ended: Tombstones[ReservationState] = Tombstones()
         self._reading: Counter[str] = Counter()
-        self._late: list[tuple[float, str]] = []  # reads that were given up: (until, transfer)
+        self._late: list[tuple[float, str]] = []  # timed-out reads: (when to end them, transfer)
 
     def __len__(self) -> int:
-        """Reservations that hold or wait for blocks."""
         return len(self._live)
 
     def open(self, request: ReserveRequest, now: float) -> Reservation | None:
-        """Open a PENDING reservation, or find that of the id; None where that one has ended (a late duplicate)."""
+        """Return the transfer's reservation, new ones PENDING; None for a late duplicate of an ended one."""
         transfer_id = request.transfer_id
         if transfer_id in self._ended:
             return None
@@ -76,7 +74,7 @@ class ReservationTable:
         reservation.deadline = now + reservation.lease_s
 
     def renew(self, transfer_id: str, now: float) -> bool:
-        """Extend the lease; False where the reservation is gone or given up."""
+        """Extend the lease; return False if the reservation has ended."""
         reservation = self._live.get(transfer_id)
         if reservation is None or reservation.state is not ReservationState.GRANTED:
             return False
@@ -84,7 +82,7 @@ class ReservationTable:
         return True
 
     def begin_read(self, transfer_id: str, blocks: Sequence[int]) -> bool:
-        """Return whether announced KV is wanted in these blocks; then they are kept until :meth:`end_read`."""
+        """Return whether announced KV may be read into these blocks, which then stay until :meth:`end_read`."""
         reservation = self._live.get(transfer_id)
         if reservation is None or reservation.state is not ReservationState.GRANTED:
             return False
@@ -96,7 +94,7 @@ class ReservationTable:
         return True
 
     def end_read(self, transfer_id: str, given_up_at: float | None = None) -> None:
-        """A read is over; of one that was given up at some time, bytes may arrive for a lease."""
+        """End a read; bytes of one that timed out may arrive for another lease."""
         if given_up_at is not None:
             self._late.append((given_up_at + self._live[transfer_id].lease_s, transfer_id))
             return
@@ -108,9 +106,9 @@ class ReservationTable:
                 self.release(transfer_id)
 
     def complete(self, transfer_id: str) -> Reservation | None:
-        """End a reservation whose blocks are filled; the blocks are the caller's now.
+        """End a filled reservation; the caller now owns its blocks.
 
-        None for a reservation that is not GRANTED, or into which KV is still being read.
+        Returns None if it is not GRANTED or a read is under way.
         """
         reservation = self._live.get(transfer_id)
         if (
@@ -123,15 +121,14 @@ class ReservationTable:
         return reservation
 
     def is_completed(self, transfer_id: str) -> bool:
-        """Whether that transfer was completed: a repeated completion is no error."""
         return self._ended.get(transfer_id) is ReservationState.COMPLETED
 
     def has_blocks(self, request_id: str) -> bool:
-        """Whether a reservation of the request is GRANTED."""
+        """Return whether a reservation of the request is GRANTED."""
         return any(r.request_id == request_id and r.state is ReservationState.GRANTED for r in self._live.values())
 
     def release(self, transfer_id: str) -> None:
-        """Give blocks back once no read into them is under way. Idempotent, also before :meth:`open`."""
+        """Free the blocks once no read into them is under way. Idempotent, also before :meth:`open`."""
         reservation = self._live.get(transfer_id)
         if reservation is None:
             self._ended.add(transfer_id, ReservationState.RELEASED)
@@ -144,12 +141,12 @@ class ReservationTable:
                 self._free(reservation.blocks)
 
     def abandon(self, request_id: str) -> None:
-        """Release the reservations of a request that was cancelled here."""
+        """Release all reservations of a request."""
         for transfer_id in [r.transfer_id for r in self._live.values() if r.request_id == request_id]:
             self.release(transfer_id)
 
     def expire(self, now: float) -> list[Reservation]:
-        """Release what outlived its lease; return those that were still wanted."""
+        """Release the reservations whose lease has expired and return them."""
         over = [transfer_id for until, transfer_id in self._late if until <= now]
         self._late = [late for late in self._late if late[0] > now]
         for transfer_id in over:
@@ -165,8 +162,8 @@ class ReservationTable:
             holds = reservation.blocks is not None
             assert holds == (reservation.state is not ReservationState.PENDING), "blocks without a grant"
             is_ending = reservation.state is ReservationState.ENDING
-            assert not is_ending or transfer_id in self._reading, "blocks are kept for no read"
-        assert self._live.keys() >= self._reading.keys(), "blocks are read into that were given back"
+            assert not is_ending or transfer_id in self._reading, "blocks are kept without a read"
+        assert self._live.keys() >= self._reading.keys(), "a read into freed blocks is under way"
 
     def _end(self, reservation: Reservation, state: ReservationState) -> None:
         reservation.state = state
@@ -178,7 +175,7 @@ V = TypeVar("V")
 
 
 class Tombstones(OrderedDict[str, V]):
-    """The newest ``capacity`` ids, each with the value of its end. An id keeps its first value and its place."""
+    """The newest ``capacity`` ended ids, each with the first value it was added with."""
 
     def __init__(self, capacity: int = 4096) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Any transport as it would be over another link: of an emulated device, or slow enough for an experiment."""
+"""A transport with the bandwidth and latency of another link, for emulated devices and experiments."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from device.emulated.timeline import Faults
-from epd_serve.cost.profile import Profile
 from epd_serve.protocol.wire import Region
-from epd_serve.transfer.transport import DeviceBytes, DeviceSlab, Piece, Slab, Transport
+from epd_serve.transfer.transport import Piece, Transport
+
+#: Name of the links in injected faults.
+LINKS = "links"
 
 
 class ShapedTransport:
-    """Each process that this one reads from is reached over one link, on which transfers queue.
+    """Delays reads as if each peer process were reached over one link, on which transfers queue.
 
-    A transfer takes the latency, in which the link serves others, and then the link for its bytes. The inner
-    transport does it at once, and the call returns when the link would be through with it; what takes the inner
-    transport longer is not made longer. A transfer of no bytes takes the latency. Errors pass without delay.
+    A transfer occupies the link for its bytes, not for its latency. The inner transport moves the bytes at once;
+    the call returns when the emulated link would have, if that is later. Errors are not delayed.
 
     Args:
-        inner: is closed with this one.
-        bytes_per_s: bandwidth of each link; None for no limit.
-        latency_s: latency of each transfer.
-        bytes_of: bytes that a transfer with this region stands for, given those that it has.
-        slowness: factor on the time of transfers that begin now.
-        clock, sleep: monotonic seconds, and waiting for some.
+        inner: closed with this transport.
+        bytes_per_s: bandwidth of a link, or None.
+        latency_s: latency of a transfer.
+        scales: emulated bytes for each real one, by kind of region ("kv", "features").
+        faults: injected faults, which may slow links down.
     """
 
     def __init__(
@@ -34,74 +34,37 @@ class ShapedTransport:
         bytes_per_s: float | None,
         latency_s: float = 0.0,
         *,
-        bytes_of: Callable[[Region, int], float] = lambda region, nbytes: nbytes,
-        slowness: Callable[[], float] = lambda: 1.0,
+        scales: Mapping[str, float] | None = None,
+        faults: Faults | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         if (bytes_per_s is not None and bytes_per_s <= 0) or latency_s < 0:
             raise ValueError(
-                f"a link needs a bandwidth above 0 and a latency of 0 or more, not {bytes_per_s} and {latency_s}"
+                f"a link needs a bandwidth above 0 and a latency of at least 0, not {bytes_per_s} and {latency_s}"
             )
+        self.allocate, self.register, self.release = inner.allocate, inner.register, inner.release
+        self.close = inner.close
         self._inner = inner
         self._s_per_byte = 0.0 if bytes_per_s is None else 1 / bytes_per_s
         self._latency_s = latency_s
-        self._bytes_of, self._slowness = bytes_of, slowness
+        self._scales, self._faults = scales or {}, faults or Faults()
         self._clock = clock
         self._sleep = sleep
         self._lock = threading.Lock()
         self._free_at: dict[tuple[str, int], float] = {}
 
-    def allocate(self, name: str, nbytes: int) -> Slab:
-        return self._inner.allocate(name, nbytes)
-
-    def register(self, name: str, memory: DeviceBytes) -> DeviceSlab | None:
-        return self._inner.register(name, memory)
-
-    def release(self, slab: Slab | DeviceSlab) -> None:
-        self._inner.release(slab)
-
     def read(self, region: Region, pieces: Sequence[Piece]) -> None:
         start = self._clock()
         self._inner.read(region, pieces)
-        self._wait(region, pieces, start)
-
-    def close(self) -> None:
-        self._inner.close()
-
-    def _wait(self, region: Region, pieces: Sequence[Piece], start: float) -> None:
-        peer, slowness = (region.host_id, region.pid), self._slowness()
+        peer, slowness = (region.host_id, region.pid), self._faults.of(LINKS).slowness
         done = start + self._latency_s * slowness
-        if nbytes := self._bytes_of(region, sum(data.nbytes for _, data in pieces)):
+        if nbytes := sum(data.nbytes for _, data in pieces):
+            seconds = nbytes * self._scales.get(region.name.rpartition("-")[0], 1.0) * self._s_per_byte * slowness
             with self._lock:
-                done = max(done, self._free_at.get(peer, 0.0)) + nbytes * self._s_per_byte * slowness
+                done = max(done, self._free_at.get(peer, 0.0)) + seconds
                 self._free_at[peer] = done
                 for other in [peer for peer, free_at in self._free_at.items() if free_at < start]:
                     del self._free_at[other]
         while (left := done - self._clock()) > 0:
             self._sleep(left)
-
-
-#: The name of the links between instances for injected faults.
-LINKS = "links"
-
-
-def over_emulated_links(inner: Transport, profile: Profile, scales: Mapping[str, float]) -> ShapedTransport:
-    """The transport over the link of an emulated device to its neighbours.
-
-    Args:
-        profile: of the device with the model whose times it takes.
-        scales: bytes for which one byte stands, by the kind of a region: "kv", "features".
-    """
-    faults = Faults.of_environment()
-    return ShapedTransport(
-        inner,
-        profile.link_bytes_per_s,
-        profile.handshake_s,
-        bytes_of=lambda region, nbytes: nbytes * scales.get(_kind(region), 1.0),
-        slowness=lambda: faults.of(LINKS).slowness,
-    )
-
-
-def _kind(region: Region) -> str:
-    return region.name.rpartition("-")[0]

@@ -1,12 +1,12 @@
-"""The bounded host memory through which an accelerator's KV goes to other instances and comes from them.
+"""The bounded host memory that stages an accelerator's KV on its way to and from other instances.
 
-It is made of cells; a cell holds K and V of one block in one layer::
+A cell holds K and V of one block in one layer::
 
     |<--------- leaving: 4 rounds --------->|<----- arriving: 3 rounds ---->|<- saved: 1 ->|
     | t7 of layers 0-3 | t9 of 0-1 |  free  | t3 of layers 4-7 |    free    | engine's own |
 
-What leaves lies here until the other side has it, what arrives only until it is on the device: as the two never
-wait for each other's cells, instances that send to each other cannot block. More than a round goes in rounds.
+Outgoing KV stays until the peer has read it, incoming KV until it is on the device. They use separate cells, so
+two instances that send to each other cannot deadlock. Larger transfers take several rounds.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ _ROUNDS = _LEAVING + _ARRIVING + _SAVED
 
 
 class CellLender:
-    """Lends runs of cells to threads, in the order in which they ask. Safe from any thread.
+    """Lends runs of cells to threads, first come, first served. Safe from any thread.
 
     Args:
-        first, count: the cells. alignment: of runs, in cells.
-        quarantine_s: for which cells are kept that something may still be copied to.
+        first, count: the range of cells.
+        quarantine_s: how long to hold back cells after StillCopying.
+        alignment: of runs, in cells.
     """
 
     def __init__(
@@ -49,22 +50,22 @@ class CellLender:
         self._changed = threading.Condition()
         self._waiting: deque[object] = deque()
         self._num_lent = 0
-        self._quarantined: deque[tuple[float, int]] = deque()  # (until, first cell), the oldest first
+        self._quarantined: deque[tuple[float, int]] = deque()  # (until, first cell), oldest first
 
     @property
     def num_lent(self) -> int:
-        """Runs that are lent or in quarantine."""
+        """Runs lent or in quarantine."""
         with self._changed:
             self._reclaim()
             return self._num_lent + len(self._quarantined)
 
     @contextmanager
     def lend(self, count: int, timeout_s: float = math.inf) -> Iterator[int]:
-        """Wait for ``count`` cells in a row; yield the first. Who has some must not wait for more.
+        """Wait for ``count`` adjacent cells and yield the first; a thread must not wait while it holds others.
 
-        Raises TransferError where there are none within ``timeout_s``.
+        Raises TransferError after ``timeout_s``.
         """
-        assert 0 < count <= self._free.capacity, f"{count} of {self._free.capacity} cells asked for"
+        assert 0 < count <= self._free.capacity, f"{count} cells requested of {self._free.capacity}"
         start = self._take(count, timeout_s)
         may_change = False
         try:
@@ -82,7 +83,7 @@ class CellLender:
                 self._changed.notify_all()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless each cell is lent once or free."""
+        """Raise AssertionError unless each cell is either free or lent once."""
         with self._changed:
             self._free.check_integrity()
             assert self._free.num_used == self._num_lent + len(self._quarantined), "cells are lost"
@@ -98,7 +99,7 @@ class CellLender:
                         break
                     now, next_s = self._clock(), min(kept_until, until)
                     if until <= now:
-                        raise TransferError(f"no room for {count} in the staging memory within {timeout_s:g} s")
+                        raise TransferError(f"no {count} staging cells became free within {timeout_s:g} s")
                     self._changed.wait(None if next_s == math.inf else next_s - now)
             finally:
                 self._waiting.remove(turn)
@@ -107,7 +108,7 @@ class CellLender:
             return start
 
     def _reclaim(self) -> float:
-        """Take back what has been in quarantine for long enough; the time at which the next has."""
+        """Free the runs whose quarantine has ended; return when the next one ends."""
         while self._quarantined and self._quarantined[0][0] <= self._clock():
             self._free.free(self._quarantined.popleft()[1])
             self._changed.notify_all()
@@ -115,16 +116,16 @@ class CellLender:
 
 
 class StagingArea:
-    """The cells of an instance.
+    """The staging cells of an instance.
 
     Args:
-        num_cells: at most; fewer where all KV has fewer.
-        kv_cells: of all blocks in all layers.
-        quarantine_s: as for the lenders.
+        num_cells: upper limit.
+        kv_cells: cells of the whole KV cache, a second limit.
+        quarantine_s: see :class:`CellLender`.
 
     Attributes:
-        round_cells: the most that are moved at once.
-        saved: the first of the cells for KV that is saved in host memory, one round of the engine's thread.
+        round_cells: cells moved at once at most.
+        saved: first cell of the round that the engine's thread uses to save KV in host memory.
     """
 
     def __init__(self, num_cells: int, kv_cells: int, quarantine_s: float) -> None:
@@ -144,7 +145,7 @@ class StagingArea:
 
 
 def rounds(layers: range, num_blocks: int, most_cells: int | None) -> Iterator[tuple[range, range]]:
-    """Cut blocks of some layers into parts of at most ``most_cells``: (layers, numbers of the blocks)."""
+    """Cut layers × blocks into parts of at most ``most_cells`` cells: (layers, indices of blocks)."""
     most = len(layers) * num_blocks if most_cells is None else most_cells
     num_layers = max(most // max(num_blocks, 1), 1)
     for first_layer in range(layers.start, layers.stop, num_layers):

@@ -1,14 +1,14 @@
 """One-sided reads over TCP, for peers on different hosts.
 
-A connection opens with the greeting of a link (:mod:`epd_serve.rpc.messages`), in which both ends prove the
-cluster key for the address that the region's offer names. Reads follow, one at a time, in frames as a link's::
+A connection opens with the greeting of a link (:mod:`epd_serve.rpc.messages`): both ends prove the cluster key for
+the address in the region. Reads follow, one at a time, in the frames of a link::
 
     reader → owner   Read
-    owner → reader   Answer, and the bytes of all pieces as they are
+    owner → reader   Answer, then the raw bytes of all pieces
 
-The reader names no region before the owner has proved the key. To the owner a connection is a stranger's until it
-has proved the key and named a region that is there: names have 122 random bits, and only control calls tell them.
-A stranger has little time, and gives way to others.
+The reader names a region only after the owner has proved the key. The owner treats a connection as a stranger
+until it has proved the key and named an existing region: names have 122 random bits and appear only in control
+calls. A stranger is disconnected after STRANGER_S, or earlier to make room.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from epd_serve.rpc.messages import (
 )
 from epd_serve.transfer.transport import HostPiece, PeerGone, TransferError, check_bounds
 
-#: Of one call. A longer list of pieces goes in several calls.
+#: Pieces of one call; a longer list takes several calls.
 MAX_PIECES = 4096
-#: Limit of a call's frame, and of the frame before an answer's bytes.
+#: Limit of a call's frame and of the frame before an answer's bytes.
 MAX_FRAME_BYTES = 1 << 17
-#: Connections at once; for one more a stranger gives way, or else the one that is idle for longest.
+#: Open connections; one more replaces a stranger, or else the longest idle connection.
 MAX_CONNECTIONS = 256
-#: How long a connection may take to name its first region.
+#: Time in which a connection must name its first region.
 STRANGER_S = 5.0
 _ACCEPT_RETRY_S = 0.05
 
@@ -57,14 +57,14 @@ T = TypeVar("T")
 
 
 class Read(msgspec.Struct, array_like=True, frozen=True):
-    """A call: (offset, nbytes) of each piece of a region."""
+    """A call for the pieces of a region, each (offset, nbytes)."""
 
     region: Annotated[str, msgspec.Meta(max_length=256)]
     pieces: Annotated[list[tuple[_Bytes, _Bytes]], msgspec.Meta(max_length=MAX_PIECES)]
 
 
 class Answer(msgspec.Struct, array_like=True, frozen=True):
-    """The beginning of an answer: the bytes follow, or nothing where it says why not."""
+    """The head of an answer; without a refusal the bytes follow."""
 
     refusal: str = ""
 
@@ -73,7 +73,7 @@ _READ, _ANSWER = msgspec.msgpack.Decoder(Read), msgspec.msgpack.Decoder(Answer)
 
 
 def data_endpoint(host: str, port: int) -> Endpoint:
-    """Return the endpoint that a connection's proofs name: the data port's address as its regions name it."""
+    """Return the endpoint that proofs are bound to: the data port's address as it stands in regions."""
     return Endpoint("data", f"{host}:{port}")
 
 
@@ -81,7 +81,7 @@ class TcpPeers:
     """Reads regions of other processes over pooled connections.
 
     Args:
-        key: the cluster's, which both ends of each connection prove; None: neither does.
+        key: the cluster key that both ends prove; None for no proof.
     """
 
     def __init__(self, timeout_s: float, key: str | None = None) -> None:
@@ -110,7 +110,7 @@ class TcpPeers:
     def _read_once(self, region: Region, pieces: Sequence[HostPiece]) -> None:
         pooled = self._take_idle(region)
         if pooled is not None:
-            with suppress(ConnectionError):  # it may end just now; a read can be repeated
+            with suppress(ConnectionError):  # closed by the peer just now: reads can be repeated
                 self._exchange(pooled, region, pieces)
                 return
         connection = sockets.connect_blocking(region.host, region.port)
@@ -127,14 +127,16 @@ class TcpPeers:
         self._exchange(connection, region, pieces)
 
     def _take_idle(self, region: Region) -> socket.socket | None:
-        """Take a connection from the pool, from which those go that their peer has closed."""
+        """Take a connection from the pool; drop the ones that their peers have closed."""
         with self._lock:
             for address, connections in list(self._idle.items()):
                 for connection in list(connections):
-                    if _has_ended(connection):
+                    poll = select.poll()
+                    poll.register(connection, select.POLLIN)
+                    if poll.poll(0):  # an idle connection has nothing to read but its end
                         connection.close()
                         connections.remove(connection)
-                if not connections:  # restarted, it has another port
+                if not connections:  # a restarted peer uses another port
                     del self._idle[address]
             pooled = self._idle.get((region.host, region.port))
             return pooled.pop() if pooled else None
@@ -155,30 +157,32 @@ class TcpPeers:
 
 @dataclass(eq=False, slots=True)
 class _Peer:
-    """A connection to an owner.
+    """A reader's connection.
 
     Attributes:
-        is_stranger: whether it has named no region that is here.
-        idle_since_s: time at which it came, or its last call ended; infinite in the middle of one.
+        is_stranger: whether it has yet to name an existing region.
+        idle_since_s: when it connected or its last call ended; infinite during a call.
     """
 
     connection: socket.socket
     is_stranger: bool = True
     idle_since_s: float = field(default_factory=time.monotonic)
 
-    def end(self) -> None:
-        """Have its thread end."""
+    def disconnect(self) -> None:
+        """Shut the socket down, which ends its thread."""
         with suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
 
 
 class TcpServer:
-    """Serves this process's slabs, found by ``lookup``; a thread for each connection.
+    """Serves slabs of this process, one thread for each connection.
 
     Args:
-        timeout_s: seconds for which a peer may pause in the middle of an answer.
-        port: 0 chooses one. advertise: address under which peers reach it; None: ``host``.
-        key: the cluster's, which both ends of each connection prove; None: neither does.
+        lookup: returns the slab of a name.
+        timeout_s: limit of a peer's pauses within an answer.
+        port: 0 chooses one.
+        advertise: address that peers connect to, by default ``host``.
+        key: the cluster key that both ends prove; None for no proof.
     """
 
     def __init__(
@@ -209,14 +213,14 @@ class TcpServer:
         with self._lock:
             self._closed = True
             for peer in self._peers:
-                peer.end()
+                peer.disconnect()
 
     def _accept(self) -> None:
         with self._listener:
             while not self._closed:
                 try:
                     connection, _ = self._listener.accept()
-                except OSError:  # out of file descriptors, say: that passes
+                except OSError:  # such as too many open files, which passes
                     time.sleep(_ACCEPT_RETRY_S)
                     continue
                 peer = _Peer(connection)
@@ -225,18 +229,18 @@ class TcpServer:
                         connection.close()
                         continue
                     threading.Thread(target=self._serve, args=(peer,), name="transfer-serve", daemon=True).start()
-                except RuntimeError:  # no thread to be had now: the peer comes again
+                except RuntimeError:  # no more threads: the peer will retry
                     self._drop(peer)
 
     def _make_room(self, peer: _Peer) -> bool:
-        """Add a peer, and end another where there are too many. Return whether one could."""
+        """Add a peer, if need be in place of an idle one; return False if all are busy."""
         with self._lock:
             if len(self._peers) >= MAX_CONNECTIONS:
                 first = min(self._peers, key=lambda one: (not one.is_stranger, one.idle_since_s))
                 if first.idle_since_s == math.inf:
                     return False
                 self._peers.discard(first)
-                first.end()
+                first.disconnect()
             self._peers.add(peer)
             return not self._closed
 
@@ -253,7 +257,7 @@ class TcpServer:
                 connection.settimeout(None)
                 call = _receive(connection, _READ, MAX_FRAME_BYTES)
         except OSError:
-            pass  # the peer went away, or is a stranger
+            pass  # the peer left or is a stranger
         finally:
             self._drop(peer)
 
@@ -269,16 +273,16 @@ class TcpServer:
             raise LinkClosed(str(error)) from error
 
     def _answer(self, peer: _Peer, call: Read) -> bool:
-        """Send what is asked for, or why not; return whether that was sent."""
+        """Send the pieces or a refusal; return whether the pieces were sent."""
         connection, slab = peer.connection, self._lookup(call.region)
-        connection.settimeout(self._timeout_s)  # else blocks would be kept for ever for a host that left
+        connection.settimeout(self._timeout_s)  # or a lost host would hold the view forever
         refusal = ""
         if slab is None:
-            refusal = f"region {call.region} is not here"
+            refusal = f"region {call.region} does not exist"
         elif any(offset + nbytes > slab.nbytes for offset, nbytes in call.pieces):
             refusal = f"a piece lies outside region {call.region}"
         elif sum(nbytes for _, nbytes in call.pieces) > slab.nbytes:
-            refusal = f"the pieces are more than region {call.region} has"
+            refusal = f"the pieces are larger than region {call.region}"
         connection.sendall(pack(Answer(refusal)))
         if slab is None or refusal:
             return False
@@ -294,22 +298,22 @@ class TcpServer:
 
 
 def _check_opening(connection: socket.socket, until_s: float = math.inf) -> None:
-    """Raise LinkClosed, or another OSError, unless the other end opens as a link does."""
+    """Raise LinkClosed or another OSError unless the peer sends a link's opening."""
     if _receive_bytes(connection, len(OPENING), until_s) != OPENING:
-        raise LinkClosed(f"it does not speak {PROTOCOL}")
+        raise LinkClosed(f"the peer does not speak {PROTOCOL}")
 
 
 def _receive(
     connection: socket.socket, decoder: msgspec.msgpack.Decoder[T], max_bytes: int, until_s: float = math.inf
 ) -> T:
-    """Return the message of a frame, which comes in time. Raises LinkClosed and other OSErrors."""
+    """Return the message of the next frame. Raises LinkClosed and other OSErrors."""
     num_bytes: int = LENGTH.unpack(_receive_bytes(connection, LENGTH.size, until_s))[0]
     if num_bytes > max_bytes:
-        raise LinkClosed(f"a message of {num_bytes} bytes; {max_bytes} are the limit")
+        raise LinkClosed(f"a message of {num_bytes} bytes exceeds the limit of {max_bytes}")
     try:
         return decoder.decode(_receive_bytes(connection, num_bytes, until_s))
     except msgspec.DecodeError as error:
-        raise LinkClosed(f"no message of {PROTOCOL}: {error}") from error
+        raise LinkClosed(f"invalid {PROTOCOL} message: {error}") from error
 
 
 def _receive_bytes(connection: socket.socket, count: int, until_s: float) -> bytearray:
@@ -325,12 +329,5 @@ def _fill(connection: socket.socket, into: memoryview, until_s: float = math.inf
             connection.settimeout(max(until_s - time.monotonic(), 1e-3))
         count = connection.recv_into(into[filled:])
         if count == 0:
-            raise LinkClosed("it left in the middle of a message")
+            raise LinkClosed("the peer closed the connection within a message")
         filled += count
-
-
-def _has_ended(idle: socket.socket) -> bool:
-    """Return whether the peer has closed an idle connection: anything to read there can only be its end."""
-    poll = select.poll()
-    poll.register(idle, select.POLLIN)
-    return bool(poll.poll(0))

@@ -1,4 +1,4 @@
-"""The interface of all transports: one-sided reads of registered memory. Nobody writes into another's."""
+"""The interface of all transports: one-sided reads of a peer's registered memory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ from epd_serve.protocol.wire import Region
 
 @dataclass(frozen=True, slots=True)
 class DeviceBytes:
-    """Bytes in a device's memory; a slice of them is a part.
-
-    Attributes:
-        address: as the libraries of the device's vendor have it.
-    """
+    """A range of device memory at a vendor library's address; slicing gives a part of it."""
 
     address: int
     nbytes: int
@@ -29,28 +25,28 @@ class DeviceBytes:
 #: An offset in a remote region and the local bytes that belong there.
 Piece = tuple[int, memoryview | DeviceBytes]
 HostPiece = tuple[int, memoryview]
-#: ``nbytes`` from ``offset`` on.
+#: (offset, nbytes)
 Span = tuple[int, int]
 
 
 class TransferError(Exception):
-    """Bytes could not be moved: the peer is gone, the region unknown, or a piece out of its bounds."""
+    """A transfer failed: the peer is gone, the region is unknown, or a piece is out of bounds."""
 
 
 class PeerGone(TransferError):
-    """The other process cannot be reached, or the connection to it broke."""
+    """The peer cannot be reached, or its connection broke."""
 
 
 class NotMapped(TransferError):
-    """The bytes are on a device that this process does not reach; their owner can give them by the host."""
+    """The bytes are on a device that this process cannot reach; their owner can offer them from host memory."""
 
 
 class StillCopying(TransferError):
-    """Bytes were not moved in time, and may yet be: what they were meant for is not to be used for a while."""
+    """A transfer timed out but may still write its destination, which must not be reused yet."""
 
 
 class Slab(Protocol):
-    """Memory that peers may read."""
+    """Host memory that peers may read."""
 
     @property
     def region(self) -> Region: ...
@@ -60,7 +56,7 @@ class Slab(Protocol):
 
 
 class DeviceSlab(Protocol):
-    """A device's memory that peers may read, and that other regions are read into."""
+    """Device memory that peers may read and that can receive reads."""
 
     @property
     def region(self) -> Region: ...
@@ -70,37 +66,37 @@ class DeviceSlab(Protocol):
 
 
 class Transport(Protocol):
-    """Moves bytes; knows nothing of requests. All calls block and are safe from any thread."""
+    """Moves bytes between processes. All calls block and are safe from any thread."""
 
     def allocate(self, name: str, nbytes: int) -> Slab:
-        """Register ``nbytes`` of zeroed memory under a name that is new to this transport."""
+        """Allocate and register ``nbytes`` of zeroed memory."""
         ...
 
     def register(self, name: str, memory: DeviceBytes) -> DeviceSlab | None:
-        """Let peers reach memory of the instance's device, which must stay there until the slab is released.
+        """Register device memory, which must stay allocated until the slab is released.
 
-        None where the transport does not reach such memory. Raises TransferError where it refuses this.
+        Returns None if the transport cannot reach device memory. Raises TransferError if registration fails.
         """
         ...
 
     def release(self, slab: Slab | DeviceSlab) -> None:
-        """Offer a slab no longer; its memory goes with the last view of it. No transfer may be under way."""
+        """Withdraw a slab with no transfer under way; its memory is freed with the last view of it."""
         ...
 
     def read(self, region: Region, pieces: Sequence[Piece]) -> None:
         """Fill each piece from its offset in ``region``.
 
-        Raises TransferError; then any part may have been filled, and none is any more unless it is StillCopying.
+        Raises TransferError. Pieces may then be partly filled; only after StillCopying may they still change.
         """
         ...
 
     def close(self) -> None:
-        """Give back all memory and connections. Idempotent."""
+        """Free all memory and connections. Idempotent."""
         ...
 
 
 def check_bounds(region: Region, pieces: Sequence[Piece]) -> None:
-    """Raise TransferError for a piece that does not lie inside its region."""
+    """Raise TransferError if a piece lies outside its region."""
     for offset, data in pieces:
         if offset < 0 or offset + data.nbytes > region.nbytes:
             raise TransferError(
@@ -118,10 +114,11 @@ def slab_spans(
     first_layer: int = 0,
     planes: int = 2,
 ) -> list[Span]:
-    """The places of blocks in memory [layers, planes, num_blocks] of ``size`` bytes each; neighbours are one span.
+    """Return the spans of ``blocks`` in memory [layers, planes, num_blocks, size], merged where adjacent.
 
     Args:
-        start: of that memory, in bytes. first_layer: the layer with which it begins.
+        start: offset of that memory, in bytes.
+        first_layer: the first layer in that memory.
     """
     runs: list[list[int]] = []
     for block in blocks:
@@ -140,13 +137,13 @@ def slab_spans(
     return spans
 
 
-def paired(some: Sequence[Span], others: Sequence[Span]) -> list[tuple[int, int, int]]:
-    """Lay two lists of spans of the same bytes side by side: (offset in one, offset in the other, bytes).
+def pair_spans(some: Sequence[Span], others: Sequence[Span]) -> list[tuple[int, int, int]]:
+    """Pair the spans of two layouts of the same bytes as (offset in the first, offset in the second, nbytes).
 
-    Raises TransferError where they differ in length.
+    Raises TransferError if their sizes differ.
     """
     if sum(nbytes for _, nbytes in some) != sum(nbytes for _, nbytes in others):
-        raise TransferError("the places of the KV here and there are not of one size")
+        raise TransferError("source and destination spans differ in size")
     pairs: list[tuple[int, int, int]] = []
     ahead = deque(others)
     for here, left in some:

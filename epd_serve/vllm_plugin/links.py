@@ -14,7 +14,7 @@ from starlette.applications import Starlette
 
 from epd_serve.errors import ServeError
 from epd_serve.protocol.wire import Message, encode
-from epd_serve.rpc.app_server import serving
+from epd_serve.rpc.app_server import serve_app
 from epd_serve.rpc.cluster import cluster_key
 from epd_serve.rpc.link import Link
 from epd_serve.rpc.server import Handler, LinkService
@@ -46,7 +46,7 @@ class LinkThread:
         listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         watch_accepted(listener)
         service = LinkService(calls=calls, key=cluster_key())
-        opening = self._open.enter_async_context(serving(Starlette(), listener, service.protocol))
+        opening = self._open.enter_async_context(serve_app(Starlette(), listener, service.protocol))
         asyncio.run_coroutine_threadsafe(opening, self._loop).result()
         bound: int = listener.getsockname()[1]
         return bound

@@ -25,7 +25,7 @@ from epd_serve.errors import InvalidRequest, ServeError
 from epd_serve.protocol.addresses import NoBrowsers, url_of
 from epd_serve.protocol.instance_state import LeaveOrder, RoleOrder
 from epd_serve.routing.table import InstanceRecord
-from epd_serve.rpc.app_server import AdminHttp, serving
+from epd_serve.rpc.app_server import AdminHttp, serve_app
 from epd_serve.rpc.cluster import CLUSTER_KEY
 from epd_serve.rpc.server import Handler, LinkService, Reply
 from epd_serve.rpc.sockets import watch_accepted
@@ -314,7 +314,7 @@ async def running_admin(
             calls=calls or {}, key=cluster_key, service="admin", own_address=lambda: own_address, http=AdminHttp
         )
         http = service.protocol
-    async with serving(NoBrowsers(app, place.host), listener, http, tls):
+    async with serve_app(NoBrowsers(app, place.host), listener, http, tls):
         logger.info("admin API at %s", url)
         yield url
 
@@ -333,5 +333,5 @@ async def running_on_path(app: FastAPI, path: Path) -> AsyncIterator[None]:
     except OSError as error:
         listener.close()
         raise ValueError(f"the admin API cannot listen at {path}: {error.strerror or error}") from error
-    async with serving(app, listener):
+    async with serve_app(app, listener):
         yield

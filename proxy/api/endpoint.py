@@ -62,7 +62,9 @@ class Endpoint:
         record = gateway.observer.begin(self.kind, headers := headers_of(scope))
         client = Client(headers, receive, send, record)
         try:
-            holder = gateway.admission.authenticator.check(headers.get(b"authorization"))
+            holder = gateway.admission.authenticator.check(
+                headers.get(b"authorization"), headers.get(b"x-api-key")
+            )
             record.key = holder.name
             visit = gateway.admission.enter(holder)
         except ServeError as error:

@@ -10,6 +10,7 @@ from fastapi.security import HTTPBearer
 from pydantic import BaseModel, Field
 from starlette.types import ASGIApp
 
+from epd_serve.protocol.anthropic import CountTokensRequest, MessagesRequest
 from epd_serve.protocol.openai.generation import ChatCompletionRequest, CompletionRequest
 from epd_serve.protocol.openai.responses import InputTokens, ResponsesRequest
 from epd_serve.protocol.openai.tokenizing import DetokenizeBody, DetokenizeResult, TokenizeBody, TokenizeResult
@@ -30,13 +31,16 @@ _ERRORS = {
     504: "The request took too long.",
 }
 _OPENAI = "https://platform.openai.com/docs/api-reference/"
-#: Path → (body, answer as a model or a page of OpenAI's reference, summary).
+_ANTHROPIC = "https://docs.anthropic.com/en/api/"
+#: Path → (body, answer as a model or a page of the API's reference, summary).
 _ROUTES: dict[str, tuple[type[BaseModel], type[BaseModel] | str, str]] = {
-    "/v1/chat/completions": (ChatCompletionRequest, "chat/object", "Answer a chat with text and media"),
-    "/v1/completions": (CompletionRequest, "completions/object", "Continue prompts"),
-    "/v1/responses": (ResponsesRequest, "responses/object", "Answer with a response object"),
+    "/v1/chat/completions": (ChatCompletionRequest, f"{_OPENAI}chat/object", "Answer a chat with text and media"),
+    "/v1/completions": (CompletionRequest, f"{_OPENAI}completions/object", "Continue prompts"),
+    "/v1/responses": (ResponsesRequest, f"{_OPENAI}responses/object", "Answer with a response object"),
     "/v1/responses/input_tokens": (ResponsesRequest, InputTokens, "Count the tokens of an input"),
-    "/v1/audio/transcriptions": (TranscriptionRequest, "audio/json-object", "Transcribe speech"),
+    "/v1/audio/transcriptions": (TranscriptionRequest, f"{_OPENAI}audio/json-object", "Transcribe speech"),
+    "/v1/messages": (MessagesRequest, f"{_ANTHROPIC}messages", "Answer messages (Anthropic)"),
+    "/v1/messages/count_tokens": (CountTokensRequest, InputTokens, "Count the tokens of messages"),
     "/tokenize": (TokenizeBody, TokenizeResult, "Return the tokens of a prompt or chat"),
     "/detokenize": (DetokenizeBody, DetokenizeResult, "Return the text of tokens"),
 }
@@ -80,7 +84,7 @@ def add_body_route(app: FastAPI, path: str, endpoint: ASGIApp) -> None:
         extra["requestBody"] = {"required": True, "content": form}
     whole: dict[str, Any] = {"description": "The answer"}
     if isinstance(answer, str):
-        described = {"type": "object", "description": f"OpenAI's object: {_OPENAI}{answer}"}
+        described = {"type": "object", "description": f"The object of {answer}"}
         events = {"type": "string", "description": "Server-sent events, with stream: true."}
         whole["content"] = {"application/json": {"schema": described}, "text/event-stream": {"schema": events}}
     else:

@@ -23,7 +23,7 @@ def key_required(authenticator: Authenticator) -> Callable[[Request], Awaitable[
     """Return a FastAPI dependency that checks the API key."""
 
     async def check(request: Request) -> None:
-        authenticator.check(request.headers.get("authorization"))
+        authenticator.check(request.headers.get("authorization"), request.headers.get("x-api-key"))
 
     return check
 

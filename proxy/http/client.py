@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import ClassVar, Protocol
 
+import msgspec
 from starlette.types import Receive, Scope, Send
 
 from epd_serve.errors import InvalidRequest, ServeError, TooLarge
@@ -101,7 +102,10 @@ class Client:
             self.running.fire(ClientLeft())
 
     async def send_error(self, error: ServeError) -> None:
-        await self.send_json(error.status, error.to_json(), retry_after_s=error.retry_after_s)
+        body = error.body()
+        if self.record.endpoint in ("messages", "count_tokens"):  # Anthropic's form
+            body["type"] = "error"
+        await self.send_json(error.status, msgspec.json.encode(body), retry_after_s=error.retry_after_s)
 
     async def send_json(
         self, status: int, body: bytes, *, content_type: bytes = JSON, retry_after_s: float | None = None

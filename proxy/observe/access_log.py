@@ -81,6 +81,7 @@ def line_of(record: RequestRecord) -> dict[str, Any]:
         "error": record.error or None,
         "finish_reason": record.finish_reason or None,
         "prompt_tokens": record.prompt_tokens,
+        "cached_tokens": record.cached_tokens,
         "completion_tokens": record.output_tokens,
         "ttft_ms": milliseconds(record.ttft_s),
         "tpot_ms": milliseconds(record.tpot_s),

@@ -75,6 +75,8 @@ class GatewayMetrics:
             "stage",
         )
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens, including media")
+        self._prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in P's prefix cache")
+        self._prefix_hits = counter("prefix_cache_hits", "Prompt tokens found in P's prefix cache")
         self._generation_tokens = counter("generation_tokens", "Answer tokens")
         self._features = counter(
             "features",
@@ -132,6 +134,9 @@ class GatewayMetrics:
             tpot.observe(record.tpot_s)
         if record.prompt_tokens is not None:
             self._prompt_tokens.inc(record.prompt_tokens)
+            if record.cached_tokens is not None:
+                self._prefix_queries.inc(record.prompt_tokens)
+                self._prefix_hits.inc(record.cached_tokens)
         if record.output_tokens is not None:
             self._generation_tokens.inc(record.output_tokens)
         if status == 429 and record.prefill is None:

@@ -19,7 +19,10 @@ QUEUE, ENCODE, PREFILL, TRANSFER, DECODE = "queue", "encode", "prefill", "kv_tra
 ENCODED, STORED, RECOMPUTED, AT_PREFILL = "encoded", "store", "recomputed", "prefill"
 STAGES, SOURCES = (QUEUE, ENCODE, PREFILL, TRANSFER, DECODE), (ENCODED, STORED, RECOMPUTED, AT_PREFILL)
 
-_USAGE = re.compile(rb'"usage": ?\{"prompt_tokens": ?(\d+), ?"completion_tokens": ?(\d+)')
+_USAGE = re.compile(
+    rb'"usage": ?\{"prompt_tokens": ?(\d+), ?"completion_tokens": ?(\d+)'
+    rb'(?:, ?"total_tokens": ?\d+, ?"prompt_tokens_details": ?\{"cached_tokens": ?(\d+))?'
+)
 _REASON = re.compile(rb'"finish_reason": ?"([a-z_]+)"')
 #: Literal beginnings of these, to search from the end.
 _USAGE_AT, _REASONS_AT = b'"usage"', (b'"finish_reason":"', b'"finish_reason": "')
@@ -54,6 +57,7 @@ class RequestRecord(msgspec.Struct, eq=False):
         error: code or type of the error.
         ttft_s: from arrival to the first token of a streamed answer.
         tpot_s: mean time per output token after the first, for streamed answers.
+        cached_tokens: prompt tokens in P's prefix cache.
         prompt_note: P's note on the prompt (epd_serve/protocol/wire.py).
         items: mm_hashes of all media items and video segments.
         spans: the stages of all attempts, each with its attempt's request id.
@@ -81,6 +85,7 @@ class RequestRecord(msgspec.Struct, eq=False):
     end_s: float | None = None
     duration_s: float = 0.0
     prompt_tokens: int | None = None
+    cached_tokens: int | None = None
     output_tokens: int | None = None
     prompt_note: str = ""
     items: list[str] = []
@@ -160,6 +165,7 @@ class RequestRecord(msgspec.Struct, eq=False):
                 self.output_tokens = int(usage[2])
             if usage is not None:
                 self.prompt_tokens = int(usage[1])
+                self.cached_tokens = int(usage[3]) if usage[3] else None
         self._streams.clear()
         if self.ttft_s is not None and self.output_tokens is not None and self.output_tokens > 1:
             self.tpot_s = (self.duration_s - self.ttft_s) / (self.output_tokens - 1)
@@ -176,10 +182,12 @@ class RequestRecord(msgspec.Struct, eq=False):
                 elif name == ENCODE:
                     span.attributes["feature"] = ENCODED  # the encoder's answer came after P used the feature
         if self.prompt_note:
-            num_tokens, indexes = read_prompt_note(self.prompt_note)
+            num_tokens, indexes, num_cached = read_prompt_note(self.prompt_note)
             had = {item for index, item in enumerate(self.items) if index in indexes}
             if self.prompt_tokens is None:
                 self.prompt_tokens = num_tokens
+            if self.cached_tokens is None:
+                self.cached_tokens = num_cached
             for span in self.spans:
                 if span.attributes.get("feature") == STORED and span.attributes["item"] in had:
                     span.attributes["feature"] = AT_PREFILL

@@ -9,7 +9,7 @@ from msgspec import Struct
 from epd_serve.backends.base import Answer, StageCall
 from epd_serve.errors import REQUEST_ENDED, InstanceFailed, InstanceLost, ServeError
 from epd_serve.protocol.wire import DecodeRequest, EncodeRequest, MediaRef, PrefillRequest
-from epd_serve.routing.encoders import in_segments
+from epd_serve.routing.encoders import split_videos
 from epd_serve.routing.retry import (
     EXPLAIN_S,
     LOOK_AGAIN_S,
@@ -112,7 +112,7 @@ class _Attempt(Struct, eq=False):
                 raise self._failure(stage, _left(one))
         prefill, decode = fleet.calls[route.prefill.name], fleet.calls[route.decode.name]
         if any(ref.modality == "video" for ref in refs):
-            refs = in_segments(fleet.table, route.prefill, refs)
+            refs = split_videos(fleet.table, route.prefill, refs)
         parts = [(place, part) for place, ref in enumerate(refs) for part in ref.segments]
         record.items = [part.mm_hash for _, part in parts]
         self._begin_span(PREFILL, route.prefill)
@@ -215,7 +215,7 @@ class _Attempt(Struct, eq=False):
     def _count_call(self, stage: Stage, call: StageCall, *, again: bool) -> None:
         """Count a call as in flight until it closes."""
         route, is_prefill = self.route, stage is _P
-        counted = self.fleet.table.in_flight(
+        counted = self.fleet.table.open_call(
             route.at(stage),
             stage,
             request_id=self.request_id,
@@ -317,7 +317,7 @@ class _Attempt(Struct, eq=False):
             if (calls := fleet.calls.get(encoder.name)) is None:
                 raise _left(encoder)
             self._encode_calls[interruption] = encoder.name
-            with fleet.table.encoding(encoder, item.ref, self.request_id), interruption:
+            with fleet.table.open_encode(encoder, item.ref, self.request_id), interruption:
                 reply = await calls.encode(request, trace_id=job.record.request_id)
             computed = ENCODED if Stage.ENCODE in encoder.stages else RECOMPUTED
             span.end(feature=STORED if reply.cached else computed)

@@ -17,3 +17,12 @@ async def api(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[in_proc
     async with in_process.deployment(model, "EP", "D") as running:
         yield running
         await running.settle()
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def thinker(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[in_process.Deployment]:
+    """EP-D of a random Qwen3.5, whose template thinks and calls tools as XML."""
+    model = tiny_models.make_tiny_model("qwen3_5", tmp_path_factory.mktemp("thinker") / "model", thinks=True)
+    async with in_process.deployment(model, "EP", "D") as running:
+        yield running
+        await running.settle()

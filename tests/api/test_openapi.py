@@ -15,6 +15,8 @@ CASES = [
     ("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 2, "logprobs": 1}),
     ("/v1/responses", {"input": "Hi", "max_output_tokens": 2}),
     ("/v1/responses/input_tokens", {"input": "Hi"}),
+    ("/v1/messages", {**chat("Hi"), "max_tokens": 2}),
+    ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "Hi"}]}),
     ("/tokenize", {"prompt": "Hi", "return_token_strs": True}),
     ("/detokenize", {"tokens": [40]}),
 ]

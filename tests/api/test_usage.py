@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from typing import Any
@@ -14,33 +15,55 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 LONG = "apple banana cherry " * 12
 CHATS, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+MESSAGES = "/v1/messages"
+PATHS = (CHATS, COMPLETIONS, RESPONSES, MESSAGES)
 
 
 def asked(path: str, text: str, **fields: Any) -> dict[str, Any]:
     limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
-    prompt: Any = {CHATS: {"messages": [{"role": "user", "content": text}]}, COMPLETIONS: {"prompt": text}}.get(
-        path, {"input": text}
-    )
+    chat = {"messages": [{"role": "user", "content": text}]}
+    prompt: Any = {COMPLETIONS: {"prompt": text}, RESPONSES: {"input": text}}.get(path, chat)
     return {**prompt, limit: 3, "temperature": 0, **fields}
 
 
 def cached(usage: dict[str, Any]) -> int:
+    if "cache_read_input_tokens" in usage:
+        return int(usage["cache_read_input_tokens"])
     details = usage.get("prompt_tokens_details") or usage["input_tokens_details"]
     return int(details["cached_tokens"])
 
 
 async def hits(api: Deployment, prefill: str) -> int:
-    async with api.session.get(f"{api.instances[prefill].url}/metrics") as response:
+    """P's counter; of the gateway for ""."""
+    url = api.instances[prefill].url if prefill else api.url
+    async with api.session.get(f"{url}/metrics") as response:
         return int(float(re.findall(r"^\S*prefix_cache_hits_total\S* (\S+)$", await response.text(), re.M)[0]))
 
 
 async def streamed_usage(api: Deployment, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    options = {} if path == RESPONSES else {"stream_options": {"include_usage": True}}
+    options = {"stream_options": {"include_usage": True}} if path in (CHATS, COMPLETIONS) else {}
     async with api.session.post(api.url + path, json={**body, "stream": True, **options}) as response:
         data = [line[6:] for line in (await response.text()).splitlines() if line.startswith("data: {")]
-    last: dict[str, Any] = json.loads(data[-1])
+    last: dict[str, Any] = json.loads(data[-2 if path == MESSAGES else -1])  # message_delta, then message_stop
     usage: dict[str, Any] = last["response"]["usage"] if path == RESPONSES else last["usage"]
     return usage
+
+
+async def check_at_once(api: Deployment, prefill: str) -> None:
+    """100 requests with a few prefixes: what the answers say, P's counter and the gateway's are equal."""
+    before, told = await hits(api, prefill), await hits(api, "")
+
+    async def ask(number: int) -> int:
+        path = PATHS[number % len(PATHS)]
+        body = asked(path, f"{number % 5} {LONG} {number}?")
+        if number % 3:
+            return cached(await streamed_usage(api, path, body))
+        status, answer = await api.post(path, body)
+        assert status == 200, answer
+        return cached(answer["usage"])
+
+    found = sum(await asyncio.gather(*map(ask, range(100))))
+    assert found == await hits(api, prefill) - before == await hits(api, "") - told > 100
 
 
 @pytest.mark.parametrize("roles", [("EPD",), ("EP", "D"), ("P", "D")])
@@ -50,7 +73,7 @@ async def test_cached_tokens_are_those_that_p_has_found(
     model = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path_factory.mktemp("usage") / "model")
     async with deployment(model, *roles) as api:
         prefill = f"{roles[0].lower()}0"
-        for path in (CHATS, COMPLETIONS, RESPONSES):
+        for path in PATHS:
             for number, text in enumerate((f"{path} {LONG}", f"{path} {LONG} so?", f"{path} {LONG} so?", path)):
                 before = await hits(api, prefill)
                 body = asked(path, text)
@@ -66,4 +89,5 @@ async def test_cached_tokens_are_those_that_p_has_found(
         before = await hits(api, prefill)
         _, answer = await api.post(COMPLETIONS, several)
         assert cached(answer["usage"]) == await hits(api, prefill) - before > 0
+        await check_at_once(api, prefill)
         await api.settle()

@@ -104,10 +104,10 @@ def test_sent_work_counts_once() -> None:
     made = table(e0={}, p0={}, d0={})
     seconds = made["e0"].costs.encode_s(100 * 100)
     for mm_hash in ("a", "b", "a"):
-        with made.encoding(made["e0"], MediaRef(mm_hash=mm_hash, width=100, height=100)):
+        with made.open_encode(made["e0"], MediaRef(mm_hash=mm_hash, width=100, height=100)):
             pass
     for again in (False, True):
-        with closing(made.in_flight(made["d0"], Stage.DECODE, work=Work(num_sequences=2), again=again)):
+        with closing(made.open_call(made["d0"], Stage.DECODE, work=Work(num_sequences=2), again=again)):
             pass
     encode, _, decode = instance_loads(made)
     assert encode.sent == {Stage.ENCODE: pytest.approx(2 * seconds), Stage.DECODE: 0}

@@ -39,9 +39,9 @@ def test_a_measured_profile_is_a_device(tmp_path: Path) -> None:
     assert device.name == "emulated:ours:1" and device.memory()[0] == profile.memory_bytes
 
     (tmp_path / "ours.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"ours.json: .*'epd-serve profile' makes one"):
+    with pytest.raises(ValueError, match=r"ours.json: .*'epd-serve profile'"):
         open_device(options)
     other = config.model_copy(update={"model": ShapeConfig(shape_of="llava-1.5-7b")})
     (tmp_path / "ours.json").write_bytes(profile.to_json())
-    with pytest.raises(ValueError, match="has 32; take a profile of it"):
+    with pytest.raises(ValueError, match="has 32; make a profile of it"):
         other.options_for(config.placement()[1], device=config.devices[1], port=1, threads=1)

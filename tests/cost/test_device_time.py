@@ -31,5 +31,5 @@ def test_a_measured_profile_is_taken_as_it_was_measured(tmp_path):
     time = DeviceTime.of("qwen2.5-vl-7b", str(path))
     decode_s, demand = time.step(1, 1, 1000, 0)
     assert decode_s == measured.step_s(1, 1, 1000) and demand.compute == demand.bandwidth == 1.0
-    with pytest.raises(ValueError, match=r"is the profile of .*28 layers, and llava-1.5-7b has 32"):
+    with pytest.raises(ValueError, match=r"is the profile of .*28 layers, but llava-1.5-7b has 32"):
         DeviceTime.of("llava-1.5-7b", str(path))

@@ -133,7 +133,7 @@ def test_prices_come_from_data_sheets_and_a_table(tmp_path: Path) -> None:
     table.write_text("h20: cheap\n")
     with pytest.raises(ValueError, match="h20"):
         read_prices(table)
-    with pytest.raises(ValueError, match="h20 has no price"):
+    with pytest.raises(ValueError, match="the price of h20 is unknown"):
         price_of("h20", read_prices(None))
     table.write_text("h20: 9000\nA100: 12000\n")
     prices = read_prices(table)

@@ -14,18 +14,20 @@ from torch import Tensor
 
 from device.base import AttnMeta
 from device.ops.cpu import CpuOps
-from device.ops.cpu_kernels import cpu_kernels, library_path
+from device.ops.cpu_kernels import FOR_ALL, amx_kernels, cpu_kernels, library_path
 from device.ops.linear import Product
 
-needs_kernels = pytest.mark.skipif(cpu_kernels() is None, reason="no AMX or no g++")
+needs_amx = pytest.mark.skipif(amx_kernels() is None, reason="no AMX or no g++")
+needs_compiler = pytest.mark.skipif(cpu_kernels() is None, reason="no g++")
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
 def _close(actual: Tensor, exact: Tensor) -> None:
-    assert actual.dtype == torch.bfloat16
-    assert float((actual.double() - exact).abs().max()) <= 1e-2 * float(exact.abs().max())
+    tolerance = 1e-2 if actual.dtype == torch.bfloat16 else 1e-5
+    assert float((actual.double() - exact.double()).abs().max()) <= tolerance * float(exact.abs().max())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@DTYPES
 @pytest.mark.parametrize("rows", [1, 16, 17, 32, 33])
 @pytest.mark.parametrize("activation", ["none", "swish", "gelu_tanh"])
 def test_products_with_what_follows_them(dtype: torch.dtype, rows: int, activation: str) -> None:
@@ -41,12 +43,12 @@ def test_products_with_what_follows_them(dtype: torch.dtype, rows: int, activati
         (product(states, activation, add=other), exact + other),
         (product(states, activation, multiply=other), exact * other),
     ):
-        _close(result.bfloat16(), wanted)
+        _close(result, wanted)
 
 
-@needs_kernels
+@needs_amx
 def test_weights_in_another_layout_are_left_to_onednn() -> None:
-    kernels = cpu_kernels()
+    kernels = amx_kernels()
     assert kernels is not None
     weight = torch.randn(96, 64).bfloat16()
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, 64)
@@ -57,38 +59,42 @@ def test_weights_in_another_layout_are_left_to_onednn() -> None:
     assert kernels.packed_address(packed, torch.randn(96, 48).bfloat16()) is None
 
 
-@needs_kernels
+@needs_compiler
+@DTYPES
 @pytest.mark.parametrize("head_dim", [32, 80, 128])
-def test_norms_and_rotation_of_states_inside_a_wider_product(head_dim: int) -> None:
+def test_norms_and_rotation_of_states_inside_a_wider_product(head_dim: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     ops, exact = CpuOps(), ReferenceOps()
-    states = torch.randn(5, 9, head_dim).bfloat16()
+    states = torch.randn(5, 9, head_dim).to(dtype)
     query, key, _ = torch.split(states, [4, 3, 2], dim=1)
-    weight, angles = torch.randn(head_dim).bfloat16(), torch.rand(5, head_dim // 2).repeat(1, 2)
-    _close(ops.rms_norm(key, weight, 1e-6), exact.rms_norm(key, weight, 1e-6).double())
+    weight, angles = torch.randn(head_dim).to(dtype), torch.rand(5, head_dim // 2).repeat(1, 2)
+    _close(ops.rms_norm(key, weight, 1e-6), exact.rms_norm(key, weight, 1e-6))
     for rotated, wanted in zip(
         ops.rotary(query, key, angles.cos(), angles.sin()),
         exact.rotary(query, key, angles.cos(), angles.sin()),
         strict=True,
     ):
-        _close(rotated, wanted.double())
+        _close(rotated, wanted)
     flat = states.flatten(1)
-    wide, residual = torch.randn(flat.shape[1]).bfloat16(), torch.randn_like(flat)
+    wide, residual = torch.randn(flat.shape[1]).to(dtype), torch.randn_like(flat)
     normed, total = ops.add_rms_norm(flat, residual, wide, 1e-6)
     assert torch.equal(total, flat + residual)
-    _close(normed, exact.rms_norm(total, wide, 1e-6).double())
+    _close(normed, exact.rms_norm(total, wide, 1e-6))
 
 
-@needs_kernels
+@needs_compiler
+@DTYPES
 @pytest.mark.parametrize(("query_heads", "kv_heads", "head_dim"), [(14, 2, 64), (4, 4, 32), (16, 1, 256)])
-def test_decodes_read_pages_where_they_lie(query_heads: int, kv_heads: int, head_dim: int) -> None:
+def test_decodes_read_pages_where_they_lie(
+    query_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     lengths = [1, 300, 16, 129, 128]
     width = -(-max(lengths) // 16)
     table = torch.randperm(len(lengths) * width, dtype=torch.int32).view(len(lengths), width) + 1
-    kv = torch.randn(2, len(lengths) * width + 1, 16, kv_heads, head_dim).bfloat16()
+    kv = torch.randn(2, len(lengths) * width + 1, 16, kv_heads, head_dim).to(dtype)
     kv[:, 0] = float("nan")  # nobody's block
-    query = torch.randn(len(lengths), query_heads + 2 * kv_heads, head_dim).bfloat16()[:, :query_heads]
+    query = torch.randn(len(lengths), query_heads + 2 * kv_heads, head_dim).to(dtype)[:, :query_heads]
     meta = AttnMeta(
         block_size=16,
         slot_mapping=torch.zeros(len(lengths), dtype=torch.long),
@@ -103,24 +109,41 @@ def test_decodes_read_pages_where_they_lie(query_heads: int, kv_heads: int, head
     scale = head_dim**-0.5
     ops, exact = CpuOps(), ReferenceOps()
     assert cpu_kernels().takes_decodes(query, kv)  # type: ignore[union-attr]
-    result = ops.attend(query, query, query, kv, ops.prepare(meta, torch.bfloat16), scale)
-    wanted = exact.attend(query, query, query, kv, exact.prepare(meta, torch.bfloat16), scale)
-    _close(result, wanted.double())
+    result = ops.attend(query, query, query, kv, ops.prepare(meta, dtype), scale)
+    wanted = exact.attend(query, query, query, kv, exact.prepare(meta, dtype), scale)
+    _close(result, wanted)
+
+
+@needs_compiler
+@DTYPES
+@pytest.mark.parametrize(("width", "depth"), [(7, 5), (130, 99)])
+def test_a_row_of_a_product_does_not_depend_on_the_others(dtype: torch.dtype, width: int, depth: int) -> None:
+    torch.manual_seed(0)
+    states, weight, bias = (torch.randn(*shape).to(dtype) for shape in ((64, 128), (width, depth), (width,)))
+    states, products = states[:, :depth], cpu_kernels()
+    assert products is not None
+    assert products.takes_rows(states, weight)
+    whole = products.linear(states, weight, bias)
+    _close(whole, F.linear(states.double(), weight.double(), bias.double()))
+    for rows in (1, 2, 3, 6, 15):
+        difference = products.linear(states[:rows], weight, bias) - whole[:rows]
+        assert float(difference.abs().max()) == 0
 
 
 def test_without_a_compiler_torch_does_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     code = (
-        "import torch; from device.ops.cpu_kernels import cpu_kernels; from device.ops.linear import linear;"
-        "assert cpu_kernels() is None; x = torch.eye(32).bfloat16(); assert torch.equal(linear(x)(x), x)"
+        "import torch; from device.ops.cpu_kernels import amx_kernels, cpu_kernels;"
+        "from device.ops.linear import linear; assert amx_kernels() is None and cpu_kernels() is None;"
+        "x = torch.eye(32).bfloat16(); assert torch.equal(linear(x)(x), x)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=150)
 
 
-@needs_kernels
+@needs_compiler
 def test_a_broken_library_is_built_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    whole = library_path().read_bytes()
+    whole = library_path(FOR_ALL).read_bytes()
     monkeypatch.setenv("EPD_SERVE_CACHE", str(tmp_path))
-    library_path().write_bytes(whole[:200])
+    library_path(FOR_ALL).write_bytes(whole[:200])
     assert cpu_kernels.__wrapped__() is not None
-    assert library_path().stat().st_size == len(whole)
+    assert library_path(FOR_ALL).stat().st_size == len(whole)

@@ -21,11 +21,11 @@ def _close(actual: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [1, 7, 32, 300])
+@pytest.mark.parametrize("rows", [1, 7, 32, 65, 300])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_linear(dtype: torch.dtype, rows: int, has_bias: bool) -> None:
     torch.manual_seed(0)
-    states, weight, bias = (torch.randn(*shape).to(dtype) for shape in ((rows, 96), (130, 96), (130,)))
+    states, weight, bias = (torch.randn(*shape).to(dtype) for shape in ((rows, 99), (130, 99), (130,)))
     exact = F.linear(states.double(), weight.double(), bias.double() if has_bias else None)
     product = linear(weight, bias if has_bias else None)
     del weight

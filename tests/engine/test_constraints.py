@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import fields
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -10,15 +13,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from transformers import AddedToken, AutoTokenizer
 
 from epd_serve.demo import weights_dir
 from epd_serve.engine.sampling.constraints import restrict
 from epd_serve.engine.sampling.grammar import Grammars
+from epd_serve.engine.sampling.thinking import ThinkingConstraint
 from epd_serve.errors import InvalidRequest
-from epd_serve.protocol.openai.tool_format import ToolCallReader
+from epd_serve.protocol.openai.tool_format import FORMATS
+from epd_serve.protocol.wire import CalledFunction
 from epd_serve.sched.sequence import Sequence
-from epd_serve.types import Grammar, SamplingParams, ToolSchema
+from epd_serve.types import Grammar, SamplingParams, Thinking, ToolSchema
 
 TOKENIZER = AutoTokenizer.from_pretrained(weights_dir())
 GRAMMARS = Grammars(TOKENIZER, frozenset({TOKENIZER.eos_token_id}))
@@ -34,9 +39,9 @@ def is_allowed(mask, token):
     return bool(mask[token // 32] >> (token % 32) & 1)
 
 
-def accepts(grammar, text):
+def accepts(grammar, text, grammars=GRAMMARS, tokenizer=TOKENIZER):
     """Whether the grammar lets the text pass, token by token, and may end behind it."""
-    constraint, ids = GRAMMARS.constraint(grammar), TOKENIZER.encode(text, add_special_tokens=False)
+    constraint, ids = grammars.constraint(grammar), tokenizer.encode(text, add_special_tokens=False)
     for count, token in enumerate(ids):
         if not is_allowed(constraint.allowed(ids[:count]), token):
             return False
@@ -150,25 +155,103 @@ def test_only_the_rows_that_ask_are_restricted():
     assert {a, b} <= possible[4] and all(TOKENIZER.decode([t])[0] in "ab" for t in possible[4])
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"},
+        "kind": {"$ref": "#/$defs/Kind"},
+        "count": {"type": "integer"},
+        "may": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "list": {"type": "array", "items": {"type": "boolean"}},
+    },
+    "required": ["text", "kind"],
+    "$defs": {"Kind": {"enum": ["red", "blue"]}},
+}
+TYPED = [ToolSchema(name="f", parameters=json.dumps(SCHEMA)), ToolSchema(name="g-2", parameters="{}")]
+FULL = {"text": 'a <b>\n"}\\é', "kind": "red", "count": 3, "may": None, "list": [True]}
+CALLS = [
+    CalledFunction("", "f", json.dumps(FULL)),
+    CalledFunction("", "g-2", "{}"),
+    CalledFunction("", "f", json.dumps({"text": "", "kind": "blue", "may": "5"})),
+]
+
+
+@cache
+def with_tokens(name):
+    """A tokenizer that has the format's markers as tokens of their own, as models that write it do."""
+    tokenizer = AutoTokenizer.from_pretrained(weights_dir())
+    texts = "".join(getattr(FORMATS[name], field.name) for field in fields(FORMATS[name]))
+    for token in re.findall(r"</?(?:tool_call|arg_key|arg_value)>|\[[A-Z_]+\]", texts):
+        tokenizer.add_tokens([AddedToken(token, special=token[0] == "[", normalized=False)])
+    return tokenizer
+
+
+@pytest.mark.parametrize("with_added", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_grammar_lets_calls_of_each_format_pass(name, with_added):
+    tokenizer = with_tokens(name) if with_added else TOKENIZER
+    grammars = Grammars(tokenizer, frozenset({tokenizer.eos_token_id}))
+    format, free = FORMATS[name], Grammar(tools=TYPED, format=name)
+    good = [format.write(CALLS), format.write(CALLS[1:]), "so " + format.write(CALLS[:1]), "so", ""]
+    wrong = [{"text": "", "kind": "green"}, {"kind": "red"}, {"text": "", "kind": "red", "count": "x"}]
+    bad = [format.write([CalledFunction("", "f", json.dumps(one))]) for one in wrong]
+    bad += [format.opener, format.write([CalledFunction("", "other", "{}")])]
+    for text in (*good, *bad):
+        assert accepts(free, text, grammars, tokenizer) == (text in good), text
+    for grammar in (Grammar(tools=TYPED, format=name, must_call=True, parallel=False),):
+        assert accepts(grammar, format.write(CALLS[:1]), grammars, tokenizer)
+        assert not accepts(grammar, format.write(CALLS), grammars, tokenizer)
+
+
+@pytest.mark.parametrize("name", FORMATS)
 @given(
     cuts=st.lists(st.integers(0, 400), max_size=40),
-    text=st.sampled_from([f"so {CALL}\n{OTHER}", CALL, "a <tool_x"]),
+    before=st.sampled_from(["", "so [a] <b "]),
+    whole=st.booleans(),
 )
-def test_calls_are_read_the_same_however_they_come(cuts, text):
-    whole, pieces = ToolCallReader(), ToolCallReader()
-    content, deltas = whole.push(text, "stop")
-    places = sorted({0, len(text), *(cut % len(text) for cut in cuts)})
-    read = [pieces.push(text[a:b], "stop" if b == len(text) else None) for a, b in pairwise(places)]
-    assert "".join(piece for piece, _ in read) == content == whole.content
-    assert pieces.calls == whole.calls and len(whole.calls) == text.count("<tool_call>")
-    arguments = [""] * len(whole.calls)
+def test_calls_are_read_the_same_however_they_come(name, cuts, before, whole):
+    """A call that is cut off leaves a beginning of its arguments, and nothing of its markup in the content."""
+    text = before + FORMATS[name].write(CALLS)
+    if not whole:
+        text = text[: len(before) + 2 + (cuts[0] if cuts else 0) % (len(text) - len(before) - 2)]
+    reader, places = FORMATS[name].reader(TYPED), sorted({0, len(text), *(cut % len(text) for cut in cuts)})
+    read = [reader.push(text[a:b], "length" if b == len(text) else None) for a, b in pairwise(places)]
+    assert "".join(piece for piece, _ in read) == before == reader.content
+    names, arguments = [], []
     for _, news in read:
         for delta in news:
+            if delta.name is not None:
+                names.append(delta.name)
+                arguments.append("")
             arguments[delta.index] += delta.arguments
-    assert arguments == [call.arguments for call in whole.calls]
-    assert all(isinstance(json.loads(call.arguments), dict) for call in whole.calls) and len(deltas) >= len(
-        arguments
-    )
+    assert [(call.name, call.arguments) for call in reader.calls] == list(zip(names, arguments, strict=True))
+    expected = [call.name for call in CALLS]
+    assert names == expected[: len(names)]
+    done = arguments if whole else arguments[:-1]
+    assert [json.loads(one) for one in done] == [json.loads(call.arguments) for call in CALLS[: len(done)]]
+    assert not whole or names == expected
+
+
+def test_thinking_is_free_up_to_its_budget_and_the_answer_follows_its_grammar():
+    start, end, after, word, red = 5, 6, (7,), 8, TOKENIZER.encode("red", add_special_tokens=False)
+    for is_open, budget in ((True, 2), (True, None), (False, 2)):
+        thinking = Thinking(start_id=start, end_id=end, after_ids=after, is_open=is_open)
+        grammar = GRAMMARS.constraint(Grammar(kind="choice", text='["red"]'))
+        end_of_answer = TOKENIZER.eos_token_id
+        constraint = ThinkingConstraint(thinking, budget, grammar, GRAMMARS.num_tokens, {end_of_answer})
+        begun = [] if is_open else [start]
+        # (tokens so far, tokens that may follow, tokens that may not)
+        steps = [(begun, {word, end}, {end_of_answer}), ([*begun, word], {word, end}, {end_of_answer})]
+        if budget:
+            steps.append(([*begun, word, word], {end}, {word}))
+        thought = [*begun, word, word, end]
+        steps += [(thought, {7}, {word, red[0]}), ([*thought, 7], {red[0]}, {word, end})]
+        if not is_open:
+            steps.insert(0, ([], {start, red[0]}, {word}))
+        for ids, good, bad in steps:
+            for one in (constraint, constraint.fork()):  # one that goes on, and one made anew
+                mask = one.allowed(ids)
+                assert {token for token in good | bad if is_allowed(mask, token)} == good
 
 
 TOKENS = st.integers(0, 2)

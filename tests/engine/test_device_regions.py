@@ -63,7 +63,7 @@ def test_it_is_tried_whether_memory_is_reached(
     with monkeypatch.context() as planted:
         planted.setattr(transports[0].engine, "options", replace(DEVICE_OPTIONS, max_regions=0))
         assert not are_reached(DEVICE, transports[0])
-    assert any("no more than 0 regions" in message for message in caplog.messages)
+    assert any("at most 0 regions" in message for message in caplog.messages)
 
 
 def test_memory_that_only_the_host_reaches(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -14,6 +16,7 @@ from pictures import noise
 from tiny_models import make_tiny_model
 
 from device.registry import get_device
+from epd_serve.engine.cores import Cores
 from epd_serve.engine.device_board import DeviceBoard
 from epd_serve.engine.dual_stream import LanguageStream, TowerStream
 from epd_serve.models.loader import load_family
@@ -132,29 +135,48 @@ def test_batches_are_as_large_as_memory_and_the_limit_allow(monkeypatch: pytest.
     assert rig.tower.max_pixels() == 4000, "a layer of it takes two tokens"
 
 
-def test_threads_are_parted_while_both_sides_compute() -> None:
-    rig = Rig(threads=(1, 3))
-    rig.language._threads = (2, 3)
-    seen: list[tuple[str, int]] = []
+def test_cores_are_divided_among_the_sides_that_compute_in_all_instances(tmp_path: Path) -> None:
+    rig, other, alone = (Rig() for _ in range(3))
+    for name, one, board in (("p0", rig, "cores"), ("d0", other, "cores"), ("d1", alone, None)):
+        one.language._cores = one.tower._cores = Cores(rig.device, 6, board and tmp_path / board, name)
+    seen: list[int] = []
 
     def run() -> None:
-        with rig.language.step():
-            seen.append(("language alone", torch.get_num_threads()))
-        rig.language.stepped(DECODES, 0.1, 1)
+        for decoding in (rig, other):
+            with decoding.language.step():
+                seen.append(torch.get_num_threads())
+            decoding.language.stepped(DECODES, 0.1, 1)
         with rig.tower.encoding(1):
-            seen.append(("tower beside", torch.get_num_threads()))
-            with rig.language.step():
-                seen.append(("language beside", torch.get_num_threads()))
+            seen.append(torch.get_num_threads())
+            other.language.idle()
             rig.language.stepped(DECODES, 0.1, 0)
             rig.tower.between_layers()
-            seen.append(("tower alone", torch.get_num_threads()))
+            seen.append(torch.get_num_threads())
+            with alone.language.step():
+                seen.append(torch.get_num_threads())
+        with pytest.raises(RuntimeError), other.language.step():
+            raise RuntimeError("out of memory")
+        with rig.language.step():
+            seen.append(torch.get_num_threads())
 
     before = torch.get_num_threads()
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
     torch.set_num_threads(before)
-    assert seen == [("language alone", 3), ("tower beside", 1), ("language beside", 2), ("tower alone", 3)]
+    assert seen == [6, 3, 2, 6, 6, 6]
+
+
+def test_an_instance_that_died_while_it_computed_leaves_its_cores(tmp_path: Path) -> None:
+    code = "import sys; from pathlib import Path; from device.registry import get_device;"
+    code += "from epd_serve.engine.cores import Cores; "
+    code += "Cores(get_device('cpu'), 1, Path(sys.argv[1]), 'p0').begin(0)"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "cores")], check=True)
+    before = torch.get_num_threads()
+    Cores(get_device("cpu"), 5, tmp_path / "cores", "d0").begin(0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(before)
+    assert threads == 5
 
 
 def test_a_real_tower_pauses_before_each_of_its_layers(tmp_path: Path) -> None:

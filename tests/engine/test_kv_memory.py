@@ -19,7 +19,7 @@ from epd_serve.engine.kv_memory import KVMemory, block_nbytes, num_kv_blocks
 from epd_serve.protocol import wire
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.staging import rounds
-from epd_serve.transfer.transport import TransferError, paired
+from epd_serve.transfer.transport import TransferError, pair_spans
 from epd_serve.types import Role
 
 LAYOUT = wire.KVLayout(num_layers=3, num_kv_heads=4, head_dim=2, block_size=2, dtype="float32", model="m")
@@ -53,7 +53,7 @@ def test_kv_goes_from_device_to_device_through_few_cells() -> None:
     for layers, numbers in rounds(range(1, 3), len(theirs), there.staged_cells):
         some = slice(numbers.start, numbers.stop)
         with there.stage(layers, theirs[some]) as staged, here.land(layers, ours[some]) as landing:
-            for start, to, count in paired(staged.spans(0, len(numbers)), landing.spans(0, len(numbers))):
+            for start, to, count in pair_spans(staged.spans(0, len(numbers)), landing.spans(0, len(numbers))):
                 here.buffer[to : to + count] = there.buffer[start : start + count]
             assert (there.num_staged, here.num_staged) == (1, 1)
     old, new = there.tensor.cpu(), here.tensor.cpu()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import tiny_models
 
+from device.emulated.timed import TimedDevice
 from epd_serve.config import InstanceOptions
 from epd_serve.config.sections import SLOConfig
 from epd_serve.engine.pace import measurements, step_timer
@@ -126,7 +127,7 @@ async def test_without_an_slo_nothing_is_measured(
                 "feature_cache_bytes": 256 << 20,
             }
     assert measured == []
-    assert not any(cache.parent.glob("*"))
+    assert not any(cache.parent.rglob("*.json"))
 
 
 async def test_budgets_come_from_the_slo_and_answers_stay(
@@ -204,6 +205,17 @@ def test_what_was_measured_under_load_is_measured_again(cache: Path, busy: float
         return 0.1
 
     limits_of(cache, lambda: now[0], lambda: busy * now[0]).find_image_budget(1, measure)
+    assert (cache / "profiles").is_dir() is is_kept
+
+
+@pytest.mark.parametrize(("part", "is_kept"), [(None, True), (0.4, False)])
+def test_what_was_measured_beside_others_on_the_device_is_measured_again(
+    cache: Path, part: float | None, is_kept: bool
+) -> None:
+    chosen = options(Path("model"), "P", memory_share=part)
+    found = measurements.measurements(chosen, TimedDevice("h200", 0), "a")
+    found.get("x", lambda: 1.5)
+    found.save()
     assert (cache / "profiles").is_dir() is is_kept
 
 

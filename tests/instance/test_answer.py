@@ -15,11 +15,10 @@ from epd_serve.demo import weights_dir
 from epd_serve.errors import ServeError
 from epd_serve.instance.answer import Answer
 from epd_serve.instance.text.tokenizer import Tokenizer
-from epd_serve.protocol.openai.tool_format import CALL_START
 from epd_serve.protocol.wire import OutputOptions, PrefillRequest, TokenLogprob, encode
 from epd_serve.rpc.items import ItemReader
 from epd_serve.rpc.link import Link
-from epd_serve.types import Grammar, SamplingParams, ToolSchema
+from epd_serve.types import Grammar, SamplingParams, Thinking, ToolSchema
 
 TOKENIZER = Tokenizer(AutoTokenizer.from_pretrained(weights_dir()))
 BEYOND = len(TOKENIZER.inner)
@@ -82,8 +81,8 @@ def test_a_streamed_call_begins_without_empty_deltas(text: str) -> None:
 @pytest.mark.parametrize("finish_reason", ["length", "stop"])
 def test_the_beginning_of_a_call_is_no_content(before: str, finish_reason: str) -> None:
     """Wherever the answer is cut."""
-    for length in range(2, len(CALL_START)):
-        ids = ids_of(before + CALL_START[:length]) + [0] * (finish_reason == "stop")
+    for length in range(2, len("<tool_call>\n")):
+        ids = ids_of(before + CALL[:length]) + [0] * (finish_reason == "stop")
         chunks, whole = answers(ids, finish_reason, grammar=TOOLS, logprobs=0)
         assert "".join(chunk["delta"]["content"] for chunk in chunks) == before == whole["message"]["content"]
         told = [entry["token"] for entry in whole["logprobs"]["content"]]
@@ -99,6 +98,55 @@ def test_what_begins_no_call_is_content(text: str, finish_reason: str, content: 
     ids = ids_of(text) + [0] * (finish_reason == "stop")
     chunks, whole = answers(ids, finish_reason, grammar=TOOLS)
     assert "".join(chunk["delta"]["content"] for chunk in chunks) == content == whole["message"]["content"]
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+@pytest.mark.parametrize(
+    ("thought", "said", "finish_reason", "call"),
+    [
+        ("\nSo it \N{SNOWMAN} is.\n", "Red.", "stop", False),
+        ("So", "Red", "length", False),
+        ("So it is", None, "length", False),
+        ("", CALL, "stop", True),
+        ("<tool_call>\n{}", CALL, "stop", True),
+    ],
+)
+def test_reasoning_is_split_from_the_content(
+    thought: str, said: str | None, finish_reason: str, call: bool, is_open: bool
+) -> None:
+    start, end = BEYOND + 1, BEYOND + 2
+    ids = [*([] if is_open else [start]), *ids_of(thought)]
+    ids += [] if said is None else [end, *ids_of("\n\n"), *ids_of(said)]
+    ids += [0] * (finish_reason == "stop")
+    thinking = Thinking(start_id=start, end_id=end, is_open=is_open)
+    chunks, whole = answers(ids, finish_reason, thinking=thinking, grammar=TOOLS if call else None, logprobs=0)
+    deltas = [chunk["delta"] for chunk in chunks]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == thought.strip()
+    assert whole["message"].get("reasoning_content", "") == thought.strip()
+    content = "" if call or said is None else said
+    assert "".join(delta.get("content", "") for delta in deltas) == content == (whole["message"]["content"] or "")
+    assert bool(whole["message"].get("tool_calls")) == call
+    assert "".join(entry["token"] for entry in whole["logprobs"]["content"]) == content
+    assert whole["finish_reason"] == ("tool_calls" if call else finish_reason) == chunks[-1]["finish_reason"]
+
+
+@pytest.mark.parametrize("kind", ["chat", "completion"])
+def test_token_ids_come_with_their_text(kind: Any) -> None:
+    ids = ids_of("so it is")
+    sampling = SamplingParams(seed=0, stop=("it",))
+    for stream in (True, False):
+        options = OutputOptions(kind, "1", 0, "m", stream=stream, token_ids=True)
+        answer, reader, events = Answer(TOKENIZER, options, sampling, [1, 2]), ItemReader(), b""
+        for token in ids:
+            if not answer.finished:
+                events += reader.read(answer.push(0, token, None, None))
+        bodies = [json.loads(event[6:]) for event in events.split(b"\n\n") if event]
+        bodies = bodies or [json.loads(answer.end())]
+        told = [one for body in bodies for one in body["choices"][0]["token_ids"]]
+        assert told == ids[: len(told)] and len(told) == answer.usage.completion_tokens
+        first = bodies[0] if kind == "chat" else bodies[0]["choices"][0]
+        assert first["prompt_token_ids"] == [1, 2]
+        assert bodies[-1]["choices"][0]["stop_reason"] == "it"
 
 
 async def test_an_answer_that_cannot_be_written_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,8 @@ from epd_serve.instance.text.chat_template import ChatTemplate, MediaLiterals
 from epd_serve.instance.text.tokenizer import MARK
 from epd_serve.models.loader import load_family
 from epd_serve.protocol.openai.messages import FunctionCall, Message, ToolCall, wire_messages
-from epd_serve.protocol.wire import ChatMessage, Part, PromptOptions
+from epd_serve.protocol.openai.tool_format import FORMATS
+from epd_serve.protocol.wire import CalledFunction, ChatMessage, Part, PromptOptions
 
 PARTS_ALONE = (
     "{% for m in messages %}[{{ m['role'] }}]"
@@ -35,8 +37,9 @@ EITHER = (
 NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + PARTS_ALONE
 
 
-def template(source: str) -> ChatTemplate:
+def template(source: str, *tokens: str) -> ChatTemplate:
     tokenizer: Any = AutoTokenizer.from_pretrained(weights_dir())
+    tokenizer.add_tokens(list(tokens))
     tokenizer.chat_template = source
     config: Any = SimpleNamespace(to_dict=dict)
     return ChatTemplate(tokenizer, Path("m"), MediaLiterals(tokenizer, config), {"image": "<image>"})
@@ -113,14 +116,15 @@ def test_a_template_that_reads_the_effort_gets_it(source: str, shown: str) -> No
 
 CALLS = (
     "{% if tools %}{% endif %}{% for m in messages %}[{{ m['content'] }}"
-    "{% for c in m['tool_calls'] or () %}({{ c.function.arguments.items() | list }}){% endfor %}]{% endfor %}"
+    '{% for c in m[\'tool_calls\'] or () %}<tool_call>\n{"name": "{{ c.function.name }}", "arguments": '
+    "{{ c.function.arguments | tojson }}}\n</tool_call>({{ c.id }}){% endfor %}]{% endfor %}"
 )
 
 
 @pytest.mark.parametrize(
     ("arguments", "shown"),
     [
-        ('{"a": 1}', "[So([('a', 1)])]"),
+        ('{"a": 1}', '[So<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>(c)]'),
         ('{"a":', '[So\n<tool_call>\n{"name": "f", "arguments": {"a":]'),
         ('{"a": "x', '[So\n<tool_call>\n{"name": "f", "arguments": {"a": "x]'),
         ("[1", '[So\n<tool_call>\n{"name": "f", "arguments": [1]'),
@@ -130,6 +134,57 @@ def test_a_template_that_reads_arguments_gets_whole_ones(arguments: str, shown: 
     call = ToolCall(id="c", function=FunctionCall(name="f", arguments=arguments))
     chat = [Message(role="assistant", content="So", tool_calls=[call])]
     assert template(CALLS).render(wire_messages(chat), PromptOptions()) == shown
+
+
+def calls(written: str) -> str:
+    """A template that writes a chat's calls."""
+    each = "{% for c in m.tool_calls or () %}" + written + "{% endfor %}"
+    return "{% if tools %}{% endif %}{% for m in messages %}[{{ m['content'] }}" + each + "]{% endfor %}"
+
+
+XML = (
+    "\n<tool_call>\n<function={{ c.function.name }}>\n{% for k, v in c.function.arguments | items %}"
+    "<parameter={{ k }}>\n{{ v }}\n</parameter>\n{% endfor %}</function>\n</tool_call>"
+)
+GLM = (
+    "\n<tool_call>{{ c.function.name }}\n{% for k, v in c.function.arguments | items %}"
+    "<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v }}</arg_value>\n{% endfor %}</tool_call>"
+)
+NINE = "{% if c.id | length != 9 %}{{ raise_exception('ids have 9 characters') }}{% endif %}"
+MISTRAL = NINE + '[TOOL_CALLS][{{ (c.function | tojson)[:-1] }}, "id": "{{ c.id }}"}]'
+ARGS = NINE + "[TOOL_CALLS]{{ c.function.name }}[CALL_ID]{{ c.id }}[ARGS]{{ c.function.arguments | tojson }}"
+
+
+@pytest.mark.parametrize(
+    ("written", "format", "warns"),
+    [
+        (XML, "qwen_xml", False),
+        (GLM, "glm", False),
+        (GLM.replace("\n", ""), "glm_compact", False),
+        (MISTRAL, "mistral_v7", False),
+        (ARGS, "mistral_args", False),
+        ("({{ c.function.name }}: {{ c.function.arguments }})", "hermes", True),
+    ],
+)
+def test_the_format_of_calls_is_read_from_the_template(
+    written: str, format: str, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    shown = template(calls(written))
+    assert shown.tool_format == format and bool(caplog.records) == warns
+    called = CalledFunction(id="call_1", name="look_up", arguments='{"word": "fox"}')
+    chat = [message("user", "Hi"), ChatMessage(role="assistant", content=[], tool_calls=[called])]
+    text = shown.render(chat, PromptOptions(tools='[{"type": "function", "function": {"name": "look_up"}}]'))
+    assert FORMATS[format].write([called]) in re.sub(r', "id": "\w{9}"|\[CALL_ID\]\w{9}', "", text)
+
+
+@pytest.mark.parametrize(("spelled", "thinks"), [("</think>", True), ("</thought>", False)])
+def test_a_template_that_shows_thoughts_thinks(spelled: str, thinks: bool) -> None:
+    source = STRINGS_ALONE + "{% if add_generation_prompt %}<think>" + spelled + "{% endif %}"
+    shown = template(source, "<think>", "</think>")
+    found, tokenizer = shown.thinking, AutoTokenizer.from_pretrained(weights_dir())
+    tokenizer.add_tokens(["<think>", "</think>"])
+    assert (found is not None) == thinks
+    assert found is None or tokenizer.decode([found.start_id, found.end_id]) == "<think></think>"
 
 
 MEDIA = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]

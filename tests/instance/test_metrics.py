@@ -58,7 +58,7 @@ def test_all_that_is_told_is_rendered() -> None:
         telemetry.add_step(output, seconds)
     slack = Slack(credit_s=-0.2, limit_s=0.1, alone_s=0.05, beside_s=0.3)
     metrics.render(Load(), (0, 0), {}, paused_s=1.5, prefix_tokens=(20, 10))
-    Timeline(lambda: 4.0, metrics.put).encoded("r", "h", 1.0, (2.0, 4.0))
+    Timeline(lambda: 4.0, metrics.put).record_encode("r", "h", 1.0, (2.0, 4.0))
     metrics.put(Span("text", "", 2.0, 4.0, {"track": "text_0", "waited_s": 1.0}))
     metrics.put(Span("encode", "", 1.0, 3.0, {"track": "tower", "images": 2, "pixels": 50}))
     state = Load(num_running=3, num_waiting=2, free_blocks=4, total_blocks=16), (2, 500), {"d": (0.01, 1e9)}

@@ -85,7 +85,7 @@ def test_a_gateway_has_the_instances_of_its_flags_or_its_file(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("topology", "E-Q-D"), "'Q' is no stage"),
+        (("topology", "E-Q-D"), "'Q' is not a stage"),
         (("proxy", "--instance", "e0"), "write NAME=URL"),
         (("proxy", "--instance", "e0=http://a:1", "--instance", "e0=http://a:2"), "e0 is named twice"),
         (("instance", "--name", "x", "--role", "EX"), "role 'EX': 'X' is no stage"),
@@ -143,24 +143,37 @@ def test_devices_are_shown_and_checked(
     assert broken == "opening" or "transport: TCP" in output
 
 
-NO_TORCH = """
+LEAN = """
 import sys
 sys.argv = ["epd-serve", *{arguments!r}]
 from epd_serve import cli
-import epd_serve.launch.up
+{module}
 try:
     cli.main()
 except SystemExit as ended:
     assert not ended.code, ended.code
-loaded = [name for name in ("torch", "transformers", "numpy") if name in sys.modules]
+loaded = {others!r} & {{*sys.modules}}
 assert not loaded, loaded
 """
+HEAVY = {"torch", "transformers", "numpy"}
 
 
-@pytest.mark.parametrize("arguments", [["proxy", "--help"], ["up", "--help"], ["topology", "E-P-D"]])
-def test_no_torch_is_loaded_outside_instances(arguments: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("module", "arguments", "others"),
+    [
+        ("import proxy.main", ["proxy", "--help"], HEAVY),
+        ("import epd_serve.launch.up", ["up", "--help"], HEAVY),
+        ("", ["up", "--help"], HEAVY | {"aiohttp", "rich"}),
+        ("", ["topology", "E-P-D"], HEAVY),
+        ("", ["--help"], HEAVY | {"aiohttp", "pydantic", "rich"}),
+    ],
+)
+def test_a_command_imports_only_what_it_needs(module: str, arguments: list[str], others: set[str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", NO_TORCH.format(arguments=arguments)], capture_output=True, text=True, timeout=150
+        [sys.executable, "-c", LEAN.format(module=module, arguments=arguments, others=others)],
+        capture_output=True,
+        text=True,
+        timeout=150,
     )
     assert done.returncode == 0, done.stderr
 

@@ -34,7 +34,7 @@ def test_the_gateway_waits_for_an_encoder_where_there_is_one() -> None:
     assert paths == {"": "/health?role=EPD", "topology: P-D": "/health"}
 
 
-def test_the_cores_are_divided_among_the_instances(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cores_are_divided_among_the_instances(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     _, instances = specs("topology: E-P-D\nroles: {E: {threads: 1}}")
     assert [told(spec.command).threads for spec in instances] == [1, 2, 2]
@@ -43,6 +43,10 @@ def test_the_cores_are_divided_among_the_instances(monkeypatch: pytest.MonkeyPat
     assert {told(spec.command).threads for spec in crowded} == {1}
     _, wished = specs("topology: E-P-D", {"OMP_NUM_THREADS": "5"})
     assert {told(spec.command).threads for spec in wished} == {5}
+    config = parse_config("topology: E-P-D\nroles: {E: {threads: 1}}")
+    together = instance_specs(config, Ports(gateway=8000, instances=(8100, 8101, 8102)), {}, tmp_path)
+    options = [told(spec.command) for spec in together]
+    assert [(one.threads, one.core_board) for one in options] == [(1, None), *[(8, tmp_path / "cores")] * 2]
 
 
 def test_children_keep_the_environment_and_stay_offline() -> None:
@@ -105,7 +109,7 @@ def test_instances_in_parentheses_get_their_shares_and_a_board_of_their_own(
         DeviceShare(share=0.75, start=0.25),
         None,
     ]
-    assert [told(spec.command).threads for spec in (encode, decode, prefill)] == [2, 6, 2]
+    assert [told(spec.command).threads for spec in (encode, decode, prefill)] == [2, 6, 8]
     wishing = parse_config("{topology: (E-D)-P, roles: {E: {share: 0.25}}, instances: {threads: 4}}")
     specs_of_wishing = instance_specs(wishing, ports, {}, tmp_path)
     assert [told(spec.command).threads for spec in specs_of_wishing] == [2, 4, 4], "none beyond its share's cores"

@@ -120,6 +120,8 @@ def check_pod(pod: dict[str, Any], files: set[str]) -> None:
     assert {word[2:-1] for word in container["command"] if word.startswith("$(")} <= variables.keys()
     if container["name"] == "instances":
         assert variables.keys() & {"EPD_SERVE_ADMIN_KEY", "EPD_SERVE_CLUSTER_KEY"}, "it can join"
+        kept = [variables[name]["value"] for name in ("HF_HOME", "TRITON_CACHE_DIR", "XDG_CACHE_HOME")]
+        assert all(one.startswith("/cache") for one in kept), "models and kernels outlive the pod"
 
 
 def test_secrets_stay_out_of_the_manifests(tmp_path: Path) -> None:

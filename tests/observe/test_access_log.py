@@ -72,7 +72,7 @@ def test_traceparent_as_the_specification_has_it(header: str, sampled: bool | No
 
 @given(st.integers(0, 1 << 40), st.sets(st.integers(0, 99)))
 def test_a_prompt_note_round_trips(num_tokens: int, had: set[int]) -> None:
-    assert read_prompt_note(write_prompt_note(num_tokens, sorted(had))) == (num_tokens, had)
+    assert read_prompt_note(write_prompt_note(num_tokens, sorted(had), 3)) == (num_tokens, had, 3)
 
 
 def test_events_of_a_stream_tell_its_end() -> None:

@@ -62,7 +62,17 @@ def requirements(*extras: str) -> set[str]:
 #: Of extras that name other machines' packages; what imports them runs there.
 ELSEWHERE = {"ray", "torch_npu", "vllm", "vllm_ascend"}
 #: Libraries of the client table (benchmarks/clients.py), which skips those that are not installed.
-CLIENTS = {"agents", "instructor", "langchain_core", "langchain_openai", "litellm", "pydantic_ai", "smolagents"}
+CLIENTS = {
+    "agents",
+    "instructor",
+    "langchain_core",
+    "langchain_openai",
+    "litellm",
+    "pydantic_ai",
+    "smolagents",
+    "anthropic",
+    "llama_index",
+}
 #: Come with transformers, each version with its own.
 OF_TRANSFORMERS = {"huggingface_hub", "tokenizers"}
 DISTRIBUTIONS = {"PIL": "pillow", "ruamel": "ruamel.yaml", "opentelemetry": "opentelemetry-sdk"}

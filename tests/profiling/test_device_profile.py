@@ -86,10 +86,10 @@ def test_an_invalid_profile_is_explained(tmp_path: Path) -> None:
     assert Profile.read(file) == analytic
     content = json.loads(file.read_text())
     file.write_text(json.dumps({**content, "version": 99}))
-    with pytest.raises(ValueError, match="version 99, and this program reads 1: make it anew"):
+    with pytest.raises(ValueError, match="version 99, but this program reads 1"):
         Profile.read(file)
     file.write_text(json.dumps({**content, "speed": 1}))
-    with pytest.raises(ValueError, match="'epd-serve profile' makes one"):
+    with pytest.raises(ValueError, match="make one with 'epd-serve profile'"):
         Profile.read(file)
     with pytest.raises(ValueError, match="No such file"):
         Profile.read(tmp_path / "nothing.json")

@@ -31,8 +31,8 @@ FIELDS = {
     "priority": (-1, "priority", -1),
     "structured_outputs": ({"regex": "a+"}, "grammar", None),
 }
-#: Set by the instance.
-OTHERS = {"bad_word_ids", "group", "key", "neutral"}
+#: Set by the instance, or of chats alone.
+OTHERS = {"bad_word_ids", "group", "key", "neutral", "thinking", "thinking_budget"}
 
 
 def sampling(fields):

@@ -23,6 +23,9 @@ def test_new_keys_are_long_and_known_by_their_hash():
     authenticator = Authenticator([(hashed, client), (new_key()[1], Holder("b"))])
     assert authenticator.check(f"Bearer {secret}") is client
     assert authenticator.check(b"bearer  " + secret.encode()) is client
+    assert authenticator.check(None, secret) is client  # Anthropic's x-api-key
+    with pytest.raises(Unauthorized):
+        authenticator.check(None, "wrong")
     for wrong in (
         None,
         "",

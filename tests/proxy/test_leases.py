@@ -16,7 +16,7 @@ from servers import served
 
 from epd_serve.errors import Conflict
 from epd_serve.rpc.admin import AdminClient, AdminRefused, AdminUnreachable
-from epd_serve.rpc.joining import Joining, join_all
+from epd_serve.rpc.joining import join_all, keep_lease
 from proxy.fleet import NoSuchInstance
 from proxy.leases import Leases
 
@@ -84,7 +84,9 @@ def test_the_newer_of_two_instances_with_one_name_stays() -> None:
         leases.join("d7", "http://a:1", 10, incarnation=2)
 
 
-async def test_an_instance_joins_serves_and_leaves(start: Any, kit: Any, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_instance_joins_serves_and_leaves(
+    start: Any, kit: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gateway = await start("a0:EPD", "spare:EPD", admin=admin_plane(key="secret"))
 
     async def shown() -> set[str]:
@@ -97,15 +99,15 @@ async def test_an_instance_joins_serves_and_leaves(start: Any, kit: Any, caplog:
     gateway.become([("a0", gateway["a0"].url)])
     assert [record.name for record in gateway.table] == ["a0"]
     key = {"authorization": "Bearer secret"}
-    older = Joining(url, "late", gateway["a0"].url, key)
-    joining = asyncio.create_task(Joining(url, "late", spare, key, lease_s=60).run())
+    joining = asyncio.create_task(keep_lease(url, "late", spare, key, lease_s=60))
     await gateway.until(lambda: gateway.table.get("late") is not None and gateway.table["late"].ready)
     gateway.become([("a0", gateway["a0"].url)])
     assert gateway.table.get("late") is not None, "what is read again from the file leaves it alone"
     assert await asyncio.gather(*(gateway.answer(kit.chat()) for _ in range(6))) == [(200, kit.WHOLE)] * 6
     assert gateway["spare"].calls
     assert await shown() == {"a0", "late"}
-    twin = asyncio.create_task(older.run())
+    monkeypatch.setattr("epd_serve.rpc.joining.time", SimpleNamespace(time_ns=lambda: 1))
+    twin = asyncio.create_task(keep_lease(url, "late", gateway["a0"].url, key))
     await gateway.until(lambda: "has joined; choose another name" in caplog.text)
     twin.cancel()
     await asyncio.gather(twin, return_exceptions=True)
@@ -152,7 +154,7 @@ async def test_joining_needs_a_secret(start: Any, kit: Any, caplog: pytest.LogCa
         assert answer.status == 403
     async with gateway.session.get(f"{url}/instances") as answer:
         assert answer.status == 200, "who looks needs none where there is no key"
-    joining = asyncio.create_task(Joining(url, "x0", gateway["stranger"].url, {}).run())
+    joining = asyncio.create_task(keep_lease(url, "x0", gateway["stranger"].url, {}))
     await gateway.until(lambda: "answered 403" in caplog.text or "secret" in caplog.text)
     joining.cancel()
     await asyncio.gather(joining, return_exceptions=True)
@@ -168,7 +170,7 @@ async def test_with_a_cluster_key_joining_proves_it_and_strangers_get_no_prompt(
         other = await start(admin=admin_plane(key="secret"), cluster_key=KEY)
         url = other.app.state.admin_url
         joinings = [
-            asyncio.create_task(Joining(url, name, at, headers, key=key).run())
+            asyncio.create_task(keep_lease(url, name, at, headers, key=key))
             for name, at, headers, key in (
                 ("late", inside, {}, KEY),
                 ("wrong", stranger.url, {}, "another-key-of-somebody"),

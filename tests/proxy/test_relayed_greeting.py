@@ -95,12 +95,12 @@ async def test_joining_is_not_relayed(start: Any) -> None:
     relay = Relay()
     relay.target = url
     async with relaying(relay) as through, Link("gateway", through, KEY, "admin") as link:
-        with pytest.raises(InstanceUntrusted, match="something lies in between"):
+        with pytest.raises(InstanceUntrusted, match="a proxy in between"):
             await link.ask("/leave", [b'{"name":"good","url":"http://10.0.0.1:1"}'])
     assert b"/leave" not in relay.heard
     async with instance(first["good"]) as at, Link("good", at, KEY, "admin") as link:
-        with pytest.raises(InstanceUntrusted, match="something lies in between"):
+        with pytest.raises(InstanceUntrusted, match="a proxy in between"):
             await link.ask("/leave")
     async with Link("gateway", url, KEY) as link:
-        with pytest.raises(InstanceUntrusted, match="something lies in between"):
+        with pytest.raises(InstanceUntrusted, match="a proxy in between"):
             await link.ask("/stage/prefill")

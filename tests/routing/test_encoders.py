@@ -35,11 +35,11 @@ def test_equal_items_meet_in_one_place_whoever_asks(build):
 def test_an_item_that_is_being_encoded_is_not_encoded_elsewhere_too(build):
     table = build("e0:E:pixels=9000", "e1:E", "p0:P")
     picture, other = build.item("picture"), build.item("other")
-    with table.encoding(table["e0"], picture):
+    with table.open_encode(table["e0"], picture):
         assert table["e0"].pending.num_pixels == 10_000
         assert chosen(table, picture, other) == ["e0", "e1"]
         assert chosen(table, picture, exclude={"e0"}) == ["e1"]
-        with table.encoding(table["e0"], picture):
+        with table.open_encode(table["e0"], picture):
             assert table["e0"].pending.num_pixels == 10_000, "one encode serves both"
         assert chosen(table, picture) == ["e0"]
     assert not table["e0"].encoding
@@ -52,12 +52,12 @@ def test_an_item_goes_where_its_feature_is_and_is_no_work_there(build):
     other = {"e0": "e1", "e1": "e0"}[home]
     build.update(table, f"{home}:E:pixels=50000")
     assert chosen(table, item) == [other], "too much to do"
-    with table.encoding(table[other], item):
+    with table.open_encode(table[other], item):
         pass
     build.update(table, f"{home}:E")
     build.update(table, f"{other}:E:pixels=50000")
     assert chosen(table, item) == [other], "it has the feature, its queue is no matter"
-    with table.encoding(table[other], item):
+    with table.open_encode(table[other], item):
         assert table[other].pending.num_pixels == 50_000
     build.update(table, f"{other}:E:pixels=50000", pid=2)
     assert chosen(table, item) == [home], "another process has nothing"
@@ -65,7 +65,7 @@ def test_an_item_goes_where_its_feature_is_and_is_no_work_there(build):
 
 def test_a_failed_encode_leaves_no_feature(build):
     table = build("e0:E", "p0:P")
-    with pytest.raises(ZeroDivisionError), table.encoding(table["e0"], build.item("picture")):
+    with pytest.raises(ZeroDivisionError), table.open_encode(table["e0"], build.item("picture")):
         raise ZeroDivisionError
     assert "picture" not in table["e0"].features
     assert not table["e0"].encoding
@@ -82,7 +82,7 @@ def test_an_item_stays_at_p_unless_another_would_be_done_sooner(build):
     both = build("e0:E:pixels=300000", "ep0:EP:tokens=500")
     assert chosen(both, item, prefill="ep0") == ["ep0"]
     table = build("e0:E", "ep0:EP")
-    with table.encoding(table["e0"], item):
+    with table.open_encode(table["e0"], item):
         pass
     assert chosen(table, item, prefill="ep0") == ["e0"], "a feature that is there costs its way only"
 
@@ -133,6 +133,6 @@ def test_over_time_all_get_about_the_same(build):
         for number, size in enumerate(sizes):
             item = build.item(f"{policy} {number}", size)
             [name] = chosen(table, item, policy=policy)
-            with table.encoding(table[name], item):
+            with table.open_encode(table[name], item):
                 got[name] += size
         assert max(got.values()) * 4 / sum(got.values()) <= most

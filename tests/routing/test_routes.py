@@ -41,13 +41,13 @@ def test_own_calls_count_until_they_end_or_are_reported(build):
     demand = Demand(num_tokens=100)
     route = POLICY.choose_route(table, "m", demand=demand)
     assert route.prefill.name == "p0"
-    with closing(table.in_flight(route.prefill, Stage.PREFILL, work=route.prefill_work)):
+    with closing(table.open_call(route.prefill, Stage.PREFILL, work=route.prefill_work)):
         assert table["p0"].prefill_s == pytest.approx(0.1)
         assert names(table, demand=demand)[0] == "p1"
     assert table["p0"].prefill_s == 0
     with (
         pytest.raises(ZeroDivisionError),
-        closing(table.in_flight(route.prefill, Stage.PREFILL, work=route.prefill_work)),
+        closing(table.open_call(route.prefill, Stage.PREFILL, work=route.prefill_work)),
     ):
         raise ZeroDivisionError
     assert table["p0"].prefill_s == 0
@@ -61,8 +61,8 @@ def test_equals_take_turns(build, policy):
         route = policy.choose_route(table, "m")
         chosen += [route.prefill.name, route.decode.name]
         with (
-            closing(table.in_flight(route.prefill, Stage.PREFILL)),
-            closing(table.in_flight(route.decode, Stage.DECODE)),
+            closing(table.open_call(route.prefill, Stage.PREFILL)),
+            closing(table.open_call(route.decode, Stage.DECODE)),
         ):
             pass
     assert {name: chosen.count(name) for name in ("p0", "p1", "d0", "d1")} == dict.fromkeys(
@@ -74,14 +74,14 @@ def test_who_comes_back_takes_no_more_than_its_turn(build):
     table = build("p0:P", "p1:P", "d0:D")
     table.mark_lost("p1")
     for _ in range(50):
-        with closing(table.in_flight(table["p0"], Stage.PREFILL)):
+        with closing(table.open_call(table["p0"], Stage.PREFILL)):
             pass
     build.update(table, "p1:P")
     chosen = []
     for _ in range(10):
         route = RoutePolicy("round_robin").choose_route(table, "m")
         chosen.append(route.prefill.name)
-        with closing(table.in_flight(route.prefill, Stage.PREFILL)):
+        with closing(table.open_call(route.prefill, Stage.PREFILL)):
             pass
     assert chosen.count("p1") <= 6
 
@@ -104,7 +104,7 @@ def test_a_decode_instance_on_the_same_host_is_nearer(build):
     long = Demand(num_tokens=50_000)
     assert names(table, demand=long) == ("p0", "d1")
     for number in range(4):
-        with closing(table.in_flight(table["d1"], Stage.DECODE, request_id=str(number))):
+        with closing(table.open_call(table["d1"], Stage.DECODE, request_id=str(number))):
             pass
     assert names(table, demand=long) == ("p0", "d1"), "whoever's turn it is"
     build.update(table, "d1:D:sequences=500")
@@ -164,7 +164,7 @@ def test_a_prompt_follows_its_beginning_until_that_costs_more_than_it_saves(buil
     start = (256, b"hello")
     first = Demand(num_tokens=300, prefix=(start,), prefix_characters=300)
     route = policy.choose_route(table, "m", demand=first)
-    with closing(table.in_flight(route.prefill, Stage.PREFILL, work=route.prefill_work, prefix=route.prefix)):
+    with closing(table.open_call(route.prefill, Stage.PREFILL, work=route.prefill_work, prefix=route.prefix)):
         pass
     home, other = route.prefill.name, {"p0": "p1", "p1": "p0"}[route.prefill.name]
     longer = Demand(num_tokens=512, prefix=(start, (512, b"hello again")), prefix_characters=512)
@@ -220,7 +220,7 @@ def test_encoders_assist_while_the_language_queue_is_long(build):
     assert names(table, demand=picture)[0] != "epd0"
     assert names(table, demand=text, exclude={"epd0"})[0] != "epd0"
     assert names(table, demand=Demand(num_tokens=20_000))[0] != "epd0", "no room for its KV"
-    with table.encoding(table["epd0"], build.item("cat")):
+    with table.open_encode(table["epd0"], build.item("cat")):
         assert names(table, demand=text)[0] != "epd0", "it encodes"
     assert all(take(table, text) for _ in range(16))
     assert names(table, demand=text)[0] != "epd0", "its batch is full"
@@ -229,7 +229,7 @@ def test_encoders_assist_while_the_language_queue_is_long(build):
 def take(table, demand) -> bool:
     """Open a call where the next request goes; whether that is the assistant."""
     route = POLICY.choose_route(table, "m", demand=demand)
-    table.in_flight(route.prefill, Stage.PREFILL, request_id=str(table.num_calls), work=route.prefill_work)
+    table.open_call(route.prefill, Stage.PREFILL, request_id=str(table.num_calls), work=route.prefill_work)
     return route.prefill.name == "epd0"
 
 

@@ -3,8 +3,8 @@
 from msgspec.structs import replace
 
 from epd_serve.protocol.wire import MediaRef
-from epd_serve.routing.encoders import in_segments
-from epd_serve.routing.routes import router_of
+from epd_serve.routing.encoders import split_videos
+from epd_serve.routing.routes import RoutePolicy, Router
 from epd_serve.types import StageRate
 
 RATE = StageRate(0.0, 1e-6)
@@ -16,7 +16,7 @@ def video(name="video", num_frames=64):
 
 
 def counts(table, *items):
-    found = in_segments(table, table["p0"], items)
+    found = split_videos(table, table["p0"], items)
     assert [replace(item, num_segments=1) for item in found] == list(items), "nothing else is changed"
     return [item.num_segments for item in found]
 
@@ -35,7 +35,7 @@ def test_each_free_encoder_has_a_segment(build):
     table = fleet(build, *ENCODERS)
     build.update(table, "e1:E:pixels=5000", splits_videos=True)
     assert counts(table, video()) == [3]
-    with table.encoding(table["e2"], video("another")):
+    with table.open_encode(table["e2"], video("another")):
         assert counts(table, video()) == [2]
     assert counts(table, build.item("picture"), video()) == [1, 1], "the picture needs one, too"
     assert counts(table, build.item("picture")) == [1]
@@ -63,14 +63,14 @@ def test_segments_that_are_there_are_not_encoded_again(build):
     for known in (1, 2, 3):
         table = fleet(build, *ENCODERS)
         for record, part in zip(table, replace(video(), num_segments=known).segments, strict=False):
-            with table.encoding(record, part):
+            with table.open_encode(record, part):
                 pass
         assert counts(table, video()) == [known]
         assert counts(table, video("another")) == [4]
 
 
 def test_segments_go_to_encoders_of_their_own(build):
-    table, router = fleet(build, *ENCODERS), router_of("least_loaded")
-    [whole] = in_segments(table, table["p0"], [video()])
+    table, router = fleet(build, *ENCODERS), Router(RoutePolicy("least_loaded"))
+    [whole] = split_videos(table, table["p0"], [video()])
     chosen = router.encoders.choose_encoders(table, table["p0"], whole.segments)
     assert sorted(one.name for one in chosen) == ["e0", "e1", "e2", "e3"]

@@ -21,7 +21,7 @@ def prompt(num_tokens):
 def test_a_call_counts_once_before_and_after_it_is_reported(build):
     table = build("p0:P", "d0:D")
     p0 = table["p0"]
-    with closing(table.in_flight(p0, Stage.PREFILL, request_id="r", work=prompt(100))):
+    with closing(table.open_call(p0, Stage.PREFILL, request_id="r", work=prompt(100))):
         assert p0.pending.num_tokens == 100
         table.report("p0", Report(load=build.load("tokens=30")))
         assert p0.pending.num_tokens == 130, "another gateway's 30, and ours are on their way"
@@ -35,8 +35,8 @@ def test_a_call_counts_once_before_and_after_it_is_reported(build):
 def test_items_of_one_request_are_reported_one_by_one(build):
     table = build("e0:E", "p0:P")
     with (
-        table.encoding(table["e0"], build.item("a", 100), "r"),
-        table.encoding(table["e0"], build.item("b", 100), "r"),
+        table.open_encode(table["e0"], build.item("a", 100), "r"),
+        table.open_encode(table["e0"], build.item("b", 100), "r"),
     ):
         table.report("e0", Report(load=build.load("pixels=100"), received=["Er"]))
         assert table["e0"].pending.num_pixels == 200
@@ -47,9 +47,9 @@ def test_items_of_one_request_are_reported_one_by_one(build):
 
 def test_an_answer_to_info_contains_the_calls_before_the_question(build):
     table = build("p0:P", "d0:D")
-    with closing(table.in_flight(table["p0"], Stage.PREFILL, request_id="a", work=prompt(100))):
+    with closing(table.open_call(table["p0"], Stage.PREFILL, request_id="a", work=prompt(100))):
         asked = table.num_calls
-        with closing(table.in_flight(table["p0"], Stage.PREFILL, request_id="b", work=prompt(10))):
+        with closing(table.open_call(table["p0"], Stage.PREFILL, request_id="b", work=prompt(10))):
             table.update("p0", table["p0"].info, contains=asked)
             assert table["p0"].pending.num_tokens == 10
 
@@ -78,7 +78,7 @@ class Accounts(RuleBasedStateMachine):
         stack = ExitStack()
         stack.enter_context(
             closing(
-                self.table.in_flight(self.table["p0"], Stage.PREFILL, request_id=request_id, work=prompt(tokens))
+                self.table.open_call(self.table["p0"], Stage.PREFILL, request_id=request_id, work=prompt(tokens))
             )
         )
         self.calls[request_id] = (stack, tokens)

@@ -126,7 +126,7 @@ async def test_a_server_that_never_shakes_hands_is_given_up(
 async def test_the_gateways_calls_have_the_files_of_its_settings(ours: TlsFiles) -> None:
     async with instance(ours, KEY) as url, NativeConnections(KEY, ours) as connections:
         native = NativeInstance(connections, "d0", url)
-        with pytest.raises(Exception, match="there is no /info"):  # it was reached, and has no more to say
+        with pytest.raises(Exception, match="no such call: /info"):  # it was reached, and has no more to say
             await native.info()
 
 
@@ -144,11 +144,11 @@ def test_files_are_looked_at_when_a_process_starts(
         (other.files("foreign", ca=authority), "unable to get local issuer certificate"),
         (authority.files("n3", ip="10.0.0.3"), "IP address mismatch"),
         (TlsFiles(ca=tmp_path / "none.pem", cert=ours.cert, key=ours.key), "tls.ca: .*none.pem: No such file"),
-        (TlsFiles(ca=junk, cert=ours.cert, key=ours.key), "tls.ca: .*junk.pem holds no certificate"),
-        (TlsFiles(ca=ours.ca, cert=junk, key=ours.key), "are no certificate and its private key"),
+        (TlsFiles(ca=junk, cert=ours.cert, key=ours.key), "tls.ca: .*junk.pem is not a PEM certificate"),
+        (TlsFiles(ca=ours.ca, cert=junk, key=ours.key), "are not a PEM certificate and its private key"),
         (
             TlsFiles(ca=ours.ca, cert=ours.cert, key=authority.files("n4").key),
-            "are no certificate and its private",
+            "are not a PEM certificate and its private",
         ),
     ):
         with pytest.raises(ValueError, match=words):

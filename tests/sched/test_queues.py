@@ -174,7 +174,7 @@ def test_reservations_on_their_way_count_like_what_decodes() -> None:
     granted = [bench.queues.reserve(10, 1, [], 0.0) for _ in range(20)]
     blocks = [one for one in granted if one is not None]
     assert len(blocks) == 3, "a step of four takes 50 ms, and a prefill has to find its share"
-    bench.queues.settle(blocks[0])
+    bench.queues.forget_reservation(blocks[0])
     assert bench.queues.reserve(10, 1, [], 0.0) is not None
     assert bench.queues.reserve(10, 1, [], 0.0) is None
 
@@ -187,7 +187,7 @@ def test_reservations_leave_no_more_sequences_than_a_step_takes() -> None:
     assert None not in taken
     assert bench.queues.reserve(1, 1, [], 2.0) is None, "11 sequences, of which a step takes 10"
     assert taken[0] is not None
-    bench.queues.settle(taken[0])
+    bench.queues.forget_reservation(taken[0])
     assert bench.queues.reserve(1, 4, [], 2.0) is not None
     assert Bench(100).queues.reserve(1, 12, [], 1.0) is not None, "alone, its choices wait for each other"
 
@@ -242,7 +242,7 @@ def test_blocks_are_given_first_come_first_served_within_a_priority(
         for one in computed:
             bench.finish(one)
         for blocks in granted:
-            bench.queues.settle(blocks)
+            bench.queues.forget_reservation(blocks)
             bench.pool.release(blocks.all())
     assert len(served) == len(arrivals)
     kinds = {float(number): kind for number, (kind, _, _) in enumerate(arrivals)}

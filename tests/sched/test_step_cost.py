@@ -102,9 +102,9 @@ def test_a_step_is_predicted_to_end_within_its_limit(
     output = step(running, [sequence(prompt) for prompt in prompts], StepPace(COST, limit_s))
     assert output.decodes == running[:-1], "decodes are never left out"
     assert output.prefills, "a prefill goes on in every step"
-    least = COST.seconds(work(ScheduleOutput(decodes=output.decodes)))
+    least = COST.step_s(work(ScheduleOutput(decodes=output.decodes)))
     allowed = max(limit_s, least + PREFILL_SHARE * limit_s)
-    seconds = COST.seconds(work(output))
+    seconds = COST.step_s(work(output))
     first, count = output.prefills[0]
     assert seconds <= allowed + 1e-9 or (len(output.prefills) == 1 and count <= MIN_CHUNK)
     if count < first.num_uncomputed and len(output.prefills) == 1:
@@ -125,7 +125,7 @@ def test_no_more_are_admitted_than_can_decode_within_the_limit(
     output = step(running, [sequence(prompt) for prompt in prompts], StepPace(COST, limit_s))
     together = StepWork.of([s.num_tokens for s in (*running, *output.admitted)], ())
     if len(output.admitted) + len(running) > 1 and output.admitted:
-        assert COST.seconds(together) <= (1 - PREFILL_SHARE) * limit_s
+        assert COST.step_s(together) <= (1 - PREFILL_SHARE) * limit_s
     assert running or not prompts or output.admitted, "one that is alone has room"
 
 
@@ -142,13 +142,13 @@ def test_the_pace_follows_observed_times_and_forgets_an_outlier() -> None:
     ran = StepWork.of([100] * 4, [(0, 200)])
     chunk = step([], [sequence(3000)], pace).num_tokens
     for _ in range(60):
-        pace.observe(ran, 2 * COST.seconds(ran))
+        pace.observe(ran, 2 * COST.step_s(ran))
     assert 2.0 <= pace.correction < 2.05
     assert step([], [sequence(3000)], pace).num_tokens < 0.6 * chunk
     pace.observe(ran, 1000.0)
     assert pace.correction < 3.2
     for _ in range(60):
-        pace.observe(ran, COST.seconds(ran))
+        pace.observe(ran, COST.step_s(ran))
     assert step([], [sequence(3000)], pace).num_tokens > 0.9 * chunk
 
 

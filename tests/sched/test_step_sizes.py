@@ -19,8 +19,8 @@ def test_the_fit_finds_the_cost_behind_the_times() -> None:
         for chunks in ((), ((0, 64),), ((512, 128),), ((0, 16),) * 4)
         if decodes or chunks
     ]
-    fitted = fit_cost({work: cost.seconds(work) for work in works})
-    assert all(fitted.seconds(work) == pytest.approx(cost.seconds(work), rel=1e-3) for work in works)
+    fitted = fit_cost({work: cost.step_s(work) for work in works})
+    assert all(fitted.step_s(work) == pytest.approx(cost.step_s(work), rel=1e-3) for work in works)
     assert fitted.token_s == pytest.approx(cost.token_s, rel=0.05)
 
 
@@ -28,7 +28,7 @@ def test_no_part_of_a_fitted_cost_is_negative() -> None:
     falling = {StepWork.of([], [(0, count)]): 1.0 / count for count in (16, 32, 64, 128)}
     fitted = fit_cost(falling)
     assert min(fitted.base_s, fitted.token_s, fitted.sequence_s, fitted.context_s, fitted.pair_s) >= 0
-    assert fit_cost({StepWork.of([], [(0, 16)]): 0.5}).seconds(StepWork.of([], [(0, 16)])) == pytest.approx(0.5)
+    assert fit_cost({StepWork.of([], [(0, 16)]): 0.5}).step_s(StepWork.of([], [(0, 16)])) == pytest.approx(0.5)
 
 
 SLOW = Profile(

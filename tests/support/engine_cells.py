@@ -124,7 +124,7 @@ class Step:
     def sample(self) -> None:
         for sequence, is_decoding in self.sampled:
             tokens = self.known[sequence]
-            assert not sequence.goes_on or tokens == sequence.prompt_ids + sequence.output_ids
+            assert not sequence.is_active or tokens == sequence.prompt_ids + sequence.output_ids
             indices = [sequence.index] if is_decoding else range(sequence.num_sequences)
             self.tokens[sequence] = [next_token(tokens, index) for index in indices]
 

@@ -57,14 +57,16 @@ class Reference:
         *,
         bounds: Mapping[str, int] | None = None,
         max_tokens: int,
+        **template: Any,
     ) -> list[int]:
         """Token ids of the answer to one user message with its images, its videos and then its sounds before the
-        text; stops at EOS. ``bounds``: ``min_pixels`` and ``max_pixels`` of images."""
+        text; stops at EOS. ``bounds``: ``min_pixels`` and ``max_pixels`` of images. ``template``: the chat
+        template's variables."""
         parts = [{"type": "image"}] * len(images) + [{"type": "video"}] * len(videos)
         parts += [{"type": "audio"}] * len(sounds)
         content: Any = [*parts, {"type": "text", "text": text}] if parts else text
         prompt = self.tokenizer.apply_chat_template(
-            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True, **template
         )
         has_processor = self._processor is not None and (self.takes_images or sounds)
         read = self._processor if has_processor else self.tokenizer

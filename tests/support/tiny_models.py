@@ -15,6 +15,7 @@ import torch
 from tiny_audio import TINY_AUDIO, make_tiny_audio
 from tiny_families import GEMMA3, LIKE_ANOTHER, QWEN3_5, TINY, make_tiny_family
 from transformers import (
+    AddedToken,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -103,8 +104,42 @@ def _mrope(**extra: Any) -> dict[str, Any]:
     return {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 1e6, **extra}
 
 
-def make_tiny_model(kind: str, path: Path, *, seed: int = 0, **text: Any) -> Path:
-    """Build the model of a kind in ``path``. ``text`` overrides fields of the text config."""
+#: As Qwen3.5's: thoughts between tags, tools as XML.
+THINKING_TEMPLATE = """\
+{%- macro show(content) -%}
+{%- if content is string -%}{{ content }}{%- else -%}{%- for part in content or [] -%}
+{%- if part.type == 'image' -%}<|vision_start|><|image_pad|><|vision_end|>
+{%- elif part.type == 'video' -%}<|vision_start|><|video_pad|><|vision_end|>
+{%- else -%}{{ part.text }}{%- endif -%}
+{%- endfor -%}{%- endif -%}
+{%- endmacro -%}
+{%- if tools -%}
+{{- '<|im_start|>system\n<tools>' }}{%- for tool in tools -%}{{ '\n' + (tool | tojson) }}{%- endfor -%}
+{{- '\n</tools><|im_end|>\n' }}
+{%- endif -%}
+{%- for m in messages -%}
+{{- '<|im_start|>' + m.role + '\n' }}
+{%- if m.role == 'assistant' -%}{{ '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' }}{%- endif -%}
+{{- show(m.content) }}
+{%- for call in m.tool_calls or [] -%}
+{{- '\n' if not loop.first else '' }}{{ '<tool_call>\n<function=' + call.function.name + '>\n' }}
+{%- for name, value in call.function.arguments | items -%}
+{{- '<parameter=' + name + '>\n' + (value if value is string else value | tojson) + '\n</parameter>\n' }}
+{%- endfor -%}
+{{- '</function>\n</tool_call>' }}
+{%- endfor -%}
+{{- '<|im_end|>\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|im_start|>assistant\n<think>\n' }}
+{%- if enable_thinking is defined and not enable_thinking -%}{{ '\n</think>\n\n' }}{%- endif -%}
+{%- endif -%}
+"""
+
+
+def make_tiny_model(kind: str, path: Path, *, seed: int = 0, thinks: bool = False, **text: Any) -> Path:
+    """Build the model of a kind in ``path``. ``text`` overrides fields of the text config; ``thinks``: with
+    THINKING_TEMPLATE and tokens for its tags."""
     if kind in TINY_AUDIO:
         torch.manual_seed(seed)
         make_tiny_audio(
@@ -119,6 +154,9 @@ def make_tiny_model(kind: str, path: Path, *, seed: int = 0, **text: Any) -> Pat
     image, start, end, video = tokenizer.convert_tokens_to_ids(
         ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"]
     )
+    if thinks:
+        tags = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+        tokenizer.add_tokens([AddedToken(one, special=False, normalized=False) for one in tags])
     vision_tokens = {
         "image_token_id": image,
         "video_token_id": video,
@@ -192,6 +230,9 @@ def make_tiny_model(kind: str, path: Path, *, seed: int = 0, **text: Any) -> Pat
     model.save_pretrained(path)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(weights_dir() / name, path / name)
+    if thinks:
+        tokenizer.chat_template = THINKING_TEMPLATE
+        tokenizer.save_pretrained(path)
     if kind not in TEXT_KINDS:
         (path / "preprocessor_config.json").write_text(json.dumps(_preprocessor(kind)))
     if kind in VIDEO_KINDS:
@@ -199,7 +240,8 @@ def make_tiny_model(kind: str, path: Path, *, seed: int = 0, **text: Any) -> Pat
         template = path / "chat_template.jinja"
         image = "<|vision_start|><|image_pad|><|vision_end|>"
         video = "{%- elif part['type'] == 'video' -%}" + image.replace("image", "video")
-        template.write_text(template.read_text().replace(image, image + video, 1))
+        if not thinks:
+            template.write_text(template.read_text().replace(image, image + video, 1))
     if kind == "llava":
         processor = {
             "patch_size": 14,

@@ -27,12 +27,12 @@ class Bench:
 
 def test_a_prompt_that_waits_for_its_image_and_is_handed_over() -> None:
     bench = Bench()
-    bench.at(1).received("r", FEATURE_WAIT, hand_off=True)
-    bench.timeline.stepped([("r", False)], [], 2, 3)  # text before the image: hidden behind the encoding
-    bench.at(4).features_here("r")
-    bench.timeline.stepped([("r", False)], [], 5, 6)
-    bench.timeline.stepped([("r", True)], [], 6, 7)
-    bench.at(9).handed_over("r")
+    bench.at(1).record_arrival("r", FEATURE_WAIT, hand_off=True)
+    bench.timeline.record_step([("r", False)], [], 2, 3)  # text before the image: hidden behind the encoding
+    bench.at(4).record_features("r")
+    bench.timeline.record_step([("r", False)], [], 5, 6)
+    bench.timeline.record_step([("r", True)], [], 6, 7)
+    bench.at(9).record_hand_over("r")
     assert bench.stages == [
         ("feature_wait", 1, 4),
         ("prefill_queue", 4, 5),
@@ -45,8 +45,8 @@ def test_a_prompt_that_waits_for_its_image_and_is_handed_over() -> None:
 def test_encodes() -> None:
     bench = Bench()
     for name, received_s, batch_s in (("new", 1, (2, 5)), ("joined", 3, (2, 5)), ("hit", 8, (8.5, 8.5))):
-        bench.timeline.encoded(name, "i", received_s, batch_s)
-        bench.at(9).fetched(name, "i", batch_s[1])
+        bench.timeline.record_encode(name, "i", received_s, batch_s)
+        bench.at(9).record_fetch(name, "i", batch_s[1])
     assert bench.stages == [
         ("encode_queue", 1, 2),
         ("encode_execute", 2, 5),
@@ -63,7 +63,9 @@ def test_encodes() -> None:
 _NAMES = st.sampled_from(["a", "b"])
 _EVENTS = st.one_of(
     st.tuples(st.just("prefill_received"), _NAMES, st.booleans(), st.booleans()),
-    st.tuples(st.sampled_from(["features_here", "handed_over", "decode_received", "finished", "drop"]), _NAMES),
+    st.tuples(
+        st.sampled_from(["record_features", "record_hand_over", "decode_received", "record_end", "drop"]), _NAMES
+    ),
     st.tuples(st.just("stepped"), st.lists(st.tuples(_NAMES, st.booleans())), st.lists(_NAMES)),
 )
 
@@ -77,12 +79,12 @@ def test_any_order_of_events_leaves_spans_in_order_and_nothing_behind(events: li
         if event == "prefill_received":
             name, hand_off, lacks = arguments
             stage = FEATURE_WAIT if lacks else PREFILL_QUEUE
-            timeline.received(str(name), stage, hand_off=bool(hand_off))
+            timeline.record_arrival(str(name), stage, hand_off=bool(hand_off))
         elif event == "decode_received":
-            timeline.received(str(arguments[0]), DECODE_QUEUE)
+            timeline.record_arrival(str(arguments[0]), DECODE_QUEUE)
         elif event == "stepped":
             prefills, decodes = arguments
-            timeline.stepped(prefills, decodes, now - 0.5, now)  # type: ignore[arg-type]
+            timeline.record_step(prefills, decodes, now - 0.5, now)  # type: ignore[arg-type]
         else:
             getattr(timeline, str(event))(arguments[0])
     for name in ("a", "b"):

@@ -41,16 +41,16 @@ class Process:
 def serve_one(directory: Path, request_id: str = "r", *, close: bool = True) -> list[Process]:
     """A request with two images, of which the second decides: E 2.1 ... 6, P until 9, D until 20."""
     e, p, d = (Process(directory, name) for name in ("e0", "p0", "d0"))
-    p.at(2).received(request_id, FEATURE_WAIT, hand_off=True)
+    p.at(2).record_arrival(request_id, FEATURE_WAIT, hand_off=True)
     for item, batch_s, confirmed_s in (("one", (2.5, 3), 4), ("two", (3, 5), 6.2)):
-        e.timeline.encoded(request_id, item, 2.1, batch_s)
-        e.at(confirmed_s).fetched(request_id, item, batch_s[1])
-    p.at(6).features_here(request_id)
-    p.timeline.stepped([(request_id, True)], [], 6.5, 9)
-    d.at(9.5).received(request_id, DECODE_QUEUE)
-    p.at(9.7).handed_over(request_id)
-    d.timeline.stepped([], [request_id], 10, 11)
-    d.at(20).finished(request_id)
+        e.timeline.record_encode(request_id, item, 2.1, batch_s)
+        e.at(confirmed_s).record_fetch(request_id, item, batch_s[1])
+    p.at(6).record_features(request_id)
+    p.timeline.record_step([(request_id, True)], [], 6.5, 9)
+    d.at(9.5).record_arrival(request_id, DECODE_QUEUE)
+    p.at(9.7).record_hand_over(request_id)
+    d.timeline.record_step([], [request_id], 10, 11)
+    d.at(20).record_end(request_id)
     e.writer.put(work("tower", "encode", 3, 5, images=2))
     d.writer.put(work("engine", "decode", 4, 7, decodes=3))
     if close:
@@ -99,10 +99,10 @@ def test_the_stages_of_a_request_add_up_on_its_critical_path(tmp_path: Path, clo
 def test_text_and_what_did_not_end(tmp_path: Path) -> None:
     pd = Process(tmp_path, "pd0")
     for name in ("text", "left", "failed"):
-        pd.at(1).received(name, PREFILL_QUEUE, hand_off=False)
-    pd.timeline.stepped([("text", True), ("left", True)], [], 2, 3)
-    pd.timeline.stepped([], ["text", "left"], 3, 4)
-    pd.at(5).finished("text")
+        pd.at(1).record_arrival(name, PREFILL_QUEUE, hand_off=False)
+    pd.timeline.record_step([("text", True), ("left", True)], [], 2, 3)
+    pd.timeline.record_step([], ["text", "left"], 3, 4)
+    pd.at(5).record_end("text")
     pd.timeline.drop("left")
     pd.timeline.drop("failed")
     trace = read_traces(tmp_path)

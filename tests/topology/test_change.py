@@ -78,7 +78,7 @@ def test_on_devices_it_is_the_same_or_is_refused(running: list[Part], wanted: li
 
 def test_a_device_that_is_not_free_is_named_before_anything_changes() -> None:
     running = [part("pd0", "PD", "old", devices=("cuda:0",))]
-    with pytest.raises(ChangeImpossible, match="cuda:0 has no room for pd0"):
+    with pytest.raises(ChangeImpossible, match="cuda:0 lacks room for pd0"):
         plan_change(running, [part("pd0", "PD", "new", devices=("cuda:0",))])
 
 

@@ -89,12 +89,12 @@ def test_a_topology_without_e_is_text_only() -> None:
         ("E", 1, "no instance prefills"),
         ("E-P", 3, "no instance decodes"),
         ("E-P-", 4, "missing at the end"),
-        ("(E-P-D", 0, "never closed"),
+        ("(E-P-D", 0, "not closed"),
         ("E-P)-D", 3, "closes nothing"),
         ("EE-P-D", 1, "write '2E'"),
         ("0E-P-D", 0, "count of 0"),
         ("e-p-d", 0, "write E"),
-        ("E-X-P-D", 2, "no stage"),
+        ("E-X-P-D", 2, "not a stage"),
         ("E2-P-D", 1, "not 'E2'"),
         ("((E-P)-D)", 1, "do not nest"),
         ("(E-P)@tp2-D", 5, "write it inside"),
@@ -105,7 +105,7 @@ def test_a_topology_without_e_is_text_only() -> None:
         ("E--P", 2, "not '-'"),
         ("E P D", 2, "expected '-'"),
         ("99999999E-P-D", 0, "above 4096"),
-        ("4096(4096E-4096P)-D", 0, "33554433 instances are more than the 4096"),
+        ("4096(4096E-4096P)-D", 0, "33554433 instances exceed the limit of 4096"),
     ],
 )
 def test_errors_point_at_the_fault_and_say_what_would_be_right(text: str, position: int, words: str) -> None:

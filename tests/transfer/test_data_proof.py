@@ -69,7 +69,7 @@ def test_who_has_the_key_reads_and_others_are_told_so(guarded: Guarded) -> None:
         guarded.read(None)
     with pytest.raises(PeerGone, match="does not prove that it has this deployment's cluster_key"):
         guarded.read(OTHER)
-    with pytest.raises(PeerGone, match="something lies in between"):
+    with pytest.raises(PeerGone, match="a proxy in between"):
         guarded.read(KEY, msgspec.structs.replace(guarded.region, host="localhost"))
 
 

@@ -59,7 +59,7 @@ async def test_eviction_takes_the_oldest_that_nobody_holds(instances: Instances,
     for name in "1456":
         assert consumer.fetch(events[name]) == data[name], "held, or young enough"
     for name in "23":
-        with pytest.raises(TransferError, match="it is not there"):
+        with pytest.raises(TransferError, match="it does not exist"):
             consumer.fetch(events[name])
     store.release("holder", "1" + key[1:])
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from device.emulated.timeline import Faults
 from epd_serve.protocol.wire import Region
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.shaped import ShapedTransport
@@ -19,6 +20,8 @@ REGION = Region(name="a", nbytes=1 << 30, host_id="h", pid=1, fd=1, host="", por
 
 class Instant:
     """Moves nothing, in no time."""
+
+    allocate = register = release = close = None
 
     def read(self, region: Region, pieces: Sequence[Piece]) -> None: ...
 
@@ -52,25 +55,28 @@ def test_transfers_one_after_the_other(transfers: list[tuple[int, float]], laten
         assert clock.now - start == pytest.approx(latency_s + nbytes / 1000)
 
 
-def test_a_transfer_takes_the_time_of_what_it_stands_for_and_slower_on_a_link_that_is_so() -> None:
-    clock, slowness = Time(), [1.0]
+def test_a_transfer_takes_the_time_of_the_bytes_it_stands_for_and_slower_on_a_slow_link(tmp_path: Path) -> None:
+    clock, faults = Time(), tmp_path / "faults.json"
     link = ShapedTransport(
-        Instant(),  # type: ignore[arg-type]
+        EmbeddedTransport(path="shm"),
         1000.0,
         0.01,
-        bytes_of=lambda region, nbytes: 10 * nbytes if region.name == "a" else nbytes,
-        slowness=lambda: slowness[0],
+        scales={"kv": 10.0},
+        faults=Faults(faults),
         clock=clock,
         sleep=clock.sleep,
     )
+    slabs = [link.allocate(name, 100) for name in ("kv", "features")]
     for region, slow, seconds in (
-        (REGION, 1.0, 0.01 + 1.0),
-        (msgspec.structs.replace(REGION, name="b"), 1.0, 0.01 + 0.1),
-        (REGION, 3.0, 0.03 + 3.0),
+        (slabs[0].region, 1.0, 0.01 + 1.0),
+        (slabs[1].region, 1.0, 0.01 + 0.1),
+        (slabs[0].region, 3.0, 0.03 + 3.0),
     ):
-        slowness[0], start = slow, clock.now
-        link.read(region, pieces(100))
+        faults.write_text(f'{{"links": {{"slowness": {slow}}}}}')
+        start = clock.now
+        link.read(region, [(0, memoryview(bytearray(100)))])
         assert clock.now - start == pytest.approx(seconds)
+    link.close()
 
 
 def test_bytes_and_errors_are_those_of_the_inner_transport() -> None:

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from epd_serve.transfer.shared_memory import SlabAllocator
 from epd_serve.transfer.staging import CellLender, StagingArea, rounds
-from epd_serve.transfer.transport import StillCopying, TransferError, paired, slab_spans
+from epd_serve.transfer.transport import StillCopying, TransferError, pair_spans, slab_spans
 
 FIRST, COUNT, QUARANTINE_S = 5, 12, 3.0
 
@@ -145,7 +145,7 @@ def test_bytes_of_one_place_are_laid_beside_those_of_another(data: st.DataObject
     count = data.draw(st.integers(1, 5))
     here, there = (data.draw(st.permutations(range(7))) for _ in range(2))
     layers = range(data.draw(st.integers(0, 2)), 3)
-    pairs = paired(slab_spans(layers, here[:count], 7, 2), slab_spans(layers, there[:count], 8, 2, start=10))
+    pairs = pair_spans(slab_spans(layers, here[:count], 7, 2), slab_spans(layers, there[:count], 8, 2, start=10))
     moved = [(a + i, b + i) for a, b, nbytes in pairs for i in range(nbytes)]
     due = [
         (((2 * layer + half) * 7 + one) * 2 + i, 10 + ((2 * layer + half) * 8 + other) * 2 + i)
@@ -155,8 +155,8 @@ def test_bytes_of_one_place_are_laid_beside_those_of_another(data: st.DataObject
         for i in range(2)
     ]
     assert moved == due
-    with pytest.raises(TransferError, match="not of one size"):
-        paired([(0, 3)], [(0, 2)])
+    with pytest.raises(TransferError, match="differ in size"):
+        pair_spans([(0, 3)], [(0, 2)])
 
 
 def test_who_waits_gets_cells_out_of_quarantine_though_nobody_else_comes() -> None:

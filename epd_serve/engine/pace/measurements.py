@@ -50,7 +50,9 @@ def measurements(options: InstanceOptions, device: BareDevice, fingerprint: str,
         "torch": torch,
     }
     others_s = cpu_seconds_of_others if device.type == "cpu" else lambda: 0.0
-    return Measurements(cache_dir(os.environ), about, others_s=others_s)
+    # instances on one accelerator start side by side, and each measures beside the others
+    is_alone = device.type == "cpu" or (options.device_share is None and options.memory_share is None)
+    return Measurements(cache_dir(os.environ) if is_alone else None, about, others_s=others_s)
 
 
 def cpu_seconds_of_others() -> float:

@@ -16,7 +16,8 @@ from epd_serve.sched.step_sizes import Limits, StepShape, size_steps
 
 logger = logging.getLogger(__name__)
 
-_FIRST_CHUNK_ON_CPU = 256
+#: Prompt tokens of the first step with decodes, and of each without: larger ones gain 2 % and cannot be aborted.
+_FIRST_CHUNK_ON_CPU, _CHUNK_ON_CPU = 256, 1024
 
 
 class StepLimits:
@@ -67,9 +68,10 @@ class StepLimits:
         and the sequences that are let in.
         """
         if self.limit_s is None:
-            most = self.budget.max_num_tokens  # on a CPU a step of thousands may take a minute
-            first = min(_FIRST_CHUNK_ON_CPU, most) if self._options.device == "cpu" else most
-            self.budget = replace(self.budget, pace=ChunkPace(first))
+            most = self.budget.max_num_tokens
+            on_cpu = self._options.device == "cpu"
+            first, alone = (_FIRST_CHUNK_ON_CPU, _CHUNK_ON_CPU) if on_cpu else (most, most)
+            self.budget = replace(self.budget, pace=ChunkPace(min(first, most), min(alone, most)))
             if self._options.batching.order != "slack":
                 return self.budget
         block = self._options.tokens_per_block

@@ -1,18 +1,15 @@
 """Grammars as token masks, by llguidance: JSON schemas, regular expressions, choices, tool calls.
 
-A call is written as in the Hermes format, which Qwen's chat templates use::
-
-    <tool_call>
-    {"name": "lookup", "arguments": {"word": "fox"}}
-    </tool_call>
+Calls are written in the format of the model's chat template (:mod:`epd_serve.protocol.openai.tool_format`).
 """
 
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import llguidance
@@ -24,7 +21,7 @@ from numpy.typing import NDArray
 
 from epd_serve.engine.sampling.json_schema import close_objects
 from epd_serve.errors import InvalidRequest
-from epd_serve.protocol.openai.tool_format import CALL_END, CALL_START
+from epd_serve.protocol.openai.tool_format import FORMATS, ToolFormat, resolve, types_of
 from epd_serve.types import Grammar, ToolSchema, grammar_problem
 
 #: Compiled grammars kept for requests that ask for the same.
@@ -82,10 +79,21 @@ class Grammars:
     def __init__(self, tokenizer: Any, eos_token_ids: Iterable[int]) -> None:
         """``eos_token_ids`` end an answer; without any, the tokenizer's own end does."""
         self._tokenizer = tokenizer
+        self._added = {str(token.content): one for one, token in tokenizer.added_tokens_decoder.items()}
         self._ends = frozenset(eos_token_ids)
         self._lock = threading.Lock()
         self._cache: OrderedDict[bytes, Any] = OrderedDict()
         self._vocabulary: Any = None
+
+    @property
+    def num_tokens(self) -> int:
+        """The size of the vocabulary that masks cover."""
+        return len(self._tokenizer)
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end an answer of a given structure. Raises InvalidRequest where there are none."""
+        return self._ends | {self.end_token_id}
 
     @property
     def end_token_id(self) -> int:
@@ -102,7 +110,7 @@ class Grammars:
         with self._lock:
             vocabulary, matcher = self._vocabulary_of(grammar), self._cache.get(key)
         if matcher is None:  # without the lock: others' grammars are not kept waiting
-            matcher = llguidance.LLMatcher(vocabulary, as_lark(grammar), log_level=0)
+            matcher = llguidance.LLMatcher(vocabulary, as_lark(grammar, self._added), log_level=0)
             if matcher.is_error():
                 raise InvalidRequest(
                     f"{grammar.param}: this structure cannot be enforced: {grammar_problem(matcher.get_error())}",
@@ -114,13 +122,13 @@ class Grammars:
             if len(self._cache) > _MAX_CACHED:
                 self._cache.popitem(last=False)
             copy = matcher.deep_copy()
-        return MatcherConstraint(grammar, copy, vocabulary.vocab_size, self._ends | {self.end_token_id})
+        return MatcherConstraint(grammar, copy, vocabulary.vocab_size, self.ends)
 
     def _vocabulary_of(self, grammar: Grammar) -> Any:
         if self._vocabulary is None:
             try:
                 self._vocabulary = llguidance.hf.from_tokenizer(
-                    self._tokenizer, n_vocab=len(self._tokenizer), eos_token=self.end_token_id
+                    self._tokenizer, n_vocab=self.num_tokens, eos_token=self.end_token_id
                 )
             except (TypeError, ValueError) as error:
                 raise InvalidRequest(
@@ -129,19 +137,14 @@ class Grammars:
         return self._vocabulary
 
 
-def as_lark(grammar: Grammar) -> str:
-    """The grammar in llguidance's variant of Lark."""
+def as_lark(grammar: Grammar, added: Mapping[str, int] | None = None) -> str:
+    """The grammar in llguidance's variant of Lark.
+
+    ``added``: the tokenizer's added tokens, which texts of calls are written with: no other text has them.
+    """
     rules: list[str] = []
     if grammar.tools:
-        rules += _call_rules(grammar.tools)
-        calls = _text(CALL_START) + " more" if grammar.must_call or grammar.kind else "opened more"
-        again = f"({_text(chr(10) + CALL_START)} call)*" if grammar.parallel else '""'
-        rules += [f"more: call {again}"]
-        content = "" if grammar.must_call else ("content | " if grammar.kind else "FREE | ")
-        rules.insert(0, f"start: {content}{calls}")
-        if not grammar.must_call and not grammar.kind:
-            marker = CALL_START.replace("\n", "\\n")
-            rules += [f"opened[lazy]: /(.|\\n)*{marker}/", f"FREE: /(.|\\n)*/ & ~/(.|\\n)*{marker}(.|\\n)*/"]
+        rules += _Calls(FORMATS[grammar.format], added or {}).rules(grammar)
     else:
         rules.append("start: content")
     if grammar.kind and not grammar.must_call:
@@ -149,14 +152,89 @@ def as_lark(grammar: Grammar) -> str:
     return "\n".join(rules) + "\n"
 
 
-def _call_rules(tools: Sequence[ToolSchema]) -> list[str]:
-    rules = [f"call: ({' | '.join(f'call_{i}' for i in range(len(tools)))}) {_text(CALL_END)}"]
-    for i, tool in enumerate(tools):
-        head = _text(f'{{"name": {json.dumps(tool.name)}, "arguments": ')
-        rules.append(f'call_{i}: {head} arguments_{i} "}}"')
-        schema = json.loads(tool.parameters)
-        rules.append(f"arguments_{i}: {_json(schema, is_strict=tool.strict, objects_only=True)}")
-    return rules
+class _Calls:
+    """The rules of tool calls in one format."""
+
+    def __init__(self, format: ToolFormat, added: Mapping[str, int]) -> None:
+        self._format = format
+        self._added = added
+        self._spelling = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))) or "(?!)")
+
+    def rules(self, grammar: Grammar) -> list[str]:
+        format = self._format
+        opener, marker = self._text(format.opener), _regex(format.opener)
+        again = f"({self._text(format.next)} call)*" if grammar.parallel else ""
+        rules = [f"more: {self._text(format.head)} call {again} {self._text(format.close)}"]
+        free = f"/(.|\\n)*/ & ~/(.|\\n)*{marker}(.|\\n)*/"
+        if grammar.must_call or grammar.kind:
+            rules.insert(0, f"start: {'' if grammar.must_call else 'content | '}{opener} more")
+        elif format.opener in self._added:
+            rules = [f"start: FREE ({opener} more)?", f"FREE: {free}", *rules]
+        else:
+            opened = f"opened[lazy]: /(.|\\n)*{marker}/"
+            rules = ["start: FREE | opened more", f"FREE: {free}", opened, *rules]
+        rules.append(f"call: {' | '.join(f'call_{i}' for i in range(len(grammar.tools)))}")
+        for i, tool in enumerate(grammar.tools):
+            rules.append(
+                f"call_{i}: {self._text(tool.name + format.after_name)} args_{i} {self._text(format.end)}"
+            )
+            rules += self._tagged(i, tool) if format.key else [f"args_{i}: {_arguments(tool)}"]
+        if format.key:
+            end = _regex(format.after_value)
+            if self._spelling.match(format.after_value):
+                rules.append(f"text_value: PLAIN {self._text(format.after_value)}")
+                rules.append(f"PLAIN: /(.|\\n)*/ & ~/(.|\\n)*{end}(.|\\n)*/")
+            else:
+                rules.append(f"text_value[lazy]: /(.|\\n)*{end}/")
+            rules.append(r"KEY: /[\w.-]+/")
+        return rules
+
+    def _tagged(self, number: int, tool: ToolSchema) -> list[str]:
+        """Return the rules of a tool's parameters, in the order of its schema."""
+        schema, format = json.loads(tool.parameters), self._format
+        declared, required = schema.get("properties"), schema.get("required") or ()
+        if not isinstance(declared, dict):
+            if schema.get("additionalProperties") is False:
+                return [f'args_{number}: ""']
+            return [f"args_{number}: ({self._text(format.key)} KEY {self._text(format.after_key)} text_value)*"]
+        order = (f"p_{number}_{i}{'' if name in required else '?'}" for i, name in enumerate(declared))
+        rules = [f"args_{number}: {' '.join(order) or _text('')}"]
+        for i, (name, value) in enumerate(declared.items()):
+            key = self._text(format.key + name + format.after_key)
+            rules.append(f"p_{number}_{i}: {key} ({self._value(value, schema, tool.strict)})")
+        return rules
+
+    def _value(self, schema: Any, root: dict[str, Any], is_strict: bool, depth: int = 4) -> str:
+        """Return the rule of a parameter's value and its end."""
+        schema, end = resolve(schema, root), self._text(self._format.after_value)
+        if choices := schema.get("enum") or ([schema["const"]] if "const" in schema else []):
+            texts = (one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for one in choices)
+            return " | ".join(f"{_text(text)} {end}" for text in texts)
+        members = [self._value(one, root, is_strict, depth - 1) for one in schema.get("anyOf") or () if depth]
+        if members and "text_value" not in members:
+            return " | ".join(members)
+        if "string" in types_of(schema, root):
+            return "text_value"
+        definitions = {name: value for name, value in root.items() if name in ("$defs", "definitions")}
+        return f"{_json({**definitions, **schema}, is_strict=is_strict)} {end}"
+
+    def _text(self, text: str) -> str:
+        """Return a fixed text, its added tokens by their ids."""
+        places = [(found.start(), found.end()) for found in self._spelling.finditer(text)]
+        parts, at = [], 0
+        for start, end in places:
+            parts += [_text(text[at:start]), f"<[{self._added[text[start:end]]}]>"]
+            at = end
+        return " ".join(part for part in (*parts, _text(text[at:])) if part != '""')
+
+
+def _regex(text: str) -> str:
+    """Return a regular expression, as it stands between two slashes, for a text."""
+    return re.escape(text).replace("\\\n", "\\n").replace("/", "\\/")
+
+
+def _arguments(tool: ToolSchema) -> str:
+    return _json(json.loads(tool.parameters), is_strict=tool.strict, objects_only=True)
 
 
 def _content(grammar: Grammar) -> str:

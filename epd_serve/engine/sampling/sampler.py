@@ -282,7 +282,7 @@ class Sampler:
         changed: list[int] = []
         for i in self._asking:
             # what was given up has no rules any more, and may lack the tokens that they are about
-            if rows[i].sequence.goes_on:
+            if rows[i].sequence.is_active:
                 if i in self._bound and _is_constrained(rows[i]):
                     changed.append(i)
                 elif not rows[i].sampling.greedy:

@@ -9,6 +9,7 @@ from blake3 import blake3
 
 from device.datasheets import emulated_kind
 from device.emulated.timed import TimedDevice
+from device.emulated.timeline import Faults
 from epd_serve.config import InstanceOptions, ShapeConfig
 from epd_serve.config.sizes import MIN_BLOCKS, blocks_in
 from epd_serve.cost.device_time import DeviceTime
@@ -43,7 +44,7 @@ from epd_serve.models.family import Family, Size
 from epd_serve.protocol import wire
 from epd_serve.sched.step_sizes import StepShape
 from epd_serve.transfer.feature_store import FeatureStore, StoreObserver
-from epd_serve.transfer.shaped import over_emulated_links
+from epd_serve.transfer.shaped import ShapedTransport
 from epd_serve.transfer.transport import Transport
 from epd_serve.types import SamplingParams
 
@@ -137,7 +138,9 @@ class ShapeModel:
             "kv": self.shape.kv_token_bytes * self.options.tokens_per_block / block_bytes,
             "features": self.feature_token_bytes / FEATURE_WIDTH,
         }
-        return over_emulated_links(transport, self.time.profile, scales)
+        profile, faults = self.time.profile, Faults.of_environment()
+        link = profile.link_bytes_per_s, profile.handshake_s
+        return ShapedTransport(transport, *link, scales=scales, faults=faults)
 
     async def prepare(self, media: bytes, ref: wire.MediaRef, place: Place) -> Picture:
         """Only its name and size count: the file is not decoded."""

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from blake3 import blake3
 from jinja2 import Environment, TemplateError, meta
 
 from epd_serve.config.model_files import check_template, parse_template
 from epd_serve.errors import InvalidRequest
 from epd_serve.instance.text.tokenizer import MARK
-from epd_serve.protocol.openai.tool_format import written_calls
+from epd_serve.protocol.openai.tool_format import HERMES, probe_messages, recognise
 from epd_serve.protocol.wire import ChatMessage, PromptOptions
+from epd_serve.types import Thinking
 
+logger = logging.getLogger(__name__)
 #: Errors of a template that is given a chat which it does not know.
 _REFUSALS = (TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 #: Clients send these to every model; a template that does not read one does without.
 _OF_ANY_MODEL = ("enable_thinking", "reasoning_effort")
+THINK_START, THINK_END = "<think>", "</think>"
 _TOOL_PROMPT = """\
 You may call functions to answer. These are the functions, one JSON schema a line:
 {tools}
@@ -54,6 +59,7 @@ class ChatTemplate:
         self._joins_strings = shown > shown_of_parts
         if shown == 0 and not self._takes_parts:
             raise ValueError(f"{path}: its chat template shows no text of a chat; copy it from the model")
+        self._native_format = self._find_format() if tokenizer.chat_template else None
 
     def _num_shown(self, *, as_parts: bool) -> int:
         """The number of roles whose text the template shows, with contents of one form.
@@ -87,6 +93,42 @@ class ChatTemplate:
             return frozenset(("tools",)) if "tools" in source else frozenset()
         return frozenset(meta.find_undeclared_variables(tree))
 
+    def _find_format(self) -> str | None:
+        """The format of the calls that the template writes; None: it knows no tools, or the format is unknown."""
+        if "tools" not in self._known_names:
+            return None
+        chat = probe_messages()
+        if self._takes_parts:
+            chat = [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in chat]
+        tool = {"type": "function", "function": {"name": "other", "description": "", "parameters": {}}}
+        try:
+            found = recognise(self._tokenizer.apply_chat_template(chat, tools=[tool], tokenize=False))
+        except _REFUSALS:
+            found = None
+        if found is None:
+            logger.warning(
+                "the chat template writes tool calls in a form that is not known here: tools are described in the "
+                "system message, and calls have the Hermes form"
+            )
+        return found
+
+    @property
+    def tool_format(self) -> str:
+        """The name of the format in which the model calls tools."""
+        return self._native_format or "hermes"
+
+    @cached_property
+    def thinking(self) -> Thinking | None:
+        """How the model thinks; None: it does not, or not between tokens ``<think>`` and ``</think>``."""
+        if not self._tokenizer.chat_template or THINK_END not in self._tokenizer.get_chat_template():
+            return None
+        start, end, after = (
+            self._tokenizer.encode(text, add_special_tokens=False) for text in (THINK_START, THINK_END, "\n\n")
+        )
+        if len(start) != 1 or len(end) != 1:
+            return None
+        return Thinking(start_id=start[0], end_id=end[0], after_ids=tuple(after))
+
     @cached_property
     def _taken_names(self) -> frozenset[str]:
         """Return the names that a request must not set in the template."""
@@ -101,8 +143,8 @@ class ChatTemplate:
         if not self._tokenizer.chat_template:
             raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
         tools = json.loads(options.tools) if options.tools else None
-        native = "tools" in self._known_names
-        rendered = [_message(message, with_calls=native) for message in messages]
+        native = self._native_format
+        rendered = [_message(message, native) for message in messages]
         if not native and (tools or any(message.tool_calls or message.role == "tool" for message in messages)):
             _write_tools(rendered, messages, tools)
         if self._takes_parts:
@@ -141,8 +183,11 @@ class ChatTemplate:
         return text
 
 
-def _message(message: ChatMessage, *, with_calls: bool) -> dict[str, Any]:
-    """A message as chat templates expect it: its content a string, or a list of parts where media are involved."""
+def _message(message: ChatMessage, format: str | None) -> dict[str, Any]:
+    """A message as chat templates expect it: its content a string, or a list of parts where media are involved.
+
+    ``format``: of the calls that the template writes; None where it writes none.
+    """
     rendered: dict[str, Any] = {"role": message.role}
     if all(part.type == "text" for part in message.content):
         rendered["content"] = "".join(part.text for part in message.content)
@@ -150,23 +195,28 @@ def _message(message: ChatMessage, *, with_calls: bool) -> dict[str, Any]:
         rendered["content"] = [
             {"type": "text", "text": p.text} if p.type == "text" else {"type": p.type} for p in message.content
         ]
-    if with_calls and message.tool_calls:
+    if format and message.tool_calls:
         rendered["tool_calls"] = [
             {
-                "id": call.id,
+                "id": _id_for(format, call.id),
                 "type": "function",
                 "function": {"name": call.name, "arguments": json.loads(call.arguments)},
             }
             for call in message.tool_calls
         ]
-    if with_calls and message.tool_call_id:
-        rendered["tool_call_id"] = message.tool_call_id
+    if format and message.tool_call_id:
+        rendered["tool_call_id"] = _id_for(format, message.tool_call_id)
     # few templates show these; the others pass over them
     if message.name:
         rendered["name"] = message.name
     if message.reasoning:
         rendered["reasoning_content"] = message.reasoning
     return rendered
+
+
+def _id_for(format: str, id: str) -> str:
+    """Return a call's id as the template takes it: Mistral's refuse ids of another length than 9."""
+    return blake3(id.encode()).hexdigest()[:9] if format.startswith("mistral") else id
 
 
 def _write_tools(rendered: list[dict[str, Any]], messages: Sequence[ChatMessage], tools: list[Any] | None) -> None:
@@ -176,7 +226,7 @@ def _write_tools(rendered: list[dict[str, Any]], messages: Sequence[ChatMessage]
             entry["role"] = "user"
             entry["content"] = _around(entry["content"], "<tool_response>\n", "\n</tool_response>")
         if message.tool_calls:
-            calls = written_calls(message.tool_calls, behind=bool(message.content))
+            calls = "\n" * bool(message.content) + HERMES.write(message.tool_calls)
             entry["content"] = _around(entry["content"], "", calls)
     if tools:
         prompt = _TOOL_PROMPT.format(tools="\n".join(json.dumps(tool["function"]) for tool in tools))

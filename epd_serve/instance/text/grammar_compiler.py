@@ -14,11 +14,12 @@ from msgspec.structs import replace
 
 from epd_serve.engine.sampling.grammar import Grammars, MatcherConstraint, as_lark
 from epd_serve.engine.sampling.json_schema import drop_patterns, patterns_of
+from epd_serve.engine.sampling.thinking import ThinkingConstraint
 from epd_serve.errors import InvalidRequest
 from epd_serve.instance.text.request_processor import Place, RequestProcessor
 from epd_serve.media.decoder import Problem
 from epd_serve.media.decoder_pool import DecoderPool
-from epd_serve.types import Grammar
+from epd_serve.types import Grammar, SamplingParams
 
 #: An estimate, for the order in which grammars get their turn.
 _S_PER_CHARACTER = 1e-5
@@ -46,6 +47,23 @@ class GrammarCompiler:
         self._processor = processor
         self._decoders = decoders
         self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()
+
+    async def constrain(
+        self, sampling: SamplingParams, *, is_tried: bool = False
+    ) -> tuple[SamplingParams, MatcherConstraint | ThinkingConstraint | None]:
+        """Return what an answer's tokens follow, and the parameters with as much of their grammar as is enforced.
+
+        ``is_tried`` and errors are those of :meth:`compile`.
+        """
+        constraint = None
+        if sampling.grammar is not None:
+            constraint = await self.compile(sampling.grammar, is_tried=is_tried)
+            sampling = replace(sampling, grammar=constraint.grammar)
+        thinking, budget = sampling.thinking, sampling.thinking_budget
+        if thinking is None or (constraint is None and budget is None):
+            return sampling, constraint
+        ends = () if constraint is None else self._grammars.ends
+        return sampling, ThinkingConstraint(thinking, budget, constraint, self._grammars.num_tokens, ends)
 
     async def compile(self, grammar: Grammar, *, is_tried: bool = False) -> MatcherConstraint:
         """Compile as much of a grammar as can be enforced, which the constraint names.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
-import msgspec
+from msgspec.structs import replace
 
 from epd_serve.cache.block_pool import hash_blocks
 from epd_serve.errors import InvalidRequest
@@ -109,7 +109,15 @@ class PromptProcessor:
         if not isinstance(request.prompt, list):
             self.rates.prompted(_num_characters(request), len(ids) - sum(span.length for span in spans))
         sampling = self._complete(self.generation.complete(request.sampling))
-        max_tokens = _max_tokens(len(ids), sampling.max_tokens, self._max_prompt_tokens(request))
+        thinking = None if request.messages is None else self.texts.template.thinking
+        if thinking is not None:
+            tail = ids[-1 - len(thinking.after_ids) :]  # as in "<think>\n" or "</think>\n\n"
+            if thinking.end_id not in tail:  # else it is asked not to
+                sampling = replace(sampling, thinking=replace(thinking, is_open=thinking.start_id in tail))
+        room, asked = self._max_prompt_tokens(request), sampling.max_tokens
+        if request.prompting.bounds_answer and asked is not None:
+            asked = min(asked, max(1, room - len(ids)))
+        max_tokens = _max_tokens(len(ids), asked, room)
         if self.generation.max_tokens is not None:
             max_tokens = min(max_tokens, self.generation.max_tokens)
         positions, delta = self.family.positions(ids, request.items, self.language_model)
@@ -200,11 +208,12 @@ class PromptProcessor:
                 for word in sampling.bad_words
                 for spelt in (word, " " + word.lstrip())
             }
-            sampling = msgspec.structs.replace(sampling, bad_word_ids=tuple(sorted(filter(None, spellings))))
+            sampling = replace(sampling, bad_word_ids=tuple(sorted(filter(None, spellings))))
         if sampling.grammar is not None:
             assert self.texts.grammars is not None, "refused before"
             ends = (*sampling.stop_token_ids, self.texts.grammars.end_token_id)
-            sampling = msgspec.structs.replace(sampling, stop_token_ids=ends)
+            grammar = replace(sampling.grammar, format=self.texts.template.tool_format)
+            sampling = replace(sampling, stop_token_ids=ends, grammar=grammar)
         return sampling
 
     def _check_ids(self, ids: list[int], param: str) -> list[int]:
@@ -304,7 +313,7 @@ class MediaLayouts:
 
     def of(self, item: MediaRef) -> Layout:
         """Return the layout of an item. Raises InvalidRequest for an item that the model cannot take."""
-        return self._of_facts(msgspec.structs.replace(item, mm_hash="", num_segments=1))
+        return self._of_facts(replace(item, mm_hash="", num_segments=1))
 
     def _new(self, item: MediaRef) -> Layout:
         ids: list[int] = []

@@ -99,6 +99,9 @@ def _read(text: str) -> Iterator[int]:
 class SyllableTemplate:
     """``role: text`` for each message."""
 
+    thinking = None
+    tool_format = "hermes"
+
     def render(self, messages: Sequence[ChatMessage], options: PromptOptions) -> str:
         if options.tools:
             raise InvalidRequest("a model without weights calls no tools; leave them out", param="tools")

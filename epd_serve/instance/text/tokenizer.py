@@ -152,7 +152,12 @@ class Detokenizer:
         self._min_tokens = min_tokens
         self._include_stop = include_stop
         self.text = ""
-        self.stopped = False
+        self.stop_string: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string is complete."""
+        return self.stop_string is not None
 
     @property
     def num_read(self) -> int:
@@ -160,7 +165,7 @@ class Detokenizer:
         return len(self.text) + len(self._held)
 
     def push(self, token_id: int) -> str:
-        """Add a token; returns the text that is now certain. Sets ``stopped`` when a stop string is complete."""
+        """Add a token; returns the text that is now certain. Sets ``stop_string`` when one is complete."""
         self._num_tokens += 1
         if self._is_whole and (text := self._tokenizer.text_of(token_id)) is not None:
             self._ids, self._context, self._next_context, self._before = [token_id], 0, 1, text
@@ -215,7 +220,7 @@ class Detokenizer:
             self._held = pending[len(pending) - keep :]
             pending = pending[: len(pending) - keep]
         else:
-            self._held, self.stopped = "", True
+            self._held = ""
             pending = pending[:end]
         self.text += pending
         return pending
@@ -238,4 +243,5 @@ class Detokenizer:
         if found is None:
             return None
         start, length = found
+        self.stop_string = (self._held + new)[start : start - length]
         return start - length if self._include_stop else start

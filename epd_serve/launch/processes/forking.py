@@ -75,7 +75,7 @@ def preload(config: DeploymentConfig) -> None:
         return
     modules, environment = [*_MODULES, "epd_serve.instance.loading.shape_model"], {}
     if isinstance(config.model, str):
-        modules = [*_MODULES, "epd_serve.instance.loading.checkpoint"]
+        modules = [*_MODULES, "epd_serve.instance.loading.checkpoint", "epd_serve.models.renamings"]
         modules += ["device.cuda"] if any(own[0].startswith("cuda") for own in devices) else []
         environment = {"GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", HEAP_TUNABLES)}
     package = __name__.rpartition(".")[0]

@@ -31,7 +31,7 @@ from epd_serve.launch.processes.process import ManagedProcess, ProcessDied, Proc
 from epd_serve.launch.processes.supervisor import Supervisor, run_until
 from epd_serve.launch.vllm.process import VllmProcess
 from epd_serve.protocol.addresses import is_wildcard
-from epd_serve.rpc.app_server import serving
+from epd_serve.rpc.app_server import serve_app
 from epd_serve.rpc.joining import join_all
 from epd_serve.topology import InstancePlacement
 from epd_serve.topology.placement import CPU, place_units
@@ -204,7 +204,7 @@ async def run_unit(
         if health_port is not None:
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             listener = socket.create_server((address, health_port), family=family)
-            await stack.enter_async_context(serving(_health_app(supervisor), listener, tls=tls))
+            await stack.enter_async_context(serve_app(_health_app(supervisor), listener, tls=tls))
         supervisor.start()
         try:
             if (death := await run_until(stop, supervisor.wait_failure())) is not None:

@@ -74,27 +74,39 @@ class ChoiceText:
     finish_reason: str
     logprobs: list[ScoredToken] | None
     calls: Sequence[Call] = ()
+    reasoning: str = ""
+    token_ids: Sequence[int] = ()
+    stop_reason: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """``cached_tokens`` are those of the prompt that P found in its prefix cache."""
+    """``cached_tokens`` of the prompt were in P's prefix cache; ``reasoning_tokens`` of the answer stand between
+    ``<think>`` and ``</think>``."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    reasoning_tokens: int = 0
 
     @classmethod
     def of(cls, usage: Mapping[str, Any]) -> Usage:
         """The usage that an answer tells."""
         details = usage.get("prompt_tokens_details") or {}
-        return cls(usage["prompt_tokens"], usage["completion_tokens"], details.get("cached_tokens") or 0)
+        parts = usage.get("completion_tokens_details") or {}
+        return cls(
+            usage["prompt_tokens"],
+            usage["completion_tokens"],
+            details.get("cached_tokens") or 0,
+            parts.get("reasoning_tokens") or 0,
+        )
 
     def __add__(self, other: Usage) -> Usage:
         return Usage(
             self.prompt_tokens + other.prompt_tokens,
             self.completion_tokens + other.completion_tokens,
             self.cached_tokens + other.cached_tokens,
+            self.reasoning_tokens + other.reasoning_tokens,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -103,6 +115,7 @@ class Usage:
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
 
 
@@ -121,16 +134,22 @@ def delta_event(
     logprobs: list[ScoredToken] | None,
     usage: Usage | None,
     calls: Sequence[CallDelta] = (),
+    reasoning: str = "",
+    stop_reason: str | None = None,
+    prompt_ids: Sequence[int] = (),
+    token_ids: Sequence[int] = (),
 ) -> bytes:
     """The event of one token.
 
     Args:
         first: whether this is the choice's first token, which brings the role along.
         usage: the counts so far, where the client wants them in every event.
-        calls: parts that the token added to tool calls.
+        calls: parts that the token added to tool calls. stop_reason: the stop string that ended the text.
+        prompt_ids, token_ids: where the client wants them, those of the prompt with the first token.
     """
     if options.kind == "chat":
-        delta: dict[str, Any] = {"role": "assistant", "content": text} if first else {"content": text}
+        delta: dict[str, Any] = {"role": "assistant"} if first else {}
+        delta |= {"reasoning_content": reasoning} if reasoning and not text else {"content": text}
         if calls:
             delta["tool_calls"] = _call_deltas(options, options.first_index + index, calls)
         choice: dict[str, Any] = {"index": options.first_index + index, "delta": delta}
@@ -138,7 +157,13 @@ def delta_event(
         choice = {"index": options.first_index + index, "text": text}
     choice["logprobs"] = None if logprobs is None else _logprobs(options, logprobs)
     choice["finish_reason"] = finish_reason
+    if stop_reason is not None:
+        choice["stop_reason"] = stop_reason
     body = _envelope(options, stream=True)
+    if options.token_ids:
+        choice["token_ids"] = token_ids
+        if first:
+            (body if options.kind == "chat" else choice)["prompt_token_ids"] = prompt_ids
     body["choices"] = [choice]
     if usage is not None:
         body["usage"] = usage.to_dict()
@@ -148,11 +173,13 @@ def delta_event(
 
 
 class DeltaTemplate:
-    """The event of a choice's token that brings nothing but text, whatever the text is."""
+    """The event of a choice's token that brings nothing but text, or reasoning, whatever it is."""
 
-    def __init__(self, options: OutputOptions, index: int) -> None:
+    def __init__(self, options: OutputOptions, index: int, *, is_reasoning: bool = False) -> None:
         empty = delta_event(options, index, "", first=False, finish_reason=None, logprobs=None, usage=None)
         field = b'"content":' if options.kind == "chat" else b'"text":'  # in a string its quotes would be escaped
+        if is_reasoning:
+            empty, field = empty.replace(field, b'"reasoning_content":', 1), b'"reasoning_content":'
         self._before, _, self._behind = empty.partition(field + b'""')
         self._before += field
 
@@ -166,10 +193,15 @@ def usage_event(options: OutputOptions, usage: Usage) -> bytes:
     return event({**_envelope(options, stream=True), "choices": [], "usage": usage.to_dict()})
 
 
-def whole_answer(options: OutputOptions, choices: list[ChoiceText], usage: Usage) -> bytes:
+def whole_answer(
+    options: OutputOptions, choices: list[ChoiceText], usage: Usage, prompt_ids: Sequence[int]
+) -> bytes:
     """The JSON of an answer that is not streamed."""
     body = _envelope(options, stream=False)
     body["choices"] = [_whole_choice(options, choice) for choice in sorted(choices, key=lambda c: c.index)]
+    if options.token_ids:
+        for one in [body] if options.kind == "chat" else body["choices"]:
+            one["prompt_token_ids"] = prompt_ids
     body["usage"] = usage.to_dict()
     return _encode(body)
 
@@ -178,6 +210,8 @@ def _whole_choice(options: OutputOptions, choice: ChoiceText) -> dict[str, Any]:
     content: dict[str, Any]
     if options.kind == "chat":
         message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        if choice.reasoning:
+            message["reasoning_content"] = choice.reasoning
         if choice.calls:
             message["content"] = choice.text.strip() or None
             message["tool_calls"] = [
@@ -187,6 +221,10 @@ def _whole_choice(options: OutputOptions, choice: ChoiceText) -> dict[str, Any]:
         content = {"message": message}
     else:
         content = {"text": choice.text}
+    if options.token_ids:
+        content["token_ids"] = choice.token_ids
+    if choice.stop_reason is not None:
+        content["stop_reason"] = choice.stop_reason
     return {
         "index": options.first_index + choice.index,
         **content,

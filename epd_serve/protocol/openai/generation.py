@@ -162,6 +162,7 @@ class GenerationRequest(CommonRequest, ChatNoEffect):
         None, description="Leave special tokens out of the text; default true."
     )
     n: Integer | None = Field(None, ge=1, le=128, description="Number of answers; default 1.")
+    return_token_ids: bool | None = Field(None, description="Return the ids of prompt and answer.")
 
     def _check(self) -> None:
         limit = self.token_limit()
@@ -179,6 +180,10 @@ class GenerationRequest(CommonRequest, ChatNoEffect):
     def token_limit(self) -> int | None:
         """Return the most tokens that an answer may have; None where the context alone limits it."""
         return self.max_tokens
+
+    def _thinking_budget(self) -> int | None:
+        """Return the most tokens of the answer's thinking."""
+        return None
 
     @abstractmethod
     def _logprobs(self) -> int | None:
@@ -218,6 +223,7 @@ class GenerationRequest(CommonRequest, ChatNoEffect):
             stream=bool(self.stream),
             include_usage=options is not None and options.include_usage is True,
             continuous_usage=options is not None and options.continuous_usage_stats is True,
+            token_ids=bool(self.return_token_ids),
         )
 
     def translation(self, *, id: str, created: int, model: str) -> Translation | None:
@@ -247,6 +253,7 @@ class GenerationRequest(CommonRequest, ChatNoEffect):
             grammar=self.grammar(),
             priority=self.priority or 0,
             neutral=tuple(sorted(neutral)),
+            thinking_budget=self._thinking_budget(),
             **rare,
         )
 
@@ -322,7 +329,12 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
     )
     tool_choice: ToolChoice | None = Field(None, description="Whether, or which, function is called.")
     parallel_tool_calls: bool | None = Field(None, description="Allow several calls in an answer; default true.")
-    reasoning_effort: str | None = Field(None, description="A variable of the chat template.")
+    reasoning_effort: str | None = Field(
+        None, description='A variable of the chat template; "none" sets enable_thinking to false.'
+    )
+    thinking_token_budget: Integer | None = Field(
+        None, ge=0, lt=WIRE_INTEGERS, description="Most tokens of thinking, of a model that thinks."
+    )
     verbosity: str | None = Field(None, description="Changes no token.")
 
     def _check(self) -> None:
@@ -352,7 +364,11 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
     def _template_kwargs(self) -> dict[str, Any] | None:
         if self.reasoning_effort is None:
             return self.chat_template_kwargs
-        return {"reasoning_effort": self.reasoning_effort, **(self.chat_template_kwargs or {})}
+        none = {"enable_thinking": False} if self.reasoning_effort == "none" else {}
+        return {"reasoning_effort": self.reasoning_effort, **none, **(self.chat_template_kwargs or {})}
+
+    def _thinking_budget(self) -> int | None:
+        return self.thinking_token_budget
 
     def prompting(self) -> PromptOptions:
         options = super().prompting()
@@ -425,9 +441,13 @@ class VllmFields(GenerationRequest):
     """vLLM checks what these mean; an answer of a given structure may go on behind its end."""
 
     ends_with_structure: ClassVar[bool] = False
-    _own_fields: ClassVar[set[str]] = {"return_token_ids", "prompt_logprobs", "reasoning_effort"}
+    _own_fields: ClassVar[set[str]] = {
+        "return_token_ids",
+        "prompt_logprobs",
+        "reasoning_effort",
+        "thinking_token_budget",
+    }
 
-    return_token_ids: bool | None = Field(None, description="Return the ids of prompt and answer.")
     prompt_logprobs: Integer | None = Field(
         None, ge=-1, le=1 << 20, description="Return log-probabilities of the prompt."
     )

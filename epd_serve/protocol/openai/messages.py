@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from epd_serve.errors import InvalidRequest
 from epd_serve.protocol.openai.fields import Integer, MessageModel, RequestModel, broken_rule
-from epd_serve.protocol.openai.tool_format import is_object, written_calls
+from epd_serve.protocol.openai.tool_format import HERMES, is_object
 from epd_serve.protocol.wire import CalledFunction, ChatMessage, Part
 from epd_serve.types import AS_THE_MODEL, Modality, VideoSampling
 
@@ -285,7 +285,7 @@ def wire_messages(messages: Sequence[Message]) -> list[ChatMessage]:
             for call in message.tool_calls or ()
         ]
         if not all(is_object(call.arguments) for call in calls):
-            content, calls = [*content, Part(type="text", text=written_calls(calls, behind=bool(content)))], []
+            content, calls = [*content, Part(type="text", text="\n" * bool(content) + HERMES.write(calls))], []
         chat.append(
             ChatMessage(
                 role="system" if message.role == "developer" else message.role,

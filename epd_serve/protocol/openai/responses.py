@@ -34,7 +34,9 @@ _encode = msgspec.json.Encoder().encode
 class InputPart(MessageModel):
     """A text, of the user's or an earlier answer's, or a picture."""
 
-    type: Literal["input_text", "output_text", "input_image"] = Field(description="Kind of the part.")
+    type: Literal["input_text", "output_text", "reasoning_text", "input_image"] = Field(
+        description="Kind of the part."
+    )
     text: str | None = Field(None, description="A text.")
     image_url: str | None = Field(None, description="URL of a picture.")
     detail: Literal["auto", "high", "low"] | None = Field(None, description="low: scaled down to 512x512 pixels.")
@@ -55,13 +57,16 @@ _REQUIRED = {
     "message": ("role", "content"),
     "function_call": ("call_id", "name", "arguments"),
     "function_call_output": ("call_id", "output"),
+    "reasoning": (),
 }
 
 
 class InputItem(MessageModel):
-    """A message, a function call of an earlier answer, or the output of that function."""
+    """A message, a function call or the reasoning of an earlier answer, or the output of that function."""
 
-    type: Literal["message", "function_call", "function_call_output"] | None = Field(None, description="Kind.")
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] | None = Field(
+        None, description="Kind."
+    )
     role: Literal["user", "assistant", "system", "developer"] | None = Field(None, description="Of a message.")
     content: Content | None = Field(None, description="Of a message: a text, or a list of parts.")
     call_id: str | None = Field(None, description="Of a call and its output.")
@@ -169,34 +174,19 @@ class InputTokens(BaseModel):
     input_tokens: int = Field(description="Its tokens.")
 
 
-class ResponsesCall(ChatCompletionRequest):
-    """The chat of a :class:`ResponsesRequest`; ``places`` are the input fields that its messages come from."""
+class TranslatedCall(ChatCompletionRequest):
+    """The chat of a request to another API; ``places`` are its fields that the chat's messages come from."""
 
-    asked: ResponsesRequest
     places: list[str]
 
     @classmethod
-    def parse(cls, body: bytes | bytearray) -> Self:
-        asked = ResponsesRequest.parse(body)
-        messages, places = _messages(asked)
-        fields = {
-            **asked.model_dump(include=_SAME_FIELDS),
-            "asked": asked,
-            "places": places,
-            "messages": messages,
-            "max_completion_tokens": asked.max_output_tokens,
-            "logprobs": LOGPROBS in (asked.include or ()) or None,
-            "tools": None if asked.tools is None else [_in_function(tool) for tool in asked.tools],
-            "tool_choice": _in_function(asked.tool_choice),
-            "response_format": _format(asked.text),
-            "reasoning_effort": None if asked.reasoning is None else asked.reasoning.effort,
-            "stream_options": {"include_usage": True} if asked.stream else None,
-        }
+    def of(cls, fields: dict[str, Any]) -> Self:
+        """Return the chat with these fields. Raises InvalidRequest that names the request's own field."""
         try:
             return cls.model_validate(fields)
         except (ValidationError, InvalidRequest) as error:
             failure = explain(error, cls) if isinstance(error, ValidationError) else error
-            failure.param = _place(failure.param, places)
+            failure.param = _place(failure.param, fields["places"])
             raise failure from error
 
     def media(self) -> list[MediaSource]:
@@ -207,8 +197,34 @@ class ResponsesCall(ChatCompletionRequest):
         return TokenizeRequest(items=items, messages=self.chat(), prompting=self.prompting())
 
     def answer(self, reply: TokenizeReply, max_model_len: int) -> InputTokens:
-        """Return the answer to it."""
+        """Return the answer to :meth:`message`."""
         return InputTokens(object="response.input_tokens", input_tokens=len(reply.tokens))
+
+
+class ResponsesCall(TranslatedCall):
+    """The chat of a :class:`ResponsesRequest`."""
+
+    asked: ResponsesRequest
+
+    @classmethod
+    def parse(cls, body: bytes | bytearray) -> Self:
+        asked = ResponsesRequest.parse(body)
+        messages, places = _messages(asked)
+        return cls.of(
+            {
+                **asked.model_dump(include=_SAME_FIELDS),
+                "asked": asked,
+                "places": places,
+                "messages": messages,
+                "max_completion_tokens": asked.max_output_tokens,
+                "logprobs": LOGPROBS in (asked.include or ()) or None,
+                "tools": None if asked.tools is None else [_in_function(tool) for tool in asked.tools],
+                "tool_choice": _in_function(asked.tool_choice),
+                "response_format": _format(asked.text),
+                "reasoning_effort": None if asked.reasoning is None else asked.reasoning.effort,
+                "stream_options": {"include_usage": True} if asked.stream else None,
+            }
+        )
 
     def translation(self, *, id: str, created: int, model: str) -> ResponseBuilder:
         return ResponseBuilder(self.asked, id=id, created=created, model=model)
@@ -224,7 +240,11 @@ def _messages(asked: ResponsesRequest) -> tuple[list[dict[str, Any]], list[str]]
     if asked.instructions is not None:
         messages.append({"role": "system", "content": asked.instructions})
         places.append("instructions")
+    thought = ""
     for index, item in enumerate(asked.input):
+        if item.type == "reasoning":
+            thought += "".join(part.text or "" for part in item.content or ())
+            continue
         if item.type == "function_call":
             call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
             if not messages or messages[-1]["role"] != "assistant":
@@ -237,6 +257,9 @@ def _messages(asked: ResponsesRequest) -> tuple[list[dict[str, Any]], list[str]]
         else:
             messages.append({"role": item.role, "content": _parts(item.content)})
             places.append(f"input[{index}].content")
+        if thought and messages[-1]["role"] == "assistant":
+            messages[-1]["reasoning_content"] = thought
+        thought = ""
     return messages, places
 
 
@@ -326,6 +349,8 @@ class ResponseBuilder:
         return sent
 
     def _take(self, delta: dict[str, Any], logprobs: dict[str, Any] | None) -> None:
+        if thought := delta.get("reasoning_content") or delta.get("reasoning"):
+            self._take_thought(thought)
         if text := delta.get("content"):
             self._take_text(text, (logprobs or {}).get("content") or [])
         for call in delta.get("tool_calls") or ():
@@ -338,6 +363,16 @@ class ResponseBuilder:
             if function["arguments"]:
                 self._open["arguments"] += function["arguments"]
                 self._emit("response.function_call_arguments.delta", delta=function["arguments"], **self._place())
+
+    def _take_thought(self, text: str) -> None:
+        if self._open is None or self._open["type"] != "reasoning":
+            self._close_item()
+            item = self._open_item("rs", {"type": "reasoning", "summary": [], "content": []})
+            item["content"].append({"type": "reasoning_text", "text": ""})
+            self._emit("response.content_part.added", **self._place(), content_index=0, part=item["content"][0])
+        assert self._open is not None
+        self._open["content"][0]["text"] += text
+        self._emit("response.reasoning_text.delta", **self._place(), content_index=0, delta=text)
 
     def _take_text(self, text: str, logprobs: list[dict[str, Any]]) -> None:
         if self._open is None or self._open["type"] != "message":
@@ -363,9 +398,10 @@ class ResponseBuilder:
         item = self._open
         if item is None:
             return
-        if item["type"] == "message":
+        if item["type"] != "function_call":
             part, place = item["content"][0], {**self._place(), "content_index": 0}
-            self._emit("response.output_text.done", **place, text=part["text"], logprobs=part["logprobs"])
+            about = {name: part[name] for name in ("text", "logprobs") if name in part}
+            self._emit(f"response.{part['type']}.done", **place, **about)
             self._emit("response.content_part.done", **place, part=part)
         else:
             done = {"name": item["name"], "arguments": item["arguments"]}
@@ -402,7 +438,7 @@ class ResponseBuilder:
             "background": False,
             "metadata": asked.metadata or {},
             "parallel_tool_calls": asked.parallel_tool_calls is not False,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": asked.reasoning and asked.reasoning.effort, "summary": None},
             "service_tier": "default",
             "store": False,
             "temperature": 1.0 if asked.temperature is None else asked.temperature,
@@ -418,10 +454,11 @@ class ResponseBuilder:
 
 def _usage(usage: dict[str, Any]) -> dict[str, Any]:
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    thought = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
     return {
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
         "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": thought},
         "total_tokens": usage["total_tokens"],
     }

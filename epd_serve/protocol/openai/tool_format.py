@@ -1,24 +1,126 @@
-"""The text form of a model's tool calls (the Hermes format), read as the text comes."""
+"""The text forms of a model's tool calls: how they are written, and read as the text comes."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from epd_serve.protocol.wire import CalledFunction
+from epd_serve.types import ToolSchema
 
-CALL_START = "<tool_call>\n"
-CALL_END = "\n</tool_call>"
-_HEAD = re.compile(r'\{"name": "([^"]*)", "arguments": ')
+_NAME = re.compile(r"[\w-]+(?=[^\w-])")
+Schema = Mapping[str, Any]
 
 
-_AFTER_CALL = (CALL_END, "between")
-_NEXT_CALL = (CALL_START, "head")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolFormat:
+    """The text around calls. Arguments are a JSON object, or with ``key`` one tagged parameter after another:
+    strings as they are, other values as JSON.
+
+    Attributes:
+        opener, head: begin the calls; the first call's name follows.
+        after_name, end: before and behind a call's arguments.
+        next: between a call's end and the next one's name. close: behind the last call.
+        key, after_key, after_value: around a parameter's name and value.
+    """
+
+    opener: str = "<tool_call>"
+    head: str = ""
+    after_name: str
+    end: str
+    next: str
+    close: str = ""
+    key: str = ""
+    after_key: str = ""
+    after_value: str = ""
+
+    def write(self, calls: Iterable[CalledFunction]) -> str:
+        """Return calls as the model writes them.
+
+        Arguments that are no object are written as they are, and without an end: there the model was cut off.
+        """
+        texts = []
+        for call in calls:
+            if not is_object(call.arguments):
+                texts.append(call.name + self.after_name + call.arguments)
+                continue
+            arguments = json.loads(call.arguments)
+            written = json.dumps(arguments, ensure_ascii=False)
+            if self.key:
+                written = "".join(
+                    self.key + name + self.after_key + _as_text(value) + self.after_value
+                    for name, value in arguments.items()
+                )
+            texts.append(call.name + self.after_name + written + self.end)
+        return self.opener + self.head + self.next.join(texts) + self.close
+
+    def reader(self, tools: Sequence[ToolSchema]) -> ToolCallReader:
+        """Return what reads the calls of these tools."""
+        return TaggedCallReader(self, tools) if self.key else JsonCallReader(self)
+
+
+_JSON_HEAD = '{"name": "'
+_JSON = {"after_name": '", "arguments": ', "end": "}"}
+_MISTRAL = "[TOOL_CALLS]"
+HERMES = ToolFormat(
+    head=f"\n{_JSON_HEAD}",
+    after_name=_JSON["after_name"],
+    end="}\n</tool_call>",
+    next=f"\n<tool_call>\n{_JSON_HEAD}",
+)
+#: By name; of chat templates, the first that fits.
+FORMATS: dict[str, ToolFormat] = {
+    "hermes": HERMES,
+    "qwen_xml": ToolFormat(
+        head="\n<function=",
+        after_name=">\n",
+        end="</function>\n</tool_call>",
+        next="\n<tool_call>\n<function=",
+        key="<parameter=",
+        after_key=">\n",
+        after_value="\n</parameter>\n",
+    ),
+    "glm": ToolFormat(
+        after_name="\n",
+        end="</tool_call>",
+        next="\n<tool_call>",
+        key="<arg_key>",
+        after_key="</arg_key>\n<arg_value>",
+        after_value="</arg_value>\n",
+    ),
+    "glm_compact": ToolFormat(
+        after_name="",
+        end="</tool_call>",
+        next="<tool_call>",
+        key="<arg_key>",
+        after_key="</arg_key><arg_value>",
+        after_value="</arg_value>",
+    ),
+    "mistral": ToolFormat(opener=_MISTRAL, head=f" [{_JSON_HEAD}", next=f", {_JSON_HEAD}", close="]", **_JSON),
+    "mistral_v7": ToolFormat(opener=_MISTRAL, head=f"[{_JSON_HEAD}", next=f", {_JSON_HEAD}", close="]", **_JSON),
+    "mistral_args": ToolFormat(opener=_MISTRAL, after_name="[ARGS]", end="", next=_MISTRAL),
+}
+_PROBE = CalledFunction(id="probe1234", name="probe", arguments='{"word": "a b", "count": 7}')
+_PROBE_ID = re.compile(r', "id": "probe1234"|\[CALL_ID\]probe1234')
+
+
+def probe_messages() -> list[dict[str, Any]]:
+    """Return a chat with a call, by which :func:`recognise` finds a chat template's format."""
+    function = {"name": _PROBE.name, "arguments": json.loads(_PROBE.arguments)}
+    call = {"id": _PROBE.id, "type": "function", "function": function}
+    return [{"role": "user", "content": "Go"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+
+
+def recognise(rendered: str) -> str | None:
+    """Return the name of the format in which a chat template writes :func:`probe_messages`; None: another one."""
+    text = _PROBE_ID.sub("", rendered)
+    return next((name for name, one in FORMATS.items() if one.write([_PROBE]) in text), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,76 +138,96 @@ class Call:
     arguments: str = ""
 
 
-@dataclass(slots=True)
-class ToolCallReader:
+class ToolCallReader(ABC):
     """Splits an answer's text into content and calls.
 
     The text follows the grammar of :mod:`epd_serve.engine.sampling.grammar`, perhaps cut short. The state follows
     from the text alone, so an instance that goes on with an answer stands where the one before it stood.
     """
 
-    calls: list[Call] = field(default_factory=list)
-    content: str = ""
-    _pending: str = ""
-    _depth: int = 0
-    _in_string: bool = False
-    _escaped: bool = False
-    _state: str = "content"  # then for each call "head", "arguments", "end" and "between" it and the next
+    def __init__(self, format: ToolFormat) -> None:
+        self.calls: list[Call] = []
+        self.content = ""
+        self._format = format
+        self._pending = ""
+        self._deltas: list[CallDelta] = []
+        self._state = "content"  # then "head", and for each call "name", "arguments" and "between" it and the next
 
     def push(self, text: str, finish_reason: str | None = None) -> tuple[str, list[CallDelta]]:
         """Take more text. Return the content and calls that are certain now; with a reason, the text ends there.
 
         The beginning of a call is no content, even where the text ends before the call is certain: only a single
-        "<" is, unless the text was cut off behind it.
+        first character is, unless the text was cut off behind it.
         """
         self._pending += text
-        deltas: list[CallDelta] = []
         content = ""
         while True:
-            state = self._state
-            if state == "content":
+            before = self._state, self._pending
+            if self._state == "content":
                 content += self._read_content(finish_reason)
-            elif state == "head":
-                self._read_head(deltas)
-            elif state == "arguments":
-                self._read_arguments(deltas)
+            elif self._state == "head":
+                self._skip(self._format.head, "name")
+            elif self._state == "name":
+                self._read_name()
+            elif self._state == "arguments":
+                self._read_arguments()
             else:
-                self._read_marker(*(_AFTER_CALL if state == "end" else _NEXT_CALL))
-            if self._state == state:
+                self._skip(self._format.next, "name")
+            if before == (self._state, self._pending):
                 self.content += content
+                deltas, self._deltas = self._deltas, []
                 return content, deltas
 
     def _read_content(self, finish_reason: str | None) -> str:
-        before, marker, after = self._pending.partition(CALL_START)
+        opener = self._format.opener
+        before, marker, after = self._pending.partition(opener)
         if marker:
             self._pending, self._state = after, "head"
             return before
-        overlap = _overlap(before, CALL_START)
+        overlap = _overlap(before, opener)
         if overlap == 1 and finish_reason == "stop":
             overlap = 0
         cut = len(before) - overlap
         self._pending = before[cut:]
         return before[:cut]
 
-    def _read_head(self, deltas: list[CallDelta]) -> None:
-        if match := _HEAD.match(self._pending):
-            self.calls.append(Call(match[1]))
-            deltas.append(CallDelta(len(self.calls) - 1, "", match[1]))
-            self._pending, self._state = self._pending[match.end() :], "arguments"
+    def _skip(self, wanted: str, next_state: str) -> None:
+        """Drop the text up to the end of ``wanted``."""
+        if wanted in self._pending:
+            self._pending = self._pending[self._pending.index(wanted) + len(wanted) :]
+            self._state = next_state
 
-    def _read_arguments(self, deltas: list[CallDelta]) -> None:
-        end = self._end_of_arguments()
-        piece, self._pending = self._pending[:end], self._pending[end:]
+    def _read_name(self) -> None:
+        found, after_name = _NAME.match(self._pending), self._format.after_name
+        if found and self._pending.startswith(after_name, found.end()):
+            self.calls.append(Call(found[0]))
+            self._deltas.append(CallDelta(len(self.calls) - 1, "", found[0]))
+            self._pending, self._state = self._pending[found.end() + len(after_name) :], "arguments"
+
+    @abstractmethod
+    def _read_arguments(self) -> None:
+        """Move pending text into the last call's arguments; behind them the state is "between"."""
+
+    def _add(self, piece: str) -> None:
+        """Add text to the last call's arguments."""
         if piece:
             self.calls[-1].arguments += piece
-            deltas.append(CallDelta(len(self.calls) - 1, piece))
-            if self._depth == 0:
-                self._state = "end"
+            self._deltas.append(CallDelta(len(self.calls) - 1, piece))
 
-    def _read_marker(self, wanted: str, next_state: str) -> None:
-        _, marker, after = self._pending.partition(wanted)
-        if marker:
-            self._pending, self._state = after, next_state
+
+class JsonCallReader(ToolCallReader):
+    """Reads arguments that are a JSON object."""
+
+    def __init__(self, format: ToolFormat) -> None:
+        super().__init__(format)
+        self._depth, self._in_string, self._escaped = 0, False, False
+
+    def _read_arguments(self) -> None:
+        end = self._end_of_arguments()
+        piece, self._pending = self._pending[:end], self._pending[end:]
+        self._add(piece)
+        if piece and self._depth == 0:
+            self._state = "between"
 
     def _end_of_arguments(self) -> int:
         """The number of pending characters that belong to the arguments, an object."""
@@ -128,28 +250,94 @@ class ToolCallReader:
         return len(self._pending)
 
 
+class TaggedCallReader(ToolCallReader):
+    """Reads tagged parameters into a JSON object, each value as its schema has it."""
+
+    def __init__(self, format: ToolFormat, tools: Sequence[ToolSchema]) -> None:
+        super().__init__(format)
+        self._schemas = {tool.name: json.loads(tool.parameters) for tool in tools}
+        self._types: frozenset[str] | None = None  # of the parameter that is read
+        self._num_read = 0  # parameters of the call
+
+    def _read_arguments(self) -> None:
+        format, pending = self._format, self._pending
+        if self._types is not None:
+            self._read_value(self._types)
+        elif pending.startswith(format.end):
+            self._add("}" if self._num_read else "{}")
+            self._pending, self._state, self._num_read = pending[len(format.end) :], "between", 0
+        elif pending.startswith(format.key) and format.after_key in pending:
+            name, _, self._pending = pending.removeprefix(format.key).partition(format.after_key)
+            schema = self._schemas.get(self.calls[-1].name, {})
+            declared = schema.get("properties")
+            self._types = types_of(declared.get(name) if isinstance(declared, dict) else None, schema)
+            lead = ", " if self._num_read else "{"
+            quote = '"' if self._types == {"string"} else ""
+            self._add(f"{lead}{json.dumps(name, ensure_ascii=False)}: {quote}")
+            self._num_read += 1
+
+    def _read_value(self, types: frozenset[str]) -> None:
+        value, found, rest = self._pending.partition(self._format.after_value)
+        if types == {"string"}:
+            cut = len(value) if found else len(value) - _overlap(value, self._format.after_value)
+            self._add(json.dumps(value[:cut], ensure_ascii=False)[1:-1] + ('"' if found else ""))
+            self._pending = rest if found else value[cut:]
+        elif found:
+            self._add(_as_json(value, types))
+            self._pending = rest
+        if found:
+            self._types = None
+
+
+_TYPE_NAMES: dict[type, str] = {str: "string", bool: "boolean", type(None): "null", dict: "object", list: "array"}
+_ALL_TYPES = frozenset((*_TYPE_NAMES.values(), "number", "integer"))
+
+
+def types_of(schema: Any, root: Schema, depth: int = 4) -> frozenset[str]:
+    """Return the JSON types that a parameter's values may have; all where its schema does not say."""
+    schema = resolve(schema, root)
+    if isinstance(named := schema.get("type"), str | list):
+        return frozenset([named] if isinstance(named, str) else named)
+    if "const" in schema or "enum" in schema:
+        return frozenset(_type_name(value) for value in schema.get("enum", [schema.get("const")]))
+    members = schema.get("anyOf") or schema.get("oneOf") or ()
+    return frozenset().union(*(types_of(one, root, depth - 1) for one in members if depth)) or _ALL_TYPES
+
+
+def resolve(schema: Any, root: Schema) -> Schema:
+    """Return a schema, or the definition that it refers to."""
+    if not isinstance(schema, dict):
+        return {}
+    place, _, name = str(schema.get("$ref", "")).rpartition("/")
+    definitions = root.get(place.removeprefix("#/")) if place in ("#/$defs", "#/definitions") else None
+    found = (definitions or {}).get(name, schema)
+    return found if isinstance(found, dict) else {}
+
+
+def _type_name(value: Any) -> str:
+    return _TYPE_NAMES.get(type(value), "integer" if isinstance(value, int) else "number")
+
+
+def _as_json(text: str, types: frozenset[str]) -> str:
+    """Return the JSON of a value: itself where its type allows that, else its string."""
+    try:
+        kind = _type_name(msgspec.json.decode(text))
+    except (msgspec.DecodeError, RecursionError):
+        kind = "string"
+    fits = kind in types or (kind == "integer" and "number" in types)
+    return text if fits and kind != "string" else json.dumps(text, ensure_ascii=False)
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
 def is_object(arguments: str) -> bool:
     """Whether the arguments of a call are a whole JSON object."""
     try:
         return isinstance(msgspec.json.decode(arguments), dict)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return False
-
-
-def written_calls(calls: Iterable[CalledFunction], *, behind: bool) -> str:
-    """Return calls as the model writes them. ``behind``: they follow other text.
-
-    Arguments that are no object are written as they are, and without an end: there the model was cut off.
-    """
-    texts = []
-    for call in calls:
-        name = json.dumps(call.name, ensure_ascii=False)
-        if is_object(call.arguments):
-            arguments, end = json.dumps(json.loads(call.arguments), ensure_ascii=False), CALL_END
-        else:
-            arguments, end = call.arguments, ""
-        texts.append(f'{CALL_START}{{"name": {name}, "arguments": {arguments}{"}" if end else ""}{end}')
-    return "\n" * behind + "\n".join(texts)
 
 
 def call_id(answer_id: str, choice: int, index: int) -> str:

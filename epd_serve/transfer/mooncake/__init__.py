@@ -1,1 +1,1 @@
-"""Mooncake: its Transfer Engine as a transport, its store for features."""
+"""Mooncake as transport and feature store."""

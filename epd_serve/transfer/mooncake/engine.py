@@ -1,9 +1,8 @@
-"""Mooncake as this program uses it: its Transfer Engine, its store's client, its master. Nothing else imports it.
+"""Wrappers of Mooncake's Transfer Engine, store client and master; the only module that imports mooncake.
 
-What its listeners bind to: the master's two ports are bound to the host that is given. The Transfer Engine always
-listens on every interface, without authentication; where the host is a loopback address, its sockets are tied to
-the loopback device (SO_BINDTODEVICE) before any memory is registered. On any other host a firewall must keep
-strangers from its ports, 15000 to 17000.
+The master binds its two ports to the given host. The Transfer Engine always listens on every interface, without
+authentication: for a loopback host its sockets are bound to the loopback device (SO_BINDTODEVICE) before any
+memory is registered; for any other host a firewall must protect its ports, 15000 to 17000.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _SETUP_PATIENCE_S = 15.0
 _SETUP_RETRY_S = 0.2
 _RPC_TIMEOUT_MS = 2000
 _CONNECT_TIMEOUT_MS = 1000
-#: How long a master that did not answer is left alone.
+#: How long to fail calls at once after the master did not answer.
 _OUT_S = 2.0
 _MASTER_THREADS = 4
 
@@ -50,18 +49,18 @@ _UNREACHABLE = range(-902, -899)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MooncakeOptions:
-    """The options with which this process joins Mooncake's engine and store.
+    """Options of this process's Transfer Engine and store client.
 
     Attributes:
-        host: address under which peers reach this process.
+        host: address that peers connect to.
         protocol: of the Transfer Engine: tcp, rdma, ascend.
-        devices: RDMA devices to use, with commas between them; "" for all.
-        staging_bytes: registered memory through which unregistered bytes pass.
-        timeout_s: time for which a peer may accept nothing. The first engine of a process fixes it for all.
+        devices: RDMA devices to use, separated by commas; "" for all.
+        staging_bytes: registered memory that stages unregistered bytes.
+        timeout_s: limit of a transfer without progress, fixed by the first engine of a process.
         alignment_bytes, max_regions: of registered memory (device.transport.TransportCapability).
-        device: type of the instance's device where the protocol reaches its memory; else "".
-        activate: makes the instance's device that of the calling thread, before each call: over ascend the engine
-            asks the thread for its context (ascend_direct_transport.md, "Device Setup Required").
+        device: type of the instance's device if the protocol reaches its memory; else "".
+        activate: sets the calling thread's device before each call, which the ascend protocol needs
+            (ascend_direct_transport.md, "Device Setup Required").
     """
 
     host: str
@@ -76,15 +75,15 @@ class MooncakeOptions:
 
 
 def check_installed() -> None:
-    """Raise ValueError that says what to install where mooncake is missing. Does not load it."""
+    """Raise ValueError with the install command if mooncake is missing, without importing it."""
     if importlib.util.find_spec("mooncake") is None:
         raise ValueError(_INSTALL)
 
 
 def master_command(host: str, port: int, http_port: int) -> tuple[str, ...]:
-    """The command line of a store's master; ``GET /health`` at ``http_port`` says when it is ready.
+    """Return the command line of a store's master, which answers ``GET /health`` at ``http_port`` when ready.
 
-    It evicts nothing by itself: what a feature store puts there it also removes.
+    The master evicts nothing: feature stores remove their own objects.
     """
     check_installed()
     spec = importlib.util.find_spec("mooncake")
@@ -103,7 +102,7 @@ def master_command(host: str, port: int, http_port: int) -> tuple[str, ...]:
                 "--logtostderr",
                 "--minloglevel=1",
             )
-    raise ValueError("the installed mooncake has no mooncake_master")
+    raise ValueError("the installed mooncake lacks mooncake_master")
 
 
 class Engine:
@@ -131,15 +130,15 @@ class Engine:
 
     @property
     def shared(self) -> Any:
-        """The handle that a store's client needs in order to move its bytes through this engine."""
+        """The handle by which a store client uses this engine."""
         return self._engine.get_engine()
 
     @property
     def reaches_device(self) -> bool:
-        """Whether memory of the instance's device can be registered.
+        """True if memory of the instance's device can be registered.
 
-        A wheel that is not made for GPUs takes their addresses for the host's: it has none in its topology. Where
-        there is no network card beside one, the engine has chosen TCP by itself.
+        A Mooncake wheel without CUDA lists no GPUs and would take their addresses for host memory. For a GPU
+        without a network card near it, the engine has fallen back to TCP.
         """
         device = self.options.device
         if device != "cuda":
@@ -150,7 +149,7 @@ class Engine:
     def register(self, address: int, nbytes: int) -> None:
         limit = self.options.max_regions
         if limit is not None and self._num_regions >= limit:
-            raise TransferError(f"no more than {limit} regions can be registered with {self.options.protocol}")
+            raise TransferError(f"{self.options.protocol} registers at most {limit} regions")
         self.options.activate()
         if self._engine.register_memory(address, nbytes) != _OK:
             raise TransferError(f"mooncake cannot register {nbytes} bytes for {self.options.protocol}")
@@ -162,39 +161,33 @@ class Engine:
         self._num_regions -= 1
 
     def read(self, peer: str, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> bool:
-        """Copy ``peer``'s registered memory here; return whether it was copied.
-
-        Waits by polling, on a core of its own.
-        """
-        result: int = self._open().batch_transfer_sync_read(peer, targets, sources, sizes)
-        return result == _OK
-
-    def close(self) -> None:
-        """Stop listening, once no call is under way; memory must have been unregistered."""
-        self.options.activate()
-        self._engine = None
-
-    def _open(self) -> Any:
-        engine = self._engine
+        """Copy ``peer``'s registered memory here by busy polling; return whether this succeeded."""
+        engine = self._engine  # held, as another thread may close
         if engine is None:
             raise TransferError("the transport is closed")
         self.options.activate()
-        return engine
+        result: int = engine.batch_transfer_sync_read(peer, targets, sources, sizes)
+        return result == _OK
+
+    def close(self) -> None:
+        """Stop listening once no call is under way; all memory must be unregistered."""
+        self.options.activate()
+        self._engine = None
 
 
 class StoreUnreachable(Exception):
-    """The store's master does not answer, or did not a moment ago."""
+    """The store's master does not answer, or did not within the last two seconds."""
 
 
 class StoreClient:
     """A client of Mooncake Store. All calls block and are safe from any thread.
 
-    Every call raises StoreUnreachable where the master does not answer; the next two seconds it does so at once.
+    Every call raises StoreUnreachable when the master does not answer, and at once for the next two seconds.
 
     Args:
-        master: its address, ``host:port``.
-        segment_bytes: memory that this process lends to the store; 0 makes it a mere reader.
-        engine: shared with a transport of this process, or None for one of its own.
+        master: address, ``host:port``.
+        segment_bytes: memory that this process lends to the store; 0 for a reader.
+        engine: shared with a transport of this process; None creates one.
     """
 
     def __init__(
@@ -209,52 +202,46 @@ class StoreClient:
         self._activate = options.activate
         self._activate()
         self._client: Any = store.MooncakeDistributedStore()
-        self._set_up(options, master, segment_bytes, engine)
-        _confine(options.host, before)
-        self._placement = store.ReplicateConfig()
-        self._placement.with_hard_pin = True
-        self._placement.preferred_segment = self._client.get_hostname()
-
-    def _set_up(self, options: MooncakeOptions, master: str, segment_bytes: int, engine: Engine | None) -> None:
         names = (options.protocol, options.devices, master)
         shared = {} if engine is None else {"engine": engine.shared}
         deadline = self._clock() + _SETUP_PATIENCE_S
         while self._client.setup(options.host, "P2PHANDSHAKE", segment_bytes, 0, *names, **shared) != _OK:
             if self._clock() >= deadline:
-                raise ValueError(f"the mooncake_master at {master} does not answer, or refuses {options.protocol}")
+                raise ValueError(f"the mooncake_master at {master} does not answer or refuses {options.protocol}")
             time.sleep(_SETUP_RETRY_S)
+        _confine(options.host, before)
+        self._placement = store.ReplicateConfig()
+        self._placement.with_hard_pin = True
+        self._placement.preferred_segment = self._client.get_hostname()
 
     def register(self, address: int, nbytes: int) -> None:
-        """Let objects be put from and got into this memory."""
+        """Register memory for :meth:`put` and :meth:`get`."""
         self._activate()
         if self._client.register_buffer(address, nbytes) != _OK:
             raise TransferError(f"mooncake cannot register {nbytes} bytes")
 
     def put(self, key: str, address: int, nbytes: int) -> bool:
-        """Store an object that is not there yet; False where the store has no room.
-
-        Raises TransferError where the bytes could not be moved.
-        """
+        """Store a new object; return False if the store is full. Raises TransferError."""
         result = self._call(self._client.put_from, key, address, nbytes, self._placement)
         if result not in (_OK, _NO_ROOM):
             raise TransferError(f"mooncake cannot store {key[:12]}: error {result}")
         return result == _OK
 
     def size(self, key: str) -> int | None:
-        """Bytes of an object; None where there is none. Keeps it from being removed for some seconds."""
+        """Return the size of an object, or None if there is none; leases it for some seconds."""
         if self._call(self._client.is_exist, key) != 1:
             return None
         result = self._call(self._client.get_size, key)
         return result if result >= 0 else None
 
     def get(self, key: str, address: int, nbytes: int) -> None:
-        """Fill memory with an object of ``nbytes``. Raises TransferError where it is gone or of another size."""
+        """Copy an object of ``nbytes`` into memory. Raises TransferError if it is gone or differs in size."""
         result = self._call(self._client.get_into, key, address, nbytes)
         if result != nbytes:
-            raise TransferError(f"object {key[:12]} cannot be got: {_meaning(result)}")
+            raise TransferError(f"cannot get object {key[:12]}: {_meaning(result)}")
 
     def get_range(self, key: str, address: int, offset: int, nbytes: int) -> None:
-        """Fill memory with a part of an object. Raises TransferError."""
+        """Copy a part of an object into memory. Raises TransferError."""
 
         def read() -> int:
             (((result,),),) = self._client.get_into_ranges([address], [[key]], [[[0]]], [[[offset]]], [[[nbytes]]])
@@ -262,14 +249,14 @@ class StoreClient:
 
         result = self._call(read)
         if result != nbytes:
-            raise TransferError(f"object {key[:12]} cannot be read: {_meaning(result)}")
+            raise TransferError(f"cannot read object {key[:12]}: {_meaning(result)}")
 
     def remove(self, key: str, *, force: bool = False) -> bool:
-        """Remove an object; return whether it is gone. One that was read a moment ago stays, unless forced."""
+        """Remove an object unless it is leased, or even then if forced; return whether it is gone."""
         return self._call(self._client.remove, key, force) in (_OK, _NOT_FOUND)
 
     def close(self) -> None:
-        """Take this process's segment, and all that lies there, out of the store. Idempotent."""
+        """Withdraw this process's segment with all objects in it. Idempotent."""
         if self._client is not None:
             self._activate()
             self._client.close()
@@ -277,7 +264,7 @@ class StoreClient:
 
     def _call(self, function: Callable[..., int], *arguments: Any) -> int:
         if self._clock() < self._out_until:
-            raise StoreUnreachable("mooncake_master did not answer a moment ago")
+            raise StoreUnreachable("mooncake_master recently did not answer")
         self._activate()
         result = int(function(*arguments))
         if result in _UNREACHABLE:
@@ -288,15 +275,15 @@ class StoreClient:
 
 def _meaning(result: int) -> str:
     if result >= 0:
-        return f"it has {result} bytes"
-    return {_NOT_FOUND: "it is not there"}.get(result, f"error {result}")
+        return f"its size is {result} bytes"
+    return {_NOT_FOUND: "it does not exist"}.get(result, f"error {result}")
 
 
 def _configure(timeout_s: float) -> None:
-    """Mooncake's settings are environment variables, read once; what the user has set stands.
+    """Set the environment variables that Mooncake reads once, except those set by the user.
 
-    A transfer that makes no progress has to be ended by the engine itself: one that merely times out goes on in
-    the background, and writes when the peer wakes up.
+    The engine itself must end a transfer without progress: one that only times out continues in the background and
+    writes memory when the peer wakes up.
     """
     seconds = max(1, math.ceil(timeout_s))
     settings = {
@@ -309,8 +296,8 @@ def _configure(timeout_s: float) -> None:
         "MC_RPC_TIMEOUT_MS": _RPC_TIMEOUT_MS,
         "MC_RPC_CONNECT_TIMEOUT_MS": _CONNECT_TIMEOUT_MS,
         "MC_STORE_CLIENT_SETUP_RETRIES": 1,
-        "ASCEND_CONNECT_TIMEOUT": 1000 * min(5, seconds),  # ms, as the next one
-        "ASCEND_TRANSFER_TIMEOUT": 1000 * seconds,
+        "ASCEND_CONNECT_TIMEOUT": 1000 * min(5, seconds),  # ms
+        "ASCEND_TRANSFER_TIMEOUT": 1000 * seconds,  # ms
     }
     for name, value in settings.items():
         os.environ.setdefault(name, str(value))
@@ -322,16 +309,16 @@ def _load(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise ValueError(
-            f"mooncake is installed but cannot be loaded: {error}. On Debian it needs {_LIBRARIES}"
+            f"mooncake is installed but cannot be imported: {error}. On Debian it needs {_LIBRARIES}"
         ) from error
 
 
 def _wildcard_listeners() -> dict[int, int]:
-    """Inode → descriptor of this process's TCP sockets that listen on every interface."""
+    """Return this process's TCP sockets that listen on every interface: inode → descriptor."""
     found = {}
     for path in Path("/proc/self/fd").iterdir():
         descriptor = int(path.name)
-        with suppress(OSError):  # closed meanwhile, or no socket
+        with suppress(OSError):  # just closed, or not a socket
             status = os.fstat(descriptor)
             if not stat.S_ISSOCK(status.st_mode):
                 continue
@@ -346,7 +333,7 @@ def _wildcard_listeners() -> dict[int, int]:
 
 
 def _confine(host: str, before: dict[int, int]) -> None:
-    """Tie the listeners that came since ``before`` to the loopback device where ``host`` is a loopback address."""
+    """For a loopback ``host``, bind the listeners created since ``before`` to the loopback device."""
     if not is_loopback(host):
         return
     for inode, descriptor in _wildcard_listeners().items():
@@ -356,20 +343,20 @@ def _confine(host: str, before: dict[int, int]) -> None:
 
 
 def address_of(memory: memoryview) -> int:
-    """The address of writable, contiguous, non-empty memory."""
+    """Return the address of writable, contiguous, non-empty memory."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A part of the pool: the address of its first byte, and its bytes."""
+    """A part of the pool."""
 
     address: int
     memory: memoryview
 
 
 class StagingPool:
-    """A bounded pool; takers wait for room. Safe from any thread."""
+    """A bounded pool of registered memory. Safe from any thread."""
 
     def __init__(self, nbytes: int, alignment: int) -> None:
         self.nbytes = -(-nbytes // alignment) * alignment
@@ -381,14 +368,14 @@ class StagingPool:
 
     @property
     def num_taken(self) -> int:
-        """Parts that are in use or lost."""
+        """Parts in use or lost."""
         return self._bytes.num_lent
 
     @contextmanager
     def take(self, nbytes: int, timeout_s: float) -> Iterator[Staged]:
-        """A part of ``nbytes``, which is never given out again where StillCopying ends the context.
+        """Wait for ``nbytes``; they are lost if StillCopying ends the context.
 
-        Raises TransferError where there is no room within ``timeout_s``, or ever.
+        Raises TransferError after ``timeout_s``, or for more bytes than the pool has.
         """
         if nbytes > self.nbytes:
             raise TransferError(f"{nbytes} bytes do not fit a staging pool of {self.nbytes}")

@@ -1,4 +1,4 @@
-"""Features in Mooncake Store: put once, found by every instance under their mm_hash."""
+"""The feature store over Mooncake Store: each feature is put once, and every instance finds it by mm_hash."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from epd_serve.transfer.feature_store import (
     StoredFeature,
     StoreObserver,
     checksum,
-    observed_fetch,
-    unobserved,
+    drop_operation,
+    observe_fetch,
     verify_checksum,
 )
 from epd_serve.transfer.mooncake.engine import MooncakeOptions, Staged, StagingPool, StoreClient, StoreUnreachable
@@ -31,14 +31,14 @@ from epd_serve.transfer.transport import TransferError
 logger = logging.getLogger(__name__)
 
 STORE = "mooncake"
-#: An object is a feature's bytes and behind them this many, which begin with a length and a _Description.
+#: An object is a feature's bytes and a trailer of this size, which holds a length and a _Description.
 _TRAILER_BYTES = 512
 _LENGTH_BYTES = 4
 _NUM_THREADS = 16
 _NUM_FETCHES = 16
 _READ_TRIES = 25
 _READ_RETRY_S = 0.02
-_EVICTOR = ""  # no request's id
+_EVICTOR = ""  # an owner that is not a request
 
 _T = TypeVar("_T")
 _Arguments = TypeVarTuple("_Arguments")
@@ -55,15 +55,14 @@ class _Description(Message, frozen=True):
 class MooncakeFeatureStore:
     """A :class:`epd_serve.transfer.feature_store.FeatureStore` over all instances that share a master.
 
-    What this instance puts lies in its own segment, pinned, and is removed by it alone, least recently used first.
-    A feature that another has put is announced as it lies there; having been asked for, it has a lease of some
-    seconds in the store, and is not removed meanwhile. What the store does not take (its master is away, say) goes
-    into ``local`` and is announced from there: no answer depends on the store.
+    An instance puts features into its own segment, pinned, and removes them itself, least recently used first. A
+    feature put by another instance is announced as stored; looking it up leases it for some seconds. A feature
+    that the store refuses, or while its master is down, goes into ``local``: no answer depends on the store.
 
     Args:
-        local: for features that the store does not take. An instance that lends no segment puts all there.
+        local: for features that the store refuses, and for all features if this instance lends no segment.
         capacity_bytes: size of the segment.
-        producer: of what this instance puts.
+        producer: name of this instance in the features that it puts.
     """
 
     on_device = False
@@ -74,7 +73,7 @@ class MooncakeFeatureStore:
         local: EmbeddedFeatureStore,
         capacity_bytes: int,
         options: MooncakeOptions,
-        observe: StoreObserver = unobserved,
+        observe: StoreObserver = drop_operation,
         producer: str = "",
     ) -> None:
         self._client = client
@@ -84,13 +83,13 @@ class MooncakeFeatureStore:
         self._local = local
         self._capacity = capacity_bytes
         self._timeout_s = options.timeout_s
-        self._cache: FeatureCache[str] = FeatureCache(capacity_bytes)  # keys: what we have put ourselves
-        self._leased: FeatureCache[str] = FeatureCache(0)  # may still be there: evicted, but read by someone
+        self._cache: FeatureCache[str] = FeatureCache(capacity_bytes)  # put by this instance
+        self._leased: FeatureCache[str] = FeatureCache(0)  # evicted, but perhaps still stored under a lease
         self._pool = StagingPool(options.staging_bytes, max(options.alignment_bytes, 64))
         client.register(self._pool.address, self._pool.nbytes)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="store")
-        # Mooncake waits a minute for the first answer of a process that hangs: we wait for Mooncake no longer than
-        # our timeout, and with this many threads of each kind some are left for others.
+        # Mooncake waits a minute for the first answer of a hung process. We wait only for our timeout, and have
+        # enough threads for other calls.
         self._fetching = ThreadPoolExecutor(_NUM_FETCHES, thread_name_prefix="store-fetch")
         self._one_at_a_time = asyncio.Lock()
 
@@ -118,11 +117,11 @@ class MooncakeFeatureStore:
         self, mm_hash: str, data: memoryview, shape: list[int], dtype: str, owner: str
     ) -> StoredFeature | None:
         if self._client.has_segment and data.nbytes + _TRAILER_BYTES <= min(self._capacity, self._pool.nbytes):
-            # a task of its own: what is put gets into the books even where nobody waits for it any more
+            # a task of its own, so that a finished put is recorded even after cancellation
             task = asyncio.create_task(self._put(mm_hash, data, shape, dtype, owner))
             try:
                 feature = await asyncio.wait_for(asyncio.shield(task), self._timeout_s)
-            except TimeoutError:  # what the store does hangs: somebody's segment, or others' puts before this one
+            except TimeoutError:  # a segment's owner hangs, for this put or for one before it
                 feature = None
             finally:
                 if not task.done():
@@ -146,14 +145,14 @@ class MooncakeFeatureStore:
     def fetch(self, event: FeatureEvent) -> bytearray:
         if event.store != STORE:
             return self._local.fetch(event)
-        with observed_fetch(self._observe, "mooncake", event):
+        with observe_fetch(self._observe, "mooncake", event):
             getting = self._fetching.submit(self._get, event)
             try:
                 return getting.result(self._timeout_s)
             except FutureTimeout as error:
-                getting.cancel()  # one that has not begun would only keep others waiting
+                getting.cancel()
                 raise TransferError(
-                    f"feature {event.mm_hash[:12]} did not come within {self._timeout_s:g} s"
+                    f"feature {event.mm_hash[:12]} did not arrive within {self._timeout_s:g} s"
                 ) from error
 
     def _get(self, event: FeatureEvent) -> bytearray:
@@ -165,10 +164,10 @@ class MooncakeFeatureStore:
             try:
                 verify_checksum(event, data)
             except TransferError:
-                self._client.remove(event.mm_hash, force=True)  # else it would be announced again and again
+                self._client.remove(event.mm_hash, force=True)  # or it would be announced again
                 raise
         except StoreUnreachable as error:
-            raise TransferError(f"feature {event.mm_hash[:12]} cannot be got: {error}") from error
+            raise TransferError(f"cannot get feature {event.mm_hash[:12]}: {error}") from error
         return data
 
     def close(self) -> None:
@@ -187,25 +186,22 @@ class MooncakeFeatureStore:
     # ------------------------------------------------------------------ on the event loop
 
     async def _acquire_stored(self, mm_hash: str, owner: str) -> StoredFeature | None:
-        """Find a feature in the store, and hold it where this process put it.
-
-        Raises TransferError where the feature's holder hangs.
-        """
+        """Find a feature in the store; hold it if this process put it. Raises TransferError after the timeout."""
         self._hold(mm_hash, owner)
         found, origin = None, ""
         try:
             found, origin = await asyncio.wait_for(self._run(self._find, mm_hash), self._timeout_s)
         except TimeoutError as error:
-            raise TransferError(f"feature {mm_hash[:12]} does not come") from error
+            raise TransferError(f"feature {mm_hash[:12]} did not arrive in time") from error
         finally:
-            if found is None:  # a restarted master has forgotten what we have put
+            if found is None:  # a restarted master has forgotten our features
                 self._unhold(mm_hash, owner)
-        if found is not None and origin != self._origin:  # ours went with a master, and another has put it anew
+        if found is not None and origin != self._origin:  # a master forgot ours, and another put it again
             self._cache.discard(mm_hash)
             self._leased.discard(mm_hash)
         elif found is not None and mm_hash not in self._cache and mm_hash not in self._leased:
-            self._leased.put(mm_hash, mm_hash, 0, owner)  # its put was given up, or is about to be in the books
-        self._hold(mm_hash, owner)  # it may have got into the books meanwhile
+            self._leased.put(mm_hash, mm_hash, 0, owner)  # our put timed out or is about to be recorded
+        self._hold(mm_hash, owner)  # again: the put may have been recorded by now
         return found
 
     def _hold(self, mm_hash: str, owner: str) -> None:
@@ -219,13 +215,13 @@ class MooncakeFeatureStore:
     async def _put(
         self, mm_hash: str, data: memoryview, shape: list[int], dtype: str, owner: str
     ) -> StoredFeature | None:
-        """Put a feature, or find it; return the one in the store, None where the store does not take it."""
+        """Find or put a feature; return the stored one, or None if the store does not accept it."""
         started = time.monotonic()
         async with self._one_at_a_time:
             try:
                 found = await self._acquire_stored(mm_hash, owner)
             except TransferError:
-                return None  # what cannot be read cannot be replaced either, for now
+                return None  # a feature that cannot be read cannot be replaced yet
             if found is not None:
                 return found
             digest = await self._run(checksum, data)
@@ -239,19 +235,19 @@ class MooncakeFeatureStore:
                     if not await self._evict_one():
                         return None
             except (StoreUnreachable, TransferError, ValueError) as error:
-                logger.warning("feature %s is kept here: %s", mm_hash[:12], error)
-                self._leased.put(mm_hash, mm_hash, 0, _EVICTOR)  # it may get there all the same
+                logger.warning("feature %s stays in the local store: %s", mm_hash[:12], error)
+                self._leased.put(mm_hash, mm_hash, 0, _EVICTOR)  # the put may still succeed
                 self._leased.release(_EVICTOR, mm_hash)
                 return None
             if stored is feature:
                 self._cache.put(mm_hash, mm_hash, nbytes, owner)
-                for other in self._leased.discard(mm_hash):  # evicting from there would take this one
+                for other in self._leased.discard(mm_hash):  # evicting it there would remove this one
                     self._cache.acquire(mm_hash, other)
                 self._observe("mooncake", "put", nbytes, time.monotonic() - started)
             return stored
 
     async def _evict_one(self) -> bool:
-        """Remove what was used longest ago; False where nothing can be removed."""
+        """Remove the least recently used feature; return False if none can be removed."""
         for _ in range(len(self._leased)):
             victim = self._leased.evict_one()
             if victim is None or await self._remove(victim):
@@ -265,10 +261,9 @@ class MooncakeFeatureStore:
         return victim is not None
 
     async def _remove(self, key: str) -> bool:
-        """Remove a feature; return whether it is gone. One that somebody reads cannot be removed yet.
+        """Remove a feature; return whether it is gone, as a lease may keep it.
 
-        It stays in the books until it is gone: a request that acquires it meanwhile holds it, and where the master
-        does not answer it is tried again later.
+        Until then it stays recorded: requests can still acquire it, and the removal is retried.
         """
         self._leased.put(key, key, 0, _EVICTOR)
         try:
@@ -287,41 +282,40 @@ class MooncakeFeatureStore:
     # ------------------------------------------------------------------ on threads
 
     def _find(self, mm_hash: str) -> tuple[StoredFeature | None, str]:
-        """Read a feature's description and the origin of its put; None where nothing readable is stored.
+        """Return a feature's description and the origin of its put, or None if no readable one is stored.
 
-        Raises TransferError where the pool has no room, which says nothing about the feature.
+        Raises TransferError if the staging pool is full.
         """
         with suppress(StoreUnreachable), self._pool.take(_TRAILER_BYTES, self._timeout_s) as staged:
             size = self._client.size(mm_hash)
             if size is None:
                 return None, ""
             try:
-                return self._described(mm_hash, size - _TRAILER_BYTES, staged)
+                return self._read_description(mm_hash, size - _TRAILER_BYTES, staged)
             except (TransferError, ValueError) as error:
                 logger.warning("feature %s is lost: %s", mm_hash[:12], error)
-                self._client.remove(mm_hash, force=True)  # it would keep a new one from being put
+                self._client.remove(mm_hash, force=True)  # it would block a new put
         return None, ""
 
-    def _described(self, mm_hash: str, nbytes: int, staged: Staged) -> tuple[StoredFeature, str]:
-        """Read the description behind an object's ``nbytes`` of feature."""
+    def _read_description(self, mm_hash: str, nbytes: int, staged: Staged) -> tuple[StoredFeature, str]:
+        """Return the description in the trailer of an object, and its origin."""
         if nbytes < 0:
             raise ValueError("its object is too short")
         self._client.get_range(mm_hash, staged.address, nbytes, _TRAILER_BYTES)
         trailer = bytes(staged.memory[:_TRAILER_BYTES])
         length = int.from_bytes(trailer[:_LENGTH_BYTES], "big")
-        told = msgspec.msgpack.decode(trailer[_LENGTH_BYTES : _LENGTH_BYTES + length], type=_Description)
+        found = msgspec.msgpack.decode(trailer[_LENGTH_BYTES : _LENGTH_BYTES + length], type=_Description)
         stored = StoredFeature(
-            nbytes=nbytes, shape=told.shape, dtype=told.dtype, checksum=told.checksum, producer=told.producer
+            nbytes=nbytes, shape=found.shape, dtype=found.dtype, checksum=found.checksum, producer=found.producer
         )
-        return stored, told.origin
+        return stored, found.origin
 
     def _store(self, mm_hash: str, data: memoryview, feature: StoredFeature) -> StoredFeature | None:
-        """Put a feature; return the one that the store then has, None where it has no room.
+        """Put a feature; return the one now stored, or None if the store is full.
 
-        That is ``feature`` itself, or another encoder's that came just before. Mooncake does not report which, and
-        the bytes of two encoders need not be the same.
+        Another encoder may have put it just before, with different bytes; Mooncake does not report this.
         """
-        told = msgspec.msgpack.encode(
+        description = msgspec.msgpack.encode(
             _Description(
                 shape=feature.shape,
                 dtype=feature.dtype,
@@ -330,8 +324,8 @@ class MooncakeFeatureStore:
                 producer=self._producer,
             )
         )
-        assert len(told) + _LENGTH_BYTES <= _TRAILER_BYTES, "a description of a feature is short"
-        trailer = (len(told).to_bytes(_LENGTH_BYTES, "big") + told).ljust(_TRAILER_BYTES, b"\0")
+        assert len(description) + _LENGTH_BYTES <= _TRAILER_BYTES, "the description exceeds the trailer"
+        trailer = (len(description).to_bytes(_LENGTH_BYTES, "big") + description).ljust(_TRAILER_BYTES, b"\0")
         with self._pool.take(data.nbytes + _TRAILER_BYTES, self._timeout_s) as staged:
             staged.memory[: data.nbytes] = data
             staged.memory[data.nbytes :] = trailer
@@ -339,10 +333,10 @@ class MooncakeFeatureStore:
                 return None
             for left in reversed(range(_READ_TRIES)):
                 try:
-                    stands, origin = self._described(mm_hash, data.nbytes, staged)
+                    stored, origin = self._read_description(mm_hash, data.nbytes, staged)
                     break
-                except (TransferError, ValueError):  # the other is still at it
+                except (TransferError, ValueError):  # the other encoder is still writing
                     if not left:
                         raise
                     time.sleep(_READ_RETRY_S)
-        return feature if origin == self._origin else stands
+        return feature if origin == self._origin else stored

@@ -24,9 +24,9 @@ from epd_serve.transfer.transport import (
     check_bounds,
 )
 
-#: A slab's name, size and address, in host memory: a process in the place of another is not mistaken for it.
+#: A slab's name, size and address in host memory, which tell its process from a later one at the same address.
 _IDENTITY_BYTES = 64
-#: Of one call of the engine: more pieces are refused by it, and more bytes would keep it from being ended in time.
+#: Limits of one engine call: it refuses more pieces, and would time out on more bytes.
 _MAX_PIECES = 512
 _MAX_BYTES = 64 * 1024**2
 _MAX_STAGED_BYTES = 8 * 1024**2
@@ -36,7 +36,7 @@ class MooncakeSlab:
     """A registered slab; see :class:`epd_serve.transfer.transport.Slab`.
 
     Args:
-        stands_for: registered memory that the region is of, in place of the slab's own.
+        stands_for: registered device memory that the region describes in place of the slab's.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class MooncakeSlab:
 
 
 class MooncakeDeviceSlab:
-    """Registered memory of the instance's device, which is another's; its name lies in the host's memory."""
+    """Registered device memory owned by the caller, with its identity in host memory."""
 
     def __init__(self, name: str, memory: DeviceBytes, engine: Engine, port: int) -> None:
         alignment, self._engine, self.buffer = engine.options.alignment_bytes, engine, memory
-        assert memory.address % alignment == 0, f"memory of the device that is not aligned to {alignment} bytes"
+        assert memory.address % alignment == 0, f"device memory is not aligned to {alignment} bytes"
         self.address, self.size = memory.address, -(-memory.nbytes // alignment) * alignment
         self._name = MooncakeSlab(name, 0, engine, port, stands_for=memory)
         self.region = self._name.region
@@ -92,15 +92,16 @@ class MooncakeDeviceSlab:
 
 
 class MooncakeTransport:
-    """One engine, one registered region for each slab, and a bounded pool for bytes that lie elsewhere.
+    """One engine, one registered region for each slab, and a staging pool for unregistered bytes.
 
-    The engine waits a minute for the first answer of a process that hangs, and holds up all other transfers
-    meanwhile; so a process is first asked over a connection of our own whether it is there.
+    The engine waits a minute for the first answer of a hung process and blocks all other transfers. So a new peer
+    must first answer on a TCP connection of ours, which also proves the cluster key; Mooncake has no
+    authentication.
 
     Args:
-        key: the cluster's, which both ends of those connections prove; None: neither does. Mooncake has none.
+        key: the cluster key that both ends prove; None for no proof.
 
-    Raises ValueError where mooncake is missing or cannot start.
+    Raises ValueError if mooncake is missing or cannot start.
     """
 
     def __init__(self, options: MooncakeOptions, key: str | None = None) -> None:
@@ -144,10 +145,10 @@ class MooncakeTransport:
                     for start in range(0, data.nbytes, _MAX_BYTES):
                         batch.add(here + start, there + start, min(_MAX_BYTES, data.nbytes - start))
                     continue
-                assert isinstance(data, memoryview), "a device's memory that is not registered"
-                for start in range(0, data.nbytes, self._staged_part):
-                    part = data[start : start + self._staged_part]
-                    batch.stage(there + start, part)
+                assert isinstance(data, memoryview), "device memory must be registered"
+                most = min(_MAX_STAGED_BYTES, self._staging.nbytes // 2)
+                for start in range(0, data.nbytes, most):
+                    batch.stage(there + start, data[start : start + most])
             batch.run()
 
     def close(self) -> None:
@@ -165,18 +166,14 @@ class MooncakeTransport:
         self.engine.close()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the staging pool is whole again. For an idle transport."""
+        """Raise AssertionError unless the staging pool of an idle transport is full again."""
         self._staging.check_integrity()
-        assert self._staging.num_taken == 0, f"{self._staging.num_taken} parts of the staging pool are not back"
+        assert self._staging.num_taken == 0, f"{self._staging.num_taken} parts of the staging pool are missing"
 
     # ------------------------------------------------------------------ inside
 
-    @property
-    def _staged_part(self) -> int:
-        return min(_MAX_STAGED_BYTES, self._staging.nbytes // 2)
-
     def _registered_at(self, data: memoryview | DeviceBytes) -> int | None:
-        """The address of bytes that the engine knows; None where they have to be staged."""
+        """Return the address of bytes in registered memory, or None if they must be staged."""
         if isinstance(data, DeviceBytes):
             address = data.address
         elif data.readonly or not data.nbytes:
@@ -191,54 +188,51 @@ class MooncakeTransport:
         return address if is_registered else None
 
     def _find(self, name: str) -> memoryview | None:
-        """The identity of a region, for a peer that asks whether the region is here; None where it is not."""
+        """Return the identity of a region, which a new peer reads over TCP, or None."""
         with self._lock:
             found = next((slab.region for slab in self._slabs if slab.region.name == name), None)
         return None if found is None else memoryview(bytearray(_identity(found)))
 
-    def _meet(self, region: Region) -> None:
-        with self._lock:
-            known = region.name in self._known
-        if not known:
-            shown = msgspec.structs.replace(region, nbytes=_IDENTITY_BYTES)
-            self._acquainted.read(shown, [(0, memoryview(bytearray(_IDENTITY_BYTES)))])
-            with self._lock:
-                self._known.add(region.name, True)
-
     def _peer(self, region: Region, pieces: Sequence[Piece]) -> str:
-        """The engine of the region's process, once it is known that it is still that process."""
+        """Return the engine address of the region's process after checking that it still is this process."""
         check_bounds(region, pieces)
         if self._closed:
             raise TransferError("the transport is closed")
         if region.protocol != self._options.protocol:
             offered = f"mooncake's {region.protocol}" if region.protocol else "the embedded transport"
             raise TransferError(
-                f"region {region.name} is offered over {offered}, and this instance speaks mooncake's "
+                f"region {region.name} is offered over {offered}, and this instance uses mooncake's "
                 f"{self._options.protocol}; instances need the same kv_transfer.transport and mooncake.protocol"
             )
-        self._meet(region)
+        with self._lock:
+            is_known = region.name in self._known
+        if not is_known:
+            identity = msgspec.structs.replace(region, nbytes=_IDENTITY_BYTES)
+            self._acquainted.read(identity, [(0, memoryview(bytearray(_IDENTITY_BYTES)))])
+            with self._lock:
+                self._known.add(region.name, True)
         peer = f"{region.host}:{region.engine_port}"
         there = bytearray(_IDENTITY_BYTES)
         with self._batch(peer) as check:
             check.stage(region.identity_address, memoryview(there))
             check.run()
         if there != _identity(region):
-            raise TransferError(f"region {region.name} is gone: {peer} is another process now")
+            raise TransferError(f"region {region.name} is gone: another process now runs at {peer}")
         return peer
 
     @contextmanager
     def _batch(self, peer: str) -> Iterator[_Batch]:
-        """Reads from a peer; what is not run by the end of the context is dropped."""
+        """Collect reads from a peer; the context drops those that were not run."""
         with ExitStack() as held:
             yield _Batch(self.engine, peer, self._staging, self._options.timeout_s, held)
 
 
 class _Batch:
-    """Reads for calls of the engine, and the staged memory that they need. A full one runs by itself.
+    """Reads to do in one engine call, and their staged memory. A full batch runs by itself.
 
     Args:
-        patience_s: seconds to wait for room in the pool.
-        held: what is taken of it.
+        patience_s: seconds to wait for the pool.
+        held: parts taken from the pool.
     """
 
     def __init__(self, engine: Engine, peer: str, pool: StagingPool, patience_s: float, held: ExitStack) -> None:
@@ -252,13 +246,13 @@ class _Batch:
         self._held = held
 
     def add(self, here: int, there: int, nbytes: int) -> None:
-        """Read to registered memory."""
+        """Add a read into registered memory."""
         self._run_if_full(nbytes)
         self._copies.append((here, there, nbytes))
         self._nbytes += nbytes
 
     def stage(self, there: int, fills: memoryview) -> None:
-        """Read to a part of the pool, and from there to ``fills`` when the batch has run."""
+        """Add a read that is staged in the pool and copied to ``fills`` when the batch has run."""
         self._run_if_full(fills.nbytes)
         staged = self._take(fills.nbytes)
         self._fills.append((fills, staged.memory))
@@ -266,7 +260,7 @@ class _Batch:
         self._nbytes += fills.nbytes
 
     def run(self) -> None:
-        """Copy all, and give back what was staged. Raises TransferError."""
+        """Do all reads and free the staged memory. Raises TransferError."""
         copies, self._copies, self._nbytes = self._copies, [], 0
         fills, self._fills = self._fills, []
         with self._held.pop_all():
@@ -275,9 +269,9 @@ class _Batch:
             started = time.monotonic()
             if not self._engine.read(self._peer, *map(list, zip(*copies, strict=True))):
                 limit_s = self._engine.call_limit_s
-                if time.monotonic() - started >= limit_s:  # the engine gave up waiting, not copying
+                if time.monotonic() - started >= limit_s:  # the engine stopped waiting but may still copy
                     raise StillCopying(f"transfer with {self._peer} did not finish in {limit_s:g} s")
-                raise TransferError(f"transfer with {self._peer} failed: it is gone or refuses")
+                raise TransferError(f"transfer with {self._peer} failed: the peer is gone or refuses")
             for data, memory in fills:
                 data[:] = memory
 
@@ -286,7 +280,7 @@ class _Batch:
             try:
                 return self._held.enter_context(self._pool.take(nbytes, 0.0))
             except TransferError:
-                self.run()  # which gives back what this batch itself holds
+                self.run()  # frees this batch's own parts
         return self._held.enter_context(self._pool.take(nbytes, self._patience_s))
 
     def _run_if_full(self, nbytes: int) -> None:
@@ -295,5 +289,5 @@ class _Batch:
 
 
 def _identity(region: Region) -> bytes:
-    """The unique end of a region's name, its size and its address."""
+    """Return the unique end of a region's name, its size and its address."""
     return f"{region.name[-32:]}{region.nbytes:016x}{region.address:016x}".encode()

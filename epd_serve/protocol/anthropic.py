@@ -1,0 +1,300 @@
+"""Anthropic's ``POST /v1/messages`` as a chat: the request becomes a chat's, and the chat's answer a message.
+
+https://docs.anthropic.com/en/api/messages. Nothing runs on the server: tools are the client's.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+import msgspec
+from msgspec.structs import replace
+from pydantic import BeforeValidator, Field, model_validator
+
+from epd_serve.protocol.openai import fields
+from epd_serve.protocol.openai.fields import Integer, MessageModel
+from epd_serve.protocol.openai.messages import MAX_MESSAGES, MAX_PARTS
+from epd_serve.protocol.openai.responses import TranslatedCall
+from epd_serve.protocol.openai.tool_format import is_object
+from epd_serve.protocol.openai.tools import MAX_TOOLS, FunctionName, Schema
+from epd_serve.protocol.wire import PromptOptions
+
+_encode = msgspec.json.Encoder().encode
+Kind = Literal["text", "image", "tool_use", "tool_result", "thinking", "redacted_thinking"]
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+#: Fields of a block that has not just the field of its type.
+_NEEDED = {"image": ["source"], "tool_use": ["id", "name", "input"], "tool_result": ["tool_use_id"]}
+
+
+class Block(MessageModel):
+    """A piece of a message's content."""
+
+    type: Kind = Field(description="The field that it has.")
+    text: str | None = Field(None, description="A text.")
+    source: dict[str, Any] | None = Field(None, description="A picture: media_type and data in base64, or url.")
+    id: str | None = Field(None, description="Of a call.")
+    name: str | None = Field(None, description="Of a called tool.")
+    input: dict[str, Any] | None = Field(None, description="Of a called tool.")
+    tool_use_id: str | None = Field(None, description="The call of a result.")
+    content: Blocks | None = Field(None, description="Of a result: a text, or texts and pictures.")
+    thinking: str | None = Field(None, description="The model's earlier reasoning.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for field in _NEEDED.get(self.type, [self.type.removeprefix("redacted_")]):
+            if getattr(self, field) is None and self.type != "redacted_thinking":
+                raise fields.broken_rule(f"{field} is required", field, "missing_required_parameter")
+        return self
+
+
+Blocks = Annotated[
+    list[Block],
+    Field(max_length=MAX_PARTS, fail_fast=True, description="A text, or a list of blocks."),
+    BeforeValidator(
+        lambda value: [{"type": "text", "text": value}] if isinstance(value, str) else value,
+        json_schema_input_type=str | list[Any],
+    ),
+]
+
+
+class Turn(MessageModel):
+    role: Literal["user", "assistant", "system"] = Field(description="Author of the message.")
+    content: Blocks
+
+
+class ClientTool(MessageModel):
+    type: Literal["custom"] | None = Field(None, description="Anthropic's own tools do not run here.")
+    name: FunctionName
+    description: str | None = Field(None, description="What it does, for the model.")
+    input_schema: Schema = Field(description="JSON Schema of the input, an object.")
+    strict: bool | None = Field(None, description="Refuse a schema that cannot be enforced in full.")
+
+    def function(self) -> dict[str, Any]:
+        """Return it as a chat has it."""
+        about = self.model_dump(include={"name", "description", "strict"})
+        return {"type": "function", "function": {**about, "parameters": self.input_schema}}
+
+
+class ClientToolChoice(MessageModel):
+    type: Literal["auto", "any", "tool", "none"] = Field(description="Whether, or which, tool is called.")
+    name: str | None = Field(None, description="The tool.")
+    disable_parallel_tool_use: bool | None = Field(None, description="Allow one call in an answer.")
+
+
+class ThinkingConfig(MessageModel):
+    type: Literal["enabled", "disabled", "adaptive"] = Field(description="Whether the model thinks.")
+    budget_tokens: Integer | None = Field(None, ge=0, lt=fields.WIRE_INTEGERS, description="Most tokens of it.")
+
+
+class OutputConfig(MessageModel):
+    effort: str | None = Field(None, description="The chat template's reasoning_effort.")
+    format: dict[str, Any] | None = Field(None, description="Its schema is that of the answer.")
+
+
+class CountTokensRequest(fields.Body, fields.Labels):
+    """Body of ``POST /v1/messages/count_tokens``."""
+
+    model: str | None = Field(None, description="Name of the model.")
+    messages: list[Turn] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True, description="The chat.")
+    system: Blocks | None = Field(None, description="The system message.")
+    tools: list[ClientTool] | None = Field(None, max_length=MAX_TOOLS, description="Tools the model may call.")
+    tool_choice: ClientToolChoice | None = Field(None, description="Whether, or which, tool is called.")
+    thinking: ThinkingConfig | None = Field(None, description="Absent: the model does not think.")
+    output_config: OutputConfig | None = Field(None, description="Structure of the answer, and effort.")
+    cache_control: Any = Field(None, description="Changes no token.")
+    context_management: Any = Field(None, description="Changes no token.")
+    service_tier: Any = Field(None, description="Changes no token.")
+
+
+class MessagesRequest(CountTokensRequest):
+    """Body of ``POST /v1/messages``."""
+
+    max_tokens: Integer = Field(ge=1, lt=fields.WIRE_INTEGERS, description="Most tokens of the answer.")
+    stop_sequences: fields.StopStrings | None = Field(None, description="Texts before which an answer ends.")
+    stream: bool | None = Field(None, description="Send the answer as server-sent events.")
+    temperature: float | None = Field(None, ge=0, le=1, description="0 takes the likeliest token; default 1.")
+    top_p: float | None = Field(None, gt=0, le=1, description="Sample among the likeliest tokens of this sum.")
+    top_k: Integer | None = Field(None, ge=0, lt=2**31, description="Sample among this many tokens.")
+
+
+class CountTokensCall(TranslatedCall):
+    """The chat of a request."""
+
+    body: ClassVar[type[CountTokensRequest]] = CountTokensRequest
+
+    @classmethod
+    def parse(cls, body: bytes | bytearray) -> Self:
+        asked = cls.body.parse(body)
+        messages, places = _messages(asked)
+        choice, thinking, config = asked.tool_choice, asked.thinking, asked.output_config
+        thinks = thinking is not None and thinking.type != "disabled"
+        named = {"type": "function", "function": {"name": choice and choice.name}}
+        chat: dict[str, Any] = {
+            "model": asked.model,
+            "places": places,
+            "messages": messages,
+            "tools": [tool.function() for tool in asked.tools or ()] or None,
+            "tool_choice": choice and {"any": "required", "tool": named}.get(choice.type, choice.type),
+            "parallel_tool_calls": False if choice and choice.disable_parallel_tool_use else None,
+            "chat_template_kwargs": {"enable_thinking": thinks},
+            "thinking_token_budget": thinking.budget_tokens if thinking and thinks else None,
+            "reasoning_effort": config and config.effort,
+        }
+        if config is not None and config.format is not None:
+            schema = {"name": "answer", "schema": config.format.get("schema")}
+            chat["response_format"] = {"type": "json_schema", "json_schema": schema}
+        if isinstance(asked, MessagesRequest):
+            chat |= asked.model_dump(include={"max_tokens", "temperature", "top_p", "top_k", "stream"})
+            usage = {"include_usage": True, "continuous_usage_stats": True}
+            chat |= {"stop": asked.stop_sequences, "stream_options": usage if asked.stream else None}
+        return cls.of(chat)
+
+
+class MessagesCall(CountTokensCall):
+    body: ClassVar[type[CountTokensRequest]] = MessagesRequest
+
+    def prompting(self) -> PromptOptions:
+        return replace(super().prompting(), bounds_answer=True)  # clients send max_tokens of larger models
+
+    def translation(self, *, id: str, created: int, model: str) -> MessageBuilder:
+        return MessageBuilder(id=id, model=model)
+
+
+def _messages(asked: CountTokensRequest) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the chat's messages and the field that each comes from."""
+    messages: list[dict[str, Any]] = []
+    places: list[str] = []
+    if asked.system:
+        messages.append({"role": "system", "content": _parts(asked.system)})
+        places.append("system")
+    for index, turn in enumerate(asked.messages):
+        first = len(messages)
+        for block in turn.content:
+            if block.type == "tool_result":
+                about = {"role": "tool", "tool_call_id": block.tool_use_id}
+                messages.append({**about, "content": _parts(block.content or []) or ""})
+        parts = _parts(turn.content)
+        thought = "\n".join(block.thinking for block in turn.content if block.thinking) or None
+        calls = [
+            {"id": block.id, "function": {"name": block.name, "arguments": _encode(block.input).decode()}}
+            for block in turn.content
+            if block.type == "tool_use"
+        ]
+        if parts or calls or thought or first == len(messages):
+            said = {"content": parts or (None if calls else ""), "tool_calls": calls or None}
+            messages.append({"role": turn.role, "reasoning_content": thought, **said})
+        places += [f"messages[{index}].content"] * (len(messages) - first)
+    return messages, places
+
+
+def _parts(blocks: list[Block]) -> list[dict[str, Any]]:
+    """Return texts and pictures as parts of a chat's message."""
+    parts: list[dict[str, Any]] = []
+    for block in blocks:
+        if block.type == "text":
+            parts.append({"type": "text", "text": block.text})
+        elif (source := block.source) is not None:
+            url = source.get("url") or f"data:{source.get('media_type')};base64,{source.get('data')}"
+            parts.append({"type": "image_url", "image_url": {"url": url}})
+    return parts
+
+
+class MessageBuilder:
+    """Makes the message, or its events, of a chat's answer."""
+
+    content_type = b"application/json"
+
+    def __init__(self, *, id: str, model: str) -> None:
+        self._about = {"id": f"msg_{id}", "type": "message", "role": "assistant", "model": model}
+        self._sent: list[bytes] = []
+        self._content: list[dict[str, Any]] = []
+        self._open = ""  # the type of the block that is being written
+        self._usage: dict[str, Any] = {"prompt_tokens": 0, "completion_tokens": 0}
+        self._end: dict[str, Any] = {}
+
+    def whole(self, answer: bytes) -> bytes:
+        """Return the message of a chat.completion."""
+        body = msgspec.json.decode(answer)
+        [choice], self._usage = body["choices"], body["usage"]
+        self._take(choice["message"])
+        for block in self._content:
+            if block["type"] == "tool_use":  # one that is cut off has no input
+                block["input"] = msgspec.json.decode(block["input"]) if is_object(block["input"]) else {}
+        return _encode({**self._message(), **_stop(choice)})
+
+    def events(self, data: bytes) -> bytes:
+        """Return the events of a chat.completion.chunk, an error, or the end of the answer ("[DONE]")."""
+        chunk = {} if data == b"[DONE]" else msgspec.json.decode(data)
+        if "error" in chunk:
+            self._emit("error", error=chunk["error"])
+        elif not chunk:
+            self._close()
+            self._emit("message_delta", delta=self._end, usage=_usage(self._usage))
+            self._emit("message_stop")
+        else:
+            is_first, self._usage = not self._usage["prompt_tokens"], chunk.get("usage") or self._usage
+            if is_first:
+                self._emit("message_start", message={**self._message(), **_stop({"finish_reason": None})})
+            for choice in chunk["choices"]:
+                self._take(choice["delta"])
+                self._end = _stop(choice) if choice["finish_reason"] else self._end
+        sent, self._sent = b"".join(self._sent), []
+        return sent
+
+    def _take(self, delta: dict[str, Any]) -> None:
+        if thought := delta.get("reasoning_content") or delta.get("reasoning"):
+            self._write("thinking", "thinking", "thinking_delta", thought)
+        if (text := delta.get("content")) and (text.strip() or self._open != "tool_use"):
+            self._write("text", "text", "text_delta", text)
+        for call in delta.get("tool_calls") or ():
+            if name := call["function"].get("name"):
+                self._begin({"type": "tool_use", "id": call["id"], "name": name, "input": {}}, input="")
+            if piece := call["function"]["arguments"]:
+                self._add("input", "input_json_delta", "partial_json", piece)
+
+    def _write(self, kind: str, field: str, delta: str, text: str) -> None:
+        """Write text of a block, and begin the block where another one is open."""
+        if self._open != kind:
+            self._begin({"type": kind, field: "", **({"signature": ""} if kind == "thinking" else {})})
+        self._add(field, delta, field, text)
+
+    def _begin(self, block: dict[str, Any], **kept: Any) -> None:
+        self._close()
+        self._open = block["type"]
+        self._emit("content_block_start", index=len(self._content), content_block=block)
+        self._content.append({**block, **kept})
+
+    def _add(self, field: str, delta: str, name: str, text: str) -> None:
+        self._content[-1][field] += text
+        self._emit("content_block_delta", index=len(self._content) - 1, delta={"type": delta, name: text})
+
+    def _close(self) -> None:
+        if self._open:
+            self._emit("content_block_stop", index=len(self._content) - 1)
+            self._open = ""
+
+    def _emit(self, name: str, /, **fields: Any) -> None:
+        self._sent.append(b"event: %b\ndata: %b\n\n" % (name.encode(), _encode({"type": name, **fields})))
+
+    def _message(self) -> dict[str, Any]:
+        return {**self._about, "content": self._content, "usage": _usage(self._usage)}
+
+
+def _stop(choice: dict[str, Any]) -> dict[str, Any]:
+    stop = choice.get("stop_reason")
+    if isinstance(stop, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": stop}
+    return {"stop_reason": _STOP_REASONS.get(choice["finish_reason"]), "stop_sequence": None}
+
+
+def _usage(usage: dict[str, Any]) -> dict[str, Any]:
+    """Return the counts as Anthropic has them: ``input_tokens`` are those that were in no cache."""
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    thought = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
+    return {
+        "input_tokens": usage["prompt_tokens"] - cached,
+        "cache_read_input_tokens": cached,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": {"thinking_tokens": thought},
+    }

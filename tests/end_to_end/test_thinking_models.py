@@ -1,0 +1,84 @@
+"""Models like Qwen3.5, that think and call tools as XML: greedy float32 tokens equal ``generate``."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+from chat import data_url
+from fleet import Books, deployed, gateway
+from http_client import http_client
+from pictures import noise, png
+from PIL import Image
+from reference import Reference
+
+pytestmark = pytest.mark.slow
+
+TOPOLOGIES = {"P-D": ("p0", "d0"), "EPD": ("epd0",), "E-P-D": ("e0", "p0", "d0"), "E-PD": ("e0", "pd0")}
+TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}
+#: Text, pictures, whether it thinks, whether there are tools.
+ASKED: list[tuple[str, tuple[Image.Image, ...], bool, bool]] = [
+    ("Say apple", (), True, False),
+    ("What is 2 + 3? " * 9, (), False, True),
+    ("What is this?", (noise(1),), True, True),
+    ("What is in the picture?", (noise(2, (60, 140)), noise(3, (90, 90))), False, False),
+]
+NUM_TOKENS = 12
+
+
+def body_of(text: str, images: tuple[Image.Image, ...], thinks: bool, with_tools: bool) -> dict[str, Any]:
+    parts: list[dict[str, Any]] = [
+        {"type": "image_url", "image_url": {"url": data_url(png(one))}} for one in images
+    ]
+    return {
+        "messages": [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}],
+        "chat_template_kwargs": {"enable_thinking": thinks},
+        **({"tools": [TOOL], "tool_choice": "none"} if with_tools else {}),
+        "max_tokens": NUM_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+
+
+@pytest.mark.parametrize("kind", tiny_models.STATE_KINDS)
+async def test_tokens_equal_generate_in_each_topology(kind: str, tmp_path: Path) -> None:
+    path = tiny_models.make_tiny_model(kind, tmp_path / kind, thinks=True)
+    reference, expected = Reference(path), []
+    for text, images, thinks, with_tools in ASKED:
+        template = {"enable_thinking": thinks, "tools": [TOOL] if with_tools else None}
+        expected.append(reference.generate(text, images, max_tokens=NUM_TOKENS, **template))
+        assert len(set(expected[-1])) >= 5, "tokens that say little of the model"
+    async with deployed("E-P-D-PD-EPD", path, instances={"max_num_batched_tokens": 13}) as deployment:
+        for topology, names in TOPOLOGIES.items():
+            urls = {name: deployment.instances[name].url for name in names}
+            asked = [one for one in ASKED if topology != "P-D" or not one[1]]
+            async with (
+                gateway(urls, config={"gateway": {"probe_timeout_s": 60}}) as url,
+                http_client(url) as client,
+            ):
+
+                async def ask(number: int, client: Any = client) -> list[int]:
+                    body = body_of(*ASKED[number])
+                    if number % 2:
+                        answer = await client.post("/v1/chat/completions", json=body)
+                        assert answer.status_code == 200, answer.text
+                        ids: list[int] = answer.json()["choices"][0]["token_ids"]
+                        return ids
+                    ids = []
+                    async with client.stream(
+                        "POST", "/v1/chat/completions", json={**body, "stream": True}
+                    ) as answer:
+                        async for line in answer.aiter_lines():
+                            if line.startswith("data: {"):
+                                ids += json.loads(line[6:])["choices"][0]["token_ids"]
+                    return ids
+
+                numbers = [ASKED.index(one) for one in asked]
+                answers = await asyncio.gather(*map(ask, numbers))
+                assert answers == [expected[number] for number in numbers], topology
+                await Books(urls).check()
