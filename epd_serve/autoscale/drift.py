@@ -22,7 +22,7 @@ _COMPARISONS = 10
 
 
 class ServedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of an access log line that show a drift."""
+    """The fields of an access log line that the detector compares."""
 
     time: str
     status: int

@@ -115,7 +115,7 @@ def profile_endpoint(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Client:
-    """Sends workloads to the server."""
+    """Sends workloads to the measured server."""
 
     url: str
     folder: Path

@@ -24,7 +24,7 @@ from epd_serve.types import MediaSpan, SamplingParams, Stage
 _MODEL = "model"
 _SAMPLING = SamplingParams(seed=0, temperature=0.0)
 _PROMPTS: dict[int, list[int]] = {}
-#: A request waits this long for a stage without an instance, as at a gateway whose instances start at once.
+#: Wait for a missing stage, as at a gateway whose instances start immediately.
 WAIT_S = 55.0
 
 

@@ -24,7 +24,7 @@ class Unjudged(Exception):
 
 
 class Skipped(Exception):
-    """The server, or the command line, lacks what the check needs."""
+    """The server or the command line lacks a precondition of the check."""
 
 
 class Result(msgspec.Struct, kw_only=True, frozen=True):

@@ -253,7 +253,7 @@ def decode_data_url(url: str, max_bytes: int, modality: Modality = "image") -> b
             f"the data URL has media type {media_type[:60]!r}; only {modality}/... is supported{remedy}"
         )
     if "\n" in text:
-        text = "".join(text.split())  # as encoders of mail break it
+        text = "".join(text.split())  # mail encoders insert line breaks
     if len(text) // 4 * 3 > max_bytes + 2:
         raise TooLarge(f"the {modality} has about {len(text) // 4 * 3} bytes; at most {max_bytes} are accepted")
     try:
