@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.common import write
-from benchmarks.papers.__main__ import EXPERIMENTS, filled
+from benchmarks.papers.__main__ import EXPERIMENTS
 from benchmarks.papers.measure import Deployment, Limits, Load, Rows, go_on, judged, read, sheet
 from benchmarks.papers.triinfer import goodput
 from epd_serve.bench.types import Failure, Record
@@ -90,13 +90,6 @@ def test_tables_compare_with_the_papers_for_one_run_or_all(name: str) -> None:
             assert len(widths) <= 1, table
         assert "paper" in text
     assert len(whole) > len(part)
-
-
-def test_tables_of_a_page_are_replaced() -> None:
-    page = "before\n<!-- table5 -->\nold\n<!-- end of table5 -->\nbehind\n"
-    new = filled(page, "table5", "| new |\n")
-    assert new == "before\n<!-- table5 -->\n\n| new |\n\n<!-- end of table5 -->\nbehind\n"
-    assert filled(new, "table5", "| new |\n") == new and filled(page, "figures", "| new |") == page
 
 
 def test_finished_runs_are_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
