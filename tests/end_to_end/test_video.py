@@ -157,12 +157,12 @@ def _grows(before: dict[str, tuple[int, int, int]], after: dict[str, tuple[int, 
 @pytest.mark.parametrize(
     ("options", "param", "words"),
     [
-        ({"mm_processor_kwargs": {"fps": 1, "num_frames": 4}}, "mm_processor_kwargs", "exclude each other"),
+        ({"mm_processor_kwargs": {"fps": 1, "num_frames": 4}}, "mm_processor_kwargs", "mutually exclusive"),
         ({"media_io_kwargs": {"video": {"fps": 0}}}, "media_io_kwargs.video.fps", "greater than 0"),
         (
             {"mm_processor_kwargs": {"do_sample_frames": False, "max_frames": 4}},
             "mm_processor_kwargs",
-            "leave do_sample_frames out",
+            "remove do_sample_frames",
         ),
         (
             {
@@ -170,7 +170,7 @@ def _grows(before: dict[str, tuple[int, int, int]], after: dict[str, tuple[int, 
                 "media_io_kwargs": {"video": {"num_frames": 4}},
             },
             "mm_processor_kwargs.do_sample_frames",
-            "among all frames",
+            "from all frames",
         ),
         (
             {"mm_processor_kwargs": {"use_audio_in_video": True}},
@@ -180,7 +180,7 @@ def _grows(before: dict[str, tuple[int, int, int]], after: dict[str, tuple[int, 
         (
             {"mm_processor_kwargs": {"min_pixels": 1}},
             "mm_processor_kwargs",
-            "goes with pictures, and the chat has",
+            "applies to images only, and the chat has",
         ),
         ({"media_io_kwargs": {"video": {"num_frames": 1}}}, None, "needs at least 2"),
     ],
