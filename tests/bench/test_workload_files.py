@@ -127,7 +127,7 @@ def test_requests_of_a_users_file(tmp_path: Path) -> None:
         ({"prompt": "a", "max_token": 3}, "did you mean 'max_tokens'"),
         ({"prompt": "a", "max_tokens": True}, "Expected `int \\| null`, got `bool` - at `\\$.max_tokens`"),
         ({"prompt": "a", "images": ["gone.png"]}, "No such file"),
-        ({"prompt": "a", "images": ["notes.txt"]}, "is no image"),
+        ({"prompt": "a", "images": ["notes.txt"]}, "is not a readable image"),
         ({"prompt": "a", "images": ["data:image/png;base64,!"]}, "base64"),
         ({"messages": [{"content": "a"}]}, "missing required field `role`"),
         ({"messages": [{"role": "user", "content": [{"type": "smell"}]}]}, "no parts of type 'smell'"),

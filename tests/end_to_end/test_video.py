@@ -92,10 +92,10 @@ GOOD = clip(7, 60)
 def hostile() -> dict[str, tuple[str, str]]:
     return {
         "empty": ("data:video/mp4;base64,", "empty"),
-        "text": (data_url(b"no video, but text", "video/mp4"), "no video that can be read"),
-        "a picture": (data_url(png(noise(1)), "video/mp4"), "no video that can be read"),
+        "text": (data_url(b"no video, but text", "video/mp4"), "not a readable video"),
+        "a picture": (data_url(png(noise(1)), "video/mp4"), "not a readable video"),
         "called a picture": (data_url(GOOD, "image/mp4"), "only video/... is supported; send it as image_url"),
-        "cut": (data_url(GOOD[: len(GOOD) // 2], "video/mp4"), "broken or cut off"),
+        "cut": (data_url(GOOD[: len(GOOD) // 2], "video/mp4"), "corrupt or truncated"),
         "a GIF": (data_url(b"GIF89a" + bytes(5000), "video/gif"), "send it as image_url"),
         "a GIF of 10,000 frames": (data_url(animation(10_000), "video/gif"), "send it as image_url"),
         "a GIF of 10,000 frames that is called a video": (data_url(animation(10_000), "video/mp4"), "image_url"),
