@@ -32,7 +32,7 @@ class InstanceMetrics:
     The overlap ratio of a transfer is the share of its time during which the request did not wait for it: for KV,
     the part before the end of the prompt; for a feature, the part before the engine could have used it.
 
-    All series except those of links exist from the start at 0, so that graphs have no gaps.
+    All series except those of links exist from the start at 0, so that graphs are continuous.
 
     Args:
         stores: the feature stores to count.

@@ -396,7 +396,7 @@ class _Worker:
 
     @property
     def area(self) -> mmap.mmap:
-        assert self._area is not None, "it has no file"
+        assert self._area is not None, "write() comes first"
         return self._area
 
     @property

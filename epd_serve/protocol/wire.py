@@ -347,7 +347,7 @@ class Region(Message, frozen=True):
 
 
 class FeatureEvent(Message, frozen=True):
-    """Announce a stored feature: where it is and what it must look like (design: hash event).
+    """Announce a stored feature: its location and its expected form (design: hash event).
 
     ``checksum`` is blake3 hex over the bytes, or "" if ``generation`` shows whether they are still valid. The
     source keeps the bytes while the call is open. P refuses a feature that it cannot fetch or that does not match
