@@ -15,7 +15,7 @@ from epd_serve.cli.flags import On, ray_address
 from epd_serve.config import load_config
 
 
-def down(deployment: Deployment = None, on: On | None = None) -> None:
+def down(deployment: Deployment = None, on: On = None) -> None:
     """End a deployment of this machine, or with --on of a cluster: its requests are finished, then its devices are
     free.
     """

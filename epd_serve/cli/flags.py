@@ -32,7 +32,7 @@ Join = Annotated[
 ]
 
 On = Annotated[
-    str,
+    str | None,
     typer.Option(
         metavar="ray[=ADDRESS]", help="A Ray cluster: that of this machine or RAY_ADDRESS, or of a head."
     ),

@@ -53,7 +53,7 @@ def up(
     detach: Annotated[
         bool, typer.Option("--detach", "-d", help="Return once it is ready; 'epd-serve down' ends it.")
     ] = False,
-    on: On | None = None,
+    on: On = None,
     spread: Annotated[
         Literal["pack", "host"],
         typer.Option(help="With --on: device groups on few hosts, or on as many as there are."),

@@ -86,7 +86,7 @@ def hostile() -> dict[str, tuple[str, str]]:
         "cut": (data_url(GOOD[: len(GOOD) // 2], "audio/wav"), "truncated"),
         "two minutes of silence": (
             data_url(encoded(np.zeros((1, 120 * 16_000), np.int16), 16_000, "flac"), "audio/flac"),
-            "more than 60 s",
+            "limit of 60 s",
         ),
         "a video without sound": (data_url(clip(0, 12), "audio/mp4"), "no audio stream"),
         "longer than the model takes": (data_url(sound(0, 5.0), "audio/wav"), "at most 4 s at a time"),
