@@ -33,7 +33,7 @@ RING = ("cpu-epd", "cpu-ep-d", "cpu-e-p-d", "cpu-e_p-d", "cpu-e_d-p", "cpu-e_pd"
 #: On any ports, as others may run on this machine.
 _PORTS = "\ngateway: {port: 0}\ninstances: {base_port: 0}\n"
 #: What an instance says that is ended before it is empty.
-_TOO_EARLY = "not all requests ended"
+_TOO_EARLY = "some requests did not finish"
 
 
 def make_load(count: int, seed: int) -> list[Request]:

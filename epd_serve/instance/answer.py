@@ -1,4 +1,4 @@
-"""A request's answer as it grows: text, stop strings, log-probabilities, usage, OpenAI bytes, and its sending."""
+"""Build a request's answer from tokens: text, stop strings, log-probabilities, usage, OpenAI bytes."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ from epd_serve.types import SamplingParams, Thinking
 
 
 class Answer:
-    """All ``n`` choices of one request. Streamed, :meth:`push` returns items; else :meth:`end` returns the whole.
+    """All ``n`` choices of a request. :meth:`push` returns items of a stream, :meth:`end` a whole answer.
 
-    An instance that goes on with a request replays the tokens that were already sent. Log-probabilities come with
-    the text of their tokens and not before; those of tokens that show nothing (the end, a stop string) never come,
-    unless the prompt is repeated: who asks for that counts tokens.
+    An instance that takes over a request replays the tokens already sent. Log-probabilities are sent together with
+    the text of their tokens. Tokens without text (the end, a stop string) have none, unless the answer echoes the
+    prompt, because clients that request an echo count tokens.
 
     Attributes:
-        options: what it looks like. choices: as far as each has come.
-        num_cached_tokens: of the prompt, found in P's prefix cache.
+        options: format of the answer.
+        choices: the choices so far.
+        num_cached_tokens: prompt tokens found in P's prefix cache.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Answer:
         self._prompt_ids = prompt_ids
         self._is_empty = sampling.max_tokens == 0
         self._is_streamed, self._tells_usage = options.stream, options.continuous_usage
-        self._logprobs: dict[int, TokenLogprob] = {}  # of tokens before those that are pushed, by index
+        self._logprobs: dict[int, TokenLogprob] = {}  # of tokens before the pushed ones, by index
         echo = tokenizer.decode(list(prompt_ids), skip_special_tokens=True) if options.echo else ""
         self._echoed: list[_Token] = []
         if options.echo and sampling.logprobs is not None:
@@ -68,7 +69,7 @@ class Answer:
         return chunks.Usage(num_prompt, num_output, min(self.num_cached_tokens, num_prompt), num_reasoning)
 
     def replay(self, token_ids: Sequence[int], last_finish_reason: str | None = None) -> None:
-        """Add tokens of the only choice that the client has already."""
+        """Add tokens of a single-choice answer that the client already has."""
         for number, token_id in enumerate(token_ids, start=1):
             self.choices[0].add(token_id, last_finish_reason if number == len(token_ids) else None, None)
 
@@ -76,26 +77,28 @@ class Answer:
 
     @property
     def unknown_logprobs(self) -> range:
-        """Tokens, by index from the prompt's first, among which are those whose log-probabilities are to be told
-        and not known: of a prompt that is repeated, of replayed tokens whose text is held back."""
+        """Range of tokens, by index from the first prompt token, whose log-probabilities may still be missing.
+
+        They belong to an echoed prompt, or to replayed tokens whose text is held back.
+        """
         choice, num_prompt = self.choices[0], len(self._prompt_ids)
         known = range(num_prompt + choice.num_tokens)
         if choice.held is None:
             return known[:0]
         if self.options.echo and not choice.num_tokens:
-            return known[1:]  # the first follows nothing
+            return known[1:]  # the first token has no log-probability
         waiting = [token.index for token in choice.untold(self.options.stream) if token.logprob is None]
         return known[waiting[0] :] if waiting else known[:0]
 
     def learn(self, logprobs: Mapping[int, TokenLogprob]) -> None:
-        """Take in log-probabilities of tokens that were not pushed, by index. Before the next push."""
+        """Add log-probabilities of tokens that were not pushed, by index. Call it before the next push."""
         self._logprobs.update(logprobs)
         for token in self.choices[0].untold(self.options.stream):
             token.logprob = token.logprob or logprobs.get(token.index)
 
     @property
     def unsent_logprobs(self) -> dict[int, TokenLogprob]:
-        """The log-probabilities that another instance that goes on must :meth:`learn`."""
+        """Log-probabilities that an instance must :meth:`learn` to take over the answer."""
         tokens = self.choices[0].untold(self.options.stream)
         unsent = {token.index: token.logprob for token in tokens if token.logprob is not None}
         return unsent if self.options.stream else {**self._logprobs, **unsent}
@@ -103,10 +106,10 @@ class Answer:
     # ------------------------------------------------------------------ tokens in, bytes out
 
     def push(self, index: int, token_id: int, logprob: TokenLogprob | None, finish_reason: str | None) -> bytes:
-        """Add a token to a choice; returns its frame, or nothing where the answer is not streamed.
+        """Add a token to a choice and return its stream item, or b"" if the answer is not streamed.
 
-        A stop string that this token completes finishes the choice: it has a ``finish_reason`` then.
-        Where no token is wanted, the first one ends the choice and is dropped.
+        If the token completes a stop string, the choice finishes and its ``finish_reason`` is set. With
+        ``max_tokens: 0``, the first token is dropped and finishes the choice.
         """
         choice = self.choices[index]
         first = not choice.num_tokens and choice.finish_reason is None
@@ -127,7 +130,7 @@ class Answer:
         tells_all = self._tells_usage or self.options.token_ids
         says_nothing = not (first or text or news.calls or news.told or choice.finish_reason)
         if says_nothing and choice.may_hold and not tells_all:
-            event = b""  # a call's name is not certain yet, or a tag around the reasoning
+            event = b""  # an incomplete call name or reasoning tag
         elif first or choice.finish_reason is not None or told is not None or news.calls or tells_all:
             event = chunks.delta_event(
                 self.options,
@@ -152,7 +155,7 @@ class Answer:
         return items.pack(index, () if self._is_empty else (token_id,), event)
 
     def end(self) -> bytes:
-        """Return the end behind the last token: the frame of usage and ``[DONE]``, or the whole answer."""
+        """Return the item with usage and ``[DONE]`` that ends a stream, or the whole answer."""
         if self.options.stream:
             usage = chunks.usage_event(self.options, self.usage) if self.options.include_usage else b""
             return items.pack(items.END, (), usage + chunks.DONE)
@@ -171,7 +174,7 @@ class Answer:
         return chunks.whole_answer(self.options, finished, self.usage, self._prompt_ids)
 
     def _describe(self, choice: Choice, tokens: Sequence[_Token], *, first: bool) -> list[chunks.ScoredToken]:
-        """Return tokens with their log-probabilities; before the ``first``, the prompt's where it is repeated."""
+        """Return tokens with their log-probabilities, preceded by those of an echoed prompt if ``first``."""
         bytes_of, length = self._tokenizer.bytes_of, len(choice.text)
         echoed = [(one.token_id, self._logprobs.get(one.index), one.start) for one in self._echoed if first]
         told = [(one.token_id, one.logprob, min(len(choice.echo) + one.start, length)) for one in tokens]
@@ -185,8 +188,10 @@ class Answer:
 
 @dataclass(slots=True)
 class _Token:
-    """A token whose log-probability is to be told. ``index`` counts from the prompt's first token, ``start`` the
-    characters of the answer before it."""
+    """A token whose log-probability the client wants.
+
+    ``index`` counts from the first prompt token; ``start`` is its position in the answer in characters.
+    """
 
     token_id: int
     index: int
@@ -195,7 +200,7 @@ class _Token:
 
 
 class _News(msgspec.Struct, frozen=True, gc=False):
-    """Content, pieces of calls, tokens and reasoning that are certain now."""
+    """Newly certain content, call deltas, tokens and reasoning."""
 
     text: str
     calls: Sequence[CallDelta] = ()
@@ -204,13 +209,14 @@ class _News(msgspec.Struct, frozen=True, gc=False):
 
 
 class Choice:
-    """One text of an answer.
+    """One choice of an answer.
 
     Attributes:
-        held: tokens whose text is not out; None where no log-probability is wanted. told: the others.
-        reader: finds tool calls in the text; None where there are no tools.
-        reasoning, num_reasoning_tokens: the text between <think> and </think>, and its tokens.
-        token_ids: all of them, where the client wants them.
+        held: tokens whose text is held back; None without log-probabilities.
+        told: tokens whose text is out.
+        reader: parses tool calls; None without tools.
+        reasoning, num_reasoning_tokens: the text between <think> and </think>, and its number of tokens.
+        token_ids: all token ids, if the client wants them.
     """
 
     def __init__(
@@ -223,13 +229,13 @@ class Choice:
         *,
         lists_all: bool,
     ) -> None:
-        """``echo`` stands before the text; ``lists_all``: tokens that show nothing are told, too."""
+        """Start a choice with the text ``echo``. ``lists_all``: also report log-probabilities of hidden tokens."""
         self.reader: ToolCallReader | None = None
         skip_special_tokens = sampling.skip_special_tokens
         if sampling.grammar is not None and sampling.grammar.tools:
             format = FORMATS[sampling.grammar.format]
             self.reader = format.reader(sampling.grammar.tools)
-            # the reader needs the special tokens around calls
+            # the reader needs the special tokens that delimit calls
             is_special = tokenizer.inner.convert_tokens_to_ids(format.opener) in tokenizer.special_ids
             skip_special_tokens = skip_special_tokens and not is_special
         self.detokenizer = Detokenizer(
@@ -243,7 +249,7 @@ class Choice:
         self._thinking = sampling.thinking
         self._is_thinking = self._thinking is not None and self._thinking.is_open
         self._thoughts = Detokenizer(tokenizer, ()) if self._thinking is not None else None
-        self._blanks = ""  # at the end of the reasoning so far
+        self._blanks = ""  # trailing whitespace of the reasoning so far
         self._skips_blanks = False
         self.reasoning = ""
         self.num_reasoning_tokens = 0
@@ -253,7 +259,7 @@ class Choice:
         self._lists_all = lists_all
         self._num_prompt_tokens = len(prompt_ids)
         self._num_read = 0
-        self._unread = b""  # of tokens since, which make no character yet
+        self._unread = b""  # bytes of later tokens that do not complete a character
         self.templates: dict[bool, chunks.DeltaTemplate] = {}
         self.echo = echo
         self.num_tokens = 0
@@ -263,12 +269,12 @@ class Choice:
 
     @property
     def text(self) -> str:
-        """The content as far as it is certain, behind the prompt where that is repeated."""
+        """Echoed prompt and certain content."""
         return self.echo + (self.detokenizer.text if self.reader is None else self.reader.content)
 
     @property
     def may_hold(self) -> bool:
-        """Whether some tokens are not shown as they come."""
+        """Whether the text of some tokens may be held back."""
         return self.reader is not None or self._thinking is not None
 
     @property
@@ -276,11 +282,11 @@ class Choice:
         return [] if self.reader is None else self.reader.calls
 
     def untold(self, stream: bool) -> list[_Token]:
-        """Tokens whose log-probabilities the client has not got."""
+        """Return the tokens whose log-probabilities have not been sent."""
         return [*(() if stream else self.told), *(self.held or ())]
 
     def add(self, token_id: int, finish_reason: str | None, logprob: TokenLogprob | None) -> _News:
-        """Take a token in."""
+        """Add a token and return what became certain."""
         if (thinking := self._thinking) is not None:
             if self._is_thinking or (not self.num_tokens and token_id == thinking.start_id):
                 return self._think(token_id, finish_reason, thinking)
@@ -293,7 +299,7 @@ class Choice:
             if is_shown or self._lists_all:
                 start = self._start_of(token_id if is_shown else None)
                 self.held.append(_Token(token_id, self._num_prompt_tokens + self.num_tokens, start, logprob))
-        # the token that stops a generation is no text
+        # the token that stops generation has no text
         text = "" if finish_reason == "stop" else self.detokenizer.push(token_id)
         if finish_reason is not None and not self.detokenizer.stopped:
             text += self.detokenizer.flush()
@@ -309,7 +315,7 @@ class Choice:
         return _News(text, calls, self._tell())
 
     def _think(self, token_id: int, finish_reason: str | None, thinking: Thinking) -> _News:
-        """Take a token of the reasoning or around it; blanks at its beginning and end are left out."""
+        """Add a reasoning token or tag; strip whitespace around the reasoning."""
         assert self._thoughts is not None
         text = ""
         if self._is_thinking and token_id == thinking.end_id:
@@ -331,7 +337,7 @@ class Choice:
         return _News("", reasoning=shown)
 
     def _start_of(self, token_id: int | None) -> int:
-        """Characters before the one that the next token begins or belongs to; None for one that shows nothing."""
+        """Return the character position where a token starts; ``token_id`` is None for a token without text."""
         if self._num_read != self.detokenizer.num_read:
             self._num_read, self._unread = self.detokenizer.num_read, b""
         token = b"" if token_id is None else self._bytes_of(token_id)
@@ -341,11 +347,11 @@ class Choice:
         return self._num_read + len(characters)
 
     def _tell(self) -> list[_Token]:
-        """The tokens whose text has come out, in part at least."""
+        """Release and return the held tokens whose text is at least partly out."""
         if not self.held:
             return []
         length = len(self.text) - len(self.echo)
-        is_cut = self.detokenizer.stopped or bool(self.calls)  # the rest is no content
+        is_cut = self.detokenizer.stopped or bool(self.calls)  # the rest is not content
         is_cut = is_cut or length < len(self.detokenizer.text)
         if self.finish_reason is not None and (self._lists_all or not is_cut):
             length = self.detokenizer.num_read + 1
@@ -360,9 +366,9 @@ class Generation:
     """Turns engine events into an OpenAI answer, streamed or whole.
 
     Attributes:
-        answer: as far as it has come.
-        first: done with the first event.
-        can_move: whether another instance can go on with it, or begin it anew: not a stream of several choices.
+        answer: the answer so far.
+        first: done at the first event.
+        can_move: whether another instance can continue or restart it; false for a stream of several choices.
     """
 
     def __init__(self, answer: Answer, engine: Engine, timeline: Timeline, request_id: str) -> None:
@@ -373,10 +379,10 @@ class Generation:
         self._engine = engine
         self._timeline, self._request_id = timeline, request_id
         self._pieces = Pieces()
-        self._finished: set[int] = set()  # choices whose last token came here
+        self._finished: set[int] = set()  # finished choices
 
     def feed(self, event: EngineEvent) -> None:
-        """Take an event of the request."""
+        """Handle an engine event of the request."""
         if not self.first.done():
             self.first.set_result(None)
         if not isinstance(event, TokenEvent):
@@ -406,11 +412,11 @@ class Generation:
             self._pieces.end()
 
     def fail(self, error: ServeError) -> None:
-        self.can_move = False  # whoever reads it knows what to do
+        self.can_move = False  # the gateway already handles this error
         self._break_off(error)
 
     def _break_off(self, error: ServeError) -> None:
-        """End with an error: behind the first byte by a frame and a cut connection, never in order."""
+        """Fail the answer; after its first byte, send an error item and break the stream off."""
         if not self._pieces.has_begun:
             self._pieces.end(error)
             return
@@ -422,7 +428,7 @@ class Generation:
     async def reply(
         self, *, stream: bool, on_close: Callable[[], None], headers: tuple[Header, ...] = ()
     ) -> Reply:
-        """The answer; a failure before its first byte is raised as what it is."""
+        """Return the reply. Raises an error that occurs before the first byte."""
         if not stream:
             return Reply(headers=(JSON, *headers), body=await self._pieces.read(), on_close=on_close)
         await self._pieces.wait()
@@ -430,5 +436,5 @@ class Generation:
 
 
 def broken_structure(reason: str) -> InvalidRequest:
-    """Return the error of an answer whose grammar became too complex to be followed."""
+    """Return the error for an answer whose grammar became too complex to enforce."""
     return InvalidRequest(f"the answer's structure cannot be enforced: {reason}", code="structure_too_complex")

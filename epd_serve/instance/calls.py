@@ -1,4 +1,4 @@
-"""The calls of an instance: bodies in, stages called, answers out; and those that it refuses as it leaves."""
+"""Call handlers of an instance, and refusal of open calls while it drains."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _NDJSON = (b"content-type", b"application/x-ndjson")
 
 
 class Begins(Protocol):
-    """A stage that knows how far its requests have come."""
+    """A stage that tracks which requests it has begun to compute."""
 
     def has_begun(self, key: str) -> bool:
-        """Return whether anything was computed for a request, or an item."""
+        """Return whether computation for a request or item has begun."""
         ...
 
 
 class Refusals:
-    """The calls of one instance that have no answer yet. It belongs to the event loop."""
+    """Open calls of one instance, which it can refuse to drain. Use it on the event loop."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -44,9 +44,9 @@ class Refusals:
         return len(self._calls)
 
     def error(self, kind: type[ServeError] = Unavailable) -> ServeError:
-        """Return the error of a call that is refused: another instance takes it.
+        """Return the error of a refused call, which another instance then serves.
 
-        InstanceFailed is the ``kind`` of an answer that has begun: another instance goes on with it.
+        ``kind`` is InstanceFailed for an answer that has begun, which another instance continues.
         """
         return kind(f"instance {self._name} is leaving its role", code=DRAINING)
 
@@ -54,10 +54,10 @@ class Refusals:
     async def call(
         self, stage: Begins | None = None, key: str = "", *, kind: type[ServeError] = Unavailable
     ) -> AsyncGenerator[None]:
-        """Answer a call within; it is cancelled, and raises an error of that ``kind``, when it is refused.
+        """Register a call while its context is open. Refusing it cancels the body and raises ``kind``.
 
         Args:
-            stage: of the request or item ``key``; None: something was computed for it.
+            stage: knows whether the request or item ``key`` has begun; None if it has.
         """
         scope = asyncio.timeout(None)
         try:
@@ -73,7 +73,7 @@ class Refusals:
             raise
 
     def refuse(self, *, begun: bool) -> None:
-        """Refuse the calls that have not begun; with ``begun``, all."""
+        """Refuse all calls if ``begun``, else only those that have not begun."""
         now = asyncio.get_running_loop().time()
         for scope, (stage, key) in list(self._calls.items()):
             has_begun = stage is None or stage.has_begun(key)
@@ -82,7 +82,7 @@ class Refusals:
 
 
 class CleanUps:
-    """Clean-ups in the background. It belongs to the event loop."""
+    """Clean-up tasks in the background. Use it on the event loop."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
@@ -93,24 +93,24 @@ class CleanUps:
         task.add_done_callback(self._tasks.discard)
 
     async def cancel(self) -> None:
-        """End those that are under way."""
+        """Cancel all tasks and wait for them."""
         for task in list(self._tasks):
             task.cancel()
         await self.finish()
 
     async def finish(self) -> None:
-        """Return when all have ended."""
+        """Wait for all tasks."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
 class ControlCalls:
-    """Everything that gateways and other instances ask: the table in :mod:`epd_serve.protocol.wire`."""
+    """Handlers for the calls of gateways and other instances (table in :mod:`epd_serve.protocol.wire`)."""
 
     def __init__(self, instance: Instance) -> None:
         self._instance = instance
 
     def handlers(self) -> dict[str, Handler]:
-        """Return the handler of each path."""
+        """Return the handlers by path."""
         return {
             "/health": self._health,
             "/health/live": self._live,
@@ -135,8 +135,8 @@ class ControlCalls:
 
     async def _encode(self, body: bytes) -> Reply:
         instance, request = self._instance, wire.decode(body, wire.EncodeRequest)
-        encoder, mm_hash = instance.encoder, request.ref.mm_hash  # every role has E's stage for the worst case
-        is_own = request.announce_to == instance.url  # the last resort of a prompt that has begun here
+        encoder, mm_hash = instance.encoder, request.ref.mm_hash  # every role has an encoder, as a last resort
+        is_own = request.announce_to == instance.url  # last resort for a prompt of this instance
         if not (is_own and request.request_id in instance.serving(Stage.PREFILL).prefiller):
             instance.check_accepting()
         instance.telemetry.add_call(request.request_id, request.traceparent, mm_hash)
@@ -218,19 +218,19 @@ class ControlCalls:
         return Reply(headers=(JSON,), body=b'{"status":"ok"}')
 
     async def _live(self, body: bytes) -> Reply:
-        """Answer even while it loads its model or drains: to start it again would not help."""
+        """Succeed even while the instance loads or drains, because a restart would not help."""
         return Reply(headers=(JSON,), body=b'{"status":"live"}')
 
     async def _info(self, body: bytes) -> Reply:
         return Reply(headers=(JSON,), body=msgspec.json.encode(self._instance.info()))
 
     async def _integrity(self, body: bytes) -> Reply:
-        """Check every cache's books; the answer lists what is in use, all zero on an idle instance."""
+        """Check the integrity of all caches and return the counts in use, all zero on an idle instance."""
         self._instance.check_ready()
         try:
             self._instance.check_integrity()
         except AssertionError as error:
-            raise ServeError(f"the books do not balance: {error}", code="integrity") from error
+            raise ServeError(f"integrity check failed: {error}", code="integrity") from error
         return Reply(headers=(JSON,), body=msgspec.json.encode(self._instance.in_use()))
 
     async def _metrics(self, body: bytes) -> Reply:

@@ -1,4 +1,4 @@
-"""The decode stage: reservations, reading KV that P announces, hand-over, generation."""
+"""Decode stage: reserve blocks, read the KV that P announces, take requests over, generate."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ class _Waiting:
 
 @dataclass(eq=False, slots=True)
 class _Request:
-    """A request that the gateway expects here, or a prefill instance has handed over.
+    """A request that the gateway expects here, or that a prefill instance has handed over.
 
     Attributes:
-        generation: of its answer, once it is handed over.
-        orphan_at: when it is dropped; None: the gateway has asked for it.
+        generation: its answer, set at the hand-off.
+        orphan_at: when to drop it; None once the gateway has called for it.
     """
 
     generation: asyncio.Future[Generation]
@@ -65,12 +65,12 @@ class _Request:
 class Decoder:
     """Decodes requests whose prompt another instance computed.
 
-    The gateway's "expect" and P's reservation and hand-off come in any order; a hand-off that no gateway asks for
-    is dropped after ORPHAN_S.
+    The gateway's call and P's reservation and hand-off come in any order. A hand-off without a gateway's call is
+    dropped after ORPHAN_S.
 
     Attributes:
-        compiler: None where no answer follows a grammar.
-        waiting: reservations that wait for room: the most urgent first, and of these the oldest.
+        compiler: compiles grammars; None if the model supports none.
+        waiting: reservations that wait for blocks, ordered by priority, then arrival.
     """
 
     engine: Engine
@@ -93,27 +93,27 @@ class Decoder:
 
     @property
     def num_expected(self) -> int:
-        """Requests that are not handed over yet."""
+        """Number of requests not handed over yet."""
         return sum(not one.generation.done() for one in self._requests.values())
 
     @property
     def generations(self) -> list[Generation]:
-        """The answers that are decoded here."""
+        """Answers being decoded here."""
         return [one for request_id in self._requests if (one := self.generation(request_id)) is not None]
 
     def generation(self, request_id: str) -> Generation | None:
-        """Return the answer to a request that was handed over."""
+        """Return the answer of a request, or None before its hand-off."""
         request = self._requests.get(request_id)
         is_here = request is not None and request.generation.done() and request.generation.exception() is None
         return request.generation.result() if request is not None and is_here else None
 
     def has_begun(self, request_id: str) -> bool:
-        """Return whether a request has been handed over, or its KV may be on its way."""
+        """Return whether a request has been handed over or has reserved blocks."""
         request = self._requests.get(request_id)
         return (request is not None and request.generation.done()) or self._reservations.has_blocks(request_id)
 
     def drop_orphans(self, now: float = math.inf) -> None:
-        """End hand-offs that no gateway has asked for in time, which is over ``now``."""
+        """Drop hand-offs that no gateway has called for by ``now``."""
         for request_id, request in list(self._requests.items()):
             if request.orphan_at is not None and request.orphan_at <= now:
                 self._end(request_id)
@@ -121,7 +121,7 @@ class Decoder:
     # ------------------------------------------------------------------ from the gateway
 
     async def decode(self, request: wire.DecodeRequest) -> Reply:
-        """Wait for the hand-off of a request, then answer from its second token on."""
+        """Wait for a request's hand-off, then answer from the second token on."""
         request_id = request.request_id
         if request_id in self._ended:
             raise Unavailable(f"request {request_id} has ended")
@@ -143,19 +143,19 @@ class Decoder:
         self._reservations.abandon(request_id)
         self._ended.add(request_id, True)
         if self.waiting:
-            self.grant()  # the first that waits for blocks may be this one
+            self.grant()  # this request may be first in the queue
 
     # ------------------------------------------------------------------ from the prefill instance
 
     async def reserve(self, request: wire.ReserveRequest) -> wire.ReserveReply:
-        """Blocks for a request, as soon as there are enough. First come, first served within a priority.
+        """Reserve blocks for a request, waiting for free ones in order of priority, then arrival.
 
-        Raises InvalidRequest for KV of another shape or a request that can never fit, Unavailable for one that was
-        cancelled here or waited for ``queue_timeout_s``.
+        Raises InvalidRequest for KV of another layout or a request that can never fit; Unavailable if the request
+        was cancelled here or waited for ``queue_timeout_s``.
         """
         if request.layout != self.memory.layout:
             raise InvalidRequest(
-                f"KV of {request.layout} cannot be read by an instance that keeps {self.memory.layout}; "
+                f"KV layout {request.layout} differs from this instance's {self.memory.layout}; "
                 "prefill and decode instances need the same model, dtype and block_size"
             )
         self.engine.check_fits(request.num_prompt_tokens, request.max_tokens, request.num_sequences)
@@ -176,13 +176,13 @@ class Decoder:
                 if not isinstance(error, TimeoutError):
                     raise
                 raise Unavailable(
-                    f"no room for the request's KV within {self.queue_timeout_s:g} s; try again later",
+                    f"no free KV blocks for the request within {self.queue_timeout_s:g} s; try again later",
                     code=NO_ROOM,
                 ) from error
             finally:
                 if waiting in self.waiting:
                     self.waiting.remove(waiting)
-                    self.grant()  # it may have stood before others
+                    self.grant()  # it may have blocked others
         if reservation.blocks is None or reservation.state is not ReservationState.GRANTED:
             raise _ended(request.request_id)
         num_blocks = num_blocks_for(request.num_prompt_tokens, self.memory.layout.block_size)
@@ -196,7 +196,7 @@ class Decoder:
         )
 
     def grant(self) -> None:
-        """Give blocks to reservations that wait, in their order, as long as there are some. On the event loop."""
+        """Give free blocks to waiting reservations, in order. Call it on the event loop."""
         while self.waiting:
             waiting = self.waiting[0]
             request, reservation, turn = waiting.request, waiting.reservation, waiting.turn
@@ -221,10 +221,10 @@ class Decoder:
             raise Unavailable(f"transfer {ref.transfer_id} has ended")
 
     async def complete(self, handoff: wire.Handoff) -> None:
-        """Take the request over. Raises Unavailable where it was cancelled or its lease has ended. Idempotent."""
-        # before the blocks are taken over: where this fails, P cancels and they go back
+        """Take a request over. Raises Unavailable if it was cancelled or its lease expired. Idempotent."""
+        # build the answer first: if this fails, P cancels and the reservation frees the blocks
         answer = Answer(self.tokenizer, handoff.output, handoff.sampling, handoff.prompt_ids)
-        if handoff.generated:  # a long answer that goes on here takes a while to be read again
+        if handoff.generated:  # replaying a long answer takes time
             await asyncio.to_thread(answer.replay, handoff.generated)
         constraint = None
         if self.compiler is not None:
@@ -249,7 +249,7 @@ class Decoder:
                 prompt_ids=handoff.prompt_ids,
                 sampling=handoff.sampling,
                 max_tokens=handoff.max_tokens,
-                positions=None,  # the prompt was computed elsewhere
+                positions=None,  # the prompt has been computed already
                 position_delta=handoff.position_delta,
                 block_hashes=reservation.block_hashes,
                 constraint=constraint,
@@ -268,10 +268,10 @@ class Decoder:
             request.generation.set_result(generation)
 
     async def read_kv(self, announcement: wire.KVAnnouncement) -> wire.KVTaken:
-        """Read KV that P announces into the blocks of its transfers, but for those that have ended here.
+        """Read announced KV into the blocks of its transfers, skipping transfers that have ended here.
 
-        Raises InstanceFailed where it cannot be read. Blocks are kept while they are read into, even where the
-        call ends before.
+        Raises InstanceFailed if reading fails. Blocks stay reserved until the read ends, even if the call ends
+        earlier.
         """
         wanted = [p for p in announcement.parts if self._reservations.begin_read(p.transfer_id, p.block_ids)]
         reading = asyncio.create_task(
@@ -279,7 +279,7 @@ class Decoder:
         )
 
         def end_read(reading: asyncio.Task[float]) -> None:
-            error = None if reading.cancelled() else reading.exception()  # P hears of it, if it still listens
+            error = None if reading.cancelled() else reading.exception()  # the call reports it to P
             given_up_at = time.monotonic() if isinstance(error, StillCopying) else None
             for part in wanted:
                 self._reservations.end_read(part.transfer_id, given_up_at)
@@ -296,7 +296,7 @@ class Decoder:
         return wire.KVTaken([part.transfer_id for part in wanted])
 
     def cancel(self, ref: wire.TransferRef) -> None:
-        """P announces no more; with a reason, the request has failed. Idempotent."""
+        """End a transfer that P gave up; with a reason, fail its request. Idempotent."""
         self._reservations.release(ref.transfer_id)
         if ref.reason:
             self._fail(ref.request_id, InstanceFailed(ref.reason))
@@ -304,7 +304,7 @@ class Decoder:
     # ------------------------------------------------------------------ housekeeping
 
     def expire(self) -> None:
-        """End leases whose prefill instance is gone, and hand-offs that nobody claims."""
+        """Expire leases of lost prefill instances, and drop unclaimed hand-offs."""
         now = time.monotonic()
         for reservation in self._reservations.expire(now):
             self._fail(reservation.request_id, StageTimeout("the prefill instance did not finish its KV transfer"))
@@ -325,15 +325,15 @@ def read_kv(
     memory: KVCacheMemory,
     transport: Transport,
 ) -> float:
-    """Read some parts of an announcement into their blocks; return the seconds that it took.
+    """Read parts of an announcement into their blocks and return the seconds taken.
 
-    All at once: what is announced fits into what is landed here at a time. Raises TransferError.
+    One read covers all parts, because P announces no more than fits into the landing memory. Raises TransferError.
     """
     layers = range(announcement.first_layer, announcement.end_layer)
     blocks = [block for part in parts for block in part.block_ids]
     if not blocks:
         start = time.monotonic()
-        transport.read(announcement.region, [])  # the first contact
+        transport.read(announcement.region, [])  # only open the connection
         return time.monotonic() - start
     if parts[0].source_ids:
         start = time.monotonic()

@@ -1,4 +1,4 @@
-"""The encode stage: media bytes in, feature in the store, hash event to the instance that needs it."""
+"""Encode stage: encode media, store the feature, send the hash event to the instance that needs it."""
 
 from __future__ import annotations
 
@@ -36,18 +36,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _RETRY_ROOM_S = 0.02
-#: Of a consumer's patience, how long an item waits for its turn here: less than the half and the quarter after
-#: which the gateway takes an encoder for stalled; and where the consumer is this instance, as nobody else is left.
+#: Fraction of the consumer's timeout that an item may wait for a preparation place: less than the half and the
+#: quarter after which the gateway considers an encoder stalled; more if this instance is the consumer, as a last
+#: resort.
 _PART, _OWN_PART = 0.2, 0.8
 _ANNOUNCE_TIMEOUT_S = 60.0
 
 
 @dataclass(eq=False, slots=True)
 class _Item:
-    """One distinct media item that is ready for the tower, for all requests that want it.
+    """A distinct media item ready for the tower, shared by all requests for it.
 
     Attributes:
-        num_pixels: that the tower sees. num_original_pixels: that the image has.
+        num_pixels: number of pixels after resizing for the tower.
+        num_original_pixels: number of pixels of the original.
         begun_s: when its preparation began.
     """
 
@@ -61,7 +63,7 @@ class _Item:
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
-    """A feature, and when the batch that made it began and ended."""
+    """A feature, and the start and end of the batch that computed it."""
 
     feature: Any
     batch_s: tuple[float, float]
@@ -69,7 +71,7 @@ class _Encoded:
 
 @dataclass(eq=False, slots=True)
 class _Flight:
-    """The encode of one item, for as long as a request waits for it."""
+    """The encode of one item, shared by the requests that wait for it."""
 
     task: asyncio.Task[_Encoded]
     num_waiters: int = 0
@@ -77,22 +79,23 @@ class _Flight:
 
 @dataclass(eq=False)
 class Encoder:
-    """Encodes media in batches on a thread of its own, beside whatever else the instance computes.
+    """Encodes media in batches on its own thread, concurrently with the instance's other stages.
 
-    :meth:`serve` comes before all requests. :meth:`load_tower` loads the tower, or else the first item does, on an
-    instance that was not meant to encode (recompute where no encoder is left).
+    Call :meth:`serve` before the first request. :meth:`load_tower` loads the tower; without it, the first item
+    does, on an instance whose role does not encode (recompute when no encoder is left).
 
     Args:
-        processor: has places in which media are prepared.
-        stream: on which the tower runs. device: of the tower; the process ends where a batch finds it lost.
-        url: of this instance, as consumers announce themselves.
+        processor: prepares media.
+        stream: stream that the tower runs on.
+        device: the tower's device; if a failed batch finds it lost, the process ends.
+        url: this instance's URL, as in ``announce_to``.
         feature_timeout_s: how long consumers wait for a feature.
 
     Attributes:
-        consumer: takes features of this instance's own requests; None where its role has no prompts.
-        num_waiting_pixels: of distinct items that are not encoded yet.
+        consumer: receives features for this instance's own requests; None if its role does not prefill.
+        num_waiting_pixels: pixels of distinct items not encoded yet.
         is_held: whether items wait for :meth:`may_start`.
-        watch: of the batches.
+        watch: detects batches that hang.
     """
 
     model: InstanceModel
@@ -126,25 +129,25 @@ class Encoder:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the tower held; 0 while it is not loaded."""
+        """Number of loaded tower parameters; 0 before the tower is loaded."""
         return 0 if self._tower is None else self._tower.num_parameters
 
     def has_begun(self, mm_hash: str) -> bool:
-        """Whether an item that was asked for is in the tower, or past it."""
+        """Return whether a requested item is in the tower or already encoded."""
         return mm_hash not in self._flights or mm_hash in self._in_tower
 
     def serve(self, store: FeatureStore, image_budget_pixels: int) -> None:
-        """Keep features in this store, from now on. Nothing may be under way."""
-        assert not self._flights, "something is being encoded"
-        self._off_device: set[str] = set()  # consumers that do not reach this device
+        """Use this store from now on. Call it only while no encode is running."""
+        assert not self._flights, "an encode is running"
+        self._off_device: set[str] = set()  # consumers that cannot read this device's memory
         self._store, self._budget = store, image_budget_pixels
 
     def unload_tower(self) -> None:
-        """Give the tower's memory back; it is loaded again when it is needed."""
+        """Free the tower's memory; the next item loads the tower again."""
         self._tower = None
 
     async def load_tower(self, limits: StepLimits | None = None) -> None:
-        """Load the tower; with ``limits``, measure the pixels of a batch within them."""
+        """Load the tower; with ``limits``, also measure the pixel budget of a batch."""
         if self.model.decoders is not None:
             self.model.decoders.start()
         tower = await self._loop.run_in_executor(self._tower_thread, self._loaded_tower)
@@ -154,7 +157,7 @@ class Encoder:
             self._budget = await self._loop.run_in_executor(self._tower_thread, find)
 
     def batch_bytes(self) -> int:
-        """Encode the largest batch of images, and return the memory that it took. Nothing else may run. Blocks."""
+        """Encode the largest batch of images and return its peak memory in bytes. Nothing else may run. Blocks."""
         if self._tower is None or "image" not in self._family.token_ids:
             return 0
         area = self._family.num_pixels((IMAGE_SIDE, IMAGE_SIDE))
@@ -164,11 +167,11 @@ class Encoder:
         return self.stream.batch_bytes(count * area)
 
     def may_start(self) -> bool:
-        """Whether the items that wait may start now; :meth:`reconsider` follows when that changes."""
+        """Return whether the waiting items may start; :meth:`reconsider` is called when this changes."""
         return self.stream.may_start(self._waiting[0].num_pixels)
 
     def reconsider(self) -> None:
-        """Ask :meth:`may_start` again, if items wait for it. Any thread, before the event loop is closed."""
+        """Check :meth:`may_start` again if items are held. Any thread may call it while the event loop is open."""
         if self.is_held:
             self._loop.call_soon_threadsafe(self._changed.set)
 
@@ -183,12 +186,12 @@ class Encoder:
             self.model.decoders.close()
 
     async def encode(self, request: EncodeRequest) -> EncodeReply:
-        """Encode, store and announce one item; done when the consumer has it.
+        """Encode, store and announce one item; return once the consumer has the feature.
 
-        Where the consumer is this instance, a feature that it cannot have from the store (which may hold a broken
-        one) is encoded anew and handed to it directly: the last resort depends on nothing but this process.
+        If this instance is the consumer and delivery through the store fails, encode the item again and hand the
+        feature over directly, so that the last resort depends only on this process.
 
-        Raises InvalidRequest for media that cannot be decoded, ServeError where encoding or delivery failed.
+        Raises InvalidRequest for media that cannot be decoded; ServeError if encoding or delivery failed.
         """
         received = time.monotonic()
         if request.ref.segment is not None and not self._family.num_tokens(request.ref):
@@ -200,7 +203,7 @@ class Encoder:
         except ServeError as error:
             if self.consumer is None or request.announce_to != self.url or error.code == PREPARATION_FULL:
                 raise
-            logger.warning("feature %s goes past the store: %s", request.ref.mm_hash[:12], error.message)
+            logger.warning("feature %s bypasses the store: %s", request.ref.mm_hash[:12], error.message)
             encoded = await self._encode_item(request)
             owner, mm_hash, timeline = request.request_id, request.ref.mm_hash, self.telemetry.timeline
             timeline.record_encode(owner, mm_hash, received, encoded.batch_s)
@@ -228,7 +231,7 @@ class Encoder:
         return EncodeReply(cached=cached, num_tokens=feature.shape[0])
 
     async def _announce(self, request: EncodeRequest, feature: StoredFeature) -> None:
-        """Tell the consumer of a feature; where it does not reach this device, of a copy on the host."""
+        """Announce a feature to the consumer, or a copy on the host if the consumer cannot read this device."""
         consumer, mm_hash, owner = request.announce_to, request.ref.mm_hash, request.request_id
         while True:
             here, is_on_host = feature, consumer in self._off_device
@@ -248,7 +251,7 @@ class Encoder:
                 self._off_device.add(consumer)
 
     async def _encode_item(self, request: EncodeRequest) -> _Encoded:
-        """The item's feature; requests for one item share one encode, which ends when nobody wants it any more."""
+        """Encode an item. Requests for the same item share one encode, cancelled when the last of them leaves."""
         mm_hash = request.ref.mm_hash
         flight = self._flights.get(mm_hash)
         if flight is None:
@@ -267,7 +270,7 @@ class Encoder:
     async def _prepare_and_encode(self, request: EncodeRequest) -> _Encoded:
         ref = request.ref
         if ref.modality not in self._family.token_ids:
-            raise InvalidRequest(f"the model takes no {PLURALS[ref.modality]}", code="unsupported_media")
+            raise InvalidRequest(f"the model does not support {PLURALS[ref.modality]}", code="unsupported_media")
         item: _Item | None = None
         self.num_waiting_pixels += ref.num_pixels
         try:
@@ -290,7 +293,7 @@ class Encoder:
             await self._changed.wait()
             self._changed.clear()
             while self._waiting:
-                # set before the question: who changes the answer after it sees this and calls back
+                # set before the check: whoever changes the result later sees it and calls reconsider()
                 was_held, self.is_held = self.is_held, True
                 budget = self._budget
                 try:
@@ -298,7 +301,7 @@ class Encoder:
                         break
                     budget = min(budget, self.stream.max_pixels())
                 except Exception:  # a device that does not answer must not end the encoder
-                    logger.exception("cannot find out whether an encode may start; it starts")
+                    logger.exception("checking whether an encode may start failed; starting it")
                 self.is_held = False
                 batch = schedule_encodes(self._waiting, budget)
                 del self._waiting[: len(batch)]
@@ -309,7 +312,7 @@ class Encoder:
     async def _encode_batch(self, batch: list[_Item], was_held: bool) -> None:
         try:
             features, batch_s = await self._loop.run_in_executor(self._tower_thread, self._encode, batch, was_held)
-            assert len(features) == len(batch), f"{len(features)} features of {len(batch)} items"
+            assert len(features) == len(batch), f"{len(features)} features for {len(batch)} items"
         except Exception as error:  # a failed batch must fail its items, not the encoder
             logger.exception("a batch of %d items failed", len(batch))
             end_if_lost(self.device)
@@ -334,7 +337,7 @@ class Encoder:
             features = tower.encode(inputs, on_device=True) if self._store.on_device else tower.encode(inputs)
         end = time.monotonic()
         busy_s = end - loaded
-        if not was_held:  # else the time before was somebody else's
+        if not was_held:  # else the tower yielded the device before
             busy_s += start - max(self._free_since_s, min(item.begun_s for item in batch))
         self._free_since_s = end
         self.telemetry.add_batch(len(batch), sum(pixels), loaded, end, busy_s)
@@ -356,4 +359,4 @@ async def _with_room(put: Callable[[], Awaitable[StoredFeature | None]]) -> Stor
             raise ServeError(str(error)) from error
         if stored is not None:
             return stored
-        await asyncio.sleep(_RETRY_ROOM_S)  # what is held is being fetched, so room will come
+        await asyncio.sleep(_RETRY_ROOM_S)  # held features are being fetched, so room will come

@@ -1,4 +1,4 @@
-"""The consumer's side of the feature path: fetch on a hash event, verify, cache, time, wake who waits."""
+"""Consumer side of the feature path: fetch on a hash event, verify, cache, measure, wake waiting requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from epd_serve.models.family import Family
     from epd_serve.transfer.feature_store import FeatureStore
 
-#: How long a feature, or a hand-off, is held for a request that nobody has asked for yet.
+#: How long to hold a feature or a hand-off before its request arrives.
 ORPHAN_S = 10.0
 _RETRY_ROOM_S = 0.02
 _ROOM_PATIENCE_S = 0.5
@@ -32,14 +32,14 @@ _MAX_UNUSED = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureForm:
-    """[rows of the item's feature, ``width``] of ``dtype``. ``family`` knows the rows of each item."""
+    """Expected form of features: [rows, ``width``] of ``dtype``, with the item's rows from ``family``."""
 
     dtype: str
     width: int
     family: Family
 
     def check(self, item: MediaRef, feature: Any) -> None:
-        """Raise InstanceFailed for a feature, or an event of one, that is none of this model's for ``item``."""
+        """Raise InstanceFailed if a feature or its event does not have this model's form for ``item``."""
         shape, dtype = list(feature.shape), str(feature.dtype).removeprefix("torch.")
         expected = [self.family.num_tokens(item), self.width]
         if shape != expected or dtype != self.dtype:
@@ -53,7 +53,7 @@ class FeatureForm:
             )
 
     def read(self, data: Any, shape: Sequence[int], dtype: str) -> Any:
-        """Return bytes, or a tensor [nbytes] uint8, as a feature. Runs on a thread."""
+        """Convert bytes or a tensor [nbytes] uint8 to a feature. Runs on a thread."""
         import torch
 
         if isinstance(data, torch.Tensor):
@@ -63,19 +63,18 @@ class FeatureForm:
 
 @dataclass(eq=False)
 class FeatureReceiver:
-    """Features that this instance's requests need, by mm_hash. On the event loop, but for what the engine asks.
+    """Fetches and holds the features of this instance's requests, by mm_hash.
 
-    Events may come before or after the request that they are for. A feature that came early is held for its
-    request until ORPHAN_S have passed; one for a request that has ended is not fetched at all.
+    Call it on the event loop, except for the methods of the engine's thread. An event may precede its request; the
+    feature is then held for ORPHAN_S. A feature for a request that has ended is not fetched.
 
-    ``capacity_bytes`` bounds what is kept beyond need, and so does the number of features that nobody needs: their
-    encoder has them, too. Requests that hold some of their features and wait for room for the others, or hold them
-    all and wait for blocks of each other's, would wait for ever: so after a moment that slows encoders down, a
-    feature is taken in beyond the capacity.
+    ``capacity_bytes`` and a limit on their number bound unneeded features; their encoder has them too. If needed
+    features exceed the capacity, requests could wait for each other's room or blocks forever, so after a short
+    delay that slows encoders down, a feature is accepted beyond the capacity.
 
     Attributes:
         timeout_s: how long a request waits for its features.
-        engine: is woken by each new feature.
+        engine: woken by each new feature.
     """
 
     store: FeatureStore
@@ -88,14 +87,14 @@ class FeatureReceiver:
 
     def __post_init__(self) -> None:
         self._cache: FeatureCache[Any] = FeatureCache(self.capacity_bytes, IDLE_FEATURES)
-        self._fetched: dict[str, tuple[int, float, float]] = {}  # until used: bytes, when announced, when here
+        self._fetched: dict[str, tuple[int, float, float]] = {}  # until used: bytes, when announced, when received
         self._starved: dict[str, float] = {}
         self._wanted: dict[str, asyncio.Event] = {}
         self._items: dict[str, dict[str, MediaRef]] = {}
-        self._early: dict[str, float] = {}  # until when features are held for requests that have not come
+        self._early: dict[str, float] = {}  # request id → deadline of features held before their request
         self._ended: Tombstones[bool] = Tombstones()
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        # of its own: fetches that hang must not hold up the tokenising of other requests
+        # a separate pool: fetches that hang must not delay tokenization of other requests
         self._threads = ThreadPoolExecutor(_NUM_FETCHES, thread_name_prefix="fetch")
 
     def close(self) -> None:
@@ -108,11 +107,11 @@ class FeatureReceiver:
     # ------------------------------------------------------------------ from the engine's thread
 
     def has(self, mm_hash: str) -> bool:
-        """Whether :meth:`use` is worth calling."""
+        """Return whether :meth:`use` would return the feature."""
         return mm_hash in self._cache
 
     def use(self, mm_hash: str) -> Any | None:
-        """The feature for a step; None where it is not here."""
+        """Return the feature for a step, or None if it has not arrived."""
         feature = self._cache.get(mm_hash)
         if feature is not None and (self._fetched or self._starved):
             now = self.clock()
@@ -124,17 +123,17 @@ class FeatureReceiver:
         return feature
 
     def starved(self, mm_hash: str) -> None:
-        """Note that work which could be done otherwise waits for this feature."""
-        if len(self._starved) >= _MAX_UNUSED:  # of requests that have ended without their feature
+        """Record that ready work waits only for this feature."""
+        if len(self._starved) >= _MAX_UNUSED:  # left over from requests that ended without their feature
             self._starved.clear()
         self._starved.setdefault(mm_hash, self.clock())
 
     # ------------------------------------------------------------------ requests
 
     def expect(self, request_id: str, items: list[MediaRef]) -> set[str]:
-        """Hold what is here of a request's features and take note of the rest; returns what is here, by mm_hash.
+        """Register a request, hold its features that are here, and return their mm_hashes.
 
-        Raises InstanceFailed for one that is here and is not of the item's length.
+        Raises InstanceFailed for a feature whose length does not match its item.
         """
         here: set[str] = set()
         self._early.pop(request_id, None)
@@ -148,14 +147,14 @@ class FeatureReceiver:
         return here
 
     async def complete(self, request_id: str, items: list[MediaRef]) -> None:
-        """Wait until all of a request's features are here."""
+        """Wait until all features of a request are here."""
         changed = self._wanted[request_id]
         while any(item.mm_hash not in self._cache for item in items):
             await changed.wait()
             changed.clear()
 
     def release(self, request_id: str) -> None:
-        """The request needs its features no more; later events for it are ignored. Idempotent."""
+        """Release a request's features and ignore its later events. Idempotent."""
         self._wanted.pop(request_id, None)
         self._items.pop(request_id, None)
         self._early.pop(request_id, None)
@@ -163,7 +162,7 @@ class FeatureReceiver:
         self._ended.add(request_id, True)
 
     def expire(self) -> None:
-        """Let go of features whose request never came."""
+        """Release features whose request never came."""
         now = self.clock()
         for request_id in [r for r, deadline in self._early.items() if deadline <= now]:
             self.release(request_id)
@@ -171,21 +170,21 @@ class FeatureReceiver:
     # ------------------------------------------------------------------ features
 
     async def receive(self, event: FeatureEvent) -> None:
-        """Have an announced feature fetched; return once it is here.
+        """Fetch an announced feature; return once it is here.
 
-        Raises InstanceFailed where it cannot be had as described.
+        Raises InstanceFailed if it cannot be fetched or differs from the event.
         """
         await self._receive(event, self.clock())
 
     async def _receive(self, event: FeatureEvent, announced_at: float) -> None:
         if self._is_over(event.request_id):
             return
-        # what the gateway told us of the item, if we know that already, goes over what the encoder says
+        # the gateway's description of the item, if known, takes precedence over the encoder's
         item = self._items.get(event.request_id, {}).get(event.mm_hash, event.item)
         if item is None:
             raise InstanceFailed(f"feature {event.mm_hash[:12]}: unknown media item")
         self.form.check(item, event)
-        # requests that need one feature at once share one fetch; where it fails, the next tries its own event
+        # concurrent requests for a feature share one fetch; if it fails, the next request tries its own event
         async with self._turns.setdefault(event.mm_hash, asyncio.Lock()):
             if event.mm_hash not in self._cache:
                 if event.nbytes > self._cache.capacity_bytes:
@@ -199,7 +198,7 @@ class FeatureReceiver:
                 self._hold(event.mm_hash, event.request_id)
 
     async def take(self, request_id: str, item: MediaRef, feature: Any) -> None:
-        """Take in a feature that this instance has encoded itself. Raises InstanceFailed for one that is wrong."""
+        """Add a feature encoded by this instance. Raises InstanceFailed if it does not have the expected form."""
         self.form.check(item, feature)
         await self._take_in(request_id, item.mm_hash, feature, None)
 
@@ -211,24 +210,24 @@ class FeatureReceiver:
             await asyncio.sleep(_RETRY_ROOM_S)
         if self._is_over(request_id):
             return
-        for items in self._items.values():  # requests may have become known since the event was looked at
+        for items in self._items.values():  # requests that arrived during the fetch
             if mm_hash in items:
                 self.form.check(items[mm_hash], feature)
         if announced_at is None:
             self._fetched.pop(mm_hash, None)
         else:
-            if len(self._fetched) >= _MAX_UNUSED:  # of requests that have ended without using theirs
+            if len(self._fetched) >= _MAX_UNUSED:  # left over from requests that ended without using theirs
                 self._fetched.clear()
             self._fetched[mm_hash] = (feature.nbytes, announced_at, self.clock())
         self._cache.put(mm_hash, feature, feature.nbytes, request_id, beyond=True)
         self._hold(mm_hash, request_id)
 
     def _is_over(self, request_id: str) -> bool:
-        """Whether a request has ended; one that came after its early features were let go has not."""
+        """Return whether a request has ended; one that arrived after its early features expired has not."""
         return request_id in self._ended and request_id not in self._wanted
 
     def _hold(self, mm_hash: str, request_id: str) -> None:
-        """For the request, and for all others that wait for this feature: else it might go before they hold it."""
+        """Hold a feature for the request and all others that wait for it, before it can be evicted."""
         self._cache.acquire(mm_hash, request_id)
         if request_id not in self._wanted:
             self._early[request_id] = self.clock() + ORPHAN_S
@@ -250,7 +249,7 @@ class FeatureReceiver:
             return self.form.read(data, event.shape, event.dtype)
         except (RuntimeError, ValueError, AttributeError, TypeError) as error:
             raise InstanceFailed(
-                f"{what} of {event.nbytes} bytes is no {event.shape} {event.dtype}: {error}"
+                f"{what} of {event.nbytes} bytes does not have form {event.shape} {event.dtype}: {error}"
             ) from error
 
     def check_integrity(self) -> None:

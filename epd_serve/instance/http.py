@@ -1,4 +1,4 @@
-"""An instance's HTTP, for health and metrics alone, and its calls to other instances."""
+"""HTTP server of an instance, for health and metrics only, and calls to other instances."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
-#: For whoever starts the instance, and for Prometheus.
+#: Open to all, for supervisors and Prometheus.
 _OPEN = frozenset({"/health", "/health/live", "/metrics"})
-#: For those too that look at an instance without a cluster key.
+#: Open too on an instance without a cluster key.
 _KEYLESS = _OPEN | {"/info", "/integrity"}
 
 
 class LookApp:
-    """ASGI application of an instance: ``GET`` of what may be seen without a link. No body is read."""
+    """ASGI application that serves ``GET`` requests for the paths available without a link. It reads no bodies."""
 
     def __init__(self, service: LinkService) -> None:
         self._service = service
@@ -35,9 +35,9 @@ class LookApp:
         handler = self._service.calls.get(path)
         try:
             if path not in _OPEN and self._service.key is not None:
-                raise _Unproved(f"this instance asks for its deployment's cluster_key: set {CLUSTER_KEY}")
+                raise _Unproved(f"this instance requires its deployment's cluster_key: set {CLUSTER_KEY}")
             if scope["method"] != "GET" or path not in _KEYLESS or handler is None:
-                raise NoSuchCall(f"there is no {scope['method']} {path} over HTTP")
+                raise NoSuchCall(f"{scope['method']} {path} is not available over HTTP")
             reply = await handler(b"")
             status, headers, body = 200, reply.headers, reply.body
         except ServeError as error:
@@ -51,7 +51,7 @@ class _Unproved(InvalidRequest):
 
 
 class Peers:
-    """Calls to other instances, each over one link: msgpack there, msgpack back."""
+    """Calls to other instances, with msgpack bodies, over one link per instance."""
 
     def __init__(self) -> None:
         self._links: dict[str, Link] = {}
@@ -60,10 +60,10 @@ class Peers:
         await asyncio.gather(*[link.close() for link in self._links.values()])
 
     async def call(self, url: str, path: str, message: wire.Message, timeout_s: float | None = None) -> bytes:
-        """Send a message and return the answer's body.
+        """Send a message and return the body of the answer.
 
-        Raises the ServeError that the peer answered with, and InstanceFailed with code ``peer_unreachable`` where
-        it is gone or does not answer in ``timeout_s``.
+        Raises the peer's ServeError, or InstanceFailed with code ``peer_unreachable`` if the peer is lost or does
+        not answer within ``timeout_s``.
         """
         if (link := self._links.get(url)) is None:
             link = self._links[url] = Link(url, url, cluster_key(), tls=tls_files())
@@ -71,10 +71,10 @@ class Peers:
             async with asyncio.timeout(timeout_s):
                 return await link.ask(path, [wire.encode(message)], MAX_BODY_BYTES)
         except (InstanceLost, TimeoutError) as error:
-            reason = str(error) or f"nothing in {timeout_s:g} s"
+            reason = str(error) or f"timeout after {timeout_s:g} s"
             raise unreachable(f"{url} does not answer {path}: {reason}") from error
 
 
 def unreachable(message: str) -> InstanceFailed:
-    """Return an error: this instance, which is well, cannot reach another, which may be well too."""
+    """Return the error that this instance cannot reach another one, though both may be healthy."""
     return InstanceFailed(message, code=PEER_UNREACHABLE)

@@ -1,4 +1,4 @@
-"""One instance: the stages of its role, put together, behind a control server."""
+"""An instance: assembles the stages of its role and serves their control calls."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _HOUSEKEEPING_S = 0.25
-#: A read must end well before the lease of the blocks that it reads into.
+#: A read must end well before the lease of its target blocks.
 _READS_PER_LEASE = 4
 
 
 class Instance:
-    """Stages, caches and threads of one process. Build it, ``await start()``, then serve :meth:`handlers`.
+    """Stages, caches and threads of one process. Construct it, ``await start()``, then serve :meth:`handlers`.
 
     Attributes:
-        is_accepting: whether it takes new requests.
-        encoder: of every role, for the worst case.
-        language: the other stages; None where the role has none.
+        is_accepting: whether it accepts new requests.
+        encoder: encode stage; present in every role, as a last resort.
+        language: prefill and decode stages; None in role E.
     """
 
     def __init__(self, options: InstanceOptions) -> None:
@@ -73,7 +73,7 @@ class Instance:
         logger.info("%s of %s: %s", options.name, self.device.name, options.sizes)
         self.streams = DualStream(options, self.device)
         self.clean_ups = CleanUps()
-        # an instance's own store takes what Mooncake does not
+        # the instance's embedded store holds features that Mooncake does not accept
         stores = tuple(dict.fromkeys(("embedded", options.feature_store)))
         self.telemetry = InstanceTelemetry(options.name, stores=stores, trace=options.trace)
         self.refusals = Refusals(options.name)
@@ -82,14 +82,14 @@ class Instance:
         self._weights: Language | None = None
 
     async def start(self) -> None:
-        """Load what the role needs. Raises ValueError for a model or device that cannot serve it."""
+        """Load the parts that the role needs. Raises ValueError if the model or device does not support it."""
         options = self.options
         self.loop = asyncio.get_running_loop()
         self.model = await asyncio.to_thread(open_model, options, self.device)
         self.family = self.model.family
         self.check_role(options.role)
         transport = await asyncio.to_thread(start_transport, options, self.device)
-        # Mooncake brings links of its own
+        # Mooncake has its own links
         self.transport = transport if options.kv_transfer.transport == "mooncake" else self.model.linked(transport)
         self.peers = Peers()
         self.store = await self._new_store()
@@ -121,7 +121,7 @@ class Instance:
         return await asyncio.to_thread(self.model.feature_store, options, host, transport, observe)
 
     async def _build(self) -> None:
-        """Make the stages of the role from what is there of them; load the others' weights that stay."""
+        """Build the stages of the role, reusing loaded parts; with ``resident: all``, load all weights."""
         options, role = self.options, self.options.role
         keeps_all = options.resident == "all"
         self.limits = StepLimits(options, self.model.measurements())
@@ -130,7 +130,7 @@ class Instance:
             await self.encoder.load_tower(self.limits if role.encodes else None)
             logger.info("tower loaded")
         if self._weights is None and (role.has_language_model or keeps_all):
-            # known before the engine, which may fail: others use them then
+            # set before the engine is built: if that fails, the next role reuses the weights
             self._weights = await asyncio.to_thread(self.model.language, self)
             logger.info("language model loaded")
         if self._weights is not None and role.has_language_model:
@@ -141,7 +141,7 @@ class Instance:
             self.language, self.encoder.consumer = language, language.receiver
 
     async def close(self) -> None:
-        """Stop threads and give back memory."""
+        """Stop threads and free memory."""
         await self.lifecycle.settled.wait()
         self.ready = self.is_accepting = False
         await self.clean_ups.cancel()
@@ -160,14 +160,14 @@ class Instance:
     # ------------------------------------------------------------------ calls
 
     def handlers(self) -> dict[str, Handler]:
-        """Return the handler of each path that callers may ask; see :mod:`epd_serve.protocol.wire`."""
+        """Return the call handlers by path; see :mod:`epd_serve.protocol.wire`."""
         return ControlCalls(self).handlers()
 
     def check_role(self, role: Role) -> None:
-        """Raise ValueError for a role that the options or the model do not allow."""
+        """Raise ValueError if the options or the model do not allow the role."""
         in_role(self.options, role)
         if not (self.family.token_ids or role.has_language_model):
-            raise ValueError("the model takes text alone, so an instance of role E has nothing to encode")
+            raise ValueError("the model is text-only, so an instance of role E has nothing to encode")
 
     def check_started(self) -> None:
         """Raise Unavailable until the model is loaded."""
@@ -175,22 +175,22 @@ class Instance:
             raise Unavailable("the instance is loading its model")
 
     def check_ready(self) -> None:
-        """Raise Unavailable while there are no stages."""
+        """Raise Unavailable while the instance loads or rebuilds its stages."""
         self.check_started()
         if self.lifecycle.state is SwitchState.REBUILDING:
             raise self.refusals.error()
 
     def check_accepting(self) -> None:
-        """Raise Unavailable while the instance takes no new requests."""
+        """Raise Unavailable while the instance accepts no new requests."""
         if self.is_accepting:
             return
         self.check_ready()
         if self.lifecycle.is_leaving:
-            raise Unavailable(f"instance {self.options.name} is being shut down", code=DRAINING)
+            raise Unavailable(f"instance {self.options.name} is shutting down", code=DRAINING)
         raise self.refusals.error()
 
     def info(self) -> instance_state.InstanceInfo:
-        """Describe the instance, and its work. Raises Unavailable while it is loading."""
+        """Return the instance's identity and state. Raises Unavailable while it is loading."""
         self.check_started()
         options, lifecycle, language = self.options, self.lifecycle, self.language
         longest = options.max_model_len or self.model.max_positions
@@ -231,11 +231,11 @@ class Instance:
         )
 
     def _usage(self) -> instance_state.Usage:
-        """Return the use that this process makes of its host and its device."""
+        """Measure the host and device resources that this process uses."""
         times = os.times()
         total = free = 0
         if self.device.type != "cpu":
-            with suppress(RuntimeError):  # a device that has failed: the probe says so
+            with suppress(RuntimeError):  # the device failed; its probe reports that
                 total, free = self.device.memory()
         return instance_state.Usage(
             at_s=time.monotonic(),
@@ -247,7 +247,7 @@ class Instance:
         )
 
     def load(self) -> instance_state.Load:
-        """Return its load as of now. The instance must be ready."""
+        """Return the current load. The instance must be ready."""
         return msgspec.structs.replace(
             self.language.load() if self.language else instance_state.Load(),
             num_waiting_encodes=self.encoder.num_waiting,
@@ -258,14 +258,14 @@ class Instance:
         )
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the books of all caches balance."""
+        """Raise AssertionError unless all caches are consistent."""
         self.store.check_integrity()
         if (language := self.language) is not None:
             for part in (language.engine, language.receiver, language.decoder, language.memory):
                 part.check_integrity()
 
     def in_use(self) -> dict[str, int]:
-        """Count the things that are held, by kind; all zero on an idle instance."""
+        """Return counts of resources in use, by kind; all zero on an idle instance."""
         in_use = {
             "calls": len(self.refusals),
             "features_held": self.store.num_owners,
@@ -277,7 +277,7 @@ class Instance:
         return in_use
 
     def render_metrics(self) -> bytes:
-        """Prometheus text."""
+        """Return the metrics in Prometheus text format."""
         language, streams = self.language, self.streams
         return self.telemetry.metrics.render(
             self.load(),
@@ -289,25 +289,25 @@ class Instance:
         )
 
     def serving(self, stage: Stage) -> LanguageEngine:
-        """The part that prefills and decodes. Raises Unavailable where the role lacks the stage, or while it is
+        """Return the stages that prefill and decode. Raises Unavailable if the role lacks ``stage`` or while it is
         loading."""
         if self.language is None or stage not in self.options.role.stages:
             self.check_ready()
             what = stage.name.lower()
             message = f"instance {self.options.name} has role {self.options.role} and does not {what}"
-            raise Unavailable(message, code=DRAINING)  # the caller may know it by the role that it had
+            raise Unavailable(message, code=DRAINING)  # the caller may know only the old role
         return self.language
 
     # ------------------------------------------------------------------ another role
 
     def state_changed(self) -> None:
-        """Take note of the lifecycle's state, and report it at once."""
+        """Update ``is_accepting`` after a change of the lifecycle, and report it at once."""
         lifecycle = self.lifecycle
         self.is_accepting = self.ready and not lifecycle.is_leaving and lifecycle.state is SwitchState.SERVING
         self.reports.send_now()
 
     def send_away(self, *, begun: bool) -> None:
-        """Refuse requests that have not begun; with ``begun``, give up those that can go on elsewhere as well."""
+        """Refuse requests that have not begun; with ``begun``, also give up those that can continue elsewhere."""
         if (language := self.language) is not None:
             language.decoder.drop_orphans()
             generations = [*language.decoder.generations, *language.prefiller.generations]
@@ -317,16 +317,16 @@ class Instance:
         self.refusals.refuse(begun=begun)
 
     async def rebuild(self, role: Role) -> None:
-        """Serve another role from now on; nothing may be in use. Raises whatever keeps its stages from being made.
+        """Switch to another role; nothing may be in use. Raises if its stages cannot be built.
 
-        Weights that the role does not need stay with ``resident: all``.
+        With ``resident: all``, weights that the role does not need stay loaded.
         """
         old, options = self.options, in_role(self.options, role)
         remember(options)
         if self.language is not None:
             closing, self.language, self.encoder.consumer = [self.language], None, None
             await _close(closing)
-        # those of a role that encodes have a part of the device, or lend one of the host
+        # an encode role's store takes device memory, or lends host memory to Mooncake
         lends = (old.feature_store == "mooncake" or self.store.on_device) and old.role.stages != role.stages
         self.options = options
         if self._weights is not None and not role.has_language_model:
@@ -340,7 +340,7 @@ class Instance:
             await asyncio.to_thread(self.store.close)
             self.store = await self._new_store()
         if self.device.type != "cpu":
-            gc.collect()  # objects that know each other keep the old role's KV and model on the device
+            gc.collect()  # reference cycles keep the old role's KV and model on the device
         await self._build()
 
     async def _housekeep(self) -> None:
@@ -350,7 +350,7 @@ class Instance:
             if self.language is not None:
                 watches["the language model"] = self.language.watch
             for part, watch in watches.items():
-                if (how_long := watch.overdue()) is not None:  # no thread can be taken out of its step
+                if (how_long := watch.overdue()) is not None:  # a thread cannot be interrupted in its step
                     logger.critical("%s hangs: %s; this process ends", part, how_long)
                     end_process()
             try:
@@ -362,15 +362,15 @@ class Instance:
 
 
 async def _close(part: list[Any]) -> None:
-    """Close one part of an instance on a thread which does not refer to it any more when this returns.
+    """Pop the one part in the list and close it on a thread.
 
-    It would keep the part's memory on the device from the collection that follows.
+    No reference to the part remains afterwards, so that garbage collection can free its device memory.
     """
     await asyncio.to_thread(lambda: part.pop().close())
 
 
 def start_transport(options: InstanceOptions, device: BareDevice) -> Transport:
-    """Raises ValueError where mooncake is asked for and missing, or does not reach the device's memory so."""
+    """Start the transport. Raises ValueError if Mooncake is missing or does not support the device."""
     if options.kv_transfer.transport == "mooncake":
         transport: Transport = MooncakeTransport(_mooncake_options(options, device), cluster_key())
     else:
@@ -388,9 +388,9 @@ def start_transport(options: InstanceOptions, device: BareDevice) -> Transport:
 def start_feature_store(
     options: InstanceOptions, transport: Transport, device: BareDevice, observe: StoreObserver, producer: str
 ) -> FeatureStore:
-    """Blocks until the store is there. Raises ValueError as above, or where its master does not answer.
+    """Start the feature store. Blocks. Raises ValueError if Mooncake is missing or its master does not answer.
 
-    An instance that is meant to encode lends ``feature_cache_bytes`` to a store that all share.
+    An instance whose role encodes lends ``feature_cache_bytes`` to a shared Mooncake store.
     """
     capacity_bytes = options.sizes.feature_cache_bytes
     local = EmbeddedFeatureStore(transport, capacity_bytes, observe)
@@ -400,7 +400,7 @@ def start_feature_store(
         raise ValueError("feature_store mooncake needs the address of its master")
     segment_bytes = capacity_bytes if options.role.encodes else 0
     if 0 < segment_bytes < MIN_SEGMENT_BYTES:
-        raise ValueError(f"Mooncake Store takes no less than {MIN_SEGMENT_BYTES}; raise feature_cache_bytes")
+        raise ValueError(f"Mooncake Store needs at least {MIN_SEGMENT_BYTES} bytes; raise feature_cache_bytes")
     mooncake = _mooncake_options(options, device)
     engine = transport.engine if isinstance(transport, MooncakeTransport) else None
     client = StoreClient(mooncake, options.mooncake.master, segment_bytes, engine=engine)
@@ -413,7 +413,7 @@ def _mooncake_options(options: InstanceOptions, device: BareDevice) -> MooncakeO
     if options.mooncake.devices is not None:
         protocol = "rdma"
         if protocol not in capability.mooncake_protocols:
-            raise ValueError(f"mooncake.devices: RDMA does not reach memory of {device.type}; leave them out")
+            raise ValueError(f"mooncake.devices: RDMA does not support {device.type} memory; remove the option")
     return MooncakeOptions(
         host=options.advertise or options.host,
         protocol=protocol,

@@ -1,4 +1,4 @@
-"""Hand-over of prompts to decode instances: reserve blocks, announce groups of layers, complete."""
+"""Hand prompts over to decode instances: reserve blocks, announce groups of layers, complete."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ _CANCEL_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transfers:
-    """The instance's side of all its hand-overs, for as long as it has one role.
+    """Objects that all hand-overs of an instance share while it keeps its role.
 
     Attributes:
-        sender: announces KV. memory: where the KV is read from.
-        refusals: of calls that an instance which leaves its role refuses; hand-overs are among them.
-        lease_s: how long a decode instance keeps blocks for a prompt that is not renewed.
+        sender: announces KV.
+        memory: holds the KV that decode instances read.
+        refusals: end hand-overs while the instance drains.
+        lease_s: how long a decode instance keeps blocks without a renewal.
     """
 
     engine: Engine
@@ -44,15 +45,16 @@ class Transfers:
 
 
 class KVDelivery:
-    """One prompt's hand-over: :meth:`open` before it is computed, then :meth:`hand_over`, or :meth:`give_up`.
+    """Hand-over of one prompt: call :meth:`open` before the prompt is computed, then :meth:`hand_over` or
+    :meth:`give_up`.
 
-    The decode instance reserves blocks, and reads groups of layers while the prompt is computed. It is the
-    :class:`~epd_serve.transfer.kv_sender.DecodePeer` of its transfer.
+    The decode instance reserves blocks, and reads groups of layers while the prompt is computed. This object is
+    the :class:`~epd_serve.transfer.kv_sender.DecodePeer` of its transfer.
 
     Attributes:
-        ref: names the transfer to the decode instance.
-        transfer: for the engine.
-        first: the prompt's first tokens; fails with the prompt, or where the decode instance gives up before.
+        ref: identifies the transfer to the decode instance.
+        transfer: the transfer to submit to the engine.
+        first: end of the prompt with its first tokens; fails if the prompt fails or the decode instance gives up.
     """
 
     def __init__(self, own: Transfers, sequence: Sequence, decode_url: str) -> None:
@@ -68,7 +70,7 @@ class KVDelivery:
         self._renewal = self._loop.create_task(self._renew())
 
     def feed(self, event: EngineEvent) -> None:
-        """Take the end of the prompt."""
+        """Handle the engine's event for the end of the prompt."""
         if self.first.done():
             return
         if isinstance(event, FailureEvent):
@@ -77,7 +79,7 @@ class KVDelivery:
             self.first.set_result(event)
 
     def announce(self, announcement: wire.KVAnnouncement) -> wire.KVTaken:
-        """Have the decode instance read KV. Blocks; raises TransferError."""
+        """Announce KV and wait until the decode instance has read it. Blocks. Raises TransferError."""
         call = self._call("/kv/announce", announcement)
         try:
             return wire.decode(asyncio.run_coroutine_threadsafe(call, self._loop).result(), wire.KVTaken)
@@ -85,7 +87,7 @@ class KVDelivery:
             raise (PeerGone if error.code == PEER_UNREACHABLE else TransferError)(error.message) from error
 
     async def open(self) -> None:
-        """Reserve blocks; the decode instance may wait for some. Raises ServeError."""
+        """Reserve blocks, waiting until the decode instance has enough. Raises ServeError."""
         sequence, memory = self._sequence, self._own.memory
         reserve = wire.ReserveRequest(
             transfer_id=self.ref.transfer_id,
@@ -105,9 +107,9 @@ class KVDelivery:
         self.transfer.target = target
 
     async def hand_over(self, handoff: wire.Handoff) -> None:
-        """Return once the decode instance has the KV and the request.
+        """Complete the hand-over; return once the decode instance has the KV and the request.
 
-        Raises ServeError; it is of code ``draining`` where this instance leaves its role meanwhile.
+        Raises ServeError, with code ``draining`` if this instance drains before that.
         """
         transfer, telemetry = self.transfer, self._own.telemetry
         async with self._own.refusals.call(kind=InstanceFailed):
@@ -115,7 +117,7 @@ class KVDelivery:
             if transfer.error is not None:
                 code = PEER_UNREACHABLE if isinstance(transfer.error, PeerGone) else None
                 raise InstanceFailed(f"the KV transfer to {self._url} failed: {transfer.error}", code=code)
-            if transfer.cancelled:  # some of the KV was not read
+            if transfer.cancelled:  # some of the KV remains unread
                 raise InstanceFailed(f"{self._url} gave up the KV transfer")
             try:
                 await self._own.peers.call(self._url, "/kv/complete", handoff, self._own.lease_s)
@@ -127,14 +129,14 @@ class KVDelivery:
         telemetry.metrics.kv_delivered(transfer)
 
     def close(self) -> None:
-        """Free the prompt's blocks here, and at the decode instance unless it has confirmed the hand-over."""
+        """Free the prompt's blocks here, and also at the decode instance unless it took the request over."""
         if self._is_confirmed:
             self._own.engine.transferred(self._sequence)
         else:
             self.give_up("")
 
     def give_up(self, reason: str) -> None:
-        """End the request here, then at the decode instance; with a reason, it has failed. Idempotent."""
+        """Cancel the request here and at the decode instance; with a reason, as failed. Idempotent."""
         if not self._is_given_up:
             self._is_given_up = True
             self._renewal.cancel()
@@ -146,7 +148,7 @@ class KVDelivery:
         self._own.engine.abort(self.ref.request_id)
 
     async def _renew(self) -> None:
-        """Keep the lease alive; where D has given up, announce no more and fail the request."""
+        """Renew the lease; if D has given up, stop announcing and fail the request."""
         tick_s = self._own.lease_s / 6
         while True:
             await asyncio.sleep(tick_s)
@@ -154,7 +156,7 @@ class KVDelivery:
             try:
                 await self._own.peers.call(self._url, "/kv/renew", self.ref, tick_s)
             except InstanceFailed:
-                continue  # what D is asked next fails if it stays away
+                continue  # if D stays away, its next call fails
             except ServeError as error:
                 if was_granted:
                     self._stop()
@@ -164,7 +166,7 @@ class KVDelivery:
             self._heard_at = time.monotonic()
 
     async def _fenced(self) -> None:
-        """Wait until nothing of the transfer is under way."""
+        """Wait until the sender has no announcement of this transfer in progress."""
         passed = asyncio.Event()
         self._own.sender.fence(self.transfer, partial(self._loop.call_soon_threadsafe, passed.set))
         await passed.wait()
@@ -172,13 +174,13 @@ class KVDelivery:
     async def _cancel(self, reason: str) -> None:
         await self._fenced()
         ref = wire.TransferRef(self.ref.transfer_id, self.ref.request_id, reason=reason)
-        with suppress(ServeError):  # D is gone and its reservation with it, or its lease will end
+        with suppress(ServeError):  # D is lost with its reservation, or its lease will expire
             await self._own.peers.call(self._url, "/kv/cancel", ref, _CANCEL_TIMEOUT_S)
 
     async def _call(self, path: str, message: wire.Message) -> bytes:
-        """Return the answer, for which D may wait for blocks, or read, as long as it answers renewals.
+        """Call D and return its answer, waiting as long as D answers renewals.
 
-        Raises InstanceFailed where it has not for half a lease.
+        Raises InstanceFailed if D has answered nothing for half a lease.
         """
         began = time.monotonic()
         call = asyncio.create_task(self._own.peers.call(self._url, path, message))
@@ -194,7 +196,7 @@ class KVDelivery:
             await asyncio.gather(call, return_exceptions=True)
 
     def _blame(self, error: Unavailable) -> ServeError:
-        """Return the error with who is to blame: that D leaves its role is no matter of this instance."""
+        """Attribute an error to D if D is draining, so that this instance is not blamed."""
         if error.code != DRAINING:
             return error
         return InstanceFailed(f"{self._url}: {error.message}", code=DECODE_DRAINING)

@@ -1,4 +1,4 @@
-"""The stages that need the language model: its engine, prefill and decode, in one role of the instance."""
+"""Stages that need the language model: engine, prefill and decode, for one role of the instance."""
 
 from __future__ import annotations
 
@@ -35,15 +35,18 @@ logger = logging.getLogger(__name__)
 
 
 class LanguageEngine(EngineHooks):
-    """Engine, prefill and decode of one instance in one role; call :meth:`start` next.
+    """Engine, prefill and decode of one instance in one role. Call :meth:`start` after construction.
 
     Attributes:
-        weights: which another role may keep. memory: of its KV.
-        engine: computes. sender: announces KV. receiver: has the features. watch: of the steps.
+        weights: the loaded model, which may outlive the role.
+        memory: KV memory.
+        sender: announces KV.
+        receiver: holds the features.
+        watch: detects steps that hang.
     """
 
     def __init__(self, instance: Instance, weights: Language) -> None:
-        """Raises ValueError for a model that cannot be served so. Blocks while KV memory and graphs are made."""
+        """Allocate KV memory and capture graphs. Blocks. Raises ValueError if the options do not fit the model."""
         options, limits = instance.options, instance.limits
         self._instance = instance
         self.weights = weights
@@ -125,13 +128,13 @@ class LanguageEngine(EngineHooks):
         )
 
     def start(self) -> None:
-        """Begin to step. Blocks while the engine's thread warms up."""
+        """Start the engine's thread. Blocks while it warms up."""
         self._loop.start()
 
     def _warm_up(self, runner: Any, num_blocks: int) -> None:
         self.weights.warm_up(runner, self._instance.options.sizes.max_num_batched_tokens)
         for block in range(num_blocks, self.memory.num_blocks):
-            self.memory.copy_block(0, block)  # the steps that were measured had their state there
+            self.memory.copy_block(0, block)  # measured steps kept their recurrent state there
 
     def close(self) -> None:
         """Stop the engine; the weights stay. Blocks."""
@@ -140,7 +143,7 @@ class LanguageEngine(EngineHooks):
         self.sender.close()
 
     def load(self) -> instance_state.Load:
-        """Return the engine's load, with requests that have not come to it yet."""
+        """Return the engine's load, including requests that have not reached it yet."""
         load = self.engine.load()
         return msgspec.structs.replace(
             load,
@@ -150,7 +153,7 @@ class LanguageEngine(EngineHooks):
         )
 
     def in_use(self) -> dict[str, int]:
-        """Count the things that are held, by kind; all zero while idle."""
+        """Return counts of resources in use, by kind; all zero while idle."""
         load = self.engine.load()
         return {
             "blocks": load.total_blocks - load.free_blocks,
@@ -208,8 +211,8 @@ class LanguageEngine(EngineHooks):
                 continue
             try:
                 receiver.feed(event)
-            except Exception as error:  # an answer that cannot be written must not take the others along
-                logger.exception("the answer of request %s failed", request_id)
+            except Exception as error:  # one failed answer must not affect the others
+                logger.exception("the answer to request %s failed", request_id)
                 receiver.feed(FailureEvent(request_id, ServeError(f"the answer cannot be written: {error}")))
 
     def freed(self) -> None:

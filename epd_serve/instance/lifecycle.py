@@ -1,4 +1,4 @@
-"""An instance drains: to take another role, to leave the deployment, or because its process ends."""
+"""Drain an instance to switch its role, to leave the deployment, or to stop the process."""
 
 from __future__ import annotations
 
@@ -21,25 +21,26 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.005
-#: An empty process is ended at once, unless whoever had it leave is gone: then it serves again.
+#: How long a drained instance waits to be stopped before it serves again: the process that ordered it to leave may
+#: be gone.
 _EMPTY_S = 30.0
 
 
 class SwitchState(StrEnum):
-    """The states of an instance's change of role."""
+    """States of a role switch."""
 
     SERVING = "SERVING"
-    DRAINING = "DRAINING"  # takes nothing new; what is here ends, or goes on elsewhere
-    REBUILDING = "REBUILDING"  # is empty; stages and caches of the other role are made
+    DRAINING = "DRAINING"  # accepts nothing new; running requests end, or continue elsewhere
+    REBUILDING = "REBUILDING"  # drained; building the stages and caches of the new role
 
 
 class Lifecycle:
-    """Carries out orders to switch (001 EPD, section 3.2.4) and to leave, one at a time. For the event loop.
+    """Executes orders to switch roles (001 EPD, section 3.2.4) and to leave, one at a time, on the event loop.
 
     Attributes:
-        role: the role that it serves, or served last.
-        epoch: number of times its stages were rebuilt; a new epoch makes callers' knowledge of its caches void.
-        settled: set while no switch is under way.
+        role: current role, or the old one during a switch.
+        epoch: number of rebuilds; a new epoch invalidates callers' knowledge of the instance's caches.
+        settled: set while no switch is in progress.
     """
 
     def __init__(self, instance: Instance, role: Role) -> None:
@@ -55,17 +56,17 @@ class Lifecycle:
 
     @property
     def is_leaving(self) -> bool:
-        """Whether it takes nothing new because its process is to end."""
+        """Whether it accepts nothing new because its process is about to stop."""
         return self._is_ending or self._is_draining_to_leave or self._empty is not None
 
     async def switch(self, order: instance_state.RoleOrder) -> instance_state.RoleChanged:
-        """Return when the instance serves the role. Cancelled while it drains, it goes on in its old one.
+        """Switch to a role; return once the instance serves it. If cancelled while draining, keep the old role.
 
         Raises:
-            InvalidRequest: it cannot have that role.
-            Conflict: it is leaving or on its way to another, or was called back.
-            StageTimeout: something was still there at the deadline; it serves its old role again.
-            ServeError: the stages could not be made; likewise.
+            InvalidRequest: the instance does not support that role.
+            Conflict: it is leaving or switching already, or the switch was cancelled by another order.
+            StageTimeout: it did not drain by the deadline and keeps its old role.
+            ServeError: the new stages could not be built; it serves its old role again.
         """
         self._instance.check_ready()
         old, began = self.role, time.monotonic()
@@ -80,16 +81,16 @@ class Lifecycle:
                 await self.settled.wait()
             return instance_state.RoleChanged(str(role), str(role), self.epoch, time.monotonic() - began)
         if self.state is not SwitchState.SERVING:
-            raise Conflict(f"it is {self.state} on its way from {old} to another role")
+            raise Conflict(f"the instance is {self.state} to switch from role {old}")
         if self.is_leaving:
-            raise Conflict("it is leaving; it takes no other role")
+            raise Conflict("the instance is leaving and cannot switch roles")
         logger.info("role %s → %s: draining", old, role)
         self.state = SwitchState.DRAINING
         self.settled.clear()
         try:
             drain_s = await self._drain(order)
         except BaseException:
-            logger.info("role %s stays", old)
+            logger.info("keeping role %s", old)
             self._settle(old)
             raise
         self.state = SwitchState.REBUILDING
@@ -97,22 +98,22 @@ class Lifecycle:
         self._rebuilding = asyncio.create_task(self._rebuild(role))
         await asyncio.shield(self._rebuilding)
         seconds = time.monotonic() - began
-        logger.info("role %s → %s in %.3f s, %.3f s of it to drain", old, role, seconds, drain_s)
+        logger.info("role %s → %s in %.3f s, including %.3f s to drain", old, role, seconds, drain_s)
         return instance_state.RoleChanged(str(old), str(role), self.epoch, seconds, drain_s)
 
     async def leave(self, order: instance_state.LeaveOrder) -> instance_state.Left:
-        """Return when nothing is left. Cancelled before, it serves on; not stopped afterwards, it serves again.
+        """Drain to leave; return once drained. If cancelled, or not stopped afterwards, the instance serves again.
 
         Raises:
-            Unavailable: it is loading its model.
-            Conflict: it is on its way to another role, or somebody else has it leave.
-            StageTimeout: something was still there at the deadline; it serves on.
+            Unavailable: the instance is loading its model.
+            Conflict: it is switching roles, or another order to leave is in progress.
+            StageTimeout: it did not drain by the deadline and serves again.
         """
         self._instance.check_started()
         if self.state is not SwitchState.SERVING:
-            raise Conflict("it is on its way to another role")
+            raise Conflict("the instance is switching roles")
         if self._is_draining_to_leave:
-            raise Conflict("it is leaving already")
+            raise Conflict("the instance is already leaving")
         if self._empty is not None:
             self._empty.cancel()
             self._empty = None
@@ -124,34 +125,34 @@ class Lifecycle:
         finally:
             self._is_draining_to_leave = False
             self._instance.state_changed()
-        logger.info("leaving: empty after %.3f s", seconds)
+        logger.info("leaving: drained in %.3f s", seconds)
         return instance_state.Left(seconds)
 
     async def end(self) -> None:
-        """Take nothing new from now on; return when the answers that are here have ended."""
+        """Accept no new requests from now on; return once all running requests have ended."""
         self._is_ending = True
         self._instance.state_changed()
         while any(self._instance.in_use().values()):  # noqa: ASYNC110 - work ends in many places
             await asyncio.sleep(_TICK_S)
 
     def _stay(self) -> None:
-        logger.info("leaving: it stays")
+        logger.info("not stopped after leaving; serving again")
         self._empty = None
         self._instance.state_changed()
 
     async def _drain(self, order: instance_state.RoleOrder | instance_state.LeaveOrder) -> float:
-        """Send work away: what has not begun at once, the rest when its patience ends. Return the seconds taken.
+        """Send away waiting requests at once and running ones after ``patience_s``; return the seconds taken.
 
         Raises:
-            Conflict: it was called back to its role.
-            StageTimeout: something was still there at the deadline.
+            Conflict: another order cancelled the switch.
+            StageTimeout: requests were left at the deadline.
         """
         began, patience_s = time.monotonic(), min(order.patience_s, order.deadline_s / 2)
         self._is_called_back = False
         self._instance.state_changed()
         while True:
             if self._is_called_back:
-                raise Conflict(f"it was called back to role {self.role}")
+                raise Conflict(f"the switch was cancelled; the instance keeps role {self.role}")
             seconds = time.monotonic() - began
             self._instance.send_away(begun=seconds >= patience_s)
             in_use = {what: count for what, count in self._instance.in_use().items() if count}
@@ -160,13 +161,12 @@ class Lifecycle:
             if seconds >= order.deadline_s:
                 left = ", ".join(f"{count} {what}" for what, count in in_use.items())
                 raise StageTimeout(
-                    f"after {order.deadline_s:g} s there is still something to do ({left}); role "
-                    f"{self.role} is served on"
+                    f"not drained after {order.deadline_s:g} s ({left} left); the instance keeps role {self.role}"
                 )
             await asyncio.sleep(_TICK_S)
 
     async def _rebuild(self, role: Role) -> None:
-        """Make the stages of the role, or else those of the old one; nobody may wait for the order any more."""
+        """Build the stages of the role, or rebuild the old ones on failure, even if the order was cancelled."""
         old = self.role
         try:
             await self._instance.rebuild(role)
@@ -179,12 +179,12 @@ class Lifecycle:
                 end_process()
             self.epoch += 1
             self._settle(old)
-            raise ServeError(f"role {role} cannot be served ({error}); role {old} is served on") from error
+            raise ServeError(f"role {role} cannot be served ({error}); the instance keeps role {old}") from error
         self.epoch += 1
         self._settle(role)
 
     def _settle(self, role: Role) -> None:
-        """Serve a role from now on."""
+        """End a switch by serving a role."""
         self.role = role
         self.state = SwitchState.SERVING
         self.settled.set()
@@ -192,13 +192,13 @@ class Lifecycle:
 
 
 def end_process() -> None:
-    """End this process at once, where it cannot go on: whoever started it starts it again."""
+    """End this process at once after a fatal error; its supervisor restarts it."""
     logging.shutdown()
     os._exit(1)
 
 
 def end_if_lost(device: BareDevice) -> None:
-    """End this process where its device is lost, since no step on it will succeed again."""
+    """End this process if its device is lost, since no step on it will succeed again."""
     try:
         device.check()
     except DeviceLost as error:

@@ -34,15 +34,15 @@ from epd_serve.rpc.tls import tls_files
 logger = logging.getLogger(__name__)
 
 _GRACE_S = 3
-#: How long one thread may keep the interpreter while another wants it. A step of the engine lets go of it at each
-#: operator; with Python's 5 ms, a busy event loop or preparation may slow it down by that much every time.
+#: Python's thread switch interval. An engine step releases the GIL at each operator; with Python's 5 ms, a busy
+#: event loop or preparation thread could delay it that long each time.
 _SWITCH_INTERVAL_S = 0.0005
 
 
 def run_instance(options: InstanceOptions) -> None:
     """Load the role's part of the model and serve the control API. Blocks.
 
-    Raises ValueError for a model or a device that cannot be served.
+    Raises ValueError for an unsupported model or device.
     """
     options = remembered(options)
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {options.name} %(levelname)s %(message)s")
@@ -58,10 +58,10 @@ def run_instance(options: InstanceOptions) -> None:
 
 
 def end_process() -> NoReturn:
-    """End this process with exit code 0, after :func:`run_instance` has closed all that it had.
+    """End this process with exit code 0, after :func:`run_instance` has released its resources.
 
-    The interpreter stays as it is: to take it apart with torch in it costs each instance a second of CPU time, and
-    writes to all the memory that it shares with the process that it was forked from.
+    This skips interpreter shutdown, which with torch loaded costs a second of CPU time and copies the memory
+    shared with the parent process.
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -85,7 +85,7 @@ async def _serve(options: InstanceOptions) -> None:
         lifespan="off",
         access_log=False,
         log_config=None,
-        timeout_keep_alive=75,  # longer than callers keep an idle connection: none is closed under a call
+        timeout_keep_alive=75,  # longer than clients keep idle connections, so none closes under a call
         timeout_graceful_shutdown=_GRACE_S,
         **({} if tls is None else tls.server_options),
     )
@@ -93,9 +93,9 @@ async def _serve(options: InstanceOptions) -> None:
     draining: list[asyncio.Task[None]] = []
 
     def stop() -> None:
-        """Finish what is here first; at once when asked again."""
+        """Drain, then stop; stop at once on the second signal or before the instance is ready."""
         if draining or not instance.ready:
-            instance.reports.close()  # the server waits for the end of every answer
+            instance.reports.close()  # the server waits for all streams to end
             server.should_exit = True
         else:
             draining.append(asyncio.create_task(drain()))
@@ -108,7 +108,7 @@ async def _serve(options: InstanceOptions) -> None:
             async with asyncio.timeout(options.drain_s):
                 await instance.lifecycle.end()
         except TimeoutError:
-            logger.warning("not all requests ended within %g s", options.drain_s)
+            logger.warning("some requests did not finish within %g s", options.drain_s)
         server.should_exit = True
 
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -130,7 +130,7 @@ async def _serve(options: InstanceOptions) -> None:
 
 
 async def _work(instance: Instance) -> None:
-    """Start the instance; then announce it to its gateways, if it has any, until this is cancelled."""
+    """Start the instance, then keep it registered at its gateways, if any, until cancelled."""
     options = instance.options
     await instance.start()
     logger.info("ready: role %s on %s, pid %d", options.role, options.device, os.getpid())
@@ -141,16 +141,16 @@ async def _work(instance: Instance) -> None:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handling, which would end the process before the instance is closed. Its
-    connections are watched. :meth:`serve` raises ValueError where it cannot listen."""
+    """uvicorn server with watched connections and without signal handlers, which would end the process before the
+    instance is closed. :meth:`serve` raises ValueError if it cannot listen."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         try:
             await super().startup(sockets)
-        except SystemExit as error:  # uvicorn's way, which takes the event loop along
+        except SystemExit as error:  # raised by uvicorn; it would end the event loop
             where = f"{self.config.host} port {self.config.port}"
             raise ValueError(
-                f"the instance cannot listen on {where}: {error.__context__}; write another --port or --host"
+                f"the instance cannot listen on {where}: {error.__context__}; choose another --port or --host"
             ) from error
         for listening in self.servers if self.started else ():
             for listener in listening.sockets:

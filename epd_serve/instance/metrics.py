@@ -27,15 +27,15 @@ _Metric = TypeVar("_Metric", Counter, Gauge, Histogram)
 
 
 class InstanceMetrics:
-    """Names start with ``epd_serve_instance_``, but for :class:`VllmGauges`. Subscribes to the instance's spans.
+    """Prometheus metrics, named ``epd_serve_instance_...`` except for :class:`VllmGauges`; subscribes to spans.
 
-    The overlap ratio of a transfer is the share of its time in which the request did not wait for it: for KV, the
-    part before its prompt was computed; for a feature, the part before the engine could have computed with it.
+    The overlap ratio of a transfer is the share of its time during which the request did not wait for it: for KV,
+    the part before the end of the prompt; for a feature, the part before the engine could have used it.
 
-    Every series but those of links is there from the start, at 0, so that what has not happened yet is no gap.
+    All series except those of links exist from the start at 0, so that graphs are continuous.
 
     Args:
-        stores: the feature stores that will tell what they do.
+        stores: the feature stores to count.
     """
 
     def __init__(self, stores: tuple[FeatureStoreKind, ...] = ("embedded",)) -> None:
@@ -43,34 +43,34 @@ class InstanceMetrics:
         counter, gauge, seconds = self._counter, self._gauge, partial(self._histogram, _SECONDS)
         ratio = partial(self._histogram, _RATIOS)
         self._stages = seconds(
-            "stage_seconds", "Time of requests in each stage (telemetry/span)", stage=(*STAGES, FEATURE_WAIT)
+            "stage_seconds", "Time that requests spend in each stage", stage=(*STAGES, FEATURE_WAIT)
         )
         self._preparation = seconds(
-            "preparation_seconds", "Waiting for and work of tokenising and image preprocessing", kind=_KINDS
+            "preparation_seconds", "Waiting and working time of request preparation", kind=_KINDS
         )
         self._kv_bytes = counter("kv_bytes", "KV bytes read from other instances")
-        self._kv_seconds = counter("kv_seconds", "Time of reads of KV")
-        self._kv_announcements = counter("kv_announcements", "Groups of layers that were announced and read")
+        self._kv_seconds = counter("kv_seconds", "Time spent reading KV")
+        self._kv_announcements = counter("kv_announcements", "Groups of layers announced and read")
         self._kv_requests = counter("kv_requests", "Requests whose KV was handed over")
-        self._kv_request_bytes = counter("kv_request_bytes", "KV bytes of requests that were handed over")
-        self._kv_request_seconds = counter("kv_request_seconds", "Time of their transfers")
-        self._kv_exposed = counter("kv_exposed_seconds", "Part of that after their prompts were computed")
+        self._kv_request_bytes = counter("kv_request_bytes", "KV bytes of requests handed over")
+        self._kv_request_seconds = counter("kv_request_seconds", "KV transfer time of requests handed over")
+        self._kv_exposed = counter("kv_exposed_seconds", "KV transfer time after the end of the prompt")
         self._kv_overlap = ratio("kv_overlap_ratio", "Hidden share of a request's KV transfer")
         self._kv_wait = seconds("kv_wait_seconds", "From a prompt's end to its last KV byte")
-        self._kv_handshake = gauge("kv_handshake_seconds", "Estimate of the fixed cost of a read", link=())
-        self._kv_bandwidth = gauge("kv_bandwidth_bytes_per_second", "Estimate for each link", link=())
+        self._kv_handshake = gauge("kv_handshake_seconds", "Estimated fixed cost of a KV read", link=())
+        self._kv_bandwidth = gauge("kv_bandwidth_bytes_per_second", "Estimated link bandwidth", link=())
         self._feature_bytes = counter("feature_bytes", "Feature bytes fetched and used")
         self._feature_transmission = seconds(
-            "feature_transmission_seconds", "From a feature's event to the feature"
+            "feature_transmission_seconds", "From a feature's event to its arrival"
         )
         self._feature_scheduling = seconds(
-            "feature_scheduling_seconds", "From a feature's event to when it could have been used"
+            "feature_scheduling_seconds", "From a feature's event to the time the engine could use it"
         )
-        self._feature_exposed = counter("feature_exposed_seconds", "Transmission that requests waited for")
+        self._feature_exposed = counter("feature_exposed_seconds", "Transmission time that requests waited for")
         self._feature_overlap = ratio("feature_overlap_ratio", "Hidden share of a feature's transmission")
         self._feature_arrivals = counter(
             "feature_arrivals",
-            "Fetched features by their first use: in_time, or late and waited for",
+            "Fetched features at first use: in_time, or late if a request waited",
             arrival=("in_time", "late"),
         )
         self._feature_recomputes = counter(
@@ -78,32 +78,32 @@ class InstanceMetrics:
         )
         self._feature_producers = counter(
             "feature_producers",
-            "Announced features by the kind of device and the operators that made them",
+            "Announced features by the kind of device and operators that computed them",
             producer=(),
         )
         self._encodes = counter(
             "encodes", "Encode calls; cached: the store had the feature", cached=("false", "true")
         )
-        self._tower_images = counter("tower_images", "Images that went through the tower")
-        self._tower_pixels = counter("tower_pixels", "Their pixels")
-        self._tower_seconds = counter("tower_seconds", "Time of their computation")
+        self._tower_images = counter("tower_images", "Images encoded by the tower")
+        self._tower_pixels = counter("tower_pixels", "Pixels encoded by the tower")
+        self._tower_seconds = counter("tower_seconds", "Compute time of the tower")
         self._prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
-        self._prefix_hits = counter("prefix_cache_hits", "Prompt tokens found there")
+        self._prefix_hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache")
         self._store_owners = gauge("store_owners", "Requests that hold features in the store")
         self._store_held = gauge("store_held_bytes", "Bytes of this instance's features in the store")
         self._store_counts = {
             operation: counter(f"store_{name}", text, store=stores)
             for operation, name, text in (
-                ("hit", "hits", "Features asked for before they are encoded, and found"),
-                ("miss", "misses", "Features asked for before they are encoded, and not found"),
-                ("put", "puts", "Features put"),
+                ("hit", "hits", "Lookups before an encode that found the feature"),
+                ("miss", "misses", "Lookups before an encode that did not find the feature"),
+                ("put", "puts", "Features stored"),
                 ("evict", "evictions", "Features evicted to make room"),
                 ("fetch", "fetches", "Features fetched and verified"),
-                ("lost", "fetch_failures", "Announced features that were gone, broken or too slow to come"),
+                ("lost", "fetch_failures", "Announced features that were lost, corrupt or too slow"),
             )
         }
         self._store_bytes = {
-            operation: counter(f"store_{operation}_bytes", f"Feature bytes of each {operation}", store=stores)
+            operation: counter(f"store_{operation}_bytes", f"Feature bytes per {operation}", store=stores)
             for operation in ("put", "fetch")
         }
         self._store_seconds = {
@@ -113,34 +113,34 @@ class InstanceMetrics:
         self._steps = counter("steps", "Steps of the language model", kind=_STEPS)
         self._step_seconds = counter("step_seconds", "Time of steps", kind=_STEPS)
         self._step_tokens = counter("step_tokens", "Tokens computed", stage=("decode", "prefill"))
-        self._preemptions = counter("preemptions", "Sequences that gave their blocks to older ones for a while")
+        self._preemptions = counter("preemptions", "Sequences that lost their blocks to older ones")
         self._encode_paused = counter(
-            "encode_paused_seconds", "Time for which encodes waited in their middle for decodes"
+            "encode_paused_seconds", "Time that encodes paused between layers for decodes"
         )
         self._token_time = gauge(
             "token_time_seconds",
-            "Decodes under a limit. limit: of the time per token; credit: what steps may still take beyond it; "
-            "alone, beside: mean time per token without and beside an encode, 0 while there was none",
+            "Decodes under a limit. limit: time per token; credit: time by which steps may still exceed it; "
+            "alone, beside: mean time per token without and with a concurrent encode, 0 before the first",
             part=(),
         )
-        self._totals: dict[Counter, float] = {}  # of counters that are told by their totals
+        self._totals: dict[Counter, float] = {}  # last totals of counters set by total
         self._as_vllm = VllmGauges(self.registry)
         self._load = {
             name: gauge(name, text)
             for name, text in (
-                ("num_running", "Sequences that hold blocks and are computed"),
+                ("num_running", "Running sequences, which hold blocks"),
                 ("num_waiting", "Sequences without blocks"),
-                ("num_waiting_tokens", "Prompt tokens to be computed"),
-                ("num_waiting_encodes", "Media to be encoded"),
-                ("free_blocks", "KV blocks that nobody holds"),
+                ("num_waiting_tokens", "Prompt tokens to compute"),
+                ("num_waiting_encodes", "Media items to encode"),
+                ("free_blocks", "Free KV blocks"),
                 ("total_blocks", "KV blocks"),
             )
         }
 
-    # ------------------------------------------------------------------ told by the parts; any thread
+    # ------------------------------------------------------------------ updates, from any thread
 
     def put(self, span: Span) -> None:
-        """Count a request's stage, a step of the language model, a batch of the tower, or a preparation."""
+        """Record a span: a stage of a request, a language model step, a tower batch, or a preparation."""
         name, about, seconds = span.name, span.attributes, span.end_s - span.start_s
         if span.request_id:
             self._stages.labels(name).observe(seconds)
@@ -158,7 +158,7 @@ class InstanceMetrics:
             self._tower_seconds.inc(seconds)
 
     def kv_read(self, nbytes: int, seconds: float) -> None:
-        """A decode instance has read KV; the prefill instance counts what of that was hidden."""
+        """Count KV read by this decode instance; the prefill instance measures the overlap."""
         self._kv_bytes.inc(nbytes)
         self._kv_seconds.inc(seconds)
 
@@ -173,11 +173,11 @@ class InstanceMetrics:
             self._kv_wait.observe(transfer.wait_s)
 
     def feature_used(self, nbytes: int, transmission_s: float, scheduling_s: float) -> None:
-        """Count a feature's way to its first use (EPD-Serve Table 3).
+        """Record the times from a feature's event to its first use (EPD-Serve Table 3).
 
         Args:
-            transmission_s: from the event to the feature being here.
-            scheduling_s: from the event until the engine would have computed with it, had it been here.
+            transmission_s: from the event to the arrival of the feature.
+            scheduling_s: from the event to the time at which the engine could have used it.
         """
         exposed_s = max(transmission_s - scheduling_s, 0.0)
         self._feature_bytes.inc(nbytes)
@@ -188,23 +188,23 @@ class InstanceMetrics:
         self._feature_arrivals.labels("late" if exposed_s else "in_time").inc()
 
     def encoded(self, cached: bool, *, instead: bool = False) -> None:
-        """``instead``: by an instance that is not meant to, because no encoder could deliver."""
+        """Count an encode call. ``instead``: run as a last resort, by an instance whose role does not encode."""
         self._encodes.labels(str(cached).lower()).inc()
         if instead and not cached:
             self._feature_recomputes.inc()
 
     def feature_came(self, producer: str) -> None:
-        """Count a feature that was announced, by the kind of device and the operators that made it."""
+        """Count an announced feature by the kind of device and operators that computed it."""
         self._feature_producers.labels(producer).inc()
 
     def store_did(self, store: str, operation: str, nbytes: int = 0, seconds: float = 0.0) -> None:
-        """A :class:`epd_serve.transfer.feature_store.StoreObserver`."""
+        """Record a store operation (:class:`epd_serve.transfer.feature_store.StoreObserver`)."""
         self._store_counts[operation].labels(store).inc()
         if operation in self._store_bytes:
             self._store_bytes[operation].labels(store).inc(nbytes)
             self._store_seconds[operation].labels(store).observe(seconds)
 
-    # ------------------------------------------------------------------ asked for
+    # ------------------------------------------------------------------ output
 
     def render(
         self,
@@ -216,14 +216,14 @@ class InstanceMetrics:
         paused_s: float = 0.0,
         slack: Slack | None = None,
     ) -> bytes:
-        """Return the exposition text as of now.
+        """Return the current metrics in Prometheus text format.
 
         Args:
-            store: owners and bytes in the feature store.
+            store: number of owners and bytes in the feature store.
             links: (handshake seconds, bytes per second) by region.
-            prefix_tokens: prompt tokens looked up in the prefix cache, and found there, in all.
-            paused_s: seconds for which encodes have waited in their middle for decodes, in all.
-            slack: of the decodes; None without a limit on their time per token.
+            prefix_tokens: total prompt tokens looked up and found in the prefix cache.
+            paused_s: total seconds that encodes paused between layers for decodes.
+            slack: slack of the decodes; None without a limit on their time per token.
         """
         totals = {self._prefix_queries: prefix_tokens[0], self._prefix_hits: prefix_tokens[1]}
         for counter, total in {**totals, self._encode_paused: paused_s}.items():
@@ -258,7 +258,7 @@ class InstanceMetrics:
 
 
 def _at_0(metric: _Metric, labels: dict[str, tuple[str, ...]]) -> _Metric:
-    """Return the metric with a series for each value that its labels can take."""
+    """Create a series for each combination of label values, and return the metric."""
     if labels:
         for values in product(*labels.values()):
             metric.labels(*values)

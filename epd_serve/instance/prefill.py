@@ -1,4 +1,4 @@
-"""The prefill stage: prompt, features, reservation at D, compute, first token, hand-off."""
+"""Prefill stage: tokenize, receive features, reserve blocks at D, compute, send the first token, hand off."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ NEXT_DECODE = (_NEXT, b"decode")
 
 @dataclass(eq=False, slots=True)
 class _Prompt:
-    """A request that is being served.
+    """A request being served.
 
     Attributes:
-        num_tokens: about how many its prompt has.
-        sequence: in the engine; None before.
-        receiver: takes the engine's events; None before.
+        num_tokens: estimated number of prompt tokens.
+        sequence: its sequence in the engine; None before it is submitted.
+        receiver: handles the engine's events; None before it is submitted.
     """
 
     num_tokens: int
@@ -48,10 +48,10 @@ class _Prompt:
 
 @dataclass(kw_only=True, eq=False)
 class Prefiller:
-    """Computes prompts. Decodes them too where the gateway names no decode instance.
+    """Computes prompts, and decodes their answers if the gateway names no decode instance.
 
     Attributes:
-        compiler: None where no answer follows a grammar.
+        compiler: compiles grammars; None if the model supports none.
     """
 
     engine: Engine
@@ -66,37 +66,37 @@ class Prefiller:
         self._requests: dict[str, _Prompt] = {}
 
     def __len__(self) -> int:
-        """Return the number of requests that are being served."""
+        """Return the number of requests being served."""
         return len(self._requests)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
     def receiver_of(self, request_id: str) -> Generation | KVDelivery | None:
-        """Return what takes the events of a request in the engine."""
+        """Return the receiver of a request's engine events, or None."""
         request = self._requests.get(request_id)
         return None if request is None else request.receiver
 
     def has_begun(self, request_id: str) -> bool:
-        """Return whether the prompt is being computed, or was."""
+        """Return whether computation of the prompt has begun."""
         request = self._requests.get(request_id)
         sequence = None if request is None else request.sequence
         return sequence is not None and sequence.state is not SequenceState.WAITING
 
     @property
     def num_preparing_tokens(self) -> int:
-        """About how many tokens prompts have that the engine does not know yet."""
+        """Estimated tokens of prompts not submitted to the engine yet."""
         return sum(one.num_tokens for one in self._requests.values() if one.sequence is None)
 
     @property
     def generations(self) -> list[Generation]:
-        """The answers that are decoded here."""
+        """Answers being decoded here."""
         return [one.receiver for one in self._requests.values() if isinstance(one.receiver, Generation)]
 
     async def prefill(self, request: wire.PrefillRequest) -> Reply:
-        """Compute the prompt and answer with the first token as soon as there is one.
+        """Compute the prompt and return the answer as soon as the first token is there.
 
-        Raises InvalidRequest, StageTimeout (a feature did not come in time), InstanceFailed (D is gone).
+        Raises InvalidRequest, StageTimeout (a feature did not arrive in time), InstanceFailed (D is lost).
         """
         request_id = request.request_id
         if request_id in self._requests:
@@ -105,7 +105,7 @@ class Prefiller:
         self._requests[request_id] = _Prompt(self.prompts.estimate(request, num_characters))
         try:
             items = self.prompts.segments(request.items)
-            here = self.receiver.expect(request_id, items)  # before all else: features may be here already
+            here = self.receiver.expect(request_id, items)  # first, since features may be here already
             parts = (part for item in request.items for part in item.segments)
             had = [i for i, part in enumerate(parts) if part.mm_hash in here]
             stage = FEATURE_WAIT if len(had) < len(items) else PREFILL_QUEUE
@@ -116,9 +116,9 @@ class Prefiller:
                     "text", S_PER_CHARACTER * num_characters, self._prepare, request
                 )
                 if self.compiler is not None:
-                    # an instance that goes on with the answer follows the same, without parts left out here
+                    # an instance that continues the answer enforces the same relaxed grammar
                     sequence.sampling, sequence.constraint = await self.compiler.constrain(sequence.sampling)
-                if answer.finished:  # the client lacks nothing but the end
+                if answer.finished:  # only the end is missing
                     reply = self._end_answer(sequence, answer, b"", partial(self._end, request_id))
                 else:
                     num_new = 0 if sequence.hand_off else sequence.max_tokens - len(sequence.output_ids)
@@ -136,7 +136,7 @@ class Prefiller:
             raise
 
     def _prepare(self, request: wire.PrefillRequest) -> tuple[Sequence, Answer]:
-        """The prompt, and the answer as far as the client has it. Runs on a thread."""
+        """Return the prompt's sequence, and the answer up to the tokens that the client has. Runs on a thread."""
         sequence = self.prompts.process(request)
         answer = Answer(self.prompts.tokenizer, request.output, sequence.sampling, sequence.prompt_ids)
         if generated := request.generated:
@@ -153,7 +153,7 @@ class Prefiller:
     async def _compute(
         self, sequence: Sequence, receiver: Generation | KVDelivery, features: asyncio.Task[None]
     ) -> None:
-        """Have a prompt computed; return with its first event. Its features must be here before their deadline."""
+        """Submit a prompt; return at its first event. Raises StageTimeout if its features arrive too late."""
         request = self._requests[sequence.request_id]
         request.receiver = receiver
         self.engine.submit(sequence, receiver.transfer if isinstance(receiver, KVDelivery) else None)
@@ -181,7 +181,7 @@ class Prefiller:
     async def _hand_over(
         self, decode_url: str, sequence: Sequence, answer: Answer, features: asyncio.Task[None]
     ) -> Reply:
-        """Have the answer decoded elsewhere."""
+        """Compute the prompt and hand the answer over to a decode instance."""
         delivery = KVDelivery(self.transfers, sequence, decode_url)
         generated = list(sequence.output_ids)
         is_open = False
@@ -200,7 +200,7 @@ class Prefiller:
                 for index, (token, reason) in enumerate(tokens)
             )
         except BaseException as error:
-            # an error of the request itself is told here alone: no instance has failed
+            # an invalid request is reported here only, since no instance has failed
             is_failure = is_open and isinstance(error, ServeError) and not isinstance(error, InvalidRequest)
             delivery.give_up(str(error) if is_failure else "")
             raise
@@ -233,7 +233,7 @@ class Prefiller:
     async def _first_then_handoff(
         self, body: bytes, delivery: KVDelivery, handoff: wire.Handoff
     ) -> AsyncGenerator[bytes, None]:
-        """The first token at once; the stream ends in order only when D has taken over."""
+        """Yield the first token at once; end the stream normally only after D has taken over."""
         yield body
         try:
             await delivery.hand_over(handoff)
@@ -246,7 +246,7 @@ class Prefiller:
             raise BrokenStream(error.message) from error
 
     def _end_answer(self, sequence: Sequence, answer: Answer, body: bytes, on_close: Callable[[], None]) -> Reply:
-        """Return the rest of an answer for which nothing is left to compute."""
+        """Return the rest of an answer that needs no more computation."""
         self.timeline.record_end(sequence.request_id)
         content = items.HEADERS if answer.options.stream else (JSON,)
         return Reply(headers=(*content, NEXT_NONE), body=body + answer.end(), on_close=on_close)

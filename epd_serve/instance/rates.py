@@ -1,4 +1,4 @@
-"""Measured rates of an instance's stages, and lengths of its answers and prompts."""
+"""Measured rates of an instance's stages, and mean lengths of its answers and prompts."""
 
 from __future__ import annotations
 
@@ -9,28 +9,27 @@ from epd_serve.sched.sequence import SequenceState
 from epd_serve.transfer.grouping import TimeEstimate
 from epd_serve.types import Stage, StageRate
 
-#: After so many seconds without work a rate is old: the machine may be another by now.
+#: Seconds without work after which a rate is stale, since the machine's load may have changed.
 _FRESH_S = 60.0
-#: With fewer prompt tokens a step's time is its own, not that of the tokens: a probe's, or that of what the cache
-#: does not hold of a prompt.
+#: Ignore steps with fewer prompt tokens (probes, prompts mostly in the cache), dominated by fixed cost.
 _FEWEST_TOKENS = 16
-#: Weight of a new sequence in the mean of output lengths, of a new prompt in that of tokens per character.
+#: Weight of a new sequence in the mean output length, and of a new prompt in the mean tokens per character.
 _GAIN = 0.05
-#: What a batch weighs after the next one: about the last twenty count.
+#: Decay of a batch's weight with each later batch: about the last twenty count.
 _MEMORY = 0.95
-#: A batch counts as so many times longer or shorter than expected at most: what else a machine does is noise.
+#: Clip a batch's time to this factor above or below the expected time, to limit noise from other processes.
 _OUTLIER = 4.0
 
 
 class StageRates:
-    """Rates of the stages and lengths of answers and prompts.
+    """Rates of the stages, and mean lengths of answers and prompts.
 
-    Each method is called on one thread only; readers may see a value that is one batch old.
+    Each method is called on only one thread; readers may see values that are one batch old.
 
     Attributes:
-        mean_output_tokens: of sequences that ended here; 0: none has.
-        tokens_per_character: of prompts, media apart; 0: there was none.
-        busy_s: seconds that each stage has computed, by its letter; a step with prompts counts as prefill.
+        mean_output_tokens: recent mean over finished sequences; 0 before the first.
+        tokens_per_character: recent mean over prompts, without media; 0 before the first.
+        busy_s: compute seconds by stage letter; a step with prompts counts as prefill.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -42,7 +41,7 @@ class StageRates:
         self.busy_s = {stage.value: 0.0 for stage in Stage}
 
     def report(self) -> dict[str, StageRate]:
-        """By stage, without those that have not worked."""
+        """Return the rates by stage, without stages that have not run yet."""
         now = self._clock()
         return {
             stage.value: StageRate(fit.base_s, fit.slope_s, is_fresh=now - self._measured_s[stage] < _FRESH_S)
@@ -51,15 +50,15 @@ class StageRates:
         }
 
     def encoded(self, num_pixels: int, seconds: float) -> None:
-        """A batch of images kept the encoder busy, on the tower's thread."""
+        """Record an encode batch and the time it kept the encoder busy. Call it on the tower's thread."""
         self.busy_s[Stage.ENCODE] += seconds
         self._fits[Stage.ENCODE].observe(num_pixels, seconds)
         self._measured_s[Stage.ENCODE] = self._clock()
 
     def stepped(self, output: ScheduleOutput, seconds: float) -> None:
-        """A step that has just ended, on the engine's thread.
+        """Record a finished step. Call it on the engine's thread.
 
-        A step without prompts is one of decodes; of a mixed one, what its decodes take is not the prompts'.
+        A mixed step counts as prefill, minus the expected time of its decodes.
         """
         num_decodes = len(output.decodes)
         stage = Stage.PREFILL if output.prefills else Stage.DECODE
@@ -76,7 +75,7 @@ class StageRates:
                 self.mean_output_tokens = _move_towards(self.mean_output_tokens, len(sequence.output_ids))
 
     def prompted(self, num_characters: int, num_tokens: int) -> None:
-        """A prompt's text became so many tokens, media apart, on the thread that tokenises."""
+        """Record a prompt's number of text tokens, without media. Call it on the tokenization thread."""
         if num_characters:
             self.tokens_per_character = _move_towards(self.tokens_per_character, num_tokens / num_characters)
 

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 #: Gateways expect five reports a second and take an instance without any for stalled (proxy/fleet.py).
 INTERVAL_S = 0.18
-#: The latest calls and features that are named to a gateway, the first time.
+#: Limits on the latest calls and features in the first report to a gateway.
 _MAX_CALLS, _MAX_FEATURES = 1024, 4096
 
 
 class Reports:
-    """Streams an instance's state to each gateway that asks, every INTERVAL_S. For the event loop's thread."""
+    """Streams an instance's state to subscribed gateways every INTERVAL_S. Use it on the event loop."""
 
     def __init__(self, instance: Instance, interval_s: float = INTERVAL_S) -> None:
         self._instance = instance
@@ -35,12 +35,12 @@ class Reports:
         self._features: OrderedDict[str, int] = OrderedDict()
 
     def add_call(self, stage: Stage, request_id: str) -> None:
-        """Name a stage call that has come: from now on the load contains it."""
+        """Report a received stage call, which the load includes from now on."""
         self._number += 1
         self._calls.append((self._number, stage.value + request_id))
 
     def add_feature(self, mm_hash: str) -> None:
-        """Name a feature that is here or is being made: other requests for it are best sent here."""
+        """Report a feature that is stored or being encoded here, to attract other requests for it."""
         self._number += 1
         self._features[mm_hash] = self._number
         self._features.move_to_end(mm_hash)
@@ -48,21 +48,21 @@ class Reports:
             self._features.popitem(last=False)
 
     def drop_feature(self, mm_hash: str) -> None:
-        """Name a feature no more that could not be made."""
+        """Stop reporting a feature that could not be encoded."""
         self._features.pop(mm_hash, None)
 
     def send_now(self) -> None:
-        """Report at once: the instance's state has changed."""
+        """Send a report at once, after a state change."""
         self._state_changed.set()
         self._state_changed = asyncio.Event()
 
     def close(self) -> None:
-        """End all streams, each with a last report that the instance takes no work."""
+        """End all streams, each with a last report that the instance accepts no work."""
         self._is_closed = True
         self.send_now()
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        """Yield reports, a line of JSON each."""
+        """Yield reports, one line of JSON each."""
         named = 0
         while True:
             changed = self._state_changed

@@ -16,17 +16,17 @@ from epd_serve.telemetry.trace_file import TraceWriter
 
 
 class InstanceTelemetry:
-    """All that an instance measures of its work.
+    """All measurements of an instance.
 
     Args:
-        name: of the instance.
-        stores: the feature stores whose operations are counted.
-        trace: directory of trace files; None: none is written.
+        name: name of the instance.
+        stores: the feature stores to count operations of.
+        trace: directory for trace files, or None.
 
     Attributes:
-        spans: of requests' stages, steps, batches and preparations; metrics and traces subscribe.
-        timeline: the stages of each request.
-        rates: of the stages, for routing.
+        spans: spans of request stages, steps, batches and preparations; metrics and traces subscribe.
+        timeline: stages of each request.
+        rates: rates of the stages, for routing.
     """
 
     def __init__(
@@ -44,18 +44,18 @@ class InstanceTelemetry:
                 self.spans.subscribe(subscriber.put)
 
     def add_call(self, request_id: str, traceparent: str, item: str = "") -> None:
-        """Note the trace that a stage call belongs to; ``item`` is an encode's mm_hash."""
+        """Record which trace a stage call belongs to; ``item`` is the mm_hash of an encode."""
         if self._export is not None:
             self._export.received(request_id, traceparent, item)
 
     def add_batch(self, num_images: int, num_pixels: int, start_s: float, end_s: float, busy_s: float) -> None:
-        """Note a batch of the tower, which kept the encoder busy for ``busy_s``. On the tower's thread."""
+        """Record a tower batch, which kept the encoder busy for ``busy_s``. Call it on the tower's thread."""
         about: dict[str, Value] = {"track": "tower", "images": num_images, "pixels": num_pixels}
         self.spans.put(Span("encode", "", start_s, end_s, about))
         self.rates.encoded(num_pixels, busy_s)
 
     def add_step(self, output: ScheduleOutput, seconds: float) -> None:
-        """Note a step of the language model that has just ended. On the engine's thread."""
+        """Record a finished language model step. Call it on the engine's thread."""
         end_s = time.monotonic()
         self.timeline.record_step(
             ((one.request_id, one.num_computed >= len(one.prompt_ids)) for one, _ in output.prefills),
@@ -75,7 +75,7 @@ class InstanceTelemetry:
         self.rates.stepped(output, seconds)
 
     async def close(self) -> None:
-        """Write what is left."""
+        """Flush and close traces and exports."""
         if self._trace is not None:
             self._trace.close()
         if self._export is not None:

@@ -1,1 +1,1 @@
-"""Media files before any tensor: their names, their headers, and the processes that decode them."""
+"""Media files: read headers, and decode in separate processes."""

@@ -1,10 +1,10 @@
-"""Decode untrusted files, each in a process of its own, forked from one that has loaded the decoders.
+"""Decode untrusted files in worker processes, forked from a process that has loaded the decoders.
 
 ``python -P -m epd_serve.media.decoder FD PARENT_PID`` forks a worker for each message on its inherited socket. A
-message names the libraries to load first, and holds two descriptors: the worker's socket, and the memory that has
-a file and gets its pixels. The worker takes an :class:`Assignment` at a time from its socket, and answers there. A
-file that takes too much time or memory ends its worker and nothing else; closing the socket's other end kills it.
-:mod:`epd_serve.media.decoder_pool` is the other side.
+message names the libraries to load before forking, and carries two descriptors: the worker's socket, and the
+shared memory for the file and its pixels. The worker handles one :class:`Assignment` at a time from its socket and
+answers there. A file that takes too much time or memory ends only its worker; closing the other end of the socket
+kills it. :mod:`epd_serve.media.decoder_pool` is the client.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from epd_serve.types import AudioFacts, VideoFacts, grammar_problem
 MESSAGE_BYTES = 1 << 16
 CHANNELS = 3
 SAMPLE_BYTES = 4
-#: Memory for a picture's decoder: coefficients, frames, copies in other modes; and for what has no pixels.
+#: Memory for decoding an image: per pixel (coefficients, frames, copies in other modes), and fixed.
 _BYTES_PER_PIXEL = 32
 _ROOM_BYTES = 64 * 1024**2
-#: Frames that a video's decoder keeps for reference, those of its threads and FFmpeg's own tables.
+#: Memory for decoding a video: reference frames, frames in threads, and FFmpeg's per-frame tables.
 _BYTES_PER_FRAME_PIXEL = 96
-#: FFmpeg's tables and a sound's frames; the tables of a grammar.
+#: Fixed memory for FFmpeg (tables, audio frames) and for a grammar's tables.
 _FFMPEG_ROOM_BYTES = _GRAMMAR_ROOM_BYTES = 256 * 1024**2
 _BYTES_PER_CHARACTER = 1024
-#: Bytes of text that a compiled grammar is tried on, and the work that each may take: a tenth of a token's.
+#: Bytes of text to try a compiled grammar on, and the lexer's fuel per byte: a tenth of that per token.
 _WALK_BYTES, _WALK_FUEL = 32, 20_000
-#: Problems whose messages fit into an answer.
+#: Number of problems that fit into an answer.
 _MAX_PROBLEMS = 100
-#: Pixels are copied out so many at a time, through memory that the process has already.
+#: Pixels to copy out at a time, reusing memory that the process already has.
 _STRIP_PIXELS = 1 << 15
 
 
 class PictureJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Decode a picture to RGB. ``size``: as displayed, or that to which it is scaled down (``low_detail``)."""
+    """Decode an image to RGB. ``size`` is its displayed size, or its size after ``low_detail`` scaling."""
 
     libraries: ClassVar[bytes] = b"PIL.Image"
     size: tuple[int, int]
@@ -72,7 +72,7 @@ class PictureJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         width, height = self.size
         if image.size != self.size:
             raise InvalidRequest(
-                f"the image decodes to {image.size[0]}x{image.size[1]} pixels and its header says {width}x{height}"
+                f"the image decodes to {image.size[0]}x{image.size[1]} pixels but its header says {width}x{height}"
             )
         rows = max(1, _STRIP_PIXELS // width)
         for top in range(0, height, rows):
@@ -82,7 +82,7 @@ class PictureJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class SizeJob(msgspec.Struct, frozen=True, tag=True):
-    """Read the size of a picture."""
+    """Read the size of an image."""
 
     libraries: ClassVar[bytes] = b"PIL.Image"
     limits: MediaLimits
@@ -93,7 +93,7 @@ class SizeJob(msgspec.Struct, frozen=True, tag=True):
 
 
 class VideoFactsJob(msgspec.Struct, frozen=True, tag=True):
-    """Read the facts of a video, or of a frame list with so many frames a second."""
+    """Read the facts of a video, or of a frame list with ``list_fps`` frames per second."""
 
     libraries: ClassVar[bytes] = b"av"
     limits: VideoLimits
@@ -108,7 +108,7 @@ class VideoFactsJob(msgspec.Struct, frozen=True, tag=True):
 
 
 class AudioFactsJob(msgspec.Struct, frozen=True, tag=True):
-    """Read the facts of a sound."""
+    """Read the facts of an audio file."""
 
     libraries: ClassVar[bytes] = b"av"
     limits: AudioLimits
@@ -119,7 +119,7 @@ class AudioFactsJob(msgspec.Struct, frozen=True, tag=True):
 
 
 class VideoJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Decode the frames ``indices`` of a video, ``num_at_once`` at a time."""
+    """Decode the video frames ``indices``, ``num_at_once`` at a time."""
 
     libraries: ClassVar[bytes] = b"av numpy"
     facts: VideoFacts
@@ -139,7 +139,7 @@ class VideoJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class AudioJob(msgspec.Struct, frozen=True, tag=True):
-    """Decode a sound to one channel of float32 at ``rate`` samples a second; the end is filled with silence."""
+    """Decode audio to one channel of float32 at ``rate`` samples per second, padded with silence at the end."""
 
     libraries: ClassVar[bytes] = b"av numpy"
     facts: AudioFacts
@@ -156,21 +156,21 @@ class AudioJob(msgspec.Struct, frozen=True, tag=True):
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """Why a grammar cannot be enforced. ``is_complex``: it can be read, and takes too much."""
+    """Reason why a grammar cannot be enforced. ``is_complex``: it is valid but exceeds a limit."""
 
     message: str
     is_complex: bool
 
 
 class Compiled(msgspec.Struct, frozen=True):
-    """The problems of grammars by position, and the CPU seconds that all took."""
+    """Problems of grammars by position, and the CPU seconds for compiling all of the grammars."""
 
     problems: dict[int, Problem]
     cpu_s: float
 
 
 class GrammarJob(msgspec.Struct, frozen=True, tag=True):
-    """Compile grammars, which takes as long for any tokenizer: the file is a JSON list of texts."""
+    """Compile the grammars in the file, a JSON list of texts. The time does not depend on the tokenizer."""
 
     libraries: ClassVar[bytes] = b"llguidance"
 
@@ -182,12 +182,13 @@ AnyJob = PictureJob | SizeJob | VideoFactsJob | AudioFactsJob | VideoJob | Audio
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
-    """A job on a file at the beginning of the memory; pixels and samples take its place.
+    """A job on the file at the start of the shared memory; pixels or samples overwrite the file.
 
     Attributes:
-        num_bytes: of the file. area_bytes: of the memory.
-        cpu_s: seconds of CPU time after which the worker is ended.
-        niceness: of the worker.
+        num_bytes: size of the file.
+        area_bytes: size of the shared memory.
+        cpu_s: CPU seconds after which the worker is killed.
+        niceness: increment of the worker's niceness.
     """
 
     num_bytes: int
@@ -198,39 +199,39 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """The job's result; None where the pixels or samples are all in the memory."""
+    """Result of the job; None if it is in the shared memory."""
 
     result: Any = None
 
 
 class Frames(msgspec.Struct, frozen=True, tag=True):
-    """``count`` more frames lie in the memory, from its beginning on."""
+    """``count`` more frames are at the start of the shared memory."""
 
     count: int
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """Something is wrong with the file."""
+    """The file cannot be used."""
 
     message: str
     code: str | None
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """The worker's exit code, or minus the signal that ended it."""
+    """The worker ended with this exit code, or by the signal ``-code``."""
 
     code: int
 
 
 Told = Done | Frames | Refused | Ended
-#: Lets a worker decode more frames, once those in the memory have been read.
+#: Lets a worker overwrite the frames in the shared memory with the next ones.
 GO_ON = b"g"
 
 
 def serve(control: socket.socket) -> None:
-    """Fork workers until the other side is gone; a worker never returns from here."""
+    """Fork workers until the other end of ``control`` is closed; never returns in a worker."""
     workers: dict[int, tuple[int, socket.socket]] = {}  # by pidfd
-    pids: dict[int, int] = {}  # of workers whose socket is open at the other end, by its descriptor here
+    pids: dict[int, int] = {}  # of workers with an open socket, by its descriptor
     poll = select.poll()
     poll.register(control, select.POLLIN)
     while True:
@@ -239,7 +240,7 @@ def serve(control: socket.socket) -> None:
                 libraries, given, _, _ = socket.recv_fds(control, MESSAGE_BYTES, 2)
                 if not libraries:
                     return
-                with suppress(ImportError):  # the worker says so
+                with suppress(ImportError):  # the worker reports it
                     for name in libraries.decode().split():
                         importlib.import_module(name)
                 connection = socket.socket(fileno=given[0])
@@ -248,7 +249,7 @@ def serve(control: socket.socket) -> None:
                 watch = os.pidfd_open(pid)
                 workers[watch], pids[connection.fileno()] = (pid, connection), pid
                 poll.register(watch, select.POLLIN)
-                poll.register(connection, 0)  # for its other end's close alone
+                poll.register(connection, 0)  # only to notice that the other end closes
             elif descriptor in workers:
                 pid, connection = workers.pop(descriptor)
                 _tell(connection, Ended(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
@@ -294,11 +295,11 @@ def _work(job: AnyJob, data: bytes, memory: mmap.mmap, connection: socket.socket
     except InvalidRequest as error:
         return Refused(error.message, error.code)
     except MemoryError:
-        return Refused("it takes far more memory than its size explains", "too_complex")
+        return Refused("it needs far more memory than its size justifies", "too_complex")
 
 
 def _hand_over(connection: socket.socket, count: int) -> None:
-    """Return when frames have been read."""
+    """Announce frames, and return when the client has read them."""
     _tell(connection, Frames(count))
     if not connection.recv(MESSAGE_BYTES):
         os._exit(0)
@@ -309,7 +310,7 @@ def _video_bytes(data: bytes, num_pixels: int) -> int:
 
 
 def _compile(texts: list[str]) -> Compiled:
-    import llguidance  # the gateway has none, and compiles no grammar
+    import llguidance  # not installed at the gateway, which compiles no grammars
 
     start_s = time.process_time()
     _limit_memory(_GRAMMAR_ROOM_BYTES + _BYTES_PER_CHARACTER * sum(map(len, texts)))
@@ -328,7 +329,7 @@ def _compile(texts: list[str]) -> Compiled:
 
 
 def _walk(matcher: Any, tokenizer: Any) -> None:
-    """Write the beginning of a text: some grammars leave all work to that."""
+    """Generate the first bytes of a text, since some grammars do their work only then."""
     random = Random(0)
     for _ in range(_WALK_BYTES):
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
@@ -340,7 +341,7 @@ def _walk(matcher: Any, tokenizer: Any) -> None:
 
 
 def _limit_memory(num_bytes: int | None) -> None:
-    """Let this process have no more than ``num_bytes`` beyond what it has; None: as much as there is."""
+    """Limit this process to ``num_bytes`` more memory than it has now; None removes the limit."""
     limit = hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     if num_bytes is not None:
         limit = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE + num_bytes
@@ -349,7 +350,7 @@ def _limit_memory(num_bytes: int | None) -> None:
 
 
 def _tell(connection: socket.socket, message: Told) -> None:
-    with suppress(OSError):  # the other side is gone
+    with suppress(OSError):  # the client is gone
         connection.send(msgspec.msgpack.encode(message))
 
 
@@ -357,12 +358,12 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     die_with_parent(int(sys.argv[2]))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: whoever started this process ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal: the parent ends this process
     Image.init()
     with suppress(ImportError):  # an older Pillow
         from PIL import AvifImagePlugin
 
-        AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # one for each core has no room for their stacks
+        AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # the stacks of one thread per core exceed the memory limit
     serve(control)
     os._exit(0)
 

@@ -1,4 +1,4 @@
-"""Decode media files, and try grammars, in processes that may be ended at any time."""
+"""Decode media files and try grammars in disposable processes."""
 
 from __future__ import annotations
 
@@ -52,24 +52,24 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: What takes more CPU time in a quick place, in all and for each byte of its result, begins again in a slow one.
+#: CPU seconds of a task in a quick place, fixed and per result byte, after which it restarts in a slow place.
 _QUICK_CPU_S, _QUICK_S_PER_BYTE = 0.02, 5e-9
-#: A longer sound is decoded in a slow place.
+#: Longer audio is decoded in a slow place.
 _QUICK_SOUND_S = 10.0
-#: Of workers in slow places: others that compute on this machine go first.
+#: Niceness of workers in slow places, which yield to other computation on this machine.
 _NICENESS = 10
-#: A worker that has had this, and its CPU time for so many times as long, stands still.
+#: A worker has stalled after this many seconds plus this multiple of its CPU time.
 _LEAST_STALL_S, _MAX_STRETCH = 10.0, 15
-#: Pixels that are decoded at once, in units; Pillow takes up to 27 bytes for each pixel (WebP). A picture of more
-#: pixels is decoded alone. Small pictures are not counted: the places bound their number.
+#: Pixels to decode concurrently, in units; Pillow takes up to 27 bytes per pixel (WebP). A larger image is decoded
+#: alone. Small images are not counted, because the places bound their number.
 _UNIT_PIXELS, _NUM_UNITS, _SMALL_PIXELS = 1 << 22, 8, 1 << 21
-#: Frames of a video that are handed over together.
+#: Bytes of video frames to hand over together.
 _FRAMES_BYTES = 32 * 1024**2
-#: A larger file is copied on a thread; a worker with more memory ends with its file.
+#: Copy larger files on a thread; do not reuse workers with more memory.
 _LARGE_BYTES, _KEPT_BYTES = 1024**2, 16 * 1024**2
-#: The gateway applies the operator's limits; this one guards the memory.
+#: Guards memory; the gateway applies the operator's limits.
 _MAX_SAMPLES = 1 << 27
-#: The variables that workers inherit: those that Python and its libraries need, and no secret.
+#: Environment variables that workers inherit: only those that Python and its libraries need, so no secrets.
 _ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TMPDIR")
 _told: msgspec.msgpack.Decoder[Told] = msgspec.msgpack.Decoder(Told)
 T = TypeVar("T")
@@ -82,24 +82,24 @@ class Place(Protocol):
     def is_slow(self) -> bool: ...
 
     async def become_slow(self) -> None:
-        """Leave a quick place, and return with a slow one."""
+        """Exchange a quick place for a slow one, waiting if necessary."""
         ...
 
 
 class DecoderPool:
-    """Has each file, and each set of grammars, worked on by a process. It belongs to one event loop.
+    """Runs each file, and each set of grammars, in a worker process. Use it from one event loop.
 
-    A process that decoded a quick picture decodes others; all others end with their file. The process that forks
-    them is started with the first file, or by :meth:`start`. The thread of the event loop must live as long as the
-    pool. Callers' places bound the number of processes.
+    Workers that decoded a quick image are reused; all others end with their file. The process that forks workers
+    starts with the first file, or with :meth:`start`. The event loop's thread must outlive the pool. The callers'
+    places limit the number of workers.
 
-    Each method raises InvalidRequest for a file that is broken or takes more time or memory than a file may, and
-    would elsewhere; Unavailable where somebody else ended its process; StageTimeout where the process stood still.
+    All methods raise InvalidRequest for a file that is corrupt or needs too much time or memory, on any instance;
+    Unavailable if the worker was killed from outside; StageTimeout if the worker stalled.
 
     Args:
-        cpu_s: seconds of CPU time that a picture, or the facts of a video, may take.
-        limits: of a picture.
-        num_kept: idle processes that wait for pictures.
+        cpu_s: limit on CPU seconds for decoding an image or reading the facts of a video.
+        limits: limits on images.
+        num_kept: number of idle workers to keep for images.
     """
 
     def __init__(self, *, cpu_s: float, limits: MediaLimits, num_kept: int = 1) -> None:
@@ -115,7 +115,9 @@ class DecoderPool:
     def start(self) -> None:
         """Start the process that forks workers. Raises OSError."""
         if self._server is not None and self._server.poll() is not None:
-            logger.warning("the process that starts decoders has ended (exit code %s)", self._server.poll())
+            logger.warning(
+                "the process that forks decoders ended (exit code %s); restarting it", self._server.poll()
+            )
             self.close()
         if self._server is None:
             self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -134,7 +136,7 @@ class DecoderPool:
             self._idle.pop().close()
         if self._control is not None and self._server is not None:
             self._control.close()
-            self._server.kill()  # its workers end with it
+            self._server.kill()  # its workers die with it
             self._server.wait()
         self._server = self._control = None
 
@@ -142,27 +144,27 @@ class DecoderPool:
     async def decoded(
         self, data: bytes, size: tuple[int, int], place: Place, *, low_detail: bool = False
     ) -> AsyncGenerator[NDArray[np.uint8]]:
-        """The pixels of a picture, [height, width, 3], in memory that the next one gets.
+        """Decode an image to [height, width, 3] uint8, in memory that is reused after the context ends.
 
         Args:
-            size: width and height as the header says, or those to which it is scaled down (``low_detail``).
+            size: width and height from the header, or after ``low_detail`` scaling.
         """
         num_pixels = size[0] * size[1]
         if num_pixels > self._limits.max_pixels:
             raise InvalidRequest(
-                f"the image has {size[0]}x{size[1]} pixels; at most {self._limits.max_pixels} are taken"
+                f"the image has {size[0]}x{size[1]} pixels; at most {self._limits.max_pixels} are accepted"
             )
         if low_detail:
             found = plain_size(data)
             num_pixels = _UNIT_PIXELS * _NUM_UNITS if found is None else found[0] * found[1]
         is_small = num_pixels <= _SMALL_PIXELS
         if not is_small and not place.is_slow:
-            await place.become_slow()  # before it takes room: who has room waits for no place
+            await place.become_slow()  # first, so that no task holds units while it waits for a place
         job = PictureJob(size=size, low_detail=low_detail, limits=self._limits)
         task = _Task("image", data, CHANNELS * size[0] * size[1], job, self._cpu_s)
         async with AsyncExitStack() as room:
             if not is_small:
-                async with self._next_picture:  # one after another, so that a large one finds room
+                async with self._next_picture:  # one at a time, so that a large image is not starved
                     for _ in range(min(-(-num_pixels // _UNIT_PIXELS), _NUM_UNITS)):
                         await room.enter_async_context(self._units)
             with await self._run(task, place) as worker:
@@ -171,35 +173,32 @@ class DecoderPool:
                     self._idle.append(worker.keep())
 
     async def size(self, data: bytes, *, cpu_s: float) -> tuple[int, int]:
-        """Read the size of a picture's file (:func:`epd_serve.media.picture.pixel_size`).
-
-        ``cpu_s``: seconds of CPU time that it may take.
-        """
+        """Read the size of an image (:func:`epd_serve.media.picture.pixel_size`) within ``cpu_s`` CPU seconds."""
         return await self._result(_Task("image", data, 0, SizeJob(self._limits), cpu_s), tuple[int, int])
 
     async def facts(self, data: bytes, limits: VideoLimits, list_fps: float | None = None) -> VideoFacts:
-        """Read the facts of a video's file, or of a frame list (:mod:`epd_serve.media.video`)."""
+        """Read the facts of a video file or a frame list (:mod:`epd_serve.media.video`)."""
         return await self._result(
             _Task("video", data, 0, VideoFactsJob(limits, list_fps), self._cpu_s), VideoFacts
         )
 
     async def audio_facts(self, data: bytes, limits: AudioLimits, *, cpu_s: float) -> AudioFacts:
-        """Read the facts of a sound's file, which is decoded (:func:`epd_serve.media.audio.read_audio_facts`).
+        """Decode an audio file for its facts (:func:`epd_serve.media.audio.read_audio_facts`).
 
-        ``cpu_s``: seconds of CPU time that it may take.
+        ``cpu_s`` limits its CPU seconds.
         """
         return await self._result(_Task("audio", data, 0, AudioFactsJob(limits), cpu_s), AudioFacts)
 
     async def samples(
         self, data: bytes, facts: AudioFacts, rate: int, place: Place, *, cpu_s: float
     ) -> NDArray[np.float32]:
-        """Decode a sound at ``rate`` samples a second: the mean of its channels, [samples].
+        """Decode audio at ``rate`` samples per second to the mean of its channels, [samples].
 
-        ``cpu_s``: seconds of CPU time that it may take.
+        ``cpu_s`` limits its CPU seconds.
         """
         count = facts.count_at(rate)
         if count > _MAX_SAMPLES:
-            raise InvalidRequest(f"the audio has {facts.duration_s:.0f} s, far more than any model takes")
+            raise InvalidRequest(f"the audio lasts {facts.duration_s:.0f} s, far more than any model accepts")
         if facts.duration_s > _QUICK_SOUND_S and not place.is_slow:
             await place.become_slow()
         task = _Task("audio", data, SAMPLE_BYTES * count, AudioJob(facts, rate), cpu_s)
@@ -209,15 +208,14 @@ class DecoderPool:
     async def frames(
         self, data: bytes, facts: VideoFacts, indices: Sequence[int], place: Place, *, cpu_s: float
     ) -> AsyncGenerator[NDArray[np.uint8]]:
-        """Decode the frames with these numbers, some at a time: [n, height, width, 3], in memory that the next
-        ones get. Close the generator.
+        """Yield the frames ``indices`` in batches [n, height, width, 3], in memory that the next batch reuses.
 
-        ``cpu_s``: seconds of CPU time that the video may take.
+        ``cpu_s`` limits the CPU seconds of the whole video. The caller must close the generator.
         """
         if facts.width * facts.height > self._limits.max_pixels:
             raise InvalidRequest(
                 f"the video's frames have {facts.width}x{facts.height} pixels; at most {self._limits.max_pixels} "
-                "are taken"
+                "are accepted"
             )
         if not place.is_slow:
             await place.become_slow()
@@ -232,26 +230,26 @@ class DecoderPool:
                 worker.tell(GO_ON)
 
     async def compile(self, grammars: Sequence[str], place: Place, *, cpu_s: float) -> Compiled:
-        """Compile grammars in ``cpu_s`` seconds of CPU time; return their problems."""
+        """Compile grammars within ``cpu_s`` CPU seconds and return their problems."""
         task = _Task("structure", msgspec.json.encode(grammars), 0, GrammarJob(), cpu_s)
         return await self._result(task, Compiled, place)
 
     # ------------------------------------------------------------------ inside
 
     async def _result(self, task: _Task, kind: type[T], place: Place | None = None) -> T:
-        """Return what a task found."""
+        """Run a task and return its result."""
         with await self._run(task, place) as worker:
             assert isinstance(worker.told, Done)
             return msgspec.convert(worker.told.result, kind)
 
     async def _run(self, task: _Task, place: Place | None = None) -> _Worker:
-        """Return the worker that did the task; its memory has the result.
+        """Run a task and return its worker, whose shared memory holds the result.
 
-        Without a place, or in a slow one, it has all of its CPU time at once.
+        In a quick place the task first gets little CPU time; if that runs out, it restarts in a slow place.
         """
         if place is not None and not place.is_slow:
             quick_s = min(_QUICK_CPU_S + _QUICK_S_PER_BYTE * task.num_bytes, task.cpu_s)
-            # a grammar's first try, too, lets others go first: many that are wrong would take the cores
+            # niceness even for a grammar's first try: many invalid grammars could occupy the cores
             worker = await self._try(task, quick_s, _NICENESS if isinstance(task.job, GrammarJob) else 0)
             if worker.told != Ended(-signal.SIGPROF) or quick_s == task.cpu_s:
                 _checked(worker.told, task, quick_s)
@@ -262,7 +260,7 @@ class DecoderPool:
         return worker
 
     async def _try(self, task: _Task, cpu_s: float, niceness: int) -> _Worker:
-        """Return the worker that had the task; it is closed where it has no result."""
+        """Run a task once and return its worker, closed if it gave no result."""
         worker = await self._begin(task, cpu_s, niceness)
         try:
             told = await worker.answer(asyncio.get_running_loop().time() + task.stall_s)
@@ -274,7 +272,7 @@ class DecoderPool:
         return worker
 
     async def _begin(self, task: _Task, cpu_s: float, niceness: int) -> _Worker:
-        """Return a worker that has begun with a task. Raises Unavailable."""
+        """Start a task and return its worker. Raises Unavailable."""
         if not task.data:
             raise InvalidRequest(f"the {task.what} is empty (0 bytes)")
         self.start()
@@ -305,18 +303,19 @@ class DecoderPool:
                 socket.send_fds(self._control, [job.libraries], [theirs.fileno(), worker.descriptor])
             except OSError as error:
                 worker.close()
-                raise Unavailable("no process to decode media can be started", code="decoder_lost") from error
+                raise Unavailable("cannot start a process to decode media", code="decoder_lost") from error
         return worker
 
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """Work for a process.
+    """Work for a worker process.
 
     Attributes:
-        what: the thing that is worked on, for errors.
-        data, num_bytes: the file, and the size of the result.
-        cpu_s: seconds of CPU time that it may take.
+        what: kind of file, for error messages.
+        data: the file.
+        num_bytes: size of the result.
+        cpu_s: limit on CPU seconds.
     """
 
     what: str
@@ -327,61 +326,61 @@ class _Task:
 
     @property
     def stall_s(self) -> float:
-        """Seconds after which its process stands still."""
+        """Seconds after which its worker counts as stalled."""
         return _LEAST_STALL_S + _MAX_STRETCH * self.cpu_s
 
 
 def _checked(told: Told | None, task: _Task, cpu_s: float) -> Told:
-    """Return the answer. Raises the error of a task that is not done."""
+    """Return the worker's answer, or raise the error of a failed task."""
     what, who = task.what, "compiler" if task.what == "structure" else "decoder"
-    if told is None and what == "structure":  # it had time enough: no other instance should try
+    if told is None and what == "structure":  # it had enough time: another instance would fail too
         raise InvalidRequest(
-            f"the structure was not compiled in {task.stall_s:g} s: {_REMEDIES[what]}",
+            f"the structure did not compile within {task.stall_s:g} s: {_REMEDIES[what]}",
             code="structure_too_complex",
         )
     if told is None:
-        raise StageTimeout(f"the {who} did not come to an end in {task.stall_s:g} s", code=f"{who}_stalled")
+        raise StageTimeout(f"the {who} did not finish within {task.stall_s:g} s", code=f"{who}_stalled")
     if isinstance(told, Refused):
         raise InvalidRequest(told.message, code=f"{what}_too_complex" if told.code == "too_complex" else told.code)
     if not isinstance(told, Ended):
         return told
     if told.code == -signal.SIGPROF:
         raise InvalidRequest(
-            f"the {what} took more than {cpu_s:g} s of processor time: {_REMEDIES[what]}",
+            f"the {what} took more than {cpu_s:g} s of CPU time: {_REMEDIES[what]}",
             code=f"{what}_too_complex",
         )
     if told.code in (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT, -signal.SIGFPE, -signal.SIGILL):
         raise InvalidRequest(
-            f"the {what} crashes its {who} ({signal.Signals(-told.code).name}): send another one",
+            f"the {what} crashes the {who} ({signal.Signals(-told.code).name}): send another one",
             code=f"{what}_crashes_{who}",
         )
     how = signal.Signals(-told.code).name if told.code < 0 else f"exit code {told.code}"
-    raise Unavailable(f"the process that had the {what} was ended ({how}); try again", code=f"{who}_lost")
+    raise Unavailable(f"the worker for the {what} was killed ({how}); try again", code=f"{who}_lost")
 
 
-#: For what takes too long.
+#: Advice for files that take too long.
 _REMEDIES = {
-    "image": "save it anew with any program, or scale it down",
-    "video": "send a shorter or a smaller one",
+    "image": "save it again with another program, or scale it down",
+    "video": "send a shorter or smaller one",
     "audio": "send a shorter one, or save it as WAV or FLAC",
-    "structure": "make it simpler",
+    "structure": "simplify it",
 }
 
 
 class _Worker:
-    """One process: its socket, and the memory that it shares with this one. A context manager that ends it.
+    """A worker process with its socket and shared memory. Leaving its context kills it, unless it is kept.
 
     Attributes:
-        descriptor: of that memory.
-        told: its last answer; None where it was none in time.
-        can_go_on: it may decode another picture.
+        descriptor: file descriptor of the shared memory.
+        told: its last answer; None after a timeout.
+        can_go_on: it may decode another image.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self._connection = connection
         self.descriptor = os.memfd_create("media", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        # a file that has taken its worker over must not pull the memory away under its reader
+        # a compromised worker must not shrink the memory while this process reads it
         fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
         self._area: mmap.mmap | None = None
         self.told: Told | None = None
@@ -397,7 +396,7 @@ class _Worker:
 
     @property
     def area(self) -> mmap.mmap:
-        assert self._area is not None, "it has no file"
+        assert self._area is not None, "write() comes first"
         return self._area
 
     @property
@@ -405,19 +404,19 @@ class _Worker:
         return not self._is_nice and len(self.area) <= _KEPT_BYTES
 
     def keep(self) -> Self:
-        """Let it live beyond the context."""
+        """Keep the worker alive beyond its context."""
         self._is_kept = True
         return self
 
     def close(self) -> None:
-        """End it; the memory stays as long as somebody refers to it. Any number of times."""
+        """Kill the worker; its memory lives as long as it is referenced. Idempotent."""
         if self.descriptor >= 0:
             self._connection.close()
             os.close(self.descriptor)
             self.descriptor = -1
 
     def write(self, data: bytes, num_bytes: int) -> None:
-        """Put a file into the memory, which has ``num_bytes`` at least."""
+        """Copy a file into the shared memory, grown to at least ``num_bytes``."""
         if self._area is None or len(self._area) < num_bytes:
             num_bytes += -num_bytes % mmap.PAGESIZE
             os.ftruncate(self.descriptor, num_bytes)
@@ -425,7 +424,7 @@ class _Worker:
         self._area[: len(data)] = data
 
     def give(self, num_bytes: int, cpu_s: float, niceness: int, job: AnyJob) -> None:
-        """Have it work on the file in its memory."""
+        """Assign a job on the file in the shared memory."""
         self._is_nice = bool(niceness)
         assignment = Assignment(
             num_bytes=num_bytes, area_bytes=len(self.area), cpu_s=cpu_s, niceness=niceness, job=job
@@ -433,11 +432,11 @@ class _Worker:
         self.tell(msgspec.msgpack.encode(assignment))
 
     def tell(self, message: bytes) -> None:
-        with suppress(OSError):  # it has ended, and its answer says how
+        with suppress(OSError):  # the worker has ended; its answer will say how
             self._connection.send(message)
 
     def is_alive(self) -> bool:
-        """Return whether it runs and has sent nothing since its last answer."""
+        """Return whether the worker runs and has sent nothing since its last answer."""
         try:
             self._connection.recv(MESSAGE_BYTES)
         except BlockingIOError:
@@ -447,7 +446,7 @@ class _Worker:
         return False
 
     async def answer(self, deadline_s: float) -> Told | None:
-        """Return its next message; None where there is none by then (the event loop's clock)."""
+        """Return the worker's next message, or None at the deadline (event loop clock)."""
         try:
             async with asyncio.timeout_at(deadline_s):
                 message = await asyncio.get_running_loop().sock_recv(self._connection, MESSAGE_BYTES)
@@ -456,25 +455,25 @@ class _Worker:
             self.told = None
         except OSError:
             self.told = Ended(1)
-        except msgspec.DecodeError:  # no worker says that, unless a file has taken it over
+        except msgspec.DecodeError:  # sent by a compromised worker
             self.told = Ended(-signal.SIGABRT)
         return self.told
 
     def pixels(self, size: tuple[int, int], count: int = 1) -> NDArray[np.uint8]:
-        """Return the pixels of pictures of ``size`` that it has decoded, [count, height, width, 3]."""
-        import numpy as np  # the gateway has none, and takes no pixels
+        """Return decoded images of one (width, height), [count, height, width, 3]."""
+        import numpy as np  # not installed at the gateway, which reads no pixels
 
         shape = count, size[1], size[0], CHANNELS
         self._check_room(math.prod(shape))
         return np.frombuffer(self.area, np.uint8, math.prod(shape)).reshape(shape)
 
     def samples(self, count: int) -> NDArray[np.float32]:
-        """Return the samples that it has decoded, [count]."""
-        import numpy as np  # the gateway has none, and takes no samples
+        """Return decoded samples, [count]."""
+        import numpy as np  # not installed at the gateway, which reads no samples
 
         self._check_room(SAMPLE_BYTES * count)
         return np.frombuffer(self.area, np.float32, count)
 
     def _check_room(self, num_bytes: int) -> None:
-        if not 0 < num_bytes <= len(self.area):  # a file that has taken the worker over
-            raise InvalidRequest("the media file crashes its decoder: send another one")
+        if not 0 < num_bytes <= len(self.area):  # a compromised worker
+            raise InvalidRequest("the media file crashes the decoder: send another one")

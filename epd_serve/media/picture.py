@@ -1,11 +1,11 @@
-"""Pictures before any tensor: the size from the header, and the decoded pixels.
+"""Images: read the size from the header, and decode pixels.
 
-The gateway and the encode instances share this file, so that they agree on what a picture is: the size that the
-gateway reads from the header is the size of the picture that the encoder opens.
+The gateway and the encode instances share this module, so the size that the gateway reads from the header is the
+size of the image that the encoder decodes.
 
-The size of a plain JPEG or PNG is read from its first bytes (:func:`plain_size`). All other files are Pillow's,
-which gives the same sizes. Pillow looks at all parts of a file, and a few megabytes can keep it busy for an hour:
-it runs in the processes of :mod:`epd_serve.media.decoder`.
+:func:`plain_size` reads the size of a plain JPEG or PNG from its first bytes. Pillow, which gives the same sizes,
+reads all other files. It scans the whole file, and a few megabytes can keep it busy for an hour, so it runs in the
+processes of :mod:`epd_serve.media.decoder`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from PIL import Image, UnidentifiedImageError, features
 
 from epd_serve.errors import InvalidRequest, TooLarge
 
-#: Width and height that a picture has at most when it is read with ``detail: "low"``, as in OpenAI's API.
+#: Maximum width and height of an image with ``detail: "low"``, as in OpenAI's API.
 LOW_DETAIL_PIXELS = 512
-#: What Pillow may try; a file of any other format is refused before a decoder sees it.
+#: Formats that Pillow may try; others are refused before a decoder reads the file.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", *(("AVIF",) if features.check("avif") else ()))
 _XMP_ORIENTATION = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
-#: A tag behind that is not looked for.
+#: Limit on the bytes of XMP to search for the orientation.
 _MAX_XMP_BYTES = 1 << 20
 _TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -39,9 +39,9 @@ _TRANSPOSE = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-#: Orientations 5 to 8 turn the picture by a quarter: width and height change places.
+#: Orientations that rotate by 90°, so width and height are swapped.
 _QUARTER_TURNS = frozenset({5, 6, 7, 8})
-#: All that Pillow's decoders were seen to raise on damaged files.
+#: Exceptions that Pillow's decoders raise for corrupt files.
 _DECODE_ERRORS = (
     OSError,
     SyntaxError,
@@ -57,17 +57,17 @@ _DECODE_ERRORS = (
 
 @dataclass(frozen=True, kw_only=True)
 class MediaLimits:
-    """Limits of one media item: pixels (width × height) and bytes of its file."""
+    """Limits on an image: pixels (width × height) and bytes of its file."""
 
     max_pixels: int
     max_bytes: int
 
 
 def pixel_size(data: bytes, limits: MediaLimits) -> tuple[int, int]:
-    """(width, height) in pixels as displayed (EXIF orientation applied), read from the header alone.
+    """Return the displayed (width, height) in pixels (EXIF orientation applied), from the header alone.
 
-    Raises InvalidRequest for a file that is no supported image or has too many pixels, TooLarge for one with
-    too many bytes.
+    Raises InvalidRequest for a file that is not a supported image or has too many pixels; TooLarge if it has too
+    many bytes.
     """
     with _readable(data, limits) as (image, orientation):
         width, height = image.size
@@ -75,7 +75,7 @@ def pixel_size(data: bytes, limits: MediaLimits) -> tuple[int, int]:
 
 
 def low_detail_size(size: tuple[int, int]) -> tuple[int, int]:
-    """Width and height of a picture read with ``detail: "low"``: scaled down to fit LOW_DETAIL_PIXELS squared."""
+    """Return the size of an image scaled down to fit LOW_DETAIL_PIXELS squared (``detail: "low"``)."""
     scale = min(1.0, LOW_DETAIL_PIXELS / max(size))
     return max(1, round(size[0] * scale)), max(1, round(size[1] * scale))
 
@@ -83,10 +83,10 @@ def low_detail_size(size: tuple[int, int]) -> tuple[int, int]:
 def open_image(
     data: bytes, limits: MediaLimits, before: Callable[[int], None] = lambda num_pixels: None
 ) -> Image.Image:
-    """Decode to RGB as displayed: first frame, EXIF orientation applied, transparency laid on white.
+    """Decode to RGB as displayed: first frame, EXIF orientation applied, transparency on white.
 
-    Its ``size`` equals ``pixel_size`` of the same bytes. ``before`` is told of the pixels before any is decoded.
-    Raises as ``pixel_size`` does, and InvalidRequest for a truncated or damaged picture.
+    The ``size`` of the result equals ``pixel_size`` of the same bytes. ``before`` is called with the number of
+    pixels before decoding. Raises like ``pixel_size``, and InvalidRequest for a truncated or corrupt image.
     """
     with _readable(data, limits) as (image, orientation):
         before(image.size[0] * image.size[1])
@@ -98,9 +98,9 @@ def open_image(
 
 @contextmanager
 def _readable(data: bytes, limits: MediaLimits) -> Iterator[tuple[Image.Image, int]]:
-    """The opened, not yet decoded file and its orientation; whatever Pillow raises inside becomes InvalidRequest.
+    """Open a file without decoding it, and read its orientation; convert Pillow's exceptions to InvalidRequest.
 
-    The orientation is what stands before the pixels: a decoder may find more EXIF behind them.
+    Only EXIF before the pixels counts for the orientation; decoding may find more after them.
     """
     if not data:
         raise InvalidRequest("the image is empty (0 bytes)")
@@ -114,13 +114,13 @@ def _readable(data: bytes, limits: MediaLimits) -> Iterator[tuple[Image.Image, i
             yield image, _orientation(image)
     except UnidentifiedImageError as error:
         raise InvalidRequest(
-            f"the data is no image that can be read (it starts with {bytes(data[:8])!r}); "
+            f"the data is not a readable image (it starts with {bytes(data[:8])!r}); "
             f"supported are {', '.join(FORMATS)}"
         ) from error
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise _too_many_pixels("far too many", limits) from error
     except _DECODE_ERRORS as error:
-        raise InvalidRequest(f"the image is broken: {error}") from error
+        raise InvalidRequest(f"the image is corrupt: {error}") from error
 
 
 def _too_many_pixels(found: str, limits: MediaLimits) -> InvalidRequest:
@@ -130,8 +130,8 @@ def _too_many_pixels(found: str, limits: MediaLimits) -> InvalidRequest:
 
 
 def _orientation(image: Image.Image) -> int:
-    """Orientation 1..8 that the header gives in EXIF, else in XMP; 1 (upright) where it says nothing sensible."""
-    if image.format == "TIFF":  # Pillow turns it by itself
+    """Return the orientation 1..8 from EXIF, else from XMP; 1 (upright) if missing or invalid."""
+    if image.format == "TIFF":  # Pillow applies it itself
         return 1
     value = None
     exif, xmp = image.info.get("exif"), image.info.get("xmp")
@@ -145,7 +145,7 @@ def _orientation(image: Image.Image) -> int:
 
 def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I"):
-        # 16-bit grey: Pillow would clip to 255 instead of scaling.
+        # 16-bit grey: Pillow would clip to 255 instead of scaling
         return image.convert("I").point(lambda value: value / 256).convert("L").convert("RGB")
     if image.has_transparency_data:
         white = Image.new("RGBA", image.size, (255, 255, 255, 255))
@@ -160,7 +160,7 @@ _ENTRY_BYTES = 12
 
 
 def exif_orientation(exif: bytes) -> int | None:
-    """The number in the tag of the first directory; None where there is none, or it cannot be read."""
+    """Return the orientation tag of the first directory, or None if it is missing or unreadable."""
     exif = exif.removeprefix(b"Exif\0\0")
     if exif[:4] not in (b"II*\0", b"MM\0*") or len(exif) < 10:
         return None
@@ -181,35 +181,35 @@ def exif_orientation(exif: bytes) -> int | None:
     return value
 
 
-#: What is looked at of a file, and what mostly is enough.
+#: Bytes of a file to search for the size, and the smaller number to try first, which usually suffices.
 HEADER_BYTES = 128 * 1024
 _SHORT_BYTES = 4 * 1024
 
 _PNG = b"\x89PNG\r\n\x1a\n"
-#: Chunks before the pixels that say nothing of size or orientation.
+#: Chunks before the pixels that do not affect size or orientation.
 _PLAIN_CHUNKS = frozenset({b"sRGB", b"gAMA", b"pHYs", b"cHRM", b"sBIT", b"bKGD", b"tIME"})
 #: (bit depth, colour type)
 _PNG_KINDS = frozenset({(8, 0), (8, 2), (8, 4), (8, 6), (1, 0), (2, 0), (4, 0)})
 _JPEG, _EXIF = b"\xff\xd8\xff", b"Exif\0\0"
 _DQT, _SOS, _APP1 = 0xFFDB, 0xFFDA, 0xFFE1
-#: Baseline, extended sequential and progressive frames, all of Huffman codes.
+#: Baseline, extended sequential and progressive frames with Huffman coding.
 _FRAMES = frozenset({0xFFC0, 0xFFC1, 0xFFC2})
-#: Segments that say nothing of the size: tables of codes, comments, and what programs have for themselves.
+#: Segments that do not affect the size: code tables, comments, application data.
 _SKIPPED = frozenset({0xFFC4, 0xFFDD, 0xFFFE, 0xFFE0, *range(0xFFE2, 0xFFF0)})
-#: Tables of bytes, each behind its number.
+#: 8-bit quantization tables, each after its number.
 _DQT_TABLES = re.compile(rb"(?:[\x00-\x0f].{64})+", re.DOTALL)
 _SEGMENT = struct.Struct(">HH").unpack_from
 _FRAME = struct.Struct(">HHB").unpack_from
 
 
 def plain_size(data: bytes) -> tuple[int, int] | None:
-    """Return (width, height) in pixels as displayed; None where Pillow should look."""
+    """Return the displayed (width, height) in pixels, or None if Pillow must read the file."""
     read = _jpeg_size if data[:3] == _JPEG else _png_size if data[:8] == _PNG else None
     return None if read is None else read(data[:_SHORT_BYTES]) or read(data[:HEADER_BYTES])
 
 
 def _jpeg_size(head: bytes) -> tuple[int, int] | None:
-    """Return the size in a file whose segments up to the first scan are plain."""
+    """Return the size if all segments up to the first scan are plain, else None."""
     size: tuple[int, int] | None = None
     orientation: int | None = None
     position, last = 2, len(head) - 4
@@ -235,7 +235,7 @@ def _jpeg_size(head: bytes) -> tuple[int, int] | None:
             size = width, height
         elif marker == _APP1:
             if orientation is not None or head[start : start + len(_EXIF)] != _EXIF:
-                return None  # XMP may turn the picture as well
+                return None  # XMP may contain an orientation too
             orientation = exif_orientation(head[start:position]) or 1
         elif marker == _SOS:
             return size[::-1] if size is not None and orientation in _QUARTER_TURNS else size
@@ -245,7 +245,7 @@ def _jpeg_size(head: bytes) -> tuple[int, int] | None:
 
 
 def _png_size(head: bytes) -> tuple[int, int] | None:
-    """Return the size in a file whose chunks up to the first of pixels are all here and plain."""
+    """Return the size if all chunks up to the first pixels are complete and plain, else None."""
     size: tuple[int, int] | None = None
     position = 8
     while position + 8 <= len(head):

@@ -1,9 +1,9 @@
-"""Videos before any tensor: facts of the container, and decoded frames by their numbers.
+"""Videos: read the facts of a container, and decode frames by number.
 
-A file is read by PyAV (FFmpeg), from memory alone: the format is told from its first bytes and is one of a few, so
-that no demuxer is tried that opens other files or addresses. A frame list is JPEG files in a row
-(:func:`pack_frames`), as vLLM takes them; it needs no PyAV. Both run in the processes of
-:mod:`epd_serve.media.decoder`: a file may crash its reader or never end.
+PyAV (FFmpeg) reads files from memory only. The first bytes select one of a few accepted formats, so that FFmpeg
+never tries a demuxer that opens other files or URLs. A frame list is a sequence of JPEG files
+(:func:`pack_frames`), as in vLLM, and does not need PyAV. Both run in the processes of
+:mod:`epd_serve.media.decoder`, because a file may crash its decoder or keep it busy forever.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-#: Codecs that are decoded, by FFmpeg's names.
+#: Accepted codecs, by FFmpeg name.
 CODECS = frozenset(
     ("h264", "hevc", "av1", "vp8", "vp9", "mpeg4", "mpeg2video", "mpeg1video", "mjpeg", "theora", "prores")
 )
-#: Those in which a packet is a frame, and a key frame needs none before it.
+#: Codecs in which a packet is a frame, and decoding can start at any key frame.
 _SEEKABLE = frozenset(("h264", "hevc", "av1", "vp9", "mjpeg", "prores"))
-#: Frames a second that are believed.
+#: Highest plausible frame rate, in frames per second.
 _MAX_RATE = 1000.0
-#: Packets that may come before the first frame.
+#: Limit on packets before the first frame.
 _MAX_DELAY = 256
-NO_PYAV = "{} are read with PyAV, which is not installed; run in epd-serve's clone: pip install '.[media]'"
+NO_PYAV = "{} need PyAV, which is not installed; run in epd-serve's clone: pip install '.[media]'"
 
 
 class VideoLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of one video: pixels of a frame (width × height), bytes, frames and seconds of its file."""
+    """Limits on a video: pixels of a frame (width × height), and bytes, frames and seconds of the file."""
 
     max_pixels: int
     max_bytes: int
@@ -47,7 +47,7 @@ class VideoLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_pyav(what: str) -> Any:
-    """The module. Raises InvalidRequest with the package to install for ``what``."""
+    """Import PyAV. Raises InvalidRequest that names the package to install for ``what``."""
     try:
         import av
         import av.logging
@@ -57,7 +57,7 @@ def load_pyav(what: str) -> Any:
 
 
 def pack_frames(frames: Sequence[bytes]) -> bytes:
-    """A frame list as one file."""
+    """Pack a frame list into one file."""
     return msgspec.msgpack.encode(list(frames))
 
 
@@ -66,9 +66,10 @@ def unpack_frames(data: bytes) -> list[bytes]:
 
 
 def read_facts(data: bytes, limits: VideoLimits) -> VideoFacts:
-    """The facts of a file: its headers are read, its packets counted and its first frame decoded.
+    """Return the facts of a file, by reading its headers, counting its packets and decoding its first frame.
 
-    Raises InvalidRequest for a file that is no video, is broken or is beyond a limit, TooLarge for its bytes.
+    Raises InvalidRequest for a file that is not a video, is corrupt or exceeds a limit; TooLarge if it has too
+    many bytes.
     """
     av, kind = load_pyav("videos"), _kind(data, limits.max_bytes)
     with opened(av, data, kind, "video") as file:
@@ -78,31 +79,31 @@ def read_facts(data: bytes, limits: VideoLimits) -> VideoFacts:
         num_frames, first = 0, None
         for packet in file.demux(stream):
             if packet.is_corrupt:
-                raise InvalidRequest(f"the video is broken or cut off after {num_frames} frames")
+                raise InvalidRequest(f"the video is corrupt or truncated after {num_frames} frames")
             if first is None:
                 first = next(iter(packet.decode()), None)
                 if first is None and num_frames > _MAX_DELAY:
-                    raise InvalidRequest("the video is broken: its first packets hold no frame")
+                    raise InvalidRequest("the video is corrupt: its first packets contain no frame")
             num_frames += packet.size > 0 and not packet.is_discard
             if num_frames > limits.max_frames:
-                raise _beyond(f"more than {limits.max_frames} frames", "cut it shorter")
+                raise _beyond(f"more than {limits.max_frames} frames", "shorten it")
         if first is None:
-            raise InvalidRequest("the video has no frame")
+            raise InvalidRequest("the video contains no frame")
         fps = float(stream.average_rate or stream.guessed_rate or 0)
         if not 0 < fps <= _MAX_RATE:
-            raise InvalidRequest(f"the video has {fps:g} frames a second; at most {_MAX_RATE:g} are believed")
+            raise InvalidRequest(f"the video has {fps:g} frames per second; at most {_MAX_RATE:g} are accepted")
         width, height = _displayed(first)
         _check_size(width, height, limits.max_pixels)
     facts = VideoFacts(width, height, num_frames, fps)
     if facts.duration_s > limits.max_seconds:
-        raise _beyond(f"{facts.duration_s:.0f} s; at most {limits.max_seconds:g} s are taken", "cut it shorter")
+        raise _beyond(f"{facts.duration_s:.0f} s; at most {limits.max_seconds:g} s are accepted", "shorten it")
     return facts
 
 
 def read_list(frames: Sequence[bytes], fps: float, limits: VideoLimits) -> VideoFacts:
-    """The facts of a frame list. Raises as :func:`read_facts`, with the number of the frame that is wrong."""
+    """Return the facts of a frame list. Raises like :func:`read_facts`, naming the wrong frame."""
     if len(frames) > limits.max_frames:
-        raise _beyond(f"{len(frames)} frames; at most {limits.max_frames} are taken", "send fewer")
+        raise _beyond(f"{len(frames)} frames; at most {limits.max_frames} are accepted", "send fewer")
     total = sum(map(len, frames))
     if total > limits.max_bytes:
         raise TooLarge(f"the frames have {total} bytes together; at most {limits.max_bytes} are accepted")
@@ -114,23 +115,25 @@ def read_list(frames: Sequence[bytes], fps: float, limits: VideoLimits) -> Video
             raise InvalidRequest(f"frame {number} of the video: {error.message}", code=error.code) from error
         if size is not None and found != size:
             raise InvalidRequest(
-                f"frame {number} of the video has {found[0]}x{found[1]} pixels and frame 0 has "
-                f"{size[0]}x{size[1]}: all must have one size"
+                f"frame {number} of the video has {found[0]}x{found[1]} pixels but frame 0 has "
+                f"{size[0]}x{size[1]}: all frames must have the same size"
             )
         size = found
-    assert size is not None, "a list has a frame"
+    assert size is not None, "frame lists are not empty"
     facts = VideoFacts(*size, len(frames), fps, is_list=True)
     if facts.duration_s > limits.max_seconds:
-        raise _beyond(f"{facts.duration_s:.0f} s; at most {limits.max_seconds:g} s are taken", "send fewer frames")
+        raise _beyond(
+            f"{facts.duration_s:.0f} s; at most {limits.max_seconds:g} s are accepted", "send fewer frames"
+        )
     return facts
 
 
 def read_frames(data: bytes, facts: VideoFacts, indices: Sequence[int]) -> Iterator[NDArray[np.uint8]]:
-    """Decode the frames with these numbers, which do not fall, to RGB [height, width, 3].
+    """Yield the frames ``indices``, in ascending order with repeats allowed, as RGB [height, width, 3].
 
-    Raises InvalidRequest for a file that is broken or is not what its facts say.
+    Raises InvalidRequest for a file that is corrupt or does not match its facts.
     """
-    import numpy as np  # the gateway has none, and reads no frame
+    import numpy as np  # not installed at the gateway, which decodes no frames
 
     if facts.is_list:
         for image in _listed(data, facts, indices):
@@ -146,11 +149,11 @@ def read_frames(data: bytes, facts: VideoFacts, indices: Sequence[int]) -> Itera
             if number != next_one:
                 continue
             if frame.is_corrupt:
-                raise InvalidRequest(f"frame {number} of the video is broken")
+                raise InvalidRequest(f"frame {number} of the video is corrupt")
             if _displayed(frame) != (facts.width, facts.height):
                 raise InvalidRequest(
-                    f"frame {number} of the video has {_displayed(frame)} pixels and its first frame "
-                    f"{(facts.width, facts.height)}: all must have one size"
+                    f"frame {number} of the video has {_displayed(frame)} pixels but its first frame "
+                    f"{(facts.width, facts.height)}: all frames must have the same size"
                 )
             pixels = np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90) % 4)
             while number == next_one:
@@ -158,18 +161,18 @@ def read_frames(data: bytes, facts: VideoFacts, indices: Sequence[int]) -> Itera
                 next_one = next(wanted, None)
             if next_one is None:
                 return
-    raise InvalidRequest(f"the video ends after {number + 1} frames and its container promises {facts.num_frames}")
+    raise InvalidRequest(f"the video ends after {number + 1} frames but its container lists {facts.num_frames}")
 
 
 def _decoded(av: Any, data: bytes, kind: str, facts: VideoFacts, first: int | None) -> Iterator[tuple[int, Any]]:
-    """The frames of a file with their numbers.
+    """Yield the frames of a file with their numbers.
 
-    Where ``first`` is one of them: from the last frame before it that needs none before itself, as far as the
-    container's times and the decoder agree on the numbers; nothing where they do not say it.
+    With ``first``, seek to the last key frame at or before it, and stop when the container's timestamps and the
+    decoder disagree on the numbers. Yield nothing if the file does not allow seeking.
     """
     with opened(av, data, kind, "video") as file:
         stream = _stream(file)
-        stream.codec_context.thread_count = 1  # the limits are of one process, and others decode beside it
+        stream.codec_context.thread_count = 1  # limits apply per process, and other processes decode too
         if first is None:
             yield from enumerate(file.decode(stream))
             return
@@ -198,21 +201,19 @@ def _listed(data: bytes, facts: VideoFacts, indices: Sequence[int]) -> Iterator[
         limits = MediaLimits(max_pixels=facts.width * facts.height, max_bytes=len(data))
         image = open_image(frames[index], limits)
         if image.size != (facts.width, facts.height):
-            raise InvalidRequest(
-                f"frame {index} of the video has {image.size} pixels, not those that its header says"
-            )
+            raise InvalidRequest(f"frame {index} of the video has {image.size} pixels, unlike its header")
         yield image
 
 
 def _kind(data: bytes, max_bytes: int) -> str:
-    """FFmpeg's name of the container, by its first bytes."""
+    """Return FFmpeg's name of the container, from the first bytes."""
     if not data:
         raise InvalidRequest("the video is empty (0 bytes)")
     if len(data) > max_bytes:
         raise TooLarge(f"the video has {len(data)} bytes; at most {max_bytes} are accepted")
     if data[:3] == b"GIF":
         raise InvalidRequest(
-            "the video is a GIF: send it as image_url, of which the first frame is read, or save it as MP4"
+            "the video is a GIF: send it as image_url to use its first frame, or convert it to MP4"
         )
     if data[4:8] in (b"ftyp", b"moov", b"mdat", b"free", b"wide", b"skip"):
         return "mov"
@@ -223,14 +224,14 @@ def _kind(data: bytes, max_bytes: int) -> str:
     if data[:1] == b"G" and data[188:189] in (b"G", b""):
         return "mpegts"
     raise InvalidRequest(
-        f"the data is no video that can be read (it starts with {bytes(data[:8])!r}); "
+        f"the data is not a readable video (it starts with {bytes(data[:8])!r}); "
         "supported are MP4, QuickTime, WebM, Matroska, AVI and MPEG-TS"
     )
 
 
 def _stream(file: Any) -> Any:
     if not file.streams.video:
-        raise InvalidRequest("the video has no stream of pictures, or is cut off before it")
+        raise InvalidRequest("the file contains no video stream, or is truncated before it")
     stream = file.streams.video[0]
     name = None if stream.codec_context is None else stream.codec_context.codec.canonical_name
     if name not in CODECS:
@@ -241,7 +242,7 @@ def _stream(file: Any) -> Any:
 
 
 def _displayed(frame: Any) -> tuple[int, int]:
-    """Width and height as displayed: cameras write frames turned by a quarter, and say so."""
+    """Return the displayed width and height of a frame, applying its rotation."""
     is_turned = round(frame.rotation / 90) % 2
     return (frame.height, frame.width) if is_turned else (frame.width, frame.height)
 
@@ -249,7 +250,7 @@ def _displayed(frame: Any) -> tuple[int, int]:
 def _check_size(width: int, height: int, max_pixels: int) -> None:
     if width * height > max_pixels:
         raise _beyond(
-            f"frames of {width}×{height} = {width * height} pixels; at most {max_pixels} are taken",
+            f"frames of {width}×{height} = {width * height} pixels; at most {max_pixels} are accepted",
             "scale it down",
         )
 
@@ -260,15 +261,15 @@ def _beyond(found: str, remedy: str) -> InvalidRequest:
 
 @contextmanager
 def opened(av: Any, data: bytes, kind: str, what: str) -> Iterator[Any]:
-    """The container of a file, of which FFmpeg gets these bytes and nothing else. Its errors are about the file.
+    """Open a container from memory, giving FFmpeg access to nothing else; convert its errors to InvalidRequest.
 
-    ``kind``: FFmpeg's name of the container. ``what``: the file's, for errors.
+    ``kind`` is FFmpeg's name of the container, ``what`` the kind of file for error messages.
     """
     options = {"protocol_whitelist": "none"}
     try:
         with av.open(io.BytesIO(data), format=kind, options=options, metadata_errors="ignore") as file:
             yield file
     except av.FFmpegError as error:
-        raise InvalidRequest(f"the {what} is broken or cut off: {error.strerror}") from error
+        raise InvalidRequest(f"the {what} is corrupt or truncated: {error.strerror}") from error
     except (ValueError, EOFError, OverflowError, ZeroDivisionError, UnicodeError) as error:
-        raise InvalidRequest(f"the {what} is broken: {error}") from error
+        raise InvalidRequest(f"the {what} is corrupt: {error}") from error

@@ -1,1 +1,1 @@
-"""Messages between gateway and instances, and the OpenAI schema that clients see."""
+"""Messages between gateway and instances, and the API schemas that clients see."""

@@ -1,7 +1,7 @@
-"""URLs under which servers are reached, and requests that web pages must not send there.
+"""Server URLs, and protection of control planes against requests from web pages.
 
-A page of another site can have the browser of somebody on this machine send requests to a control plane (CSRF),
-also under a name of its own (DNS rebinding).
+A web page can make a browser on this machine send requests to a control plane (CSRF), even under the page's own
+host name (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from epd_serve.errors import ServeError
 
 
 def url_of(host: str, port: int, *, tls: bool = False) -> str:
-    """The URL under which a server on this machine that listens on ``host`` is reached from this machine."""
+    """Return the URL that reaches, from this machine, a local server listening on ``host``."""
     scheme = "https" if tls else "http"
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"{scheme}://[{reachable}]:{port}" if ":" in reachable else f"{scheme}://{reachable}:{port}"
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether a server on ``host`` listens on every address."""
+    """Return whether a server on ``host`` listens on every address."""
     try:
         return ipaddress.ip_address(host).is_unspecified
     except ValueError:
@@ -32,7 +32,7 @@ def is_wildcard(host: str) -> bool:
 
 @lru_cache(maxsize=256)
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server that listens on ``host``."""
+    """Return whether only this machine can reach a server listening on ``host``."""
     if host == "localhost":
         return True
     try:
@@ -43,7 +43,7 @@ def is_loopback(host: str) -> bool:
 
 @lru_cache(maxsize=256)
 def is_loopback_name(host: bytes) -> bool:
-    """Whether the value of a ``Host`` header, with or without a port, is a loopback name."""
+    """Return whether a ``Host`` header, with or without a port, names the loopback interface."""
     return is_loopback(re.sub(r":[0-9]*$", "", host.decode("latin-1").lower()).strip("[]"))
 
 
@@ -54,7 +54,7 @@ _App = Callable[[_Scope, _Receive, _Send], Awaitable[None]]
 
 
 class CrossSite(ServeError):
-    """A request was refused because a web page may have made somebody's browser send it."""
+    """The request may come from a web page, so it is refused."""
 
     status: ClassVar[int] = 403
     type: ClassVar[str] = "permission_error"
@@ -62,25 +62,28 @@ class CrossSite(ServeError):
 
 
 def cross_site(headers: Iterable[tuple[bytes, bytes]], *, is_local: bool) -> CrossSite | None:
-    """Say why a request may come from a web page: it has an ``Origin``, or, where the server ``is_local`` to this
-    machine, names another host than this one. ``headers`` have their names in lower case."""
+    """Return an error if the request may come from a web page, else None.
+
+    It may if it has an ``Origin`` header, or if the server ``is_local`` and ``Host`` names another machine.
+    Header names must be in lower case.
+    """
     hosts = []
     for name, value in headers:
         if name == b"origin":
-            return CrossSite("this server is not for web pages; send no Origin header")
+            return CrossSite("this server does not accept requests from web pages; remove the Origin header")
         if name == b"host":
             hosts.append(value)
     if is_local and not (hosts and all(map(is_loopback_name, hosts))):
         shown = b", ".join(hosts)[:100].decode("latin-1")
-        return CrossSite(f"this server is at localhost; the request's Host is {shown!r}")
+        return CrossSite(f"this server listens on localhost only, but the request's Host is {shown!r}")
     return None
 
 
 class NoBrowsers:
-    """ASGI middleware: refuses requests that :func:`cross_site` finds."""
+    """ASGI middleware that refuses requests which may come from web pages (:func:`cross_site`)."""
 
     def __init__(self, app: _App, host: str) -> None:
-        """``host`` is the address on which ``app`` is served."""
+        """Wrap ``app``, which is served on the address ``host``."""
         self._app = app
         self._is_local = is_loopback(host)
 
@@ -94,5 +97,5 @@ class NoBrowsers:
         await send({"type": "http.response.body", "body": problem.to_json()})
 
     def find_problem(self, scope: _Scope) -> ServeError | None:
-        """Return why a request is refused; None where it is not."""
+        """Return the error to refuse the request with, or None to let it through."""
         return cross_site(scope["headers"], is_local=self._is_local)

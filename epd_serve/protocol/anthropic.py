@@ -1,6 +1,6 @@
-"""Anthropic's ``POST /v1/messages`` as a chat: the request becomes a chat's, and the chat's answer a message.
+"""Translate Anthropic's ``POST /v1/messages`` to a chat completion and its answer back to a message.
 
-https://docs.anthropic.com/en/api/messages. Nothing runs on the server: tools are the client's.
+https://docs.anthropic.com/en/api/messages. The client runs all tools; Anthropic's server tools are not supported.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from epd_serve.protocol.wire import PromptOptions
 _encode = msgspec.json.Encoder().encode
 Kind = Literal["text", "image", "tool_use", "tool_result", "thinking", "redacted_thinking"]
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-#: Fields of a block that has not just the field of its type.
+#: Required fields of block types whose field is not named after the type.
 _NEEDED = {"image": ["source"], "tool_use": ["id", "name", "input"], "tool_result": ["tool_use_id"]}
 
 
 class Block(MessageModel):
-    """A piece of a message's content."""
+    """One content block of a message."""
 
-    type: Kind = Field(description="The field that it has.")
+    type: Kind = Field(description="Kind of the block.")
     text: str | None = Field(None, description="A text.")
-    source: dict[str, Any] | None = Field(None, description="A picture: media_type and data in base64, or url.")
-    id: str | None = Field(None, description="Of a call.")
-    name: str | None = Field(None, description="Of a called tool.")
-    input: dict[str, Any] | None = Field(None, description="Of a called tool.")
-    tool_use_id: str | None = Field(None, description="The call of a result.")
-    content: Blocks | None = Field(None, description="Of a result: a text, or texts and pictures.")
+    source: dict[str, Any] | None = Field(None, description="An image: media_type and data in base64, or url.")
+    id: str | None = Field(None, description="Id of a tool call.")
+    name: str | None = Field(None, description="Name of the called tool.")
+    input: dict[str, Any] | None = Field(None, description="Arguments of a tool call.")
+    tool_use_id: str | None = Field(None, description="Id of the call that a tool result answers.")
+    content: Blocks | None = Field(None, description="Tool result: a text, or texts and images.")
     thinking: str | None = Field(None, description="The model's earlier reasoning.")
 
     @model_validator(mode="after")
@@ -63,32 +63,32 @@ class Turn(MessageModel):
 
 
 class ClientTool(MessageModel):
-    type: Literal["custom"] | None = Field(None, description="Anthropic's own tools do not run here.")
+    type: Literal["custom"] | None = Field(None, description="Anthropic's server tools are not supported.")
     name: FunctionName
-    description: str | None = Field(None, description="What it does, for the model.")
+    description: str | None = Field(None, description="Description of the tool, for the model.")
     input_schema: Schema = Field(description="JSON Schema of the input, an object.")
     strict: bool | None = Field(None, description="Refuse a schema that cannot be enforced in full.")
 
     def function(self) -> dict[str, Any]:
-        """Return it as a chat has it."""
+        """Return the tool in the chat API's form."""
         about = self.model_dump(include={"name", "description", "strict"})
         return {"type": "function", "function": {**about, "parameters": self.input_schema}}
 
 
 class ClientToolChoice(MessageModel):
-    type: Literal["auto", "any", "tool", "none"] = Field(description="Whether, or which, tool is called.")
-    name: str | None = Field(None, description="The tool.")
-    disable_parallel_tool_use: bool | None = Field(None, description="Allow one call in an answer.")
+    type: Literal["auto", "any", "tool", "none"] = Field(description="Whether the model must call a tool.")
+    name: str | None = Field(None, description="Name of the tool to call.")
+    disable_parallel_tool_use: bool | None = Field(None, description="Allow at most one call per answer.")
 
 
 class ThinkingConfig(MessageModel):
     type: Literal["enabled", "disabled", "adaptive"] = Field(description="Whether the model thinks.")
-    budget_tokens: Integer | None = Field(None, ge=0, lt=fields.WIRE_INTEGERS, description="Most tokens of it.")
+    budget_tokens: Integer | None = Field(None, ge=0, lt=fields.WIRE_INTEGERS, description="Most thinking tokens.")
 
 
 class OutputConfig(MessageModel):
-    effort: str | None = Field(None, description="The chat template's reasoning_effort.")
-    format: dict[str, Any] | None = Field(None, description="Its schema is that of the answer.")
+    effort: str | None = Field(None, description="reasoning_effort for the chat template.")
+    format: dict[str, Any] | None = Field(None, description="Output format; the answer follows its schema.")
 
 
 class CountTokensRequest(fields.Body, fields.Labels):
@@ -98,27 +98,27 @@ class CountTokensRequest(fields.Body, fields.Labels):
     messages: list[Turn] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True, description="The chat.")
     system: Blocks | None = Field(None, description="The system message.")
     tools: list[ClientTool] | None = Field(None, max_length=MAX_TOOLS, description="Tools the model may call.")
-    tool_choice: ClientToolChoice | None = Field(None, description="Whether, or which, tool is called.")
-    thinking: ThinkingConfig | None = Field(None, description="Absent: the model does not think.")
+    tool_choice: ClientToolChoice | None = Field(None, description="Whether the model must call a tool.")
+    thinking: ThinkingConfig | None = Field(None, description="Thinking; off if absent.")
     output_config: OutputConfig | None = Field(None, description="Structure of the answer, and effort.")
-    cache_control: Any = Field(None, description="Changes no token.")
-    context_management: Any = Field(None, description="Changes no token.")
-    service_tier: Any = Field(None, description="Changes no token.")
+    cache_control: Any = Field(None, description="Accepted and ignored.")
+    context_management: Any = Field(None, description="Accepted and ignored.")
+    service_tier: Any = Field(None, description="Accepted and ignored.")
 
 
 class MessagesRequest(CountTokensRequest):
     """Body of ``POST /v1/messages``."""
 
-    max_tokens: Integer = Field(ge=1, lt=fields.WIRE_INTEGERS, description="Most tokens of the answer.")
-    stop_sequences: fields.StopStrings | None = Field(None, description="Texts before which an answer ends.")
+    max_tokens: Integer = Field(ge=1, lt=fields.WIRE_INTEGERS, description="Maximum tokens of the answer.")
+    stop_sequences: fields.StopStrings | None = Field(None, description="Strings that stop the answer.")
     stream: bool | None = Field(None, description="Send the answer as server-sent events.")
-    temperature: float | None = Field(None, ge=0, le=1, description="0 takes the likeliest token; default 1.")
-    top_p: float | None = Field(None, gt=0, le=1, description="Sample among the likeliest tokens of this sum.")
-    top_k: Integer | None = Field(None, ge=0, lt=2**31, description="Sample among this many tokens.")
+    temperature: float | None = Field(None, ge=0, le=1, description="0 is greedy; default 1.")
+    top_p: float | None = Field(None, gt=0, le=1, description="Nucleus sampling: probability mass to keep.")
+    top_k: Integer | None = Field(None, ge=0, lt=2**31, description="Sample among this many top tokens.")
 
 
 class CountTokensCall(TranslatedCall):
-    """The chat of a request."""
+    """The chat completion that a request translates to."""
 
     body: ClassVar[type[CountTokensRequest]] = CountTokensRequest
 
@@ -154,14 +154,14 @@ class MessagesCall(CountTokensCall):
     body: ClassVar[type[CountTokensRequest]] = MessagesRequest
 
     def prompting(self) -> PromptOptions:
-        return replace(super().prompting(), bounds_answer=True)  # clients send max_tokens of larger models
+        return replace(super().prompting(), bounds_answer=True)  # clients send the max_tokens of larger models
 
     def translation(self, *, id: str, created: int, model: str) -> MessageBuilder:
         return MessageBuilder(id=id, model=model)
 
 
 def _messages(asked: CountTokensRequest) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the chat's messages and the field that each comes from."""
+    """Return the chat messages, and for each the request field it comes from."""
     messages: list[dict[str, Any]] = []
     places: list[str] = []
     if asked.system:
@@ -188,7 +188,7 @@ def _messages(asked: CountTokensRequest) -> tuple[list[dict[str, Any]], list[str
 
 
 def _parts(blocks: list[Block]) -> list[dict[str, Any]]:
-    """Return texts and pictures as parts of a chat's message."""
+    """Return text and image blocks as parts of a chat message."""
     parts: list[dict[str, Any]] = []
     for block in blocks:
         if block.type == "text":
@@ -200,7 +200,7 @@ def _parts(blocks: list[Block]) -> list[dict[str, Any]]:
 
 
 class MessageBuilder:
-    """Makes the message, or its events, of a chat's answer."""
+    """Turns a chat completion into an Anthropic message or its stream events."""
 
     content_type = b"application/json"
 
@@ -208,22 +208,22 @@ class MessageBuilder:
         self._about = {"id": f"msg_{id}", "type": "message", "role": "assistant", "model": model}
         self._sent: list[bytes] = []
         self._content: list[dict[str, Any]] = []
-        self._open = ""  # the type of the block that is being written
+        self._open = ""  # type of the current block
         self._usage: dict[str, Any] = {"prompt_tokens": 0, "completion_tokens": 0}
         self._end: dict[str, Any] = {}
 
     def whole(self, answer: bytes) -> bytes:
-        """Return the message of a chat.completion."""
+        """Return the message for a chat.completion."""
         body = msgspec.json.decode(answer)
         [choice], self._usage = body["choices"], body["usage"]
         self._take(choice["message"])
         for block in self._content:
-            if block["type"] == "tool_use":  # one that is cut off has no input
+            if block["type"] == "tool_use":  # a truncated call gets an empty input
                 block["input"] = msgspec.json.decode(block["input"]) if is_object(block["input"]) else {}
         return _encode({**self._message(), **_stop(choice)})
 
     def events(self, data: bytes) -> bytes:
-        """Return the events of a chat.completion.chunk, an error, or the end of the answer ("[DONE]")."""
+        """Return the events for a chat.completion.chunk, an error, or the end of the answer ("[DONE]")."""
         chunk = {} if data == b"[DONE]" else msgspec.json.decode(data)
         if "error" in chunk:
             self._emit("error", error=chunk["error"])
@@ -253,7 +253,7 @@ class MessageBuilder:
                 self._add("input", "input_json_delta", "partial_json", piece)
 
     def _write(self, kind: str, field: str, delta: str, text: str) -> None:
-        """Write text of a block, and begin the block where another one is open."""
+        """Append text to a block of this kind, starting a new block if another kind is open."""
         if self._open != kind:
             self._begin({"type": kind, field: "", **({"signature": ""} if kind == "thinking" else {})})
         self._add(field, delta, field, text)
@@ -288,7 +288,7 @@ def _stop(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 def _usage(usage: dict[str, Any]) -> dict[str, Any]:
-    """Return the counts as Anthropic has them: ``input_tokens`` are those that were in no cache."""
+    """Return Anthropic's counts, where ``input_tokens`` excludes cached tokens."""
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     thought = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
     return {

@@ -1,4 +1,4 @@
-"""An instance's account of itself, and the orders that it takes: messages of :mod:`epd_serve.protocol.wire`."""
+"""Instance state and lifecycle orders, carried by the calls of :mod:`epd_serve.protocol.wire`."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from epd_serve.types import StageRate
 
 
 class Load(Message, frozen=True):
-    """An instance's load, for routing. It counts everything that was received, from whichever gateway.
+    """An instance's load, for routing. It counts requests from all gateways.
 
     Attributes:
-        num_waiting_tokens: tokens of prompts not computed yet; an estimate for prompts that are still text.
-        num_waiting_encodes: open encode calls; equal items count for each of them.
-        num_waiting_pixels: pixels of distinct items that are not encoded yet.
-        num_expected: sequences that will be decoded here once their prompts are computed elsewhere.
-        num_refused: of these, the sequences that have asked for a place here and wait for one.
-        mean_output_tokens: of sequences that ended here lately; 0: none has.
-        tokens_per_character: of prompts lately; 0: there was none.
-        rates: measured rates by stage ("E", "P", "D"); a stage that has not worked yet is missing.
+        num_waiting_tokens: uncomputed prompt tokens, estimated for prompts not tokenized yet.
+        num_waiting_encodes: open encode calls, counting an item once for each call that wants it.
+        num_waiting_pixels: pixels of distinct items not encoded yet.
+        num_expected: sequences that will decode here once another instance has computed their prompts.
+        num_refused: sequences among ``num_expected`` that wait for KV blocks here.
+        mean_output_tokens: recent mean over finished sequences; 0 before the first.
+        tokens_per_character: recent mean over prompts; 0 before the first.
+        rates: measured rates by stage ("E", "P", "D"), without stages that have not run yet.
     """
 
     num_running: Count = 0
@@ -42,11 +42,11 @@ class Report(Message, frozen=True):
     """An instance's state at one moment.
 
     Attributes:
-        received: stage and request id (``"P" + request_id``) of each stage call that came since the last report to
-            this caller, in the first report of all that are open: the load contains them, so that the caller need
-            not count them itself any more.
-        encoded: mm_hashes of features that came to be made here since then, in the first of the latest ones.
-        epoch: as in InstanceInfo. A new one means that ``/info`` has changed, the role with it.
+        received: stage and request id (``"P" + request_id``) of stage calls received since the last report to this
+            caller; the first report lists the latest ones. ``load`` includes them, so the caller can stop counting
+            them itself.
+        encoded: mm_hashes of features encoded here since the last report; the first report lists the latest ones.
+        epoch: as in InstanceInfo. A new epoch means that ``/info``, including the role, has changed.
     """
 
     load: Load
@@ -57,7 +57,7 @@ class Report(Message, frozen=True):
 
 
 class AppliedShare(Message, frozen=True):
-    """``part`` of a device, the strength of its enforcement ("isolated", "cooperative"), and the mechanisms."""
+    """Share ``part`` of a device, strength of its enforcement ("isolated", "cooperative"), and mechanisms."""
 
     part: Annotated[float, msgspec.Meta(ge=0, le=1)]
     strength: Name
@@ -65,11 +65,11 @@ class AppliedShare(Message, frozen=True):
 
 
 class Usage(Message, frozen=True):
-    """The seconds and bytes that an instance has used by ``at_s`` of its own clock.
+    """Resources that an instance has used by ``at_s`` on its own clock.
 
     Attributes:
-        busy_s: by stage; a step with prompts counts as prefill.
-        device_bytes: in use on its accelerator, by whomever; 0 on a CPU.
+        busy_s: compute seconds by stage; a step with prompts counts as prefill.
+        device_bytes: bytes in use on its accelerator by all processes; 0 on a CPU.
     """
 
     at_s: Number = 0.0
@@ -84,21 +84,21 @@ class InstanceInfo(Message, frozen=True):
     """An instance's identity and state, served as JSON at ``/info``.
 
     Attributes:
-        media_fingerprint: hex name of everything but the media bytes that decides a feature: model revision,
-            processor, dtype, shape version. It goes into each mm_hash.
-        parameters: number of parameters held, by part ("tower", "language_model").
-        share: part of the device that the instance keeps to; None: no limit.
-        budgets: of a step, in tokens, sequences, pixels and milliseconds; found from the SLO where there is one.
-        host_id: of the machine; equal where instances share memory.
-        block_size: tokens per KV block; 0 where there is no KV cache.
-        kv_token_bytes: bytes of one token's KV; 0 where there is no KV cache.
-        tokens_per_pixel: of the model's features, about; a feature has ``feature_token_bytes`` for each token.
-        epoch: number of times that this process has changed its role and made its caches anew.
-        state: of its role, see :class:`epd_serve.instance.lifecycle.SwitchState`.
-        modalities: that the model's tower takes; a model of text alone has none.
-        producer: of its features: kind of device and operators.
-        assists: it encodes, and takes requests of text only while the others' queue is long.
-        splits_videos: its tower looks at each group of frames by itself, so that others may encode some of them.
+        media_fingerprint: hex digest of everything except the media bytes that determines a feature: model
+            revision, processor, dtype, shape version. Part of every mm_hash.
+        parameters: number of loaded parameters, by part ("tower", "language_model").
+        share: limit on the instance's share of the device; None if unlimited.
+        budgets: step budgets in tokens, sequences, pixels and milliseconds; derived from the SLO if one is set.
+        host_id: machine id; equal for instances that can share memory.
+        block_size: tokens per KV block; 0 without a KV cache.
+        kv_token_bytes: KV bytes per token; 0 without a KV cache.
+        tokens_per_pixel: approximate feature tokens per pixel; a feature takes ``feature_token_bytes`` per token.
+        epoch: number of times this process has switched roles and rebuilt its caches.
+        state: progress of a role switch (:class:`epd_serve.instance.lifecycle.SwitchState`).
+        modalities: media that the tower accepts; empty for a text-only model.
+        producer: kind of device and operators that compute its features.
+        assists: it encodes, and takes text-only requests only while the other instances' queue is long.
+        splits_videos: its tower encodes each group of frames independently, so instances can share a video.
     """
 
     name: Name
@@ -133,11 +133,11 @@ class InstanceInfo(Message, frozen=True):
 
 
 class RoleOrder(Message, frozen=True, forbid_unknown_fields=True):
-    """Serve another role. While the instance drains, an order of its present role calls the order back.
+    """Switch to another role. Ordering the current role while the instance drains cancels the switch.
 
     Attributes:
-        deadline_s: time after which it gives up and serves its old role again.
-        patience_s: time in which running answers may end here; then they go on elsewhere.
+        deadline_s: time to drain before the instance gives up and keeps its old role.
+        patience_s: time for running answers to finish here before they move to another instance.
     """
 
     role: str
@@ -146,20 +146,20 @@ class RoleOrder(Message, frozen=True, forbid_unknown_fields=True):
 
 
 class LeaveOrder(Message, frozen=True):
-    """Take nothing new and end the work that is there; the times are those of :class:`RoleOrder`."""
+    """Accept no new requests and drain, within the times of :class:`RoleOrder`."""
 
     deadline_s: float = 30.0
     patience_s: float = 1.0
 
 
 class Left(Message, frozen=True):
-    """No request is left after ``seconds``; the process can be ended."""
+    """The instance drained in ``seconds``; its process can be stopped."""
 
     seconds: float
 
 
 class RoleChanged(Message, frozen=True):
-    """The instance serves its new role after ``seconds``; ``drain_s`` of these ended the old role's work."""
+    """The instance switched roles in ``seconds``, including ``drain_s`` to drain."""
 
     old: str
     new: str

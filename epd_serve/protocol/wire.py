@@ -1,16 +1,16 @@
-"""Messages between the gateway and the instances, and among instances: flat, typed, msgpack.
+"""Typed msgpack messages between the gateway and the instances, and among instances.
 
-Every call lives as long as the work: closing it cancels the work. All calls of a process to an instance share a
-link (:mod:`epd_serve.rpc.messages`).
+A call stays open while its work runs; closing it cancels the work. All calls from a process to an instance share
+one link (:mod:`epd_serve.rpc.messages`).
 
 ======================  =========  ====================  ==========================================================
 call                    from, to   body                  answer
 ======================  =========  ====================  ==========================================================
 ``/stage/encode``       gateway,E  EncodeRequest         EncodeReply once P has the feature
-``/stage/prefill``      gateway,P  PrefillRequest        the answer; header ``x-epd-next`` says who goes on
+``/stage/prefill``      gateway,P  PrefillRequest        the answer; header ``x-epd-next`` names its next part
 ``/stage/decode``       gateway,D  DecodeRequest         the answer from the second token on
 ``/feature/event``      E, P       FeatureEvent          nothing, once P has fetched and verified the feature
-``/feature/withdraw``   any, P     FeatureWithdrawn      nothing; to vLLM's P alone
+``/feature/withdraw``   any, P     FeatureWithdrawn      nothing; only a P on vLLM takes it
 ``/kv/reserve``         P, D       ReserveRequest        ReserveReply, when blocks are free
 ``/kv/renew``           P, D       TransferRef           nothing, or 404 when the lease is gone
 ``/kv/complete``        P, D       Handoff               nothing; D owns the request from here
@@ -18,18 +18,18 @@ call                    from, to   body                  answer
 ``/kv/announce``        P, D       KVAnnouncement        KVTaken once D has read KV from P's memory
 ``/prompt/tokenize``    gateway,P  TokenizeRequest       TokenizeReply
 ``/prompt/detokenize``  gateway,P  DetokenizeRequest     DetokenizeReply
-``/role``               gateway    RoleOrder             RoleChanged once the instance serves that role; 409 while
-                                                         it is on its way to another, 504 where it could not be
-``/leave``              gateway    LeaveOrder            Left once nothing is left of what the instance had; 504
-                                                        where that was not so by the deadline
+``/role``               gateway    RoleOrder             RoleChanged once the instance serves that role; 409 during
+                                                         another switch, 504 if draining misses the deadline
+``/leave``              gateway    LeaveOrder            Left once the instance has drained; 504 if it misses the
+                                                         deadline
 ``/info``               any        nothing               InstanceInfo, as JSON
-``/reports``            any        nothing               Report after Report, each a line of JSON, until the caller
-                                                         closes the call
+``/reports``            any        nothing               a stream of Reports, one line of JSON each, until the
+                                                         caller closes the call
 ======================  =========  ====================  ==========================================================
 
-An answer is OpenAI's JSON, or where it is streamed OpenAI's events in items (:mod:`epd_serve.rpc.items`).
-What an instance says of itself, and the orders that it takes, are in :mod:`epd_serve.protocol.instance_state`.
-Errors of any call are OpenAI error objects as JSON with a 4xx or 5xx status (:mod:`epd_serve.errors`).
+An answer is OpenAI's JSON; a streamed answer is OpenAI's events packed in items (:mod:`epd_serve.rpc.items`).
+:mod:`epd_serve.protocol.instance_state` defines state reports and lifecycle orders.
+All calls report errors as OpenAI error objects in JSON with a 4xx or 5xx status (:mod:`epd_serve.errors`).
 """
 
 from __future__ import annotations
@@ -62,16 +62,16 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: Message) -> bytes:
-    """Message → msgpack."""
+    """Encode a message as msgpack."""
     return _encoder.encode(message)
 
 
 def decode(data: bytes | bytearray | memoryview, message_type: type[M]) -> M:
-    """msgpack → message. Raises ``ValueError`` (msgspec.ValidationError) that names the wrong field."""
+    """Decode a message. Raises ``ValueError`` (msgspec.ValidationError) that names the wrong field."""
     return msgspec.msgpack.decode(data, type=message_type)
 
 
-#: Far beyond what any instance has, and far below where sums and products overflow.
+#: Limits far above any real instance's values and far below overflow of sums and products.
 Count = Annotated[int, msgspec.Meta(ge=0, le=10**12)]
 Number = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 NumParameters = Annotated[int, msgspec.Meta(ge=0, le=10**15)]
@@ -79,10 +79,9 @@ Name = Annotated[str, msgspec.Meta(max_length=256)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 
 
-#: By which most processors sample a video and resize its frames: frames a second, their least and greatest number,
-#: the most pixels of one.
+#: Video defaults of most processors: frames per second, (minimum, maximum) frames, maximum pixels of a frame.
 USUAL_FPS, USUAL_FRAMES, USUAL_FRAME_PIXELS = 2.0, (4, 768), 768 * 28 * 28
-#: A tower that listens has 50 positions a second; one is as much work as a patch of a picture.
+#: An audio tower computes 50 positions per second; one position costs about as much as one image patch.
 PIXELS_PER_POSITION = 14 * 14
 _POSITIONS_PER_SECOND = 50
 
@@ -93,15 +92,15 @@ class MediaRef(Message, frozen=True):
     Attributes:
         mm_hash: full-width blake3 hex over media bytes, modality, sampling, processing and the model's
             ``media_fingerprint``.
-        width, height: pixels as displayed (EXIF orientation applied), read from the header alone; of a video's
-            frame; 0 of a sound.
-        low_detail: width and height are those to which the picture is scaled down before its encode.
-        num_frames, fps, is_list: of a video, as in :class:`~epd_serve.types.VideoFacts`.
-        sampling: the frames of a video that are wanted.
-        processing: what the request asks of the model's processor beside frames, as JSON; "" for nothing.
-        num_samples, rate, channels: of a sound, as in :class:`~epd_serve.types.AudioFacts`.
-        num_segments: that a video is encoded in, each by itself.
-        segment: the number of the one that this is, from 0; None: the whole item.
+        width, height: displayed size of an image or video frame in pixels (EXIF orientation applied), read from
+            the header alone; 0 for audio.
+        low_detail: ``width`` and ``height`` are the size to scale the image down to before encoding.
+        num_frames, fps, is_list: video facts, as in :class:`~epd_serve.types.VideoFacts`.
+        sampling: which frames of a video to use.
+        processing: processor options other than frame sampling, as JSON, or "".
+        num_samples, rate, channels: audio facts, as in :class:`~epd_serve.types.AudioFacts`.
+        num_segments: number of independently encoded segments of a video.
+        segment: index of this segment, from 0; None for the whole item.
     """
 
     mm_hash: str
@@ -122,13 +121,13 @@ class MediaRef(Message, frozen=True):
 
     @classmethod
     def of_audio(cls, audio: AudioFacts) -> MediaRef:
-        """A sound that has no name yet."""
+        """Return a reference to audio, without an ``mm_hash`` yet."""
         facts = audio.num_samples, audio.rate, audio.channels
         return cls("", 0, 0, "audio", False, 0, 0.0, False, AS_THE_MODEL, *facts)
 
     @classmethod
     def of_video(cls, video: VideoFacts, sampling: VideoSampling) -> MediaRef:
-        """A video that has no name yet."""
+        """Return a reference to a video, without an ``mm_hash`` yet."""
         facts = video.num_frames, video.fps, video.is_list
         return cls("", video.width, video.height, "video", False, *facts, sampling)
 
@@ -142,14 +141,14 @@ class MediaRef(Message, frozen=True):
 
     @property
     def num_asked(self) -> int:
-        """Frames of a video that the request itself names; 0 where the model's processor decides."""
+        """Number of video frames fixed by the request; 0 if the model's processor decides."""
         if self.sampling.takes_all_read(self.video):
             return self.sampling.count_read(self.video)
         return self.sampling.processor_num_frames or 0
 
     @property
     def num_sampled(self) -> int:
-        """Frames of a video that are encoded, where the model's processor samples as most do."""
+        """Number of video frames to encode, assuming the defaults of most processors."""
         if self.num_asked:
             return self.num_asked
         fps = USUAL_FPS if self.sampling.processor_fps is None else self.sampling.processor_fps
@@ -158,7 +157,7 @@ class MediaRef(Message, frozen=True):
 
     @property
     def segments(self) -> list[MediaRef]:
-        """The segments that the item is encoded in, in order, by names of their own; the item where it is one."""
+        """Segments to encode, in order, each with its own ``mm_hash``; just the item if it is not split."""
         if self.num_segments == 1:
             return [self]
         names = (f"{self.mm_hash} {number}/{self.num_segments}" for number in range(self.num_segments))
@@ -168,9 +167,9 @@ class MediaRef(Message, frozen=True):
         ]
 
     def part_of(self, num_groups: int) -> range:
-        """The groups of frames that belong to the segment, of so many of the video: each belongs to one segment.
+        """Return which of the video's ``num_groups`` groups of frames belong to this segment.
 
-        Some segments have none where a video has fewer groups.
+        Each group belongs to exactly one segment; if a video has fewer groups than segments, some are empty.
         """
         if self.segment is None:
             return range(num_groups)
@@ -179,12 +178,12 @@ class MediaRef(Message, frozen=True):
 
     @property
     def num_pictures(self) -> int:
-        """The item's work for a tower in pictures: towers for videos take two frames for each; about."""
+        """Approximate encode work in images; a video tower merges two frames into one."""
         return len(self.part_of(-(-self.num_sampled // 2))) if self.modality == "video" else 1
 
     @property
     def num_pixels(self) -> int:
-        """The item's work for a tower, in pixels of pictures; about, as each model resizes in its own way."""
+        """Approximate encode work in image pixels; the real number depends on how the model resizes."""
         if self.modality == "audio":
             return math.ceil(self.audio.duration_s * _POSITIONS_PER_SECOND) * PIXELS_PER_POSITION
         pixels = self.width * self.height
@@ -192,14 +191,14 @@ class MediaRef(Message, frozen=True):
 
 
 class Part(Message, frozen=True):
-    """A piece of a message's content: text, or the next media item in order, which is of that modality."""
+    """A content part of a message: text, or the next media item, which has the modality ``type``."""
 
     type: Literal["text"] | Modality
     text: str = ""
 
 
 class CalledFunction(Message, frozen=True):
-    """A call in a chat's history; ``arguments`` is the text of a JSON object."""
+    """A tool call in a chat's history; ``arguments`` is a JSON object as text."""
 
     id: str
     name: str
@@ -216,13 +215,13 @@ class ChatMessage(Message, frozen=True):
 
 
 class PromptOptions(Message, frozen=True):
-    """The options by which messages or a prompt become tokens.
+    """Options for tokenizing messages or a prompt.
 
     Attributes:
-        add_special_tokens: None leaves it to the tokenizer for a prompt, and adds none to a rendered chat.
+        add_special_tokens: None adds them to a prompt, as the tokenizer decides, and not to a rendered chat.
         tools, template_kwargs: JSON for the chat template, or "".
-        bounds_answer: a max_tokens beyond the context is cut to its room, not refused.
-        cache_salt: requests with another one share no cached prefix with this one; "": all that have none.
+        bounds_answer: reduce a max_tokens that exceeds the context instead of rejecting the request.
+        cache_salt: only requests with equal salts share cached prefixes.
     """
 
     add_generation_prompt: bool = True
@@ -235,12 +234,15 @@ class PromptOptions(Message, frozen=True):
 
 
 class OutputOptions(Message, frozen=True):
-    """The shape in which the client wants its answer.
+    """Format of the client's answer.
 
-    ``kind`` chooses between chat.completion and text_completion objects; ``id``, ``created`` and ``model``
-    appear in every object. ``first_index`` is that of the first choice; ``echo`` puts the prompt before each.
-    ``token_ids``: the tokens' ids come with their text, those of the prompt with the first.
-    ``for_vllm`` is a JSON object of fields that only vLLM has (``protocol/openai/generation.py``), or "".
+    Attributes:
+        kind: chat.completion or text_completion objects.
+        id, created, model: repeated in every object.
+        first_index: index of the first choice.
+        echo: put the prompt before each choice.
+        token_ids: send token ids with their text, and the prompt's with the first token.
+        for_vllm: JSON object of fields that only vLLM supports (``protocol/openai/generation.py``), or "".
     """
 
     kind: Literal["chat", "completion"]
@@ -257,14 +259,14 @@ class OutputOptions(Message, frozen=True):
 
 
 REQUEST_ID_HEADER = "x-request-id"
-#: Header of ``/stage/prefill``'s answer: "decode" when D's bytes follow, "none" when these are all.
+#: Header of the ``/stage/prefill`` answer: "decode" if D's bytes follow, "none" if the answer is complete.
 NEXT_HEADER = "x-epd-next"
 
 
 class EncodeRequest(Message, frozen=True):
     """Encode one media item for a request and announce the feature to ``announce_to`` (P's control URL).
 
-    ``traceparent``, here and below, is W3C's header of that name; "" where the request is in no trace.
+    ``traceparent``, here and below, is the W3C header of that name, or "" if the request is not traced.
     """
 
     request_id: str
@@ -280,15 +282,15 @@ class EncodeReply(Message, frozen=True):
 
 
 class PrefillRequest(Message, frozen=True):
-    """One request's chat or prompt with media as references.
+    """Prefill one request's chat or prompt, with references for media.
 
     Exactly one of ``messages`` (kind "chat") and ``prompt`` (kind "completion") is set. ``decode_url`` is D's
-    control URL, or None when the same instance decodes.
+    control URL, or None if the same instance decodes.
 
     Attributes:
-        max_model_len: D's, where it may hold less than P.
-        generated: output tokens of a streamed answer that its client has already, from an instance that was lost;
-            the answer goes on behind them. Only for ``sampling.n == 1``.
+        max_model_len: D's limit, if D may hold less than P.
+        generated: output tokens that the client of a streamed answer already received from a lost instance; the
+            answer continues after them. Only for ``sampling.n == 1``.
     """
 
     request_id: str
@@ -305,7 +307,7 @@ class PrefillRequest(Message, frozen=True):
 
 
 class DecodeRequest(Message, frozen=True):
-    """Tells D to expect a request: P's reservation and handoff will follow, or have come already."""
+    """Decode a request whose reservation and handoff come from P, before or after this message."""
 
     request_id: str
     stream: bool
@@ -313,20 +315,20 @@ class DecodeRequest(Message, frozen=True):
 
 
 class Region(Message, frozen=True):
-    """Registered memory as a peer addresses it.
+    """Address of registered memory, for peers.
 
     A peer on the same host (equal ``host_id``) maps ``/proc/<pid>/fd/<fd>``; any other connects to
-    ``host:port``, where port 0 means that this memory is reachable on its own host only.
+    ``host:port``. Port 0 means that the memory is reachable only on its own host.
 
     Attributes:
-        protocol: of Mooncake's Transfer Engine, where that is what moves the bytes: then ``host:port`` only says
-            whether the region is still there. Else "".
-        engine_port: of the Transfer Engine.
-        address: where the memory begins in its process, or on its device.
-        identity_address: where the process keeps what the region is, for the engine's peers to compare.
-        device: type of the devices whose memory is meant.
-        handle: by which their vendor's library maps that memory in other processes of this host, where the region
-            itself is memory beside it; empty where there is only this memory.
+        protocol: protocol of Mooncake's Transfer Engine if it moves the bytes, else "". With Mooncake,
+            ``host:port`` only serves to check that the region still exists.
+        engine_port: port of the Transfer Engine.
+        address: start of the memory in its process or on its device.
+        identity_address: address of the region's identity, which Mooncake peers read and compare.
+        device: type of the device that owns the memory.
+        handle: vendor handle that maps the device memory belonging to this region in other processes of the host;
+            empty if the region has only its own memory.
     """
 
     name: str
@@ -345,20 +347,20 @@ class Region(Message, frozen=True):
 
 
 class FeatureEvent(Message, frozen=True):
-    """E has put a feature: where it lies and what it must look like (design: hash event).
+    """Announce a stored feature: its location and its expected form (design: hash event).
 
-    ``checksum`` is blake3 hex over the bytes; "" where ``generation`` tells whether they are still there. The
-    source keeps them as long as the call lasts. A feature that cannot be fetched, or is not what the event says,
-    is refused: E reports that to the gateway, which has it encoded anew.
+    ``checksum`` is blake3 hex over the bytes, or "" if ``generation`` shows whether they are still valid. The
+    source keeps the bytes while the call is open. P refuses a feature that it cannot fetch or that does not match
+    the event; E reports this to the gateway, which has the item encoded again.
 
     Attributes:
-        region, offset: where the feature lies in E's memory; region is None where it lies in a store.
-        generation: of the feature, on the device behind the region's handle
-            (:mod:`epd_serve.engine.device_features`); 0 where it lies in the region itself.
-        memory: the memory of that device where its transport reaches it.
-        store: name of the store that has it under ``mm_hash``; "" where there is a region.
-        item: that was encoded; P knows from it how long the feature must be. None: E does not know.
-        producer: kind of device and operators that made it; "": unknown.
+        region, offset: location in E's memory; ``region`` is None if the feature is in a store.
+        generation: generation of the feature on the device behind the region's handle
+            (:mod:`epd_serve.engine.device_features`); 0 if the feature is in the region itself.
+        memory: that device's memory, if the transport reaches it.
+        store: name of the store that holds the feature under ``mm_hash``; "" with a region.
+        item: the encoded item, from which P derives the expected length; None if E does not know it.
+        producer: kind of device and operators that computed it; "" if unknown.
     """
 
     request_id: str
@@ -377,14 +379,14 @@ class FeatureEvent(Message, frozen=True):
 
 
 class FeatureWithdrawn(Message, frozen=True):
-    """No instance will send this feature for this request."""
+    """Tell P that no instance will send this feature for this request."""
 
     request_id: str
     mm_hash: str
 
 
 class KVLayout(Message, frozen=True):
-    """The properties that two KV pools must share before bytes may move; else the reservation is refused."""
+    """Properties that the KV pools of P and D must share; D refuses a reservation with another layout."""
 
     num_layers: int
     num_kv_heads: int
@@ -393,14 +395,14 @@ class KVLayout(Message, frozen=True):
     dtype: str
     model: str
     state_blocks: int = 0
-    """Blocks of a sequence's recurrent state, which come behind those of its tokens."""
+    """Blocks of a sequence's recurrent state, which follow its token blocks."""
 
 
 class ReserveRequest(Message, frozen=True):
-    """Ask D for the blocks of one request (reserve → announce → complete; idempotent by ``transfer_id``).
+    """Reserve D's blocks for one request (reserve → announce → complete; idempotent by ``transfer_id``).
 
-    ``num_prompt_tokens`` counts the tokens whose KV will be announced, ``max_tokens`` those that may come after;
-    ``priority`` is that of the request's SamplingParams.
+    ``num_prompt_tokens`` counts the tokens whose KV P will announce, ``max_tokens`` the output tokens that may
+    follow. ``priority`` is the request's.
     """
 
     transfer_id: str
@@ -416,12 +418,14 @@ class ReserveRequest(Message, frozen=True):
 
 
 class ReserveReply(Message, frozen=True):
-    """``block_ids`` hold the prompt, in order, then its state; the first ``num_cached_blocks`` already do.
+    """Blocks reserved at D.
 
     Attributes:
-        name: of D's KV.
-        staged_cells: layers × blocks that D can read at once at most; None: no limit.
-        maps: D maps the device's memory of the request's ``region``, and reads there.
+        block_ids: blocks for the prompt, in order, then for its recurrent state.
+        num_cached_blocks: number of first blocks whose KV D already has.
+        name: name of D's KV memory.
+        staged_cells: limit on layers × blocks that D reads at once; None if unlimited.
+        maps: D maps the device memory of the request's ``region`` and reads from it directly.
     """
 
     block_ids: list[int]
@@ -432,12 +436,12 @@ class ReserveReply(Message, frozen=True):
 
 
 class SentKV(Message, frozen=True):
-    """KV of one transfer that lies in P's memory until D has answered.
+    """KV of one transfer, which P keeps in memory until D answers.
 
     Attributes:
-        block_ids: of D, into which it belongs.
-        spans: (offset, bytes) of it, in an order that is the same for all memory of this layout.
-        source_ids: blocks of P on its device, in place of spans where D maps the device's memory.
+        block_ids: D's blocks to write it to.
+        spans: (offset, bytes) in P's memory, in an order fixed by the layout.
+        source_ids: P's blocks on its device, replacing ``spans`` if D maps the device's memory.
     """
 
     transfer_id: str
@@ -447,9 +451,9 @@ class SentKV(Message, frozen=True):
 
 
 class KVAnnouncement(Message, frozen=True):
-    """KV in ``region`` for D to read, of layers ``first_layer`` ... ``end_layer - 1``.
+    """Announce KV of layers ``first_layer`` ... ``end_layer - 1`` in ``region`` for D to read.
 
-    One without parts makes the first contact.
+    An announcement without parts only opens the connection.
     """
 
     region: Region
@@ -459,16 +463,16 @@ class KVAnnouncement(Message, frozen=True):
 
 
 class KVTaken(Message, frozen=True):
-    """The transfers whose KV D has read; it has given up the others."""
+    """Transfers whose KV D has read; D gave up the others in the announcement."""
 
     transfer_ids: list[str]
 
 
 class TransferRef(Message, frozen=True):
-    """A transfer that is renewed, cancelled or confirmed.
+    """A transfer to renew or cancel.
 
     Attributes:
-        reason: why P cancels, where the request was not simply given up by its client.
+        reason: why the request failed at P; "" if it did not fail.
     """
 
     transfer_id: str
@@ -477,7 +481,7 @@ class TransferRef(Message, frozen=True):
 
 
 class TokenLogprob(Message, frozen=True):
-    """Log-probability of a chosen token and of the most likely ones, best first: (token id, logprob)."""
+    """Log-probability of a chosen token; ``top`` lists the most likely (token id, logprob), best first."""
 
     token_id: int
     logprob: float
@@ -487,17 +491,20 @@ class TokenLogprob(Message, frozen=True):
 class FirstToken(Message, frozen=True):
     token_id: int
     logprob: TokenLogprob | None = None
-    #: "stop" or "length" where the sequence ended with its first token.
+    #: "stop" or "length" if the sequence ended with its first token.
     finish_reason: Literal["stop", "length"] | None = None
 
 
 class Handoff(Message, frozen=True):
-    """All KV is written, that of ``generated`` too; D continues behind ``first`` of each of the ``n`` sequences.
+    """Hand a request over to D, which has all its KV, including that of ``generated``.
 
-    ``position_delta`` is what M-RoPE adds to the index of a token after the prompt; ``max_tokens`` is the limit
-    that P derived from the request and the context. ``logprobs`` are those of earlier tokens that the client has
-    not got, by index from the prompt's first; of several choices the first's. ``num_cached_tokens`` of the prompt
-    were in P's prefix cache.
+    Attributes:
+        position_delta: M-RoPE offset to add to the index of tokens after the prompt.
+        max_tokens: limit that P derived from the request and the context.
+        first: first token of each of the ``n`` sequences; D continues after it.
+        logprobs: log-probabilities of earlier tokens that the client has not received, by index from the first
+            prompt token; for the first choice only.
+        num_cached_tokens: prompt tokens found in P's prefix cache.
     """
 
     transfer_id: str
@@ -517,34 +524,33 @@ _NO_MEDIA = b"\xa5media\xc4\x00"
 
 
 def encode_in_parts(request: EncodeRequest) -> list[bytes]:
-    """Encode as :func:`encode` does, in parts: the media's bytes are not copied."""
+    """Encode like :func:`encode`, but in parts, without copying the media's bytes."""
     size = len(request.media)
     if size < 1 << 8:
         return [encode(request)]
     head, found, tail = encode(replace(request, media=b"")).partition(_NO_MEDIA)
-    assert found and _NO_MEDIA not in tail, "a media item has no text of its own in the message"
+    assert found and _NO_MEDIA not in tail, "the message contains the empty media field exactly once"
     length = b"\xc5" + size.to_bytes(2) if size < 1 << 16 else b"\xc6" + size.to_bytes(4)
     return [head + _NO_MEDIA[:-2] + length, request.media, tail]
 
 
-#: The header of P's note on a prompt beside its answer, for logs.
+#: Header of P's answer with a note on the prompt, for logs.
 PROMPT_NOTE_HEADER = "x-epd-prompt"
 
 
 def write_prompt_note(num_tokens: int, had: Iterable[int], num_cached: int = 0) -> str:
-    """The header's value.
+    """Return the header's value.
 
     Args:
-        num_tokens: tokens of the prompt.
-        had: numbers, from 0, of the request's items, and segments of videos, whose features P had before it asked
-            for them.
-        num_cached: tokens of the prompt in P's prefix cache.
+        num_tokens: number of prompt tokens.
+        had: indices of the request's items and video segments whose features P already had when the request came.
+        num_cached: prompt tokens found in P's prefix cache.
     """
     return f"{num_tokens};{','.join(map(str, had))};{num_cached}"
 
 
 def read_prompt_note(note: str) -> tuple[int | None, set[int], int]:
-    """The arguments of :func:`write_prompt_note`; None, an empty set and 0 for a text that it has not written."""
+    """Parse the arguments of :func:`write_prompt_note`; invalid values become None, an empty set and 0."""
     number, _, rest = note.partition(";")
     had, _, cached = rest.partition(";")
     return (
@@ -555,7 +561,7 @@ def read_prompt_note(note: str) -> tuple[int | None, set[int], int]:
 
 
 class TokenizeRequest(Message, frozen=True):
-    """Ask for the tokens of a chat or prompt; ``items`` need no name."""
+    """Tokenize a chat or prompt; ``items`` need no ``mm_hash``."""
 
     items: list[MediaRef]
     messages: list[ChatMessage] | None = None
@@ -565,7 +571,7 @@ class TokenizeRequest(Message, frozen=True):
 
 
 class TokenizeReply(Message, frozen=True):
-    """``texts`` are those of the single tokens, where they were asked for."""
+    """Tokens, and the text of each token if requested."""
 
     tokens: list[int]
     texts: list[str] | None = None

@@ -239,7 +239,7 @@ def test_fields_that_only_vllm_has_reach_it() -> None:
 def test_an_answer_of_a_given_structure_may_go_on_with_vllm() -> None:
     body = vllm_chat.answer_body(for_vllm(chat(tools=TOOLS, ignore_eos=True, min_tokens=3)), ())
     assert (body["ignore_eos"], body["min_tokens"]) == (True, 3)
-    with pytest.raises(InvalidRequest, match="ends where the structure does"):
+    with pytest.raises(InvalidRequest, match="ends where its structure ends"):
         ChatCompletionRequest.parse(msgspec.json.encode(chat(tools=TOOLS, ignore_eos=True)))
 
 

@@ -80,15 +80,15 @@ GOOD = sound(7, 2.0)
 def hostile() -> dict[str, tuple[str, str]]:
     return {
         "empty": ("data:audio/wav;base64,", "empty"),
-        "text": (data_url(b"no sound, but text", "audio/wav"), "no sound that can be read"),
-        "a picture": (data_url(png(noise(1)), "audio/wav"), "no sound that can be read"),
+        "text": (data_url(b"no sound, but text", "audio/wav"), "not readable audio"),
+        "a picture": (data_url(png(noise(1)), "audio/wav"), "not readable audio"),
         "called a picture": (data_url(GOOD, "image/wav"), "only audio/... is supported; send it as image_url"),
-        "cut": (data_url(GOOD[: len(GOOD) // 2], "audio/wav"), "cut off"),
+        "cut": (data_url(GOOD[: len(GOOD) // 2], "audio/wav"), "truncated"),
         "two minutes of silence": (
             data_url(encoded(np.zeros((1, 120 * 16_000), np.int16), 16_000, "flac"), "audio/flac"),
-            "more than 60 s",
+            "limit of 60 s",
         ),
-        "a video without sound": (data_url(clip(0, 12), "audio/mp4"), "no stream of sound"),
+        "a video without sound": (data_url(clip(0, 12), "audio/mp4"), "no audio stream"),
         "longer than the model takes": (data_url(sound(0, 5.0), "audio/wav"), "at most 4 s at a time"),
         "short": (data_url(sound(0, 0.01), "audio/wav"), "too short for a token"),
         "large": (data_url(bytes(MAX_BYTES + 10), "audio/wav"), f"at most {MAX_BYTES}"),
@@ -162,7 +162,7 @@ async def test_a_file_is_transcribed_as_openai_does(deployment: LocalDeployment,
 @pytest.mark.parametrize(
     ("fields", "file", "param", "words"),
     [
-        ({}, GOOD[: len(GOOD) // 2], "file", "cut off"),
+        ({}, GOOD[: len(GOOD) // 2], "file", "truncated"),
         ({}, b"", "file", "empty"),
         ({"response_format": "srt"}, GOOD, "response_format", "'json' or 'text'"),
         ({"timestamp_granularities[]": "word"}, GOOD, "timestamp_granularities[]", "unknown field"),

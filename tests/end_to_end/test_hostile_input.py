@@ -116,7 +116,7 @@ LONG = "a" * 8_000_000
 TOOL = {"type": "function", "function": {"name": "f", "description": LONG, "parameters": {"type": "object"}}}
 LONG_REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "a chat": ("/v1/chat/completions", chat(LONG)),
-    "several prompts": ("/v1/completions", {"model": "demo", "prompt": [LONG[: len(LONG) // 4]] * 4}),
+    "needs a single prompt": ("/v1/completions", {"model": "demo", "prompt": [LONG[: len(LONG) // 4]] * 4}),
     "a tool": ("/v1/chat/completions", chat("Hi") | {"tools": [TOOL]}),
 }
 

@@ -92,10 +92,10 @@ GOOD = clip(7, 60)
 def hostile() -> dict[str, tuple[str, str]]:
     return {
         "empty": ("data:video/mp4;base64,", "empty"),
-        "text": (data_url(b"no video, but text", "video/mp4"), "no video that can be read"),
-        "a picture": (data_url(png(noise(1)), "video/mp4"), "no video that can be read"),
+        "text": (data_url(b"no video, but text", "video/mp4"), "not a readable video"),
+        "a picture": (data_url(png(noise(1)), "video/mp4"), "not a readable video"),
         "called a picture": (data_url(GOOD, "image/mp4"), "only video/... is supported; send it as image_url"),
-        "cut": (data_url(GOOD[: len(GOOD) // 2], "video/mp4"), "broken or cut off"),
+        "cut": (data_url(GOOD[: len(GOOD) // 2], "video/mp4"), "corrupt or truncated"),
         "a GIF": (data_url(b"GIF89a" + bytes(5000), "video/gif"), "send it as image_url"),
         "a GIF of 10,000 frames": (data_url(animation(10_000), "video/gif"), "send it as image_url"),
         "a GIF of 10,000 frames that is called a video": (data_url(animation(10_000), "video/mp4"), "image_url"),
@@ -157,12 +157,12 @@ def _grows(before: dict[str, tuple[int, int, int]], after: dict[str, tuple[int, 
 @pytest.mark.parametrize(
     ("options", "param", "words"),
     [
-        ({"mm_processor_kwargs": {"fps": 1, "num_frames": 4}}, "mm_processor_kwargs", "exclude each other"),
+        ({"mm_processor_kwargs": {"fps": 1, "num_frames": 4}}, "mm_processor_kwargs", "mutually exclusive"),
         ({"media_io_kwargs": {"video": {"fps": 0}}}, "media_io_kwargs.video.fps", "greater than 0"),
         (
             {"mm_processor_kwargs": {"do_sample_frames": False, "max_frames": 4}},
             "mm_processor_kwargs",
-            "leave do_sample_frames out",
+            "remove do_sample_frames",
         ),
         (
             {
@@ -170,7 +170,7 @@ def _grows(before: dict[str, tuple[int, int, int]], after: dict[str, tuple[int, 
                 "media_io_kwargs": {"video": {"num_frames": 4}},
             },
             "mm_processor_kwargs.do_sample_frames",
-            "among all frames",
+            "from all frames",
         ),
         (
             {"mm_processor_kwargs": {"use_audio_in_video": True}},
@@ -180,7 +180,7 @@ def _grows(before: dict[str, tuple[int, int, int]], after: dict[str, tuple[int, 
         (
             {"mm_processor_kwargs": {"min_pixels": 1}},
             "mm_processor_kwargs",
-            "goes with pictures, and the chat has",
+            "applies to images only, and the chat has",
         ),
         ({"media_io_kwargs": {"video": {"num_frames": 1}}}, None, "needs at least 2"),
     ],

@@ -85,7 +85,7 @@ def test_a_prompt_about_tools_is_shown() -> None:
 
 
 def test_a_template_that_shows_no_text_is_refused() -> None:
-    with pytest.raises(ValueError, match="shows no text of a chat"):
+    with pytest.raises(ValueError, match="renders no message text"):
         template("{% for m in messages %}[{{ m['role'] }}]{% endfor %}")
 
 

@@ -24,7 +24,7 @@ from epd_serve.types import Role
         ({"feature_store": "mooncake"}, "needs the address of its master"),
         (
             {"feature_store": "mooncake", "mooncake": {"master": "127.0.0.1:9"}, "feature_cache_bytes": 1 << 20},
-            "no less than 16777216",
+            "at least 16777216 bytes",
         ),
     ],
 )

@@ -102,17 +102,17 @@ def lying(data: bytes) -> bytes:
 def hostile() -> dict[str, tuple[bytes, str]]:
     return {
         "empty": (b"", "empty"),
-        "text": (b"no sound at all, but text", "no sound that can be read"),
-        "a picture": (png(noise(1)), "no sound that can be read"),
-        "a playlist": (b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n", "no sound that can be read"),
-        "a video without sound": (clip(0, 12), "no stream of sound"),
-        "cut": (GOOD[: len(GOOD) // 2], "cut off: its header says 640000 bytes, and 319961 are there"),
-        "header alone": (GOOD[:44], "cut off|no samples"),
-        "cut FLAC": (packed("flac")[: len(packed("flac")) // 2], "cut off"),
-        "cut M4A": (packed("m4a")[: len(packed("m4a")) // 2], "cut off"),
-        "broken MP3": (packed("mp3")[:400] + bytes(30_000) + b"\xff" * 2000, "broken|cut off"),
-        "an hour of silence": (silence(), "more than 120 s"),
-        "an hour that says it is a second": (lying(silence()), "more than 120 s"),
+        "text": (b"no sound at all, but text", "not readable audio"),
+        "a picture": (png(noise(1)), "not readable audio"),
+        "a playlist": (b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n", "not readable audio"),
+        "a video without sound": (clip(0, 12), "no audio stream"),
+        "cut": (GOOD[: len(GOOD) // 2], "truncated: its header says 640000 bytes, but it has 319961"),
+        "header alone": (GOOD[:44], "truncated|no samples"),
+        "cut FLAC": (packed("flac")[: len(packed("flac")) // 2], "truncated"),
+        "cut M4A": (packed("m4a")[: len(packed("m4a")) // 2], "truncated"),
+        "broken MP3": (packed("mp3")[:400] + bytes(30_000) + b"\xff" * 2000, "corrupt|truncated"),
+        "an hour of silence": (silence(), "limit of 120 s"),
+        "an hour that says it is a second": (lying(silence()), "limit of 120 s"),
     }
 
 
@@ -124,7 +124,7 @@ async def test_hostile_files_are_refused_in_a_sentence(pool: DecoderPool) -> Non
 
 
 async def test_what_takes_long_is_refused(pool: DecoderPool) -> None:
-    with pytest.raises(InvalidRequest, match=r"more than 0[.]15 s of processor time"):
+    with pytest.raises(InvalidRequest, match=r"more than 0[.]15 s of CPU time"):
         await pool.audio_facts(silence(), replace(LIMITS, max_seconds=4000.0), cpu_s=0.15)
 
 

@@ -111,13 +111,13 @@ GOOD = clip(3, 60)
 def hostile() -> dict[str, tuple[bytes, str]]:
     return {
         "empty": (b"", "empty"),
-        "text": (b"no video at all, but text", "no video that can be read"),
-        "picture": (png(noise(1)), "no video that can be read"),
+        "text": (b"no video at all, but text", "not a readable video"),
+        "picture": (png(noise(1)), "not a readable video"),
         "gif": (b"GIF89a" + bytes(400), "is a GIF: send it as image_url"),
-        "cut in the middle": (GOOD[: len(GOOD) // 2], "broken or cut off after"),
-        "without its last frame": (GOOD[:-40], "broken or cut off after 59 frames"),
-        "header alone": (GOOD[:100], "cut off"),
-        "playlist": (b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n", "no video that can be read"),
+        "cut in the middle": (GOOD[: len(GOOD) // 2], "corrupt or truncated after"),
+        "without its last frame": (GOOD[:-40], "corrupt or truncated after 59 frames"),
+        "header alone": (GOOD[:100], "truncated"),
+        "playlist": (b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n", "not a readable video"),
         "wide": (wide(), "10000×10000"),
         "long": (clip(0, 250, fps=2), "at most 120 s"),
         "many frames": (clip(0, 2001, (16, 16), fps=250, codec="mpeg4", container="avi"), "more than 2000 frames"),
@@ -149,7 +149,7 @@ def test_no_damage_makes_more_than_a_refusal() -> None:
     ("frames", "words"),
     [
         ([png(noise(0)), png(noise(0, (60, 60)))], "frame 1 of the video has 60x60 pixels"),
-        ([png(noise(0)), b"nothing"], "frame 1 of the video: the data is no image"),
+        ([png(noise(0)), b"nothing"], "frame 1 of the video: the data is not a readable image"),
         ([png(Image.new("L", (4096, 4096)))], "frame 0 of the video"),
         ([png(noise(0))] * 2001, "at most 2000"),
     ],
@@ -182,7 +182,7 @@ async def test_a_reader_that_leaves_leaves_no_worker(pool: DecoderPool, monkeypa
 async def test_a_video_that_takes_too_long_is_ended(pool: DecoderPool) -> None:
     data = clip(4, 200, (640, 480), fps=10, codec="mpeg4", container="avi")
     facts = await pool.facts(data, LIMITS)
-    with pytest.raises(InvalidRequest, match=r"took more than 0\.01 s of processor time") as caught:
+    with pytest.raises(InvalidRequest, match=r"took more than 0\.01 s of CPU time") as caught:
         async with aclosing(pool.frames(data, facts, [199], FakePlace(), cpu_s=0.01)) as chunks:
             async for _ in chunks:
                 pass
@@ -193,5 +193,5 @@ async def test_a_video_that_takes_too_long_is_ended(pool: DecoderPool) -> None:
 def test_a_reader_counts_what_it_decodes() -> None:
     """A container that promises more frames than there are is broken, not shortened."""
     facts = replace(read_facts(GOOD, LIMITS), num_frames=61)
-    with pytest.raises(InvalidRequest, match="ends after 60 frames and its container promises 61"):
+    with pytest.raises(InvalidRequest, match="ends after 60 frames but its container lists 61"):
         list(read_frames(GOOD, facts, (0, 60)))

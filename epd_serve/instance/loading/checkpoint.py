@@ -1,4 +1,4 @@
-"""A model that is computed: a checkpoint of transformers on a device, with torch."""
+"""Load a transformers checkpoint onto a device with torch."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ from epd_serve.transfer.transport import Transport
 if TYPE_CHECKING:
     from epd_serve.instance.instance import Instance
 
-#: The gateway applies the operator's limits; an instance only guards itself.
+#: Guards the instance; the gateway applies the operator's limits.
 _MEDIA_LIMITS = MediaLimits(max_pixels=1 << 28, max_bytes=1 << 30)
-#: CPU seconds that decoding one picture, and one video or sound, may take: many times what an honest file takes.
+#: Limits on CPU seconds for decoding one image, and one video or audio file: many times what a valid file needs.
 _PICTURE_CPU_S, _LONG_CPU_S = 2.0, 10.0
 
 
 class CheckpointModel:
-    """A directory of transformers' files, opened for a device.
+    """A transformers checkpoint, opened for a device.
 
     Attributes:
-        torch_dtype, dtype: of weights and features.
-        location: where it is from, for ``/info``.
-        fingerprint: of what the tower makes of media.
-        producer: of features: kind of device and operators.
-        feature_token_bytes: of a picture's token.
-        max_positions: longest context that the model allows.
+        torch_dtype, dtype: dtype of weights and features.
+        location: path shown in ``/info``.
+        fingerprint: digest of everything except the media that determines a feature.
+        producer: kind of device and operators that compute features.
+        feature_token_bytes: feature bytes per media token.
+        max_positions: maximum context length of the model.
     """
 
     def __init__(self, options: InstanceOptions, device: Device) -> None:
@@ -72,10 +72,10 @@ class CheckpointModel:
         )
 
     async def prepare(self, media: bytes, ref: MediaRef, place: Place) -> Any:
-        """Make the tower's inputs of a media file. Raises InvalidRequest for one that cannot be used."""
+        """Decode and preprocess a media file to tower inputs. Raises InvalidRequest for an unusable file."""
         decoders, family = self.decoders, self.family
         if ref.modality == "video":
-            assert family.video is not None, "the family takes videos"
+            assert family.video is not None, "the family supports videos"
             inputs = family.video.inputs(ref)
             frames = decoders.frames(media, ref.video, family.video.indices(ref), place, cpu_s=_LONG_CPU_S)
             async with aclosing(frames):
@@ -83,7 +83,7 @@ class CheckpointModel:
                     await place.run(inputs.add, some)
             return await place.run(inputs.finish)
         if ref.modality == "audio":
-            assert family.audio is not None, "the family takes sounds"
+            assert family.audio is not None, "the family supports audio"
             family.audio.check_length(ref)
             samples = await decoders.samples(media, ref.audio, family.audio.rate, place, cpu_s=_LONG_CPU_S)
             return await place.run(family.audio.inputs, samples)
@@ -92,38 +92,38 @@ class CheckpointModel:
             return await place.run(self._tower_inputs, ref, pixels)
 
     def _tower_inputs(self, ref: MediaRef, pixels: Any) -> dict[str, torch.Tensor]:
-        """Return the tower's inputs of a picture, in its dtype: in half the memory, and not on its thread."""
+        """Return tower inputs of an image, cast to the tower's dtype here to save memory and tower time."""
         inputs = self.family.of(ref).preprocess(pixels)
         inputs["pixel_values"] = inputs["pixel_values"].to(self.torch_dtype)
         return inputs
 
     def data_of(self, feature: Any) -> Any:
-        """Return the bytes of a feature: a memoryview of the host, or [nbytes] uint8 on its device."""
+        """Return a feature's bytes as a memoryview on the host, or as [nbytes] uint8 on its device."""
         data = feature.view(torch.uint8).reshape(-1)
         return data.numpy().data if data.device.type == "cpu" else data
 
     def tower(self, before_layer: Callable[[], None]) -> Tower:
-        """Load the tower; ``before_layer`` is called before each of its layers. Blocks."""
-        # one that is loaded for want of an encoder has no time for graphs
+        """Load the tower, which calls ``before_layer`` before each layer. Blocks."""
+        # a tower loaded as a last resort must not wait for graph capture
         sizes = GRAPH_SIZES if self._options.role.encodes or self._options.resident == "all" else ()
         with naming_memory(self.device, "the tower"):
             return Tower(self.path, self.torch_dtype, self.device, before_layer, self.family, sizes)
 
     def linked(self, transport: Transport) -> Transport:
-        """Return the transport over the links of the model's device."""
+        """Wrap the transport with the links of the model's device; a no-op for real devices."""
         return transport
 
     def feature_store(
         self, options: InstanceOptions, host: FeatureStore, transport: Transport, observe: StoreObserver
     ) -> FeatureStore:
-        """Return the store on the device, over one on the host; that one where the device is the host. Blocks."""
+        """Return a store on the device that falls back to ``host``, or ``host`` itself on a CPU. Blocks."""
         if self.device.type == "cpu":
             return host
         in_area = options.feature_store == "embedded"
         shares = in_area and options.kv_transfer.transport == "auto"
         registers = in_area and self.are_regions_reached(transport)
         capacity_bytes = options.sizes.feature_cache_bytes if (shares or registers) and options.role.encodes else 0
-        if options.feature_cache_bytes is None:  # the size by the device's memory, of which others may have most
+        if options.feature_cache_bytes is None:  # default size; others may use most of the device's memory
             capacity_bytes = min(capacity_bytes, self.device.headroom() // 4)
         return DeviceFeatureStore(
             self.device,
@@ -137,27 +137,27 @@ class CheckpointModel:
         )
 
     def are_regions_reached(self, transport: Transport) -> bool:
-        """Whether the transport moves what is in the device's memory; a CPU's is the host's. Blocks."""
+        """Return whether the transport can move device memory; false on a CPU. Blocks."""
         if self._are_reached is None:
             self._are_reached = self.device.type != "cpu" and are_reached(self.device, transport)
         return self._are_reached
 
     def measurements(self) -> Measurements:
-        """Return the known measurements of an instance like this one, in this user's cache."""
+        """Return cached measurements of equal instances, from this user's cache."""
         return measurements(self._options, self.device, self.fingerprint, torch=str(torch.__version__))
 
     def encode_seconds(self, tower: Any, num_images: int) -> float:
-        """Return the time to encode square images of 448 pixels."""
+        """Measure the seconds to encode ``num_images`` images of 448x448 pixels."""
         return encode_seconds(tower, self.family, num_images)
 
     def language(self, instance: Instance) -> LanguageWeights:
-        """Load the language model. Blocks as long as that takes. Raises ValueError where it cannot be served."""
+        """Load the language model. Blocks. Raises ValueError for an unsupported model."""
         with instance.streams.language.loading(), naming_memory(self.device, "the language model"):
             return LanguageWeights(self, instance)
 
 
 def set_up(threads: int | None) -> None:
-    """Let the libraries of this process be quiet, and torch have so many threads."""
+    """Silence transformers, and limit torch to ``threads`` threads."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     if threads is not None:

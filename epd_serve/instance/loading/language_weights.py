@@ -1,4 +1,4 @@
-"""The language model of an instance, which it keeps from one role to the next: weights, tokenizer, KV memory."""
+"""Language model of an instance, which outlives a role switch: weights, tokenizer, KV memory."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ logger = logging.getLogger(__name__)
 
 
 class LanguageWeights:
-    """Weights and KV of one instance. Making it takes as long as loading the weights.
+    """Weights and KV memory of one instance. The constructor loads the weights.
 
     Attributes:
-        max_model_len: of a sequence that is alone here.
+        max_model_len: longest sequence that fits if it is alone.
     """
 
     def __init__(self, model: CheckpointModel, instance: Instance) -> None:
-        """Raises ValueError for a model that cannot be served."""
+        """Load the weights. Raises ValueError for an unsupported model."""
         options = instance.options
         self._model = model
         self.language = LanguageModel(model.path, model.torch_dtype, model.device)
@@ -75,7 +75,7 @@ class LanguageWeights:
 
     @property
     def block_nbytes(self) -> int:
-        """Bytes of one block in all layers on the device."""
+        """Bytes of one block over all layers, on the device."""
         return block_nbytes(self.memory.layout)
 
     @property
@@ -87,7 +87,7 @@ class LanguageWeights:
         )
 
     def step_seconds(self, runner: Any) -> Callable[[StepShape], float]:
-        """Return what times steps of the runner that was prepared last, while nothing else uses the KV memory."""
+        """Return a function that times steps of the last prepared runner. Nothing else may use the KV memory."""
         return self._timer(runner, self.memory.layout, self.memory.num_blocks).seconds
 
     def _timer(self, runner: LanguageRunner, layout: wire.KVLayout, num_blocks: int) -> StepTimer:
@@ -107,7 +107,8 @@ class LanguageWeights:
         graphs: list[int],
         prefills: list[int],
     ) -> LanguageRunner:
-        """Return what runs steps over ``kv``, with graphs of so many sequences, and of so many prompt tokens."""
+        """Build a runner of steps over ``kv``. ``graphs``: decode graphs by number of sequences; ``prefills``:
+        prefill graphs by number of tokens."""
         model, axes = self._model, self._model.family.num_position_axes
         executor = StepExecutor(
             self.language,
@@ -129,20 +130,20 @@ class LanguageWeights:
         )
 
     def prepare(self, instance: Instance) -> LanguageRunner:
-        """KV memory, and graphs where the role decodes; what there is and fits is kept."""
+        """Allocate KV memory, reusing it if its size is unchanged, and build a runner with graphs for the role."""
         options = instance.options
         run, most = self._model.family.both_ways_tokens, options.sizes.max_num_batched_tokens
         if options.role.prefills and run > most:
             raise ValueError(
-                f"max_num_batched_tokens is {most}, and the {run} tokens of a picture of this model see each "
-                f"other, so that one step must take them all; make it {run} or larger"
+                f"max_num_batched_tokens is {most}, but one step must process all {run} tokens of an image, "
+                f"which attend to each other in this model; set it to {run} or more"
             )
         if self._memory is None or options.kv_memory_sizes != self._sized_by:
             self.forget(instance.transport)
             self._memory = self._new_memory(instance)
             self._sized_by = options.kv_memory_sizes
         memory = self._memory
-        # a sequence that is alone must be able to reach its end
+        # a sequence must be able to reach its maximum length alone
         self.max_model_len = self.prompts.max_model_len = min(
             options.max_model_len or self._model.max_positions,
             self.language.max_model_len,
@@ -153,23 +154,23 @@ class LanguageWeights:
         return self._runner(options, memory.tensor, self.max_model_len, graphs, prefills)
 
     def warm_up(self, runner: Any, max_num_tokens: int) -> None:
-        """Compute steps of all kinds on the thread that will compute, before anything uses the KV memory."""
+        """Run all kinds of steps once, on the engine's thread, before anything uses the KV memory."""
         timer = self._timer(runner, self.memory.layout, self.memory.num_blocks)
         timer.warm_up(self._model.device.ops.compiled_by, max_num_tokens, self.max_model_len)
 
     def forget(self, transport: Transport) -> None:
-        """Give the KV memory back. Nobody may be about to write there. Blocks until nobody maps it."""
+        """Free the KV memory once no process maps it. No writes may be pending. Blocks."""
         if self._memory is not None:
             self._memory.release(transport)
             self._memory = None
 
     def close(self) -> None:
-        """Give pinned memory back, before the transport is closed."""
+        """Unpin memory; call it before closing the transport."""
         if self._memory is not None:
             self._memory.unpin()
 
     def step_bytes(self, options: InstanceOptions, layout: wire.KVLayout) -> int:
-        """The most memory that a step takes beside weights and KV. Raises ValueError where it is not there."""
+        """Measure the peak memory of a step, without weights and KV. Raises ValueError if it does not fit."""
         model, sizes, block_size = self._model, options.sizes, layout.block_size
         longest = min(options.max_model_len or model.max_positions, self.language.max_model_len)
         shapes = [StepShape(chunks=prompts_of(sizes.max_num_batched_tokens, longest))]
@@ -184,8 +185,8 @@ class LanguageWeights:
                 timer.step(one)()
         except torch.OutOfMemoryError as error:
             raise ValueError(
-                f"{model.device.name} has no memory for a step of {sizes.max_num_batched_tokens} tokens beside "
-                f"the weights; lower max_num_batched_tokens or max_num_seqs: {error}"
+                f"{model.device.name} lacks memory for the weights and a step of {sizes.max_num_batched_tokens} "
+                f"tokens; lower max_num_batched_tokens or max_num_seqs: {error}"
             ) from error
         return model.device.peak_memory() - in_use
 
@@ -212,11 +213,11 @@ class LanguageWeights:
             state_bytes = in_binary_units(layout.state_blocks * block_nbytes(layout))
             if num_blocks < layout.state_blocks + 2:
                 raise ValueError(
-                    f"the recurrent state of one sequence takes {state_bytes}, {layout.state_blocks} blocks of KV "
-                    f"memory, which has {num_blocks}; raise num_blocks to {MIN_BLOCKS + layout.state_blocks}"
+                    f"the recurrent state of one sequence takes {state_bytes}, {layout.state_blocks} of "
+                    f"{num_blocks} KV blocks; raise num_blocks to {MIN_BLOCKS + layout.state_blocks}"
                 )
             logger.info(
-                "a sequence's recurrent state takes %s, %d of %d KV blocks; prefixes are not cached",
+                "the recurrent state of a sequence takes %s, %d of %d KV blocks; prefix caching is off",
                 state_bytes,
                 layout.state_blocks,
                 num_blocks,
@@ -236,17 +237,18 @@ class LanguageWeights:
 def read_texts(
     path: Path, family: Family, eos_token_ids: frozenset[int] = frozenset(), template: Path | None = None
 ) -> Texts:
-    """``template``: a file in place of the checkpoint's chat template.
+    """Load tokenizer, chat template and grammars. ``template``: a file to use as the chat template.
 
-    Raises ValueError for a tokenizer with tokens that the model has not, or a template that shows nothing."""
+    Raises ValueError for a tokenizer with tokens outside the model's vocabulary, or a template without output.
+    """
     tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
     if not tokenizer("a", add_special_tokens=False).input_ids:
-        raise ValueError(f"{path}: its tokenizer makes no token of a letter; copy its files from the model")
+        raise ValueError(f"{path}: the tokenizer has no token for a letter; copy its files from the model")
     vocab_size = family.config.get_text_config().vocab_size
     if len(tokenizer) > vocab_size:
         raise ValueError(
-            f"{path}: vocab_size is {vocab_size}, but its tokenizer has {len(tokenizer)} "
-            "tokens; the model must have them all"
+            f"{path}: vocab_size is {vocab_size}, but the tokenizer has {len(tokenizer)} "
+            "tokens; use the model's own tokenizer"
         )
     if template is not None:
         tokenizer.chat_template = chat_template(path, template)

@@ -1,4 +1,4 @@
-"""The model of an instance, as its stages need it: computed from a checkpoint, or emulated from its shape."""
+"""Open the model of an instance: a checkpoint, or a shape to emulate."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from epd_serve.instance.loading.language_weights import LanguageWeights
     from epd_serve.instance.loading.shape_model import ShapeLanguage, ShapeModel
 
-    #: What every role needs of a model: family, tower, names, sizes. Its ``language`` loads the other part.
+    #: Parts of a model that all roles need: family, tower, names, sizes. Its ``language`` loads the rest.
     InstanceModel = CheckpointModel | ShapeModel
-    #: The language model, which stays from one role to the next: weights, texts, KV memory.
+    #: Language model, which outlives a role switch: weights, texts, KV memory.
     Language = LanguageWeights | ShapeLanguage
 
 
 def open_device(options: InstanceOptions) -> BareDevice:
-    """The device of an instance. Raises ValueError where it is not there."""
+    """Open the device of an instance. Raises ValueError if it is not available."""
     if isinstance(options.model, ShapeConfig):
         from device.emulated import timed
 
@@ -31,9 +31,9 @@ def open_device(options: InstanceOptions) -> BareDevice:
 
 
 def open_model(options: InstanceOptions, device: Any) -> InstanceModel:
-    """Read what every role needs of a model; ``device``: from :func:`open_device`. Blocks.
+    """Open a model for the device from :func:`open_device`. Blocks.
 
-    Raises ValueError for one that cannot be served.
+    Raises ValueError for an unsupported model.
     """
     if isinstance(options.model, ShapeConfig):
         from epd_serve.instance.loading.shape_model import ShapeModel

@@ -1,4 +1,4 @@
-"""A model of which only the shape is there, on an emulated device: ``model: {shape_of: NAME}``. Without torch."""
+"""Emulate a model from its shape, without weights or torch: ``model: {shape_of: NAME}``."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ from epd_serve.types import SamplingParams
 if TYPE_CHECKING:
     from epd_serve.instance.instance import Instance
 
-#: An answer that does not ignore its end has so many tokens on average.
+#: Mean tokens of an answer that may end by itself.
 MEAN_ANSWER_TOKENS = 200
-#: Of the device's memory that is free beside the weights; activations would need the rest.
+#: Fraction of the memory left by the weights; activations would need the rest.
 _FREE_MEMORY_FOR_KV = 0.8
 
 
 class ShapeFamily(Family):
-    """Pictures have as many tokens as the processor of the real model makes of them; two frames are one."""
+    """Family with the real model's number of tokens per image; two video frames count as one image."""
 
     def __init__(self, shape: ModelShape) -> None:
         self._vision = shape.vision
@@ -67,7 +67,7 @@ class ShapeFamily(Family):
 
     def parts(self, size: Size) -> Sequence[int | str]:
         if self._vision is None:
-            raise InvalidRequest("the model takes text alone; leave out the images", param="messages")
+            raise InvalidRequest("the model is text-only; remove the images", param="messages")
         try:
             return [self._vision.num_tokens(*size)]
         except ValueError as error:
@@ -96,10 +96,10 @@ class ShapeFamily(Family):
 
 
 class ShapeModel:
-    """Nothing but the sizes of a :class:`~epd_serve.instance.loading.checkpoint.CheckpointModel`.
+    """Emulation of a :class:`~epd_serve.instance.loading.checkpoint.CheckpointModel` by its sizes.
 
     Attributes:
-        time: of the device for this shape, without the host's part: that is real.
+        time: device times for this shape; the host's work is real.
     """
 
     dtype = "bfloat16"
@@ -111,8 +111,8 @@ class ShapeModel:
         self.shape = shape_of(options.model.shape_of)
         if self.shape.language.vocabulary < NUM_TOKENS:
             raise ValueError(
-                f"shape_of {self.shape.name}: its vocabulary has {self.shape.language.vocabulary} tokens, and "
-                f"answers without weights are made of {NUM_TOKENS}"
+                f"shape_of {self.shape.name}: the vocabulary has {self.shape.language.vocabulary} tokens, but "
+                f"emulated answers need {NUM_TOKENS}"
             )
         self.device, self.options = device, options
         self.time = DeviceTime.of(options.model.shape_of, emulated_kind(options.device))
@@ -143,7 +143,7 @@ class ShapeModel:
         return ShapedTransport(transport, *link, scales=scales, faults=faults)
 
     async def prepare(self, media: bytes, ref: wire.MediaRef, place: Place) -> Picture:
-        """Only its name and size count: the file is not decoded."""
+        """Return inputs from the item's name and size, without decoding the file."""
         return Picture(ref.mm_hash, self.family.num_tokens(ref), self.family.pixels_of(ref), ref.num_pictures)
 
     def data_of(self, feature: Feature) -> memoryview:
@@ -155,7 +155,7 @@ class ShapeModel:
         return host
 
     def measurements(self) -> Measurements:
-        return Measurements(None, {})  # a profile is asked in no time
+        return Measurements(None, {})  # profiles need no measuring
 
     def encode_seconds(self, tower: Any, num_images: int) -> float:
         return self.time.profile.encode_s([self.family.num_pixels((IMAGE_SIDE, IMAGE_SIDE))] * num_images)
@@ -172,10 +172,10 @@ class DigestForm(FeatureForm):
 
 
 class ShapeLanguage:
-    """Texts of syllables, KV of digests, tokens that are hashes."""
+    """Emulated language model: texts of syllables, digests as KV, hashes as tokens."""
 
     eos_token_ids = frozenset({END})
-    compiler = None  # answers without weights follow no grammar
+    compiler = None  # emulated answers cannot follow a grammar
 
     def __init__(self, model: ShapeModel, instance: Instance) -> None:
         options = instance.options
@@ -214,7 +214,7 @@ class ShapeLanguage:
             self.forget(instance.transport)
             self._memory = self._new_memory(instance.options, instance.transport)
             self._sized_by = options.kv_memory_sizes
-        # a sequence that is alone must be able to reach its end
+        # a sequence must be able to reach its maximum length alone
         self.max_model_len = self.prompts.max_model_len = min(
             options.max_model_len or self._model.max_positions,
             (self._memory.num_blocks - 1) * options.tokens_per_block,
@@ -258,9 +258,9 @@ class ShapeLanguage:
 
 
 def next_token(chain: bytes, sampling: SamplingParams, index: int, number: int) -> int:
-    """The token after all that the digest is of: greedy by that alone, else by the seed and the choice, too.
+    """Return the token that follows the digest of all tokens before it; if not greedy, also hash seed and choice.
 
-    One of ``MEAN_ANSWER_TOKENS`` ends an answer that may end.
+    If the answer may end, one in ``MEAN_ANSWER_TOKENS`` tokens ends it.
     """
     drawn = "" if sampling.greedy else f"{sampling.seed} {index}"
     found, end = divmod(int.from_bytes(blake3(chain + drawn.encode()).digest(8)), MEAN_ANSWER_TOKENS)

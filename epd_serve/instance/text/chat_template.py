@@ -1,4 +1,4 @@
-"""Messages to text by the model's chat template; tools for templates that know none."""
+"""Render messages with the model's chat template, adding tools for templates without tool support."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from epd_serve.protocol.wire import ChatMessage, PromptOptions
 from epd_serve.types import Thinking
 
 logger = logging.getLogger(__name__)
-#: Errors of a template that is given a chat which it does not know.
+#: Errors that templates raise for unsupported chats.
 _REFUSALS = (TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
-#: Clients send these to every model; a template that does not read one does without.
+#: Clients send these to every model; drop those that the template does not use.
 _OF_ANY_MODEL = ("enable_thinking", "reasoning_effort")
 THINK_START, THINK_END = "<think>", "</think>"
 _TOOL_PROMPT = """\
@@ -37,19 +37,19 @@ To call one, write its name and its arguments as JSON between these tags:
 
 
 class ChatTemplate:
-    """Renders chats of one model. Safe for use from several threads."""
+    """Renders chats of one model. Thread-safe."""
 
     def __init__(
         self, tokenizer: Any, path: Path, literals: MediaLiterals, placeholders: Mapping[str, str]
     ) -> None:
-        """``placeholders``: the text of an item by modality, for a template that joins strings.
+        """Check the template. ``placeholders``: text of an item by modality, for templates that join strings.
 
-        Raises ValueError for a template that is no Jinja, or shows no text of a chat.
+        Raises ValueError for a template that is not valid Jinja or does not render message text.
         """
         self._tokenizer = tokenizer
         self._literals = literals
         self._placeholders = placeholders
-        beside = path / "chat_template.json"  # older checkpoints keep it beside the processor
+        beside = path / "chat_template.json"  # older checkpoints have a separate file
         if not tokenizer.chat_template and beside.exists():
             tokenizer.chat_template = json.loads(beside.read_text())["chat_template"]
         if isinstance(tokenizer.chat_template, str):
@@ -58,14 +58,14 @@ class ChatTemplate:
         self._takes_parts = shown_of_parts > shown
         self._joins_strings = shown > shown_of_parts
         if shown == 0 and not self._takes_parts:
-            raise ValueError(f"{path}: its chat template shows no text of a chat; copy it from the model")
+            raise ValueError(f"{path}: the chat template renders no message text; copy the original model's")
         self._native_format = self._find_format() if tokenizer.chat_template else None
 
     def _num_shown(self, *, as_parts: bool) -> int:
-        """The number of roles whose text the template shows, with contents of one form.
+        """Count the roles whose text the template renders, with contents as strings or as parts.
 
-        Some templates look for parts alone and pass over a string; some refuse a system message. -1: it refuses
-        the chat, or there is none.
+        Some templates ignore strings; some refuse a system message. Return -1 if the template is missing or
+        refuses all chats.
         """
         words = {role: f"word-{role}" for role in ("system", "user", "assistant")}
         most = -1
@@ -78,13 +78,13 @@ class ChatTemplate:
                 text = self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
             except _REFUSALS:
                 continue
-            # in quotation marks: a list that is written as Python or JSON writes it
+            # text in quotation marks means that the template printed the list of parts
             most = max(most, sum(word in text and not re.search(f"['\"]{word}", text) for word in words.values()))
         return most
 
     @cached_property
     def _known_names(self) -> frozenset[str]:
-        """The variables that the template reads."""
+        """Variables that the template reads."""
         source = self._tokenizer.get_chat_template()
         environment = Environment(extensions=["jinja2.ext.loopcontrols"])
         try:
@@ -94,7 +94,7 @@ class ChatTemplate:
         return frozenset(meta.find_undeclared_variables(tree))
 
     def _find_format(self) -> str | None:
-        """The format of the calls that the template writes; None: it knows no tools, or the format is unknown."""
+        """Return the template's tool call format, or None if it supports no tools or an unknown format."""
         if "tools" not in self._known_names:
             return None
         chat = probe_messages()
@@ -107,19 +107,19 @@ class ChatTemplate:
             found = None
         if found is None:
             logger.warning(
-                "the chat template writes tool calls in a form that is not known here: tools are described in the "
-                "system message, and calls have the Hermes form"
+                "the chat template uses an unknown tool call format; describing tools in the system message and "
+                "using the Hermes format"
             )
         return found
 
     @property
     def tool_format(self) -> str:
-        """The name of the format in which the model calls tools."""
+        """Name of the format in which the model calls tools."""
         return self._native_format or "hermes"
 
     @cached_property
     def thinking(self) -> Thinking | None:
-        """How the model thinks; None: it does not, or not between tokens ``<think>`` and ``</think>``."""
+        """Thinking tokens ``<think>`` and ``</think>``, or None if the model does not use them."""
         if not self._tokenizer.chat_template or THINK_END not in self._tokenizer.get_chat_template():
             return None
         start, end, after = (
@@ -131,14 +131,14 @@ class ChatTemplate:
 
     @cached_property
     def _taken_names(self) -> frozenset[str]:
-        """Return the names that a request must not set in the template."""
+        """Template variables that a request must not set."""
         parameters = inspect.signature(self._tokenizer.apply_chat_template).parameters
         return frozenset((*parameters, "messages", "tools", *self._tokenizer.special_tokens_map))
 
     def render(self, messages: Sequence[ChatMessage], options: PromptOptions) -> str:
-        """Return the text, with what the request spells like a media token marked (:class:`MediaLiterals`).
+        """Return the text, with the request's spellings of media tokens marked (:class:`MediaLiterals`).
 
-        Raises InvalidRequest for what the template refuses.
+        Raises InvalidRequest if the template refuses the messages.
         """
         if not self._tokenizer.chat_template:
             raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
@@ -158,7 +158,7 @@ class ChatTemplate:
         for name in arguments:
             if name in self._taken_names or name not in self._known_names:
                 raise InvalidRequest(
-                    f"chat_template_kwargs.{name[:60]}: the model's chat template has no such argument",
+                    f"chat_template_kwargs.{name[:60]}: unknown argument of the model's chat template",
                     param=f"chat_template_kwargs.{name[:60]}",
                 )
         rendered, tools, arguments = self._literals.marked([rendered, tools if native else None, arguments])
@@ -184,9 +184,9 @@ class ChatTemplate:
 
 
 def _message(message: ChatMessage, format: str | None) -> dict[str, Any]:
-    """A message as chat templates expect it: its content a string, or a list of parts where media are involved.
+    """Convert a message for chat templates: text as a string, content with media as a list of parts.
 
-    ``format``: of the calls that the template writes; None where it writes none.
+    ``format`` is the template's tool call format, or None if it supports none.
     """
     rendered: dict[str, Any] = {"role": message.role}
     if all(part.type == "text" for part in message.content):
@@ -206,7 +206,7 @@ def _message(message: ChatMessage, format: str | None) -> dict[str, Any]:
         ]
     if format and message.tool_call_id:
         rendered["tool_call_id"] = _id_for(format, message.tool_call_id)
-    # few templates show these; the others pass over them
+    # few templates use these; the others ignore them
     if message.name:
         rendered["name"] = message.name
     if message.reasoning:
@@ -215,12 +215,12 @@ def _message(message: ChatMessage, format: str | None) -> dict[str, Any]:
 
 
 def _id_for(format: str, id: str) -> str:
-    """Return a call's id as the template takes it: Mistral's refuse ids of another length than 9."""
+    """Return a call id that the template accepts: Mistral's templates require 9 characters."""
     return blake3(id.encode()).hexdigest()[:9] if format.startswith("mistral") else id
 
 
 def _write_tools(rendered: list[dict[str, Any]], messages: Sequence[ChatMessage], tools: list[Any] | None) -> None:
-    """For a template that knows neither tools nor calls: write all of it into the text."""
+    """Write tools, calls and results into the text, for templates without tool support."""
     for entry, message in zip(rendered, messages, strict=True):
         if message.role == "tool":
             entry["role"] = "user"
@@ -242,18 +242,18 @@ def _around(content: Any, before: str, after: str) -> Any:
     return [{"type": "text", "text": before}, *content, {"type": "text", "text": after}]
 
 
-#: Names of a configuration's fields that say which tokens these are.
+#: Configuration fields that hold ids of media tokens.
 _FIELD = re.compile(r"(image|video|vision|audio)\w*_token_(id|index)")
 
 
 class MediaLiterals:
-    """Marks spellings of media tokens in what a request brings, to be tokenised as text.
+    """Marks spellings of media tokens in a request, so that they are tokenized as text.
 
-    A text that is cut at its marks has no such token.
+    Splitting a text at its marks breaks up these spellings.
     """
 
     def __init__(self, tokenizer: Any, config: Any, tokens: Collection[str] = ()) -> None:
-        """``tokens``: others than those of the configuration's fields."""
+        """Collect the spellings; ``tokens`` are additional to those of the configuration's fields."""
         added = tokenizer.added_tokens_decoder
         fields = config.to_dict().items()
         ids = {value for name, value in fields if _FIELD.fullmatch(name) and isinstance(value, int)}
@@ -262,7 +262,7 @@ class MediaLiterals:
         self._spelling = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     def marked(self, value: Any) -> Any:
-        """Return a copy of strings, lists and dicts with all spellings marked, and marks of their own replaced."""
+        """Return a copy of strings, lists and dicts with all spellings marked and existing marks replaced."""
         if isinstance(value, str):
             plain = value.replace(MARK, "\N{REPLACEMENT CHARACTER}")
             return self._spelling.sub(lambda found: found[0][0] + MARK + found[0][1:], plain)

@@ -1,4 +1,4 @@
-"""Grammars of requests, compiled so that none of them holds up another's request."""
+"""Compile grammars of requests without delaying other requests."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from epd_serve.media.decoder import Problem
 from epd_serve.media.decoder_pool import DecoderPool
 from epd_serve.types import Grammar, SamplingParams
 
-#: An estimate, for the order in which grammars get their turn.
+#: Estimated compile time, which decides between quick and slow places.
 _S_PER_CHARACTER = 1e-5
-#: A grammar that is no longer, and joins nothing, takes some milliseconds.
+#: Grammars up to this length without the keywords below compile within milliseconds.
 _SHORT_CHARACTERS = 4096
 _JOINS = re.compile(r'"(?:allOf|anyOf|oneOf|\$ref|multipleOf|pattern|patternProperties)"')
-#: Seconds of CPU time that all trials of a request may take.
+#: Limit on CPU seconds for all trials of a request.
 _TRIALS_CPU_S = 0.5
 _TOO_COMPLEX = "structure_too_complex"
-#: Verdicts that are kept.
+#: Number of verdicts to cache.
 _MAX_VERDICTS = 1024
 _Verdict = Grammar | InvalidRequest | None
 
 
 class GrammarCompiler:
-    """Compiles a long grammar in a process that may be ended first, and then for the requests' tokenizer.
+    """Compiles grammars: long ones first in a disposable process, then all in this process for the tokenizer.
 
-    Compiled grammars cannot be handed from one process to another. A grammar that takes too long there is refused
-    here without being tried again. Unless a schema is strict, keywords and patterns that the engine lacks are left
-    out of it; a tool that may be called, and whose schema cannot be enforced at all, takes any object.
+    Compiled grammars cannot move between processes. A grammar that exceeds the limits in the trial process is
+    rejected without compiling it here. Unless a schema is strict, unsupported keywords and patterns are dropped;
+    an optional tool whose schema cannot be enforced accepts any object.
     """
 
     def __init__(self, grammars: Grammars, processor: RequestProcessor, decoders: DecoderPool) -> None:
@@ -51,9 +51,9 @@ class GrammarCompiler:
     async def constrain(
         self, sampling: SamplingParams, *, is_tried: bool = False
     ) -> tuple[SamplingParams, MatcherConstraint | ThinkingConstraint | None]:
-        """Return what an answer's tokens follow, and the parameters with as much of their grammar as is enforced.
+        """Return the sampling parameters with the enforced part of their grammar, and the token constraint.
 
-        ``is_tried`` and errors are those of :meth:`compile`.
+        ``is_tried`` and errors are as in :meth:`compile`.
         """
         constraint = None
         if sampling.grammar is not None:
@@ -66,12 +66,12 @@ class GrammarCompiler:
         return sampling, ThinkingConstraint(thinking, budget, constraint, self._grammars.num_tokens, ends)
 
     async def compile(self, grammar: Grammar, *, is_tried: bool = False) -> MatcherConstraint:
-        """Compile as much of a grammar as can be enforced, which the constraint names.
+        """Compile the enforceable part of a grammar, which is ``grammar`` of the returned constraint.
 
         Args:
-            is_tried: another instance has compiled it; one that just passed there must not fail here.
+            is_tried: another instance has compiled it, so skip the trial, which could fail here.
 
-        Raises InvalidRequest for a grammar that takes too much, or names the part that cannot be enforced.
+        Raises InvalidRequest for a grammar that is too complex, or names the part that cannot be enforced.
         """
         num_characters = len(grammar.text) + sum(len(tool.parameters) for tool in grammar.tools)
         async with self._processor.place("grammar", _S_PER_CHARACTER * num_characters) as place:
@@ -88,7 +88,7 @@ class GrammarCompiler:
             return await place.run(self._grammars.constraint, grammar)
 
     async def _judge(self, grammar: Grammar, trials: _Trials) -> _Verdict:
-        """Return what to follow in place of the grammar, None for the grammar itself, or the refusal."""
+        """Return the relaxed grammar to enforce, None to enforce the grammar as it is, or the refusal."""
         parts = _parts(grammar)
         is_risky = any(part.kind == "regex" or _JOINS.search(part.text) for part in parts)
         try:
@@ -105,7 +105,7 @@ class GrammarCompiler:
             problems.pop(len(parts), None)
             return await self._relax(grammar, parts, problems, trials)
         except InvalidRequest as error:
-            # schemas of tools that may be called, and are not strict, need not be enforced
+            # schemas of optional tools that are not strict need not be enforced
             is_free = not grammar.kind and not grammar.must_call and not any(tool.strict for tool in grammar.tools)
             if error.code == _TOO_COMPLEX and is_free:
                 return _free(grammar, range(len(grammar.tools)))
@@ -115,7 +115,7 @@ class GrammarCompiler:
     async def _relax(
         self, grammar: Grammar, parts: list[Grammar], problems: dict[int, Problem], trials: _Trials
     ) -> Grammar:
-        """Return a grammar without what cannot be enforced. Raises InvalidRequest where it must be."""
+        """Remove the parts that cannot be enforced. Raises InvalidRequest if one of them is mandatory."""
         for number, problem in problems.items():
             if parts[number].strict:
                 raise _refusal(grammar, parts, number, problem)
@@ -142,14 +142,14 @@ class GrammarCompiler:
 
 @dataclass
 class _Trials:
-    """Compiles what a request asks for in processes that may be ended. All of its trials share one bound."""
+    """Trial compilations of one request in disposable processes, which share one limit on CPU time."""
 
     decoders: DecoderPool
     place: Place
     cpu_s: float = _TRIALS_CPU_S
 
     async def run(self, grammars: Sequence[Grammar]) -> dict[int, Problem]:
-        """Return the problems of grammars, by position. Raises InvalidRequest where they take too much."""
+        """Return the problems of grammars, by position. Raises InvalidRequest if they exceed the limit."""
         if not grammars:
             return {}
         if self.cpu_s <= 0:
@@ -161,7 +161,7 @@ class _Trials:
 
 
 def _parts(grammar: Grammar) -> list[Grammar]:
-    """The schema of each tool, then the content where there may be some."""
+    """Return a grammar for each tool's schema, then one for the content if the answer may have any."""
     parts = [Grammar(kind="json", text=t.parameters, strict=t.strict, param="tools") for t in grammar.tools]
     if grammar.kind and not grammar.must_call:
         parts.append(replace(grammar, tools=[]))
@@ -169,7 +169,7 @@ def _parts(grammar: Grammar) -> list[Grammar]:
 
 
 def _free(grammar: Grammar, numbers: Container[int]) -> Grammar:
-    """Let some of the tools take any object."""
+    """Let the tools ``numbers`` accept any object."""
     tools = [replace(tool, parameters="{}") if i in numbers else tool for i, tool in enumerate(grammar.tools)]
     return replace(grammar, tools=tools)
 
@@ -178,7 +178,7 @@ def _refusal(grammar: Grammar, parts: list[Grammar], number: int, problem: Probl
     part = parts[number]
     is_tool = number < len(grammar.tools)
     what = f"tools: the schema of {grammar.tools[number].name!r}" if is_tool else f"{part.param}: this structure"
-    advice = "; leave that out, or strict" if part.strict and not problem.is_complex else ""
+    advice = "; remove that, or strict" if part.strict and not problem.is_complex else ""
     return InvalidRequest(
         f"{what} cannot be enforced: {problem.message}{advice}",
         param=part.param,

@@ -1,4 +1,4 @@
-"""From messages and the facts of media to token ids, media spans and positions; no pixels needed."""
+"""Turn messages and media facts into token ids, media spans and positions, without pixels."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ if TYPE_CHECKING:
     from epd_serve.instance.text.chat_template import ChatTemplate
     from epd_serve.instance.text.syllables import SyllableTemplate
 
-#: Tokens that a question about a text's tokens may have, where the context holds fewer.
+#: Minimum token limit of tokenize requests, for models with a smaller context.
 MAX_COUNTED_TOKENS = 1 << 17
-#: Of a stop string, and of a word that is not to appear.
+#: Limit on the characters of a stop string or bad word.
 _MAX_WORD_CHARACTERS = 4096
 _MAX_LAYOUTS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
 class Texts:
-    """One model's way from chats and texts to tokens, and back. Safe for use from several threads.
+    """Tokenizer, chat template and grammars of one model. Thread-safe.
 
     Attributes:
-        template: renders chats. grammars: as masks over tokens; None where no answer follows any.
+        template: renders chats.
+        grammars: compiles grammars to token masks; None if the model supports none.
     """
 
     tokenizer: Tokenizer
@@ -46,11 +47,11 @@ class Texts:
 
 @dataclass(eq=False)
 class PromptProcessor:
-    """Chat template, tokenizer and position layout of one model. Safe for use from a pool of threads.
+    """Converts requests of one model to sequences: chat template, tokenizer, positions. Thread-safe.
 
     Attributes:
-        max_model_len: longest prompt and answer together, in tokens.
-        rates: learn how many tokens texts have.
+        max_model_len: limit on prompt and answer together, in tokens.
+        rates: learns the tokens per character of prompts.
     """
 
     texts: Texts
@@ -66,22 +67,22 @@ class PromptProcessor:
         self._layouts = MediaLayouts(self.family, self.tokenizer.inner)
 
     def estimate(self, request: PrefillRequest, num_characters: int) -> int:
-        """About how many tokens the prompt will have; ``num_characters``: from :meth:`check_size`."""
+        """Estimate the number of prompt tokens; ``num_characters`` comes from :meth:`check_size`."""
         if isinstance(request.prompt, list):
             return len(request.prompt)
         media = sum(self.family.num_tokens(item) for item in request.items)
         return media + round(num_characters * self.rates.tokens_per_character)
 
     def check_size(self, request: PrefillRequest | TokenizeRequest) -> int:
-        """Return how many characters it has; :meth:`process` and :meth:`tokenize` come next.
+        """Return the number of characters. Call it before :meth:`process` or :meth:`tokenize`.
 
-        Raises InvalidRequest for a prompt that is too long whatever it says. It takes no time.
+        Raises InvalidRequest for a prompt that must exceed the context, without tokenizing it.
         """
         max_tokens, num_characters = self._max_prompt_tokens(request), _num_characters(request)
         if isinstance(request.prompt, list):
             if len(request.prompt) > max(max_tokens, MAX_COUNTED_TOKENS):
                 raise InvalidRequest(
-                    f"the prompt has {len(request.prompt)} tokens, and the context holds {max_tokens}; shorten it",
+                    f"the prompt has {len(request.prompt)} tokens, but the context holds {max_tokens}; shorten it",
                     param="prompt",
                     code="context_length_exceeded",
                 )
@@ -91,28 +92,28 @@ class PromptProcessor:
         return num_characters
 
     def _max_prompt_tokens(self, request: PrefillRequest | TokenizeRequest) -> int:
-        """Return the limit of the text alone; a question about a text's tokens may have more than fit."""
+        """Return the token limit of the prompt; tokenize requests may exceed the context."""
         if isinstance(request, TokenizeRequest):
             return max(self.max_model_len, MAX_COUNTED_TOKENS)
         return min(self.max_model_len, request.max_model_len or self.max_model_len)
 
     def process(self, request: PrefillRequest) -> Sequence:
-        """Return the prompt and what is generated of its answer, after :meth:`check_size`.
+        """Convert a request, checked by :meth:`check_size`, to a sequence including tokens generated earlier.
 
-        Raises InvalidRequest for what template, context length or vocabulary refuse.
+        Raises InvalidRequest if the template refuses the chat, the context is too short, or an id is invalid.
         """
         ids, spans = self._encode(request)
         if not ids:
-            raise InvalidRequest("the prompt is empty; it needs one token at least", param="prompt")
+            raise InvalidRequest("the prompt is empty; it needs at least one token", param="prompt")
         if request.generated and request.sampling.n > 1:
-            raise InvalidRequest("an answer of several choices cannot go on from its middle", param="generated")
+            raise InvalidRequest("an answer with several choices cannot be continued", param="generated")
         if not isinstance(request.prompt, list):
             self.rates.prompted(_num_characters(request), len(ids) - sum(span.length for span in spans))
         sampling = self._complete(self.generation.complete(request.sampling))
         thinking = None if request.messages is None else self.texts.template.thinking
         if thinking is not None:
             tail = ids[-1 - len(thinking.after_ids) :]  # as in "<think>\n" or "</think>\n\n"
-            if thinking.end_id not in tail:  # else it is asked not to
+            if thinking.end_id not in tail:  # else the template turns thinking off
                 sampling = replace(sampling, thinking=replace(thinking, is_open=thinking.start_id in tail))
         room, asked = self._max_prompt_tokens(request), sampling.max_tokens
         if request.prompting.bounds_answer and asked is not None:
@@ -122,7 +123,7 @@ class PromptProcessor:
             max_tokens = min(max_tokens, self.generation.max_tokens)
         positions, delta = self.family.positions(ids, request.items, self.language_model)
         both_ways: tuple[tuple[int, int], ...] = ()
-        if self.family.both_ways_tokens:  # of what is seen, not heard
+        if self.family.both_ways_tokens:  # image and video tokens, not audio
             heard = self.family.row_token_ids.get("audio")
             both_ways = tuple((s.start, s.end) for s in spans if ids[s.start] != heard)
         return Sequence(
@@ -141,14 +142,14 @@ class PromptProcessor:
         )
 
     def segments(self, items: AbstractSequence[MediaRef]) -> list[MediaRef]:
-        """The items, and in place of videos the segments that they are encoded in."""
+        """Return the items, with videos replaced by their segments."""
         parts = (part for item in items for part in item.segments)
         return [part for part in parts if part.segment is None or self.family.num_tokens(part)]
 
     def _in_segments(
         self, spans: AbstractSequence[MediaSpan], items: AbstractSequence[MediaRef]
     ) -> tuple[MediaSpan, ...]:
-        """Return the same rows, those of videos as rows of their segments' features."""
+        """Convert spans of videos to spans of their segments' features."""
         segments = {item.mm_hash: self.segments([item]) for item in items if item.num_segments > 1}
         found: list[MediaSpan] = []
         for span in spans:
@@ -166,15 +167,15 @@ class PromptProcessor:
         return tuple(found)
 
     def tokenize(self, request: TokenizeRequest) -> TokenizeReply:
-        """Return the tokens that :meth:`process` would make of the same request, after :meth:`check_size`."""
+        """Return the tokens that :meth:`process` would produce. Call :meth:`check_size` first."""
         ids, _ = self._encode(request)
         texts = self.tokenizer.inner.convert_ids_to_tokens(ids) if request.with_texts else None
         return TokenizeReply(tokens=ids, texts=texts)
 
     def detokenize(self, ids: list[int]) -> str:
-        """Text of tokens. Raises InvalidRequest for those that are none, and for too many."""
+        """Return the text of tokens. Raises InvalidRequest for invalid ids or too many tokens."""
         if len(ids) > (most := max(self.max_model_len, MAX_COUNTED_TOKENS)):
-            raise InvalidRequest(f"tokens: {len(ids)} are too many; at most {most} are taken", param="tokens")
+            raise InvalidRequest(f"tokens: {len(ids)} exceed the limit of {most}", param="tokens")
         return self.tokenizer.decode(self._check_ids(ids, "tokens"), skip_special_tokens=False)
 
     def _encode(self, request: PrefillRequest | TokenizeRequest) -> tuple[list[int], tuple[MediaSpan, ...]]:
@@ -194,7 +195,7 @@ class PromptProcessor:
         return self._expand(ids, request.items)
 
     def _complete(self, sampling: SamplingParams) -> SamplingParams:
-        """The same with what the tokenizer decides: the spelling of bad words, the end of a structured answer."""
+        """Add token ids of bad words, and the end token of a structured answer."""
         if sampling.logit_bias:
             self._check_ids(list(sampling.logit_bias), "logit_bias")
         if sampling.allowed_token_ids:
@@ -210,7 +211,7 @@ class PromptProcessor:
             }
             sampling = replace(sampling, bad_word_ids=tuple(sorted(filter(None, spellings))))
         if sampling.grammar is not None:
-            assert self.texts.grammars is not None, "refused before"
+            assert self.texts.grammars is not None, "requests with grammars are refused earlier"
             ends = (*sampling.stop_token_ids, self.texts.grammars.end_token_id)
             grammar = replace(sampling.grammar, format=self.texts.template.tool_format)
             sampling = replace(sampling, stop_token_ids=ends, grammar=grammar)
@@ -228,15 +229,15 @@ class PromptProcessor:
     def _expand(
         self, ids: list[int], items: AbstractSequence[MediaRef]
     ) -> tuple[list[int], tuple[MediaSpan, ...]]:
-        """Replace the template's one placeholder for each item by the item's tokens."""
+        """Replace each item's single placeholder from the template with the item's tokens."""
         if not items:
-            return ids, ()  # a placeholder in a text without media is a token like any other
+            return ids, ()  # without media, a placeholder is an ordinary token
         placeholders = {token: kind for kind, token in self.family.token_ids.items()}
         shown = [placeholders[token] for token in ids if token in placeholders]
         if shown != (sent := [item.modality for item in items]):
             raise InvalidRequest(
                 f"the model's chat template shows {len(shown)} media items ({_listed(shown)}) of the {len(sent)} "
-                f"that were sent ({_listed(sent)})",
+                f"sent ({_listed(sent)})",
                 param="messages",
             )
         expanded: list[int] = []
@@ -256,7 +257,7 @@ class PromptProcessor:
 
 
 def _listed(modalities: AbstractSequence[str]) -> str:
-    """A few of them."""
+    """List the first modalities."""
     return ", ".join(modalities[:8]) + (", ..." if len(modalities) > 8 else "") or "none"
 
 
@@ -271,7 +272,7 @@ def _max_tokens(num_prompt_tokens: int, asked: int | None, max_model_len: int) -
     room = max_model_len - num_prompt_tokens
     if room < (1 if asked is None else min(asked, 1)):
         raise InvalidRequest(
-            f"the prompt has {num_prompt_tokens} tokens, media included, and the context holds "
+            f"the prompt has {num_prompt_tokens} tokens, including media, but the context holds "
             f"{max_model_len}; shorten it",
             param="messages",
             code="context_length_exceeded",
@@ -288,17 +289,17 @@ def _max_tokens(num_prompt_tokens: int, asked: int | None, max_model_len: int) -
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The tokens of one item, and where among them which rows of its feature lie: (start, length, offset)."""
+    """Tokens of one item, and the runs (start, length, offset) of tokens that take rows of its feature."""
 
     ids: list[int]
     runs: list[tuple[int, int, int]]
 
 
 class MediaLayouts:
-    """Layouts of one model's media, the latest of which are kept. Safe for use from several threads."""
+    """Layouts of one model's media, with a cache. Thread-safe."""
 
     def __init__(self, family: Family, tokenizer: Any) -> None:
-        """Raises ValueError for a tokenizer that reads an item's text otherwise within a prompt than by itself."""
+        """Check the tokenizer. Raises ValueError if it tokenizes an item differently in a prompt than alone."""
         self._family = family
         self._tokenizer = tokenizer
         self._of_facts = lru_cache(_MAX_LAYOUTS)(self._new)
@@ -312,7 +313,7 @@ class MediaLayouts:
                 self._check(sound(seconds, family.audio.rate))
 
     def of(self, item: MediaRef) -> Layout:
-        """Return the layout of an item. Raises InvalidRequest for an item that the model cannot take."""
+        """Return the layout of an item. Raises InvalidRequest if the model does not support the item."""
         return self._of_facts(replace(item, mm_hash="", num_segments=1))
 
     def _new(self, item: MediaRef) -> Layout:
@@ -335,6 +336,6 @@ class MediaLayouts:
         text = "".join(part if isinstance(part, str) else token * part for part in parts)
         if read(f"a {text} b") != [*read("a "), *self.of(item).ids, *read(" b")]:
             raise ValueError(
-                f"its tokenizer reads the tokens of a media item, {text[:80]!r} ..., otherwise within a text than "
-                "by themselves; copy its files from the model"
+                f"the tokenizer tokenizes a media item, {text[:80]!r} ..., differently within a text than alone; "
+                "copy the tokenizer's files from the original model"
             )

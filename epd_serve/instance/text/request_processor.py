@@ -1,4 +1,4 @@
-"""Tokenising and media preprocessing on a few threads, apart from step and event loop (TriInfer section 4.1)."""
+"""Tokenization and media preprocessing on threads apart from steps and event loop (TriInfer section 4.1)."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Kind = Literal["text", "media", "grammar"]
 
-#: Estimates, in seconds, that tell quick items from slow ones.
+#: Estimated seconds of preparation, to separate quick items from slow ones.
 S_PER_PIXEL = 5e-8
 S_PER_CHARACTER = 1e-6
-#: Items that take longer are prepared in the slow places.
+#: Items estimated to take longer use slow places.
 SLOW_S = 0.1
 _MAX_MEDIA_THREADS = 8
 
 
 def num_media_threads(compute_threads: int | None) -> int:
-    """As many as compute, or half the cores where that is left to the library; a few at most."""
+    """Return the number of media threads: that of compute threads (default: half the cores), up to a limit."""
     return min(compute_threads or max(1, num_cores() // 2), _MAX_MEDIA_THREADS)
 
 
 class RequestProcessor:
-    """Prepares prompts, media and grammars: an executor for each kind, with places for quick and for slow items.
+    """Prepares prompts, media and grammars: an executor per kind, with places for quick and for slow items.
 
-    An executor has a thread for each place, so that a slow item holds up no quick one, and no kind another. Items
-    are served in order.
+    An executor has one thread per place, so slow items do not delay quick ones, and kinds do not delay each other.
+    Items are served in order.
 
     Args:
-        num_threads: for quick media.
-        queue_timeout_s: the longest wait of an item for a place.
-        spans: takes a span for each item that was processed.
+        num_threads: number of places for quick media.
+        queue_timeout_s: longest wait for a place.
+        spans: receives a span for each processed item.
 
     Attributes:
-        num_waiting: items that wait for a place.
-        free: the free places of each sort, by name.
+        num_waiting: number of items that wait for a place.
+        free: names of free places, by kind and slowness.
     """
 
     def __init__(self, num_threads: int, *, queue_timeout_s: float, spans: SpanStream) -> None:
-        # processes compile grammars first, so that their places are more than there are cores
+        # grammars compile in processes first, so their places may exceed the cores
         numbers = {"text": (1, 1), "media": (num_threads, max(num_threads, 2)), "grammar": (2, 4)}
         self.executors = {
             kind: ThreadPoolExecutor(quick + slow, thread_name_prefix=kind)
@@ -68,18 +68,18 @@ class RequestProcessor:
     async def run(
         self, kind: Kind, cost_s: float, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Call ``function`` on a thread, when a place is free; return or raise what it does.
+        """Call ``function`` on a thread once a place is free, and return its result.
 
-        ``cost_s``: about how long it takes. Raises Overloaded where no place is free in time.
+        ``cost_s`` is its estimated duration. Raises Overloaded if no place is free in time.
         """
         async with self.place(kind, cost_s) as place:
             return await place.run(function, *args, **kwargs)
 
     @asynccontextmanager
     async def place(self, kind: Kind, cost_s: float, timeout_s: float = math.inf) -> AsyncGenerator[Place]:
-        """Take a place for work of several parts.
+        """Take a place for work in several parts.
 
-        ``timeout_s``: the longest wait, where that is less than ``queue_timeout_s``. Raises as :meth:`run`.
+        ``timeout_s`` limits the wait if it is less than ``queue_timeout_s``. Raises like :meth:`run`.
         """
         queued_s = time.monotonic()
         place = Place(self, kind, min(timeout_s, self._queue_timeout_s))
@@ -93,7 +93,7 @@ class RequestProcessor:
             self._spans.put(Span(kind, "", start_s, time.monotonic(), about))
 
     async def close(self) -> None:
-        """Return when all threads have ended."""
+        """Wait for all threads to end."""
         for threads in self.executors.values():
             await asyncio.to_thread(threads.shutdown, cancel_futures=True)
 
@@ -102,8 +102,8 @@ class Place:
     """A place for the work of one item.
 
     Attributes:
-        name: for traces; "" while it has none.
-        is_slow: whether it is one of the slow ones.
+        name: name for traces; "" while no place is taken.
+        is_slow: whether it is a slow place.
     """
 
     def __init__(self, processor: RequestProcessor, kind: Kind, timeout_s: float) -> None:
@@ -115,9 +115,9 @@ class Place:
         self.is_slow = False
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call ``function`` on a thread; return or raise what it does.
+        """Call ``function`` on a thread and return its result.
 
-        The thread ends its work even where the call is cancelled; the place is free only then.
+        If the call is cancelled, the thread still finishes, and only then is the place free.
         """
         executor = self._processor.executors[self._kind]
         call = partial(function, *args, **kwargs)
@@ -125,7 +125,7 @@ class Place:
         return await asyncio.shield(work)
 
     async def become_slow(self) -> None:
-        """Leave a quick place, and return with a slow one. Raises Overloaded."""
+        """Exchange a quick place for a slow one. Raises Overloaded."""
         self.leave()
         await self.take(is_slow=True)
 
@@ -146,7 +146,7 @@ class Place:
             self._processor.num_waiting -= 1
 
     def leave(self) -> None:
-        """Give the place to the next item, once its thread has ended its work."""
+        """Free the place once its thread has finished."""
         if self.name:
             give_back = partial(self._processor.free[self._kind, self.is_slow].put_nowait, self.name)
             self.name = ""

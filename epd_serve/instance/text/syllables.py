@@ -1,7 +1,7 @@
-"""The texts of a model without weights: a tokenizer of three characters to a token, and a chat template.
+"""Tokenizer and chat template of a model without weights.
 
-Tokens are bytes, three characters of a small alphabet, placeholders of media, and the end of an answer. Answers
-are made of syllables, so that they look like a text and are printable.
+A token is three characters of a small alphabet, a byte, a media placeholder, or the end of an answer. Answers
+consist of syllables, so they are printable and look like text.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _token(text: str) -> int:
     return _FIRST + (one * _SIDE + two) * _SIDE + three
 
 
-#: The tokens of answers.
+#: Tokens that answers consist of.
 SYLLABLES = tuple(
     _token(first + consonant + vowel)
     for first in (" ", *_VOWELS)
@@ -50,7 +50,7 @@ class _Special:
 
 
 class SyllableTokenizer:
-    """Fills the part of transformers' tokenizers that an instance asks for."""
+    """Implements the part of the transformers tokenizer API that an instance uses."""
 
     chat_template = ""
     eos_token_id = END
@@ -63,7 +63,7 @@ class SyllableTokenizer:
         return NUM_TOKENS
 
     def get_vocab(self) -> dict[str, int]:
-        """The longest token alone: that is what is asked for."""
+        """Return only the longest token, the only one that callers need."""
         return {" ba": _token(" ba")}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -97,14 +97,14 @@ def _read(text: str) -> Iterator[int]:
 
 
 class SyllableTemplate:
-    """``role: text`` for each message."""
+    """Chat template that renders each message as ``role: text``."""
 
     thinking = None
     tool_format = "hermes"
 
     def render(self, messages: Sequence[ChatMessage], options: PromptOptions) -> str:
         if options.tools:
-            raise InvalidRequest("a model without weights calls no tools; leave them out", param="tools")
+            raise InvalidRequest("a model without weights cannot call tools; remove them", param="tools")
         texts = [f"{message.role}: {''.join(map(_shown, message.content))}" for message in messages]
         if options.add_generation_prompt:
             texts.append("assistant: ")
@@ -114,13 +114,13 @@ class SyllableTemplate:
 def _shown(part: Any) -> str:
     if part.type != "text":
         return _SHOWN[part.type]
-    # what only looks like a placeholder must not become one
+    # text that looks like a placeholder must not become one
     text: str = part.text
     return text.translate(dict.fromkeys(map(ord, _SHOWN.values()), "?"))
 
 
 class NoLogits(GenerationConfig):
-    """Refuses what needs logits; what shapes a distribution (top_p, penalties and so on) changes nothing here."""
+    """Rejects options that need logits. Options that shape the distribution (top_p, penalties) have no effect."""
 
     def complete(self, sampling: SamplingParams) -> SamplingParams:
         for name in ("logit_bias", "allowed_token_ids", "bad_words", "logprobs", "grammar"):
@@ -128,7 +128,7 @@ class NoLogits(GenerationConfig):
             if value is not None and value not in ((), {}):
                 param = value.param if name == "grammar" and value.param else name
                 raise InvalidRequest(
-                    f"{param}: a model without weights has no logits that this could change or tell; leave it out",
+                    f"{param}: not available for a model without weights, which computes no logits; remove it",
                     param=param,
                 )
         return sampling

@@ -1,4 +1,4 @@
-"""A model's tokenizer, and an answer's tokens to text piece by piece."""
+"""Tokenizer of a model, and incremental detokenization of answers."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from typing import Any
 from epd_serve.engine.sampling.patterns import Patterns
 from epd_serve.errors import InvalidRequest
 
-#: A longer text is refused where its context has room for fewer characters, at _CHARACTERS_PER_TOKEN: a tokenizer
-#: takes about 200 bytes and a microsecond for each character, and cannot be stopped.
+#: Reject longer texts unless the context holds as many characters at _CHARACTERS_PER_TOKEN: a tokenizer takes
+#: about 200 bytes and a microsecond per character, and cannot be interrupted.
 MAX_CHARACTERS = 1 << 20
 _CHARACTERS_PER_TOKEN = 8
-#: Characters that a normalizer makes one of.
+#: Maximum characters that a normalizer composes into one.
 _MAX_COMPOSED = 4
-#: Stands in a chat's text behind the first character of what only spells a media token: the text is cut there.
-#: Unicode keeps this one out of texts, and chat templates pass it on.
+#: Marks, after its first character, text that spells a media token; the text is split there. A Unicode
+#: noncharacter, which texts do not contain and chat templates pass through.
 MARK = "\ufdd0"
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
 _OTHERS = (byte for byte in range(0x100) if byte not in _PRINTABLE)
-#: The bytes of a byte-level BPE: printable ones of Latin-1 are themselves, the others follow from U+0100 on.
+#: Alphabet of byte-level BPE: printable Latin-1 bytes are themselves, the others start at U+0100.
 _BYTE_OF = {chr(byte): bytes([byte]) for byte in _PRINTABLE} | {
     chr(0x100 + place): bytes([byte]) for place, byte in enumerate(_OTHERS)
 }
 
 
 class Tokenizer:
-    """Texts to tokens, tokens to text and bytes, of one model. Safe for use from several threads.
+    """Converts between text, tokens and bytes for one model. Thread-safe.
 
-    A token of a byte-level BPE (Qwen) is written in an alphabet of 256 characters, one for each byte;
-    SentencePiece (Llama) writes single bytes as ``<0xNN>`` and a space as ``▁``.
+    Byte-level BPE (Qwen) spells tokens in an alphabet of 256 characters, one per byte; SentencePiece (Llama)
+    spells single bytes as ``<0xNN>`` and a space as ``▁``.
 
     Attributes:
-        inner: the tokenizer of transformers.
-        longest: characters that a token stands for at most.
-        special_ids: the tokens that ``skip_special_tokens`` leaves out.
+        inner: the transformers tokenizer.
+        longest: maximum characters of a token.
+        special_ids: ids of tokens that ``skip_special_tokens`` omits.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self.inner = tokenizer
         self.longest = _MAX_COMPOSED * max(map(len, tokenizer.get_vocab()))
-        self.encode("", add_special_tokens=False)  # sets its options, which are its state, once for all threads
+        self.encode("", add_special_tokens=False)  # initializes its option state before threads use it
         added = tokenizer.added_tokens_decoder
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._bytes = {token_id: str(token.content).encode() for token_id, token in added.items()}
@@ -51,17 +51,17 @@ class Tokenizer:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         decoder = {} if backend is None or backend.decoder is None else json.loads(backend.decoder.__getstate__())
         self._decoders = {one["type"] for one in decoder.get("decoders", [decoder]) if one}
-        # whether the bytes of a text are those of its tokens, one after another
+        # whether a text's bytes are the concatenated bytes of its tokens
         self._is_additive = getattr(tokenizer, "is_additive", False) or (
             self._decoders == {"ByteLevel"} and not getattr(tokenizer, "clean_up_tokenization_spaces", False)
         )
 
     def check_length(self, num_characters: int, max_tokens: int, param: str) -> None:
-        """Raise InvalidRequest for a text that has more tokens whatever it says, or would take too much memory."""
+        """Raise InvalidRequest for a text that must exceed ``max_tokens`` or would take too much memory."""
         most = min(max_tokens * self.longest, max(MAX_CHARACTERS, max_tokens * _CHARACTERS_PER_TOKEN))
         if num_characters > most:
             raise InvalidRequest(
-                f"the prompt has {num_characters} characters; at most {most} are read for a context of "
+                f"the prompt has {num_characters} characters; at most {most} are accepted for a context of "
                 f"{max_tokens} tokens; shorten it",
                 param=param,
                 code="context_length_exceeded",
@@ -76,7 +76,7 @@ class Tokenizer:
         return text
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Return the bytes that a token adds to a text; none for an id that no token has."""
+        """Return the bytes that a token adds to a text; b"" for an unknown id."""
         found = self._bytes.get(token_id)
         if found is None:
             piece: str | None = self.inner.convert_ids_to_tokens(token_id)
@@ -93,9 +93,10 @@ class Tokenizer:
         return found
 
     def text_of(self, token_id: int) -> str | None:
-        """Return the text that a token adds wherever it stands behind whole characters.
+        """Return the text that a token adds after any complete characters.
 
-        None where that depends on its neighbours or is not known, and for added tokens and parts of characters.
+        Return None if the text depends on neighbouring tokens or is unknown, and for added tokens and parts of
+        characters.
         """
         if token_id not in self._texts:
             text = self.bytes_of(token_id).decode(errors="replace") if self._is_additive else ""
@@ -104,27 +105,26 @@ class Tokenizer:
 
 
 _CONTEXT_TOKENS = 6
-#: Tokens that are held back at most because they make no character yet. No more than three bytes ever do.
+#: Maximum tokens to hold back for an incomplete character, which has at most three bytes.
 _MAX_HELD_TOKENS = 16
-#: Of these, the last are read again with what follows ...
+#: Number of last held tokens to decode again together with the next ones.
 _REREAD_TOKENS = 12
-#: ... and so many marks of incomplete characters at their end are not certain: a token of one byte makes one each.
+#: Maximum trailing replacement characters that may still become a character.
 _MAX_OPEN = 3
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 _NO_STOPS = Patterns(())
 
 
 class Detokenizer:
-    """Text of one sequence as it grows.
+    """Incremental text of one sequence.
 
-    Bytes that do not yet make a character, and text that may be the beginning of a stop string, are held back
-    until the next tokens decide. The state follows from the tokens alone: an instance that pushes the same tokens
-    stands where the one before it stood.
+    It holds back incomplete characters and possible beginnings of stop strings until later tokens decide. The
+    state depends only on the tokens, so another instance restores it by pushing the same tokens.
 
     Args:
-        stop: stop strings; the choices of a request share them.
-        min_tokens: a stop string that is complete within so many tokens stops nothing, as in vLLM.
-        include_stop: whether the stop string stays in the text.
+        stop: stop strings, shared by the choices of a request.
+        min_tokens: ignore stop strings completed within this many tokens, as in vLLM.
+        include_stop: whether to keep the stop string in the text.
     """
 
     def __init__(
@@ -142,11 +142,11 @@ class Detokenizer:
         self._stop = stop or _NO_STOPS
         self._node = self._stop.root
         self._ids = list(prompt_ids[-_CONTEXT_TOKENS:])
-        self._context = 0  # first token that is decoded again, since merging across tokens can change spaces
+        self._context = 0  # first token to decode again, since merging across tokens can change spaces
         self._next_context = len(self._ids)
-        self._before = self._decode(0)  # text from there on that is out
-        self._num_waiting = 0  # tokens since
-        self._is_whole = not self._before.endswith(_INCOMPLETE)  # all that was pushed is out, in whole characters
+        self._before = self._decode(0)  # released text from there on
+        self._num_waiting = 0  # tokens pushed since
+        self._is_whole = not self._before.endswith(_INCOMPLETE)  # all is released, in whole characters
         self._held = ""
         self._num_tokens = 0
         self._min_tokens = min_tokens
@@ -161,11 +161,11 @@ class Detokenizer:
 
     @property
     def num_read(self) -> int:
-        """Characters so far, those that may begin a stop string included."""
+        """Number of characters so far, including a possible beginning of a stop string."""
         return len(self.text) + len(self._held)
 
     def push(self, token_id: int) -> str:
-        """Add a token; returns the text that is now certain. Sets ``stop_string`` when one is complete."""
+        """Add a token and return newly certain text. Sets ``stop_string`` when one is complete."""
         self._num_tokens += 1
         if self._is_whole and (text := self._tokenizer.text_of(token_id)) is not None:
             self._ids, self._context, self._next_context, self._before = [token_id], 0, 1, text
@@ -173,7 +173,7 @@ class Detokenizer:
         self._ids.append(token_id)
         before, after = self._before, self._decode(self._context)
         if self._skip and after == before and not self._decode(len(self._ids) - 1):
-            self._ids.pop()  # a token that is not shown: a run of them must not be decoded again and again
+            self._ids.pop()  # a hidden token: do not decode a run of them repeatedly
             return ""
         self._num_waiting += 1
         if after.endswith(_INCOMPLETE) or len(after) <= len(before):
@@ -184,7 +184,7 @@ class Detokenizer:
         return self._emit(after[len(before) :])
 
     def flush(self) -> str:
-        """All that was held back; for the end of a generation."""
+        """Return all held-back text, at the end of generation."""
         rest = "" if self._is_whole else self._decode(self._context)[len(self._before) :]
         text = self._emit(rest) + ("" if self.stopped else self._held)
         if not self.stopped:
@@ -193,14 +193,14 @@ class Detokenizer:
         return text
 
     def _give_up(self, after: str) -> str:
-        """The text of bytes that make no character, but for the last ones, which still may."""
+        """Return the text of bytes that form no character, except the last ones, which still may."""
         num_open = min(_MAX_OPEN, len(after) - len(after.rstrip(_INCOMPLETE)))
         certain = after[len(self._before) : len(after) - num_open]
         self._go_on(len(self._ids) - _REREAD_TOKENS, num_open)
         return certain
 
     def _go_on(self, context: int, num_open: int) -> None:
-        """Decode from ``context`` on; its text as of now is out, but for the last ``num_open`` characters."""
+        """Decode from ``context`` on; its current text is released except for the last ``num_open`` characters."""
         self._context, self._next_context, self._num_waiting = context, len(self._ids), 0
         text = self._decode(context)
         self._before = text[: len(text) - num_open]
@@ -210,7 +210,7 @@ class Detokenizer:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip) if ids else ""
 
     def _emit(self, new: str) -> str:
-        if self._node is self._stop.root and self._stop.first.isdisjoint(new):  # nothing is held back
+        if self._node is self._stop.root and self._stop.first.isdisjoint(new):  # nothing to hold back
             self.text += new
             return new
         pending = self._held + new
@@ -226,17 +226,17 @@ class Detokenizer:
         return pending
 
     def _find(self, new: str) -> int | None:
-        """Find the text's end by the first stop string, of several the longest; counts from what is held back."""
+        """Return where the first stop string (the longest of several) ends the text, from the held text on."""
         node, stop = self._node, self._stop
         counts = self._num_tokens > self._min_tokens
-        found: tuple[int, int] | None = None  # where it begins, and its negative length
+        found: tuple[int, int] | None = None  # (start, -length)
         for at, character in enumerate(new, start=len(self._held) + 1):
             node = stop.step(node, character)
             if counts and (ends := node.ends) is not None:
                 one = (at - ends.depth, -ends.depth)
                 found = one if found is None else min(found, one)
             if found is not None and at - node.depth > found[0]:
-                break  # what may follow begins behind it
+                break  # later matches start after it
         while not node.goes_on and node is not stop.root:
             node = node.fail
         self._node = node

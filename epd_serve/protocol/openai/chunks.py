@@ -1,7 +1,7 @@
-"""OpenAI response objects, as the bytes that travel: stream events and whole answers.
+"""OpenAI responses as bytes: stream events and whole answers.
 
-Rules of the load testers in use: one event is ``data: {json}`` and two line feeds; the role comes with the first
-token; one token an event; usage in a last event of its own, then ``[DONE]``.
+Load testers expect this stream format: an event is ``data: {json}`` and two line feeds; one token per event; the
+role with the first token; usage in a separate last event, then ``[DONE]``.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class ScoredToken:
     """A token of an answer with its log-probability.
 
     Attributes:
-        token: its bytes, which may be a part of a character.
-        logprob: None for the first token of a prompt, which follows nothing.
-        top: the most likely tokens in its place, best first.
-        offset: characters of the choice's text before the one that it begins or belongs to.
+        token: its bytes, possibly only part of a character.
+        logprob: None for the first prompt token.
+        top: the most likely tokens at this position, best first.
+        offset: index of its first character in the choice's text.
     """
 
     token: bytes
@@ -37,24 +37,24 @@ class ScoredToken:
     offset: int
 
     def entry(self) -> dict[str, Any]:
-        """The object that chat answers list under ``logprobs.content``."""
+        """Return the entry for ``logprobs.content`` of a chat answer."""
         return {
             **_token_entry(self.token, self.logprob),
             "top_logprobs": [_token_entry(token, value) for token, value in self.top],
         }
 
     def alternatives(self) -> dict[str, float] | None:
-        """The object that completions list under ``logprobs.top_logprobs``: the chosen token is always in it."""
+        """Return the entry for ``logprobs.top_logprobs`` of a completion, always including the chosen token."""
         if self.logprob is None:
             return None
         by_text: dict[str, float] = {}
-        for token, value in (*self.top, (self.token, self.logprob)):  # of equal texts the likeliest counts
+        for token, value in (*self.top, (self.token, self.logprob)):  # for equal texts keep the likeliest
             by_text.setdefault(token_text(token), value)
         return by_text
 
 
 def token_text(token: bytes) -> str:
-    """A token as a string: its text, or where it is a part of a character its bytes, as OpenAI spells them."""
+    """Return a token's text, or OpenAI's spelling of its bytes if it is only part of a character."""
     try:
         return token.decode()
     except UnicodeDecodeError:
@@ -67,7 +67,7 @@ def _token_entry(token: bytes, logprob: float | None) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceText:
-    """A finished choice, for an answer in one piece."""
+    """A finished choice of an answer that is not streamed."""
 
     index: int
     text: str
@@ -81,8 +81,11 @@ class ChoiceText:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """``cached_tokens`` of the prompt were in P's prefix cache; ``reasoning_tokens`` of the answer stand between
-    ``<think>`` and ``</think>``."""
+    """Token counts of an answer.
+
+    ``cached_tokens`` of the prompt came from P's prefix cache; ``reasoning_tokens`` of the answer lie between
+    ``<think>`` and ``</think>``.
+    """
 
     prompt_tokens: int
     completion_tokens: int
@@ -91,7 +94,7 @@ class Usage:
 
     @classmethod
     def of(cls, usage: Mapping[str, Any]) -> Usage:
-        """The usage that an answer tells."""
+        """Parse the ``usage`` object of an answer."""
         details = usage.get("prompt_tokens_details") or {}
         parts = usage.get("completion_tokens_details") or {}
         return cls(
@@ -120,7 +123,7 @@ class Usage:
 
 
 def event(body: dict[str, Any]) -> bytes:
-    """One server-sent event."""
+    """Encode a server-sent event."""
     return b"data: " + _encode(body) + b"\n\n"
 
 
@@ -139,13 +142,14 @@ def delta_event(
     prompt_ids: Sequence[int] = (),
     token_ids: Sequence[int] = (),
 ) -> bytes:
-    """The event of one token.
+    """Encode the event for one token.
 
     Args:
-        first: whether this is the choice's first token, which brings the role along.
-        usage: the counts so far, where the client wants them in every event.
-        calls: parts that the token added to tool calls. stop_reason: the stop string that ended the text.
-        prompt_ids, token_ids: where the client wants them, those of the prompt with the first token.
+        first: whether this is the choice's first token, whose event carries the role.
+        usage: counts so far, if the client wants them in every event.
+        calls: parts that the token added to tool calls.
+        stop_reason: the stop string that ended the text.
+        prompt_ids, token_ids: sent if the client wants token ids; ``prompt_ids`` only with the first token.
     """
     if options.kind == "chat":
         delta: dict[str, Any] = {"role": "assistant"} if first else {}
@@ -173,30 +177,30 @@ def delta_event(
 
 
 class DeltaTemplate:
-    """The event of a choice's token that brings nothing but text, or reasoning, whatever it is."""
+    """Template for events of a choice that carry only text, or only reasoning."""
 
     def __init__(self, options: OutputOptions, index: int, *, is_reasoning: bool = False) -> None:
         empty = delta_event(options, index, "", first=False, finish_reason=None, logprobs=None, usage=None)
-        field = b'"content":' if options.kind == "chat" else b'"text":'  # in a string its quotes would be escaped
+        field = b'"content":' if options.kind == "chat" else b'"text":'  # in a string the quotes would be escaped
         if is_reasoning:
             empty, field = empty.replace(field, b'"reasoning_content":', 1), b'"reasoning_content":'
         self._before, _, self._behind = empty.partition(field + b'""')
         self._before += field
 
     def event(self, text: str) -> bytes:
-        """As :func:`delta_event` writes it."""
+        """Return the same bytes as :func:`delta_event`."""
         return b"%b%b%b" % (self._before, _encode(text), self._behind)
 
 
 def usage_event(options: OutputOptions, usage: Usage) -> bytes:
-    """The event without choices that ``include_usage`` asks for."""
+    """Encode the final event with the usage and no choices (``include_usage``)."""
     return event({**_envelope(options, stream=True), "choices": [], "usage": usage.to_dict()})
 
 
 def whole_answer(
     options: OutputOptions, choices: list[ChoiceText], usage: Usage, prompt_ids: Sequence[int]
 ) -> bytes:
-    """The JSON of an answer that is not streamed."""
+    """Encode a non-streamed answer."""
     body = _envelope(options, stream=False)
     body["choices"] = [_whole_choice(options, choice) for choice in sorted(choices, key=lambda c: c.index)]
     if options.token_ids:
@@ -234,7 +238,7 @@ def _whole_choice(options: OutputOptions, choice: ChoiceText) -> dict[str, Any]:
 
 
 def _call_deltas(options: OutputOptions, choice: int, calls: Sequence[CallDelta]) -> list[dict[str, Any]]:
-    """The new parts of tool calls, merged to one entry for each call."""
+    """Merge new parts of tool calls into one entry per call."""
     entries: dict[int, dict[str, Any]] = {}
     for call in calls:
         entry = entries.setdefault(call.index, {"index": call.index})

@@ -1,6 +1,7 @@
-"""Building blocks of request models: base classes, number and text fields, options without effect, errors.
+"""Building blocks of request models: base classes, number and text fields, unsupported options, errors.
 
-A misspelt option is refused by name. Messages may have unknown fields: client libraries send some back.
+Requests reject unknown fields and suggest the right name. Messages accept them, since client libraries send back
+fields of earlier answers.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from epd_serve.errors import InvalidRequest
 
 MAX_STOP_STRINGS = 16
-#: Characters of a field's name shown in an error.
+#: Characters of a field name that an error shows.
 _MAX_NAME = 100
-#: msgpack has no longer integers.
+#: msgpack integers must be below this.
 WIRE_INTEGERS = 2**63
 
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
-_LABEL = "A label of the caller's own; it changes no token."
+_LABEL = "Label for the caller's own use; does not affect the answer."
 
 
-#: What reads a body, or writes a part of it into an answer, calls itself for each level.
+#: Bodies are parsed and echoed recursively, so their depth is limited.
 MAX_DEPTH = 200
 
 
 def decode_object(body: bytes | bytearray) -> dict[str, Any]:
-    """Decode a body. Raises InvalidRequest with the place where the text stops being a JSON object."""
+    """Decode a body. Raises InvalidRequest with the position of the first JSON error."""
     if body[:3] == b"\xef\xbb\xbf":  # a byte order mark (RFC 8259, section 8.1)
         body = body[3:]
     try:
@@ -39,7 +40,7 @@ def decode_object(body: bytes | bytearray) -> dict[str, Any]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"the body is not a valid JSON object: {error}", code="invalid_json") from error
     if body.count(b"[") + body.count(b"{") > MAX_DEPTH and _is_deep([found]):
-        raise InvalidRequest(f"the body has more than {MAX_DEPTH} levels; make it flatter", code="invalid_json")
+        raise InvalidRequest(f"the body has more than {MAX_DEPTH} nesting levels; flatten it", code="invalid_json")
     return found
 
 
@@ -53,24 +54,24 @@ def _is_deep(level: list[Any]) -> bool:
 
 
 class RequestModel(BaseModel):
-    """Takes the declared fields only, and no value of another type."""
+    """Base model that rejects undeclared fields and does not convert types."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class Body(RequestModel):
-    """Base of the bodies of requests. Null means: as if the field were absent."""
+    """Base of request bodies. A null field counts as absent."""
 
     @classmethod
     def parse(cls, body: bytes | bytearray) -> Self:
-        """Decode and check a body. Raises InvalidRequest that names the field in ``param``."""
+        """Decode and validate a body. Raises InvalidRequest with the wrong field in ``param``."""
         try:
             return cls.model_validate(decode_object(body))
         except ValidationError as error:
             raise explain(error, cls) from error
 
     def _check(self) -> None:
-        """Apply the rules that join several fields. Raises InvalidRequest."""
+        """Check rules that involve several fields. Raises InvalidRequest."""
 
     @model_validator(mode="after")
     def _validate(self) -> Self:
@@ -79,18 +80,18 @@ class Body(RequestModel):
 
 
 class MessageModel(RequestModel):
-    """A part of a conversation: unknown fields are ignored."""
+    """Base of conversation parts. Unknown fields are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
 
 def broken_rule(message: str, field: str = "", code: str = "invalid_value") -> PydanticCustomError:
-    """Return the error for a validator to raise; ``field`` is the wrong one of its model."""
+    """Return an error for a validator to raise about ``field`` of its model."""
     return PydanticCustomError("broken_rule", "{message}", {"message": message, "field": field, "code": code})
 
 
 def _as_integer(value: Any) -> Any:
-    """Return 8 for 8.0: some languages write every number with a point."""
+    """Return 8 for 8.0, since some languages write every number as a float."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -116,7 +117,7 @@ TokenIds = Annotated[list[TokenId], Field(fail_fast=True), BeforeValidator(_as_i
 
 
 def explain(refusal: ValidationError, model: type[BaseModel]) -> InvalidRequest:
-    """Describe the first fault that ``model`` found, with ``param`` as in ``messages[0].content``."""
+    """Convert a validation error of ``model``, with a ``param`` such as ``messages[0].content``."""
     error = _first_fault(refusal)
     kind, option = error["type"], str(error["loc"][0]) if error["loc"] else ""
     if any(NoEffect in base.__bases__ and option in base.__annotations__ for base in model.__mro__):
@@ -142,20 +143,20 @@ def explain(refusal: ValidationError, model: type[BaseModel]) -> InvalidRequest:
 
 
 def _first_fault(refusal: ValidationError) -> ErrorDetails:
-    """Return the fault that says most to the caller."""
+    """Return the most helpful error for the caller."""
     error, *more = refusal.errors(include_url=False)
-    if error["type"] == "missing":  # a misspelt field, or another type, explains a missing one
+    if error["type"] == "missing":  # a misspelt field or a wrong type explains a missing field
         causes = ("extra_forbidden", "literal_error")
         beside = (one for one in more if one["type"] in causes and one["loc"][:-1] == error["loc"][:-1])
         error = next(beside, error)
     if error["type"] == "literal_error" and isinstance(error["input"], dict):
-        # the member of the union that takes an object says more
+        # the union member that accepts an object gives the better error
         error = next((one for one in more if one["loc"][: len(error["loc"]) - 1] == error["loc"][:-1]), error)
     return error
 
 
 def _param(error: ErrorDetails) -> str:
-    """Return the place of a fault without the members of unions in it."""
+    """Return the path of the wrong field, without pydantic's names of union members."""
     param = ""
     for place, step in enumerate(error["loc"], start=1):
         if isinstance(step, int):
@@ -171,7 +172,7 @@ def _param(error: ErrorDetails) -> str:
 
 @cache
 def _names(model: type[BaseModel]) -> frozenset[str]:
-    """Return the fields of a model, as clients write them, and of the models within it."""
+    """Return the field names of a model and its nested models, as clients write them."""
     found: set[str] = set()
     for name, field in model.model_fields.items():
         found |= {field.alias or name}.union(*map(_names, _models(field.annotation)))
@@ -179,14 +180,14 @@ def _names(model: type[BaseModel]) -> frozenset[str]:
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:
-    """Return the models that a type names anywhere within."""
+    """Return all models that occur in a type annotation."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [found for inner in get_args(annotation) for found in _models(inner)]
 
 
 class Labels(RequestModel):
-    """Labels of the caller's own, which change no token."""
+    """Labels for the caller's own use, which do not affect the answer."""
 
     user: Any = Field(None, description=_LABEL)
     metadata: Any = Field(None, description=_LABEL)
@@ -196,20 +197,22 @@ class Labels(RequestModel):
 
 
 class NoEffect(RequestModel):
-    """Base of options without effect here: each may be absent, null or ask for the default; its description says
-    what to do instead."""
+    """Base of unsupported options, which must be absent, null or the default.
+
+    The description of each field says what to do instead.
+    """
 
 
 class CommonNoEffect(NoEffect):
-    """Options of all requests without effect."""
+    """Unsupported options that all requests share."""
 
-    store: Literal[False] | None = Field(None, description="Answers are not stored: send the conversation.")
-    service_tier: Literal["auto", "default"] | None = Field(None, description="There is one service tier.")
-    prompt_cache_retention: None = Field(None, description="The prefix cache keeps no entry by time.")
+    store: Literal[False] | None = Field(None, description="Answers are not stored; send the whole conversation.")
+    service_tier: Literal["auto", "default"] | None = Field(None, description="Only one service tier exists.")
+    prompt_cache_retention: None = Field(None, description="Prefix cache entries do not expire by time.")
 
 
 class ChatNoEffect(NoEffect):
-    """Options of chats and completions without effect."""
+    """Unsupported options of chats and completions."""
 
     functions: list[Any] | None = Field(None, max_length=0, description="Send tools instead.")
     function_call: Literal["none", "auto"] | None = Field(None, description="Send tool_choice instead.")
@@ -217,6 +220,6 @@ class ChatNoEffect(NoEffect):
     modalities: list[Literal["text"]] | None = Field(None, description="Answers are text only.")
     prediction: None = Field(None, description="Predicted outputs are not supported.")
     web_search_options: None = Field(None, description="Web search is not supported.")
-    best_of: Literal[1] | None = Field(None, description="Use n and choose among the answers.")
+    best_of: Literal[1] | None = Field(None, description="Send n and pick the best answer yourself.")
     suffix: Literal[""] | None = Field(None, description="Completing before a suffix is not supported.")
     chat_template: None = Field(None, description="The model's own chat template is used.")

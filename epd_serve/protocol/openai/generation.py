@@ -1,7 +1,7 @@
-"""Requests of the OpenAI API, checked field by field, and what they become on the wire.
+"""Validate OpenAI chat and completion requests and convert them to wire messages.
 
-``ChatCompletionRequest.parse`` and ``CompletionRequest.parse`` take the body's bytes. Every refusal is an
-InvalidRequest with ``param`` set and a sentence that says what would be right.
+``ChatCompletionRequest.parse`` and ``CompletionRequest.parse`` take the body's bytes. They raise InvalidRequest
+with ``param`` set and a message that says how to fix the request.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ MAX_TOP_LOGPROBS = 20
 MAX_BIASED_TOKENS = 4096
 MAX_BAD_WORDS = 256
 MAX_STOP_TOKENS = 4096
-#: Prompts of one completion request; each counts as often as it has choices.
+#: Limit on prompts × choices of a completion request.
 MAX_PROMPTS = 128
 #: OpenAI's default for /v1/completions; a chat without max_tokens may fill the context.
 COMPLETION_MAX_TOKENS = 16
-#: Fields of sampling that few requests set → the type of the parameter.
+#: Rarely set sampling fields → conversion to the parameter's type.
 _RARE: dict[str, Callable[[Any], Any]] = {
     "top_k": lambda number: max(number, 0),
     "min_p": float,
@@ -77,23 +77,23 @@ _RARE: dict[str, Callable[[Any], Any]] = {
 
 
 class Translation(Protocol):
-    """Makes the answer of another API from a chat's. ``content_type`` is that of a whole answer."""
+    """Translates a chat's answer to another API. ``content_type`` applies to non-streamed answers."""
 
     content_type: bytes
 
     def whole(self, answer: bytes) -> bytes:
-        """Return the answer made of a chat.completion."""
+        """Return the answer for a chat.completion."""
         ...
 
     def events(self, data: bytes) -> bytes:
-        """Return the events made of a chat.completion.chunk, an error, or the end of the answer ("[DONE]")."""
+        """Return the events for a chat.completion.chunk, an error, or the end of the answer ("[DONE]")."""
         ...
 
 
 class StreamOptions(RequestModel):
     """Options of a streamed answer."""
 
-    include_usage: bool | None = Field(None, description="Send a last event with the usage.")
+    include_usage: bool | None = Field(None, description="Send the usage in a last event.")
     continuous_usage_stats: bool | None = Field(None, description="Send the usage so far with every event.")
     include_obfuscation: Literal[False] | None = Field(None, description="Events are not padded.")
 
@@ -103,61 +103,61 @@ TokenText = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 
 
 class CommonRequest(Body, Labels, CommonNoEffect):
-    """The fields that all requests for an answer share."""
+    """Fields that all generation requests share."""
 
-    model: str | None = Field(None, description="Name of the model; the only one that is served, if absent.")
-    temperature: float | None = Field(None, ge=0, le=2, description="0 takes the likeliest token; default 1.")
-    top_p: float | None = Field(None, gt=0, le=1, description="Sample among the likeliest tokens of this sum.")
-    seed: Integer | None = Field(None, ge=-WIRE_INTEGERS, lt=WIRE_INTEGERS, description="Makes samples repeat.")
+    model: str | None = Field(None, description="Name of the model; default: the served model.")
+    temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy; default 1.")
+    top_p: float | None = Field(None, gt=0, le=1, description="Nucleus sampling: probability mass to keep.")
+    seed: Integer | None = Field(None, ge=-WIRE_INTEGERS, lt=WIRE_INTEGERS, description="Sampling seed.")
     priority: Integer | None = Field(None, ge=-(2**31), lt=2**31, description="Lower values run first.")
     cache_salt: str | None = Field(
-        None, min_length=1, max_length=4096, description="Only requests with the same salt share cached prefixes."
+        None, min_length=1, max_length=4096, description="Share cached prefixes only with requests of equal salt."
     )
     stream: bool | None = Field(None, description="Send the answer as server-sent events.")
     stream_options: StreamOptions | None = Field(None, description="Options of a streamed answer.")
 
 
 class GenerationRequest(CommonRequest, ChatNoEffect):
-    """The fields that chats and completions share."""
+    """Fields that chats and completions share."""
 
-    #: Whether an answer of a given structure ends where the structure does.
+    #: Whether a structured answer must end where its structure ends.
     ends_with_structure: ClassVar[bool] = True
     kind: ClassVar[Literal["chat", "completion"]]
     id_prefix: ClassVar[str]
 
-    max_tokens: Integer | None = Field(None, ge=1, lt=WIRE_INTEGERS, description="Most tokens of an answer.")
-    min_tokens: Integer | None = Field(None, ge=0, lt=WIRE_INTEGERS, description="Least tokens of an answer.")
+    max_tokens: Integer | None = Field(None, ge=1, lt=WIRE_INTEGERS, description="Maximum tokens of an answer.")
+    min_tokens: Integer | None = Field(None, ge=0, lt=WIRE_INTEGERS, description="Minimum tokens of an answer.")
     top_k: Integer | None = Field(
-        None, ge=-1, lt=2**31, description="Sample among this many tokens; 0 or -1: all."
+        None, ge=-1, lt=2**31, description="Sample among this many likeliest tokens; 0 or -1: all."
     )
     min_p: float | None = Field(
-        None, ge=0, le=1, description="Least probability of a token relative to the likeliest."
+        None, ge=0, le=1, description="Minimum token probability relative to the likeliest token."
     )
     repetition_penalty: float | None = Field(
-        None, gt=0, le=100, description="Divides the logits of tokens that occurred in prompt or answer."
+        None, gt=0, le=100, description="Above 1: discourage tokens of prompt and answer."
     )
-    presence_penalty: float | None = Field(None, ge=-2, le=2, description="Penalty for tokens of the answer.")
+    presence_penalty: float | None = Field(None, ge=-2, le=2, description="Penalty on tokens in the answer.")
     frequency_penalty: float | None = Field(
-        None, ge=-2, le=2, description="Penalty for each occurrence of a token in the answer."
+        None, ge=-2, le=2, description="Penalty per occurrence of a token in the answer."
     )
-    stop: StopStrings | None = Field(None, description="Texts before which an answer ends.")
+    stop: StopStrings | None = Field(None, description="Strings that stop the answer.")
     stop_token_ids: TokenIds | None = Field(
-        None, max_length=MAX_STOP_TOKENS, description="Tokens that end an answer."
+        None, max_length=MAX_STOP_TOKENS, description="Token ids that stop the answer."
     )
-    include_stop_str_in_output: bool | None = Field(None, description="Keep the stop text in the answer.")
+    include_stop_str_in_output: bool | None = Field(None, description="Keep the stop string in the answer.")
     logit_bias: dict[TokenText, Bias] | None = Field(
-        None, max_length=MAX_BIASED_TOKENS, description="Added to the logits, by token id."
+        None, max_length=MAX_BIASED_TOKENS, description="Bias to add to logits, by token id."
     )
-    allowed_token_ids: TokenIds | None = Field(None, min_length=1, description="The only tokens of an answer.")
+    allowed_token_ids: TokenIds | None = Field(None, min_length=1, description="Token ids that may occur.")
     bad_words: list[StopString] | None = Field(
-        None, max_length=MAX_BAD_WORDS, description="Texts that an answer never contains."
+        None, max_length=MAX_BAD_WORDS, description="Words that an answer must not contain."
     )
     add_special_tokens: bool | None = Field(None, description="Add the tokenizer's special tokens to the prompt.")
     response_format: ResponseFormat | None = Field(None, description="Structure of the answer.")
     structured_outputs: StructuredOutputs | None = Field(
         None, description="Structure of the answer, in vLLM's form."
     )
-    ignore_eos: bool | None = Field(None, description="Go on after the end-of-sequence token, for benchmarks.")
+    ignore_eos: bool | None = Field(None, description="Generate past the end-of-sequence token, for benchmarks.")
     skip_special_tokens: bool | None = Field(
         None, description="Leave special tokens out of the text; default true."
     )
@@ -173,35 +173,35 @@ class GenerationRequest(CommonRequest, ChatNoEffect):
         if self.ends_with_structure and self.grammar() is not None and (self.ignore_eos or self.min_tokens):
             field = "ignore_eos" if self.ignore_eos else "min_tokens"
             raise InvalidRequest(
-                f"{field}: an answer of a given structure ends where the structure does; leave the field out",
+                f"{field}: a structured answer ends where its structure ends; remove the field",
                 param=field,
             )
 
     def token_limit(self) -> int | None:
-        """Return the most tokens that an answer may have; None where the context alone limits it."""
+        """Return the token limit of an answer, or None if only the context limits it."""
         return self.max_tokens
 
     def _thinking_budget(self) -> int | None:
-        """Return the most tokens of the answer's thinking."""
+        """Return the token limit of the answer's thinking, or None."""
         return None
 
     @abstractmethod
     def _logprobs(self) -> int | None:
-        """Return the number of alternatives to report for each token; None for no log-probabilities at all."""
+        """Return the number of alternatives to report per token, or None to report no log-probabilities."""
 
     def grammar(self) -> Grammar | None:
-        """Return the grammar that the answer must follow; None where none is asked for.
+        """Return the grammar that the answer must follow, or None.
 
-        Raises InvalidRequest for contradictions.
+        Raises InvalidRequest for contradictory fields.
         """
         return make_grammar(None, None, True, self.response_format, self.structured_outputs)
 
     def media(self) -> list[MediaSource]:
-        """Return the media items in the order in which the request shows them."""
+        """Return the media items in request order."""
         return []
 
     def chat(self) -> list[ChatMessage] | None:
-        """Return the chat with media as references; None for a completion."""
+        """Return the chat with references for media, or None for a completion."""
         return None
 
     def prompts(self) -> list[str | list[int]]:
@@ -209,11 +209,11 @@ class GenerationRequest(CommonRequest, ChatNoEffect):
         return []
 
     def prompting(self) -> PromptOptions:
-        """Return the options by which the prompt is turned into tokens."""
+        """Return the options for tokenizing the prompt."""
         return PromptOptions(add_special_tokens=self.add_special_tokens, cache_salt=self.cache_salt or "")
 
     def output(self, *, id: str, created: int, model: str) -> OutputOptions:
-        """Return the shape of the answer; ``created`` is in seconds since the epoch."""
+        """Return the format of the answer; ``created`` is in seconds since the epoch."""
         options = self.stream_options if self.stream else None
         return OutputOptions(
             kind=self.kind,
@@ -227,11 +227,11 @@ class GenerationRequest(CommonRequest, ChatNoEffect):
         )
 
     def translation(self, *, id: str, created: int, model: str) -> Translation | None:
-        """Return the maker of another API's answers from a chat's; None for a chat or completion."""
+        """Return the translation of the answer to another API, or None for a chat or completion."""
         return None
 
     def sampling(self, seed: int) -> SamplingParams:
-        """Return sampling parameters with the API's defaults; ``seed`` is used where the request has none."""
+        """Return sampling parameters with the API's defaults; ``seed`` applies if the request sets none."""
         neutral, rare = [], {}
         for name in self.model_fields_set:
             convert, has_default = _RARE.get(name), name in SAMPLING_DEFAULTS
@@ -259,12 +259,12 @@ class GenerationRequest(CommonRequest, ChatNoEffect):
 
 
 class ChatPrompt(Body):
-    """The fields by which a chat becomes tokens."""
+    """Fields that determine the prompt tokens of a chat."""
 
     messages: Messages | None = Field(None, description="A chat.")
     add_special_tokens: bool | None = Field(None, description="Add the tokenizer's special tokens to the prompt.")
     add_generation_prompt: bool | None = Field(None, description="End the prompt with the assistant's header.")
-    continue_final_message: bool | None = Field(None, description="Go on with the assistant's last message.")
+    continue_final_message: bool | None = Field(None, description="Continue the assistant's last message.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the chat template.")
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS, description="Functions the model may call.")
     media_io_kwargs: MediaIoKwargs | None = Field(None, description="How media are read.")
@@ -278,7 +278,7 @@ class ChatPrompt(Body):
                 f"messages: {num_parts} parts over all messages; at most {MAX_PARTS}", param="messages"
             )
         if self.mm_processor_kwargs is not None:
-            self.media()  # says what contradicts itself
+            self.media()  # raises for contradictory options
         if self.continue_final_message and self.add_generation_prompt:
             raise InvalidRequest(
                 "add_generation_prompt and continue_final_message contradict each other; send one of them",
@@ -291,18 +291,18 @@ class ChatPrompt(Body):
         super()._check()
 
     def media(self) -> list[MediaSource]:
-        """Return the media items in the order in which the chat shows them."""
+        """Return the media items in chat order."""
         return media_of(self.messages or (), self.media_io_kwargs, self.mm_processor_kwargs)
 
     def chat(self) -> list[ChatMessage] | None:
-        """Return the chat with media as references."""
+        """Return the chat with references for media."""
         return None if self.messages is None else wire_messages(self.messages)
 
     def _template_kwargs(self) -> dict[str, Any] | None:
         return self.chat_template_kwargs
 
     def prompting(self) -> PromptOptions:
-        """Return the options by which the chat is turned into tokens."""
+        """Return the options for tokenizing the chat."""
         kwargs = self._template_kwargs()
         return PromptOptions(
             add_special_tokens=self.add_special_tokens,
@@ -321,21 +321,21 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
 
     messages: Messages
     max_completion_tokens: Integer | None = Field(
-        None, ge=1, lt=WIRE_INTEGERS, description="Today's name of max_tokens."
+        None, ge=1, lt=WIRE_INTEGERS, description="Newer name of max_tokens."
     )
     logprobs: bool | None = Field(None, description="Return the log-probabilities of the tokens.")
     top_logprobs: Integer | None = Field(
-        None, ge=0, le=MAX_TOP_LOGPROBS, description="Return those of the likeliest alternatives, too."
+        None, ge=0, le=MAX_TOP_LOGPROBS, description="Also return this many alternatives per token."
     )
-    tool_choice: ToolChoice | None = Field(None, description="Whether, or which, function is called.")
+    tool_choice: ToolChoice | None = Field(None, description="Whether the model must call a function.")
     parallel_tool_calls: bool | None = Field(None, description="Allow several calls in an answer; default true.")
     reasoning_effort: str | None = Field(
         None, description='A variable of the chat template; "none" sets enable_thinking to false.'
     )
     thinking_token_budget: Integer | None = Field(
-        None, ge=0, lt=WIRE_INTEGERS, description="Most tokens of thinking, of a model that thinks."
+        None, ge=0, lt=WIRE_INTEGERS, description="Maximum thinking tokens, for models that think."
     )
-    verbosity: str | None = Field(None, description="Changes no token.")
+    verbosity: str | None = Field(None, description="Accepted and ignored.")
 
     def _check(self) -> None:
         if (
@@ -376,7 +376,7 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
 
 
 def _as_prompts(value: Any) -> Any:
-    """Return a list of prompts; one becomes a list of it."""
+    """Return a list of prompts, wrapping a single prompt."""
     if value == []:
         raise InvalidRequest("prompt: the list is empty; it needs one prompt at least", param="prompt")
     is_many = isinstance(value, list) and value and not all(isinstance(one, int) for one in value)
@@ -398,10 +398,10 @@ class CompletionRequest(GenerationRequest):
         Field(min_length=1, max_length=MAX_PROMPTS, description="A text, token ids, or a list of these."),
     ]
     max_tokens: Integer | None = Field(
-        None, ge=0, lt=WIRE_INTEGERS, description=f"Most tokens of an answer; default {COMPLETION_MAX_TOKENS}."
+        None, ge=0, lt=WIRE_INTEGERS, description=f"Maximum tokens of an answer; default {COMPLETION_MAX_TOKENS}."
     )
     logprobs: Integer | None = Field(
-        None, ge=0, le=MAX_TOP_LOGPROBS, description="Return log-probabilities, and those of so many alternatives."
+        None, ge=0, le=MAX_TOP_LOGPROBS, description="Return log-probabilities with this many alternatives."
     )
     echo: bool | None = Field(None, description="Put the prompt before the answer.")
 
@@ -411,17 +411,17 @@ class CompletionRequest(GenerationRequest):
     def _check(self) -> None:
         if self.max_tokens == 0 and not self.echo:
             raise InvalidRequest(
-                "max_tokens: 0 leaves nothing to answer but the prompt; send echo: true, too", param="max_tokens"
+                "max_tokens: 0 generates nothing; set echo: true to return the prompt", param="max_tokens"
             )
         if len(self.prompt) * (self.n or 1) > MAX_PROMPTS:
             raise InvalidRequest(
-                f"prompt: {len(self.prompt)} prompts of {self.n or 1} choices are more than {MAX_PROMPTS} answers",
+                f"prompt: {len(self.prompt)} prompts × {self.n or 1} choices exceed {MAX_PROMPTS} answers",
                 param="prompt",
             )
         streaming = self.stream_options if self.stream else None
         if len(self.prompt) > 1 and streaming and streaming.continuous_usage_stats:
             raise InvalidRequest(
-                "stream_options.continuous_usage_stats: cannot be counted over several prompts; use include_usage",
+                "stream_options.continuous_usage_stats: needs a single prompt; use include_usage",
                 param="stream_options.continuous_usage_stats",
             )
         super()._check()
@@ -438,7 +438,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class VllmFields(GenerationRequest):
-    """vLLM checks what these mean; an answer of a given structure may go on behind its end."""
+    """Fields that a vLLM backend validates. Its structured answers may continue past their end."""
 
     ends_with_structure: ClassVar[bool] = False
     _own_fields: ClassVar[set[str]] = {

@@ -1,4 +1,4 @@
-"""Messages of a chat as clients send them, and what they become on the wire."""
+"""Validate chat messages from clients and convert them to wire messages."""
 
 from __future__ import annotations
 
@@ -14,20 +14,23 @@ from epd_serve.protocol.openai.tool_format import HERMES, is_object
 from epd_serve.protocol.wire import CalledFunction, ChatMessage, Part
 from epd_serve.types import AS_THE_MODEL, Modality, VideoSampling
 
-#: Messages of a chat, and parts of all of them together.
+#: Limits on the messages of a chat, and on the parts of all its messages together.
 MAX_MESSAGES = 2048
 MAX_PARTS = 4096
-#: Calls of one message.
+#: Limit on the tool calls of one message.
 MAX_CALLS = 128
 
 
 class MediaSource(msgspec.Struct, frozen=True, kw_only=True):
-    """A media item as the request names it; ``param`` is its place in the request, for error messages.
+    """A media item of a request.
 
-    ``sampling``: the frames of a video that are wanted. ``processing``: as of :func:`processing_of`.
-    ``low_detail``: the picture is scaled down (see :data:`epd_serve.media.LOW_DETAIL_PIXELS`).
-    ``format``: of a sound, as the request says it, or "".
-    ``raw``: the file itself, where the request holds it unencoded.
+    Attributes:
+        param: its field in the request, for error messages.
+        sampling: which frames of a video to use.
+        processing: the result of :func:`processing_of`.
+        low_detail: scale the image down (:data:`epd_serve.media.picture.LOW_DETAIL_PIXELS`).
+        format: audio format named by the request, or "".
+        raw: the file's bytes, if the request contains them unencoded.
     """
 
     url: str
@@ -41,74 +44,74 @@ class MediaSource(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_inline(self) -> bool:
-        """Whether the request holds the item itself."""
+        """Whether the request contains the item."""
         return self.url[:5].lower() == "data:"
 
 
 class MediaUrl(MessageModel):
-    """``detail`` "low" scales a picture down to fit 512x512 pixels; "auto" and "high" leave it as it is."""
+    """Media URL. ``detail`` "low" scales an image down to fit 512x512 pixels; "auto" and "high" keep its size."""
 
     url: str = Field(description="http(s):// or data:...;base64.")
-    detail: Literal["auto", "high", "low"] | None = Field(None, description="low: scaled down to 512x512 pixels.")
+    detail: Literal["auto", "high", "low"] | None = Field(None, description="low: scale down to 512x512 pixels.")
 
 
 class InputAudio(MessageModel):
-    """A sound file in base64."""
+    """An audio file in base64."""
 
     data: str = Field(description="The file in base64.")
     format: Literal["wav", "mp3", "flac", "ogg"] = Field(description="Format of the file.")
 
 
 class VideoFrames(RequestModel):
-    """``num_frames``, and ``fps`` a second; together the fewer of both."""
+    """Frame sampling by count, by rate, or by whichever gives fewer frames."""
 
     num_frames: Integer | None = Field(
         None, ge=-1, lt=1 << 20, description="Frames of a video, evenly spaced; -1: all."
     )
-    fps: float | None = Field(None, gt=0, le=1000, description="Frames a second.")
+    fps: float | None = Field(None, gt=0, le=1000, description="Frames per second.")
 
 
 class ProcessorKwargs(VideoFrames):
-    """``fps`` and ``num_frames`` of a video exclude each other; the model's processor resizes a picture to have
-    between ``min_pixels`` and ``max_pixels``."""
+    """Options of the model's processor. ``fps`` and ``num_frames`` are mutually exclusive; the processor resizes
+    images to between ``min_pixels`` and ``max_pixels``."""
 
     num_frames: Integer | None = Field(None, ge=1, lt=1 << 20, description="Frames of a video, evenly spaced.")
-    max_frames: Integer | None = Field(None, ge=1, lt=1 << 20, description="Most frames of a video.")
-    do_sample_frames: bool | None = Field(None, description="false: all frames that are read.")
-    min_pixels: Integer | None = Field(None, ge=1, description="Least pixels of a picture after resizing.")
-    max_pixels: Integer | None = Field(None, ge=1, description="Most pixels of a picture after resizing.")
+    max_frames: Integer | None = Field(None, ge=1, lt=1 << 20, description="Maximum frames of a video.")
+    do_sample_frames: bool | None = Field(None, description="false: use all frames read.")
+    min_pixels: Integer | None = Field(None, ge=1, description="Minimum pixels of an image after resizing.")
+    max_pixels: Integer | None = Field(None, ge=1, description="Maximum pixels of an image after resizing.")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if None not in (self.min_pixels, self.max_pixels) and self.min_pixels > self.max_pixels:  # type: ignore[operator]
             raise broken_rule(f"min_pixels ({self.min_pixels}) is more than max_pixels ({self.max_pixels})")
         if None not in (self.num_frames, self.fps):
-            raise broken_rule("fps and num_frames exclude each other; send one of them")
+            raise broken_rule("fps and num_frames are mutually exclusive; send only one")
         if self.do_sample_frames is False and {self.num_frames, self.fps, self.max_frames} != {None}:
-            raise broken_rule("num_frames, fps and max_frames have frames sampled; leave do_sample_frames out")
+            raise broken_rule("num_frames, fps and max_frames sample frames; remove do_sample_frames")
         return self
 
 
 class AnyProcessorKwargs(ProcessorKwargs):
-    """Any options for vLLM's processor of the model, which checks those that are not named here."""
+    """Processor options for a vLLM backend, which validates the undeclared ones."""
 
     model_config = ConfigDict(extra="allow")
 
 
 class MediaIoKwargs(RequestModel):
-    """The frames to read of each video, evenly spaced; the first ``num_frames`` of a frame list, whose rate is
-    ``fps`` (default 1)."""
+    """Frames to read: evenly spaced from a video file, or the first ``num_frames`` of a frame list, whose frame
+    rate is ``fps`` (default 1)."""
 
-    video: VideoFrames | None = Field(None, description="The frames to read of each video.")
+    video: VideoFrames | None = Field(None, description="Frames to read from each video.")
 
 
 def _as_url(value: Any) -> Any:
-    """Return an object for a bare URL."""
+    """Wrap a bare URL in an object."""
     return {"url": value} if isinstance(value, str) else value
 
 
 UrlOrText = Annotated[MediaUrl | None, BeforeValidator(_as_url, json_schema_input_type=MediaUrl | str | None)]
-#: The types of parts, and the modality of the item in each.
+#: Part type → modality of its item.
 MODALITY_OF: dict[str, Modality] = {
     "image_url": "image",
     "video_url": "video",
@@ -118,10 +121,10 @@ MODALITY_OF: dict[str, Modality] = {
 
 
 class ContentPart(MessageModel):
-    """A part of type T has exactly the field T."""
+    """A content part. A part of type T sets the field T and no other."""
 
     type: Literal["text", "image_url", "video_url", "audio_url", "input_audio"] = Field(
-        description="The field that the part has."
+        description="Type of the part, and name of the field it sets."
     )
     text: str | None = Field(None, description="A text.")
     image_url: UrlOrText = Field(None, description="A picture.")
@@ -138,29 +141,28 @@ class ContentPart(MessageModel):
 
 
 def _as_parts(content: Any) -> Any:
-    """Return a list of parts; an empty one is no content: instructor sends one beside ``tool_calls``."""
+    """Return a list of parts, or None for an empty list, which instructor sends with ``tool_calls``."""
     if content == []:
         return None
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 class FunctionCall(MessageModel):
-    """``arguments`` is the text of a JSON object, or its beginning where the call was cut off."""
+    """A function call. ``arguments`` is a JSON object as text, incomplete if the call was cut off."""
 
     name: str = Field(min_length=1, description="Name of the function.")
     arguments: str = Field(description="A JSON object as text.")
 
 
 class ToolCall(MessageModel):
-    id: str = Field(description="By which the tool's message refers to the call.")
+    id: str = Field(description="Id of the call, which the tool message refers to.")
     type: Literal["function"] = Field("function", description="All tools are functions.")
     function: FunctionCall = Field(description="The call.")
 
 
 class Message(MessageModel):
-    """``content`` may be left out beside ``tool_calls``, which "assistant" alone may have; "tool" has a
-    ``tool_call_id``. ``name``, and an assistant's ``reasoning_content`` (or ``reasoning``), are for chat templates
-    that show them."""
+    """A chat message. Only "assistant" may have ``tool_calls``, and may then omit ``content``; "tool" needs a
+    ``tool_call_id``. ``name`` and ``reasoning_content`` (or ``reasoning``) reach chat templates that use them."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"] = Field(description="Author of the message.")
     content: Annotated[
@@ -168,26 +170,26 @@ class Message(MessageModel):
         BeforeValidator(_as_parts, json_schema_input_type=str | list[ContentPart] | None),
     ] = Field(None, description="A text, or a list of parts.")
     tool_calls: list[ToolCall] | None = Field(
-        None, max_length=MAX_CALLS, fail_fast=True, description="Calls that the assistant made."
+        None, max_length=MAX_CALLS, fail_fast=True, description="Tool calls by the assistant."
     )
     tool_call_id: str | None = Field(None, description="The call that a tool's message answers.")
-    name: str | None = Field(None, description="For chat templates that show it.")
-    reasoning_content: str | None = Field(None, description="For chat templates that show it.")
-    reasoning: str | None = Field(None, description="Another name of reasoning_content.")
+    name: str | None = Field(None, description="For chat templates that use it.")
+    reasoning_content: str | None = Field(None, description="For chat templates that use it.")
+    reasoning: str | None = Field(None, description="Alias of reasoning_content.")
     function_call: None = Field(None, description="Send tool_calls instead.")
     audio: None = Field(None, description="Answers are text only.")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.tool_calls and self.role != "assistant":
-            raise broken_rule("only an assistant calls tools", "tool_calls")
+            raise broken_rule("only assistant messages may call tools", "tool_calls")
         if self.role != "assistant" and (self.reasoning_content or self.reasoning):
-            raise broken_rule("only an assistant reasons", "reasoning_content")
+            raise broken_rule("only assistant messages may contain reasoning", "reasoning_content")
         if self.content is None and not self.tool_calls:
             raise broken_rule("content is required", "content", "missing_required_parameter")
         if (self.role == "tool") != (self.tool_call_id is not None):
             raise broken_rule(
-                "a tool message, and no other, has the tool_call_id of the call that it answers", "tool_call_id"
+                "a tool message, and no other, needs the tool_call_id of the call it answers", "tool_call_id"
             )
         return self
 
@@ -201,13 +203,12 @@ Messages = Annotated[
 def media_of(
     messages: Sequence[Message], reading: MediaIoKwargs | None = None, kwargs: ProcessorKwargs | None = None
 ) -> list[MediaSource]:
-    """Return the media items in the order in which the chat shows them. Raises InvalidRequest for
-    contradictions."""
+    """Return the media items in chat order. Raises InvalidRequest for contradictory options."""
     sampling, processing = AS_THE_MODEL, ""
     if kwargs is not None and kwargs.do_sample_frames and reading is not None and _chooses_frames(reading.video):
         raise InvalidRequest(
-            "mm_processor_kwargs: do_sample_frames samples among all frames of the file; leave num_frames and fps "
-            "of media_io_kwargs out",
+            "mm_processor_kwargs: do_sample_frames samples from all frames of the file; remove num_frames and fps "
+            "from media_io_kwargs",
             param="mm_processor_kwargs.do_sample_frames",
         )
     if reading is not None or kwargs is not None:
@@ -252,9 +253,9 @@ def _chooses_frames(video: VideoFrames | None) -> bool:
 
 
 def processing_of(kwargs: ProcessorKwargs | None, messages: Sequence[Message]) -> str:
-    """Return a request's options of the processor besides frames, as JSON with sorted keys, or "".
+    """Return the processor options other than frame sampling as JSON with sorted keys, or "".
 
-    Raises InvalidRequest for bounds of pictures in a chat with videos.
+    Raises InvalidRequest for image sizes in a chat with videos.
     """
     frames = set() if isinstance(kwargs, AnyProcessorKwargs) else {*VideoSampling.__struct_fields__}
     asked = {} if kwargs is None else kwargs.model_dump(exclude_none=True, exclude=frames)
@@ -262,17 +263,17 @@ def processing_of(kwargs: ProcessorKwargs | None, messages: Sequence[Message]) -
         return ""
     if frames and any(part.video_url is not None for one in messages for part in one.content or ()):
         raise InvalidRequest(
-            f"mm_processor_kwargs: {', '.join(asked)} goes with pictures, and the chat has videos; leave it out",
+            f"mm_processor_kwargs: {', '.join(asked)} applies to images only, and the chat has videos; remove it",
             param="mm_processor_kwargs",
         )
     return msgspec.json.encode(asked, order="deterministic").decode()
 
 
 def wire_messages(messages: Sequence[Message]) -> list[ChatMessage]:
-    """Return the chat with media as references; "developer" is today's word for "system" in the OpenAI API.
+    """Return the chat with references for media, and with role "system" for OpenAI's newer "developer".
 
-    Calls of a message of which one is cut off become its text, as the model wrote them: a chat template takes
-    arguments that are an object.
+    If a tool call of a message was cut off, all its calls become text as the model wrote them, because chat
+    templates need complete JSON arguments.
     """
     chat = []
     for message in messages:

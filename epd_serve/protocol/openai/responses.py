@@ -1,6 +1,6 @@
-"""``POST /v1/responses`` as a chat: the request becomes a chat's, and the chat's answer becomes a response.
+"""Translate ``POST /v1/responses`` to a chat completion and its answer back to a response.
 
-Nothing is stored: a client sends the whole conversation.
+Responses are not stored: clients send the whole conversation.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _encode = msgspec.json.Encoder().encode
 
 
 class InputPart(MessageModel):
-    """A text, of the user's or an earlier answer's, or a picture."""
+    """User text, text of an earlier answer, or an image."""
 
     type: Literal["input_text", "output_text", "reasoning_text", "input_image"] = Field(
         description="Kind of the part."
     )
     text: str | None = Field(None, description="A text.")
-    image_url: str | None = Field(None, description="URL of a picture.")
-    detail: Literal["auto", "high", "low"] | None = Field(None, description="low: scaled down to 512x512 pixels.")
+    image_url: str | None = Field(None, description="URL of an image.")
+    detail: Literal["auto", "high", "low"] | None = Field(None, description="low: scale down to 512x512 pixels.")
 
 
 def _as_parts(content: Any) -> Any:
@@ -62,17 +62,17 @@ _REQUIRED = {
 
 
 class InputItem(MessageModel):
-    """A message, a function call or the reasoning of an earlier answer, or the output of that function."""
+    """A message, a function call or its output, or the reasoning of an earlier answer."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] | None = Field(
-        None, description="Kind."
+        None, description="Kind of the item."
     )
-    role: Literal["user", "assistant", "system", "developer"] | None = Field(None, description="Of a message.")
-    content: Content | None = Field(None, description="Of a message: a text, or a list of parts.")
-    call_id: str | None = Field(None, description="Of a call and its output.")
-    name: str | None = Field(None, description="Of a called function.")
-    arguments: str | None = Field(None, description="Of a called function: a JSON object as text.")
-    output: Content | None = Field(None, description="Of a function: a text, or a list of parts.")
+    role: Literal["user", "assistant", "system", "developer"] | None = Field(None, description="Author.")
+    content: Content | None = Field(None, description="Message content: a text, or a list of parts.")
+    call_id: str | None = Field(None, description="Id of a function call, repeated in its output.")
+    name: str | None = Field(None, description="Name of the called function.")
+    arguments: str | None = Field(None, description="Function arguments: a JSON object as text.")
+    output: Content | None = Field(None, description="Function output: a text, or a list of parts.")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -83,13 +83,13 @@ class InputItem(MessageModel):
 
 
 class FunctionTool(FunctionDefinition):
-    """A function that the model may call."""
+    """Function that the model may call."""
 
     type: Literal["function"] = Field(description="All tools are functions.")
 
 
 class FunctionChoice(NamedFunction):
-    """The function to call."""
+    """Choice of one function to call."""
 
     type: Literal["function"] = Field(description="All tools are functions.")
 
@@ -98,11 +98,11 @@ ToolChoice = Literal["none", "auto", "required"] | FunctionChoice
 
 
 class TextFormat(RequestModel):
-    """Structure of the answer; the other fields go with type "json_schema"."""
+    """Structure of the answer. All fields but ``type`` require type "json_schema"."""
 
     type: Literal["text", "json_object", "json_schema"] = Field(description="Kind of structure.")
     name: FunctionName | None = Field(None, description="Name of the schema.")
-    description: str | None = Field(None, description="Changes no token.")
+    description: str | None = Field(None, description="Accepted and ignored.")
     schema_: Schema | None = Field(None, alias="schema", description="JSON Schema of the answer.")
     strict: bool | None = Field(None, description="Refuse a schema that cannot be enforced in full.")
 
@@ -117,24 +117,24 @@ class TextOptions(RequestModel):
     """Options of the answer's text."""
 
     format: TextFormat | None = Field(None, description="Structure of the answer.")
-    verbosity: str | None = Field(None, description="Changes no token.")
+    verbosity: str | None = Field(None, description="Accepted and ignored.")
 
 
 class Reasoning(MessageModel):
     """Options of reasoning models."""
 
-    effort: str | None = Field(None, description="The chat template's reasoning_effort.")
+    effort: str | None = Field(None, description="reasoning_effort for the chat template.")
 
 
 class ResponsesNoEffect(NoEffect):
-    """Options of responses without effect."""
+    """Unsupported options of responses."""
 
-    previous_response_id: None = Field(None, description="Answers are not stored: send the conversation.")
-    conversation: None = Field(None, description="Answers are not stored: send the conversation.")
-    prompt: None = Field(None, description="Prompts are not stored: send instructions and input.")
-    background: Literal[False] | None = Field(None, description="Answers are not stored to be fetched later.")
-    truncation: Literal["disabled"] | None = Field(None, description="Prompts are never cut.")
-    max_tool_calls: None = Field(None, description="The client calls the tools.")
+    previous_response_id: None = Field(None, description="Answers are not stored; send the whole conversation.")
+    conversation: None = Field(None, description="Answers are not stored; send the whole conversation.")
+    prompt: None = Field(None, description="Prompts are not stored; send instructions and input.")
+    background: Literal[False] | None = Field(None, description="Answers are not stored for later retrieval.")
+    truncation: Literal["disabled"] | None = Field(None, description="Prompts are never truncated.")
+    max_tool_calls: None = Field(None, description="The client runs all tools.")
 
 
 Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
@@ -153,13 +153,13 @@ class ResponsesRequest(CommonRequest, ResponsesNoEffect):
         BeforeValidator(_as_items, json_schema_input_type=str | list[InputItem]),
     ]
     instructions: str | None = Field(None, description="The system message.")
-    max_output_tokens: Integer | None = Field(None, ge=1, lt=WIRE_INTEGERS, description="Most tokens.")
-    top_logprobs: Integer | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, description="Alternatives of a token.")
-    include: list[Included] | None = Field(None, max_length=16, description="Further parts of the answer.")
+    max_output_tokens: Integer | None = Field(None, ge=1, lt=WIRE_INTEGERS, description="Maximum tokens.")
+    top_logprobs: Integer | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, description="Alternatives per token.")
+    include: list[Included] | None = Field(None, max_length=16, description="Additional parts of the answer.")
     text: TextOptions | None = Field(None, description="Options of the answer's text.")
     reasoning: Reasoning | None = Field(None, description="Options of reasoning models.")
     tools: list[FunctionTool] | None = Field(None, max_length=MAX_TOOLS, description="Functions to call.")
-    tool_choice: ToolChoice | None = Field(None, description="Whether, or which, function is called.")
+    tool_choice: ToolChoice | None = Field(None, description="Whether the model must call a function.")
     parallel_tool_calls: bool | None = Field(None, description="Allow several calls in an answer; default true.")
 
     def _check(self) -> None:
@@ -168,20 +168,23 @@ class ResponsesRequest(CommonRequest, ResponsesNoEffect):
 
 
 class InputTokens(BaseModel):
-    """Length of an input."""
+    """Number of tokens of an input."""
 
     object: Literal["response.input_tokens"] = Field(description="Kind of the object.")
-    input_tokens: int = Field(description="Its tokens.")
+    input_tokens: int = Field(description="Number of input tokens.")
 
 
 class TranslatedCall(ChatCompletionRequest):
-    """The chat of a request to another API; ``places`` are its fields that the chat's messages come from."""
+    """Chat completion translated from another API's request.
+
+    ``places`` names, for each chat message, the field of that request it comes from.
+    """
 
     places: list[str]
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> Self:
-        """Return the chat with these fields. Raises InvalidRequest that names the request's own field."""
+        """Build the chat from its fields. Raises InvalidRequest that names the field of the original request."""
         try:
             return cls.model_validate(fields)
         except (ValidationError, InvalidRequest) as error:
@@ -193,7 +196,7 @@ class TranslatedCall(ChatCompletionRequest):
         return [replace(source, param=_place(source.param, self.places) or "") for source in super().media()]
 
     def message(self, items: list[MediaRef]) -> TokenizeRequest:
-        """Return the question for the length of the input."""
+        """Return the tokenize request that counts the input."""
         return TokenizeRequest(items=items, messages=self.chat(), prompting=self.prompting())
 
     def answer(self, reply: TokenizeReply, max_model_len: int) -> InputTokens:
@@ -202,7 +205,7 @@ class TranslatedCall(ChatCompletionRequest):
 
 
 class ResponsesCall(TranslatedCall):
-    """The chat of a :class:`ResponsesRequest`."""
+    """The chat completion that a :class:`ResponsesRequest` translates to."""
 
     asked: ResponsesRequest
 
@@ -234,7 +237,7 @@ _SAME_FIELDS = {*CommonRequest.model_fields, "top_logprobs", "parallel_tool_call
 
 
 def _messages(asked: ResponsesRequest) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the chat's messages and the field that each comes from."""
+    """Return the chat messages, and for each the request field it comes from."""
     messages: list[dict[str, Any]] = []
     places: list[str] = []
     if asked.instructions is not None:
@@ -273,7 +276,7 @@ def _parts(parts: list[InputPart] | None) -> list[dict[str, Any]]:
 
 
 def _in_function(tool: FunctionTool | FunctionChoice | str | None) -> Any:
-    """Return a tool, or the choice of one, as a chat has it; a word as it is."""
+    """Convert a tool or tool choice to the chat API's form; strings stay as they are."""
     if isinstance(tool, str | None):
         return tool
     return {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
@@ -290,7 +293,7 @@ def _format(text: TextOptions | None) -> dict[str, Any] | None:
 
 
 def _place(param: str | None, places: list[str]) -> str | None:
-    """Return the request's name of a chat's field."""
+    """Convert the name of a chat field to the request's field."""
     found = re.match(r"messages\[(\d+)\](?:\.content)?(.*)", param or "")
     if found is not None:
         return places[int(found[1])] + found[2].removesuffix(".url")
@@ -298,7 +301,7 @@ def _place(param: str | None, places: list[str]) -> str | None:
 
 
 class ResponseBuilder:
-    """Makes the response, or its events, of a chat's answer.
+    """Turns a chat completion into a response or its stream events.
 
     Args:
         id: hex digits for the ids of the response and its items.
@@ -318,7 +321,7 @@ class ResponseBuilder:
         self._finish_reason = "stop"
 
     def whole(self, answer: bytes) -> bytes:
-        """Return the response of a chat.completion."""
+        """Return the response for a chat.completion."""
         body = msgspec.json.decode(answer)
         [choice] = body["choices"]
         self._usage, self._finish_reason = body["usage"], choice["finish_reason"]
@@ -327,7 +330,7 @@ class ResponseBuilder:
         return _encode(self._response())
 
     def events(self, data: bytes) -> bytes:
-        """Return the events of a chat.completion.chunk, an error, or the end of the answer ("[DONE]")."""
+        """Return the events for a chat.completion.chunk, an error, or the end of the answer ("[DONE]")."""
         if not self._number:
             self._emit("response.created", response=self._response("in_progress"))
             self._emit("response.in_progress", response=self._response("in_progress"))
@@ -377,7 +380,7 @@ class ResponseBuilder:
     def _take_text(self, text: str, logprobs: list[dict[str, Any]]) -> None:
         if self._open is None or self._open["type"] != "message":
             if not text.strip() and self._open is None and self._output:
-                return  # blanks between two calls
+                return  # whitespace between two calls
             self._close_item()
             item = self._open_item("msg", {"type": "message", "role": "assistant", "content": []})
             item["content"].append({"type": "output_text", "text": "", "annotations": [], "logprobs": []})
@@ -421,7 +424,7 @@ class ResponseBuilder:
         self._number += 1
 
     def _response(self, status: str = "", error: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the response object; without a status: of the complete answer."""
+        """Return the response object; without ``status``, that of the complete answer."""
         asked, usage, is_cut = self._asked, self._usage, self._finish_reason == "length"
         named = asked.model_dump(mode="json", by_alias=True, exclude_none=True)
         echoed = ("instructions", "max_output_tokens", "prompt_cache_key", "safety_identifier", "user")

@@ -1,4 +1,4 @@
-"""Bodies of ``POST /tokenize`` and ``/detokenize``, in vLLM's shapes."""
+"""Bodies of ``POST /tokenize`` and ``/detokenize``, in vLLM's format."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _CHAT_FIELDS = ChatPrompt.model_fields.keys() - {"messages", "add_special_tokens
 
 
 class TokenQuestion(Protocol):
-    """A body whose answer takes a tokenizer."""
+    """Request that an instance answers with its tokenizer."""
 
     model: str | None
 
     def media(self) -> list[MediaSource]:
-        """Return the media items of a chat, in order."""
+        """Return the media items in chat order."""
         ...
 
     def message(self, items: list[MediaRef]) -> TokenizeRequest | DetokenizeRequest:
-        """Return the message to an instance that answers the question."""
+        """Return the message to send to an instance."""
         ...
 
     def answer(self, reply: Any, max_model_len: int) -> BaseModel:
-        """Return the client's answer, made from the instance's reply."""
+        """Convert the instance's reply to the client's answer."""
         ...
 
 
@@ -43,9 +43,9 @@ class TokenizeResult(BaseModel):
     """Tokens of a prompt."""
 
     count: int = Field(description="Number of tokens.")
-    max_model_len: int = Field(description="Most tokens of a prompt and its answer together.")
+    max_model_len: int = Field(description="Maximum tokens of a prompt and its answer together.")
     tokens: list[int] = Field(description="Token ids.")
-    token_strs: list[str] | None = Field(description="Their texts, where they were asked for.")
+    token_strs: list[str] | None = Field(description="Text of each token, if requested.")
 
 
 class DetokenizeResult(BaseModel):
@@ -55,22 +55,22 @@ class DetokenizeResult(BaseModel):
 
 
 class TokenizeBody(ChatPrompt, Labels):
-    """Exactly one of ``prompt`` and ``messages``; images of messages count as many tokens as they take."""
+    """A ``prompt`` or ``messages``, but not both. The tokens include those of media."""
 
-    model: str | None = Field(None, description="Name of the model; the only one that is served, if absent.")
+    model: str | None = Field(None, description="Name of the model; default: the served model.")
     prompt: str | None = Field(None, description="A text.")
-    return_token_strs: bool | None = Field(None, description="Return the tokens' texts, too.")
+    return_token_strs: bool | None = Field(None, description="Also return the text of each token.")
 
     def _check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequest("exactly one of prompt and messages is required", param="prompt")
         for name in sorted(self.model_fields_set & _CHAT_FIELDS) if self.messages is None else ():
             if getattr(self, name) is not None:
-                raise InvalidRequest(f"{name}: goes with messages, not with a prompt", param=name)
+                raise InvalidRequest(f"{name}: requires messages, not a prompt", param=name)
         super()._check()
 
     def message(self, items: list[MediaRef]) -> TokenizeRequest:
-        """Return the message to an instance, with the chat's media as ``items``."""
+        """Return the message to send to an instance; ``items`` are the chat's media."""
         return TokenizeRequest(
             items=items,
             messages=self.chat(),
@@ -86,14 +86,14 @@ class TokenizeBody(ChatPrompt, Labels):
 
 
 class DetokenizeBody(Body, Labels):
-    model: str | None = Field(None, description="Name of the model; the only one that is served, if absent.")
+    model: str | None = Field(None, description="Name of the model; default: the served model.")
     tokens: TokenIds = Field(description="Token ids.")
 
     def media(self) -> list[MediaSource]:
         return []
 
     def message(self, items: list[MediaRef]) -> DetokenizeRequest:
-        """Return the message to an instance; it has no ``items``."""
+        """Return the message to send to an instance; ``items`` is unused."""
         return DetokenizeRequest(tokens=self.tokens)
 
     def answer(self, reply: DetokenizeReply, max_model_len: int) -> DetokenizeResult:

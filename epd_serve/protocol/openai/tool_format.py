@@ -1,4 +1,4 @@
-"""The text forms of a model's tool calls: how they are written, and read as the text comes."""
+"""Text formats of tool calls: write calls, and parse them incrementally from generated text."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ Schema = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """The text around calls. Arguments are a JSON object, or with ``key`` one tagged parameter after another:
-    strings as they are, other values as JSON.
+    """Delimiters of tool calls. Arguments are a JSON object or, with ``key``, tagged parameters: strings raw,
+    other values as JSON.
 
     Attributes:
-        opener, head: begin the calls; the first call's name follows.
-        after_name, end: before and behind a call's arguments.
-        next: between a call's end and the next one's name. close: behind the last call.
-        key, after_key, after_value: around a parameter's name and value.
+        opener, head: text before the first call's name.
+        after_name, end: text before and after a call's arguments.
+        next: text between a call's ``end`` and the next call's name.
+        close: text after the last call.
+        key, after_key, after_value: text around a parameter's name and value.
     """
 
     opener: str = "<tool_call>"
@@ -43,7 +44,7 @@ class ToolFormat:
     def write(self, calls: Iterable[CalledFunction]) -> str:
         """Return calls as the model writes them.
 
-        Arguments that are no object are written as they are, and without an end: there the model was cut off.
+        Arguments that are not a JSON object belong to a truncated call: they are written raw, without ``end``.
         """
         texts = []
         for call in calls:
@@ -61,7 +62,7 @@ class ToolFormat:
         return self.opener + self.head + self.next.join(texts) + self.close
 
     def reader(self, tools: Sequence[ToolSchema]) -> ToolCallReader:
-        """Return what reads the calls of these tools."""
+        """Return a reader for calls of these tools."""
         return TaggedCallReader(self, tools) if self.key else JsonCallReader(self)
 
 
@@ -74,7 +75,7 @@ HERMES = ToolFormat(
     end="}\n</tool_call>",
     next=f"\n<tool_call>\n{_JSON_HEAD}",
 )
-#: By name; of chat templates, the first that fits.
+#: Formats by name; :func:`recognise` returns the first match.
 FORMATS: dict[str, ToolFormat] = {
     "hermes": HERMES,
     "qwen_xml": ToolFormat(
@@ -111,21 +112,21 @@ _PROBE_ID = re.compile(r', "id": "probe1234"|\[CALL_ID\]probe1234')
 
 
 def probe_messages() -> list[dict[str, Any]]:
-    """Return a chat with a call, by which :func:`recognise` finds a chat template's format."""
+    """Return a chat with a tool call, for :func:`recognise` to find a chat template's format."""
     function = {"name": _PROBE.name, "arguments": json.loads(_PROBE.arguments)}
     call = {"id": _PROBE.id, "type": "function", "function": function}
     return [{"role": "user", "content": "Go"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
 
 
 def recognise(rendered: str) -> str | None:
-    """Return the name of the format in which a chat template writes :func:`probe_messages`; None: another one."""
+    """Return the name of the format of rendered :func:`probe_messages`, or None if unknown."""
     text = _PROBE_ID.sub("", rendered)
     return next((name for name, one in FORMATS.items() if one.write([_PROBE]) in text), None)
 
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """New text of a call: its name where it begins, then pieces of its arguments."""
+    """New text of a call: first its name, then pieces of its arguments."""
 
     index: int
     arguments: str
@@ -141,8 +142,8 @@ class Call:
 class ToolCallReader(ABC):
     """Splits an answer's text into content and calls.
 
-    The text follows the grammar of :mod:`epd_serve.engine.sampling.grammar`, perhaps cut short. The state follows
-    from the text alone, so an instance that goes on with an answer stands where the one before it stood.
+    The text follows the grammar of :mod:`epd_serve.engine.sampling.grammar`, but may end early. The state depends
+    only on the text, so an instance that takes over an answer can restore it by replaying the text.
     """
 
     def __init__(self, format: ToolFormat) -> None:
@@ -151,13 +152,13 @@ class ToolCallReader(ABC):
         self._format = format
         self._pending = ""
         self._deltas: list[CallDelta] = []
-        self._state = "content"  # then "head", and for each call "name", "arguments" and "between" it and the next
+        self._state = "content"  # then "head", and for each call "name", "arguments" and "between"
 
     def push(self, text: str, finish_reason: str | None = None) -> tuple[str, list[CallDelta]]:
-        """Take more text. Return the content and calls that are certain now; with a reason, the text ends there.
+        """Add text, the last if ``finish_reason`` is set. Return newly certain content and call deltas.
 
-        The beginning of a call is no content, even where the text ends before the call is certain: only a single
-        first character is, unless the text was cut off behind it.
+        An incomplete opener at the end of the text is never content, with one exception: a single first character
+        of it is, if the answer ended with reason "stop".
         """
         self._pending += text
         content = ""
@@ -192,7 +193,7 @@ class ToolCallReader(ABC):
         return before[:cut]
 
     def _skip(self, wanted: str, next_state: str) -> None:
-        """Drop the text up to the end of ``wanted``."""
+        """Drop pending text up to and including ``wanted``, if present, and enter the next state."""
         if wanted in self._pending:
             self._pending = self._pending[self._pending.index(wanted) + len(wanted) :]
             self._state = next_state
@@ -206,17 +207,16 @@ class ToolCallReader(ABC):
 
     @abstractmethod
     def _read_arguments(self) -> None:
-        """Move pending text into the last call's arguments; behind them the state is "between"."""
+        """Move pending text into the last call's arguments; enter state "between" after them."""
 
     def _add(self, piece: str) -> None:
-        """Add text to the last call's arguments."""
         if piece:
             self.calls[-1].arguments += piece
             self._deltas.append(CallDelta(len(self.calls) - 1, piece))
 
 
 class JsonCallReader(ToolCallReader):
-    """Reads arguments that are a JSON object."""
+    """Reads calls whose arguments are a JSON object."""
 
     def __init__(self, format: ToolFormat) -> None:
         super().__init__(format)
@@ -230,7 +230,7 @@ class JsonCallReader(ToolCallReader):
             self._state = "between"
 
     def _end_of_arguments(self) -> int:
-        """The number of pending characters that belong to the arguments, an object."""
+        """Return the number of pending characters that belong to the arguments."""
         for place, character in enumerate(self._pending):
             if self._in_string:
                 if self._escaped:
@@ -251,13 +251,13 @@ class JsonCallReader(ToolCallReader):
 
 
 class TaggedCallReader(ToolCallReader):
-    """Reads tagged parameters into a JSON object, each value as its schema has it."""
+    """Reads calls with tagged parameters and converts them to a JSON object, guided by the tool's schema."""
 
     def __init__(self, format: ToolFormat, tools: Sequence[ToolSchema]) -> None:
         super().__init__(format)
         self._schemas = {tool.name: json.loads(tool.parameters) for tool in tools}
-        self._types: frozenset[str] | None = None  # of the parameter that is read
-        self._num_read = 0  # parameters of the call
+        self._types: frozenset[str] | None = None  # types of the current parameter
+        self._num_read = 0  # parameters of the current call read so far
 
     def _read_arguments(self) -> None:
         format, pending = self._format, self._pending
@@ -294,7 +294,7 @@ _ALL_TYPES = frozenset((*_TYPE_NAMES.values(), "number", "integer"))
 
 
 def types_of(schema: Any, root: Schema, depth: int = 4) -> frozenset[str]:
-    """Return the JSON types that a parameter's values may have; all where its schema does not say."""
+    """Return the JSON types that a parameter's schema allows; all types if it sets no limit."""
     schema = resolve(schema, root)
     if isinstance(named := schema.get("type"), str | list):
         return frozenset([named] if isinstance(named, str) else named)
@@ -305,7 +305,7 @@ def types_of(schema: Any, root: Schema, depth: int = 4) -> frozenset[str]:
 
 
 def resolve(schema: Any, root: Schema) -> Schema:
-    """Return a schema, or the definition that it refers to."""
+    """Return a schema with a top-level ``$ref`` replaced by its definition."""
     if not isinstance(schema, dict):
         return {}
     place, _, name = str(schema.get("$ref", "")).rpartition("/")
@@ -319,7 +319,7 @@ def _type_name(value: Any) -> str:
 
 
 def _as_json(text: str, types: frozenset[str]) -> str:
-    """Return the JSON of a value: itself where its type allows that, else its string."""
+    """Return a value as JSON: the text itself if it is JSON of an allowed type, else a JSON string."""
     try:
         kind = _type_name(msgspec.json.decode(text))
     except (msgspec.DecodeError, RecursionError):
@@ -333,7 +333,7 @@ def _as_text(value: Any) -> str:
 
 
 def is_object(arguments: str) -> bool:
-    """Whether the arguments of a call are a whole JSON object."""
+    """Return whether a call's arguments are a complete JSON object."""
     try:
         return isinstance(msgspec.json.decode(arguments), dict)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
@@ -341,16 +341,16 @@ def is_object(arguments: str) -> bool:
 
 
 def call_id(answer_id: str, choice: int, index: int) -> str:
-    """The id of a call, the same on every instance that has to name it."""
+    """Return a call's id, equal on all instances that serve the answer."""
     return f"call_{answer_id.rpartition('-')[2]}_{choice}_{index}"
 
 
 def call_object(answer_id: str, choice: int, index: int, name: str, arguments: str) -> dict[str, Any]:
-    """A call in the OpenAI API's shape."""
+    """Return a call in the OpenAI API's format."""
     function = {"name": name, "arguments": arguments}
     return {"id": call_id(answer_id, choice, index), "type": "function", "function": function}
 
 
 def _overlap(text: str, marker: str) -> int:
-    """Length of the longest end of ``text`` that begins ``marker``."""
+    """Return the length of the longest suffix of ``text`` that is a proper prefix of ``marker``."""
     return next((n for n in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:n])), 0)

@@ -1,4 +1,4 @@
-"""Tools and structured output: the fields of a request, and the grammar that they ask for."""
+"""Tools and structured output: request fields, and the grammar they require."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from epd_serve.types import Grammar, ToolSchema
 
 MAX_TOOLS = 128
 MAX_CHOICES = 1000
-#: Characters of a regular expression.
+#: Maximum characters of a regular expression.
 MAX_REGEX = 65_536
-FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$", description="Its name.")]
-#: Keywords of JSON Schema may hold anything; the instance enforces those that its grammar engine knows.
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$", description="Name.")]
+#: JSON Schema, not validated here; the instance enforces the keywords that its grammar engine supports.
 Schema = dict[str, Any]
 
 
 class FunctionDefinition(RequestModel):
-    """Calls follow ``parameters``; with ``strict``, parameters are refused that cannot be enforced in full."""
+    """A function. Calls follow ``parameters``; ``strict`` rejects parameters that cannot be fully enforced."""
 
     name: FunctionName
-    description: str | None = Field(None, description="What it does, for the model.")
+    description: str | None = Field(None, description="Description of the function, for the model.")
     parameters: Schema | None = Field(None, description="JSON Schema of the arguments, an object.")
-    strict: bool | None = Field(None, description="Refuse parameters that cannot be enforced in full.")
+    strict: bool | None = Field(None, description="Reject parameters that cannot be fully enforced.")
 
 
 class Tool(RequestModel):
@@ -44,27 +44,27 @@ class NamedTool(RequestModel):
 
 
 class JsonSchema(RequestModel):
-    """Answers follow ``schema``; with ``strict``, a schema is refused that cannot be enforced in full."""
+    """Schema of the answer. ``strict`` rejects a schema that cannot be fully enforced."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=()
     )
 
     name: FunctionName
-    description: str | None = Field(None, description="Changes no token.")
+    description: str | None = Field(None, description="Accepted and ignored.")
     schema_: Schema | bool | None = Field(None, alias="schema", description="JSON Schema of the answer.")
-    strict: bool | None = Field(None, description="Refuse a schema that cannot be enforced in full.")
+    strict: bool | None = Field(None, description="Reject a schema that cannot be fully enforced.")
 
 
 class ResponseFormat(RequestModel):
-    """``json_schema`` goes with type "json_schema", and only with it."""
+    """Structure of the answer. ``json_schema`` is required for type "json_schema" and invalid otherwise."""
 
     type: Literal["text", "json_object", "json_schema"] = Field(description="Kind of structure.")
     json_schema: JsonSchema | None = Field(None, description="The schema.")
 
 
 class StructuredOutputs(RequestModel):
-    """vLLM's name for the same: exactly one of the fields."""
+    """Structure of the answer in vLLM's form: exactly one of the fields."""
 
     json_: Schema | str | None = Field(None, alias="json", description="A JSON Schema, or its text.")
     regex: str | None = Field(None, min_length=1, max_length=MAX_REGEX, description="A regular expression.")
@@ -79,7 +79,7 @@ _ANY_OBJECT = '{"type": "object"}'
 
 
 def schema_text(schema: Any, param: str) -> str:
-    """A schema as text; ``True`` and a missing one stand for any JSON. Raises InvalidRequest."""
+    """Return a schema as text; ``True`` and None allow any JSON. Raises InvalidRequest."""
     if isinstance(schema, str):
         try:
             schema = msgspec.json.decode(schema)
@@ -93,7 +93,7 @@ def schema_text(schema: Any, param: str) -> str:
 
 
 def json_text(value: Any, param: str) -> str:
-    """JSON → its text. Raises InvalidRequest for what cannot be written, such as a lone surrogate."""
+    """Encode a JSON value. Raises InvalidRequest if that is impossible, for example for a lone surrogate."""
     try:
         return msgspec.json.encode(value).decode()
     except (UnicodeError, RecursionError, OverflowError) as error:
@@ -103,15 +103,15 @@ def json_text(value: Any, param: str) -> str:
 def content_grammar(
     response_format: ResponseFormat | None, structured: StructuredOutputs | None
 ) -> tuple[Literal["", "json", "regex", "choice"], str, str]:
-    """Kind and text of the grammar of an answer's content, and the field that asks for it."""
+    """Return kind and text of the grammar for the answer's content, and the field that asks for it."""
     asked = response_format is not None and response_format.type != "text"
     if response_format is not None:
         param = "response_format.json_schema"
         if (response_format.type == "json_schema") != (response_format.json_schema is not None):
-            raise InvalidRequest(f"{param}: goes with type 'json_schema', and only with it", param=param)
+            raise InvalidRequest(f"{param}: required with type 'json_schema', and only then", param=param)
     if asked and structured is not None:
         raise InvalidRequest(
-            "response_format and structured_outputs ask for the same; send one of them", param="structured_outputs"
+            "send either response_format or structured_outputs, not both", param="structured_outputs"
         )
     if response_format is not None and response_format.type == "json_object":
         return "json", _ANY_OBJECT, "response_format"
@@ -144,9 +144,9 @@ def make_grammar(
     response_format: ResponseFormat | None,
     structured: StructuredOutputs | None,
 ) -> Grammar | None:
-    """The grammar that an answer must follow; None where none is asked for.
+    """Return the grammar that the answer must follow, or None.
 
-    Raises InvalidRequest for contradictions.
+    Raises InvalidRequest for contradictory fields.
     """
     if tools is None and choice is None and response_format is None and structured is None:
         return None
@@ -155,14 +155,14 @@ def make_grammar(
     content = Grammar(kind=kind, text=text, param=param, strict=schema is not None and schema.strict is True)
     names = [tool.function.name for tool in tools or ()]
     if len(set(names)) != len(names):
-        raise InvalidRequest("tools: every function needs a name of its own", param="tools")
+        raise InvalidRequest("tools: every function needs a unique name", param="tools")
     if not names:
         if choice not in (None, "none", "auto"):
-            raise InvalidRequest("tool_choice: there are no tools to choose from", param="tool_choice")
+            raise InvalidRequest("tool_choice: the request defines no tools", param="tool_choice")
         return content if kind else None
     if isinstance(choice, NamedTool) and choice.function.name not in names:
         raise InvalidRequest(
-            f"tool_choice: there is no tool {choice.function.name!r}; there are {', '.join(map(repr, names))}",
+            f"tool_choice: unknown tool {choice.function.name!r}; the tools are {', '.join(map(repr, names))}",
             param="tool_choice",
         )
     schemas = [
@@ -187,7 +187,7 @@ def make_grammar(
 
 
 def tools_text(tools: list[Tool] | None) -> str:
-    """The tools as the chat template gets them: JSON, or "" where there are none."""
+    """Return the tools as JSON for the chat template, or "" without tools."""
     if not tools:
         return ""
     return json_text([tool.model_dump(exclude_none=True) for tool in tools], "tools")

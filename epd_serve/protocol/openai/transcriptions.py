@@ -1,4 +1,4 @@
-"""``POST /v1/audio/transcriptions`` as a chat: the file, and an instruction to write down its speech."""
+"""Translate ``POST /v1/audio/transcriptions`` to a chat: the audio file and an instruction to transcribe it."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ class TranscriptionRequest(RequestModel):
 
     model_config = ConfigDict(strict=False)
 
-    file: bytes = Field(description="The sound.")
-    model: str | None = Field(None, description="Name of the model; the only one that is served, if absent.")
+    file: bytes = Field(description="The audio file.")
+    model: str | None = Field(None, description="Name of the model; default: the served model.")
     language: str | None = Field(
         None, min_length=1, max_length=40, pattern=r"^[\w -]+$", description="A code such as en, or a name."
     )
     prompt: str | None = Field(None, max_length=1 << 16, description="Text that the transcript continues.")
-    response_format: Literal["json", "text"] = Field("json", description="Form of the answer.")
-    temperature: float | None = Field(None, ge=0, le=2, description="0 takes the likeliest token; default 0.")
+    response_format: Literal["json", "text"] = Field("json", description="Format of the answer.")
+    temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy; default 0.")
     stream: bool | None = Field(None, description="Send the transcript as server-sent events.")
 
 
 class TranscriptionCall(ChatCompletionRequest):
-    """The chat of a :class:`TranscriptionRequest`."""
+    """The chat completion that a :class:`TranscriptionRequest` translates to."""
 
     asked: TranscriptionRequest
 
     @classmethod
     def parse(cls, body: bytes | bytearray) -> Self:
-        """Raises InvalidRequest with ``param`` set."""
+        """Parse the form. Raises InvalidRequest with ``param`` set."""
         form = read_form(body)
         try:
             asked = TranscriptionRequest.model_validate(
@@ -67,7 +67,7 @@ class TranscriptionCall(ChatCompletionRequest):
 
 
 class Transcript:
-    """Makes the transcript, or its events, of a chat's answer."""
+    """Turns a chat completion into a transcript or its stream events."""
 
     def __init__(self, *, is_text: bool) -> None:
         self._is_text = is_text
@@ -76,7 +76,7 @@ class Transcript:
         self._usage: dict[str, Any] = {}
 
     def whole(self, answer: bytes) -> bytes:
-        """Return the answer to a chat.completion."""
+        """Return the answer for a chat.completion."""
         body = msgspec.json.decode(answer)
         text = body["choices"][0]["message"]["content"] or ""
         return (
@@ -84,7 +84,7 @@ class Transcript:
         )
 
     def events(self, data: bytes) -> bytes:
-        """Return the event of a chat.completion.chunk, an error, or the end of the answer ("[DONE]")."""
+        """Return the event for a chat.completion.chunk, an error, or the end of the answer ("[DONE]")."""
         chunk = {} if data == b"[DONE]" else msgspec.json.decode(data)
         if chunk.get("usage"):
             self._usage = _usage(chunk["usage"])
@@ -105,7 +105,7 @@ def _usage(usage: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_form(body: bytes | bytearray) -> dict[str, bytes]:
-    """Return the fields of a multipart form by name. Raises InvalidRequest for a broken form."""
+    """Parse a multipart form into fields by name. Raises InvalidRequest for an invalid form."""
     boundary = b"\r\n" + bytes(body[: max(0, body.find(b"\r\n", 0, 256))])
     fields: dict[str, bytes] = {}
     for part in (b"\r\n" + body).split(boundary)[1:] if boundary.startswith(b"\r\n--") else ():
