@@ -82,8 +82,8 @@ async def test_a_deployment_has_its_own_daemon_before_its_instances(
         await until(lambda: daemon(environment) not in (0, first))
         second = daemon(environment)
         assert supervisor.num_deaths == 1 and lives(second) and not lives(first)
-        await until(lambda: f"MPS runs, process {second}" in (tmp_path / "mps.log").read_text())
-        assert f"MPS is gone: its process {first} has ended" in (tmp_path / "mps.log").read_text()
+        await until(lambda: f"MPS is running as process {second}" in (tmp_path / "mps.log").read_text())
+        assert f"MPS process {first} has ended" in (tmp_path / "mps.log").read_text()
     finally:
         await supervisor.stop()
     assert not lives(second) and daemon(environment) == 0
