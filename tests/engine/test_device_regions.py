@@ -59,7 +59,7 @@ def test_it_is_tried_whether_memory_is_reached(
     with monkeypatch.context() as planted:
         planted.setattr(Engine, "read", lambda *_: False)
         assert not are_reached(DEVICE, transports[0])
-    assert "registered and not reached: transfer with" in caplog.messages.pop()
+    assert "registered, but cannot be accessed: transfer with" in caplog.messages.pop()
     with monkeypatch.context() as planted:
         planted.setattr(transports[0].engine, "options", replace(DEVICE_OPTIONS, max_regions=0))
         assert not are_reached(DEVICE, transports[0])
