@@ -135,7 +135,7 @@ class Chaos(Traffic):
         if restarts < self.kills.total():
             self.leaks["processes"] = "one that was killed or stopped has not been started again"
         try:
-            await self.client.balanced(_SETTLE_S)
+            await self.client.wait_idle(_SETTLE_S)
         except Failed as failed:
             self.leaks["gateway"] = str(failed)
 

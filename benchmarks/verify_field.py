@@ -196,7 +196,7 @@ async def verified(
     admin = admin_commands(server.admin)
     client = Client(server.url, model="demo", record=record, admin=admin, slowness=slowness)
     try:
-        return await run_checks(client, chosen(suites), directory, told=lambda one: print(one, flush=True))
+        return await run_checks(client, chosen(suites), directory, show=lambda one: print(one, flush=True))
     finally:
         await client.close()
 

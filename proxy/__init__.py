@@ -1,1 +1,1 @@
-"""The HTTP gateway: OpenAI API in front, encode, prefill and decode instances behind. Never imports torch."""
+"""The HTTP gateway: the OpenAI API in front of encode, prefill and decode instances. Never imports torch."""

@@ -1,4 +1,4 @@
-"""Admission: API keys with a limit each, then one bounded queue before the instances."""
+"""Admission: API keys with limits, then one bounded queue."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from epd_serve.config.keys import HASH_PREFIX, hash_key
 from epd_serve.errors import InvalidRequest, Overloaded, ServeError
 from proxy.settings import GatewaySettings
 
-#: Everybody's name where there are no keys.
+#: The name of all callers without keys.
 ANONYMOUS = "anonymous"
 #: Longer bearer tokens are refused unhashed.
 MAX_TOKEN_BYTES = 4096
-_NOBODY = bytes(32)
-#: The queue may hold this many visits that gave up waiting, and as many again as wait.
+_NO_DIGEST = bytes(32)
+#: The heap may hold this many visits that gave up, plus as many as wait.
 _MAX_STALE = 64
 
 
@@ -33,10 +33,10 @@ class Unauthorized(ServeError):
 
 
 class Holder:
-    """The holder of an API key, or all callers together where there are no keys.
+    """The holder of an API key, or all callers together without keys.
 
     Attributes:
-        num_active: choices of requests that have entered and not left.
+        num_active: choices of requests in progress.
     """
 
     __slots__ = ("limits", "name", "num_active")
@@ -47,29 +47,30 @@ class Holder:
         self.num_active = 0
 
     def enter(self) -> None:
-        """Count a request in; :meth:`leave` counts it out. Raises Overloaded over the limit."""
+        """Count a request until :meth:`leave`. Raises Overloaded over the limit."""
         most = self.limits.max_concurrent
         if most is not None and self.num_active >= most:
             raise Overloaded(
-                f"this API key has {self.num_active} requests in progress (each choice counts as one), "
-                "which is its limit",
+                f"this API key has {self.num_active} requests in progress, its limit (each choice counts as one)",
                 code="rate_limit_exceeded",
             )
         self.num_active += 1
 
-    def widen(self, num_choices: int) -> None:
-        """Count a request that entered as ``num_choices``. Raises Overloaded over the key's limit, InvalidRequest
-        for a request that exceeds it alone."""
+    def count_choices(self, num_choices: int) -> None:
+        """Count a request in progress as ``num_choices``.
+
+        Raises Overloaded over the key's limit, InvalidRequest for a request that exceeds it alone.
+        """
         most = self.limits.max_concurrent
         if most is not None and num_choices > most:
             raise InvalidRequest(
-                f"this API key may have {most} choices in progress at once, and this request is for {num_choices}",
+                f"this API key may have {most} choices in progress; this request asks for {num_choices}",
                 param="n",
             )
         if most is not None and (others := self.num_active - 1) + num_choices > most:
             raise Overloaded(
-                f"this API key has {others} requests in progress (each choice counts as one); "
-                f"it may have {most}, the {num_choices} of this one included",
+                f"this API key has {others} requests in progress and may have {most}, including the {num_choices} "
+                "choices of this one (each choice counts as one)",
                 code="rate_limit_exceeded",
             )
         self.num_active += num_choices - 1
@@ -83,11 +84,11 @@ class Authenticator:
     """Finds the holder of a bearer token.
 
     Attributes:
-        anonymous: everybody, where there are no keys.
+        anonymous: all callers without keys; None if there are keys.
     """
 
     def __init__(self, keys: Iterable[tuple[str, Holder]]) -> None:
-        """``keys`` are (hash as of :func:`epd_serve.config.keys.hash_key`, its holder)."""
+        """``keys``: pairs of a hash (:func:`epd_serve.config.keys.hash_key`) and its holder."""
         self._holders = {bytes.fromhex(text.removeprefix(HASH_PREFIX)): holder for text, holder in keys}
         self.anonymous = None if self._holders else Holder(ANONYMOUS)
 
@@ -96,15 +97,14 @@ class Authenticator:
         return list(self._holders.values()) if self.anonymous is None else [self.anonymous]
 
     def check(self, authorization: str | bytes | None, api_key: str | bytes | None = None) -> Holder:
-        """Return the holder behind the value of the ``Authorization`` header, or without one of Anthropic's
-        ``x-api-key``. Raises Unauthorized.
+        """Return the holder for an ``Authorization`` header or Anthropic's ``x-api-key``. Raises Unauthorized.
 
-        The time that it takes says nothing about the keys: they are looked up by a digest that the caller cannot
-        steer, in a table whose own hash is random in each process, and compared in constant time.
+        Timing reveals nothing about the keys: they are found by a digest that the caller cannot control, in a
+        randomised hash table, and compared in constant time.
         """
         if self.anonymous is not None:
             return self.anonymous
-        # Headers as text are handed over as Latin-1, whatever the client's bytes meant.
+        # frameworks decode headers as Latin-1
         given = authorization or api_key or b""
         header = given.encode("latin-1") if isinstance(given, str) else given
         scheme, _, token = header.partition(b" ") if authorization else (b"bearer", b"", header)
@@ -114,9 +114,9 @@ class Authenticator:
         if len(token) <= MAX_TOKEN_BYTES:
             digest = sha256(token).digest()
             holder = self._holders.get(digest)
-            if hmac.compare_digest(digest if holder is not None else _NOBODY, digest) and holder is not None:
+            if hmac.compare_digest(digest if holder is not None else _NO_DIGEST, digest) and holder is not None:
                 return holder
-        raise Unauthorized("the API key is none that this gateway knows")
+        raise Unauthorized("this gateway does not know the API key")
 
 
 class VisitState(Enum):
@@ -127,10 +127,10 @@ class VisitState(Enum):
 
 
 class Visit(msgspec.Struct, eq=False):
-    """One request between arrival and end. It must :meth:`leave` in the end.
+    """One request from arrival to end; it must :meth:`leave`.
 
     Attributes:
-        admitted: done when the request that waits may run, unless it was cancelled.
+        admitted: done when a waiting request may run.
     """
 
     holder: Holder
@@ -141,20 +141,19 @@ class Visit(msgspec.Struct, eq=False):
     admitted: asyncio.Future[None] | None = None
 
     def check(self, *, priority: int = 0, num_choices: int = 1) -> None:
-        """Set the request's priority and size, before its media are fetched; :meth:`admit` follows.
+        """Set the request's priority and size before its media are fetched.
 
-        Raises Overloaded where :meth:`admit` would or over the key's limit, and InvalidRequest for more choices
-        than the key may have.
+        Raises Overloaded if the queue is full or the key over its limit, InvalidRequest for more choices than the
+        key may have.
         """
         self.priority = priority
         self._queue.check_room()
         if num_choices > 1:
-            self.holder.widen(num_choices)
+            self.holder.count_choices(num_choices)
             self.num_choices = num_choices
 
     async def admit(self) -> bool:
-        """Return when the request may run; True if it waited. Raises Overloaded where the queue is full or the
-        wait too long."""
+        """Return when the request may run; True if it waited. Raises Overloaded if it waits too long."""
         self._queue.enter(self)
         if self.admitted is None:
             return False
@@ -164,22 +163,22 @@ class Visit(msgspec.Struct, eq=False):
                 await self.admitted
         except TimeoutError:
             raise Overloaded(
-                f"the request waited {limit_s:g} s for its turn, the limit of this gateway; try again later",
+                f"the request waited {limit_s:g} s in the queue, the limit of this gateway; try again later",
                 code="queue_timeout",
             ) from None
         return True
 
     def leave(self) -> None:
-        """Give back the place and the share of the key; once."""
+        """Release the request's place and its share of the key's limit; call once."""
         self.holder.leave(self.num_choices)
         self._queue.leave(self)
 
 
 class AdmissionQueue:
-    """Requests run while fewer than ``max_in_flight`` choices do; at most ``max_queue`` wait, for ``timeout_s``.
+    """Runs requests while fewer than ``max_in_flight`` choices run; ``max_queue`` may wait up to ``timeout_s``.
 
-    The lowest priority number goes first, as in vLLM, and equals go in order of arrival. The last request to begin
-    may have more choices than there is room for, so that it need not wait until nothing else runs.
+    The lowest priority number goes first, as in vLLM; equals go by arrival. The last request to start may exceed
+    ``max_in_flight``, so that one with many choices need not wait for an idle gateway.
     """
 
     def __init__(self, max_in_flight: int, max_queue: int, timeout_s: float) -> None:
@@ -190,18 +189,18 @@ class AdmissionQueue:
         self.num_running = 0
         self.num_waiting = 0
         self._num_entered = 0
-        self._heap: list[tuple[int, int, Visit]] = []  # may hold visits that gave up
+        self._heap: list[tuple[int, int, Visit]] = []  # includes visits that gave up
 
     def check_room(self) -> None:
-        """Raise Overloaded where one more request could neither run nor wait."""
+        """Raise Overloaded if another request could neither run nor wait."""
         if self.num_in_flight >= self.max_in_flight and self.num_waiting >= self.max_queue:
             raise Overloaded(
-                f"{self.num_running} requests are running here and {self.num_waiting} are waiting, which is all "
-                "that this gateway takes; try again later"
+                f"this gateway is full: {self.num_running} requests are running, {self.num_waiting} are waiting; "
+                "try again later"
             )
 
     def enter(self, visit: Visit) -> None:
-        """Let a request run or wait. Raises Overloaded where the queue is full."""
+        """Let a request run or wait. Raises Overloaded if the queue is full."""
         if self.num_in_flight < self.max_in_flight:
             self._run(visit)
             return
@@ -212,7 +211,7 @@ class AdmissionQueue:
         heapq.heappush(self._heap, (visit.priority, self._num_entered, visit))
 
     def leave(self, visit: Visit) -> None:
-        """End a request that has arrived, waits or runs; once."""
+        """End a request in any state; call once."""
         state, visit.state = visit.state, VisitState.LEFT
         assert state is not VisitState.LEFT, "a request leaves once"
         if state is VisitState.RUNNING:
@@ -232,7 +231,7 @@ class AdmissionQueue:
                 continue
             self.num_waiting -= 1
             self._run(visit)
-            if visit.admitted is not None and not visit.admitted.done():  # else it is about to leave
+            if visit.admitted is not None and not visit.admitted.done():  # else it is leaving
                 visit.admitted.set_result(None)
 
     def _run(self, visit: Visit) -> None:
@@ -242,7 +241,7 @@ class AdmissionQueue:
 
 
 class Admission:
-    """Keys and queue of a gateway, on one event loop."""
+    """The keys and the queue of a gateway."""
 
     def __init__(self, settings: GatewaySettings) -> None:
         gateway = settings.gateway
@@ -253,6 +252,6 @@ class Admission:
         self.queue = AdmissionQueue(gateway.max_in_flight, gateway.max_queue, gateway.queue_timeout_s)
 
     def enter(self, holder: Holder) -> Visit:
-        """Let a request in before its body is read. Raises Overloaded over the key's limit."""
+        """Admit a request before its body is read. Raises Overloaded over the key's limit."""
         holder.enter()
         return Visit(holder, self.queue)

@@ -51,13 +51,11 @@ def create_app(
     router: Router | None = None,
     switch_dir: Path | None = None,
 ) -> FastAPI:
-    """The gateway for ``instances``, given as (name, control URL).
+    """Return the gateway for ``instances``, pairs of a name and a control URL.
 
-    ``switch_dir`` keeps the roles of vLLM instances that were switched.
-
-    ``app.state.gateway`` has its parts, ``app.state.admin_url`` its admin plane, where it has one. Connections and
-    polling live as long as the application's lifespan; should polling end before, ``app.state.give_up`` is called,
-    which its server sets.
+    ``switch_dir`` stores the roles of switched vLLM instances. ``app.state.gateway`` holds the gateway's parts,
+    ``app.state.admin_url`` the URL of the admin API, if any. If a background task fails, the application calls
+    ``app.state.give_up``, which the server sets.
     """
     config = settings.config
     connections = NativeConnections(settings.cluster_key, settings.tls)
@@ -92,7 +90,7 @@ def create_app(
                 on_socket = plane.app(is_socket=True)
                 await stack.enter_async_context(running_on_path(on_socket, app.state.admin_path))
             polling = asyncio.gather(gateway.fleet.run(), leases.run())
-            polling.add_done_callback(partial(_end_after, app))
+            polling.add_done_callback(partial(_end_gateway, app))
             try:
                 yield
             finally:
@@ -102,7 +100,7 @@ def create_app(
 
     app = FastAPI(
         title="epd-serve gateway",
-        description="The OpenAI API before separate Encode, Prefill and Decode instances.",
+        description="The OpenAI API for separate Encode, Prefill and Decode instances.",
         version=__version__,
         lifespan=lifespan,
         redoc_url=None,
@@ -110,7 +108,7 @@ def create_app(
     app.state.gateway = gateway
     app.state.admin_path = None
     app.state.give_up = lambda: None
-    is_vllm = config.engine == "vllm"  # requests may have fields that only vLLM has
+    is_vllm = config.engine == "vllm"  # accept vLLM's own request fields
     for kind, path, parse in (
         ("chat", "/v1/chat/completions", (VllmChatRequest if is_vllm else ChatCompletionRequest).parse),
         ("completion", "/v1/completions", (VllmCompletionRequest if is_vllm else CompletionRequest).parse),
@@ -137,10 +135,9 @@ def create_app(
     return app
 
 
-def _end_after(app: FastAPI, polling: asyncio.Future[Any]) -> None:
-    """End what runs beside the requests with the gateway. Where it ends by a fault, a gateway that served on
-    without would know less and less of its instances: it ends, to be started again."""
+def _end_gateway(app: FastAPI, polling: asyncio.Future[Any]) -> None:
+    """Stop a gateway whose instance polling failed; without it, the gateway's state would become stale."""
     error = None if polling.cancelled() else polling.exception()
-    if isinstance(error, Exception):  # else it was cancelled, which a gather passes on as what it is
-        logger.critical("a part of the gateway has ended, so it ends", exc_info=error)
+    if isinstance(error, Exception):  # not a cancellation, which gather returns as the exception
+        logger.critical("a background task failed; the gateway stops", exc_info=error)
         app.state.give_up()

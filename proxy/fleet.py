@@ -1,4 +1,4 @@
-"""The instances of a gateway: who they are, whether they work, and which requests leave one that is down."""
+"""The instances of a gateway: membership, health, and moving requests away from dead ones."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from proxy.settings import GatewaySettings
 
 logger = logging.getLogger(__name__)
 
-#: Instances report five times a second. One that has been silent for so long gets no new request until it reports.
+#: Instances report five times a second. After this silence one gets no new request until it reports.
 SILENT_S = 5.0
-#: How often an instance that reports is asked for what its reports do not contain.
+#: How often to ask a reporting instance for what its reports lack.
 INFO_INTERVAL_S = 5.0
 _TICK_S = 0.1
 
@@ -48,34 +48,34 @@ class NoSuchInstance(InvalidRequest):
 
 
 class Connect(Protocol):
-    """Makes the calls to an instance of a name at a URL; ``role`` is for one that the topology does not name."""
+    """Returns the calls to an instance; ``role`` is for one that the topology does not name."""
 
     def __call__(self, name: str, url: str, role: str | None = None) -> StageCalls: ...
 
 
 class Member(msgspec.Struct, frozen=True):
-    """An instance of the deployment; vLLM's does not say its role by itself."""
+    """An instance of the deployment; a vLLM instance does not report its own role."""
 
     url: str
     role: str
 
 
 class Watcher(Protocol):
-    """A request under way."""
+    """A running request."""
 
     def lose_instance(self, name: str) -> None:
-        """Leave an instance that does not answer."""
+        """Move away from an instance that does not answer."""
 
 
 @dataclass(slots=True, eq=False)
 class _Watch:
-    """The watch over one instance.
+    """Health monitoring of one instance.
 
     Attributes:
-        doubt: set when a request has lost a connection to it.
-        listening: the time until its next report.
-        starting_s: since when one that was never ready is watched.
-        is_distrusted: its last answer was none of an instance: the next one decides.
+        doubt: set when a request loses its connection to the instance.
+        listening: timeout for the next report.
+        starting_s: start of monitoring, until the instance is ready for the first time.
+        is_distrusted: its last answer was invalid; the next one decides.
     """
 
     record: InstanceRecord
@@ -90,16 +90,16 @@ class _Watch:
 class Fleet:
     """Keeps the instance table current, and adds and removes instances.
 
-    An instance is asked for its info, then listened to. One that makes no reports is asked again and again. It is
-    up while it answers and says that it is ready. It is down, and its requests go elsewhere, once it cannot be
-    reached, or answers nothing for ``gateway.probe_timeout_s`` though its connections are open.
+    The fleet asks each instance for its info, then listens to its reports; one without reports is polled. An
+    instance is up while it answers that it is ready. It is down, and its requests move elsewhere, if it is
+    unreachable or answers nothing for ``gateway.probe_timeout_s``.
 
     Attributes:
-        topology: of the deployment, for people.
-        started: set when the deployment can serve, or has had its time to start. A request that comes before
-            waits: load testers give up after a refused warm-up.
-        watchers: the requests under way.
-        complete_at_s: when each stage had an instance last, on the loop's clock; None: never.
+        topology: the deployment's topology, for display.
+        started: set when the deployment can serve or its startup time has passed. Earlier requests wait, because
+            load testers give up after a refused warm-up.
+        watchers: running requests.
+        complete_at_s: last time on the loop's clock when each stage had an instance; None: never.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Fleet:
         connect: Connect,
         router: Router | None = None,
     ) -> None:
-        """``instances`` are (name, control URL)."""
+        """``instances``: pairs of a name and a control URL."""
         self.settings = settings
         self.table = InstanceTable(instances)
         self.calls = {name: connect(name, url) for name, url in instances}
@@ -119,25 +119,25 @@ class Fleet:
         self.watchers: set[Watcher] = set()
         self.complete_at_s: float | None = None
         self._connect = connect
-        self._joined: dict[str, str] = {}  # those that joined by themselves: URLs by name
+        self._joined: dict[str, str] = {}  # URLs of instances that joined by themselves
         self._watches = {name: _Watch(self.table[name], calls) for name, calls in self.calls.items()}
         self._group: asyncio.TaskGroup | None = None
 
-    # ------------------------------------------------------------------ for requests
+    # ------------------------------------------------------------------ requests
 
     @property
     def wait_s(self) -> float:
-        """Seconds for which a request waits for an instance where none is left for a stage."""
+        """Seconds that a request waits for an instance of a missing stage."""
         return self.settings.replacement_wait_s(self.table.first_start_s)
 
     @property
     def is_awaited(self) -> bool:
-        """Whether requests wait for a missing stage: it was there less than :attr:`wait_s` ago."""
+        """True while requests wait for a missing stage, lost less than :attr:`wait_s` ago."""
         at_s = self.complete_at_s
         return at_s is not None and asyncio.get_running_loop().time() < at_s + self.wait_s
 
     def report_lost(self, name: str) -> None:
-        """A connection to the instance failed: give it no work until it answers again, and ask it at once."""
+        """Give an instance whose connection failed no requests until it answers; ask it at once."""
         self.table.mark_lost(name)
         if (watch := self._watches.get(name)) is not None:
             watch.doubt.set()
@@ -145,21 +145,21 @@ class Fleet:
                 watch.listening.reschedule(0.0)
 
     def report_down(self, name: str) -> None:
-        """The instance does not answer: its requests go elsewhere."""
+        """Move the requests of an unresponsive instance elsewhere."""
         self.table.mark_down(name)
         for watcher in list(self.watchers):
             watcher.lose_instance(name)
 
-    # ------------------------------------------------------------------ who is there
+    # ------------------------------------------------------------------ membership
 
     def replace(self, instances: Mapping[str, Member], topology: Topology | None) -> None:
-        """Replace the instances that did not join by themselves. One with another URL is another instance.
+        """Replace the instances that did not join by themselves; a new URL means a new instance.
 
-        Raises InvalidRequest for a name under which another has joined, and changes nothing then.
+        Raises InvalidRequest, without any change, for the name of an instance that has joined.
         """
         wanted = {name: one.url for name, one in instances.items()}
         if both := sorted(set(wanted) & set(self._joined)):
-            raise InvalidRequest(f"instance {both[0]} has joined by itself; give another name")
+            raise InvalidRequest(f"instance {both[0]} has joined by itself; choose another name")
         wanted |= self._joined
         here = {record.name: record.url for record in self.table}
         for name in [name for name, url in here.items() if wanted.get(name) != url]:
@@ -170,49 +170,45 @@ class Fleet:
         self.topology = topology
 
     def join(self, name: str, url: str, role: str | None = None) -> None:
-        """Add an instance that :meth:`replace` leaves where it is.
+        """Add an instance that :meth:`replace` keeps.
 
-        Raises Conflict for a name that is taken, InvalidRequest for an instance that cannot be called.
+        Raises Conflict for a taken name, InvalidRequest for an instance that cannot be called.
         """
         if self.table.get(name) is not None:
-            raise Conflict(f"the deployment has an instance {name} of its own; take another name")
+            raise Conflict(f"the deployment already has an instance {name}; choose another name")
         try:
             self._add(name, url, role)
         except ValueError as error:
             raise InvalidRequest(f"instance {name} cannot join: {error}", param="url") from error
         self._joined[name] = url
 
-    def leave(self, name: str, *, said_so: bool = True) -> None:
-        """Remove an instance that has joined.
-
-        Args:
-            said_so: it left by its own word, and ends the requests that it has; else these go elsewhere.
-        """
+    def leave(self, name: str, *, finishes_requests: bool = True) -> None:
+        """Remove an instance that has joined; its requests finish there or move elsewhere."""
         del self._joined[name]
         self._remove(name)
-        if not said_so:
+        if not finishes_requests:
             self.report_down(name)
 
     def _add(self, name: str, url: str, role: str | None) -> None:
         self.calls[name] = self._connect(name, url, role)
-        logger.info("instance %s at %s is part of the deployment now", name, url)
+        logger.info("instance %s at %s joined the deployment", name, url)
         self.table.add(name, url)
         watch = self._watches[name] = _Watch(self.table[name], self.calls[name])
         if self._group is not None:
             watch.task = self._group.create_task(self._watch(watch))
 
     def _remove(self, name: str) -> None:
-        """Take an instance out; requests that it has go on to their end."""
-        logger.info("instance %s at %s is no longer part of the deployment", name, self.table[name].url)
+        """Remove an instance; its open requests finish."""
+        logger.info("instance %s at %s left the deployment", name, self.table[name].url)
         if (task := self._watches.pop(name).task) is not None:
             task.cancel()
         self.table.remove(name)
         del self.calls[name]
 
-    # ------------------------------------------------------------------ whether they work
+    # ------------------------------------------------------------------ health
 
     async def run(self) -> None:
-        """Watch until cancelled; a slow instance delays no other."""
+        """Monitor all instances until cancelled."""
         loop = asyncio.get_running_loop()
         loop.call_later(self.settings.startup_wait_s, self.started.set)
         async with asyncio.TaskGroup() as group:
@@ -233,7 +229,7 @@ class Fleet:
                 is_silent = not await self._answers(watch)
                 probe_at = loop.time() + self.settings.gateway.probe_timeout_s / 2
             if not is_silent:
-                doubt.clear()  # before the question: what is reported during it is asked about again
+                doubt.clear()  # before asking: a loss during the question leads to another one
                 try:
                     contains = self.table.num_calls
                     info = await watch.calls.info()
@@ -254,15 +250,15 @@ class Fleet:
                         logger.warning("instance %s lost: %s", record.name, error)
                     watch.is_distrusted |= isinstance(error, InstanceUntrusted | ValueError)
                     self.table.mark_lost(record.name)
-                    is_silent = reports = True  # what comes back may be another version
+                    is_silent = reports = True  # it may return as another version
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.settings.poll_interval_s):
                     await doubt.wait()
 
     async def _answers(self, watch: _Watch) -> bool:
-        """Return whether an instance answers, or tells at once that it does not; else it is down.
+        """Return whether an instance answers or refuses at once; else report it as down.
 
-        Asked twice: where this gateway itself stood still, a first answer that is late says nothing.
+        It asks twice: if this gateway itself was stopped, a late first answer proves nothing.
         """
         failure: ServeError | None = None
         for _ in range(2):
@@ -283,9 +279,9 @@ class Fleet:
         return False
 
     async def _listen(self, watch: _Watch) -> bool:
-        """Take over reports until they end; return whether the instance makes any.
+        """Apply an instance's reports until they end; return whether it makes any.
 
-        Raises TimeoutError when none comes, or when a request has lost a connection to it.
+        Raises TimeoutError if none comes or a request loses its connection.
         """
         loop, record, reports = asyncio.get_running_loop(), watch.record, watch.calls.reports()
         ask_at = loop.time() + INFO_INTERVAL_S
@@ -293,7 +289,7 @@ class Fleet:
             async with asyncio.timeout(SILENT_S) as watch.listening:
                 async for report in reports:
                     if record.info is None or report.epoch != record.info.epoch or loop.time() >= ask_at:
-                        self._update(watch, await watch.calls.info())  # its role, before it gets work
+                        self._update(watch, await watch.calls.info())  # learn its role before it gets requests
                         ask_at = loop.time() + INFO_INTERVAL_S
                     was_ready = record.ready
                     self.table.report(record.name, report)
@@ -309,13 +305,13 @@ class Fleet:
         return True
 
     def _update(self, watch: _Watch, info: InstanceInfo, contains: int | None = None) -> None:
-        """Raises ValueError for an info that no instance has."""
+        """Raises ValueError for an invalid info."""
         was_ready = watch.record.ready
         self.table.update(watch.record.name, info, contains=contains)
         self._note_ready(watch, was_ready)
 
     def _note_ready(self, watch: _Watch, was_ready: bool) -> None:
-        """Note that an instance is up for the first time, or again, and that the deployment has started."""
+        """Log a newly ready instance, measure its start, and note that the deployment has started."""
         table, record = self.table, watch.record
         if not self.started.is_set() and (
             not table.missing_stages() or (all(one.info is not None for one in table) and not table.lacks_roles())
@@ -328,15 +324,15 @@ class Fleet:
             logger.info("instance %s (%s) is ready at %s", record.name, record.role, record.url)
 
 
-#: Flags of vLLM with which the rest of an answer is not to be told from its tokens: text is parsed as a whole,
-#: or an event has several tokens, whose text may end before the last.
-_WHOLE_ONLY = frozenset({"reasoning_parser", "speculative_config", "stream_interval"})
+#: vLLM flags under which an answer cannot continue from its tokens: text is parsed as a whole, or an event has
+#: several tokens and its text may end before the last.
+_NOT_RESUMABLE = frozenset({"reasoning_parser", "speculative_config", "stream_interval"})
 
 
 def connector(config: DeploymentConfig, connections: NativeConnections, switch_dir: Path | None) -> Connect:
-    """Return the maker of calls to a deployment's instances; ``switch_dir`` keeps the roles of vLLM's."""
+    """Return how to call a deployment's instances; ``switch_dir`` stores the roles of vLLM instances."""
     if config.engine != "vllm":
-        return lambda name, url, role=None: NativeInstance(connections, name, url)  # it says itself what it is
+        return lambda name, url, role=None: NativeInstance(connections, name, url)  # it reports its own role
     placement = config.placement()
     features, kv = connectors(placement, config.vllm)
     targets = {
@@ -348,7 +344,7 @@ def connector(config: DeploymentConfig, connections: NativeConnections, switch_d
             features=features,
             kv=kv,
             pulls=pulls(placement, kv),
-            continues=_WHOLE_ONLY.isdisjoint(config.settings_for(str(one.role)).engine_args),
+            continues=_NOT_RESUMABLE.isdisjoint(config.settings_for(str(one.role)).engine_args),
         )
         for one in placement
     }

@@ -1,4 +1,4 @@
-"""The parts of a gateway, which its routes share."""
+"""The parts of a gateway that its routes share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Instances that were started elsewhere and join a running gateway for as long as they renew their lease."""
+"""Leases of instances that join a running gateway and renew their membership."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from proxy.fleet import Fleet, NoSuchInstance
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.2
-#: Between two looks: so long, and this process was stopped, and heard none of the renewals.
-_STOOD_STILL_S = 0.5
+#: After such a gap between two checks this process was stopped and missed renewals.
+_STOPPED_S = 0.5
 
 
 @dataclass(slots=True)
@@ -27,13 +27,13 @@ class _Lease:
 
 
 class Leases:
-    """The instances that have joined, and until when. Requests of one that leaves run to their end."""
+    """The instances that have joined, with their deadlines. Requests of a leaving instance finish."""
 
     def __init__(self, fleet: Fleet, clock: Callable[[], float] = time.monotonic) -> None:
         self._fleet = fleet
         self._clock = clock
         self._leases: dict[str, _Lease] = {}
-        self._looked_at = clock()
+        self._checked_at = clock()
 
     def join(
         self,
@@ -44,10 +44,10 @@ class Leases:
         role: str | None = None,
         incarnation: int = 0,
     ) -> bool:
-        """Add an instance, or renew its lease; return whether it is new.
+        """Add an instance or renew its lease; return whether it is new.
 
-        It replaces one of its name that is older by its incarnation or does not answer any more. Raises Conflict
-        for a name that the deployment has, or that another instance has joined under.
+        It replaces an instance of its name with an older incarnation or without answers. Raises Conflict for a
+        name of the deployment or of another joined instance.
         """
         lease = self._leases.get(name)
         if lease is not None and lease.url != url:
@@ -56,9 +56,9 @@ class Leases:
             is_older = numbered and not is_newer
             if not is_newer and (is_older or self._fleet.table[name].ready):
                 raise Conflict(
-                    f"an instance {name} at {lease.url} has joined; take another name, or wait for its end"
+                    f"an instance {name} at {lease.url} has joined; choose another name or wait until it leaves"
                 )
-            logger.warning("instance %s at %s takes the place of the one at %s", name, url, lease.url)
+            logger.warning("instance %s at %s replaces the one at %s", name, url, lease.url)
             self._end(name)
             lease = None
         deadline = self._clock() + lease_s
@@ -70,25 +70,24 @@ class Leases:
         return True
 
     def leave(self, name: str, incarnation: int = 0) -> None:
-        """Remove an instance; ``incarnation``: 0 for any. Raises NoSuchInstance for one that has not joined."""
+        """Remove an instance; ``incarnation`` 0 matches any. Raises NoSuchInstance."""
         lease = self._leases.get(name)
         if lease is not None and incarnation not in (0, lease.incarnation):
-            raise NoSuchInstance(f"the instance {name} that has joined is another one", param="name")
+            raise NoSuchInstance(f"another incarnation of instance {name} has joined", param="name")
         if self._leases.pop(name, None) is None:
             joined = ", ".join(self._leases) or "none"
-            raise NoSuchInstance(f"no instance {name[:100]!r} has joined; there are: {joined}", param="name")
+            raise NoSuchInstance(f"no instance {name[:100]!r} has joined; joined: {joined}", param="name")
         self._fleet.leave(name)
 
     def _end(self, name: str) -> None:
-        """Remove an instance that has not said that it leaves."""
         del self._leases[name]
-        self._fleet.leave(name, said_so=False)
+        self._fleet.leave(name, finishes_requests=False)
 
     def expire(self) -> None:
-        """Remove the instances whose lease is over; to be called each ``_TICK_S``."""
-        before, now = self._looked_at, self._clock()
-        self._looked_at = now
-        if now - before > _STOOD_STILL_S:
+        """Remove instances with expired leases; call every ``_TICK_S``."""
+        before, now = self._checked_at, self._clock()
+        self._checked_at = now
+        if now - before > _STOPPED_S:
             for lease in self._leases.values():
                 lease.deadline = now + lease.term_s
         for name in [name for name, lease in self._leases.items() if lease.deadline <= now]:
@@ -96,7 +95,7 @@ class Leases:
             self._end(name)
 
     async def run(self) -> None:
-        """End leases until cancelled."""
+        """Expire leases until cancelled."""
         while True:
             await asyncio.sleep(_TICK_S)
             self.expire()

@@ -1,4 +1,4 @@
-"""The gateway as a process."""
+"""Run the gateway as a process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 import signal
 import socket
 from pathlib import Path
-from types import FrameType
 
 from epd_serve.config import DeploymentConfig
 from epd_serve.config.role_files import directory_of
@@ -29,33 +28,31 @@ def run_gateway(
     listener: int | None = None,
     admin_path: Path | None = None,
 ) -> int:
-    """Serve until SIGTERM or SIGINT, finish what is in progress (``instances.drain_s``) and return the exit
-    code: 0, or 1 where a part of the gateway has failed. After SIGQUIT requests take as long as they may at all.
+    """Serve until SIGTERM or SIGINT, finish open requests and return the exit code: 1 after an internal failure.
 
-    Blocks; must run in the main thread, for the signals.
+    Open requests get ``instances.drain_s``, after SIGQUIT the full ``gateway.request_timeout_s``. Blocks; must run
+    in the main thread to receive signals.
 
     Args:
-        instances: (name, control URL).
-        file: the deployment file, which tells a gateway of a local deployment where roles are kept.
-        reuse_port: other gateways that say so, too, may listen on the port beside it.
-        listener: descriptor of a socket that listens on the port already; None: there is none.
-        admin_path: of the Unix socket of its admin API.
+        instances: pairs of a name and a control URL.
+        file: the deployment file; switched roles are stored next to a local one.
+        reuse_port: share the port with other gateways that also set this.
+        listener: descriptor of a socket that already listens on the port.
+        admin_path: path of the admin API's Unix socket.
     """
     logging.basicConfig(format="%(asctime)s gateway %(levelname)s %(message)s")
     most = raise_limit()
     if most < FEW:
-        logger.warning(
-            "this process may have %d files open (ulimit -n): connections beyond that are refused", most
-        )
+        logger.warning("this process may open only %d files (ulimit -n); further connections are refused", most)
     settings = GatewaySettings.of(config, host)
     app = create_app(settings, instances, switch_dir=None if file is None else directory_of(file))
     app.state.admin_path = admin_path
     server = new_server(
         app, host, port, grace_s=config.instances.drain_s, retire_s=config.gateway.request_timeout_s
     )
-    # uvicorn raises the signal that stopped it again when it is done; for us that is the regular end.
+    # uvicorn raises the signal again after a regular stop
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _stop_quietly)
+        signal.signal(number, lambda *_: None)
     sockets = None
     if listener is not None:
         sockets = [socket.socket(fileno=listener)]
@@ -66,10 +63,7 @@ def run_gateway(
 
 
 def _shared_socket(host: str, port: int) -> socket.socket:
-    """Return a bound socket among which and those of other gateways the kernel spreads connections.
-
-    Raises ValueError where the address cannot be used, or a process that does not share it has it.
-    """
+    """Return a bound socket with SO_REUSEPORT. Raises ValueError if the address is invalid or taken."""
     try:
         [(family, _, _, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         shared = socket.socket(family, socket.SOCK_STREAM)
@@ -79,7 +73,3 @@ def _shared_socket(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise ValueError(f"gateway.port: cannot listen on {host} port {port}: {error.strerror}") from error
     return shared
-
-
-def _stop_quietly(_: int, __: FrameType | None) -> None:
-    """Nothing is left to do: uvicorn's own handler has stopped the server."""

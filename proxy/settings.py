@@ -1,4 +1,4 @@
-"""The deployment file as one gateway process has it, now."""
+"""Settings of one gateway process, derived from the deployment file."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from epd_serve.config.sections import HANG_TIMEOUT_S
 from epd_serve.protocol.addresses import is_loopback
 from epd_serve.rpc.tls import TlsFiles
 
-#: Of the time until an instance that hangs is replaced: a part, and seconds.
+#: Time to replace a hanging instance: factor on detection and start, and the supervisor's pause.
 _START_MARGIN, _PAUSE_S = 1.5, 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class GatewaySettings:
-    """The options are those of ``config``; here is what follows from them and from the gateway's place.
+    """The deployment's ``config``, and values derived from it and the gateway's address.
 
     Attributes:
-        host: on which the gateway listens.
-        api_key, admin_key, cluster_key: the secrets themselves.
-        tls: the files with which it calls instances and serves the admin plane; None: it does so in plain.
-        poll_interval_s: how often each instance is asked for its state.
-        startup_wait_s: how long after the gateway's start requests wait for instances that are still loading.
+        host: listening address.
+        api_key, admin_key, cluster_key: secrets in plain text.
+        tls: files for calling instances and serving the admin API; None: no TLS.
+        poll_interval_s: interval between questions to an instance without reports.
+        startup_wait_s: time after the start in which requests wait for loading instances.
     """
 
     config: DeploymentConfig = field(default_factory=DeploymentConfig)
@@ -38,7 +38,7 @@ class GatewaySettings:
 
     @classmethod
     def of(cls, config: DeploymentConfig, host: str) -> GatewaySettings:
-        """With its secrets. Raises ValueError where one cannot be read, or the admin plane needs a key."""
+        """Read the secrets. Raises ValueError if one is unreadable, or the admin API lacks a key."""
         cluster_key, tls = config.read_cluster_key(), config.read_tls()
         if cluster_key is not None:
             check_admin_key(config.gateway.admin)
@@ -59,30 +59,29 @@ class GatewaySettings:
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine can reach the gateway."""
+        """True if only this machine can reach the gateway."""
         return is_loopback(self.host)
 
     @cached_property
     def allow_private(self) -> bool:
-        """Whether media URLs may lead to addresses that are not public.
+        """True if media URLs may lead to private addresses.
 
-        Where nothing is said, only this machine's users may: not where there are keys, which are for others, who
-        come through a reverse proxy.
+        The default allows it only for this machine's users; with API keys, others come through a reverse proxy.
         """
         chosen = self.gateway.media.allow_private
         return self.is_local and not self.gateway.needs_key if chosen is None else chosen
 
     @cached_property
     def encode_timeout_s(self) -> float:
-        """The time for which an instance may encode an item before another is asked: P waits for twice that."""
+        """Time for an encode before another instance is asked; P waits twice as long."""
         return self.config.settings_for("P").feature_timeout_s / 2
 
     def replacement_wait_s(self, start_s: float) -> float:
-        """Return the seconds for which a request waits for an instance where none is left for a stage.
+        """Return how long a request waits for an instance of a missing stage, in seconds.
 
-        They are those that it takes to replace an instance that hangs: a supervisor notices that within 4/3 of
-        ``HANG_TIMEOUT_S``, pauses for a second or more, and a start beside load takes longer than the first one,
-        which took ``start_s``. With ``restart: never`` none comes, but one that is silent may report again.
+        It is the time to replace a hanging instance: a supervisor notices within 4/3 of ``HANG_TIMEOUT_S``, pauses
+        for a second or more, and a start under load takes longer than the first one's ``start_s``. With
+        ``restart: never`` only a silent instance can return.
         """
         if self.config.restart == "never":
             return min(self.gateway.request_timeout_s, self.gateway.probe_timeout_s)

@@ -12,25 +12,21 @@ they have the paper's. All but the chips is real and runs on this machine's core
 figures, :mod:`benchmarks.papers.measure` says, and the idle part of their time stands beside them.
 
 Each run is in the output when it is done, and is not made again: called again, the command goes on. With
-``--minutes`` no run begins behind them. ``--report`` makes no run: it prints what is there beside the paper's
-figures and puts it into docs/reports/papers.md.
+``--minutes`` no run begins after them. ``--report`` makes no run: it prints results and the paper's figures.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.common import RESULTS, ROOT, argument_parser
+from benchmarks.common import RESULTS, argument_parser
 from benchmarks.papers import epd, epdserve, heteroserve, triinfer
 from benchmarks.papers.measure import Deployment, Rows, go_on, read
-
-PAGE = ROOT / "docs" / "reports" / "papers.md"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,13 +42,6 @@ EXPERIMENTS = {
     "encoders": Experiment(deployments=epd.deployments, report=epd.report),
     "tiers": Experiment(deployments=heteroserve.deployments, report=heteroserve.report),
 }
-
-
-def filled(page: str, name: str, text: str) -> str:
-    """The page with ``text`` between the comments ``<!-- name -->`` and ``<!-- end of name -->``."""
-    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
-    pattern = f"(?<={re.escape(begin)}).*?(?={re.escape(end)})"
-    return re.sub(pattern, lambda _: f"\n{text}\n", page, flags=re.DOTALL)
 
 
 def section(name: str, output: Path) -> str:
@@ -82,12 +71,8 @@ def main() -> None:
             ]
             num_left = go_on(deployments, output, f"python -m benchmarks.papers {name}", until_s)
             print(f"{name}: {num_left} runs are left")
-        if not output.exists():
-            continue
-        text = section(name, output)
-        print(text)
-        if wanted.report:
-            PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), name, text), encoding="utf-8")
+        if output.exists():
+            print(section(name, output))
 
 
 if __name__ == "__main__":

@@ -7,12 +7,14 @@ made from its source, flags and processor. ``EPD_SERVE_CPU_KERNELS=0`` disables 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import logging
 import os
 import shutil
 import subprocess
 import tempfile
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -314,11 +316,16 @@ def _library(source: Path) -> ctypes.CDLL | None:
         return None
     library = library_path(source)
     try:
-        try:
+        with suppress(OSError):
             return ctypes.CDLL(str(library))
-        except OSError:  # missing, or truncated by a crash
-            _compile(compiler, source, library)
-            return ctypes.CDLL(str(library))
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with library.with_suffix(".lock").open("w") as lock:  # instances start together: one compiles for all
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                return ctypes.CDLL(str(library))
+            except OSError:  # missing, or truncated by a crash
+                _compile(compiler, source, library)
+                return ctypes.CDLL(str(library))
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or error
         _log.warning("CPU kernels do not compile, using torch's operators instead: %s", reason)
@@ -335,8 +342,6 @@ def library_path(source: Path) -> Path:
 
 
 def _compile(compiler: str, source: Path, library: Path) -> None:
-    library.parent.mkdir(parents=True, exist_ok=True)
-    # Several instances may compile at once: each writes its own file, and the last rename wins.
     with tempfile.TemporaryDirectory(dir=library.parent) as directory:
         built = Path(directory) / library.name
         command = [compiler, *_FLAGS, str(source), "-o", str(built)]

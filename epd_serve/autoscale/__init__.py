@@ -1,1 +1,1 @@
-"""Fitting a running deployment to its load: who changes roles, when the workload has drifted."""
+"""Adapt a running deployment to its load: switch roles, detect workload drift."""

@@ -1,7 +1,4 @@
-"""The controller of roles: decides about changes of instances' roles (001 EPD, section 3.2.4).
-
-No I/O and no clock.
-"""
+"""Decide on role switches (EPD, section 3.2.4), without I/O or a clock."""
 
 from __future__ import annotations
 
@@ -17,32 +14,29 @@ from epd_serve.config.elastic import ElasticConfig
 from epd_serve.types import Role, Stage
 
 _NAMES = {Stage.ENCODE: "encode", Stage.PREFILL: "prefill", Stage.DECODE: "decode"}
-#: A stage is late when it is late for so many intervals: one late look is chance.
+#: A stage must be late for this many intervals; a single late sample is chance.
 HOLD_INTERVALS = 3
-#: Demand is averaged over so many intervals: at the default of 1 s, some arrivals of each stage at 1 request/s.
+#: Intervals over which demand is averaged, so that 1 request/s gives several arrivals per stage.
 WINDOW_INTERVALS = 15
-#: Part by which a switch must lower the predicted pressure: about what a prediction is off by.
+#: Fraction by which a switch must lower the predicted pressure, about the error of a prediction.
 HYSTERESIS = 0.1
-#: For an instance to be empty: long answers take about that; an instance that is not empty by then keeps its role.
+#: Time for an instance to become empty, about that of a long answer; otherwise it keeps its role.
 DEADLINE_S = 30.0
-#: For how long a layout that was left for its pressure is not gone back to at a lower one.
+#: For this long, a layout left because of its pressure is not restored at a lower pressure.
 _FORGET_S = 300.0
 _FEWEST_SAMPLES = 3
-#: A load under which one instance fewer is no risk: of the pressure that the others would have then.
+#: Pressure after losing an instance below which that is safe.
 _CALM = 0.5
-#: A stage that is on its way to this pressure is answered before it is late, and counts as pressed so hard.
+#: A stage predicted to exceed this pressure is treated as if it already had it.
 _SOON_LATE = 1.1
 
 _At = tuple[float, dict[Stage, Sample]]
-#: Roles and how many serving instances have each.
+#: Roles with their numbers of serving instances.
 Layout = frozenset[tuple[str, int]]
 
 
 class Kind(StrEnum):
-    """The kind of a decision: the reason for an order or for none.
-
-    ``UNDECIDED`` where no decision could be made.
-    """
+    """The kind of a decision; ``UNDECIDED`` if none could be made."""
 
     SWITCH = "switch"
     STARTING = "starting"
@@ -57,7 +51,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """``instance`` is to serve ``role`` from now on."""
+    """Switch ``instance`` to ``role``."""
 
     instance: str
     role: Role
@@ -68,9 +62,8 @@ class Decision:
     """The controller's decision at one moment.
 
     Attributes:
-        order: to be carried out; None: no order.
-        reason: in plain words.
-        pressures: of each stage as measured; at 1 it just keeps the SLO.
+        reason: explanation for people.
+        pressures: measured pressure of each stage; 1 just keeps the SLO.
     """
 
     at_s: float
@@ -90,17 +83,17 @@ class _Move:
 
 
 class Controller:
-    """Takes the state of all instances about every second, and answers with a decision.
+    """Makes a decision from the state of all instances, about every second.
 
-    A stage that is later than the SLO allows for :data:`HOLD_INTERVALS` is answered by the one switch with the
-    lowest predicted pressure of all stages together, if that is lower by :data:`HYSTERESIS` at least. Each stage
-    of ``needed`` keeps a serving instance. Behind an order comes a ``cooldown_s``. A layout that was left for its
-    pressure is gone back to at a higher one only, so that under a constant load the switches come to an end.
-    Until each stage has been served for the first time, nothing is ordered: instances start one after the other.
+    If a stage misses the SLO for :data:`HOLD_INTERVALS`, the controller orders the switch with the lowest
+    predicted total pressure, provided that it improves by :data:`HYSTERESIS`. Each stage of ``needed`` keeps a
+    serving instance. An order starts a ``cooldown_s``. A layout left because of its pressure is restored only at
+    a higher one, so that switching ends under constant load. Nothing is ordered until every stage has served once,
+    because instances start one by one.
 
     Args:
-        needed: stages that the deployment serves; one instance of each must always be left.
-        rebuild_s: what a switch may take beyond :data:`DEADLINE_S`, for the new stages.
+        needed: stages that must always keep an instance.
+        rebuild_s: time for building the new stages, beyond :data:`DEADLINE_S`.
     """
 
     def __init__(
@@ -123,7 +116,7 @@ class Controller:
         self._samples: deque[_At] = deque()
         self._serving: frozenset[tuple[str, Role]] = frozenset()
         self._since_s = self._ordered_s = float("-inf")
-        self._order: Order | None = None  # until it is seen, or its deadline
+        self._order: Order | None = None  # until it takes effect, or its deadline
         self._from: Role | None = None
         self._roles: dict[str, Role] = {}
         self._sent: dict[str, Mapping[Stage, float]] = {}
@@ -132,22 +125,22 @@ class Controller:
         self._refused: set[tuple[str, Role]] = set()
 
     def refused(self, order: Order) -> None:
-        """Note that an order can never be carried out: it is not given again while the instance is there."""
+        """Record an order that can never succeed; it is not repeated while the instance exists."""
         self._refused.add((order.instance, order.role))
         self.failed(order)
 
     def failed(self, order: Order) -> None:
-        """Note that an order was not carried out; it may be given again."""
+        """Record an order that failed; it may be repeated."""
         if order != self._order:
-            return  # it was given up before, and another may be under way
+            return  # given up before; another order may be active
         self._order = None
         self._left.pop(self._layout, None)
 
     def decide(self, now_s: float, instances: Sequence[InstanceLoad]) -> Decision:
-        """Decide on the state at ``now_s``, which never runs backwards."""
+        """Decide on the state at ``now_s``, which never decreases."""
         if self._is_starting and (missing := self._missing(instances)):
             names = " and ".join(_NAMES[stage] for stage in missing)
-            return Decision(at_s=now_s, kind=Kind.STARTING, reason=f"no instance has served {names} so far")
+            return Decision(at_s=now_s, kind=Kind.STARTING, reason=f"no instance has served {names} yet")
         self._is_starting = False
         loads, recent = self._observe(now_s, instances)
         kind, reason, order = self._judge(now_s, instances, loads, recent)
@@ -164,12 +157,12 @@ class Controller:
     def _observe(
         self, now_s: float, instances: Sequence[InstanceLoad]
     ) -> tuple[dict[Stage, StageLoad], Sequence[_At]]:
-        """Take a sample; return the load of each stage and the samples of the hold time, a few at least."""
+        """Take a sample; return the load of each stage and the samples of the hold time."""
         options = self.options
         serving = frozenset((one.name, one.role) for one in instances if one.is_serving)
         if serving != self._serving:
             self._serving, self._since_s = serving, now_s
-        self._heed_others(now_s, instances)
+        self._notice_other_switches(now_s, instances)
         sent = self._sent_since(instances)
         self._samples.append((now_s, {stage: sample(stage, instances, sent[stage]) for stage in self._stages}))
         while len(self._samples) > 1 and self._samples[1][0] <= now_s - self._window_s:
@@ -196,7 +189,7 @@ class Controller:
         loads: Mapping[Stage, StageLoad],
         recent: Sequence[_At],
     ) -> tuple[Kind, str, Order | None]:
-        """The kind and the reason of the decision, and its order."""
+        """Return the kind, reason and order of the decision."""
         pressures = {stage: load.pressure for stage, load in loads.items()}
         stage = max(pressures, key=lambda one: pressures[one])
         worst = pressures[stage]
@@ -209,31 +202,27 @@ class Controller:
         is_known = len(recent) >= _FEWEST_SAMPLES and span_s >= self._hold_s
         here = [one for one in instances if one.is_serving]
         if worst <= 1:
-            return Kind.CALM, f"every stage keeps the SLO; {_words(pressures)}", None
-        late = f"{_NAMES[stage]} is at {pressures[stage]:.1f} times what the SLO allows"
+            return Kind.CALM, f"every stage keeps the SLO; {_describe(pressures)}", None
+        late = f"{_NAMES[stage]} is at {pressures[stage]:.1f} times the SLO's limit"
         if pressures[stage] <= 1:
-            late += f", and grows to {loads[stage].coming:.1f} times"
+            late += f" and will reach {loads[stage].coming:.1f} times"
         if not is_known:
-            reason = f"{late}, for {span_s:.1f} s of the {self._hold_s:g} s so far"
-            return Kind.WATCHING, reason, None
+            return Kind.WATCHING, f"{late}, for {span_s:.1f} of {self._hold_s:g} s", None
         if (rest_s := self._ordered_s + self.options.cooldown_s - now_s) > 0:
-            return Kind.COOLDOWN, f"{late}; the last switch is {rest_s:.1f} s too young for another", None
+            return Kind.COOLDOWN, f"{late}; the next switch may follow in {rest_s:.1f} s", None
         move, why_not = self._best(now_s, here, loads, worst)
         if move is None:
             return Kind.NOTHING_HELPS, f"{late}; {why_not}", None
         order = Order(instance=move.instance.name, role=move.role)
         self._take(now_s, move, order, here, worst)
         reason = (
-            f"{late}: {order.instance} goes from {move.instance.role} to {order.role}, which is predicted to take "
-            f"the pressure of all stages from {move.before:.2f} to {move.after:.2f} ({_words(move.pressures)})"
+            f"{late}: {order.instance} switches from {move.instance.role} to {order.role}; the predicted total "
+            f"pressure falls from {move.before:.2f} to {move.after:.2f} ({_describe(move.pressures)})"
         )
         return Kind.SWITCH, reason, order
 
     def _foreseen(self, now_s: float, loads: Mapping[Stage, StageLoad]) -> Stage | None:
-        """The stage whose growing batches have been heading beyond the SLO for the hold time.
-
-        None where there is none.
-        """
+        """Return the stage whose growing batches have been heading beyond the SLO for the hold time, if any."""
         soon = next((stage for stage, load in loads.items() if load.coming > _SOON_LATE), None)
         if soon is None:
             self._soon_s = None
@@ -243,7 +232,7 @@ class Controller:
         return soon if is_sure else None
 
     def _sent_since(self, instances: Sequence[InstanceLoad]) -> dict[Stage, float]:
-        """The work of each stage that was sent to instances since the previous call."""
+        """Return the work sent to each stage since the previous call."""
         before, self._sent = self._sent, {one.name: one.sent for one in instances}
         return {
             stage: sum(
@@ -258,8 +247,8 @@ class Controller:
         served = {stage for one in instances if one.is_serving for stage in one.role.stages}
         return [stage for stage in self._stages if stage not in served]
 
-    def _heed_others(self, now_s: float, instances: Sequence[InstanceLoad]) -> None:
-        """Start the cooldown for switches ordered by others; drop refusals of instances that are gone."""
+    def _notice_other_switches(self, now_s: float, instances: Sequence[InstanceLoad]) -> None:
+        """Start the cooldown for switches ordered by others; forget refusals of removed instances."""
         before, self._roles = self._roles, {one.name: one.role for one in instances}
         self._refused = {(name, role) for name, role in self._refused if name in self._roles}
         own = (self._order.instance, self._order.role) if self._order is not None else None
@@ -267,10 +256,7 @@ class Controller:
             self._ordered_s = now_s
 
     def _pending(self, now_s: float, instances: Sequence[InstanceLoad]) -> tuple[Kind, str] | None:
-        """The kind and reason to report while the last order is under way or has just failed.
-
-        None after its end.
-        """
+        """Return the kind and reason while the last order is active or has just failed; None after its end."""
         order = self._order
         if order is None:
             return None
@@ -279,15 +265,15 @@ class Controller:
             self._order = None
             return None
         if seen is not None and now_s < self._ordered_s + self._deadline_s:
-            return Kind.SWITCHING, f"{order.instance} is on its way from {self._from} to {order.role}"
+            return Kind.SWITCHING, f"{order.instance} is switching from {self._from} to {order.role}"
         self.failed(order)
-        what = "is gone" if seen is None else f"is still no {order.role} after {self._deadline_s:g} s"
-        return Kind.FAILED, f"{order.instance} {what}: the switch has failed"
+        cause = "has left" if seen is None else f"does not serve {order.role} after {self._deadline_s:g} s"
+        return Kind.FAILED, f"the switch failed: {order.instance} {cause}"
 
     def _best(
         self, now_s: float, here: Sequence[InstanceLoad], loads: Mapping[Stage, StageLoad], worst: float
     ) -> tuple[_Move | None, str]:
-        """The switch that helps most; None and the reason where none helps."""
+        """Return the best switch, or None and the reason."""
         ahead_s, roles = self.options.cooldown_s, [one.role for one in here]
         before, expected = _predict(roles, loads, ahead_s)
         late = [stage for stage, load in loads.items() if load.coming > _SOON_LATE or load.pressure > 1]
@@ -295,7 +281,7 @@ class Controller:
         is_held = is_back = False
         for role in map(Role.parse, ("E", "P", "D")):
             donors: dict[Role, InstanceLoad] = {}
-            for one in here:  # of a role, the one that is ready first
+            for one in here:  # of each role, the instance with the least work
                 if one.role == role or (one.name, role) in self._refused:
                     continue
                 if one.role not in donors or _work_s(one) < _work_s(donors[one.role]):
@@ -310,7 +296,8 @@ class Controller:
                 if after > (1 - HYSTERESIS) * before or not helped:
                     continue
                 most = max(1.0, *(expected[stage] for stage in helped))
-                if any(_is_robbed(stage, pressures, expected, most) for stage in donor.role.stages & self._needed):
+                given = donor.role.stages & self._needed
+                if any(_is_overloaded(stage, pressures, expected, most) for stage in given):
                     continue
                 if not self._may_return(now_s, [*others, role], worst):
                     is_back = True
@@ -320,13 +307,13 @@ class Controller:
         if best is not None:
             return best, ""
         if is_back:
-            return None, "the switch that would help leads back to a layout that was left for its pressure"
+            return None, "the best switch would restore a layout that was left because of its pressure"
         if is_held:
-            return None, "no switch helps that leaves an instance for each stage"
-        return None, f"no switch is predicted to help by {HYSTERESIS:.0%}"
+            return None, "every helpful switch would leave a stage without an instance"
+        return None, f"no switch is predicted to gain {HYSTERESIS:.0%}"
 
     def _keeps_floor(self, old: Role, new: Role, others: Sequence[Role]) -> bool:
-        """Whether the other instances cover the stages of this one, which serves none until the switch is over."""
+        """Return whether the other instances cover this one's stages during the switch."""
         lost = old.stages & self._needed
         return all(any(stage in role.stages for role in others) for stage in lost)
 
@@ -344,7 +331,7 @@ class Controller:
 
 
 def _tail(samples: Sequence[_At], since_s: float) -> Sequence[_At]:
-    """The samples after ``since_s`` and the one before them, but a few at least."""
+    """Return the samples from the last one before ``since_s`` on, at least _FEWEST_SAMPLES."""
     first = len(samples) - 1
     while first > 0 and (samples[first][0] > since_s or len(samples) - first < _FEWEST_SAMPLES):
         first -= 1
@@ -354,19 +341,19 @@ def _tail(samples: Sequence[_At], since_s: float) -> Sequence[_At]:
 def _predict(
     roles: Sequence[Role], loads: Mapping[Stage, StageLoad], ahead_s: float
 ) -> tuple[float, dict[Stage, float]]:
-    """The predicted pressure of all stages together, in which the highest counts most, and that of each stage."""
+    """Return the predicted total pressure (root of squares) and that of each stage."""
     given = capacities(roles, loads)
     pressures = {stage: load.predicted(given[stage], ahead_s) for stage, load in loads.items()}
     return sqrt(sum(one * one for one in pressures.values())), pressures
 
 
-def _is_robbed(
+def _is_overloaded(
     stage: Stage, pressures: Mapping[Stage, float], expected: Mapping[Stage, float], most: float
 ) -> bool:
-    """Whether a switch makes a stage that gives an instance later than ``most``.
+    """Return whether a switch overloads the stage that gives up an instance.
 
-    ``most`` is the highest pressure expected of the stages that it helps. Decode slows down by degrees; where
-    encode or prefill is made late, queues grow without end, and all requests pass there.
+    ``most`` is the highest expected pressure of the stages that it helps. Decode degrades gradually; an overloaded
+    encode or prefill stage has endless queues, which affect all requests.
     """
     if stage is not Stage.DECODE and expected[stage] <= 1:
         return pressures[stage] > _CALM
@@ -378,10 +365,10 @@ def _layout(roles: Sequence[Role]) -> Layout:
 
 
 def _work_s(one: InstanceLoad) -> float:
-    """Seconds of work, about, that the instance has to finish before a switch."""
+    """Estimate the seconds of work that an instance must finish before a switch."""
     decoding = one.num_decoding * one.step.seconds(one.num_decoding) if one.num_decoding else 0.0
     return sum(one.queue_s.values()) + decoding
 
 
-def _words(pressures: Mapping[Stage, float]) -> str:
+def _describe(pressures: Mapping[Stage, float]) -> str:
     return ", ".join(f"{_NAMES[stage]} {value:.2f}" for stage, value in pressures.items())

@@ -1,4 +1,4 @@
-"""Drift of the load: do the newest requests still look like those that came before? (TriInfer, section 4.4)"""
+"""Detect drift of the load: compare the newest requests with earlier ones (TriInfer, section 4.4)."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from statistics import fmean, pvariance
 
 import msgspec
 
-#: Requests in each of the two windows that are compared: means of chat lengths are then known to about 7 %.
+#: Requests per compared window, which determines mean chat lengths to about 7 %.
 WINDOW = 200
-#: Change of a mean that is worth a new plan: plans differ by less between closer loads.
+#: Ratio of means that justifies a new plan; closer loads have similar plans.
 FACTOR = 1.5
-#: Standard errors between two means: chance does not reach them in a year of comparisons.
+#: Standard errors between two means; chance does not reach this in a year of comparisons.
 _CERTAINTY = 5.0
-#: Comparisons while the newer window fills anew.
-_LOOKS = 10
+#: Comparisons per window of new requests.
+_COMPARISONS = 10
 
 
 class ServedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of an access log line that show a drift."""
+    """The fields of an access log line that the detector compares."""
 
     time: str
     status: int
@@ -37,7 +37,7 @@ class ServedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DriftDetector:
-    """Compares the newest requests with the first ones since the last drift."""
+    """Compares the newest requests with the first ones after the last drift."""
 
     def __init__(self) -> None:
         self._before: list[ServedRequest] = []
@@ -45,9 +45,9 @@ class DriftDetector:
         self._num_new = 0
 
     def observe(self, request: ServedRequest) -> list[str]:
-        """Take a request, in the order in which they end; return a sentence for each figure that has drifted.
+        """Take finished requests in order; return a sentence for each figure that has drifted.
 
-        Failed requests do not count. After a drift the newest requests become those to compare with.
+        Failed requests are ignored. After a drift the newest requests become the reference.
         """
         if request.status != 200 or not request.prompt_tokens or not request.completion_tokens:
             return []
@@ -56,7 +56,7 @@ class DriftDetector:
             return []
         self._newest.append(request)
         self._num_new += 1
-        if len(self._newest) < WINDOW or self._num_new < WINDOW // _LOOKS:
+        if len(self._newest) < WINDOW or self._num_new < WINDOW // _COMPARISONS:
             return []
         self._num_new = 0
         before, after = _figures(self._before), _figures(list(self._newest))
@@ -80,7 +80,7 @@ def _figures(requests: Sequence[ServedRequest]) -> dict[str, list[float]]:
 
 
 def _differ(before: Sequence[float], after: Sequence[float]) -> bool:
-    """Compare two means by their ratio, and by Welch's statistic: bursts and a few giants are no drift."""
+    """Compare two means by ratio and by Welch's statistic, so that bursts and outliers are not drift."""
     low, high = sorted((fmean(before), fmean(after)))
     error = sqrt(pvariance(before) / len(before) + pvariance(after) / len(after))
     return high >= FACTOR * low and high - low > _CERTAINTY * error

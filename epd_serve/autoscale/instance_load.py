@@ -1,4 +1,4 @@
-"""The controller's input: each instance's seconds of pending work, taken from the instance table."""
+"""The controller's input: pending work of each instance, from the instance table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from epd_serve.cost.stages import PRIOR_DECODE, PRIOR_ENCODE, PRIOR_PREFILL
 from epd_serve.routing.table import PRIOR_TOKENS_PER_PIXEL, InstanceRecord, InstanceTable
 from epd_serve.types import Role, Stage, StageRate
 
-#: Of a KV pool: with less free, what waits to be decoded waits for room.
+#: KV usage above which waiting sequences wait for room.
 _FULL = 0.95
 
 
@@ -22,14 +22,14 @@ class InstanceLoad:
     """One instance at one moment.
 
     Attributes:
-        is_serving: it takes new work. Instances that drain, rebuild or are lost do not.
-        queue_s: estimated seconds of pending work of each of its stages; of decoding only the sequences that wait
-            for a place in a step, because the rest goes on side by side.
+        is_serving: it accepts work; False while it drains, rebuilds or is lost.
+        queue_s: estimated seconds of pending work per stage; for decode only sequences that wait for a place,
+            because the others run concurrently.
         num_decoding: sequences in its steps.
-        step: a decode step's seconds by sequences.
+        step: duration of a decode step by sequences.
         output_tokens: mean tokens of an answer.
-        kv_used: part of its KV blocks that is taken.
-        sent: work that was sent there so far: seconds of encoding, sequences to decode.
+        kv_used: share of its KV blocks in use.
+        sent: work sent there so far: seconds of encoding, sequences to decode.
     """
 
     name: str
@@ -42,19 +42,15 @@ class InstanceLoad:
     kv_used: float = 0.0
     sent: Mapping[Stage, float] = field(default_factory=dict)
 
-    def waits(self, stage: Stage) -> float:
-        """Seconds of pending work of one stage."""
+    def pending_s(self, stage: Stage) -> float:
         return self.queue_s.get(stage, 0.0)
 
 
 def instance_loads(table: InstanceTable) -> list[InstanceLoad]:
-    """Every instance whose role is known, in the order of the deployment.
+    """Return every instance with a known role, in the order of the deployment.
 
-    Work of a stage whose rate nobody has measured yet counts as none: its time would be a guess.
-
-    A prompt is computed once a decode instance has a place for it. Until then it is expected there, and counts as
-    waiting where it is to be prefilled. The prompts that wait for such places count in the decode instance's
-    queue, and the tokens that wait for their images in the encoders' queue.
+    Work of a stage without a measured rate counts as none, because its time would be a guess. A prompt waits at P
+    until D has a place for it: such prompts count in D's queue, and tokens that wait for their images in E's.
     """
     records = [record for record in table if record.role is not None]
     prompts = sum(
@@ -78,10 +74,10 @@ def instance_loads(table: InstanceTable) -> list[InstanceLoad]:
 
 
 def _part_without_images(records: Sequence[InstanceRecord], num_encodes: int) -> float:
-    """The part of the tokens to be prefilled that belongs to images which are not encoded yet.
+    """Return the share of waiting prefill tokens that belong to images not encoded yet.
 
-    It is estimated by their pixels, but is at most that of as many whole prompts as there are encodes: not every
-    model family has tokens for an image by its size.
+    It is estimated from pixels, limited to one prompt per encode, because some families have a fixed number of
+    tokens per image.
     """
     prefills = [one for one in records if Stage.PREFILL in one.stages]
     num_tokens = sum(one.pending.num_tokens for one in prefills)
@@ -96,7 +92,7 @@ def _part_without_images(records: Sequence[InstanceRecord], num_encodes: int) ->
 
 
 def _places(record: InstanceRecord) -> float:
-    """The number of further sequences that it could decode now."""
+    """Return how many more sequences the instance could decode now."""
     assert record.info is not None
     most = record.info.budgets.get("max_num_seqs", math.inf)
     is_full = record.load.num_refused or _used(record) > _FULL
@@ -113,8 +109,8 @@ def _load_of(record: InstanceRecord, *, held_up: float, own: float, has_images: 
 
     Args:
         held_up: prompts that wait for a place here.
-        own: the part of the prompts at prefill instances that waits for no place elsewhere.
-        has_images: the part of all prompts that does not wait for images.
+        own: share of prompts at prefill instances that do not wait for a place at D.
+        has_images: share of prompt tokens that do not wait for images.
     """
     load, costs, role = record.load, record.costs, record.role
     assert role is not None
@@ -144,12 +140,12 @@ def _load_of(record: InstanceRecord, *, held_up: float, own: float, has_images: 
 
 
 def to_json(instances: Sequence[InstanceLoad]) -> list[dict[str, Any]]:
-    """Instances as the admin API has them (``GET /load``)."""
+    """Convert instances for the admin API (``GET /load``)."""
     return [{**msgspec.to_builtins(one), "role": str(one.role)} for one in instances]
 
 
 def from_json(instances: Sequence[Mapping[str, Any]]) -> list[InstanceLoad]:
-    """The reverse of :func:`to_json`. Raises ValueError for anything else."""
+    """Invert :func:`to_json`. Raises ValueError for invalid data."""
     return [
         msgspec.convert({**one, "role": {"stages": list(str(one.get("role")))}}, InstanceLoad) for one in instances
     ]

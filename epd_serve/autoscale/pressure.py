@@ -1,9 +1,9 @@
 """The pressure on a stage, now and with another number of instances; at 1 it just keeps the SLO.
 
-Encode and prefill queue: their pressure is the queue's seconds over what the SLO leaves for it. Decode shares its
-steps: its pressure is a step's seconds over the limit between two tokens. With ``n`` instances that make ``T``
-tokens a second together, a batch has ``B = T / n * step(B)`` sequences besides one's own, so that with ``step(B) =
-a + b * B`` a step takes ``(a + b) / (1 - T * b / n)``; demand stays when instances come and go, batches do not.
+The pressure of encode and prefill is the queue's seconds over the SLO's share for it; that of decode is a step's
+seconds over the TPOT limit. If ``n`` instances together make ``T`` tokens per second, a sequence shares its batch
+with ``B = T / n * step(B)`` others; with ``step(B) = a + b * B`` a step takes ``(a + b) / (1 - T * b / n)``.
+Demand does not depend on the number of instances, batches do.
 """
 
 from __future__ import annotations
@@ -16,26 +16,22 @@ from statistics import fmean, pvariance
 from epd_serve.autoscale.instance_load import InstanceLoad
 from epd_serve.types import Role, Stage, StageRate
 
-#: Of a stage without an instance.
+#: Pressure of a stage without an instance.
 UNSERVED = 1000.0
-#: A queue below this part of its limit says nothing about its growth.
+#: Growth is measured only of queues above this fraction of their limit.
 _NOTICEABLE = 0.25
-#: Busier instances than this are late now and then, although there is no queue on average.
+#: Above this utilisation instances are sometimes late even without a mean queue.
 _BUSY = 0.8
 _KV_FULL = 0.9
-#: Beyond this part of what a decode instance could ever do, batches grow without end.
-_ENDLESS = 0.95
-#: Of what the SLO allows, from where on growing batches are looked ahead of.
+#: Above this fraction of a decode instance's maximum throughput, batches grow without bound.
+_UNBOUNDED = 0.95
+#: Pressure from which growing batches are extrapolated.
 _SOON = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """The SLO: seconds to the first token, and between two of them.
-
-    Attributes:
-        share: part of ``ttft_s`` that the queue of one stage may take.
-    """
+    """The SLO in seconds; the queue of one stage may take ``share`` of ``ttft_s``."""
 
     ttft_s: float
     tpot_s: float
@@ -51,9 +47,10 @@ class Sample:
     """One stage at one moment, summed over its serving instances.
 
     Attributes:
-        num_busy: instances that had work. queue_s: seconds of it.
-        sent: work that came since the sample before: seconds of encoding, sequences to decode.
-        tokens_per_s, num_sequences: of decoding; step_s: the longest of its steps.
+        num_busy: instances with work.
+        queue_s: seconds of pending work.
+        sent: work that arrived since the previous sample: seconds of encoding, sequences to decode.
+        tokens_per_s, num_sequences, step_s: decode throughput, sequences and longest step.
     """
 
     num_instances: int
@@ -69,11 +66,11 @@ class Sample:
 
 
 def sample(stage: Stage, instances: Sequence[InstanceLoad], sent: float = 0.0) -> Sample:
-    """Sum up the serving instances that have the stage. The others' pending work is theirs to finish."""
+    """Sum up the serving instances of the stage; others finish their own pending work."""
     here = [one for one in instances if one.is_serving and stage in one.role.stages]
-    queue_s = sum(one.waits(stage) for one in here)
+    queue_s = sum(one.pending_s(stage) for one in here)
     if stage is not Stage.DECODE or not here:
-        num_busy = sum(one.waits(stage) > 0 for one in here)
+        num_busy = sum(one.pending_s(stage) > 0 for one in here)
         return Sample(num_instances=len(here), num_busy=num_busy, queue_s=queue_s, sent=sent)
     busy = [(one.num_decoding, one.step.seconds(one.num_decoding)) for one in here if one.num_decoding > 0]
     return Sample(
@@ -95,10 +92,9 @@ class StageLoad:
     """One stage over some seconds.
 
     Attributes:
-        num_instances: instances that served it.
-        demand: instances that the incoming work would keep busy; for decode, within the limit between tokens.
-        growth: seconds of queue that each second adds.
-        more: sequences that each second adds to the batches.
+        demand: instances that the incoming work keeps busy; for decode, within the TPOT limit.
+        growth: seconds added to the queue per second.
+        more: sequences added to the batches per second.
     """
 
     stage: Stage
@@ -115,7 +111,6 @@ class StageLoad:
 
     @property
     def pressure(self) -> float:
-        """The pressure as measured."""
         if not self.num_instances:
             return UNSERVED
         waiting = self.queue_s / self.num_instances / self.limits.queue_s
@@ -123,7 +118,7 @@ class StageLoad:
 
     @property
     def coming(self) -> float:
-        """The pressure once batches that grow are as large as their rate makes them; else as measured.
+        """The pressure once growing decode batches reach their final size; else the measured one.
 
         Decode lags behind its load by the length of an answer; encode and prefill do not.
         """
@@ -133,7 +128,7 @@ class StageLoad:
         return max(now, self._step_s(self.num_instances) / self.limits.tpot_s)
 
     def predicted(self, capacity: float, ahead_s: float) -> float:
-        """The pressure ``ahead_s`` from now, if ``capacity`` instances serve the stage and as much work comes."""
+        """Predict the pressure in ``ahead_s`` seconds with ``capacity`` instances and unchanged demand."""
         if capacity <= 0:
             return UNSERVED
         if self.stage is not Stage.DECODE:
@@ -142,7 +137,7 @@ class StageLoad:
             return queue_s / capacity / self.limits.queue_s + crowded
         step_s = self._step_s(capacity)
         waiting = 0.0
-        if self.queue_s:  # every place is taken: its instances are busy without end
+        if self.queue_s:  # all places are taken: the instances stay busy
             queue_s = max(self.queue_s + (self.num_instances + self.growth - capacity) * ahead_s, 0.0)
             waiting = queue_s / capacity / self.limits.queue_s
         now_s = self._step_s(self.num_instances) if self.num_instances else 0.0
@@ -151,11 +146,11 @@ class StageLoad:
         return max(step_s / self.limits.tpot_s, waiting) + max(kv - _KV_FULL, 0.0) / (1 - _KV_FULL)
 
     def _step_s(self, capacity: float) -> float:
-        """Seconds of a decode step with the batches that ``capacity`` instances would have; 0 without work."""
+        """Return the seconds of a decode step with ``capacity`` instances; 0 without work."""
         if not self.tokens_per_s:
             return 0.0
         part = self.tokens_per_s * self.step.unit_s / capacity
-        return self.step.seconds(1) / (1 - min(part, _ENDLESS)) * max(part / _ENDLESS, 1.0)
+        return self.step.seconds(1) / (1 - min(part, _UNBOUNDED)) * max(part / _UNBOUNDED, 1.0)
 
 
 def load_of(
@@ -167,11 +162,11 @@ def load_of(
     num_recent: int,
     ahead_s: float,
 ) -> StageLoad:
-    """Take the pressure from the last few samples, and growth and demand, which vary more by chance, from more.
+    """Compute pressure from the latest samples, and growth and demand, which are noisier, from more of them.
 
     Args:
-        samples: with their times, all of the same instances, the newest last.
-        window: all samples of some seconds, whatever instances there were.
+        samples: timed samples of an unchanged set of instances, newest last.
+        window: all samples of the last seconds, with any instances.
     """
     past = [one for _, one in window]
     sent_per_s, error_per_s = _per_s(window)
@@ -208,10 +203,10 @@ def load_of(
 
 
 def capacities(roles: Sequence[Role], loads: Mapping[Stage, StageLoad]) -> dict[Stage, float]:
-    """The capacity that instances of these roles give to each stage, in instances.
+    """Return how many instances' capacity these roles give to each stage.
 
-    An instance with several stages divides itself by demand, except that it gives decode a whole instance: decodes
-    come first in every step.
+    An instance with several stages is divided by demand, but counts fully for decode, which comes first in every
+    step.
     """
     given = dict.fromkeys(loads, 0.0)
     for role in roles:
@@ -226,16 +221,16 @@ def capacities(roles: Sequence[Role], loads: Mapping[Stage, StageLoad]) -> dict[
 
 
 def _most_tokens_per_s(step: StageRate, tpot_s: float) -> float:
-    """Tokens a second of one instance within the limit.
+    """Return the tokens per second of one instance within the limit.
 
-    Where no batch keeps the limit, those of a batch whose step takes twice as long as one sequence's.
+    If no batch keeps the limit, a step may take twice as long as with one sequence.
     """
     longest = max(tpot_s, 2 * step.seconds(1))
     return max((longest - step.base_s) / step.unit_s, 1.0) / longest if step.unit_s > 0 else 1e9
 
 
 def _per_s(window: Sequence[tuple[float, Sample]]) -> tuple[float, float]:
-    """The mean of the incoming work a second, and its standard error with its bursts."""
+    """Return the mean incoming work per second and its standard error."""
     sent = [one.sent for _, one in window[1:]]
     if not sent:
         return 0.0, 0.0
@@ -244,7 +239,7 @@ def _per_s(window: Sequence[tuple[float, Sample]]) -> tuple[float, float]:
 
 
 def _slope(points: Sequence[tuple[float, float]]) -> float:
-    """The slope of the least-squares line; 0 for fewer than two moments."""
+    """Return the slope of the least-squares line; 0 for fewer than two times."""
     mean_t, mean_y = fmean(t for t, _ in points), fmean(y for _, y in points)
     spread = sum((t - mean_t) ** 2 for t, _ in points)
     return sum((t - mean_t) * (y - mean_y) for t, y in points) / spread if spread else 0.0

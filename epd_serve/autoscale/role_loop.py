@@ -1,4 +1,4 @@
-"""``epd-serve autoscale``, a client of the admin API: looks become decisions and orders."""
+"""``epd-serve autoscale``: poll the admin API, decide and order role switches."""
 
 from __future__ import annotations
 
@@ -20,20 +20,19 @@ from epd_serve.types import Stage
 
 logger = logging.getLogger(__name__)
 
-#: Beyond its deadline, for an instance that makes its new stages.
+#: Beyond its deadline: time to build the new stages.
 _REBUILD_S = 60.0
 _TIMEOUT_S = 10.0
-#: Beyond an order's deadline, for an instance that makes its new stages, or its old ones again.
+#: Beyond an order's deadline: time to build the new stages, or the old ones again.
 _ORDER_MARGIN_S = 130.0
-#: As 'epd-serve plan' takes an image of unknown size (EPD-Serve, section 4.1).
+#: Size that 'epd-serve plan' assumes for an unknown image (EPD-Serve, section 4.1).
 _IMAGE_PIXELS = 802 * 652
-
-#: HTTP statuses of refusals for good.
-_FOR_GOOD = (400, 404)
+#: HTTP statuses of permanent refusals.
+_PERMANENT = (400, 404)
 
 
 class RoleLoop:
-    """Decides each ``interval_s``, and reports what orders something or begins a row of equal decisions."""
+    """Decides every ``interval_s``; reports orders and the first of equal decisions."""
 
     def __init__(self, config: DeploymentConfig, admin: AdminClient) -> None:
         slo = config.slo
@@ -50,7 +49,7 @@ class RoleLoop:
         self._last: Kind | None = None
 
     async def run(self) -> None:
-        """Until cancelled; orders under way are given up then, which leaves them to their deadline."""
+        """Run until cancelled, which leaves open orders to their deadline."""
         async with asyncio.TaskGroup() as group:
             while True:
                 await asyncio.sleep(self._options.interval_s)
@@ -62,18 +61,18 @@ class RoleLoop:
                     group.create_task(self._carry_out(decision.order))
 
     async def _decide(self) -> Decision:
-        """Decide on the instances as they are now; a look that fails decides nothing."""
+        """Decide on the current instances; without an answer decide nothing."""
         try:
             answer = await self._admin.ask("GET", "/load", timeout_s=_TIMEOUT_S)
             return self._controller.decide(time.monotonic(), from_json(answer["instances"]))
         except (AdminError, TimeoutError) as error:
             reason = str(error) or "the gateway does not answer"
             level = logging.DEBUG if self._last is Kind.UNDECIDED else logging.WARNING
-            logger.log(level, "elastic: nothing is decided at this moment: %s", reason)
+            logger.log(level, "elastic: no decision: %s", reason)
             return Decision(at_s=time.monotonic(), kind=Kind.UNDECIDED, reason=reason)
 
     def _note(self, decision: Decision) -> dict[str, Any] | None:
-        """Log a decision with its reason; return it for the report. A row of equal ones is noted once."""
+        """Log a decision and return it for the report; None if it repeats the previous one."""
         order = decision.order
         if decision.kind is self._last and order is None:
             return None
@@ -94,24 +93,24 @@ class RoleLoop:
             path = f"/instances/{order.instance}/role"
             await self._admin.ask("POST", path, body, DEADLINE_S + _ORDER_MARGIN_S)
         except (AdminError, TimeoutError) as error:
-            is_final = isinstance(error, AdminRefused) and error.status in _FOR_GOOD
+            is_final = isinstance(error, AdminRefused) and error.status in _PERMANENT
             (self._controller.refused if is_final else self._controller.failed)(order)
-            words = "will not become" if is_final else "did not become"
+            verb = "cannot become" if is_final else "did not become"
             reason = str(error) or "the gateway does not answer"
-            logger.warning("elastic: %s %s %s: %s", order.instance, words, order.role, reason)
+            logger.warning("elastic: %s %s %s: %s", order.instance, verb, order.role, reason)
         else:
             logger.info("elastic: %s serves %s", order.instance, order.role)
 
 
 async def autoscale(config: DeploymentConfig, admin: AdminClient) -> None:
-    """Switch roles by load and log drifts of the load, until cancelled; ``config`` has a section ``elastic``."""
+    """Switch roles by load and log drift, until cancelled; ``config`` needs a section ``elastic``."""
     async with asyncio.TaskGroup() as group:
         group.create_task(RoleLoop(config, admin).run())
         group.create_task(_watch_drift(config, admin))
 
 
 async def _watch_drift(config: DeploymentConfig, admin: AdminClient) -> None:
-    """Compare the requests that the gateway has served, and log each drift with the command that plans for it."""
+    """Watch the gateway's served requests and log each drift with a command for a new plan."""
     assert config.elastic is not None
     detector, last, problem = DriftDetector(), 0, ""
     while True:
@@ -127,7 +126,7 @@ async def _watch_drift(config: DeploymentConfig, admin: AdminClient) -> None:
         except (AdminError, TimeoutError) as error:
             problem = str(error) or "the gateway does not answer"
             if problem != before:
-                logger.warning("elastic: served requests are not known: %s", problem)
+                logger.warning("elastic: cannot read served requests: %s", problem)
         await asyncio.sleep(config.elastic.interval_s)
 
 

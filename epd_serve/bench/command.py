@@ -1,67 +1,70 @@
-"""The work of ``epd-serve bench``: from its options to runs, tables on the terminal, and files."""
+"""``epd-serve bench``: make runs, print tables, write files."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
 
 from epd_serve.bench.deployed import Candidate, deployed, read_candidates
-from epd_serve.bench.plan import ClosedLoop, Trace, load_of
+from epd_serve.bench.plan import RATED, parse_arrivals
 from epd_serve.bench.report import write_report
 from epd_serve.bench.result_files import file_name, write_result_files
 from epd_serve.bench.run import Run, new_directory, read_runs
-from epd_serve.bench.session import Session
-from epd_serve.bench.sweep import GoodputSearch, Sweep, parse_rates
+from epd_serve.bench.session import GoodputSearch, Session, parse_rates
 from epd_serve.bench.terminal import show_run, show_runs
 from epd_serve.bench.types import SLO, RunSettings
 from epd_serve.bench.workloads import load_workload
 
-#: The exit code where --fail-on-slo finds that a run missed the SLO.
+#: Exit code of --fail-on-slo if a run misses the SLO.
 SLO_MISSED = 3
 _INTERRUPTED = 130
-#: A search goes no lower than this part of its first rate.
+#: A search stops at this fraction of its first rate.
 _LOWEST = 1 / 64
-#: A file or a pipe has no width of its own; this one fits all figures.
+#: Width of tables in a file or a pipe.
 _FILE_WIDTH = 120
 
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """Destinations of the figures of finished runs.
+    """Where and how finished runs are shown.
 
     Attributes:
-        report: whether to write report.html; without plotly it is left out with a remark.
-        as_json: whether to print the summaries as JSON, and all else to stderr.
-        fail_on_slo: whether a run below ``attainment`` gives an exit code of its own.
-        attainment: the share of good requests from which a load counts as served.
+        report: whether to write report.html, if plotly is installed.
+        as_json: whether to print summaries as JSON to stdout, and everything else to stderr.
+        fail_on_slo: whether a run below ``attainment`` sets the exit code.
+        attainment: share of good requests from which a load counts as served.
     """
 
     report: bool = True
     as_json: bool = False
     fail_on_slo: bool = False
     attainment: float = 0.9
+    console: Console = field(default_factory=Console)
 
-    def console(self) -> Console:
-        console = Console(stderr=self.as_json)
-        width = console.width if console.is_terminal else max(_FILE_WIDTH, console.width)
-        return Console(stderr=self.as_json, width=width)
+    def __post_init__(self) -> None:
+        self.console.stderr = self.as_json
+        if not self.console.is_terminal:
+            self.console.width = max(_FILE_WIDTH, self.console.width)
 
-    def write(self, console: Console, path: Path, runs: Sequence[Run], *, title: str = "") -> None:
-        """Write report.html into ``path``, and print JSON where it is wanted."""
+    def say(self, text: str, *, style: str | None = None) -> None:
+        self.console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+
+    def write(self, path: Path, runs: Sequence[Run]) -> None:
+        """Write report.html to ``path`` and print JSON, as far as wanted."""
         if self.report:
             try:
-                write_report(path / "report.html", runs, self.attainment, title=title)
+                write_report(path / "report.html", runs, self.attainment)
             except ImportError:
-                _say(console, "no report: it needs plotly: pip install '.[bench]' in epd-serve's clone")
+                self.say("no report: plotly is missing; run pip install '.[bench]' in epd-serve's clone")
             else:
-                _say(console, f"report: {path / 'report.html'}")
+                self.say(f"report: {path / 'report.html'}")
         if self.as_json:
             found = [
                 {
@@ -74,19 +77,17 @@ class Output:
             ]
             sys.stdout.write(msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n")
 
-    def exit_code(self, console: Console, runs: Sequence[Run]) -> int:
-        """Return 1 where requests failed, :data:`SLO_MISSED` where a run missed and ``fail_on_slo`` is set."""
+    def exit_code(self, runs: Sequence[Run]) -> int:
+        """Return SLO_MISSED if ``fail_on_slo`` is set and a run missed, else 1 if requests failed, else 0."""
         missed = [run for run in runs if self.fail_on_slo and run.total.attainment.value < self.attainment]
         for run in missed:
             slo, share = run.settings.slo, run.total.attainment
             name = f"{run.label}, {run.workload_name}, {run.load_text}"
             limits = f"TTFT ≤ {slo.ttft_ms:g} ms and TPOT ≤ {slo.tpot_ms:g} ms, not {self.attainment:.0%}"
-            text = f"SLO missed: {name}: {share.part} of {share.whole} requests had {limits}"
-            _say(console, text, style="red")
-        failed = sum(run.total.num_failed for run in runs)
-        if failed:
-            text = f"{failed} of {sum(run.total.num_requests for run in runs)} requests failed"
-            _say(console, text, style="red")
+            self.say(f"SLO missed: {name}: {share.part} of {share.whole} requests had {limits}", style="red")
+        if failed := sum(run.total.num_failed for run in runs):
+            num_requests = sum(run.total.num_requests for run in runs)
+            self.say(f"{failed} of {num_requests} requests failed", style="red")
         return SLO_MISSED if missed else int(failed > 0)
 
 
@@ -96,33 +97,27 @@ def run_bench(
     *,
     rates: str | None = None,
     goodput: tuple[float, float] | None = None,
-    duration_s: float | None = None,
     compared: Sequence[Path] = (),
     api_key: str | None,
     output: Output,
 ) -> int:
-    """Make a run, a sweep, a search or a comparison of deployment files.
+    """Measure one rate or several, search for goodput, or compare deployment files; return the exit code.
 
     Args:
-        rates: as typed, of a sweep.
-        goodput: of a search, its relative precision and its highest rate.
-        duration_s: seconds of requests at each rate, in place of the settings' number.
-
-    Returns the exit code: that of ``output``, 1 where a deployment could not be measured, 130 where interrupted.
+        rates: rates as typed.
+        goodput: relative precision and highest rate of a search.
     """
     chosen = None if rates is None else parse_rates(rates)
     if chosen is not None and (settings.rate is not None or goodput):
         raise ValueError("--rates names all rates; leave --rate and --find-goodput out")
     if compared and goodput:
-        raise ValueError("--compare goes with --rate or --rates, not with --find-goodput")
-    load_workload(settings.workload)  # find its faults before anything is made
-    if settings.rate is None and (
-        goodput or settings.arrivals.partition(":")[0] in ("poisson", "constant", "gamma")
-    ):
+        raise ValueError("--compare works with --rate or --rates, not with --find-goodput")
+    load_workload(settings.workload)  # report its faults before anything starts
+    if settings.rate is None and (goodput or settings.arrivals.partition(":")[0] in RATED):
         settings.rate = 1.0
     if chosen:
         settings.rate = chosen[0]
-    _check_load(settings, duration_s)
+    _check_load(settings)
     candidates = read_candidates(compared)
     search = None
     if goodput is not None:
@@ -130,91 +125,91 @@ def run_bench(
         search = GoodputSearch(
             start=start, lowest=start * _LOWEST, highest=max(start, goodput[1]), precision=goodput[0]
         )
-    console = output.console()
     path = new_directory(work_dir)
     measured: Sequence[float | None] = chosen or [settings.rate]
-    sweep = Sweep(
-        session=Session(console=console, api_key=api_key), path=path, settings=settings, duration_s=duration_s
-    )
+    session = Session(console=output.console, api_key=api_key)
     failed: list[str] = []
     try:
         if candidates:
-            runs, failed = _compare(sweep, candidates, measured)
+            runs, failed = _compare(session, path, settings, candidates, measured, output)
+        elif search is not None:
+            runs = session.find_goodput(path, settings, search, output.attainment)
         else:
-            runs = sweep.over(measured) if search is None else sweep.find(search, output.attainment)
+            runs = list(session.measure_rates(path, settings, measured))
     finally:
-        with suppress(OSError):  # it is empty where no run could begin
+        with suppress(OSError):  # not empty
             path.rmdir()
     if runs:
         if len(runs) == 1:
-            show_run(console, runs[0])
-        show_runs(console, runs, output.attainment)
-        output.write(console, path, runs)
-    _say(console, f"in {path}")
+            show_run(output.console, runs[0])
+        show_runs(output.console, runs, output.attainment)
+        output.write(path, runs)
+    output.say(f"in {path}")
     if failed:
-        _say(console, f"not measured: {', '.join(failed)}", style="red")
+        output.say(f"not measured: {', '.join(failed)}", style="red")
         return 1
     wanted = 1 if search else len(measured) * max(1, len(candidates))
     if len(runs) < wanted or not runs[-1].is_complete:
-        _say(console, "interrupted", style="red")
+        output.say("interrupted", style="red")
         return _INTERRUPTED
     if search is not None:
-        _report_goodput(console, path, settings, search, output.attainment)
-        # a search tries rates that are too high; only the best rate that it found decides the exit code
+        _report_goodput(path, settings, search, output)
+        # a search also tries rates that are too high; only the best rate sets the exit code
         runs = [run for run in runs if run.settings.rate == search.attained] or runs
-    return output.exit_code(console, runs)
+    return output.exit_code(runs)
 
 
 def redraw_bench(
     directories: Sequence[Path], ttft_ms: float | None, tpot_ms: float | None, *, output: Output
 ) -> int:
-    """Report the runs in several directories again, all in one report, which goes into the first of them.
-
-    Limits that are given replace those of the runs. Returns the exit code.
-    """
-    console = output.console()
+    """Report on existing runs, under new limits where given; the report goes into the first directory."""
     runs = [run for path in directories for run in read_runs(path)]
     for run in runs:
         run.settings.slo = slo_of(run.settings.slo, ttft_ms, tpot_ms)
         write_result_files(run)
-    show_runs(console, runs, output.attainment)
-    output.write(console, directories[0], runs)
-    return output.exit_code(console, runs)
+    show_runs(output.console, runs, output.attainment)
+    output.write(directories[0], runs)
+    return output.exit_code(runs)
 
 
 def slo_of(slo: SLO, ttft_ms: float | None, tpot_ms: float | None) -> SLO:
-    """Return ``slo`` with the limits that are given in place of its own."""
+    """Return ``slo`` with the given limits in place of its own."""
     return SLO(
         ttft_ms=slo.ttft_ms if ttft_ms is None else ttft_ms, tpot_ms=slo.tpot_ms if tpot_ms is None else tpot_ms
     )
 
 
 def _compare(
-    sweep: Sweep, candidates: Sequence[Candidate], rates: Iterable[float | None]
+    session: Session,
+    path: Path,
+    settings: RunSettings,
+    candidates: Sequence[Candidate],
+    rates: Sequence[float | None],
+    output: Output,
 ) -> tuple[list[Run], list[str]]:
-    """Bring deployments up in turn on the same devices, and send each the same requests at each rate.
+    """Start deployments one after the other and send each the same requests at each rate.
 
-    Returns the runs, and the labels of the deployments that could not be measured. An interrupted run is the last.
+    Returns the runs, and the labels of deployments that could not be measured.
     """
     runs: list[Run] = []
     failed: list[str] = []
     for candidate in candidates:
-        _say(sweep.session.console, f"{candidate.label}: {candidate.file}", style="bold")
-        folder = sweep.path / file_name(candidate.label)
+        output.say(f"{candidate.label}: {candidate.file}", style="bold")
+        folder = path / file_name(candidate.label)
         folder.mkdir()
         try:
             with deployed(candidate, folder / "up.log") as url:
-                settings = msgspec.structs.replace(
-                    sweep.settings,
+                wanted = msgspec.structs.replace(
+                    settings,
                     base_url=url,
                     label=candidate.label,
                     model=candidate.config.model_name,
                     num_devices=candidate.num_devices,
                 )
-                session = replace(sweep.session, api_key=candidate.api_key or sweep.session.api_key)
-                runs += replace(sweep, session=session, path=folder, settings=settings).over(rates)
+                keyed = replace(session, api_key=candidate.api_key or session.api_key)
+                runs += keyed.measure_rates(folder, wanted, rates)
         except ValueError as error:
-            _say(sweep.session.console, str(error), style="red")
+            output.say(str(error), style="red")
             failed.append(candidate.label)
             continue
         if not runs or not runs[-1].is_complete:
@@ -222,40 +217,33 @@ def _compare(
     return runs, failed
 
 
-def _check_load(settings: RunSettings, duration_s: float | None) -> None:
-    """Set the number of requests from a duration.
-
-    Raises ValueError for arrivals that are invalid or do not go with the other settings.
-    """
-    load = load_of(settings)
-    if settings.max_concurrency is not None and isinstance(load, ClosedLoop):
-        raise ValueError(f"arrivals {settings.arrivals} have their own concurrency; leave --max-concurrency out")
-    if settings.time_scale != 1.0 and not isinstance(load, Trace):
-        raise ValueError("--time-scale is for --arrivals trace")
-    if duration_s is not None:
-        if isinstance(load, ClosedLoop | Trace):
+def _check_load(settings: RunSettings) -> None:
+    """Raise ValueError for arrivals that are invalid or contradict other settings."""
+    arrivals = parse_arrivals(settings)
+    if settings.max_concurrency is not None and arrivals.concurrency is not None:
+        raise ValueError(f"arrivals {settings.arrivals} set the concurrency; leave --max-concurrency out")
+    if settings.time_scale != 1.0 and arrivals.kind != "trace":
+        raise ValueError("--time-scale needs --arrivals trace")
+    if settings.duration_s is not None:
+        if arrivals.kind not in RATED:
             raise ValueError(f"arrivals {settings.arrivals} have no rate; give --num-requests, not --duration")
-        settings.num_requests = max(1, math.ceil(load.rate * duration_s))
+        settings.num_requests = max(1, math.ceil(arrivals.rate * settings.duration_s))
 
 
-def _report_goodput(
-    console: Console, path: Path, settings: RunSettings, search: GoodputSearch, attainment: float
-) -> None:
-    """Print the result of a search and write it into goodput.json."""
+def _report_goodput(path: Path, settings: RunSettings, search: GoodputSearch, output: Output) -> None:
+    """Print the result of a search and write goodput.json."""
     per_device = None if search.attained is None else search.attained / settings.num_devices
     found = {
-        "attainment": attainment,
+        "attainment": output.attainment,
         "goodput": search.attained,
         "goodput_per_device": per_device,
         "lowest_rate_missed": search.missed,
     }
     (path / "goodput.json").write_bytes(msgspec.json.encode(found) + b"\n")
-    text = f"no rate that was tried reaches {attainment:.0%} attainment"
+    text = f"no measured rate reaches {output.attainment:.0%} attainment"
     if per_device is not None:
-        bound = "" if search.missed is not None else " or more: no rate was found that misses it"
-        text = f"goodput {search.attained:.3g} req/s, {per_device:.3g} per device, at {attainment:.0%}{bound}"
-    _say(console, text, style="bold")
-
-
-def _say(console: Console, text: str, *, style: str | None = None) -> None:
-    console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+        bound = "" if search.missed is not None else " or more: no measured rate missed it"
+        text = (
+            f"goodput {search.attained:.3g} req/s, {per_device:.3g} per device, at {output.attainment:.0%}{bound}"
+        )
+    output.say(text, style="bold")

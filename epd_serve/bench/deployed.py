@@ -1,4 +1,4 @@
-"""A deployment file brought up by ``epd-serve up`` until its measurement ends."""
+"""Start a deployment file with ``epd-serve up`` for the length of a measurement."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ _TAIL_LINES = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A deployment to be measured.
+    """A deployment to measure.
 
     Attributes:
-        label: its topology, with the file's path where several have it.
-        num_devices: different ones that its instances are on; a CPU that all share is one.
+        label: its topology, with the file's path if several have the same.
     """
 
     file: Path
@@ -38,6 +37,7 @@ class Candidate:
 
     @property
     def num_devices(self) -> int:
+        """Distinct devices; a CPU that all instances share is one."""
         return len({device for instance in self.config.placement() for device in instance.devices})
 
     @property
@@ -46,26 +46,26 @@ class Candidate:
 
 
 def read_candidates(files: Sequence[Path]) -> list[Candidate]:
-    """Raises ValueError for a file that is no deployment, and for one that is named twice."""
+    """Read deployment files. Raises ValueError for an invalid one and for one that is named twice."""
     if twice := sorted({str(file) for file in files if files.count(file) > 1}):
         raise ValueError(f"--compare names {', '.join(twice)} twice")
     configs = [load_config(file) for file in files]
-    topologies = [str(config.topology) for config in configs]
-    labels = [
-        name if topologies.count(name) == 1 else f"{name} ({file.with_suffix('')})"
-        for name, file in zip(topologies, files, strict=True)
-    ]
+    lines = [str(config.topology) for config in configs]
     return [
-        Candidate(file=file, label=label, config=config)
-        for file, label, config in zip(files, labels, configs, strict=True)
+        Candidate(
+            file=file,
+            label=line if lines.count(line) == 1 else f"{line} ({file.with_suffix('')})",
+            config=config,
+        )
+        for file, line, config in zip(files, lines, configs, strict=True)
     ]
 
 
 @contextmanager
 def deployed(candidate: Candidate, log: Path) -> Iterator[str]:
-    """Bring a deployment up and yield the URL of its gateway, on a free port of this machine.
+    """Start a deployment and yield the URL of its gateway, on a free port of this machine.
 
-    Raises ValueError, with the end of its output, where it does not come up.
+    Raises ValueError with the end of its output if it does not start.
     """
     changes = {"gateway": {"host": "127.0.0.1", "port": 0}, "instances": {"base_port": 0}}
     config = change_config(candidate.config, changes)
@@ -75,7 +75,7 @@ def deployed(candidate: Candidate, log: Path) -> Iterator[str]:
         command = [sys.executable, "-m", "epd_serve.cli", "up", str(file)]
         tied = [sys.executable, "-m", "epd_serve.lifeline", str(os.getpid()), *command]
         with log.open("wb") as output:
-            # a session of its own: Ctrl-C is for the tester, which then ends this in order
+            # in its own session, because Ctrl-C goes to the tester, which then stops the deployment in order
             process = subprocess.Popen(
                 tied, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
@@ -95,5 +95,5 @@ def _wait_ready(process: subprocess.Popen[bytes], candidate: Candidate, log: Pat
             return found[1]
         if ended or time.monotonic() > give_up:
             tail = "\n".join(text.splitlines()[-_TAIL_LINES:])
-            raise ValueError(f"{candidate.file} is not ready; its last output, all of it in {log}:\n{tail}")
+            raise ValueError(f"{candidate.file} did not start; the end of {log}:\n{tail}")
         time.sleep(_POLL_S)

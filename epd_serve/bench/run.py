@@ -1,10 +1,4 @@
-"""One finished run: its settings, records and figures, and its two files.
-
-::
-
-    run.json        RunSettings and ClientLoad
-    records.jsonl   Record, one line for each request
-"""
+"""A finished run: its settings, records and figures, kept as run.json and records.jsonl."""
 
 from __future__ import annotations
 
@@ -33,7 +27,7 @@ class Run:
 
     Attributes:
         path: its directory.
-        records: by index; fewer than planned where the run was interrupted.
+        records: sorted by index; fewer than planned if the run was interrupted.
         tester: None for a simulation.
     """
 
@@ -44,20 +38,20 @@ class Run:
 
     @classmethod
     def read(cls, path: Path) -> Run:
-        """Read a run. Raises ValueError where the directory holds none."""
+        """Read a run. Raises ValueError if the directory contains none."""
         try:
             file = msgspec.json.decode((path / "run.json").read_bytes(), type=_RunFile)
             records = msgspec.json.Decoder(Record).decode_lines((path / "records.jsonl").read_bytes())
         except FileNotFoundError as error:
-            raise ValueError(f"{path} holds no run: {error.filename} is missing") from None
+            raise ValueError(f"{path} is not a run: {error.filename} is missing") from None
         except msgspec.MsgspecError as error:
-            raise ValueError(f"{path} holds no run: {error}") from error
+            raise ValueError(f"{path} is not a run: {error}") from error
         return cls(path=path, settings=file.settings, records=records, tester=file.tester)
 
     def write(self) -> None:
-        """Write run.json and records.jsonl. Raises ValueError where the directory holds a run already."""
+        """Write run.json and records.jsonl. Raises ValueError if the directory contains a run already."""
         if (self.path / "run.json").exists():
-            raise ValueError(f"{self.path} holds a run already; name another directory")
+            raise ValueError(f"{self.path} already contains a run; choose another directory")
         self.path.mkdir(parents=True, exist_ok=True)
         (self.path / "records.jsonl").write_bytes(msgspec.json.Encoder().encode_lines(self.records))
         file = _RunFile(settings=self.settings, tester=self.tester)
@@ -69,17 +63,16 @@ class Run:
 
     @cached_property
     def summary(self) -> Summary:
-        """Raises ValueError where no request has ended."""
+        """The figures. Raises ValueError without finished requests."""
         return summarise(self.settings, self.records, self.tester)
 
     @property
     def total(self) -> Totals:
-        """The figures of the whole run; plots use these, as failures and the queue at the end count."""
         return self.summary.total
 
     @property
     def label(self) -> str:
-        """The server's name in tables and plots: its label, else its topology, else its model."""
+        """The server's name in tables and plots: its label, topology or model."""
         settings = self.settings
         name = settings.label or settings.topology or settings.model
         return f"{name}, {settings.emulated}" if settings.emulated else name
@@ -91,29 +84,29 @@ class Run:
 
     @property
     def rate(self) -> float | None:
-        """Requests a second as planned, of a trace on average; None in a closed loop."""
+        """Planned requests per second, for a trace the mean; None in a closed loop."""
         if self.settings.arrivals != "trace":
             return self.settings.rate
         return self.total.achieved_rate if self.total.planned_rate is None else self.total.planned_rate
 
     @property
     def load_text(self) -> str:
-        """The load in words: "8 req/s", "16 at once"."""
+        """The load, such as "8 req/s" or "16 at once"."""
         if self.rate is not None:
             return f"{self.rate:.4g} req/s"
         return f"{self.settings.arrivals.removeprefix('closed:')} at once"
 
 
 def read_runs(path: Path) -> list[Run]:
-    """Read all runs below a directory, in the order in which they began. Raises ValueError where there is none."""
+    """Read all runs below a directory, oldest first. Raises ValueError without any."""
     runs = [run for file in path.rglob("run.json") if (run := Run.read(file.parent)).records]
     if not runs:
-        raise ValueError(f"{path} holds no run with finished requests")
+        raise ValueError(f"{path} contains no run with finished requests")
     return sorted(runs, key=lambda run: run.settings.created_unix_s)
 
 
 def new_directory(work_dir: Path) -> Path:
-    """Make ``<work_dir>/<YYYYmmdd_HHMMSS>``, with a number behind it where that exists. Raises ValueError."""
+    """Create ``<work_dir>/<YYYYmmdd_HHMMSS>``, with a number appended if that exists. Raises ValueError."""
     stamp = time.strftime("%Y%m%d_%H%M%S")
     for number in count(1):
         path = work_dir / (stamp if number == 1 else f"{stamp}_{number}")

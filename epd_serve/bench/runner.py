@@ -1,10 +1,10 @@
-"""Send the requests of a plan, open or closed loop, and record the result of each."""
+"""Send scheduled requests in an open or a closed loop and record each result."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -13,25 +13,25 @@ import msgspec
 import pybase64
 
 from epd_serve.bench.client import send
-from epd_serve.bench.plan import Chain, Plan
-from epd_serve.bench.types import Failure, Item, Media, Message, Record, RunSettings
+from epd_serve.bench.plan import Conversation, parse_arrivals, schedule_items
+from epd_serve.bench.types import Failure, Item, Message, Part, Record, RunSettings
 
 _LAG_INTERVAL_S = 0.05
-#: Part of a message by the first half of its media type.
-_PARTS = {"image": "image_url", "audio": "audio_url", "video": "video_url"}
 
 
 class Runner:
-    """Sends one plan.
+    """Sends the requests of one run.
 
     Attributes:
-        records: of the requests that have ended.
+        records: results of the requests that have ended.
         num_sent: requests sent so far.
-        lags_s: lateness of the event loop's timers, taken twenty times a second.
+        lags_s: delays of event-loop timers, sampled twenty times a second.
     """
 
-    def __init__(self, plan: Plan, http: aiohttp.ClientSession, settings: RunSettings) -> None:
-        self._plan = plan
+    def __init__(self, items: Sequence[Item], http: aiohttp.ClientSession, settings: RunSettings) -> None:
+        """Raises ValueError for arrivals that do not fit the items."""
+        self._arrivals = parse_arrivals(settings)
+        self._conversations = schedule_items(items, self._arrivals, settings.seed)
         self._http = http
         self._settings = settings
         self._name = os.urandom(6).hex()
@@ -45,7 +45,6 @@ class Runner:
 
     @property
     def num_active(self) -> int:
-        """Requests under way."""
         return self.num_sent - sum(record.sent_s is not None for record in self.records)
 
     @property
@@ -53,26 +52,26 @@ class Runner:
         return self._stopping.is_set()
 
     async def run(self) -> None:
-        """Send all requests, until all are answered or :meth:`stop` was called."""
+        """Send all requests and wait for their answers, or until :meth:`stop`."""
         self._zero_s = perf_counter()
         lag = asyncio.create_task(self._watch_lag())
         try:
             async with asyncio.TaskGroup() as group:
-                if self._plan.concurrency is None:
+                if self._arrivals.concurrency is None:
                     await self._send_on_schedule(group)
                 else:
-                    chains = iter(self._plan.chains)
-                    for _ in range(self._plan.concurrency):
-                        self._start(group, self._send_in_turn(chains))
+                    waiting = iter(self._conversations)
+                    for _ in range(self._arrivals.concurrency):
+                        self._start(group, self._send_in_turn(waiting))
         finally:
             lag.cancel()
 
     def stop(self) -> None:
-        """Send no further request, and wait for those under way."""
+        """Send no further request; wait for open ones."""
         self._stopping.set()
 
     def abandon(self) -> None:
-        """Cancel the requests under way; they get no record."""
+        """Cancel open requests; they get no record."""
         for task in self._tasks:
             task.cancel()
 
@@ -82,64 +81,66 @@ class Runner:
         task.add_done_callback(self._tasks.discard)
 
     async def _send_on_schedule(self, group: asyncio.TaskGroup) -> None:
-        """Open loop: start each conversation at its time, whether or not those before are answered."""
-        for chain in self._plan.chains:
-            at_s = chain.at_s or 0.0
-            body = self._body(chain.items[0], [])  # made before it is due: that must not delay the sending
+        """Open loop: start each conversation at its time, whether or not earlier ones are answered."""
+        for conversation in self._conversations:
+            at_s = conversation.at_s or 0.0
+            body = self._encode_body(conversation.turns[0], [])  # before its time, so that it delays nothing
             if not await self._sleep_until(at_s):
                 return
-            self._start(group, self._converse(chain, at_s, body))
-            await asyncio.sleep(0)  # send it before the next body is made
+            self._start(group, self._converse(conversation, at_s, body))
+            await asyncio.sleep(0)  # send it before encoding the next body
 
-    async def _send_in_turn(self, chains: Iterator[Chain]) -> None:
-        """Closed loop: one user, who begins a conversation when the one before has ended."""
-        for chain in chains:
+    async def _send_in_turn(self, waiting: Iterator[Conversation]) -> None:
+        """Closed loop: one user, who starts the next conversation when the last one has ended."""
+        for conversation in waiting:
             if self.is_stopping:
                 return
-            await self._converse(chain, self._now(), self._body(chain.items[0], []))
+            body = self._encode_body(conversation.turns[0], [])
+            await self._converse(conversation, perf_counter() - self._zero_s, body)
 
-    async def _converse(self, chain: Chain, scheduled_s: float, body: bytes) -> None:
+    async def _converse(self, conversation: Conversation, scheduled_s: float, body: bytes) -> None:
         history: list[dict[str, Any]] = []
-        for turn, item in enumerate(chain.items):
+        for turn, item in enumerate(conversation.turns):
             if turn:
-                planned_s = 0.0 if item.arrival_s is None else item.arrival_s * self._plan.time_scale
-                scheduled_s = max(self._now() + item.think_s, planned_s if chain.at_s is not None else 0.0)
-                body = self._body(item, history)
+                scheduled_s = perf_counter() - self._zero_s + item.think_s
+                if conversation.at_s is not None and item.arrival_s is not None:
+                    scheduled_s = max(scheduled_s, item.arrival_s * self._arrivals.time_scale)
+                body = self._encode_body(item, history)
                 if not await self._sleep_until(scheduled_s):
                     return
-            record = await self._request(item, body, scheduled_s)
+            record = await self._send(item, body, scheduled_s)
             if record is None:
                 return
             self.records.append(record)
             if record.failure is not None:
-                self.records += [  # never sent, and failures all the same
+                self.records += [
                     Record(
-                        **_names(later),
+                        **_name_fields(later),
                         scheduled_s=record.finish_s,
                         finish_s=record.finish_s,
                         failure=Failure.NOT_SENT,
                         detail=f"turn {turn} failed",
                     )
-                    for later in chain.items[turn + 1 :]
+                    for later in conversation.turns[turn + 1 :]
                 ]
                 return
-            history += [*map(wire_message, item.messages), {"role": "assistant", "content": record.text}]
+            history += [*map(_encode_message, item.messages), {"role": "assistant", "content": record.text}]
 
-    async def _request(self, item: Item, body: bytes, scheduled_s: float) -> Record | None:
-        """Send one request; None where the run was stopped before a slot was free."""
-        since_s = self._now()
+    async def _send(self, item: Item, body: bytes, scheduled_s: float) -> Record | None:
+        """Send one request; return None if the run stops before a slot is free."""
+        since_s = perf_counter()
         name = f"bench-{self._name}-{item.index}"
         headers = {"Content-Type": "application/json", "Accept": "text/event-stream", "x-request-id": name}
         url = f"{self._settings.base_url}/v1/chat/completions"
         async with self._slots:
             if self.is_stopping:
                 return None
-            slot_wait_s = self._now() - since_s
+            slot_wait_s = perf_counter() - since_s
             self.num_sent += 1
             answer = await send(self._http, url, body, headers, self._settings.timeout_s)
         times = [self._since_zero(at_s) for at_s in answer.token_times_s]
         return Record(
-            **_names(item),
+            **_name_fields(item),
             scheduled_s=round(scheduled_s, 6),
             sent_s=self._since_zero(answer.sent_s),
             first_chunk_s=None if answer.first_chunk_s is None else self._since_zero(answer.first_chunk_s),
@@ -161,18 +162,24 @@ class Runner:
             slot_wait_s=round(slot_wait_s, 6),
         )
 
-    def _body(self, item: Item, history: Sequence[dict[str, Any]]) -> bytes:
-        return chat_body(item, history, self._settings.model, self._settings.fields)
-
-    def _now(self) -> float:
-        return perf_counter() - self._zero_s
+    def _encode_body(self, item: Item, history: Sequence[dict[str, Any]]) -> bytes:
+        body = {
+            "model": self._settings.model,
+            "messages": [*history, *map(_encode_message, item.messages)],
+            "max_tokens": item.max_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **self._settings.fields,
+            **item.fields,
+        }
+        return msgspec.json.encode(body)
 
     def _since_zero(self, at_s: float) -> float:
         return round(at_s - self._zero_s, 6)
 
     async def _sleep_until(self, at_s: float) -> bool:
-        """Sleep until a time of the plan; False where the run was stopped meanwhile."""
-        if (wait_s := at_s - self._now()) > 0:
+        """Sleep until a time of the schedule; return False if the run stops first."""
+        if (wait_s := at_s - (perf_counter() - self._zero_s)) > 0:
             try:
                 async with asyncio.timeout(wait_s):
                     await self._stopping.wait()
@@ -187,44 +194,22 @@ class Runner:
             self.lags_s.append(max(0.0, perf_counter() - due_s))
 
 
-def _names(item: Item) -> dict[str, Any]:
-    return {
-        "index": item.index,
-        "workload": item.workload,
-        "modality": item.modality,
-        "conversation": item.conversation,
-        "turn": item.turn,
-    }
+def _name_fields(item: Item) -> dict[str, Any]:
+    return {name: getattr(item, name) for name in ("index", "workload", "modality", "conversation", "turn")}
 
 
-def wire_message(message: Message) -> dict[str, Any]:
-    """Return a message as an entry of the request's ``messages``."""
+def _encode_message(message: Message) -> dict[str, Any]:
     if len(message.parts) == 1 and isinstance(message.parts[0], str):
         return {"role": message.role, "content": message.parts[0]}
-    return {"role": message.role, "content": [_part(part) for part in message.parts]}
+    return {"role": message.role, "content": [_encode_part(part) for part in message.parts]}
 
 
-def chat_body(item: Item, history: Sequence[dict[str, Any]], model: str, fields: Mapping[str, Any]) -> bytes:
-    """Return the JSON of a streamed chat; ``history``: the conversation so far, ``fields``: those of the run."""
-    body = {
-        "model": model,
-        "messages": [*history, *map(wire_message, item.messages)],
-        "max_tokens": item.max_tokens,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        **fields,
-        **item.fields,
-    }
-    return msgspec.json.encode(body)
-
-
-def _part(part: str | Media) -> dict[str, Any]:
+def _encode_part(part: Part) -> dict[str, Any]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
-    kind = _PARTS[part.mime.partition("/")[0]]
-    return {"type": kind, kind: {"url": part.url or _data_url(part)}}
-
-
-def _data_url(media: Media) -> msgspec.Raw:
-    """Return a data URL as JSON: base64 needs no escapes, which saves a pass over each picture."""
-    return msgspec.Raw(b'"data:%b;base64,%b"' % (media.mime.encode(), pybase64.b64encode(media.data)))
+    if isinstance(part, dict):
+        return part
+    kind = f"{part.mime.partition('/')[0]}_url"
+    # a data URL as JSON: base64 needs no escapes, which saves a pass over each picture
+    url: Any = msgspec.Raw(b'"data:%b;base64,%b"' % (part.mime.encode(), pybase64.b64encode(part.data)))
+    return {"type": kind, kind: {"url": part.url or url}}

@@ -1,4 +1,4 @@
-"""Percentiles, distributions, the interval of a share, and the number of requests under way."""
+"""Percentiles, distributions, confidence intervals and concurrency over time."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from itertools import accumulate
 
 from epd_serve.bench.types import Distribution, Record, Share
 
-#: Of the normal distribution, two-sided 95 %.
+#: Two-sided 95 % of the normal distribution.
 _Z = 1.959963984540054
-#: Values that must lie beyond a percentile before it says more than "one of the largest".
-_LEAST_BEYOND = 5
+#: With fewer values beyond it a percentile is just one of the largest values.
+_MIN_BEYOND = 5
 
 
 def percentile(ascending: Sequence[float], q: float) -> float:
-    """Linear interpolation between closest ranks (numpy's default); ``q`` in 0..100, of one value or more."""
+    """Return a percentile of at least one value, interpolated linearly like numpy's; ``q`` is in 0..100."""
     at = (len(ascending) - 1) * q / 100
     below = math.floor(at)
     above = min(below + 1, len(ascending) - 1)
@@ -23,51 +23,42 @@ def percentile(ascending: Sequence[float], q: float) -> float:
 
 
 def distribution(values: Iterable[float]) -> Distribution | None:
-    """Return the distribution of the values; None where there are none."""
+    """Return the distribution of the values; None without values."""
     ascending = sorted(values)
     if not ascending:
         return None
     mean = math.fsum(ascending) / len(ascending)
     variance = math.fsum((value - mean) ** 2 for value in ascending) / len(ascending)
-    p50, p75, p90, p95, p99 = (percentile(ascending, q) for q in (50, 75, 90, 95, 99))
     return Distribution(
         n=len(ascending),
         mean=mean,
         std=math.sqrt(variance),
         min=ascending[0],
         max=ascending[-1],
-        median=p50,
-        p75=p75,
-        p90=p90,
-        p95=p95,
-        p99=p99,
+        median=percentile(ascending, 50),
+        **{f"p{q}": percentile(ascending, q) for q in (75, 90, 95, 99)},
     )
 
 
-def least_number(q: float) -> int:
-    """Return the least number of values from which a percentile may be taken."""
-    return math.ceil(_LEAST_BEYOND / (1 - q / 100) - 1e-9)
+def min_values(q: float) -> int:
+    """Return how many values a percentile needs to be meaningful."""
+    return math.ceil(_MIN_BEYOND / (1 - q / 100) - 1e-9)
 
 
 def wilson(part: int, whole: int) -> Share:
-    """Wilson's score interval at 95 %: it holds near 0 and 1 and for few requests too."""
+    """Return a share with its 95 % Wilson score interval, which also holds near 0 and 1 and for few requests."""
     if not whole:
         return Share(part=part, whole=whole, value=0.0, low=0.0, high=1.0)
     p, z2 = part / whole, _Z**2
     middle = p + z2 / (2 * whole)
     half = _Z * math.sqrt(p * (1 - p) / whole + z2 / (4 * whole**2))
     scale = 1 + z2 / whole
-    return Share(
-        part=part,
-        whole=whole,
-        value=p,
-        low=0.0 if not part else max(0.0, (middle - half) / scale),
-        high=1.0 if part == whole else min(1.0, (middle + half) / scale),
-    )
+    low, high = max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)
+    return Share(part=part, whole=whole, value=p, low=low if part else 0.0, high=high if part < whole else 1.0)
 
 
 def load_curve(records: Sequence[Record]) -> list[tuple[float, int]]:
-    """Return (time, requests under way from then on), ascending in time."""
+    """Return (time, open requests from then on), ascending in time."""
     events = sorted(
         event
         for record in records
@@ -79,7 +70,7 @@ def load_curve(records: Sequence[Record]) -> list[tuple[float, int]]:
 
 
 def mean_concurrency(curve: Sequence[tuple[float, int]], begin_s: float, end_s: float) -> float:
-    """Return the mean number of requests under way over ``[begin_s, end_s)``."""
+    """Return the mean number of open requests over ``[begin_s, end_s)``."""
     if end_s <= begin_s:
         return 0.0
     area, number, since_s = 0.0, 0, begin_s
@@ -94,7 +85,7 @@ def mean_concurrency(curve: Sequence[tuple[float, int]], begin_s: float, end_s: 
 
 
 def is_growing(curve: Sequence[tuple[float, int]], begin_s: float, end_s: float) -> bool:
-    """Whether the requests under way became more throughout: then the server does not keep up."""
+    """Return whether open requests kept growing, which means that the server cannot keep up."""
     third_s = (end_s - begin_s) / 3
     parts = [
         mean_concurrency(curve, begin_s + part * third_s, begin_s + (part + 1) * third_s) for part in range(3)

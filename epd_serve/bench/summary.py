@@ -1,53 +1,51 @@
-"""The figures of a run with the warnings that they need: a pure function of its records."""
+"""Compute the figures and warnings of a run from its records."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
-from epd_serve.bench.plan import ClosedLoop, load_of
+from epd_serve.bench.plan import parse_arrivals
 from epd_serve.bench.statistics import (
     distribution,
     is_growing,
-    least_number,
     load_curve,
     mean_concurrency,
+    min_values,
     percentile,
     wilson,
 )
-from epd_serve.bench.types import ClientLoad, Distribution, Record, RunSettings, Summary, Totals
+from epd_serve.bench.types import ClientLoad, Record, RunSettings, Summary, Totals
 
-#: Milliseconds in a second.
+#: Milliseconds per second.
 MS = 1e3
-#: Figures of one request, seconds if not said otherwise; those that a request lacks are left out.
-FIGURES: dict[str, Callable[[Record], float | None]] = {
-    "ttft": lambda one: one.ttft_s,
-    "ttft_scheduled": lambda one: one.ttft_scheduled_s,
-    "first_chunk": lambda one: one.first_chunk_latency_s,
-    "tpot": lambda one: one.tpot_s,
-    "e2el": lambda one: one.e2el_s,
-    "e2el_scheduled": lambda one: one.e2el_scheduled_s,
-    "send_lag": lambda one: one.send_lag_s,
-    "input_tokens": lambda one: one.num_prompt_tokens,
-    "output_tokens": lambda one: one.num_output_tokens,
-    "prefill_token_throughput": lambda one: (
-        one.num_prompt_tokens / one.ttft_s if one.ttft_s and one.num_prompt_tokens is not None else None
-    ),
-    "output_token_throughput": lambda one: one.num_output_tokens / one.e2el_s if one.e2el_s else None,
+#: Figures of a request, as attributes of :class:`Record`.
+_FIGURES = {
+    "ttft": "ttft_s",
+    "ttft_scheduled": "ttft_scheduled_s",
+    "first_chunk": "first_chunk_latency_s",
+    "tpot": "tpot_s",
+    "e2el": "e2el_s",
+    "e2el_scheduled": "e2el_scheduled_s",
+    "send_lag": "send_lag_s",
+    "input_tokens": "num_prompt_tokens",
+    "output_tokens": "num_output_tokens",
+    "prefill_token_throughput": "prefill_tokens_per_s",
+    "output_token_throughput": "output_tokens_per_s",
 }
 
 
 def summarise(settings: RunSettings, records: Sequence[Record], tester: ClientLoad | None = None) -> Summary:
-    """Return the figures of a run. Raises ValueError where there is no record."""
+    """Return the figures of a run. Raises ValueError without records."""
     if not records:
-        raise ValueError("the run has no finished request")
-    total = _totals(settings, records)
+        raise ValueError("the run has no finished requests")
+    total = _summarise_part(settings, records)
     modalities = sorted({record.modality for record in records})
     return Summary(
         total=total,
         by_modality={
-            name: _totals(settings, [one for one in records if one.modality == name])
+            name: _summarise_part(settings, [one for one in records if one.modality == name])
             for name in modalities
             if len(modalities) > 1
         },
@@ -56,7 +54,7 @@ def summarise(settings: RunSettings, records: Sequence[Record], tester: ClientLo
 
 
 def attains(record: Record, settings: RunSettings) -> tuple[bool, bool]:
-    """Whether TTFT (from the scheduled time) and TPOT keep their limits; a failure keeps neither."""
+    """Return whether TTFT (from the scheduled time) and TPOT keep their limits; a failed request misses both."""
     if not record.succeeded:
         return False, False
     ttft_s, tpot_s = record.ttft_scheduled_s, record.tpot_s
@@ -66,7 +64,7 @@ def attains(record: Record, settings: RunSettings) -> tuple[bool, bool]:
     )
 
 
-def _totals(settings: RunSettings, records: Sequence[Record]) -> Totals:
+def _summarise_part(settings: RunSettings, records: Sequence[Record]) -> Totals:
     curve = load_curve(records)
     begin_s = min(record.scheduled_s for record in records)
     end_s = max(record.finish_s for record in records)
@@ -74,21 +72,26 @@ def _totals(settings: RunSettings, records: Sequence[Record]) -> Totals:
     succeeded = [record for record in records if record.succeeded]
     kept = [attains(record, settings) for record in records]
     good = [record for record, both in zip(records, kept, strict=True) if all(both)]
+    figures = {
+        name: distribution(value for one in succeeded if (value := getattr(one, attribute)) is not None)
+        for name, attribute in _FIGURES.items()
+    }
+    figures["itl"] = distribution(chain.from_iterable(record.itl_s for record in succeeded))
     input_tokens = sum(record.num_prompt_tokens or 0 for record in succeeded)
     output_tokens = sum(record.num_output_tokens for record in succeeded)
     ttft_s = sum(record.ttft_s or 0.0 for record in succeeded)
     goodput = len(good) / duration_s
     effective = sum(record.num_output_tokens for record in good) / duration_s
-    # answers decide the time of a later turn, and of a closed loop's requests
+    # answers determine the times of later turns and of a closed loop
     is_planned = len(records) > 1 and not any(record.turn for record in records)
-    is_planned = is_planned and not isinstance(load_of(settings), ClosedLoop)
+    is_planned = is_planned and parse_arrivals(settings).concurrency is None
     return Totals(
         duration_s=duration_s,
         num_requests=len(records),
         num_succeeded=len(succeeded),
         num_failed=len(records) - len(succeeded),
         failures=dict(Counter(str(record.failure) for record in records if record.failure is not None)),
-        figures=_figures(succeeded),
+        figures={name: one for name, one in figures.items() if one is not None},
         attainment=wilson(len(good), len(records)),
         ttft_attainment=wilson(sum(ttft for ttft, _ in kept), len(records)),
         tpot_attainment=wilson(sum(tpot for _, tpot in kept), len(records)),
@@ -101,8 +104,8 @@ def _totals(settings: RunSettings, records: Sequence[Record]) -> Totals:
         goodput_per_device=goodput / settings.num_devices,
         effective_throughput=effective,
         effective_throughput_per_device=effective / settings.num_devices,
-        achieved_rate=_rate([record.sent_s for record in records if record.sent_s is not None]),
-        planned_rate=_rate([record.scheduled_s for record in records]) if is_planned else None,
+        achieved_rate=_events_per_s([record.sent_s for record in records if record.sent_s is not None]),
+        planned_rate=_events_per_s([record.scheduled_s for record in records]) if is_planned else None,
         mean_concurrency=mean_concurrency(curve, begin_s, end_s),
         max_concurrency=max((number for _, number in curve), default=0),
         total_input_tokens=input_tokens,
@@ -110,24 +113,12 @@ def _totals(settings: RunSettings, records: Sequence[Record]) -> Totals:
     )
 
 
-def _figures(records: Sequence[Record]) -> dict[str, Distribution]:
-    found = {
-        name: distribution(value for record in records if (value := figure(record)) is not None)
-        for name, figure in FIGURES.items()
-    }
-    found["itl"] = distribution(chain.from_iterable(record.itl_s for record in records))
-    return {name: one for name, one in found.items() if one is not None}
-
-
-def _rate(times: Sequence[float]) -> float:
-    """Events a second, between the first and the last."""
+def _events_per_s(times: Sequence[float]) -> float:
     first, last = min(times, default=0.0), max(times, default=0.0)
     return (len(times) - 1) / (last - first) if last > first else 0.0
 
 
-_LEAST_RATE = 0.98
-_MOST_LAG_S = 0.01
-_MOST_CPU = 0.9
+_MIN_RATE_SHARE, _MAX_LAG_S, _MAX_CPU_SHARE = 0.98, 0.01, 0.9
 
 
 def _warn_of_tester(
@@ -136,10 +127,10 @@ def _warn_of_tester(
     found = []
     if settings.emulated:
         found.append(
-            f"The devices are {settings.emulated}: queues and the host's work are real, the times of steps and "
-            "links are those of a data sheet or a profile, or of the CPU where that is slower."
+            f"The devices are {settings.emulated}: queues and host work are real; step and link times come from a "
+            "data sheet or a profile, or from the CPU where that is slower."
         )
-    if total.planned_rate and total.achieved_rate < _LEAST_RATE * total.planned_rate:
+    if total.planned_rate and total.achieved_rate < _MIN_RATE_SHARE * total.planned_rate:
         found.append(
             f"The rate fell short: {total.achieved_rate:.2f} of {total.planned_rate:.2f} requests/s were sent."
         )
@@ -147,11 +138,10 @@ def _warn_of_tester(
         one.send_lag_s - one.slot_wait_s for one in records if one.send_lag_s is not None and not one.turn
     )
     late_s = max(percentile(lags, 99) if lags else 0.0, tester.loop_lag_p99_s if tester else 0.0)
-    if late_s > _MOST_LAG_S:
-        found.append(f"The tester was late by {late_s * MS:.0f} ms (p99): all times may be as wrong.")
-    if tester is not None and tester.cpu_s > _MOST_CPU * tester.wall_s:
-        share = tester.cpu_s / tester.wall_s
-        found.append(f"The tester used {share:.0%} of a core: it, and not the server, may be the limit.")
+    if late_s > _MAX_LAG_S:
+        found.append(f"The tester lagged by {late_s * MS:.0f} ms (p99); all times may be off by that much.")
+    if tester is not None and tester.cpu_s > _MAX_CPU_SHARE * tester.wall_s:
+        found.append(f"The tester used {tester.cpu_s / tester.wall_s:.0%} of a core and may be the limit.")
     if total.num_requests < settings.num_requests:
         found.append(f"The run is not complete: {total.num_requests} of {settings.num_requests} requests ended.")
     return found
@@ -164,17 +154,16 @@ def _warn_of_server(settings: RunSettings, records: Sequence[Record], total: Tot
         found.append(f"{total.num_failed} of {total.num_requests} requests failed ({kinds}).")
     if waited := sum(record.slot_wait_s > 0.001 for record in records):
         found.append(
-            f"{waited} requests waited for one of {settings.max_concurrency} client slots: latencies from the "
-            "scheduled time contain it."
+            f"{waited} requests waited for one of {settings.max_concurrency} client slots; latencies from the "
+            "scheduled time include the wait."
         )
     times = [record.sent_s for record in records if record.sent_s is not None]
-    is_open = not isinstance(load_of(settings), ClosedLoop) and len(times) >= 30
+    is_open = parse_arrivals(settings).concurrency is None and len(times) >= 30
     if is_open and is_growing(load_curve(records), min(times), max(times)):
-        found.append("More and more requests were under way: the server does not keep up with this rate.")
+        found.append("The number of open requests kept growing: the server does not keep up with this rate.")
     if any(record.succeeded and not record.has_usage for record in records):
-        found.append("Some answers came without usage: their output tokens are counted events.")
-    number = total.num_succeeded
-    if shaky := [q for q in (90, 95, 99) if number < least_number(q)]:
-        names = ", ".join(f"p{q} (needs {least_number(q)})" for q in shaky)
-        found.append(f"{number} answers are too few for {names}.")
+        found.append("Some answers came without usage: their events are counted as output tokens.")
+    if few := [q for q in (90, 95, 99) if total.num_succeeded < min_values(q)]:
+        names = ", ".join(f"p{q} (needs {min_values(q)})" for q in few)
+        found.append(f"{total.num_succeeded} answers are too few for {names}.")
     return found

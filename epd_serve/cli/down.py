@@ -15,7 +15,7 @@ from epd_serve.cli.flags import On, ray_address
 from epd_serve.config import load_config
 
 
-def down(deployment: Deployment = None, on: On | None = None) -> None:
+def down(deployment: Deployment = None, on: On = None) -> None:
     """Stop a deployment on this machine, or with --on on a cluster, after its requests are finished."""
     if on is None:
         _end_here(deployment)

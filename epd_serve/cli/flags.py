@@ -28,7 +28,7 @@ Join = Annotated[
 ]
 
 On = Annotated[
-    str,
+    str | None,
     typer.Option(metavar="ray[=ADDRESS]", help="A Ray cluster: this machine's, RAY_ADDRESS's, or a head's."),
 ]
 

@@ -55,7 +55,7 @@ def up(
     detach: Annotated[
         bool, typer.Option("--detach", "-d", help="Return once it is ready; 'epd-serve down' stops it.")
     ] = False,
-    on: On | None = None,
+    on: On = None,
     spread: Annotated[
         Literal["pack", "host"],
         typer.Option(help="With --on: device groups on few hosts, or spread over all hosts."),

@@ -211,7 +211,7 @@ class InstanceSettings(Section):
     )
     kv_cache_bytes: Bytes | None = Field(default=None, description="KV cache size, instead of num_blocks.")
     max_num_batched_tokens: int | None = Field(
-        default=None, ge=1, description="Token budget of a step; null: by a GPU's memory, 2048 on a CPU or an NPU."
+        default=None, ge=1, description="Token budget of a step; null: 2048."
     )
     max_num_seqs: int | None = Field(
         default=None,

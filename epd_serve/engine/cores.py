@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from pathlib import Path
 from zlib import crc32
-
-import numpy as np
 
 from device.base import BareDevice
 
@@ -29,21 +28,24 @@ class Cores:
         """Raises OSError if the file cannot be created."""
         self._device = device
         self._num_threads = num_threads
-        self._pids = np.zeros((_SLOTS, 2), np.int64)
+        memory: bytearray | mmap.mmap = bytearray(_SLOTS * 2 * 8)
         if board is not None:
             descriptor = os.open(board, os.O_RDWR | os.O_CREAT, 0o600)
-            os.ftruncate(descriptor, self._pids.nbytes)
-            os.close(descriptor)
-            self._pids = np.memmap(board, np.int64, "r+", shape=self._pids.shape)
-        self._own = self._pids[crc32(name.encode()) % _SLOTS]
-        self._own[:] = 0
+            try:
+                os.ftruncate(descriptor, len(memory))
+                memory = mmap.mmap(descriptor, len(memory))
+            finally:
+                os.close(descriptor)
+        self._pids = memoryview(memory).cast("q")
+        self._first = 2 * (crc32(name.encode()) % _SLOTS)
+        self._pids[self._first] = self._pids[self._first + 1] = 0
 
     def begin(self, side: int) -> None:
         """Mark a side as computing on this thread and set its number of threads."""
-        self._own[side] = own = os.getpid()
-        pids = self._pids[np.nonzero(self._pids)].tolist()
+        self._pids[self._first + side] = own = os.getpid()
+        pids = filter(None, self._pids.tolist())
         num_sides = sum(pid == own or Path(f"/proc/{pid}").exists() for pid in pids)
         self._device.set_threads(max(1, self._num_threads // num_sides))
 
     def end(self, side: int) -> None:
-        self._own[side] = 0
+        self._pids[self._first + side] = 0

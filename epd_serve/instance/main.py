@@ -9,13 +9,11 @@ import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 from urllib.parse import urlsplit
 
-import psutil
 import uvicorn
 import uvloop
 
@@ -55,7 +53,7 @@ def run_instance(options: InstanceOptions) -> None:
             from epd_serve.instance.loading.checkpoint import set_up
 
         set_up(options.threads)
-    logger.info("modules imported %.1f s after the process began", time.time() - psutil.Process().create_time())
+    logger.info("modules imported")
     uvloop.run(_serve(options))
 
 

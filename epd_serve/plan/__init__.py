@@ -1,1 +1,1 @@
-"""The planner: chooses a topology and its devices, and explains the choice."""
+"""The planner: choose a topology and its devices, and explain the choice."""

@@ -1,4 +1,4 @@
-"""``epd-serve plan``: read, search, recommend, show."""
+"""``epd-serve plan``: read the options, search, recommend, print."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from epd_serve.plan.space import MOST_SEQS, Candidate, candidates, with_batching
 from epd_serve.plan.strategies import Found, cheapest, enumerate_plans, tpe
 from epd_serve.sim.workloads import read_load
 
-#: Up to so many plans are all searched; of more, the topologies with the highest bounds: a search takes seconds.
-_FEW = 40
+#: Up to this many plans are searched exhaustively; a search takes seconds.
+_MAX_EXHAUSTIVE = 40
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """The command's options as typed; ``slo`` as in ttft=2000,tpot=50."""
+    """The command's options as typed."""
 
     workload: str
     devices: str
@@ -47,14 +47,14 @@ class Wanted:
 
 
 def run_plan(wanted: Wanted, *, output: Path | None, explain: bool, as_json: bool) -> None:
-    """Print the recommendation. Raises ValueError for what cannot be planned."""
+    """Print the recommendation. Raises ValueError for invalid options or if nothing can be planned."""
     fleet = read_fleet(wanted.devices, wanted.model)
     goal = read_goal(wanted.slo, wanted.beta)
     known = get_args(BatchingOrder)
     if unknown := [one for one in wanted.orders if one not in known]:
-        raise ValueError(f"--order {unknown[0]}: there are {', '.join(known)}")
+        raise ValueError(f"--order {unknown[0]} is unknown; known: {', '.join(known)}")
     if output is not None and not output.parent.is_dir():
-        raise ValueError(f"-o {output}: there is no directory {output.parent}")
+        raise ValueError(f"-o {output}: directory {output.parent} does not exist")
     load = read_load(
         wanted.workload,
         rate=wanted.rate,
@@ -68,13 +68,13 @@ def run_plan(wanted: Wanted, *, output: Path | None, explain: bool, as_json: boo
             goal,
             load.requests,
             most=wanted.most,
-            rated=lambda: status.update(f"simulating: {evaluator.num_simulations} runs"),
+            on_simulated=lambda: status.update(f"simulating: {evaluator.num_simulations} runs"),
         )
-        enough = None
+        sufficient = None
         if load.rate is not None and not wanted.all_devices:
-            enough = cheapest(evaluator, plans(fleet, wanted, fewer=True), load.rate)
+            sufficient = cheapest(evaluator, plans(fleet, wanted, fewer=True), load.rate)
         found = search(evaluator, wanted)
-        result = recommend(evaluator, found, rate=load.rate, enough=enough)
+        result = recommend(evaluator, found, rate=load.rate, sufficient=sufficient)
     if output is not None:
         output.write_text(result.deployment, encoding="utf-8")
     if as_json:
@@ -84,7 +84,7 @@ def run_plan(wanted: Wanted, *, output: Path | None, explain: bool, as_json: boo
     console.print(f"{load.name} on {fleet}, {fleet.model}, {goal}:\n", highlight=False)
     _show(result, evaluator, found, console, explain=explain)
     if output is None:
-        typer.echo(f"\nWith -o FILE it is written as a file for 'epd-serve up':\n\n{result.deployment}")
+        typer.echo(f"\nDeployment file for 'epd-serve up' (write it with -o FILE):\n\n{result.deployment}")
     else:
         console.print(f"\nWrote {output}. Start it: epd-serve up {output}", highlight=False, soft_wrap=True)
 
@@ -99,7 +99,7 @@ def read_goal(text: str, beta: float = 0.0) -> Goal:
         except ValueError:
             limits[name] = -1.0
         if name not in ("ttft", "tpot") or not 0 < limits[name] < float("inf"):
-            raise ValueError(f"--slo {text}: {part!r} is no limit; write milliseconds, as in ttft=2000,tpot=50")
+            raise ValueError(f"--slo {text}: {part!r} is not a limit; write milliseconds, as in ttft=2000,tpot=50")
     ttft, tpot = limits.get("ttft"), limits.get("tpot")
     return Goal(
         ttft_s=None if ttft is None else ttft / 1e3, tpot_s=None if tpot is None else tpot / 1e3, beta=beta
@@ -107,19 +107,19 @@ def read_goal(text: str, beta: float = 0.0) -> Goal:
 
 
 def search(evaluator: Evaluator, wanted: Wanted) -> Found:
-    """Search with the wanted strategy. Raises ValueError for the order slack without a limit on TTFT."""
+    """Search with the chosen strategy. Raises ValueError for the order slack without a TTFT limit."""
     if "slack" in wanted.orders and evaluator.goal.ttft_s is None:
-        raise ValueError("the order slack needs a limit on TTFT: --slo ttft=2000")
+        raise ValueError("the order slack needs a TTFT limit, as in --slo ttft=2000")
     every = plans(evaluator.fleet, wanted, fewer=evaluator.goal.beta > 0)
     if wanted.strategy == "tpe":
         return tpe(evaluator, every, trials=wanted.trials, seed=wanted.seed)
-    if len(every) <= _FEW:
+    if len(every) <= _MAX_EXHAUSTIVE:
         return enumerate_plans(evaluator, every, width=None)
     return enumerate_plans(evaluator, every)
 
 
 def plans(fleet: Fleet, wanted: Wanted, *, fewer: bool) -> list[Candidate]:
-    """Return all plans with all options of steps that are wanted."""
+    """Return all plans with all chosen batching options."""
     return with_batching(
         candidates(fleet, widths=wanted.widths, fewer=fewer),
         cast(tuple[BatchingOrder, ...], wanted.orders),
@@ -129,7 +129,7 @@ def plans(fleet: Fleet, wanted: Wanted, *, fewer: bool) -> list[Candidate]:
 
 
 def as_dict(result: Recommendation, evaluator: Evaluator, found: Found) -> dict[str, Any]:
-    """Return the recommendation as a JSON object, for ``--json``."""
+    """Return the recommendation as JSON for ``--json``."""
     return {
         "recommended": str(result.chosen.candidate),
         "rate": result.rate,
@@ -143,7 +143,7 @@ def as_dict(result: Recommendation, evaluator: Evaluator, found: Found) -> dict[
         "simulated_requests": evaluator.num_requests,
         "ranking": [
             {
-                "plan": one.candidate.told(evaluator.fleet),
+                "plan": one.candidate.describe(evaluator.fleet),
                 "goodput": one.goodput,
                 "objective": one.objective if one.goodput else None,
                 "cost": one.cost,
@@ -170,6 +170,6 @@ def _show(result: Recommendation, evaluator: Evaluator, found: Found, console: C
     table = Table("plan", "requests/s", "bound", "bottleneck", "cost", title=f"ranking, {evaluator.fleet}")
     for plan in result.ranking[:10]:
         goodput = f"{plan.goodput:.2f}" if plan.goodput else plan.reason or "less than the best"
-        told = plan.candidate.told(evaluator.fleet)
-        table.add_row(told, goodput, f"{plan.bound.rate:.2f}", plan.bound.bottleneck.value, f"{plan.cost:,.0f}")
+        name = plan.candidate.describe(evaluator.fleet)
+        table.add_row(name, goodput, f"{plan.bound.rate:.2f}", plan.bound.bottleneck.value, f"{plan.cost:,.0f}")
     console.print(table)

@@ -1,4 +1,4 @@
-"""The deployment file of a plan."""
+"""Write the deployment file of a plan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from epd_serve.plan.evaluate import Evaluation, Evaluator
 
 
 def deployment_yaml(evaluator: Evaluator, plan: Evaluation) -> str:
-    """Return a file for ``epd-serve up``. Raises ValueError for a plan that the schema refuses."""
+    """Return a file for ``epd-serve up``. Raises ValueError if the schema rejects it."""
     candidate, goal = plan.candidate, evaluator.goal
     placed = candidate.devices(evaluator.fleet)
     devices = [name for _, name in placed]

@@ -1,4 +1,4 @@
-"""The value of a plan: the bound of its rate without a simulation, its goodput in one, and whether it keeps up."""
+"""Evaluate a plan: an analytic bound of its rate, and its goodput by simulation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from epd_serve.types import Stage
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeanRequest:
-    """The mean request of a workload; ``image_pixels`` are those of one image."""
+    """The mean request of a workload; ``image_pixels`` is per image."""
 
     num_images: float
     image_pixels: float
@@ -31,7 +31,7 @@ class MeanRequest:
 
     @classmethod
     def of(cls, requests: Sequence[SimRequest]) -> MeanRequest:
-        """Take the means of ``requests``. Equal images count once: they are encoded once."""
+        """Average the requests. Equal images count once, because they are encoded once."""
         distinct = {item.mm_hash: item for one in requests for item in one.media}.values()
         num, num_images = len(requests), len(distinct)
         return cls(
@@ -48,12 +48,12 @@ class MeanRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bound:
-    """The limit of a plan.
+    """The upper bound of a plan's rate.
 
     Attributes:
-        rate: requests per second at which the first device is busy all the time.
-        bottleneck: the stage that keeps that device busiest.
-        loads: seconds of each stage per request, on one instance that does nothing else.
+        rate: requests per second that saturate the first device.
+        bottleneck: the stage that uses most of that device.
+        loads: seconds per request of each stage, on one instance that does nothing else.
     """
 
     rate: float
@@ -64,10 +64,7 @@ class Bound:
 def stage_seconds(
     spec: SimInstanceSpec, mean: MeanRequest, tpot_s: float | None, ttft_s: float | None, stage: Stage
 ) -> float:
-    """Seconds of one stage of a request, at an instance whose batches are as full as its limits allow.
-
-    The steps are those of algorithm 2, lines 6 to 11.
-    """
+    """Return the seconds of one stage of a request in full batches (EPD-Serve, algorithm 2, lines 6 to 11)."""
     profile = spec.profile
     if stage is Stage.ENCODE:
         if not mean.num_images or not profile.encode:
@@ -95,12 +92,12 @@ def stage_seconds(
 
 
 def bound(deployment: SimDeployment, mean: MeanRequest, *, ttft_s: float | None, tpot_s: float | None) -> Bound:
-    """The bound of a deployment: each stage's work is divided among its instances in proportion to their speed."""
+    """Return the bound of a deployment, with each stage's work divided among its instances by their speed."""
     busy: dict[str, dict[Stage, float]] = {}
     loads: dict[Stage, float] = {}
     for stage in Stage:
         covering = [one for one in deployment.instances if stage in one.role.stages]
-        if stage is Stage.DECODE:  # what prefills and decodes keeps its own prompts
+        if stage is Stage.DECODE:  # PD instances keep their own prompts
             covering = [one for one in covering if one.role.prefills] or covering
         seconds = {one.name: stage_seconds(one, mean, tpot_s, ttft_s, stage) for one in covering}
         speed = sum(1 / value for value in seconds.values() if value > 0)
@@ -110,7 +107,7 @@ def bound(deployment: SimDeployment, mean: MeanRequest, *, ttft_s: float | None,
         for one in covering:
             device = busy.setdefault(f"{one.host}/{one.device}", dict.fromkeys(Stage, 0.0))
             device[stage] += 1 / speed
-    totals = {device: _together(stages, deployment, device) for device, stages in busy.items()}
+    totals = {device: _device_seconds(stages, deployment, device) for device, stages in busy.items()}
     worst = max(totals, key=lambda device: totals[device])
     return Bound(
         rate=1 / totals[worst] if totals[worst] > 0 else float("inf"),
@@ -119,10 +116,10 @@ def bound(deployment: SimDeployment, mean: MeanRequest, *, ttft_s: float | None,
     )
 
 
-def _together(stages: dict[Stage, float], deployment: SimDeployment, device: str) -> float:
-    """Seconds of a device's stages together.
+def _device_seconds(stages: dict[Stage, float], deployment: SimDeployment, device: str) -> float:
+    """Return the seconds per request of a device.
 
-    Tower and language model overlap except for the resources that both need; prefill and decode do not overlap.
+    The tower overlaps the language model except for shared resources; prefill and decode do not overlap.
     """
     language = stages[Stage.PREFILL] + stages[Stage.DECODE]
     tower = stages[Stage.ENCODE]
@@ -134,26 +131,26 @@ def _together(stages: dict[Stage, float], deployment: SimDeployment, device: str
     return language + tower
 
 
-#: Of requests, that must keep both limits (TriInfer, section 2.2).
+#: Share of requests that must keep both limits (TriInfer, section 2.2).
 TARGET = 0.9
-#: Two rates that are closer are the same to a search.
+#: Relative precision of a search.
 PRECISION = 0.02
-#: What the search finds is confirmed by simulations so many times as long as its own, in which queues that grow
-#: slowly are seen to grow; and at a rate so much higher than the one that is reported.
+#: A result is confirmed by simulations that are this much longer, which reveals slowly growing queues, and at a
+#: slightly higher rate than reported.
 LONGER = 10
 _HEADROOM = 1.03
-#: Two rates of such simulations that are closer are the same.
-_NEAR = 1.05
-_MOST_RATE = 1e5
+#: Relative precision of the confirmation.
+_CONFIRM_PRECISION = 1.05
+_MAX_RATE = 1e5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Goal:
-    """The limits that a plan has to keep.
+    """The SLO of a plan, and the weight of its cost.
 
     Attributes:
-        beta: requests a second that one unit of cost is worth (EPD, equation 1).
-        target: least share of requests that keep both limits.
+        beta: requests per second that one unit of cost is worth (EPD, equation 1).
+        target: required attainment.
     """
 
     ttft_s: float | None
@@ -169,7 +166,7 @@ class Goal:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """``goodput``: the highest rate found that lasts, at most the bound; ``reason``: why there is none."""
+    """``goodput``: the highest sustained rate found, at most the bound; ``reason``: why it is 0."""
 
     candidate: Candidate
     goodput: float
@@ -180,15 +177,15 @@ class Evaluation:
 
 
 class Evaluator:
-    """Simulates plans over one workload, whose requests are taken at other rates by stretching their times.
+    """Simulates plans on one workload at various rates, by scaling its times.
 
     Attributes:
-        num_simulations, num_requests: so far.
-        horizon_s, most: length that a simulation of the search should have in its own time, as queues must have
-            time to grow, and its most requests.
+        num_simulations, num_requests: totals so far.
+        horizon_s, most: simulated time of a search's simulation, enough for queues to grow, and its most requests.
 
     Args:
-        requests: the trace; where it is shorter than a simulation needs, it is repeated.
+        requests: the trace, repeated if it is too short.
+        on_simulated: called after each simulation.
     """
 
     def __init__(
@@ -199,17 +196,17 @@ class Evaluator:
         *,
         least: int = 100,
         most: int = 1500,
-        rated: Callable[[], None] = lambda: None,
+        on_simulated: Callable[[], None] = lambda: None,
     ) -> None:
         if not requests:
-            raise ValueError("nothing to plan for: the trace has no request")
+            raise ValueError("the trace contains no requests to plan for")
         self.fleet = fleet
         self.goal = goal
         self.requests = list(requests)
         self.mean = MeanRequest.of(requests)
         self.horizon_s = 2.5 * (goal.ttft_s or 2.0)
         self._least, self.most = least, most
-        self._rated = rated
+        self._on_simulated = on_simulated
         self._deployments: dict[Candidate, SimDeployment] = {}
         self.num_simulations = 0
         self.num_requests = 0
@@ -220,21 +217,21 @@ class Evaluator:
         return self._deployments[candidate]
 
     def bound(self, candidate: Candidate) -> Bound:
-        """The highest rate that the plan could serve, found without a simulation."""
+        """Return the highest rate that the plan could serve, without a simulation."""
         return bound(self.deployment(candidate), self.mean, ttft_s=self.goal.ttft_s, tpot_s=self.goal.tpot_s)
 
     def count(self, rate: float) -> int:
-        """Requests of a simulation at a rate."""
+        """Return the number of requests for a simulation at a rate."""
         return max(self._least, min(math.ceil(rate * self.horizon_s), self.most))
 
     def count_to_confirm(self, rate: float) -> int:
-        """Requests of a simulation that confirms a rate: also four times as long as a request may take."""
+        """Return the number of requests for a confirmation, at least four times as long as a request may take."""
         longest_s = (self.goal.ttft_s or 2.0) + (self.goal.tpot_s or 0.1) * self.mean.num_output_tokens
         horizon_s = max(LONGER * self.horizon_s, 4 * longest_s)
         return max(LONGER * self._least, min(math.ceil(rate * horizon_s), LONGER * self.most))
 
     def attainment(self, candidate: Candidate, rate: float, count: int) -> Share:
-        """The SLO attainment of a simulation at this rate; it ends early once the target cannot be kept."""
+        """Return the SLO attainment at a rate; the simulation stops once it cannot reach the target."""
         outcome = self.simulate(candidate, rate, count, early=True)
         return attainment(outcome, self.goal.ttft_s, self.goal.tpot_s)
 
@@ -244,7 +241,7 @@ class Evaluator:
         allowed = (1 - goal.target) * count
         seen = missed = 0
 
-        def hopeless(done: list[Job]) -> bool:
+        def misses_target(done: list[Job]) -> bool:
             nonlocal seen, missed
             missed += sum(not attains(job, goal.ttft_s, goal.tpot_s) for job in done[seen:])
             seen = len(done)
@@ -252,17 +249,17 @@ class Evaluator:
 
         self.num_simulations += 1
         self.num_requests += count
-        outcome = simulate(self.deployment(candidate), requests, give_up=hopeless if early else None)
-        self._rated()
+        outcome = simulate(self.deployment(candidate), requests, give_up=misses_target if early else None)
+        self._on_simulated()
         return outcome
 
     def evaluate(
         self, candidate: Candidate, *, at_least: float = 0.0, fraction: float = 1.0, precision: float = PRECISION
     ) -> Evaluation:
-        """Search the goodput by bisection below the bound; attainment is taken to fall as the rate grows. What is
-        found is lowered until it lasts.
+        """Find the goodput by bisection below the bound, assuming that attainment falls as the rate grows.
 
-        ``at_least``: a plan that does not last there is not looked at further; its goodput is 0.
+        The result is lowered until a long simulation sustains it. A plan that does not sustain ``at_least`` gets
+        goodput 0.
         """
         try:
             limit = self.bound(candidate)
@@ -275,15 +272,15 @@ class Evaluator:
 
             if at_least and not (keeps(at_least) and self._confirm(candidate, at_least, fraction)[0]):
                 return self._evaluation(candidate, 0.0, limit)
-            rate = at_least or 0.9 * min(limit.rate, _MOST_RATE)
+            rate = at_least or 0.9 * min(limit.rate, _MAX_RATE)
             low, high, step = at_least, math.inf, 1.12
-            while math.isinf(high) and rate < _MOST_RATE:  # up to what is too much
+            while math.isinf(high) and rate < _MAX_RATE:  # up to a rate that misses
                 if rate != low and not keeps(rate):
                     high = rate
                 else:
                     low, rate, step = rate, rate * step, step * 1.1
             step = 1.25
-            while not low and high > 1e-3 * limit.rate:  # down to what is not
+            while not low and high > 1e-3 * limit.rate:  # down to a rate that attains
                 rate, step = high / step, step * step
                 if keeps(rate):
                     low = rate
@@ -295,19 +292,18 @@ class Evaluator:
                     low = middle
                 else:
                     high = middle
-            low = self._lasting(candidate, low, fraction)
+            low = self._find_sustained(candidate, low, fraction)
         except NoWay as error:
             none = Bound(rate=0.0, bottleneck=Stage.PREFILL, loads={})
             return replace(self._evaluation(candidate, 0.0, none), objective=-math.inf, reason=str(error))
         return self._evaluation(candidate, low, limit)
 
-    def _lasting(self, candidate: Candidate, rate: float, fraction: float) -> float:
-        """The rate, or one below it, at which a long simulation keeps the target without growing queues; 0.0 where
-        there is none down to its half."""
+    def _find_sustained(self, candidate: Candidate, rate: float, fraction: float) -> float:
+        """Return the rate or a lower one that a long simulation sustains; 0.0 if none down to its half."""
         least, low, high = rate / 2, 0.0, math.inf
-        while rate > least and high > _NEAR * low:
-            does, outcome = self._confirm(candidate, rate, fraction)
-            if does:
+        while rate > least and high > _CONFIRM_PRECISION * low:
+            sustains, outcome = self._confirm(candidate, rate, fraction)
+            if sustains:
                 if math.isinf(high):
                     return rate
                 low = rate
@@ -316,8 +312,8 @@ class Evaluator:
             rate = math.sqrt(low * high) if low else max(min(0.97 * high, served_per_s(outcome)), 0.85 * high)
         return low
 
-    def lasts(self, candidate: Candidate, rate: float) -> bool:
-        """Whether a long simulation keeps the target at this rate without growing queues. Raises NoWay."""
+    def sustains(self, candidate: Candidate, rate: float) -> bool:
+        """Return whether a long simulation keeps the target without growing queues. Raises NoWay."""
         return rate <= self.bound(candidate).rate and self._confirm(candidate, rate, 1.0)[0]
 
     def _confirm(self, candidate: Candidate, rate: float, fraction: float) -> tuple[bool, Outcome]:
@@ -338,7 +334,7 @@ class Evaluator:
 
 
 def deploy(candidate: Candidate, fleet: Fleet, goal: Goal) -> SimDeployment:
-    """The simulated deployment of a plan. Raises NoWay where a model does not fit."""
+    """Return the simulated deployment of a plan. Raises NoWay if a model does not fit."""
     devices = candidate.devices(fleet)
     pool_of: dict[str, Pool] = {name: pool for pool, name in devices}
     host_of = {name: f"{pool.device}/{index // pool.per_host}" for index, (pool, name) in enumerate(devices)}
@@ -358,7 +354,7 @@ def deploy(candidate: Candidate, fleet: Fleet, goal: Goal) -> SimDeployment:
 
 
 def _repeated(requests: Sequence[SimRequest], count: int) -> list[SimRequest]:
-    """The first ``count`` requests. The trace is repeated behind its end, with new names of media."""
+    """Return ``count`` requests, repeating the trace with new names of media."""
     span = requests[-1].at_s - requests[0].at_s
     step = span / max(len(requests) - 1, 1)
     found: list[SimRequest] = []
@@ -373,20 +369,19 @@ def _repeated(requests: Sequence[SimRequest], count: int) -> list[SimRequest]:
 
 
 def under_way(jobs: Sequence[Job]) -> list[int]:
-    """For each request, the number of earlier ones that had not ended when it arrived."""
+    """Return for each request the number of earlier ones that were still running at its arrival."""
     ends = sorted(math.inf if job.finish_s is None else job.finish_s for job in jobs)
     return [number - bisect_left(ends, job.sent_s) for number, job in enumerate(jobs)]
 
 
 def is_steady(jobs: Sequence[Job]) -> bool:
-    """Whether the last third of the requests met no more others than the first third did, but for chance. Requests
-    that came before the deployment was full, within 1.5 times the mean time of a request, do not count.
+    """Return whether the last third of the requests met no more others than the first third, except by chance.
 
-    The number of independent requests under way that is ``n`` on average has the standard deviation √n at any
-    moment; twice that is taken for chance. A run of which nothing is left to compare passes.
+    A mean of ``n`` independent open requests has a standard deviation of √n; two of those count as chance. The
+    first requests, while the deployment fills up (1.5 mean durations), are ignored. A very short run passes.
 
     Args:
-        jobs: jobs of a run that was not given up, by arrival.
+        jobs: jobs of a complete run, by arrival.
     """
     stays = [job.finish_s - job.sent_s for job in jobs if job.finish_s is not None]
     if not stays:
@@ -401,7 +396,7 @@ def is_steady(jobs: Sequence[Job]) -> bool:
 
 
 def served_per_s(outcome: Outcome) -> float:
-    """Requests that ended in a second, from a quarter of the run on to its last arrival or its end."""
+    """Return requests finished per second, from a quarter of the run to its last arrival or its end."""
     until = min(outcome.seconds, outcome.jobs[-1].sent_s)
     since = until / 4
     ended = sum(1 for job in outcome.jobs if job.finish_s is not None and since < job.finish_s <= until)

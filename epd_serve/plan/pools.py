@@ -1,4 +1,4 @@
-"""The devices that there are to plan with: ``devices.yaml``, or a line such as ``h200 x 2``."""
+"""Read the devices to plan with from ``devices.yaml`` or a line such as ``h200 x 2``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from epd_serve.cost.roofline import analytic_profile
 from epd_serve.cost.shape import HUB_NAMES, KNOWN_SHAPES, ModelShape, shape_of
 
 Kind = Literal["cuda", "npu", "cpu", "emulated"]
-#: Before the name of a data sheet: the deployment then runs on this machine.
+#: Prefix of a data sheet's name: the deployment then runs on this machine.
 _EMULATED = "emulated:"
 
 
@@ -46,10 +46,10 @@ class Pool:
     """Equal devices.
 
     Attributes:
-        kind: as deployment files name them, as in ``npu:0``.
-        price: price of one device.
-        first: index of the first one among those of its kind.
-        measured: the profile that was made there; None: analytic.
+        kind: name in deployment files, such as ``npu`` in ``npu:0``.
+        price: price per device.
+        first: index of the first device among those of its kind.
+        measured: measured profile; None: computed from a data sheet.
     """
 
     device: str
@@ -64,34 +64,31 @@ class Pool:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the pool's devices in a deployment file."""
+        """Device names for a deployment file."""
         if self.kind == "cpu":
             return ("cpu",) * self.count
         kind = self.device if self.kind == "emulated" else self.kind
         return tuple(f"{kind}:{self.first + i}" for i in range(self.count))
 
     def profile(self, tensor_parallel: int) -> Profile:
-        """The profile for a tensor-parallel width. Raises ValueError for a width that was not measured."""
+        """Return the profile for a tensor-parallel width. Raises ValueError for a width that was not measured."""
+        if self.measured is not None:
+            if self.measured.tensor_parallel != tensor_parallel:
+                raise ValueError(
+                    f"the profile of {self.device} has tensor-parallel width {self.measured.tensor_parallel}, "
+                    f"not {tensor_parallel}"
+                )
+            return self.measured
         if tensor_parallel not in self._profiles:
-            self._profiles[tensor_parallel] = self._made(tensor_parallel)
-        return self._profiles[tensor_parallel]
-
-    def _made(self, tensor_parallel: int) -> Profile:
-        if self.measured is None:
             sheet = spec_of(_sheet(self.device))
-            if self.kind == "emulated":  # whose host is this machine: it launches while the device computes
+            if self.kind == "emulated":  # this machine is the host: it launches while the device computes
                 sheet = replace(sheet, launch_s=0.0)
-            return analytic_profile(self.shape, sheet, tensor_parallel)
-        if self.measured.tensor_parallel != tensor_parallel:
-            raise ValueError(
-                f"the profile of {self.device} is of tensor-parallel width {self.measured.tensor_parallel}, "
-                f"not {tensor_parallel}"
-            )
-        return self.measured
+            self._profiles[tensor_parallel] = analytic_profile(self.shape, sheet, tensor_parallel)
+        return self._profiles[tensor_parallel]
 
     @property
     def threads(self) -> int | None:
-        """The threads of an instance on a CPU, and so the cores of one device; None on other devices."""
+        """Threads of an instance on a CPU, which are the cores of one device; None elsewhere."""
         return self.profile(1).threads if self.kind == "cpu" else None
 
 
@@ -100,9 +97,9 @@ class Fleet:
     """Devices to plan with, and the model.
 
     Attributes:
-        model: as a deployment file names it: ``demo``, a directory, or a name on the hub.
-        shape_of: the model whose sizes emulated devices go by, as a deployment file names it; "" elsewhere.
-        is_priced: False: a price is not known for all devices, and each costs 1.
+        model: name for a deployment file: ``demo``, a directory, or a hub name.
+        shape_of: model whose sizes the emulated devices use; "" for real devices.
+        is_priced: whether all prices are known; otherwise each device costs 1.
     """
 
     model: str
@@ -123,10 +120,7 @@ _EXAMPLE = "model: qwen2.5-vl-7b, and pools: with '- {device: a100, count: 8}'"
 
 
 def read_fleet(devices: str, model: str = "") -> Fleet:
-    """Devices of a file, or of a line such as ``h200 x 2, rtx-4090 x 4``; ``model`` is over the file's.
-
-    Raises ValueError that says what is wrong, and where.
-    """
+    """Read a file or a line such as ``h200 x 2, a100 x 4``; ``model`` overrides the file's. Raises ValueError."""
     path = Path(devices)
     is_file = path.is_file() or path.suffix in (".yaml", ".yml")
     file = _read_file(path) if is_file else _DevicesFile(pools=_read_line(devices))
@@ -134,7 +128,7 @@ def read_fleet(devices: str, model: str = "") -> Fleet:
     model = model or file.model
     if not model:
         raise ValueError(
-            f"{where}there is no model; give --model {DEMO_MODEL}, a directory, a name on the hub, or one of "
+            f"{where}no model is given; write --model {DEMO_MODEL}, a directory, a hub name, or one of "
             f"{', '.join(KNOWN_SHAPES)}"
         )
     shape = planned_shape(model)
@@ -144,22 +138,22 @@ def read_fleet(devices: str, model: str = "") -> Fleet:
     is_priced = None not in prices
     if not is_priced and any(one.price is not None for one in file.pools):
         (lacks, *_) = (one.device for one, price in zip(file.pools, prices, strict=True) if price is None)
-        raise ValueError(f"{where}{lacks} has no price and another device has: give all of them one, or none")
+        raise ValueError(f"{where}{lacks} lacks a price, which another device has; give one to all or none")
     for one, price in zip(file.pools, prices, strict=True):
         kind = one.kind or _kind(one.device)
         name = one.device if kind == "emulated" else kind
         if kind == "cpu" and name in used:
             raise ValueError(
-                f"{where}there are two pools of kind cpu; a deployment has one CPU: write one pool, whose count "
-                "is how many instances have threads of their own"
+                f"{where}there are two cpu pools, but a deployment has one CPU; write one pool whose count is the "
+                "number of instances with their own threads"
             )
         device = one.device
         if one.profile is None and kind == "emulated" and is_measured(_sheet(device)):
             one.profile = Path(_sheet(device)).expanduser()
             device = f"{_EMULATED}{(here / one.profile).resolve()}"
-        measured = None if one.profile is None else _measured(here / one.profile, shape)
+        measured = None if one.profile is None else _read_profile(here / one.profile, shape)
         if measured is None and kind == "cpu":
-            raise ValueError(f"{where}a cpu has no data sheet: name its 'profile:', made by 'epd-serve profile'")
+            raise ValueError(f"{where}a cpu needs a measured 'profile:', made by 'epd-serve profile'")
         if measured is None:
             spec_of(_sheet(one.device))
         pools.append(
@@ -179,7 +173,7 @@ def read_fleet(devices: str, model: str = "") -> Fleet:
     if "emulated" not in kinds or model == DEMO_MODEL:
         return Fleet(model=_deployed(model), pools=tuple(pools), is_priced=is_priced)
     if len(kinds) > 1:
-        raise ValueError(f"{where}emulated devices are of this machine, others are not: plan for either of them")
+        raise ValueError(f"{where}emulated devices cannot be mixed with real ones; plan for one kind")
     times = model if model in KNOWN_SHAPES else _deployed(model)
     return Fleet(model=model, pools=tuple(pools), is_priced=is_priced, shape_of=times)
 
@@ -188,14 +182,14 @@ def _read_file(path: Path) -> _DevicesFile:
     try:
         values = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}; or write devices as in 'h200 x 2'") from error
+        raise ValueError(f"{path}: {error.strerror}; devices may also be written as 'h200 x 2'") from error
     except (YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: no YAML: {error}") from error
+        raise ValueError(f"{path}: invalid YAML: {error}") from error
     try:
         return _DevicesFile.model_validate(values)
     except ValidationError as error:
         faults = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
-        raise ValueError(f"{path}: {faults}; a file has {_EXAMPLE}") from error
+        raise ValueError(f"{path}: {faults}; a file contains {_EXAMPLE}") from error
 
 
 def _read_line(text: str) -> list[_PoolFile]:
@@ -203,13 +197,13 @@ def _read_line(text: str) -> list[_PoolFile]:
     for part in text.split(","):
         match = re.fullmatch(r"(\S+)(?:\s+x\s*(\d{1,4}))?", part.strip())
         if match is None or match[2] == "0":
-            raise ValueError(f"--devices {text}: {part.strip()!r} is no device; write 'h200 x 2', or give a file")
+            raise ValueError(f"--devices {text}: {part.strip()!r} is not a device; write 'h200 x 2' or a file")
         pools.append(_PoolFile(device=match[1], count=int(match[2] or 1)))
     return pools
 
 
 def planned_shape(model: str) -> ModelShape:
-    """The shape of ``demo``, a directory, a name on the hub, or a known name. Raises ValueError for others."""
+    """Return the shape of ``demo``, a directory, a hub name or a known name. Raises ValueError."""
     if model == DEMO_MODEL:
         return shape_of(str(model_path(model)))
     named = HubModel.parse(model)
@@ -217,15 +211,15 @@ def planned_shape(model: str) -> ModelShape:
         if (cached := named.cached()) is None:
             known = ", ".join(HUB_NAMES.values())
             raise ValueError(
-                f"model {model!r}: its sizes are not known here; download it with '{named.command}', or give its "
-                f"directory. Known without are {known}"
+                f"model {model!r}: unknown sizes; download it with '{named.command}' or name its directory. Known "
+                f"without a download: {known}"
             )
         return shape_of(str(cached))
     return shape_of(model)
 
 
 def _deployed(model: str) -> str:
-    """A model as a deployment file names it, wherever the file lies."""
+    """Return a model's name for a deployment file in any directory."""
     if model in KNOWN_SHAPES:
         return HUB_NAMES[model]
     path = Path(model).expanduser()
@@ -234,12 +228,12 @@ def _deployed(model: str) -> str:
     return model
 
 
-def _measured(path: Path, shape: ModelShape) -> Profile:
+def _read_profile(path: Path, shape: ModelShape) -> Profile:
     profile = Profile.read(path)
     if profile.num_layers != shape.language.num_kv_layers:
         raise ValueError(
-            f"{path}: the profile is of {profile.model}, which has {profile.num_layers} layers, and {shape.name} "
-            f"has {shape.language.num_kv_layers}; measure it with 'epd-serve profile'"
+            f"{path} is a profile of {profile.model} with {profile.num_layers} layers; {shape.name} has "
+            f"{shape.language.num_kv_layers}: measure it with 'epd-serve profile'"
         )
     return profile
 

@@ -1,4 +1,4 @@
-"""The plans that could be: topologies over the devices that there are, and the options that shape their steps."""
+"""Enumerate candidate plans: topologies on the available devices, and batching options."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from epd_serve.plan.pools import Fleet, Pool
 from epd_serve.topology import Topology, parse_topology
 from epd_serve.topology.notation import Unit, width_of
 
-#: Sequences in a step of a plan, unless it says otherwise.
+#: Default for the sequences of a step.
 MOST_SEQS = 256
-#: Of several kinds of devices: up to so many in all, any number of them may be left unused.
+#: With several kinds of devices, up to this many in total, plans may leave any number unused.
 _FEW_DEVICES = 16
 
 
@@ -23,8 +23,9 @@ class Candidate:
     """A plan.
 
     Attributes:
-        pools: (index of a pool, devices of it), in the order in which the topology takes devices.
-        max_num_seqs, max_num_tokens: most of a step; None: what suits the devices.
+        line: topology line.
+        pools: pairs of a pool's index and its number of devices, in the order of the topology.
+        max_num_tokens: None: a default for the devices.
     """
 
     line: str
@@ -39,12 +40,12 @@ class Candidate:
 
     @property
     def placed(self) -> tuple[str, tuple[tuple[int, int], ...]]:
-        """The topology line and the pools: what runs on which devices, apart from how steps are made up."""
+        """The topology line and the pools, without batching options."""
         return self.line, self.pools
 
     @property
     def batching(self) -> tuple[BatchingOrder, int, int | None]:
-        """The options that shape a step: order, and the most sequences and tokens."""
+        """The batching options: order, most sequences and most tokens."""
         return self.order, self.max_num_seqs, self.max_num_tokens
 
     @property
@@ -66,7 +67,7 @@ class Candidate:
         return self.max_num_tokens or (2048 if on_cpu else 8192)
 
     def layout(self, fleet: Fleet) -> list[tuple[Unit, Pool, tuple[str, ...]]]:
-        """Each unit of the topology with its devices' pool and names. A unit lies in one pool."""
+        """Return each unit of the topology with its pool and device names. A unit lies in one pool."""
         devices = iter(self.devices(fleet))
         found: list[tuple[Unit, Pool, tuple[str, ...]]] = []
         for unit in self.topology.units:
@@ -74,8 +75,8 @@ class Candidate:
             found.append((unit, taken[0][0], tuple(name for _, name in taken)))
         return found
 
-    def told(self, fleet: Fleet) -> str:
-        """As text, with the devices of each instance where there are several kinds: ``E on a100, 2PD on h200``."""
+    def describe(self, fleet: Fleet) -> str:
+        """Return text, with devices if there are several kinds: ``E on a100, 2PD on h200``."""
         if len(fleet.pools) == 1:
             return str(self)
         by_pool: dict[str, list[str]] = {}
@@ -95,15 +96,12 @@ def _parsed(line: str) -> Topology:
     return parse_topology(line)
 
 
-def _counted(count: int, what: str) -> str:
-    return f"{count if count > 1 else ''}{what}"
+def _counted(count: int, unit: str) -> str:
+    return f"{count if count > 1 else ''}{unit}"
 
 
 def three_methods(num_instances: int) -> list[str]:
-    """TriInfer's strategies for ``num_instances`` instances (section 5.4): E-P-D, EP-D and ED-P in all ratios.
-
-    35 for 8.
-    """
+    """Return TriInfer's topologies (section 5.4): E-P-D, EP-D and ED-P in all ratios; 35 for 8 instances."""
     if num_instances < 2:
         return []
     lines = [
@@ -117,7 +115,7 @@ def three_methods(num_instances: int) -> list[str]:
 
 
 def all_methods(num_devices: int) -> list[str]:
-    """The three methods, monolithic instances, and co-located ones: E beside P, D or PD (EPD-Serve, section 4)."""
+    """Return TriInfer's topologies, monolithic ones, and E co-located with P, D or PD (EPD-Serve, section 4)."""
     lines = [_counted(num_devices, "EPD"), _counted(num_devices, "(E-PD)"), *three_methods(num_devices)]
     for one, other in (("E", "PD"), ("(E-P)", "D"), ("(E-D)", "P")):
         lines += [f"{_counted(n, one)}-{_counted(num_devices - n, other)}" for n in range(1, num_devices)]
@@ -125,7 +123,7 @@ def all_methods(num_devices: int) -> list[str]:
 
 
 def with_widths(lines: Sequence[str], widths: Sequence[int], num_devices: int) -> list[str]:
-    """Return ``lines`` and, for each width, lines whose instances with a language model all have that width."""
+    """Return ``lines``, plus lines whose language model instances all have one of the tensor-parallel widths."""
     found = list(lines)
     for width in widths:
         if width > 1 and num_devices % width == 0 and num_devices // width >= 1:
@@ -143,11 +141,10 @@ def with_widths(lines: Sequence[str], widths: Sequence[int], num_devices: int) -
 
 
 def candidates(fleet: Fleet, *, widths: Sequence[int] = (1,), fewer: bool = False) -> Iterator[Candidate]:
-    """All plans of one pool, and, of several pools, monolithic instances on all devices, and plans in which one
-    pool encodes and another does the rest.
+    """Yield plans on one pool, monolithic plans on all pools, and plans where one pool encodes for another.
 
     Args:
-        fewer: whether plans that leave devices unused count.
+        fewer: whether to include plans that leave devices unused.
     """
     for index, pool in enumerate(fleet.pools):
         for count in range(1 if fewer else pool.count, pool.count + 1):
@@ -166,13 +163,15 @@ def candidates(fleet: Fleet, *, widths: Sequence[int] = (1,), fewer: bool = Fals
 
 
 def monolithic(pools: Sequence[tuple[int, int]]) -> str:
-    """The topology of monolithic instances on these devices."""
+    """Return the topology of monolithic instances on these devices."""
     return "-".join(_counted(count, "EPD") for _, count in pools)
 
 
 def _across(encoding: int, num_encoders: int, rest: int, num_rest: int) -> Iterator[Candidate]:
-    """Encoders on one kind of device, the language model on another (HeteroServe, section 5); what is left of the
-    first kind holds PD instances of its own or nothing."""
+    """Yield plans with encoders on one pool and the language model on another (HeteroServe, section 5).
+
+    The rest of the first pool holds PD instances or stays unused.
+    """
     for e in _some(num_encoders):
         heads = [f"{_counted(e, 'E')}"]
         if num_encoders > e:
@@ -186,7 +185,7 @@ def _across(encoding: int, num_encoders: int, rest: int, num_rest: int) -> Itera
 
 
 def _some(most: int) -> list[int]:
-    """1 to ``most``: all of few, and of many steps of about a fifth."""
+    """Return numbers from 1 to ``most``: all if few, else in steps of about 20 %."""
     if most <= 8:
         return list(range(1, most + 1))
     found = {1, most}
@@ -203,7 +202,7 @@ def with_batching(
     seqs: Sequence[int] = (MOST_SEQS,),
     tokens: Sequence[int | None] = (None,),
 ) -> list[Candidate]:
-    """Each plan with every combination of options of its steps, one plan after the other."""
+    """Return each plan with every combination of batching options."""
     return [
         replace(one, order=order, max_num_seqs=most, max_num_tokens=num_tokens)
         for one in found

@@ -1,4 +1,4 @@
-"""Two ways to find the best plan: enumeration from the highest bound down, or TPE."""
+"""Find the best plan by enumeration from the highest bound down, or by TPE."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from epd_serve.plan.evaluate import PRECISION, Evaluation, Evaluator
 from epd_serve.plan.space import Candidate
 from epd_serve.sim.simulator import NoWay
 
-#: Plans that are simulated, of those with the highest bounds.
+#: Number of plans to simulate, starting from the highest bound.
 _WIDTH = 5
-#: Plans whose goodputs are closer count as equal in an enumeration.
+#: Relative precision of goodput in an enumeration.
 _COARSE = 1.5 * PRECISION
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """``ranking``: best first; those that a strategy did not look at closely are left out."""
+    """``ranking``: simulated plans, best first."""
 
     ranking: list[Evaluation]
     strategy: str
@@ -31,11 +31,11 @@ class Found:
 
 
 def enumerate_plans(evaluator: Evaluator, candidates: Sequence[Candidate], *, width: int | None = _WIDTH) -> Found:
-    """Rank all plans by their bound, and search the ``width`` highest topologies (None: all) in all ways to batch.
+    """Rank plans by bound and search the ``width`` best topologies (None: all) with all batching options.
 
-    The first plan's goodput is searched. Each other plan is simulated at the rate that it must keep to be better,
-    and searched from there if it does. Monolithic plans compete among themselves, and so do all others, so that
-    the ranking tells what disaggregating gains. Raises ValueError where no plan serves anything.
+    The first plan's goodput is found by search. Every other plan is simulated at the rate that it must exceed, and
+    searched only if it does. Monolithic and disaggregated plans compete separately, to show what disaggregation
+    gains. Raises ValueError if no plan meets the SLO at any rate.
     """
     goal, fleet = evaluator.goal, evaluator.fleet
     bounded: list[tuple[float, Candidate]] = []
@@ -57,7 +57,7 @@ def enumerate_plans(evaluator: Evaluator, candidates: Sequence[Candidate], *, wi
             challenger = evaluator.evaluate(one, precision=_COARSE)
         else:
             must = champion.goodput + goal.beta * (one.cost(fleet) - champion.cost)
-            # where it may be next to nothing a simulation from there on would take as long as the rate is low
+            # a floor, because simulations at very low rates take long
             least = max(must, 0.01 * champion.goodput) * (1 + PRECISION)
             challenger = evaluator.evaluate(one, at_least=least, precision=_COARSE)
         seen.append(challenger)
@@ -67,9 +67,9 @@ def enumerate_plans(evaluator: Evaluator, candidates: Sequence[Candidate], *, wi
 
 
 def cheapest(evaluator: Evaluator, candidates: Sequence[Candidate], rate: float) -> Evaluation | None:
-    """The cheapest plan that lasts at ``rate``, of equal cost a monolithic one first; None where no plan does.
+    """Return the cheapest plan that sustains ``rate``, monolithic first at equal cost; None if none does.
 
-    Plans whose bound is lower are passed over; of the others of one cost the five highest are simulated.
+    Of each cost, the five plans with the highest bounds above ``rate`` are simulated.
     """
     by_cost: dict[float, list[tuple[bool, float, Candidate]]] = {}
     for one in candidates:
@@ -82,16 +82,22 @@ def cheapest(evaluator: Evaluator, candidates: Sequence[Candidate], rate: float)
     for cost in sorted(by_cost):
         tried = sorted(by_cost[cost], key=lambda each: each[:2])
         for *_, one in tried[:_WIDTH]:
-            if evaluator.lasts(one, rate):
+            if evaluator.sustains(one, rate):
                 return evaluator.evaluate(one, at_least=rate, precision=_COARSE)
     return None
 
 
 def tpe(evaluator: Evaluator, candidates: Sequence[Candidate], *, trials: int, seed: int) -> Found:
-    """Bayesian optimisation (EPD, section 3.2.3) by Optuna's tree-structured Parzen estimator, over the method and
-    the number of its instances; what is no plan is rejected. Raises ValueError without Optuna.
+    """Search methods and instance counts by Bayesian optimisation (EPD, section 3.2.3) with Optuna's TPE.
+
+    Raises ValueError without Optuna.
     """
-    optuna = _optuna()
+    try:
+        import optuna
+    except ImportError:
+        raise ValueError(
+            "the strategy tpe needs Optuna: pip install '.[plan]' in epd-serve's clone, or leave out --strategy"
+        ) from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     by_method: dict[str, list[Candidate]] = {}
     for one in candidates:
@@ -114,16 +120,6 @@ def tpe(evaluator: Evaluator, candidates: Sequence[Candidate], *, trials: int, s
     return ranked(evaluator, "tpe", list(known.values()), len(candidates))
 
 
-def _optuna() -> Any:
-    try:
-        import optuna
-    except ImportError:
-        raise ValueError(
-            "the strategy tpe needs Optuna: pip install '.[plan]' in epd-serve's clone, or leave out --strategy"
-        ) from None
-    return optuna
-
-
 def ranked(
     evaluator: Evaluator,
     strategy: str,
@@ -131,7 +127,7 @@ def ranked(
     num_candidates: int,
     no_ways: Collection[str] = (),
 ) -> Found:
-    """Sort plans by objective. Raises ValueError, with a reason, where none serves anything."""
+    """Sort plans by objective. Raises ValueError with a reason if none meets the SLO at any rate."""
     ranking = sorted(seen, key=lambda one: -one.objective)
     if not ranking or ranking[0].goodput <= 0:
         reasons = sorted({*no_ways, *(one.reason for one in seen if one.reason)})

@@ -1,1 +1,1 @@
-"""Measurements of devices, deployments and co-location, from which the planner simulates."""
+"""Measure devices and servers for the planner."""

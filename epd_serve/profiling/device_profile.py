@@ -1,10 +1,10 @@
-"""Measures the stages of a model on a device over a grid, and fits their costs for ``epd-serve profile``."""
+"""Measure a model's stages on a device over a grid and fit their costs, for ``epd-serve profile``."""
 
 from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,15 +31,15 @@ from epd_serve.protocol.wire import KVLayout
 from epd_serve.sched.step_sizes import StepShape
 from epd_serve.transfer.embedded import EmbeddedTransport
 
-#: Square images, images in a batch; new tokens and those before them; decodes and their mean contexts; bytes.
+#: Grid: image sides and batch sizes; prefill chunks and starts; decodes and mean contexts.
 SIDES, BATCHES = (112, 224, 448, 672), (1, 2, 4)
 CHUNKS, STARTS = (32, 128, 512, 1024), (0, 256, 1024)
 DECODES, CONTEXTS = (1, 2, 3, 4, 6, 8, 16, 32), (32, 256, 1024)
-#: Requests of a batch differ in length, and attention takes longer for that: of six on a CPU a tenth of the step.
+#: Relative spread of lengths in a batch, which slows attention: by 10 % of a step for six requests on a CPU.
 SPREAD = 0.6
-#: Decodes beside the begin of a prompt, and their mean context.
+#: Decodes in a step with a prompt's first chunk, their mean context, and chunk sizes.
 MIXED, MIXED_CONTEXT, MIXED_CHUNKS = (4, 16), 256, (128, 512)
-#: Each step is repeated for so long before it is measured, and while it is.
+#: Time for warming up and for measuring each step.
 STEADY_S = 0.2
 BLOCK_SIZE = 16
 TRANSFERS = (1 << 12, 1 << 18, 1 << 22, 1 << 24)
@@ -49,7 +49,7 @@ Clock = Literal["wall", "cpu"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GridOptions:
-    """``num_tokens``: of the KV cache that the measurement gets. ``clock``: see :func:`profile_device`."""
+    """``num_tokens``: size of the KV cache. ``clock``: see :func:`profile_device`."""
 
     model: Path
     model_name: str
@@ -65,12 +65,10 @@ class GridOptions:
 
 
 def profile_device(options: GridOptions, progress: Callable[[str], None] = lambda text: None) -> Profile:
-    """Measure and fit. Takes the device for itself.
+    """Measure and fit; needs the device exclusively.
 
-    Under the clock "cpu" seconds are those of this process's threads together, which on one thread are what wall
-    seconds would be on a machine that nobody else uses.
-
-    Raises ValueError for a model or a device that cannot be had.
+    The clock "cpu" counts the CPU time of this process, which for one thread equals wall time on an idle machine.
+    Raises ValueError for an unavailable model or device.
     """
     device = get_device(options.device)
     device.activate()
@@ -79,16 +77,17 @@ def profile_device(options: GridOptions, progress: Callable[[str], None] = lambd
     clock = time.process_time if options.clock == "cpu" else time.perf_counter
     family = load_family(options.model)
     if family.audio is not None and "image" not in family.token_ids:
-        raise ValueError("the model takes sounds: profiles, and plans made of them, are of text and images alone")
-    encodes = _encodes(options, device, family, clock, progress)
-    steps, language, layout_bytes = _steps(options, device, family, clock, progress)
-    transfers = _transfers(clock, progress)
+        raise ValueError("the model accepts only sounds; profiles and plans support only text and images")
+    encodes = _measure_encodes(options, device, family, clock, progress)
+    steps, language, layout_bytes = _measure_steps(options, device, family, clock, progress)
+    transfers = _measure_transfers(clock, progress)
     by_kind: dict[str, list[Sample]] = {}
     for one in steps:
         by_kind.setdefault(one[0], []).append(one)
     filled = [one for one in steps if one[0] != "decode"]
     step_parts = fit_relative([[1.0, *work] for _, work, _ in filled], [one[2] for one in filled])
-    link = _link(transfers)
+    handshake_s, byte_s = fit_relative([[1.0, *work] for _, work, _ in transfers], [one[2] for one in transfers])
+    byte_s = byte_s or 1e-12
     step = Line(
         base_s=step_parts[0],
         token_s=step_parts[1],
@@ -121,21 +120,21 @@ def profile_device(options: GridOptions, progress: Callable[[str], None] = lambd
         pixels_per_token=family.num_pixels(typical) / family.num_image_tokens(typical),
         min_pixels=family.num_pixels((32, 32)),
         max_pixels=family.num_pixels((8192, 8192)),
-        handshake_s=link[0],
-        link_bytes_per_s=1 / link[1],
+        handshake_s=handshake_s,
+        link_bytes_per_s=1 / byte_s,
         samples=[*encodes, *steps, *transfers],
     )
     return msgspec.structs.replace(
         profile,
         residuals={
             "encode": residual(encodes, lambda work: encode_s(profile, work)),
-            "transfer": residual(transfers, lambda work: link[0] + link[1] * work[0]),
+            "transfer": residual(transfers, lambda work: handshake_s + byte_s * work[0]),
             **{kind: residual(some, lambda work: profile.step_s(*work)) for kind, some in by_kind.items()},
         },
     )
 
 
-def _encodes(
+def _measure_encodes(
     options: GridOptions,
     device: Device,
     family: Family,
@@ -152,7 +151,7 @@ def _encodes(
     return samples
 
 
-def _steps(
+def _measure_steps(
     options: GridOptions,
     device: Device,
     family: Family,
@@ -199,7 +198,7 @@ def step_timer(
     family: Family,
     clock: Callable[[], float],
 ) -> Iterator[tuple[StepTimer, LanguageModel]]:
-    """Load the language model, with KV memory of its own."""
+    """Load the language model with its own KV memory."""
     language = LanguageModel(options.model, options.dtype, device)
     layout = KVLayout(
         num_layers=language.num_layers,
@@ -241,8 +240,8 @@ def step_timer(
         transport.close()
 
 
-def _transfers(clock: Callable[[], float], progress: Callable[[str], None]) -> list[Sample]:
-    """Measure reads between two regions of shared memory, as features and KV take."""
+def _measure_transfers(clock: Callable[[], float], progress: Callable[[str], None]) -> list[Sample]:
+    """Measure reads between two regions of shared memory, as for features and KV."""
     ours, theirs = EmbeddedTransport(path="shm"), EmbeddedTransport(path="shm")
     try:
         source, target = theirs.allocate("source", max(TRANSFERS)), ours.allocate("target", max(TRANSFERS))
@@ -259,9 +258,3 @@ def _transfers(clock: Callable[[], float], progress: Callable[[str], None]) -> l
     finally:
         ours.close()
         theirs.close()
-
-
-def _link(samples: Sequence[Sample]) -> tuple[float, float]:
-    """Seconds of each transfer, and of each of its bytes."""
-    base_s, byte_s = fit_relative([[1.0, *work] for _, work, _ in samples], [one[2] for one in samples])
-    return base_s, byte_s or 1e-12

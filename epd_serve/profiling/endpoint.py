@@ -1,7 +1,7 @@
-"""A profile of a vLLM server that is up, taken over HTTP, where this process cannot see the steps themselves.
+"""Profile a running vLLM server over HTTP.
 
-Prompts one at a time tell what a prefill costs, answers side by side what a decode step costs, pictures what an
-encode costs; the last includes the host's preparation of them. The server should have nothing else to do.
+Single prompts measure prefill, concurrent answers measure decode steps, pictures measure encode including the
+host's preprocessing. The server should be idle otherwise.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from epd_serve.cost.roofline import analytic_profile
 from epd_serve.cost.shape import shape_of
 from epd_serve.profiling.fits import Sample, decode_lines, encode_line, encode_s, residual
 
-#: Tokens of prompts; answers side by side, and the tokens of their prompts; square images, and those of a request.
+#: Grid: prompt tokens; concurrent answers and their prompt tokens; image sides and images per request.
 PROMPTS = (32, 128, 512, 1024, 2048)
 DECODES, CONTEXTS = (1, 2, 4, 8, 16, 32), (32, 1024)
 SIDES, IMAGES = (224, 448, 896), (1, 2)
 NUM_REQUESTS = 8
 _PROMPT_OUTPUT, _DECODE_OUTPUT = 8, 48
-#: Tokens that a chat template may add, and words may miss their number by.
+#: Tokens that a chat template may add, and inaccuracy of word counts.
 _MARGIN = 64
 _TEXT = 10
 _TIMEOUT_S = 60.0
-#: Seconds below which the first token's are not to be told from the rest of a request.
-_LEAST_S = 1e-5
-#: Bytes a second of the link of a device without a data sheet: a profile's own default.
+#: Smallest time that can be distinguished from the rest of a request.
+_MIN_S = 1e-5
+#: Link bytes per second of a device without a data sheet.
 UNKNOWN_LINK = 4e9
 
 
@@ -54,12 +54,12 @@ def profile_endpoint(
     """Measure a server and fit.
 
     Args:
-        model: whose sizes count.
-        device: the device of the server, as devices.yaml will name it.
+        model: the model whose sizes apply.
+        device: the server's device, as named in devices.yaml.
 
-    Raises ValueError for a server that does not answer, or is not vLLM.
+    Raises ValueError for a server that does not answer or is not vLLM.
     """
-    shape, server = shape_of(model), _Server.meet(url)
+    shape, server = shape_of(model), _Server.describe(url)
     with tempfile.TemporaryDirectory(prefix="epd-serve-profile-") as folder:
         ask = _Client(url=url, folder=Path(folder), progress=progress, model=server.model)
         prompts = [
@@ -83,7 +83,7 @@ def profile_endpoint(
     tokens, ttft_s = zip(*(_first_token(records) for records in prompts), strict=True)
     request_s = max(ttft_s[0] - min(seconds for _, work, seconds in steps if work[1] == 1), 0.0)
     prefills: list[Sample] = [
-        ("prefill", [count, 1.0, 0.0, count**2], max(seconds - request_s, _LEAST_S))
+        ("prefill", [count, 1.0, 0.0, count**2], max(seconds - request_s, _MIN_S))
         for count, seconds in zip(tokens, ttft_s, strict=True)
     ]
     device = device.split(":")[0]
@@ -115,17 +115,17 @@ def profile_endpoint(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Client:
-    """Sends workloads to the server."""
+    """Sends workloads to the measured server."""
 
     url: str
     folder: Path
     progress: Callable[[str], None]
     model: str
-    #: One for each measurement: no picture and no prompt is in a cache from an earlier one.
+    #: One per measurement, so that no prompt or picture is cached from an earlier one.
     seeds: Iterator[int] = field(default_factory=itertools.count)
 
     def __call__(self, workload: str, count: int, arrivals: str = "closed:1") -> list[Record]:
-        """Send ``count`` requests of a workload. Raises ValueError unless all are answered."""
+        """Send ``count`` requests of a workload. Raises ValueError unless all succeed."""
         self.progress(f"{self.url}: {workload}, {arrivals}")
         session = Session(console=Console(file=StringIO()), api_key=os.environ.get("OPENAI_API_KEY") or None)
         settings = RunSettings(
@@ -141,7 +141,7 @@ class _Client:
         records = [one for one in run.records if one.succeeded and len(one.token_times_s) > 2]
         if len(records) < count:
             failed = [one.detail for one in run.records if not one.succeeded]
-            raise ValueError(f"{self.url}: {failed[0] if failed else 'answers of one token'}")
+            raise ValueError(f"{self.url}: {failed[0] if failed else 'an answer had too few tokens'}")
         return records
 
 
@@ -154,36 +154,33 @@ def _image_load(side: int, num_output: int) -> str:
 
 
 def _first_token(records: Sequence[Record]) -> tuple[float, float]:
-    """The tokens of the prompt, and the seconds to its first token; medians."""
+    """Return the median prompt tokens and seconds to the first token."""
     return median(one.num_prompt_tokens or 1 for one in records), median(one.ttft_s or 0.0 for one in records)
 
 
 def _decode_sample(count: int, records: Sequence[Record]) -> Sample:
     gap_s = median(_step_s(one) for one in records)
     context = median((one.num_prompt_tokens or 1) + one.num_output_tokens / 2 for one in records)
-    return "decode", [float(count), float(count), count * context, 0.0], max(gap_s, _LEAST_S)
+    return "decode", [float(count), float(count), count * context, 0.0], max(gap_s, _MIN_S)
 
 
 def _step_s(record: Record) -> float:
-    """The mean over the second half of an answer: all begin together, and hold no prefills any more.
-
-    An event may carry several tokens.
-    """
+    """Return the mean step of an answer's second half, without prefills. Events may have several tokens."""
     times_s = record.token_times_s[len(record.token_times_s) // 2 :]
     num_tokens = (len(times_s) - 1) * record.num_output_tokens / len(record.token_times_s)
     return (times_s[-1] - times_s[0]) / num_tokens
 
 
 def _encode_sample(side: int, count: int, records: Sequence[Record], profile: Profile) -> Sample:
-    """The time to the first token beyond those of the request and of its prompt."""
+    """Return the time to the first token without that of the request and its prompt."""
     tokens, ttft_s = _first_token(records)
     rest_s = profile.request_s + profile.step_s(tokens, 1, 0, tokens**2)
     pixels = float(profile.resized([side * side])[0])
-    return "encode", [float(count), pixels], max(ttft_s - rest_s, _LEAST_S)
+    return "encode", [float(count), pixels], max(ttft_s - rest_s, _MIN_S)
 
 
 def _step_line(prefills: Sequence[Sample], decodes: Sequence[Sample]) -> Line:
-    """Fit steps with prompts in them; decodes beside those cost what they do among themselves."""
+    """Fit steps with prompts; decodes in them cost as much as in steps of decodes alone."""
     base_s, token_s, pair_s = fit_relative(
         [[1.0, work[0], work[3]] for _, work, _ in prefills], [seconds for *_, seconds in prefills]
     )
@@ -195,7 +192,7 @@ def _step_line(prefills: Sequence[Sample], decodes: Sequence[Sample]) -> Line:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Server:
-    """``num_tokens``: those that its KV has room for."""
+    """``num_tokens``: capacity of its KV cache."""
 
     model: str
     version: str
@@ -203,24 +200,24 @@ class _Server:
     num_tokens: int
 
     @classmethod
-    def meet(cls, url: str) -> _Server:
-        card = json.loads(_page(url, "/v1/models"))["data"][0]
-        figures = read_figures(_page(url, "/metrics"))
+    def describe(cls, url: str) -> _Server:
+        card = json.loads(_read_page(url, "/v1/models"))["data"][0]
+        figures = read_figures(_read_page(url, "/metrics"))
         if not figures.num_blocks:
             raise ValueError(
-                f"{url}/metrics says nothing of vllm:cache_config_info: --endpoint is the address of a vLLM "
-                "server; native instances are profiled without it"
+                f"{url}/metrics lacks vllm:cache_config_info: --endpoint needs a vLLM server; profile native "
+                "instances without it"
             )
         return cls(
             model=card["id"],
-            version=json.loads(_page(url, "/version"))["version"],
+            version=json.loads(_read_page(url, "/version"))["version"],
             max_model_len=card.get("max_model_len") or 1 << 31,
             num_tokens=figures.num_blocks * figures.block_size,
         )
 
 
-def _page(url: str, path: str) -> str:
-    """Read a page of the server without a proxy. Raises ValueError."""
+def _read_page(url: str, path: str) -> str:
+    """Read a page of the server, bypassing proxies. Raises ValueError."""
     key = os.environ.get("OPENAI_API_KEY")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:

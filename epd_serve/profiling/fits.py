@@ -1,4 +1,4 @@
-"""Measurements of stages: the costs that fit them, how well they do, and what is said of a profile."""
+"""Fit costs to measurements, judge the fit, and explain a profile."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from rich.table import Table
 from epd_serve.cost.least_squares import fit_relative
 from epd_serve.cost.profile import DecodeLine, EncodeLine, Profile, Residual
 
-#: A fit that misses half of its measurements by so much is not to be trusted.
+#: A fit with a larger median error is unreliable.
 POOR = 0.15
 
-#: A stage, its work, its seconds. The work of a step is that of :meth:`Profile.step_s`; of an encode the number of
-#: images and the pixels of each; of a transfer its bytes.
+#: A stage, its work, its seconds. Work is the arguments of :meth:`Profile.step_s` for a step, the number of images
+#: and the pixels of each for an encode, bytes for a transfer.
 Sample = tuple[str, list[float], float]
 
 
 def decode_lines(samples: Sequence[Sample]) -> tuple[DecodeLine, ...]:
-    """A line for each size of decode steps, fitted by itself; ``samples`` are of steps of decodes alone."""
+    """Fit a line for each number of decodes, from steps of decodes alone."""
     by_size: dict[int, list[Sample]] = {}
     for one in samples:
         by_size.setdefault(int(one[1][1]), []).append(one)
@@ -55,32 +55,27 @@ def residual(samples: Sequence[Sample], predict: Callable[[list[float]], float])
 
 
 def advice(result: Profile, model: str, out: Path) -> list[str]:
-    """Sentences below a profile that lies in ``out``: how far it can be trusted, and how to plan with it."""
-    said = [f"Wrote {out}."]
+    """Return sentences on the reliability of the profile in ``out`` and on how to plan with it."""
+    sentences = [f"Wrote {out}."]
     poor = [f"{stage} by {one.median:.0%}" for stage, one in result.residuals.items() if one.median > POOR]
     if poor:
-        said.append(
-            f"The fit misses half of the measurements of {', '.join(poor)} or more: something else ran on the "
-            "machine, or the device changed its speed. Measure again while it is quiet."
+        sentences.append(
+            f"The fit has a large median error ({', '.join(poor)}): the machine was busy, or the device changed "
+            "its speed. Measure again on an idle machine."
         )
     pool = f"{{device: {result.device}, count: 1, profile: {out.resolve()}}}"
-    said.append(
-        f"To plan with it, write into devices.yaml 'model: {model}' and, below 'pools:', '- {pool}' with the "
-        f"number of your devices{_a_cpu(result)}. Then: "
-        "epd-serve plan --workload sharegpt4o-like --rate 2 --devices devices.yaml"
+    count = "the number of your devices"
+    if result.device == "cpu":
+        count += f" (for a CPU: of instances with {result.threads} threads that get their own cores)"
+    sentences.append(
+        f"To plan with it, write 'model: {model}' into devices.yaml and, below 'pools:', '- {pool}' with {count}. "
+        "Then: epd-serve plan --workload sharegpt4o-like --rate 2 --devices devices.yaml"
     )
-    return said
-
-
-def _a_cpu(result: Profile) -> str:
-    threads = f"{result.threads} threads" if result.threads > 1 else "one thread"
-    return (
-        f" (of a CPU: how many instances of {threads} have cores of their own)" if result.device == "cpu" else ""
-    )
+    return sentences
 
 
 def show_profile(result: Profile, console: Console) -> None:
-    """Show how well the fits agree with the measurements."""
+    """Print the errors of the fits."""
     table = Table(
         "stage", "samples", "median error", "90 %", "worst", title=f"{result.model} on {result.description}"
     )

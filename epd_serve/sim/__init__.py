@@ -1,1 +1,1 @@
-"""Deployments under a virtual clock: the real scheduler, router and block accounting; stages of known cost."""
+"""Simulate deployments on a virtual clock: real scheduler, router and block pool, with modelled stage times."""

@@ -1,4 +1,4 @@
-"""Virtual seconds, and a device with what computes on it: side by side, activities slow each other down."""
+"""A virtual clock, and a device whose concurrent activities slow each other down."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import count
 
 
 class Clock:
-    """A heap of events. Those of one moment happen in the order in which they were asked for."""
+    """A heap of events; simultaneous ones run in the order of their scheduling."""
 
     __slots__ = ("_events", "_numbers", "now", "num_events")
 
@@ -20,7 +20,7 @@ class Clock:
         self._numbers = count()
 
     def at(self, seconds: float, run: Callable[[], None]) -> None:
-        """Call ``run`` at a time; one in the past means now."""
+        """Call ``run`` at a time, or now if that has passed."""
         heapq.heappush(self._events, (max(seconds, self.now), next(self._numbers), run))
 
     def after(self, seconds: float, run: Callable[[], None]) -> None:
@@ -31,11 +31,11 @@ class Clock:
         return bool(self._events)
 
     def run(self, until: Callable[[], bool]) -> None:
-        """Run events until a condition holds. Raises RuntimeError where none is left before that."""
+        """Run events until a condition holds. Raises RuntimeError if events run out first."""
         events = self._events
         while not until():
             if not events:
-                raise RuntimeError(f"at {self.now:.3f} s nothing is left to happen")
+                raise RuntimeError(f"no events are left at {self.now:.3f} s")
             self.now, _, run = heapq.heappop(events)
             self.num_events += 1
             run()
@@ -43,11 +43,11 @@ class Clock:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Activity:
-    """A step or a batch that computes.
+    """A running step or encode batch.
 
     Attributes:
-        compute, bandwidth: of the device's peak, the part that it uses when it is alone.
-        work_s: its seconds alone; ``done_s`` of these are done.
+        compute, bandwidth: share of the device's peak that it uses when alone.
+        work_s: duration when alone; ``done_s`` of it is done.
     """
 
     compute: float
@@ -64,8 +64,8 @@ class Activity:
 class SimDevice:
     """One device, or one machine's CPU.
 
-    Its resources are divided like fluids: nothing slows down while demands for compute and for bandwidth each fit,
-    so that a stage that waits for memory runs beside one that computes at little cost (EPD-Serve, section 3.5).
+    Its resources are shared like fluids: activities slow down only if their total demand for compute or bandwidth
+    exceeds the device, so that memory-bound and compute-bound stages overlap well (EPD-Serve, section 3.5).
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -75,7 +75,7 @@ class SimDevice:
         self._busy_since = 0.0
 
     def start(self, activity: Activity) -> None:
-        """Begin an activity; its ``on_end`` is called when it is done."""
+        """Begin an activity; its ``on_end`` is called at the end."""
         if not self._active:
             self._busy_since = self._clock.now
         self._active.append(activity)
@@ -84,7 +84,7 @@ class SimDevice:
 
     def _share(self) -> None:
         compute = bandwidth = 0.0
-        if len(self._active) > 1:  # a single one has everything
+        if len(self._active) > 1:  # one activity alone runs at full speed
             compute = sum(one.compute for one in self._active)
             bandwidth = sum(one.bandwidth for one in self._active)
         rate = 1 / max(1.0, compute, bandwidth)

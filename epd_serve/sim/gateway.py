@@ -1,4 +1,4 @@
-"""A simulated gateway: the real instance table, router and retry; requests pass E, P and D on virtual time."""
+"""A simulated gateway: real instance table, router and retry; requests pass E, P and D on virtual time."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from epd_serve.types import MediaSpan, SamplingParams, Stage
 _MODEL = "model"
 _SAMPLING = SamplingParams(seed=0, temperature=0.0)
 _PROMPTS: dict[int, list[int]] = {}
-#: A request waits this long for a stage without an instance, as at a gateway whose instances start at once.
+#: Wait for a missing stage, as at a gateway whose instances start immediately.
 WAIT_S = 55.0
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request and its outcome. Times are the clock's; None: not yet."""
+    """A request and its outcome, in virtual time; None: not yet."""
 
     number: int
     request: SimRequest
@@ -45,7 +45,7 @@ class Job:
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A request on its route; ``calls`` are those to P and D, ``blocks`` those reserved at D."""
+    """A routed request; ``calls`` to P and D, ``blocks`` reserved at D."""
 
     job: Job
     route: Route
@@ -56,11 +56,11 @@ class _Running:
 
 
 class SimGateway:
-    """Send each request to its instances.
+    """Sends each request to its instances.
 
     Args:
-        link: between two instances.
-        on_done: called with each job that has ended.
+        link: returns the link between two instances.
+        on_done: called with each finished job.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class SimGateway:
         self.table = InstanceTable([(name, "") for name in instances])
         for name, instance in instances.items():
             self.table.update(name, instance.info(), contains=0)
-        self._spec = next(iter(instances.values())).spec  # its profile and blocks: prompts are the same everywhere
+        self._spec = next(iter(instances.values())).spec  # prompts have the same tokens and blocks everywhere
         self._running: dict[str, _Running] = {}
         self._complete_at_s: float | None = None
         self.note_stages()
@@ -93,11 +93,11 @@ class SimGateway:
         return sequence.request_id in self._running
 
     def note_stages(self) -> None:
-        """Note when each stage had an instance last; to be called now and then."""
+        """Record when each stage last had an instance; call regularly."""
         if not self.table.missing_stages():
             self._complete_at_s = self._clock.now
 
-    # ------------------------------------------------------------------ a request
+    # ------------------------------------------------------------------ requests
 
     def serve(self, job: Job) -> None:
         request = job.request
@@ -112,7 +112,7 @@ class SimGateway:
         self._clock.after(self._spec.profile.request_s, partial(self._send, job, retry))
 
     def _send(self, job: Job, retry: Retry) -> None:
-        """Call P, D and the encoders at once; look again where no instance is left for a stage."""
+        """Call P, D and the encoders at once; retry later if a stage has no instance."""
         request, now_s = job.request, self._clock.now
         try:
             route = retry.pick_route(now_s, WAIT_S, self._complete_at_s)
@@ -152,7 +152,7 @@ class SimGateway:
         nbytes = profile.feature_token_bytes * profile.image_tokens(ref.num_pixels)
 
         def arrived() -> None:
-            if not running.is_prefilled:  # else it used another request's feature
+            if not running.is_prefilled:  # else it has used another request's feature
                 prefill.take_feature(ref.mm_hash, request_id, nbytes)
 
         def encoded() -> None:
@@ -169,7 +169,7 @@ class SimGateway:
             encoded()
 
     def _prefill(self, running: _Running) -> None:
-        """Submit the prompt to P, once D has blocks for it where D is apart."""
+        """Submit the prompt to P, after D has reserved blocks if D is separate."""
         language, sequence = self._instances[running.route.prefill.name].language, running.sequence
         assert language is not None
         sequence.arrival_s = self._clock.now
@@ -188,7 +188,7 @@ class SimGateway:
     # ------------------------------------------------------------------ events at instances
 
     def prompt_done(self, instance: SimInstance, sequence: Sequence) -> None:
-        """A prompt is computed: its first token is out; its KV goes to D where D is apart."""
+        """Emit the first token of a computed prompt and send its KV to a separate D."""
         running = self._running[sequence.request_id]
         instance.is_changed = True
         running.job.first_token_s = running.job.last_token_s = self._clock.now
@@ -221,7 +221,7 @@ class SimGateway:
         prefill.language.transferred(old)
 
     def ended(self, sequence: Sequence) -> None:
-        """A sequence has all of its tokens."""
+        """Finish the job of a complete sequence."""
         running = self._running.pop(sequence.request_id)
         for call in running.calls.values():
             call.close()
@@ -253,7 +253,7 @@ class SimGateway:
         )
 
     def _check_fits(self, job: Job, route: Route) -> None:
-        """Raise InvalidRequest, as instances do, for a request that all of the pool could not hold."""
+        """Raise InvalidRequest, as instances do, for a request larger than the whole pool."""
         request, profile = job.request, self._spec.profile
         num_tokens = sum(profile.image_tokens(item.num_pixels) for item in request.media) + request.num_text_tokens
         for record, num_new in ((route.prefill, 0), (route.decode, request.num_output_tokens)):
@@ -262,14 +262,14 @@ class SimGateway:
             language.queues.tables.check_fits(num_tokens, num_new, 1)
 
     def _prefix(self, request: SimRequest) -> tuple[tuple[int, bytes], ...]:
-        """Return each beginning of the prompt in characters, and its name."""
+        """Return each prefix of the prompt as (characters, hash)."""
         return tuple(
             (4 * request.prefix_tokens * (i + 1), blake2b(repr(request.prefix[: i + 1]).encode()).digest())
             for i in range(len(request.prefix))
         )
 
     def _hashes(self, request: SimRequest) -> list[bytes]:
-        """Return a hash for each full block of the named parts."""
+        """Return a hash for each full block of the prefix."""
         size = self._spec.block_size
         return [
             blake2b(f"{request.prefix[: i + 1]!r}/{j}".encode(), digest_size=16).digest()

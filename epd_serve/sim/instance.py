@@ -1,4 +1,4 @@
-"""A simulated instance: a tower, a language model and its caches, and what it says of itself."""
+"""A simulated instance: tower, language model, caches and reports."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from epd_serve.sim.spec import SimInstanceSpec, find_image_budget
 from epd_serve.transfer.grouping import seconds_until_sent, smallest_hidden_group
 from epd_serve.types import Stage, StageRate
 
-#: Of a new answer in the mean of lengths, as instances keep it (instance/reports.py).
+#: Weight of a new answer in the mean length, as in instance/reports.py.
 _GAIN = 0.05
-#: Of the features that an encoder keeps.
+#: Capacity of an encoder's feature cache.
 _FEATURE_BYTES = 256 << 20
 
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """A request that waits for blocks of a decode instance, first come, first served."""
+    """A request that waits for blocks of a decode instance, in order of arrival."""
 
     num_tokens: int
     hashes: list[bytes]
@@ -38,7 +38,7 @@ class SimInstance:
     """One instance on its device.
 
     Args:
-        on_prompt, on_end: called with a sequence at its first token, and at its last.
+        on_prompt, on_end: called with a sequence at its first and last token.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class SimInstance:
         self.ready = True
         self.pid = 1
         self.features: FeatureCache[int] = FeatureCache(_FEATURE_BYTES, IDLE_FEATURES)
-        self.tower = TowerSide(device, spec, on_idle=self._go_on)
+        self.tower = TowerSide(device, spec, on_idle=self._begin_step)
         self.language: LanguageSide | None = None
         if spec.role.has_language_model:
             self.language = LanguageSide(
@@ -75,11 +75,11 @@ class SimInstance:
         self.received: list[str] = []
         self.is_changed = True
         self._mean_output = 0.0
-        #: (the lane is free at, the last prompt was computed at), by target
+        #: target → (time when the lane is free, time when the last prompt was computed)
         self._lanes: dict[str, tuple[float, float]] = {}
         self._rates = self._stage_rates()
 
-    # ------------------------------------------------------------------ what it says
+    # ------------------------------------------------------------------ reports
 
     def info(self) -> InstanceInfo:
         spec, profile = self.spec, self.spec.profile
@@ -127,14 +127,14 @@ class SimInstance:
         )
 
     def report(self) -> Report:
-        """Return the report that a gateway hears, since the last one."""
+        """Return the report to gateways on events since the last one."""
         received, self.received = self.received, []
         made, self.tower.made = self.tower.made, []
         self.is_changed = False
         return Report(load=self.load(), ready=self.ready, received=received, encoded=made)
 
     def _stage_rates(self) -> dict[str, StageRate]:
-        """Return the rates that fits to many batches would give."""
+        """Return stage rates as fitted from many batches."""
         profile, role = self.spec.profile, self.spec.role
         rates: dict[str, StageRate] = {}
         if role.encodes:
@@ -148,15 +148,14 @@ class SimInstance:
             rates[Stage.DECODE.value] = StageRate(max(2 * one - two, 0.0), (two - one) / 8)
         return rates
 
-    # ------------------------------------------------------------------ what it does
+    # ------------------------------------------------------------------ requests
 
     def receive(self, stage: Stage, request_id: str) -> None:
-        """Note a call for the next report."""
+        """Record a call for the next report."""
         self.received.append(stage.value + request_id)
         self.is_changed = True
 
     def take_feature(self, key: str, owner: str, nbytes: int) -> None:
-        """Keep the feature of a request."""
         self.features.put(key, nbytes, nbytes, owner, beyond=True)
         if self.language is not None:
             self.language.take_feature(key)
@@ -167,10 +166,10 @@ class SimInstance:
         self._grant()
 
     def send_s(self, target: str, link: Link, num_tokens: int, computing_s: float) -> float:
-        """Return the seconds until the KV of a prompt that is computed now has been written to another instance.
+        """Return the seconds until the KV of a prompt computed now has reached another instance.
 
-        Groups of layers went out while the prompt was computed, but for those behind an earlier transfer. A
-        recurrent state goes with the last, as a whole. Prompts of one step are in the same writes.
+        Groups of layers overlapped the computation unless earlier transfers delayed them. A recurrent state
+        follows the last group. Prompts of one step share their transfers.
         """
         profile, now = self.spec.profile, self._clock.now
         layers, handshake_s = profile.num_layers, link.handshake_s
@@ -190,7 +189,7 @@ class SimInstance:
         return free_s - now
 
     def _grant(self) -> None:
-        """Give blocks to waiting reservations, in order."""
+        """Grant waiting reservations in order."""
         self.is_changed = True
         if self._granting or self.language is None:
             return
@@ -204,8 +203,8 @@ class SimInstance:
             first.granted(blocks)
         self._granting = False
 
-    def _go_on(self) -> None:
-        """Begin a step that has waited for encodes."""
+    def _begin_step(self) -> None:
+        """Begin a step that waited for encodes."""
         if self.spec.assists and self.language is not None:
             self.language.begin()
 
@@ -224,7 +223,7 @@ class _Item:
 
 
 class TowerSide:
-    """The encoder, its queue and its store of features. ``on_idle``: called when nothing is left to encode."""
+    """The encoder with its queue and feature store. ``on_idle``: called when the queue is empty."""
 
     def __init__(self, device: SimDevice, spec: SimInstanceSpec, *, on_idle: Callable[[], None]) -> None:
         self._on_idle = on_idle
@@ -243,7 +242,7 @@ class TowerSide:
         return sum(item.num_pixels for item in self.flights.values())
 
     def encode(self, key: str, num_pixels: int, done: Callable[[], None]) -> None:
-        """Encode a picture, unless its feature is there; then call ``done``."""
+        """Encode a picture unless its feature is stored; then call ``done``."""
         if self.store.acquire(key, "use") is not None:
             self.store.release("use", key)
             done()

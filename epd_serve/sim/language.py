@@ -1,6 +1,6 @@
-"""The language model of a simulated instance: the real queues, schedule and block pool; steps of known length.
+"""The language model of a simulated instance: real queues, schedule and block pool, with modelled step times.
 
-An instance that runs ahead plans a step when the one before it begins: arrivals in between join a later one.
+An instance that runs ahead plans a step when the previous one begins; arrivals in between join a later step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from epd_serve.sim.spec import SimInstanceSpec, size_steps_of
 
 
 class NoMemory:
-    """KV without bytes."""
+    """KV memory without contents."""
 
     def copy_block(self, source: int, target: int) -> None:
         pass
@@ -35,10 +35,11 @@ class LanguageSide:
     """One step loop.
 
     Args:
-        has_feature: whether a media item of a sequence could be computed now.
-        on_prompt: called with a sequence whose prompt is computed; it has its first token.
-        on_end: called with a sequence that has all of its tokens; its blocks are free.
-        on_free: called when blocks or a place in the queue became free.
+        has_feature: whether the feature of a media item is available.
+        is_held: whether steps must wait for encodes.
+        on_prompt: called with a sequence at its first token.
+        on_end: called with a complete sequence whose blocks are free.
+        on_free: called when blocks or a queue place became free.
     """
 
     def __init__(
@@ -70,8 +71,8 @@ class LanguageSide:
             Order(spec.batching.order, self.pool, self.budget, cost, spec.batching.ttft_s),
             self,
         )
-        self._output: ScheduleOutput | None = None  # the step under way
-        self._unseen: list[Sequence] = []  # arrived since the next step was planned
+        self._output: ScheduleOutput | None = None  # the running step
+        self._unseen: list[Sequence] = []  # arrivals since the next step was planned
         self._unseen_features: set[str] = set()
         self.num_steps = 0
 
@@ -101,13 +102,13 @@ class LanguageSide:
         self.begin()
 
     def reserve(self, num_tokens: int, hashes: list[bytes], arrival_s: float) -> Any:
-        """Return blocks for a prompt whose KV comes from elsewhere; None: not now."""
+        """Reserve blocks for a prompt whose KV comes from P; None: not now."""
         blocks = self.queues.reserve(num_tokens, 1, hashes, arrival_s)
         self.queues.stop_reserving()
         return blocks
 
     def resume(self, sequence: Sequence, blocks: Any) -> None:
-        """Decode a prompt whose KV was written into ``blocks``; its first token is known."""
+        """Decode a sequence whose prompt's KV is in ``blocks``; its first token is known."""
         self.queues.forget_reservation(blocks)
         sequence.blocks, sequence.forks = blocks.root, blocks.forks
         sequence.num_computed = sequence.num_tokens
@@ -122,13 +123,12 @@ class LanguageSide:
             self.submit(sequence)
 
     def transferred(self, sequence: Sequence) -> None:
-        """Free the blocks of a sequence whose KV is elsewhere."""
+        """Free the blocks of a sequence whose KV was transferred."""
         self._retire(sequence)
         self._on_free()
         self.begin()
 
     def take_feature(self, key: str) -> None:
-        """A feature has come."""
         if self.num_waiting or self.num_running:
             if self._output is not None and self._spec.runs_ahead:
                 self._unseen_features.add(key)
@@ -152,7 +152,7 @@ class LanguageSide:
         self._unseen_features.clear()
 
     def begin(self) -> None:
-        """Begin a step if none is under way, no encode goes first, and there is something to compute."""
+        """Begin a step if none is running, no encode goes first, and there is work."""
         if self._output is not None or not (self.num_running or self.num_waiting) or self._is_held():
             return
         output = self.queues.plan(self._clock.now)
@@ -160,7 +160,7 @@ class LanguageSide:
             self._see()
             output = self.queues.plan(self._clock.now)
         if output.admitted:
-            self._on_free()  # a place in the queue
+            self._on_free()  # a queue place is free
         if not output:
             return
         self._see()
@@ -203,7 +203,7 @@ class LanguageSide:
         for sequence, _ in output.prefills:
             if not sequence.num_uncomputed:
                 self._prompt_done(sequence)
-        pace = self.budget.pace  # learns as an instance's does (Batching.stepped)
+        pace = self.budget.pace  # it learns as in an instance (Batching.stepped)
         if isinstance(pace, StepPace) and (output.prefills or not self._spec.role.prefills):
             pace.observe(work, self._clock.now - activity.begun_s)
         self.begin()

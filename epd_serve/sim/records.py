@@ -1,4 +1,4 @@
-"""The SLO attainment of a simulation."""
+"""SLO attainment of a simulation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from epd_serve.sim.simulator import Outcome
 
 
 def attains(job: Job, ttft_s: float | None, tpot_s: float | None) -> bool:
-    """Whether a request succeeded within both limits."""
+    """Return whether a request succeeded within both limits."""
     if job.failure or job.first_token_s is None or job.last_token_s is None or job.finish_s is None:
         return False
     if ttft_s is not None and job.first_token_s - job.sent_s > ttft_s:
@@ -20,5 +20,5 @@ def attains(job: Job, ttft_s: float | None, tpot_s: float | None) -> bool:
 
 
 def attainment(outcome: Outcome, ttft_s: float | None, tpot_s: float | None) -> Share:
-    """With its Wilson interval; what had not ended when the run was given up counts as missed."""
+    """Return the attainment; requests unfinished in a stopped run count as missed."""
     return wilson(sum(attains(job, ttft_s, tpot_s) for job in outcome.jobs), len(outcome.jobs))

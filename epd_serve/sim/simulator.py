@@ -1,4 +1,4 @@
-"""Builds a simulated deployment from a topology and devices, and runs requests through it."""
+"""Build a simulated deployment from a topology and devices, and run requests through it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from epd_serve.topology import Topology, place
 from epd_serve.topology.placement import CPU
 from epd_serve.types import Role, Routing
 
-#: As instances report (instance/reports.py).
+#: Report interval of instances (instance/reports.py).
 REPORT_S = 0.18
 _COLLECT = 200_000, 20, 20
 
@@ -41,8 +41,8 @@ class Outcome:
 
     Attributes:
         jobs: in the order of the requests.
-        busy: of each device, the part of the time in which something computed on it.
-        encoded: items that were encoded; others were there already.
+        busy: share of time in which each device was busy.
+        encoded: items that were encoded, not found in a store.
     """
 
     jobs: list[Job]
@@ -56,12 +56,12 @@ class Outcome:
 
 
 class NoWay(ValueError):
-    """Nothing can come of a deployment, as when the weights do not fit."""
+    """The deployment cannot work, for example because the weights do not fit."""
 
 
 @contextmanager
-def _seldom_collecting() -> Iterator[None]:
-    """A run makes many objects and hardly any cycle of them: looking for these took an eighth of its time."""
+def _rare_gc() -> Iterator[None]:
+    """Collect garbage rarely: a run makes many objects but few cycles, and collection took 1/8 of its time."""
     before = gc.get_threshold()
     gc.set_threshold(*_COLLECT)
     try:
@@ -80,10 +80,10 @@ class Operator(Protocol):
         instances: dict[str, SimInstance],
         start: Callable[[SimInstanceSpec, int], None],
     ) -> None:
-        """``start`` puts an instance, with its process's number, in the place of the one of its name."""
+        """Begin; ``start(spec, pid)`` replaces the instance of that name."""
 
     def tick(self) -> None:
-        """Called behind each round of reports."""
+        """Run after each round of reports."""
 
 
 def simulate(
@@ -94,12 +94,12 @@ def simulate(
     operator: Operator | None = None,
     routers: Sequence[Router] = (),
 ) -> Outcome:
-    """Run all requests to their ends. The same arguments give the same outcome.
+    """Run all requests to their ends; deterministic.
 
     Args:
-        give_up: asked after each report with what has ended; True ends the run there.
+        give_up: called with the finished jobs after each report; True stops the run.
         operator: changes instances, each alone on its device.
-        routers: those of several gateways, to which requests go in turn; else one has the deployment's.
+        routers: one per gateway, which take requests in turn; default: one gateway with the deployment's routing.
     """
     clock = Clock()
     devices: dict[str, SimDevice] = {}
@@ -116,7 +116,7 @@ def simulate(
 
     def start(spec: SimInstanceSpec, pid: int = 1) -> None:
         if spec.role.has_language_model and spec.num_blocks < 8 + spec.state_blocks:
-            raise NoWay(f"{spec.name}: the model's weights leave no room for KV on {spec.device}")
+            raise NoWay(f"{spec.name}: the weights leave no room for KV on {spec.device}")
         place = f"{spec.host}/{spec.device}"
         if place not in devices:
             devices[place] = SimDevice(clock)
@@ -151,33 +151,33 @@ def simulate(
         if index + 1 < len(jobs):
             clock.at(jobs[index + 1].sent_s, lambda: arrive(index + 1))
 
-    def report() -> None:
+    def report_all() -> None:
         nonlocal given_up
         for name, instance in instances.items():
             if instance.is_changed:
-                told = instance.report()
+                report = instance.report()
                 for gateway in gateways:
-                    gateway.table.report(name, told)
+                    gateway.table.report(name, report)
         for gateway in gateways:
             gateway.note_stages()
         if operator is not None:
             operator.tick()
         if not clock.has_events and len(done) < len(jobs):
-            raise RuntimeError(f"at {clock.now:.3f} s {len(jobs) - len(done)} requests wait for nothing")
+            raise RuntimeError(f"at {clock.now:.3f} s {len(jobs) - len(done)} requests are stuck")
         given_up = given_up or (give_up is not None and give_up(done))
-        clock.after(REPORT_S, report)
+        clock.after(REPORT_S, report_all)
 
     if operator is not None:
         operator.begin(clock, gateways[0], instances, start)
     if jobs:
         clock.at(jobs[0].sent_s, lambda: arrive(0))
-    clock.at(0.0, report)
+    clock.at(0.0, report_all)
 
     def languages() -> list[LanguageSide]:
-        """Also of instances that were rebuilt in another role on the way."""
+        """Return all language models, including those of replaced instances."""
         return [one.language for one in every if one.language is not None]
 
-    with _seldom_collecting():
+    with _rare_gc():
         clock.run(lambda: len(done) == len(jobs) or given_up)
         seconds = clock.now
         clock.run(lambda: given_up or not any(one.is_busy for one in languages()))  # their last steps
@@ -208,14 +208,14 @@ def build(
     num_blocks: int | None = None,
     assist: bool = False,
 ) -> SimDeployment:
-    """Instances on their devices as ``epd-serve up`` would place them.
+    """Place instances on devices like ``epd-serve up``.
 
-    Memory of a device is shared by the language models on it, in equal parts. A CPU has cores for all instances
-    but those that the notation puts on one device.
+    Language models on one device share its memory equally. On a CPU, instances have their own cores unless the
+    notation co-locates them.
 
     Args:
-        profile_of: the profile of a device's name and a tensor-parallel width.
-        assist: whether instances of role EPD assist the others.
+        profile_of: returns the profile for a device name and a tensor-parallel width.
+        assist: whether EPD instances assist the others.
     """
     placed = place(topology, devices)
     specs: list[SimInstanceSpec] = []

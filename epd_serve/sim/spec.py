@@ -1,4 +1,4 @@
-"""A simulated instance: its role, its device and profile, and the options that a deployment gives it."""
+"""The specification of a simulated instance: role, device, profile and batching options."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from epd_serve.sched.step_cost import StepCost, StepPace, latency_limit_s, searc
 from epd_serve.sched.step_sizes import Limits, Sizes, StepShape, size_steps
 from epd_serve.types import Role
 
-#: Blocks of a pool beyond which more cannot change anything in a simulation of some thousand requests.
-_MOST_BLOCKS = 1 << 17
-#: Tokens of a sequence at most, for the steps whose times size the others: profiles do not know the model's.
-_LONGEST = 1 << 15
+#: More blocks make no difference in a simulation of a few thousand requests.
+_MAX_BLOCKS = 1 << 17
+#: Longest sequence for sizing steps; profiles lack the model's limit.
+_MAX_TOKENS = 1 << 15
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batching:
-    """The options of a deployment file that shape steps; ``slo`` in seconds, None: no limit."""
+    """Batching options of a deployment file; SLO in seconds, None: no limit."""
 
     max_num_tokens: int = 2048
     max_num_seqs: int = 64
@@ -35,9 +35,9 @@ class SimInstanceSpec:
     """One instance.
 
     Attributes:
-        host, device: instances of one device slow each other down.
-        assists: an encoder that takes text while the others' queue is long; its encodes go first.
-        runs_ahead: its next step is planned when one begins.
+        host, device: instances on one device slow each other down.
+        assists: an encoder that takes text requests while the others' queue is long; its encodes go first.
+        runs_ahead: it plans the next step when a step begins.
     """
 
     name: str
@@ -53,19 +53,21 @@ class SimInstanceSpec:
 
     @property
     def state_blocks(self) -> int:
-        """Blocks of a sequence's recurrent state, beside those of its tokens."""
+        """Blocks for a sequence's recurrent state, in addition to its tokens'."""
         return self.profile.state_blocks(self.block_size)
 
     @property
     def limit_s(self) -> float | None:
-        """LATENCY_max of its steps and encodes."""
+        """LATENCY_max of steps and encodes (EPD-Serve)."""
         batching = self.batching
         return latency_limit_s(self.role, ttft_s=batching.ttft_s, tpot_s=batching.tpot_s)
 
 
 def size_steps_of(spec: SimInstanceSpec) -> tuple[Budget, StepCost]:
-    """The budget of a step as an instance finds it at its start (TriInfer, algorithm 1), and the cost of steps,
-    from the profile's times in place of measured ones. A limit that cannot be met leaves the smallest batch."""
+    """Return a step's budget and cost as an instance finds them at its start (TriInfer, algorithm 1).
+
+    Times come from the profile. If the latency limit cannot be met, the smallest batch remains.
+    """
     batching = spec.batching
     if spec.limit_s is None and batching.order != "slack":
         return Budget(max_num_tokens=batching.max_num_tokens, max_num_seqs=batching.max_num_seqs), StepCost()
@@ -78,17 +80,17 @@ def size_steps_of(spec: SimInstanceSpec) -> tuple[Budget, StepCost]:
             max_num_seqs=batching.max_num_seqs,
             num_blocks=spec.num_blocks,
             block_size=spec.block_size,
-            max_model_len=_LONGEST,
+            max_model_len=_MAX_TOKENS,
         ),
     )
     budget = sizes.budget
-    if spec.limit_s is not None:  # what one instance learns is not another's
+    if spec.limit_s is not None:  # each instance learns its own pace
         budget = replace(budget, pace=StepPace(sizes.cost, spec.limit_s))
     return budget, sizes.cost
 
 
 class _Known:
-    """A profile, the same as itself alone."""
+    """A profile that is hashed by identity."""
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
@@ -110,7 +112,7 @@ def _sized(known: _Known, limits: Limits) -> Sizes:
 
 
 def find_image_budget(spec: SimInstanceSpec) -> int:
-    """The largest batch of square images of 448 pixels within the limit, in pixels."""
+    """Return the largest batch of 448-pixel square images within the limit, in pixels."""
     limit_s, area = spec.limit_s, 448 * 448
     if limit_s is None or not spec.profile.encode:
         return spec.batching.image_budget_pixels
@@ -120,13 +122,13 @@ def find_image_budget(spec: SimInstanceSpec) -> int:
 
 
 def with_memory(spec: SimInstanceSpec, *, share: float, beside_tower: bool = False) -> SimInstanceSpec:
-    """The same with as many blocks as its share of the device's memory holds; 0 where the weights do not fit.
+    """Return the instance with the KV blocks that its share of the device's memory holds; 0 without room.
 
     Args:
-        beside_tower: whether an instance that encodes shares the device.
+        beside_tower: whether an encoding instance shares the device.
     """
     if not spec.role.has_language_model:
         return replace(spec, num_blocks=2)
     profile = spec.profile
     blocks = profile.num_blocks(spec.block_size, share=share, holds_tower=spec.role.encodes or beside_tower)
-    return replace(spec, num_blocks=min(blocks, _MOST_BLOCKS))
+    return replace(spec, num_blocks=min(blocks, _MAX_BLOCKS))

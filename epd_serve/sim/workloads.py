@@ -1,4 +1,4 @@
-"""Requests to simulate: the workloads of ``epd-serve bench``, Mooncake traces and access logs."""
+"""Read requests to simulate: workloads of ``epd-serve bench``, Mooncake traces and access logs."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ from epd_serve.bench.workloads.synthetic import PRESETS
 from epd_serve.bench.workloads.trace import BLOCK_TOKENS, parse_line
 from epd_serve.protocol.wire import MediaRef
 
-#: Of an image whose size is not known: ShareGPT-4o's mean (EPD-Serve, section 4.1).
+#: For images of unknown size: ShareGPT-4o's mean (EPD-Serve, section 4.1).
 IMAGE_PIXELS = 802 * 652
-#: Of a text whose tokens nobody has counted.
 _CHARACTERS_PER_TOKEN = 4
 
 
@@ -32,12 +31,11 @@ class SimRequest:
     """One request.
 
     Attributes:
-        at_s: when it is sent.
-        images: (name, pixels) of each; equal names are the same image.
-        num_text_tokens: of the prompt, images apart.
-        num_output_tokens: that it gets.
+        at_s: time of sending.
+        images: (name, pixels) of each; equal names mean the same image.
+        num_text_tokens: prompt tokens without images.
         prefix: names of the prompt's leading parts of ``prefix_tokens`` tokens each, for prefix reuse.
-        max_tokens: as the client gave it to the gateway; None: open-ended.
+        max_tokens: the client's limit; None: open-ended.
     """
 
     at_s: float
@@ -50,7 +48,7 @@ class SimRequest:
 
     def __post_init__(self) -> None:
         if self.num_text_tokens < 1 or self.num_output_tokens < 1 or self.at_s < 0:
-            raise ValueError(f"{self}: a request has a prompt, an answer and a time of 0 or later")
+            raise ValueError(f"{self}: a request needs a prompt, an answer and a time of at least 0")
 
     @property
     def media(self) -> list[MediaRef]:
@@ -62,7 +60,7 @@ class SimRequest:
 
 
 def at_rate(requests: Sequence[SimRequest], rate: float) -> list[SimRequest]:
-    """The same requests, their times stretched or squeezed to a mean ``rate`` a second."""
+    """Return the requests with times scaled to a mean ``rate`` per second."""
     if not requests:
         return []
     first, last = requests[0].at_s, requests[-1].at_s
@@ -79,8 +77,8 @@ class Load:
     """A workload to plan for.
 
     Attributes:
-        name: as it was written.
-        rate: requests a second to be served; None: as many as go.
+        name: its specification.
+        rate: requested rate per second; None: as high as possible.
     """
 
     name: str
@@ -89,19 +87,19 @@ class Load:
 
 
 def read_load(spec: str, *, rate: float | None = None, count: int, seed: int, tokens_of_image: int = 0) -> Load:
-    """Read a workload as ``epd-serve bench`` writes it; its ``trace:FILE`` may also be the gateway's access log.
+    """Read a workload in the notation of ``epd-serve bench``; ``trace:FILE`` may also be the gateway's access log.
 
-    The rate of a file with times is its own unless another is given. The access log knows prompts as a whole:
-    ``tokens_of_image`` of them are each image's. Texts of files count four characters a token.
+    A file with times has its own rate by default. The access log counts whole prompts; ``tokens_of_image`` tokens
+    belong to each image. Texts of files count four characters per token.
 
     Args:
-        count: most requests to take, the first ones.
+        count: most requests to take.
 
-    Raises ValueError that names the file, the line and what would be right.
+    Raises ValueError with the file, the line and a remedy.
     """
     name, _, _ = split_spec(spec)
     if rate is not None and not 0 < rate < float("inf"):
-        raise ValueError(f"--rate {rate:g}: write requests a second, above 0")
+        raise ValueError(f"--rate {rate:g}: write requests per second, above 0")
     if name == "trace":
         requests, is_timed = _read_trace(spec, count, tokens_of_image), True
     else:
@@ -117,12 +115,12 @@ def _read_trace(spec: str, count: int, tokens_of_image: int) -> list[SimRequest]
         raise ValueError("workload trace needs a file; write trace:FILE.jsonl")
     scale = options.take("length_scale", parse_factor, "1")
     most = options.take("requests", parse_count, "")
-    options.take("ignore_eos", parse_switch, "true")  # answers have their lengths in any case
+    options.take("ignore_eos", parse_switch, "true")  # answers have the trace's lengths anyway
     options.check(f"trace:{path}")
     lines = read_lines(path, lambda _, line: _request(line, tokens_of_image, scale))
     requests = sorted((one for one in lines if one is not None), key=lambda one: one.at_s)
     if not requests:
-        raise ValueError(f"{path}: holds no request that was served")
+        raise ValueError(f"{path} contains no served request")
     begin_s = requests[0].at_s
     return [replace(one, at_s=one.at_s - begin_s) for one in requests[: min(count, most or count)]]
 
@@ -147,7 +145,7 @@ class _Logged(msgspec.Struct):
 
 
 def _request(line: Mapping[str, Any], tokens_of_image: int, scale: float) -> SimRequest | None:
-    """Return the request of a line; None for one of an access log that was never computed."""
+    """Return the request of a line; None for an unserved one of an access log."""
     if "input_length" in line:
         return _mooncake(line, scale)
     if "prompt_tokens" in line and "modality" in line:
@@ -172,7 +170,7 @@ def _mooncake(line: Mapping[str, Any], scale: float) -> SimRequest:
 
 
 def _logged(line: _Logged, tokens_of_image: int) -> SimRequest:
-    """Images are told apart by the names of their encodes; images without a name are all different."""
+    """Convert a log line; images are identified by their encodes' names, unnamed ones are all different."""
     named = [stage.item for stage in line.stages if stage.item]
     names = [*dict.fromkeys(named), *(f"{line.request_id}/{i}" for i in range(line.images))][: line.images]
     sizes = [*line.pixels, *[IMAGE_PIXELS] * line.images]
@@ -185,9 +183,8 @@ def _logged(line: _Logged, tokens_of_image: int) -> SimRequest:
 
 
 def _drawn(spec: str, count: int, seed: int) -> tuple[list[SimRequest], bool]:
-    """The requests of a workload of the load tester, and whether it has times of its own; else one comes a second,
-    at random."""
-    pixels: dict[int, int] = {}  # by the object of a picture, which the list of items keeps
+    """Return the requests of a load tester's workload, and whether it has times; else one arrives per second."""
+    pixels: dict[int, int] = {}  # by id of the picture objects, which ``items`` keeps alive
 
     def blank(size: Size, rng: Random) -> Media:
         picture = Media(mime="image/jpeg")
@@ -203,17 +200,17 @@ def _drawn(spec: str, count: int, seed: int) -> tuple[list[SimRequest], bool]:
     at_s = 0.0
     for item in items:
         if item.conversation is not None:
-            raise ValueError(f"--workload {spec}: the planner simulates single requests; leave out turns")
+            raise ValueError(f"--workload {spec}: the planner simulates only single requests; leave out turns")
         parts = [part for message in item.messages for part in message.parts]
         texts = [part for part in parts if isinstance(part, str)]
         media = [part for part in parts if isinstance(part, Media)]
-        if others := [one.mime for one in media if not one.mime.startswith("image/")]:
-            raise ValueError(f"request {item.index} has {others[0]}: the planner knows text and images alone")
+        if item.modality not in ("text", "image"):
+            raise ValueError(f"request {item.index} has {item.modality}: the planner knows only text and images")
         for one in media:
             names.setdefault(id(one), one.url or str(len(names)))
             if id(one) not in pixels:
                 pixels[id(one)] = _num_pixels(one)
-        # drawn words are a token each; of a file's texts nobody has counted them
+        # generated words are one token each; texts of files are estimated
         num_text = sum(len(one.split()) if name in PRESETS else len(one) // _CHARACTERS_PER_TOKEN for one in texts)
         at_s = item.arrival_s if is_timed and item.arrival_s is not None else at_s + draw.expovariate(1.0)
         requests.append(
@@ -235,4 +232,4 @@ def _num_pixels(picture: Media) -> int:
         with Image.open(io.BytesIO(picture.data)) as image:
             return image.width * image.height
     except OSError as error:
-        raise ValueError(f"a picture of the workload cannot be read: {error}") from error
+        raise ValueError(f"cannot read a picture of the workload: {error}") from error

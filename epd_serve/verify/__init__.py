@@ -1,1 +1,1 @@
-"""A conformance and fault suite for any OpenAI-compatible multimodal endpoint; a client, as the load tester is."""
+"""Conformance and fault checks for any OpenAI-compatible multimodal server."""

@@ -1,4 +1,4 @@
-"""The suite ``api``: OpenAI's types, streams, errors and cancellations."""
+"""The suite ``api``: OpenAI's types, streams, errors and cancellation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def models(client: Client) -> None:
 
 @check("api", _OPENAI)
 async def types(client: Client) -> None:
-    """A plain answer has each field that OpenAI's has, of its type."""
+    """A plain answer has all fields of OpenAI's, with their types."""
     reply = await client.chat()
     choice, answer = reply.choices()[0], reply.json()
     require(answer.get("object") == "chat.completion", f"object is {answer.get('object')!r}")
@@ -30,25 +30,26 @@ async def types(client: Client) -> None:
     require(answer.get("model") == client.model, f"model is {answer.get('model')!r}")
     require(choice["message"].get("role") == "assistant", "the role is not 'assistant'")
     require(choice.get("finish_reason") in _FINISH, f"finish_reason is {choice.get('finish_reason')!r}")
-    require(bool(reply.text()), "a 200 with an empty text")
+    require(bool(reply.text()), "status 200 with empty text")
 
 
-@check("api", "vLLM 57136: usage of media requests")
+@check("api", "vllm 57136: usage of media requests")
 async def usage(client: Client) -> None:
     """The usage adds up, counts a picture's tokens, and agrees with max_tokens."""
     plain = (await client.chat(asked(), max_tokens=2)).usage()
     reply = await client.chat(asked(picture()), max_tokens=2)
     seen = reply.usage()
     require(
-        seen["total_tokens"] == seen["prompt_tokens"] + seen["completion_tokens"], f"it does not add up: {seen}"
+        seen["total_tokens"] == seen["prompt_tokens"] + seen["completion_tokens"],
+        f"the counts do not add up: {seen}",
     )
-    require(seen["prompt_tokens"] > plain["prompt_tokens"], "a picture counts no prompt_tokens")
-    require(0 < seen["completion_tokens"] <= 2, f"{seen['completion_tokens']} tokens where max_tokens is 2")
+    require(seen["prompt_tokens"] > plain["prompt_tokens"], "a picture adds no prompt_tokens")
+    require(0 < seen["completion_tokens"] <= 2, f"{seen['completion_tokens']} tokens with max_tokens 2")
 
 
-@check("api", "proxies that drop an option on their way to D")
+@check("api", "gateways that drop an option on the way to D")
 async def max_tokens(client: Client) -> None:
-    """max_tokens of 1 ends an answer after one token, with finish_reason 'length'."""
+    """max_tokens 1 ends an answer after one token, with finish_reason 'length'."""
     reply = await client.chat(max_tokens=1)
     require(reply.usage()["completion_tokens"] == 1, f"{reply.usage()['completion_tokens']} tokens")
     require(reply.choices()[0]["finish_reason"] == "length", "finish_reason is not 'length'")
@@ -56,15 +57,15 @@ async def max_tokens(client: Client) -> None:
 
 @check("api", _OPENAI)
 async def stream(client: Client) -> None:
-    """A stream has one id, the role first, one finish_reason and [DONE] last, and the plain text."""
+    """A stream has one id, the role first, one finish_reason, [DONE] last, and the text of the plain answer."""
     plain = await client.chat(asked(picture()))
     reply = await client.chat(asked(picture()), stream=True)
     text = reply.text()
     first = reply.events[0]
     require(len({event.get("id") for event in reply.events}) == 1, "the events have several ids")
-    require(first["choices"][0]["delta"].get("role") == "assistant", "the first delta has no role")
+    require(first["choices"][0]["delta"].get("role") == "assistant", "the first delta lacks a role")
     require(
-        {event.get("object") for event in reply.events} == {"chat.completion.chunk"}, "an event of another object"
+        {event.get("object") for event in reply.events} == {"chat.completion.chunk"}, "an event has another object"
     )
     require(reply.choices()[0]["finish_reason"] in _FINISH, "no finish_reason")
     require(text == plain.text(), f"the stream says {text!r}, the plain answer {plain.text()!r}")
@@ -72,7 +73,7 @@ async def stream(client: Client) -> None:
 
 @check("api", _OPENAI)
 async def stream_usage(client: Client) -> None:
-    """The usage comes as a last event without choices if it is asked for, equals the plain one, and not else."""
+    """The usage comes in a last event without choices, only if requested, and equals the plain answer's."""
     plain = (await client.chat()).usage()
     reply = await client.chat(stream=True, stream_options={"include_usage": True})
     reply.choices()
@@ -80,16 +81,16 @@ async def stream_usage(client: Client) -> None:
     require(reply.usage() == plain, f"{reply.usage()}, plain {plain}")
     unasked = await client.chat(stream=True)
     unasked.choices()
-    require(not any(event.get("usage") for event in unasked.events), "a usage that nobody asked for")
+    require(not any(event.get("usage") for event in unasked.events), "a usage without include_usage")
 
 
-@check("api", "servers that turn a client's mistake into a 500")
+@check("api", "client mistakes answered by a 500")
 async def errors(client: Client) -> None:
-    """A wrong request gets a 4xx with an error.message."""
+    """An invalid request gets a 4xx with an error.message."""
     wrong = {
-        "no JSON": b"{",
+        "invalid JSON": b"{",
         "no messages": b'{"model": "%s"}' % client.model.encode(),
-        "a wrong role": client.body().replace(b'"user"', b'"nobody"'),
+        "an unknown role": client.body().replace(b'"user"', b'"guest"'),
         "temperature -1": client.body(temperature=-1),
         "max_tokens -1": client.body(max_tokens=-1),
         "n 0": client.body(n=0),
@@ -103,11 +104,11 @@ async def errors(client: Client) -> None:
 
 @check("api", _OPENAI)
 async def headers(client: Client) -> None:
-    """Answers are JSON, streams are events, and a path or a method that is not there is a 404 or a 405."""
+    """Answers are JSON, streams are events, and unknown paths and methods get a 404 or 405."""
     kinds = {False: "application/json", True: "text/event-stream"}
     for stream, kind in kinds.items():
         given = (await client.chat(stream=stream)).headers.get("content-type", "")
-        require(given.startswith(kind), f"content-type {given!r} in place of {kind!r}")
+        require(given.startswith(kind), f"content-type {given!r} instead of {kind!r}")
     for name, reply in {
         "GET of a chat": await client.get("/v1/chat/completions"),
         "an unknown path": await client.post(client.body(), "/v1/chat/none"),
@@ -117,32 +118,32 @@ async def headers(client: Client) -> None:
 
 @check("api", _OPENAI)
 async def unknown_model(client: Client) -> None:
-    """A model that is not there gets a 404 with an error.message."""
+    """An unknown model gets a 404 with an error.message."""
     reply = await client.chat(model="no-such-model")
     require(reply.status == 404, f"status {reply.status}")
     reply.error()
 
 
-@check("api", "vLLM: an error in a stream followed by [DONE] counts as success")
+@check("api", "vllm: an error in a stream followed by [DONE] looks like success")
 async def long_prompt(client: Client) -> None:
-    """A prompt beyond the model's length gets a 400 before any event, and never a 200."""
+    """A prompt beyond the model's length gets a 400 before any event, never a 200."""
     length = await client.max_model_len()
     if length > 200_000:
-        raise Skipped(f"the model's length is {length}")
+        raise Skipped(f"the model accepts {length} tokens")
     reply = await client.chat("word " * (length + 1), stream=True)
     require(reply.status in (400, 413), f"status {reply.status}, [DONE] came: {reply.done}")
     reply.error()
 
 
-@check("api", "KV blocks kept when a client goes away")
+@check("api", "KV blocks leaked when a client disconnects")
 async def cancellation(client: Client) -> None:
-    """A server answers as before after a client went away in mid-stream."""
+    """After a client disconnects in mid-stream the server answers as before."""
     before = await client.chat()
     body = client.body(stream=True, max_tokens=200, **await client.endless())
     reply = Reply()
     sending = asyncio.create_task(client.send(reply, body, timeout_s=20))
-    while not reply.body and not sending.done():  # noqa: ASYNC110 - a reply has no event of it
+    while not reply.body and not sending.done():  # noqa: ASYNC110 - replies lack an event
         await asyncio.sleep(0.01)
     sending.cancel()
-    await asyncio.sleep(0.2)  # by then the server knows
-    require((await client.chat()).text() == before.text(), "another answer than before")
+    await asyncio.sleep(0.2)  # until the server notices
+    require((await client.chat()).text() == before.text(), "the answer differs from the one before")

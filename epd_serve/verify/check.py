@@ -1,11 +1,9 @@
-"""A check, its registry, and what it can end with."""
+"""Checks, their registry and their outcomes."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -18,23 +16,23 @@ Outcome = Literal["pass", "fail", "unjudged", "skipped"]
 
 
 class Failed(Exception):
-    """The server is wrong; the message says where."""
+    """The server is wrong; the message says how."""
 
 
 class Unjudged(Exception):
-    """The answer can be called neither right nor wrong."""
+    """The answer is neither clearly right nor clearly wrong."""
 
 
 class Skipped(Exception):
-    """The server, or the command line, lacks what the check needs."""
+    """The server or the command line lacks a precondition of the check."""
 
 
 class Result(msgspec.Struct, kw_only=True, frozen=True):
-    """The end of one check.
+    """The result of one check.
 
     Attributes:
-        reason: what was wrong, or missing; of a check that passed, what was seen.
-        curl: command that repeats the last request of a check that failed.
+        reason: the fault, the missing precondition, or the observations of a passed check.
+        curl: command that repeats the last request of a failed check.
     """
 
     check: str
@@ -52,17 +50,8 @@ class Report(msgspec.Struct):
     model: str
     results: list[Result]
 
-    def counts(self) -> str:
-        """Return how many checks had each outcome, in words."""
-        counts = Counter(one.outcome for one in self.results)
-        return ", ".join(f"{number} {outcome}" for outcome, number in counts.items())
 
-    def write(self, directory: Path) -> None:
-        """Write verify.json."""
-        (directory / "verify.json").write_bytes(msgspec.json.format(msgspec.json.encode(self)))
-
-
-#: A check's function; it may return what was seen.
+#: A check's function; it may return its observations.
 Run = Callable[["Client"], Awaitable[str | None]]
 
 
@@ -71,9 +60,9 @@ class Check:
     """One statement about a server.
 
     Attributes:
-        proves: the statement, in a sentence.
-        origin: thread of a peer in which the statement was false, or the specification that makes it.
-        limit_s: seconds after which the check counts as failed.
+        proves: the statement as a sentence.
+        origin: issue of another project where the statement was false, or the specification behind it.
+        limit_s: seconds after which the check fails.
     """
 
     name: str
@@ -88,19 +77,19 @@ CHECKS: dict[str, Check] = {}
 
 
 def check(suite: str, origin: str, *, limit_s: float = 60.0) -> Callable[[Run], Run]:
-    """Enter a function under its name; its docstring is the statement that it proves."""
+    """Register a function under its name; its docstring is the statement."""
 
-    def enter(run: Run) -> Run:
+    def register(run: Run) -> Run:
         name = f"{suite}.{run.__name__}"
         assert name not in CHECKS and suite in SUITES, name
         proves = " ".join((run.__doc__ or "").split())
         CHECKS[name] = Check(name=name, suite=suite, proves=proves, origin=origin, limit_s=limit_s, run=run)
         return run
 
-    return enter
+    return register
 
 
-def require(is_right: bool, wrong: str) -> None:
-    """Raise Failed with ``wrong`` unless it is right."""
+def require(is_right: bool, fault: str) -> None:
+    """Raise Failed with ``fault`` unless ``is_right``."""
     if not is_right:
-        raise Failed(wrong)
+        raise Failed(fault)

@@ -1,4 +1,4 @@
-"""Send the requests of the checks, and read their answers as strictly as OpenAI's specification is written."""
+"""Send the checks' requests and parse answers strictly by OpenAI's specification."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from epd_serve.verify.check import Failed, Skipped, Unjudged, require
 
 CHAT = "/v1/chat/completions"
 _CONNECT_TIMEOUT_S = 10.0
-#: Seconds that a rate limit is waited for, in all, for one request.
-PATIENCE_S = 20.0
-#: Nats between the two likeliest tokens below which another order of sums may choose the other one.
-TIE = 0.05
+#: Total time that one request waits for a rate limit.
+_PATIENCE_S = 20.0
+#: With less than this many nats between the two likeliest tokens, rounding may choose either.
+_TIE = 0.05
 #: Gauges that are 0 in an idle server: ours, vLLM's, SGLang's and Dynamo's.
-HELD = (
+_IDLE_GAUGES = (
     "epd_serve_num_requests_running",
     "epd_serve_num_requests_waiting",
     "epd_serve_in_flight_calls",
@@ -39,20 +39,20 @@ HELD = (
     "dynamo_frontend_inflight_requests",
     "dynamo_frontend_queued_requests",
 )
-#: Seconds in which an idle server has to release what its last requests held; leases of dead parts take longer.
+#: Time for an idle server to release resources; leases of dead parts take longer.
 SETTLE_S, LEASES_S = 15.0, 45.0
-#: A line of Prometheus' text format: name, labels, value.
+#: A line of Prometheus's text format: name with labels, value.
 _SAMPLE = re.compile(r'^([a-zA-Z_:][\w:]*(?:\{(?:[^"{}]|"(?:[^"\\]|\\.)*")*\})?)\s+(\S+)', re.MULTILINE)
 
 
 class Reply:
-    """One answer, as far as it has come.
+    """One answer, filled while it arrives.
 
     Attributes:
-        status: of HTTP; 0 before the answer's head.
-        failure: why there is no whole answer; "" where there is one.
-        timed_out: whether the end did not come in the time that the request had.
-        is_over: whether nothing more comes.
+        status: HTTP status; 0 before the response's head.
+        failure: why the answer is incomplete; "" if it is complete.
+        timed_out: whether the request ran out of time.
+        is_over: whether the request has ended.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Reply:
 
     @property
     def complete(self) -> bool:
-        """Whether the body ended by HTTP's rules."""
+        """True if the body ended by HTTP's rules."""
         return self.status != 0 and not self.failure
 
     @property
@@ -73,41 +73,41 @@ class Reply:
 
     @property
     def done(self) -> bool:
-        """Whether a stream ended with [DONE]."""
+        """True for a stream that ended with [DONE]."""
         return self.is_stream and self.body.endswith(b"data: [DONE]\n\n")
 
     @cached_property
     def events(self) -> list[dict[str, Any]]:
-        """Payloads of a stream's events, in their order, without ``[DONE]``; to be read when it is over."""
+        """The payloads of a finished stream's events, without ``[DONE]``."""
         parts = self.body.split(b"\n\n")[:-1] if self.is_stream else []
         for part in parts:
-            require(part.startswith(b"data: ") and b"\n" not in part, f"no event 'data: ...': {part[:80]!r}")
+            require(part.startswith(b"data: ") and b"\n" not in part, f"not an event 'data: ...': {part[:80]!r}")
         require(b"data: [DONE]" not in parts[:-1], "an event after [DONE]")
-        return [_object(part[6:]) for part in parts if part != b"data: [DONE]"]
+        return [_parse_object(part[6:]) for part in parts if part != b"data: [DONE]"]
 
     @property
     def is_busy(self) -> bool:
         return self.status in (429, 503)
 
     def json(self) -> dict[str, Any]:
-        return _object(self.body)
+        return _parse_object(self.body)
 
     def error(self) -> str:
-        """The error's message; Failed where the body is no error of OpenAI's form."""
+        """Return the error message. Raises Failed for a body without OpenAI's error object."""
         error = self.json().get("error")
         if not isinstance(error, dict) or not isinstance(error.get("message"), str):
-            raise Failed("the error has no error.message")
+            raise Failed("the body lacks error.message")
         return str(error["message"])
 
     def choices(self) -> list[Any]:
-        """The choices of an answer; of a stream, put together as those of a plain one."""
+        """Return the choices; those of a stream are assembled."""
         said = self.failure if not self.status else self.body[:200].decode("utf-8", "replace")
         require(self.status == 200, f"status {self.status}: {said}")
         require(self.complete, f"the body was cut: {self.failure}")
         if not self.is_stream:
             choices = self.json().get("choices")
             if not isinstance(choices, list) or not choices:
-                raise Failed("the answer has no choices")
+                raise Failed("the answer lacks choices")
             return choices
         require(not any("error" in event for event in self.events), "an error in the stream")
         require(self.done, "the stream ended without [DONE]")
@@ -131,29 +131,29 @@ class Reply:
     def text(self) -> str:
         content = self.choices()[0]["message"]["content"]
         if not isinstance(content, str):
-            raise Failed("message.content is no text")
+            raise Failed("message.content is not a text")
         return content
 
     def usage(self) -> dict[str, int]:
-        """Return the three counts; details, as of cached tokens, may differ between equal requests."""
+        """Return the three counts; details such as cached tokens may differ between equal requests."""
         holder = self.events[-1] if self.is_stream else self.json()
         usage = holder.get("usage")
         if not isinstance(usage, dict):
-            raise Failed("there is no usage")
+            raise Failed("the answer lacks usage")
         names = ("prompt_tokens", "completion_tokens", "total_tokens")
         for name in names:
-            require(type(usage.get(name)) is int, f"usage.{name} is no integer")
+            require(type(usage.get(name)) is int, f"usage.{name} is not an integer")
         return {name: usage[name] for name in names}
 
 
 class Client:
-    """The server under test and, where there is one, a reference that tells right from wrong.
+    """The server under test, with an optional reference server.
 
     Attributes:
         last: path and body of the last request, for the curl line.
         reference: a monolithic server of the same model.
-        admin: commands by the name of what they do, as ``kill-E``.
-        slowness: factor of all limits of time.
+        admin: shell commands by name, such as ``kill-E``.
+        slowness: factor on all time limits.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class Client:
         slowness: float = 1.0,
     ) -> None:
         self._http = aiohttp.ClientSession(
-            # some servers close a connection after an error without saying so
+            # some servers close a connection after an error without announcing it
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
@@ -182,15 +182,11 @@ class Client:
         self._endless: dict[str, Any] | None = None
         self.last: tuple[str, bytes] = ("", b"")
 
-    def within(self, seconds: float) -> float:
-        """Return a limit of time for this server."""
-        return seconds * self.slowness
-
     async def meet(self) -> None:
-        """Learn the model's name. Raises ValueError where no server answers, and where it lists no model."""
+        """Ask for the model's name. Raises ValueError if no server answers or none lists a model."""
         reply = await self.get("/v1/models")
         if not reply.status:
-            raise ValueError(f"nothing answers at {self.url} ({reply.failure}); name a server that runs")
+            raise ValueError(f"no server answers at {self.url} ({reply.failure})")
         if reply.status != 200:
             said = " ".join(reply.body.decode("utf-8", "replace").split())[:200]
             raise ValueError(f"{self.url}/v1/models answered {reply.status}: {said}")
@@ -215,23 +211,26 @@ class Client:
         return reply
 
     async def post(self, body: bytes, path: str = CHAT, *, timeout_s: float = 60.0) -> Reply:
-        """Send a body as it is; wait for a rate limit as long as PATIENCE_S."""
+        """Send a body; retry while the server is busy, for _PATIENCE_S in total."""
         self.last, waited_s = (path, body), 0.0
         while True:
             reply = Reply()
             await self.send(reply, body, path, timeout_s)
-            if not reply.is_busy or waited_s >= PATIENCE_S:
+            if not reply.is_busy or waited_s >= _PATIENCE_S:
                 return reply
-            pause_s = min(_seconds(reply.headers.get("retry-after", "")), PATIENCE_S - waited_s)
-            await asyncio.sleep(pause_s)
+            try:
+                pause_s = max(0.1, float(reply.headers.get("retry-after", "")))
+            except ValueError:
+                pause_s = 1.0
+            await asyncio.sleep(min(pause_s, _PATIENCE_S - waited_s))
             waited_s += pause_s
 
     async def send(self, reply: Reply, body: bytes, path: str = CHAT, timeout_s: float = 60.0) -> None:
-        """Send a request once and fill ``reply`` as the answer comes; cancelling it is a client that leaves."""
+        """Send a request once and fill ``reply`` while the answer arrives. Cancelling disconnects."""
         await self._ask(reply, "POST", path, body, timeout_s)
 
     async def _ask(self, reply: Reply, method: str, path: str, body: bytes | None, timeout_s: float) -> None:
-        limit_s = self.within(timeout_s)
+        limit_s = timeout_s * self.slowness
         headers = {"Content-Type": "application/json"} if body is not None else {}
         try:
             async with (
@@ -251,7 +250,7 @@ class Client:
             reply.is_over = True
 
     def body(self, content: Any = "What colours are there?", **fields: Any) -> bytes:
-        """Write a chat of one user's message, greedy and short unless ``fields`` say otherwise."""
+        """Encode a chat of one user message, greedy and short by default; ``...`` omits a field."""
         messages = [{"role": "user", "content": content}]
         chat = {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": 12, **fields}
         return json.dumps({name: value for name, value in chat.items() if value is not ...}).encode()
@@ -260,7 +259,7 @@ class Client:
         return await self.post(self.body(content, **fields))
 
     async def endless(self) -> dict[str, Any]:
-        """Fields with which an answer goes on to max_tokens: vLLM's, or none where they are unknown."""
+        """Return fields that make an answer last until max_tokens: vLLM's, or none if they are unknown."""
         if self._endless is None:
             fields = {"ignore_eos": True, "skip_special_tokens": False}
             is_known = (await self.chat(max_tokens=1, **fields)).status == 200
@@ -268,15 +267,15 @@ class Client:
         return self._endless
 
     async def max_model_len(self) -> int:
-        """Tokens of a prompt and its answer. Raises Skipped where the server does not tell."""
+        """Return the most tokens of a prompt and its answer. Raises Skipped if the server does not report it."""
         listed = (await self.get("/v1/models")).json()["data"]
         length = next((one.get("max_model_len") for one in listed if one.get("id") == self.model), None)
         if not isinstance(length, int):
-            raise Skipped("the server names no max_model_len")
+            raise Skipped("the server reports no max_model_len")
         return length
 
     async def expected(self, content: Any, **fields: Any) -> Any:
-        """The reference's first choice; Unjudged where there is none."""
+        """Return the reference's first choice. Raises Unjudged without a reference."""
         named = json.dumps([content, fields], sort_keys=True)
         key = hashlib.sha256(named.encode()).hexdigest()
         if self.reference is not None and key not in self._answers:
@@ -284,7 +283,7 @@ class Client:
             if self._record is not None:
                 self._record.write_text(json.dumps(self._answers))
         if key not in self._answers:
-            raise Unjudged("no reference: --reference or --record gives one")
+            raise Unjudged("no reference; give --reference or --record")
         return self._answers[key]
 
     async def metrics(self) -> dict[str, float]:
@@ -293,14 +292,16 @@ class Client:
             raise Skipped(f"/metrics: status {reply.status}")
         return {name: float(value) for name, value in _SAMPLE.findall(reply.body.decode())}
 
-    async def balanced(self, settle_s: float = SETTLE_S) -> None:
-        """Wait until nothing is held. Raises Failed with what still is, and Unjudged where no metric tells."""
-        settle_s = self.within(settle_s)
+    async def wait_idle(self, settle_s: float = SETTLE_S) -> None:
+        """Wait until all _IDLE_GAUGES are 0. Raises Failed in the end, Unjudged without such metrics."""
+        settle_s *= self.slowness
         end_s = time.monotonic() + settle_s
         while True:
-            seen = {name: value for name, value in (await self.metrics()).items() if name.split("{")[0] in HELD}
+            seen = {
+                name: value for name, value in (await self.metrics()).items() if name.split("{")[0] in _IDLE_GAUGES
+            }
             if not seen:
-                raise Unjudged("the rest is right; no metric tells what the server holds")
+                raise Unjudged("no metric shows whether the server released its resources")
             held = {name: value for name, value in seen.items() if value}
             if not held:
                 return
@@ -309,7 +310,7 @@ class Client:
             await asyncio.sleep(0.2)
 
     def curl(self, directory: Path, name: str) -> str:
-        """Return the command that repeats the last request; its body lies in a file of ``directory``."""
+        """Return the command that repeats the last request; its body is saved in ``directory``."""
         path, body = self.last
         line = f"curl -sN {shlex.quote(self.url + path)}"
         if not body:
@@ -321,7 +322,7 @@ class Client:
 
 
 def _join(calls: list[Any], delta: Any) -> None:
-    """Put a stream's part of a call to those that came before it."""
+    """Append a stream's delta to the tool calls so far."""
     if delta["index"] == len(calls):
         calls.append({"function": {"name": "", "arguments": ""}})
     for name in ("name", "arguments"):
@@ -329,36 +330,29 @@ def _join(calls: list[Any], delta: Any) -> None:
 
 
 def same(one: Any, other: Any, between: str) -> None:
-    """Compare two greedy choices; where they part at two tokens of nearly equal likelihood they are Unjudged."""
+    """Compare greedy choices. Raises Failed, or Unjudged if they diverge at two equally likely tokens."""
     if one["message"]["content"] == other["message"]["content"]:
         return
     mine, theirs = tokens_of(one), tokens_of(other)
     for left, right in zip(mine, theirs, strict=False):
         if left["token"] != right["token"]:
             likely = sorted((top["logprob"] for top in right.get("top_logprobs", ())), reverse=True)
-            if len(likely) > 1 and likely[0] - likely[1] < TIE:
+            if len(likely) > 1 and likely[0] - likely[1] < _TIE:
                 raise Unjudged(f"{between}: {left['token']!r} and {right['token']!r} are equally likely")
             break
-    raise Failed(f"{between}: {one['message']['content']!r} in place of {other['message']['content']!r}")
+    raise Failed(f"{between}: {one['message']['content']!r} instead of {other['message']['content']!r}")
 
 
 def tokens_of(choice: Any) -> Sequence[Any]:
-    """The tokens of a choice with their logprobs; none where the server gives no logprobs."""
+    """Return the tokens of a choice with their logprobs, if any."""
     return (choice.get("logprobs") or {}).get("content") or ()
 
 
-def _object(data: bytes) -> dict[str, Any]:
+def _parse_object(data: bytes) -> dict[str, Any]:
     try:
         found = json.loads(data)
     except ValueError:
-        raise Failed(f"no JSON: {data[:100]!r}") from None
+        raise Failed(f"invalid JSON: {data[:100]!r}") from None
     if not isinstance(found, dict):
-        raise Failed(f"no object: {data[:100]!r}")
+        raise Failed(f"not a JSON object: {data[:100]!r}")
     return found
-
-
-def _seconds(text: str) -> float:
-    try:
-        return max(0.1, float(text))
-    except ValueError:
-        return 1.0

@@ -1,4 +1,4 @@
-"""Pictures, videos and sounds that the checks send, as parts of a chat."""
+"""Generated pictures, videos and sounds as chat content parts."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from PIL import Image, ImageDraw
 
 
 def picture(color: Any = "red", size: tuple[int, int] = (64, 64), mode: str = "RGB", form: str = "PNG") -> Any:
-    """A picture of one colour."""
+    """Return a picture of one colour."""
     image = Image.new("RGB", size, color)
     image = image.convert("I").convert(mode) if mode == "I;16" else image.convert(mode)
     return part(_file(image, form), f"image/{form.lower()}")
 
 
 def noise(number: int) -> Any:
-    """Coloured rectangles under noise: another picture for each number, of three sizes."""
+    """Return a distinct noisy picture for each number, in one of three sizes."""
     rng, size = random.Random(number), ((120, 90), (200, 150), (90, 240))[number % 3]
     image = Image.frombytes("RGB", size, bytes(one % 60 for one in rng.randbytes(3 * size[0] * size[1])))
     draw = ImageDraw.Draw(image)
@@ -31,25 +31,25 @@ def noise(number: int) -> Any:
     return part(_file(image))
 
 
-def turned() -> tuple[Any, Any, Any]:
-    """A picture with an EXIF tag that turns it, the turned one, and the one without the tag."""
+def rotated() -> tuple[Any, Any, Any]:
+    """Return a picture with an EXIF rotation, the rotated picture, and the one without the tag."""
     image = Image.new("RGB", (64, 64), "red")
     image.paste("blue", (0, 0, 64, 20))
     exif = Image.Exif()
-    exif[0x0112] = 6  # to be shown turned by 90 degrees clockwise
+    exif[0x0112] = 6  # rotate by 90 degrees clockwise
     upright = image.transpose(Image.Transpose.ROTATE_270)
     return part(_file(image, exif=exif)), part(_file(upright)), part(_file(image))
 
 
 def clip(colors: Sequence[str], num_frames: int = 8) -> Any:
-    """A video, as JPEG frames in a row: vLLM's form, for which nobody needs a codec."""
+    """Return a video as a list of JPEG frames: vLLM's format, which needs no codec."""
     images = (Image.new("RGB", (64, 64), colors[n * len(colors) // num_frames]) for n in range(num_frames))
     frames = ",".join(base64.b64encode(_file(image, "JPEG")).decode() for image in images)
     return {"type": "video_url", "video_url": {"url": f"data:video/jpeg;base64,{frames}"}}
 
 
 def sound(hertz: float) -> Any:
-    """A tone of a second, 16,000 samples a second."""
+    """Return a tone of one second at 16 kHz."""
     samples = (round(20_000 * math.sin(2 * math.pi * hertz * n / 16_000)) for n in range(16_000))
     buffer = io.BytesIO()
     with wave.open(buffer, "wb") as file:
@@ -60,7 +60,7 @@ def sound(hertz: float) -> Any:
 
 
 def part(data: bytes, mime: str = "image/png") -> Any:
-    """A file as a data URL; of a video or a sound it is a part of that kind."""
+    """Return a file as a data URL part of its kind."""
     url = f"data:{mime};base64,{base64.b64encode(data).decode()}"
     return url_part(url, mime.partition("/")[0])
 
@@ -70,7 +70,7 @@ def url_part(url: str, kind: str = "image") -> Any:
 
 
 def asked(*parts: Any, text: str = "What color is it?") -> list[Any]:
-    """The content of a message: parts, and a question about them."""
+    """Return message content: parts, then a question about them."""
     return [*parts, {"type": "text", "text": text}]
 
 

@@ -1,4 +1,4 @@
-"""The suite ``media``: hostile pictures and URLs are refused, and the server goes on."""
+"""The suite ``media``: the server refuses hostile media and URLs and keeps serving."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from epd_serve.verify.check import check, require
 from epd_serve.verify.client import Client
 from epd_serve.verify.items import asked, part, picture, sound, url_part
 
-#: Seconds within which a hostile item has to be refused.
+#: Seconds for the refusal of a hostile item.
 REFUSED_S = 20.0
 
 
-async def _refused(client: Client, items: dict[str, Any]) -> None:
+async def _check_refused(client: Client, items: dict[str, Any]) -> None:
     for name, item in items.items():
         reply = await client.post(client.body(asked(item)), timeout_s=REFUSED_S)
         require(bool(reply.status), f"{name}: {reply.failure}")
         require(400 <= reply.status < 500, f"{name}: status {reply.status}")
         reply.error()
     reply = await client.chat(asked(picture()))
-    require(bool(reply.text()), "afterwards a good picture gets no text")
+    require(bool(reply.text()), "a valid picture gets no text afterwards")
 
 
 def _png(width: int, height: int, rows: int) -> bytes:
@@ -41,55 +41,55 @@ def _png(width: int, height: int, rows: int) -> bytes:
     )
 
 
-@check("media", "whole pictures decoded to learn their size: out of memory", limit_s=120)
+@check("media", "out of memory from decoding pictures to find their size", limit_s=120)
 async def bombs(client: Client) -> None:
-    """Pictures of billions of pixels in a few bytes are refused by a 4xx in 20 s."""
-    await _refused(
+    """Pictures of billions of pixels in a few bytes get a 4xx within 20 s."""
+    await _check_refused(
         client,
         {"100,000 x 100,000": part(_png(100_000, 100_000, 1)), "2**31 - 1 wide": part(_png(2**31 - 1, 1, 0))},
     )
 
 
-@check("media", "failures turned into 500s", limit_s=120)
+@check("media", "invalid media answered by a 500", limit_s=120)
 async def broken(client: Client) -> None:
-    """Bytes that are no picture, cut pictures, and wrong base64 are refused by a 4xx."""
+    """Random bytes, truncated pictures and invalid base64 get a 4xx."""
     whole = _png(64, 64, 64)
-    await _refused(
+    await _check_refused(
         client,
         {
-            "no picture": part(b"no picture"),
-            "nothing": part(b""),
-            "a cut picture": part(whole[: len(whole) // 2]),
-            "wrong base64": url_part("data:image/png;base64,!!!"),
-            "no data URL": url_part("data:"),
+            "random bytes": part(b"no picture"),
+            "an empty file": part(b""),
+            "a truncated picture": part(whole[: len(whole) // 2]),
+            "invalid base64": url_part("data:image/png;base64,!!!"),
+            "an empty data URL": url_part("data:"),
         },
     )
 
 
-@check("media", "endless or mislabelled clips that a decoder waits for", limit_s=120)
+@check("media", "endless or mislabelled clips that block a decoder", limit_s=120)
 async def clips(client: Client) -> None:
-    """Videos and sounds that are none, cut ones, and those of another kind than they say are refused by a 4xx."""
+    """Invalid, truncated and mislabelled videos and sounds get a 4xx."""
     mp4 = b"\x00\x00\x00\x18ftypisom\x00\x00\x02\x00isomiso2" + b"\x00\x00\x00\x08mdat"
     whole = sound(440)["input_audio"]["data"]
-    await _refused(
+    await _check_refused(
         client,
         {
-            "no video": part(b"no video", "video/mp4"),
+            "random bytes as a video": part(b"no video", "video/mp4"),
             "an empty video": part(b"", "video/mp4"),
             "a video without frames": part(mp4, "video/mp4"),
             "a sound as a video": part(base64.b64decode(whole), "video/mp4"),
-            "no sound": part(b"no sound", "audio/wav"),
+            "random bytes as a sound": part(b"no sound", "audio/wav"),
             "an empty sound": part(b"", "audio/wav"),
             "a picture as a sound": part(_png(8, 8, 8), "audio/wav"),
-            "a sound's head": part(base64.b64decode(whole)[:40], "audio/wav"),
+            "a truncated sound": part(base64.b64decode(whole)[:40], "audio/wav"),
         },
     )
 
 
 @check("media", "server-side requests to private addresses", limit_s=120)
 async def urls(client: Client) -> None:
-    """URLs of files, other schemes and the cloud's metadata address are refused by a 4xx."""
-    await _refused(
+    """File URLs, other schemes and the cloud metadata address get a 4xx."""
+    await _check_refused(
         client,
         {
             "a file": url_part("file:///etc/passwd"),
@@ -102,19 +102,18 @@ async def urls(client: Client) -> None:
 
 
 @asynccontextmanager
-async def _listening(answer: bytes) -> AsyncIterator[tuple[int, list[bytes]]]:
-    """A server on the loopback that sends ``answer`` and nothing more: its port, and what it was asked."""
-    heard: list[bytes] = []
+async def _serving(answer: bytes) -> AsyncIterator[int]:
+    """Serve ``answer`` on the loopback interface, without ending it; yield the port."""
     writers: list[asyncio.StreamWriter] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writers.append(writer)
-        heard.append(await reader.read(4096))
+        await reader.read(4096)
         writer.write(answer)
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     try:
-        yield server.sockets[0].getsockname()[1], heard
+        yield server.sockets[0].getsockname()[1]
     finally:
         for writer in writers:
             writer.transport.abort()
@@ -123,22 +122,22 @@ async def _listening(answer: bytes) -> AsyncIterator[tuple[int, list[bytes]]]:
 
 @check("media", "redirects into private ranges", limit_s=120)
 async def redirects(client: Client) -> None:
-    """A server that redirects to a file, to itself or to the metadata address is no picture: a 4xx."""
+    """Redirects to a file, to themselves or to the metadata address get a 4xx."""
     for place in ("file:///etc/passwd", "http://169.254.169.254/", "/again"):
         head = f"HTTP/1.1 302 Found\r\nLocation: {place}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
-        async with _listening(head.encode()) as (port, _):
-            await _refused(client, {f"redirect to {place}": url_part(f"http://127.0.0.1:{port}/a.png")})
+        async with _serving(head.encode()) as port:
+            await _check_refused(client, {f"redirect to {place}": url_part(f"http://127.0.0.1:{port}/a.png")})
 
 
-@check("media", "a slow media server that holds a request for ever", limit_s=120)
+@check("media", "a slow media server that blocks a request for ever", limit_s=120)
 async def slow_server(client: Client) -> None:
-    """A media server that never ends its answer does not keep others from theirs, and is given up."""
+    """A media server that never finishes delays no other request and is abandoned."""
     head = b"HTTP/1.1 200 OK\r\nContent-Type: image/png\r\nContent-Length: 100000\r\n\r\n\x89PNG"
-    async with _listening(head) as (port, _):
+    async with _serving(head) as port:
         slow = asyncio.create_task(
             client.post(client.body(asked(url_part(f"http://127.0.0.1:{port}/a.png"))), timeout_s=90)
         )
         await asyncio.sleep(0.2)
-        require(bool((await client.chat(asked(picture()))).text()), "others wait for a slow media server")
+        require(bool((await client.chat(asked(picture()))).text()), "a slow media server delays other requests")
         reply = await slow
-    require(400 <= reply.status < 600, f"not given up in 90 s: {reply.failure}")
+    require(400 <= reply.status < 600, f"not abandoned within 90 s: {reply.failure}")

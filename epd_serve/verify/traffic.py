@@ -1,4 +1,4 @@
-"""Mixed requests in a closed loop; each answer is judged by what the server said when it was quiet."""
+"""Send mixed requests in a closed loop and compare each answer with the one from before the fault."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from epd_serve.verify.check import Failed
 from epd_serve.verify.client import Client, Reply
 
 T = TypeVar("T")
-#: Statuses of a clear error that a fault may lead to.
+#: Statuses of a clear error that a fault may cause.
 FAULT_STATUSES = (429, 500, 502, 503, 504)
 
 
@@ -27,16 +27,16 @@ class Outcome(StrEnum):
     HANG = "hang"
 
 
-#: Outcomes that no fault excuses.
+#: Outcomes that are wrong even during a fault.
 BAD = (Outcome.WRONG, Outcome.HANG)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One request. Equal ``key``, equal answer.
+    """One request; requests with equal ``key`` have equal answers.
 
     Attributes:
-        patience_s: the client leaves after so long; None: it waits for the answer.
+        patience_s: the client disconnects after this time; None waits for the answer.
     """
 
     key: str
@@ -47,11 +47,11 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """The end of one request.
+    """The result of one request.
 
     Attributes:
-        detail: what was wrong, or the status of a clear error.
-        seconds: until that was known.
+        detail: the fault, or the status of a clear error.
+        seconds: duration of the request.
     """
 
     outcome: Outcome
@@ -61,18 +61,18 @@ class Result:
 
 
 def judge(reply: Reply, expected: str | None, *, may_cut: bool = False) -> Result:
-    """Tell whether an answer is right, or an error that says what happened.
+    """Return whether an answer is right or a clear error.
 
-    A stream that breaks off must say so in its last event, and what came before must be the beginning of the
-    right answer. Without ``expected`` any complete answer counts as identical. With ``may_cut`` a lost connection
-    is a clear error: it is all that a client can see of a router's death.
+    A broken stream must end with an error event, after a correct beginning of the answer. Without ``expected`` any
+    complete answer counts as identical. With ``may_cut`` a lost connection is a clear error, because a client sees
+    nothing else of a router's death.
     """
     if reply.timed_out:
         return Result(outcome=Outcome.HANG, detail=reply.failure)
     if may_cut and not reply.complete:
         return Result(outcome=Outcome.ERROR, detail="connection lost")
     if not reply.status:
-        return Result(outcome=Outcome.WRONG, detail=f"the server broke off without a word: {reply.failure}")
+        return Result(outcome=Outcome.WRONG, detail=f"the connection broke without an error: {reply.failure}")
     try:
         if reply.status != 200:
             message = reply.error()
@@ -84,8 +84,8 @@ def judge(reply: Reply, expected: str | None, *, may_cut: bool = False) -> Resul
                 one["delta"].get("content") or "" for event in reply.events[:-1] for one in event["choices"]
             )
             if expected is not None and not expected.startswith(begun):
-                return Result(outcome=Outcome.WRONG, text=begun, detail="a broken stream began wrongly")
-            return Result(outcome=Outcome.ERROR, text=begun, detail="stream broken off")
+                return Result(outcome=Outcome.WRONG, text=begun, detail="a broken stream has a wrong beginning")
+            return Result(outcome=Outcome.ERROR, text=begun, detail="broken stream")
         choice = reply.choices()[0]
     except Failed as failure:
         return Result(outcome=Outcome.WRONG, detail=str(failure))
@@ -99,11 +99,11 @@ class Traffic:
     """Clients of one server.
 
     Attributes:
-        expected: key of a request → its text when nothing was wrong.
-        deadline_s: within which there has to be the whole answer, or an error.
-        pause_s: a client that got no answer comes back after this.
+        expected: answer without faults, by request key.
+        deadline_s: time for the complete answer or an error.
+        pause_s: a client's wait after an error.
         may_cut: whether a lost connection counts as a clear error.
-        results: of the requests that were judged.
+        results: all judged requests.
     """
 
     def __init__(self, client: Client, *, deadline_s: float = 60.0, pause_s: float = 2.0) -> None:
@@ -114,7 +114,7 @@ class Traffic:
 
     @property
     def num_streaming(self) -> int:
-        """Streams of which a first event has come and the last has not."""
+        """Streams between their first and last event."""
         return sum(bool(one.body) and not one.is_over for one in self._streaming)
 
     async def ask(self, request: Request) -> Result:
@@ -133,44 +133,44 @@ class Traffic:
         return replace(result, seconds=time.monotonic() - started_s)
 
     async def learn(self, requests: Sequence[Request], concurrency: int) -> None:
-        """Get the answer to each distinct request. Raises Failed where one gets none without any fault."""
+        """Record the answer to each distinct request. Raises Failed if one gets none."""
 
         async def one(request: Request) -> None:
-            for _ in range(10):  # a busy server says when to come back
+            for _ in range(10):  # the server may be busy
                 result = await self.ask(replace(request, patience_s=None))
                 if (result.outcome, result.detail) not in ((Outcome.ERROR, "429"), (Outcome.ERROR, "503")):
                     break
                 await asyncio.sleep(self.pause_s)
             if result.outcome is not Outcome.IDENTICAL:
-                raise Failed(f"{request.key} failed without any fault: {result.detail}")
+                raise Failed(f"{request.key} failed without a fault: {result.detail}")
             self.expected[request.key] = result.text
 
         await in_parallel(one, {each.key: each for each in requests}.values(), concurrency)
 
-    async def _judged(self, request: Request) -> None:
+    async def _ask_and_record(self, request: Request) -> None:
         result = await self.ask(request)
         self.results.append((request, result))
         if result.outcome not in (Outcome.IDENTICAL, Outcome.CANCELLED):
             await asyncio.sleep(self.pause_s)
 
     async def ask_all(self, requests: Sequence[Request], concurrency: int) -> None:
-        await in_parallel(self._judged, requests, concurrency)
+        await in_parallel(self._ask_and_record, requests, concurrency)
 
     async def ask_until(self, requests: Sequence[Request], concurrency: int, over: asyncio.Event) -> None:
-        """Ask the requests again and again, until it is over."""
+        """Repeat the requests until ``over`` is set."""
         turns = itertools.takewhile(lambda _: not over.is_set(), itertools.cycle(requests))
-        await in_parallel(self._judged, turns, concurrency)
+        await in_parallel(self._ask_and_record, turns, concurrency)
 
     def outcomes(self) -> Counter[Outcome]:
         return Counter(result.outcome for _, result in self.results)
 
     def wrong(self) -> list[str]:
-        """Tell what was wrong, for each result that no fault excuses."""
+        """Return the details of all BAD results."""
         return [f"{one.key}: {result.detail}" for one, result in self.results if result.outcome in BAD]
 
 
 async def in_parallel(do: Callable[[T], Awaitable[None]], items: Iterable[T], concurrency: int) -> None:
-    """Do it with each item, at most ``concurrency`` at a time. The first exception ends all."""
+    """Call ``do`` for each item, at most ``concurrency`` at a time. The first exception cancels the rest."""
     remaining = iter(items)
 
     async def work() -> None:

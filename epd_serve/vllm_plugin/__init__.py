@@ -1,6 +1,6 @@
-"""epd-serve's connector for encoder output inside vLLM's processes; no other part imports vLLM.
+"""epd-serve's EC connector inside vLLM's processes, loaded by ``--ec-transfer-config``.
 
-vLLM loads it by name (``--ec-transfer-config``).
+No other part imports vLLM.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import os
 
 
 def register() -> None:
-    """Register the connector by its name, and have processes on a CPU spin less.
+    """Register the connector, and reduce spinning on a CPU.
 
-    This is the entry point ``vllm.general_plugins``, which each of vLLM's processes calls.
+    This is the entry point ``vllm.general_plugins``, called in every vLLM process.
     """
     from epd_serve.backends.vllm_command import SPIN_VARIABLE
     from epd_serve.vllm_plugin.spinning import share_threads, spin_for

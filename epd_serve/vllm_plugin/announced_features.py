@@ -1,4 +1,4 @@
-"""P's knowledge of the features that its requests need: here, on their way, or not to be had."""
+"""Features announced to P: fetch them, and tell requests whether to wait."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from epd_serve.transfer.feature_store import FeatureSlab, StoredFeature, checksu
 from epd_serve.transfer.reservation import Tombstones
 from epd_serve.transfer.transport import TransferError, Transport
 
-#: Holder of what has arrived for a request that has not asked for it yet.
+#: Prefix of the owner of a feature whose request has not asked for it yet.
 _ARRIVED = "arrived:"
 
 
 class AnnouncedFeatures:
-    """Fetches announced features at once, on the threads that the announcements come on.
+    """Fetches announced features immediately, on the announcing threads.
 
-    A feature that nobody announces within ``timeout_s`` of a request's first question, or that is withdrawn or
-    cannot be fetched as described, is not to be had: P encodes it itself.
+    P encodes a feature itself if it is withdrawn, cannot be fetched as described, or is not announced within
+    ``timeout_s`` of the request's first question.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class AnnouncedFeatures:
 
     @property
     def calls(self) -> Mapping[str, Handler]:
-        """The calls by which features are announced and withdrawn."""
+        """Calls that announce and withdraw features."""
         return {"/feature/event": self._event, "/feature/withdraw": self._withdrawal}
 
     async def _event(self, body: bytes) -> Reply:
@@ -53,14 +53,14 @@ class AnnouncedFeatures:
         return Reply()
 
     async def _withdrawal(self, body: bytes) -> Reply:
-        told = decode(body, FeatureWithdrawn)
-        self.withdraw(told.request_id, told.mm_hash)
+        withdrawn = decode(body, FeatureWithdrawn)
+        self.withdraw(withdrawn.request_id, withdrawn.mm_hash)
         return Reply()
 
     def is_settled(self, request_id: str, trace_id: str, mm_hash: str) -> bool:
-        """Whether a request need not wait for a feature: it is here, or not to be had.
+        """Return whether a feature is here or will not come, so that a request need not wait.
 
-        ``request_id`` is the engine's name of the request, ``trace_id`` the one that announcements give.
+        ``request_id`` is the engine's id of the request, ``trace_id`` that of announcements.
         """
         if mm_hash in self._memory:
             return True
@@ -75,7 +75,7 @@ class AnnouncedFeatures:
         return True
 
     def hold(self, request_id: str, mm_hash: str) -> bool:
-        """Whether the feature is here; then it stays until :meth:`forget`."""
+        """Return whether the feature is here; if so, hold it until :meth:`forget`."""
         is_here = self._memory.acquire(mm_hash, request_id) is not None
         owner = _ARRIVED + mm_hash
         with self._lock:
@@ -85,7 +85,7 @@ class AnnouncedFeatures:
         return is_here
 
     def wait(self, timeout_s: float) -> None:
-        """Until a feature has come or will not come since the last call; at most ``timeout_s``."""
+        """Wait for news of any feature since the last call, at most ``timeout_s``."""
         if self._news.wait(timeout_s):
             self._news.clear()
 
@@ -94,23 +94,23 @@ class AnnouncedFeatures:
         return None if kept is None else (self._memory.region, kept)
 
     def forget(self, request_id: str) -> None:
-        """The request is over."""
+        """Release everything of a finished request."""
         self._memory.release(request_id)
         with self._lock:
             self._asked_at.pop(request_id, None)
-        self._let_go()
+        self._release_stale()
 
     def check_integrity(self) -> None:
         self._memory.check_integrity()
 
     def fetch(self, event: FeatureEvent) -> None:
-        """Copy an announced feature here. Raises InstanceFailed where it cannot be had as it is described."""
-        # Held for a while by nobody in particular: its request may still be on its way.
+        """Copy an announced feature here. Raises InstanceFailed if it differs from its description."""
+        # held for a while without a request, which may not have arrived yet
         owner = _ARRIVED + event.mm_hash
         if self._memory.acquire(event.mm_hash, owner) is None:
             try:
                 data = memoryview(read_feature(self._transport, event))
-                self._let_go()
+                self._release_stale()
                 if not self._memory.put(event.mm_hash, data, event.shape, event.dtype, owner, event.checksum):
                     raise TransferError(f"no room for {event.nbytes} bytes; raise feature_cache_bytes")
             except TransferError as error:
@@ -121,13 +121,13 @@ class AnnouncedFeatures:
         self._news.set()
 
     def withdraw(self, request_id: str, mm_hash: str) -> None:
-        """Note that no instance sends this feature for this request."""
+        """Record that no instance sends this feature for this request."""
         with self._lock:
             self._withdrawn.add(f"{request_id}>{mm_hash}", True)
         self._news.set()
 
-    def _let_go(self) -> None:
-        """Let go of features that arrived so long ago that their requests must have come."""
+    def _release_stale(self) -> None:
+        """Release features that arrived long ago without a request."""
         latest = self._clock() - self._timeout_s
         with self._lock:
             old = [owner for owner, at in self._arrivals.items() if at < latest]
@@ -138,7 +138,7 @@ class AnnouncedFeatures:
 
 
 class FeatureMemory(FeatureSlab):
-    """Least recently used features are evicted first; what an owner holds stays. Safe from any thread."""
+    """A thread-safe feature store that evicts the least recently used features without an owner."""
 
     def __init__(self, transport: Transport, capacity_bytes: int) -> None:
         super().__init__(transport, capacity_bytes)
@@ -150,17 +150,14 @@ class FeatureMemory(FeatureSlab):
             return mm_hash in self._cache
 
     def acquire(self, mm_hash: str, owner: str) -> StoredFeature | None:
-        """The feature, held until :meth:`release`; None where it is not here."""
+        """Hold a feature until :meth:`release`; None if it is not here."""
         with self._lock:
             return self.hold(mm_hash, owner)
 
     def put(
         self, mm_hash: str, data: memoryview, shape: list[int], dtype: str, owner: str, digest: str = ""
     ) -> StoredFeature | None:
-        """Copy a feature in, held for ``owner``; None where held features leave no room, or it is larger than all.
-
-        ``digest`` is its checksum where that is known.
-        """
+        """Copy a feature in and hold it for ``owner``; None without room. ``digest``: its checksum, if known."""
         digest = digest or checksum(data)
         with self._lock:
             if (found := self.hold(mm_hash, owner)) is not None:

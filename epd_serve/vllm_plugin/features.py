@@ -1,8 +1,8 @@
-"""Encoder output from E to P through epd-serve's multimodal store: a vLLM EC connector.
+"""A vLLM EC connector that transfers encoder output from E to P through epd-serve's feature store.
 
-E keeps what it has encoded by content hash and announces it to the P that the gateway names; P fetches it while
-the request still waits, and a request is scheduled only once its features are here, so that the step that needs
-one finds it: Model Runner V1 runs nothing of a connector in a step without tokens. P encodes what does not come.
+E stores features by content hash and announces them to the P that the gateway names. P fetches them while the
+request waits and schedules it once its features are here, because Model Runner V1 runs no connector code in a step
+without tokens. P encodes missing features itself.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.epd_serve")
 
-#: ``encoded`` by this instance's tower; ``reused`` by E, which had it; ``fetched`` by P from an E, now or before.
+#: ``encoded`` by this instance; ``reused`` from E's store; ``fetched`` by P from an E.
 EVENTS = ("encoded", "reused", "fetched")
-#: A step without tokens lasts so long, or until a feature comes: nothing can be done but wait for one.
+#: Length of a step without tokens, which waits for a feature.
 _IDLE_STEP_S = 0.002
 
 
 @dataclass
 class StepFeatures(ECConnectorMetadata):
-    """The features of a step, as the scheduler tells them to the workers.
+    """The features of a step, from the scheduler to the workers.
 
     Attributes:
-        announce: on E: (request, mm_hash, the gateway's name of it, address of P).
-        trials: on E: features of trials, which are not kept.
-        load: on P: where each feature of the step lies.
+        announce: on E: (request, mm_hash, the gateway's name, address of P).
+        trials: on E: features of trial requests, which are not stored.
+        load: on P: location of each feature of the step.
     """
 
     announce: list[tuple[str, str, str, str]] = field(default_factory=list)
@@ -63,7 +63,7 @@ class StepFeatures(ECConnectorMetadata):
 
 @dataclass
 class KeptFeatures(ECConnectorWorkerMetadata):
-    """From E's worker to its scheduler: the features stored and evicted in a step."""
+    """The features stored and evicted in a step, from E's worker to its scheduler."""
 
     stored: set[str]
     evicted: set[str]
@@ -98,7 +98,7 @@ class FeatureMetrics(ECConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, labelvalues)
         counter = metric_types[prometheus_client.Counter](
             name="vllm:epd_serve_features",
-            documentation="Encoder outputs by what became of them.",
+            documentation="Encoder outputs by event: encoded, reused, fetched.",
             labelnames=[*labelnames, "event"],
         )
         self._counters = {
@@ -113,9 +113,9 @@ class FeatureMetrics(ECConnectorPromMetrics):
 
 
 class StoreFeatureConnector(ECConnectorBase):
-    """``ec_connector: StoreFeatureConnector``: what the schedulers and the workers of E and P have in common.
+    """``ec_connector: StoreFeatureConnector``: common base of the schedulers and workers of E and P.
 
-    Each process gets an heir, which has its own part to do; here is a part that does nothing.
+    Each process gets the subclass for its part; the methods here do nothing.
     """
 
     def __new__(cls, vllm_config: VllmConfig, role: ECConnectorRole) -> StoreFeatureConnector:
@@ -139,7 +139,7 @@ class StoreFeatureConnector(ECConnectorBase):
         return
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepFeatures:
-        """Count all that a step encodes, but for trials: requests of the gateway's that are no client's."""
+        """Count what a step encodes, except for trials (the gateway's own requests)."""
         for new in scheduler_output.scheduled_new_reqs:
             if _params_of(new).get("trial"):
                 self._trials.add(new.req_id)
@@ -177,7 +177,7 @@ class StoreFeatureConnector(ECConnectorBase):
 
 
 class SchedulerOfE(StoreFeatureConnector):
-    """Knows from the worker which features are stored, so that they are not encoded again."""
+    """Learns from the worker which features are stored, and skips encoding them."""
 
     def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
         super().__init__(vllm_config, role)
@@ -223,7 +223,7 @@ class SchedulerOfE(StoreFeatureConnector):
 
 
 class SchedulerOfP(StoreFeatureConnector):
-    """Lets a request run when its features are here, or are not to be had and can be encoded here."""
+    """Lets a request run once its features are here or must be encoded here."""
 
     def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
         super().__init__(vllm_config, role)
@@ -232,7 +232,7 @@ class SchedulerOfP(StoreFeatureConnector):
         self._links = LinkThread()
         self._links.serve(self._host, self._port, self._announced.calls)
         self._load: dict[str, tuple[Region, StoredFeature]] = {}
-        #: The gateway's names of what is held; :meth:`ensure_cache_available` comes before each use.
+        #: mm_hash → the gateway's name of held features; set by :meth:`ensure_cache_available` before each use.
         self._held: dict[str, str] = {}
         self._waiting = False
 
@@ -277,7 +277,7 @@ class SchedulerOfP(StoreFeatureConnector):
 
 
 class WorkerOfE(StoreFeatureConnector):
-    """Stores and announces what the step encodes, and announces what was stored before."""
+    """Stores what a step encodes, and announces it and features stored before."""
 
     def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
         super().__init__(vllm_config, role)
@@ -359,15 +359,15 @@ def _names_of(request: Request) -> list[str]:
 
 
 def _names(params: dict[str, Any], own: list[str]) -> list[str]:
-    """The gateway's names of a request's features, by which E and P speak of them; else vLLM's ``own``.
+    """Return the gateway's names of a request's features, which E and P use, or vLLM's ``own``.
 
-    vLLM makes other names where a request has options.
+    vLLM's names differ if a request has processor options.
     """
     names: list[str] = params.get("names") or own
     return names if len(names) == len(own) else own
 
 
 def _params_of(new: NewRequestData) -> dict[str, Any]:
-    """Return the gateway's words about a request."""
+    """Return the gateway's parameters of a request."""
     extra_args: dict[str, Any] = getattr(new.sampling_params, "extra_args", None) or {}
     return extra_args.get("ec_transfer_params") or {}

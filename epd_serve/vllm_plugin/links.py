@@ -1,4 +1,4 @@
-"""Links of vLLM's processes, which have no event loop of their own."""
+"""Links for vLLM's processes, which lack an event loop."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CALL_S = 30.0
 
 
 class LinkThread:
-    """A thread that answers calls, and makes them."""
+    """A thread that serves and makes calls."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -42,7 +42,7 @@ class LinkThread:
         self._loop.close()
 
     def serve(self, host: str, port: int, calls: Mapping[str, Handler]) -> int:
-        """Answer calls at a port; 0 chooses one. Return the port."""
+        """Serve calls at a port and return it; 0 chooses a free one."""
         listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         watch_accepted(listener)
         service = LinkService(calls=calls, key=cluster_key())
@@ -52,7 +52,7 @@ class LinkThread:
         return bound
 
     def send(self, address: str, path: str, message: Message) -> Future[None]:
-        """Call the process at ``host:port``; its failure is logged."""
+        """Call the process at ``host:port``; failures are logged."""
         return asyncio.run_coroutine_threadsafe(self._send(address, path, message), self._loop)
 
     async def _send(self, address: str, path: str, message: Message) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 if not torch.accelerator.is_available():
-    # It asks for the index of the current accelerator to name its NIC by.
+    # the connector uses the index of the current accelerator to name its NIC
     torch.accelerator.current_device_index = lambda: 0
 if hasattr(torch.cpu, "_init_amx"):
-    # D's first attention may be that of a decode step, whose tiles nothing has asked the kernel for yet.
+    # D's first attention may be a decode step, before anything else has requested AMX tiles from the kernel
     torch.cpu._init_amx()
 
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_connector
@@ -23,7 +23,7 @@ _BootstrapServer = mooncake_connector.MooncakeBootstrapServer
 
 
 def _start_bootstrap(host: str, port: int) -> Any:
-    """Have P's directory of workers listen on loopback where all instances are on this host, not on 0.0.0.0."""
+    """Make P's directory of workers listen on loopback instead of 0.0.0.0 if all instances are on this host."""
     own = os.environ.get("VLLM_HOST_IP", "")
     return _BootstrapServer(own if is_loopback(own) else host, port)
 

@@ -1,8 +1,7 @@
-"""The waiting of vLLM's processes on a CPU: where stages share the cores of a host, it takes from the others.
+"""Reduce busy waiting of vLLM's processes on a CPU whose cores several stages share.
 
-vLLM's engine and its workers exchange messages through shared memory, and whoever waits for one spins for a second
-before it sleeps. A worker makes a dozen process groups, and the thread of each of them wakes up a hundred times a
-second.
+vLLM's engine and workers exchange messages through shared memory; a waiting process spins for a second before it
+sleeps. A worker creates a dozen process groups, each with a thread that wakes up a hundred times per second.
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ import inspect
 import time
 from typing import Any
 
-#: A sleeper looks again after so long, for a wake-up that was lost ...
+#: A sleeper checks again after this time, in case a wake-up was lost ...
 _LOOK_MS = 2
-#: ... while the last message is no older than this. Then it sleeps as vLLM has it sleep.
+#: ... if the last message is younger than this. Otherwise it sleeps as in vLLM.
 _ACTIVE_S = 1.0
 
 
 def spin_for(seconds: float) -> None:
-    """Have queues that are made from now on spin for so long. Does nothing where vLLM has another way to wait."""
+    """Set the spin time of queues created later. Does nothing if this vLLM waits differently."""
     from vllm.distributed.device_communicators import shm_broadcast
 
     condition: Any = getattr(shm_broadcast, "SpinCondition", None)
@@ -31,8 +30,7 @@ def spin_for(seconds: float) -> None:
 
 
 def share_threads() -> None:
-    """Have groups of a single process, which have nothing to exchange, share one thread. Does nothing where torch
-    has another way to make them."""
+    """Make process groups of one process share a thread. Does nothing if this torch creates groups differently."""
     from torch.distributed import distributed_c10d
 
     group: Any = getattr(distributed_c10d, "ProcessGroupGloo", None)
@@ -55,7 +53,7 @@ def share_threads() -> None:
 
 
 class _Sleeper:
-    """Goes before vLLM's SpinCondition, of which it uses ``busy_loop_s``, ``last_read`` and ``wait``."""
+    """A mixin before vLLM's SpinCondition; uses its ``busy_loop_s``, ``last_read`` and ``wait``."""
 
     spin_s = 0.0
     busy_loop_s: float

@@ -1,1 +1,1 @@
-"""The orders of operators and of the launcher."""
+"""The admin API for operators, the launcher and autoscale."""

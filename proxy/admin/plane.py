@@ -1,4 +1,4 @@
-"""The admin API: questions and orders of operators, of the launcher and of autoscale, behind a key of its own."""
+"""The admin API for operators, the launcher and autoscale, with its own key."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 _OPERATOR = "operator"
 _NUM_DECISIONS = 500
 _MAX_DECISION_BYTES = 64 * 1024
-#: More requests than are served between two looks of autoscale.
+#: More requests than are served between two polls of autoscale.
 _NUM_REQUESTS = 4096
 
 
@@ -58,21 +58,21 @@ class JoinBody(BaseModel):
     name: InstanceName
     url: InstanceUrl
     lease_s: float = Field(default=10.0, ge=1, le=3600)
-    #: Of a vLLM instance that the topology does not name.
+    #: For a vLLM instance that the topology does not name.
     role: RoleName | None = None
-    #: Of two with one name the one with the larger number is there; 0: it has none.
+    #: The larger number wins between instances of one name; 0 means unnumbered.
     incarnation: int = Field(default=0, ge=0, lt=1 << 63)
 
 
 class InstancesBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of ``PUT /instances``: all instances of the deployment by name."""
+    """The body of ``PUT /instances``: all instances of the deployment by name."""
 
     topology: str
     instances: dict[str, Member]
 
 
 class SecretRequired(ServeError):
-    """Somebody who has proved nothing asks for what is not for everybody."""
+    """The order needs a key or proof of the cluster key."""
 
     status: ClassVar[int] = 403
     type: ClassVar[str] = "permission_error"
@@ -80,7 +80,7 @@ class SecretRequired(ServeError):
 
 
 class AdminPlane:
-    """The orders and questions of the admin API. The latest served requests are kept for autoscale."""
+    """Handlers of the admin API. Keeps the latest finished requests for autoscale."""
 
     def __init__(self, gateway: Gateway, leases: Leases) -> None:
         self._gateway = gateway
@@ -90,18 +90,18 @@ class AdminPlane:
         self._served: deque[bytes] = deque(maxlen=_NUM_REQUESTS)  # as lines of the access log
         self._num_served = 0
         if gateway.settings.config.elastic is not None:
-            gateway.observer.subscribe(self._put)
+            gateway.observer.subscribe(self._keep_request)
 
     @property
     def calls(self) -> dict[str, Handler]:
-        """The calls over a link of those that have proved the cluster's key."""
+        """Calls over a link, whose peer has proved the cluster key."""
         return {"/join": self._join_by_link, "/leave": self._leave_by_link}
 
     def app(self, key: str | None = None, *, is_socket: bool = False) -> FastAPI:
-        """Return the application, all of it behind ``key``.
+        """Return the application behind ``key``.
 
-        Without a key nobody joins, except over a link; on a socket (``is_socket``), whose directory guards it,
-        all may join, and who names instances gets the prompts.
+        Without a key, instances join only over a link, because an instance receives prompts. On a Unix socket
+        (``is_socket``) its directory's permissions protect it, and any caller may add instances.
         """
         authenticator = Authenticator([] if key is None else [(hash_key(key), Holder("admin"))])
         check_key = key_required(authenticator)
@@ -109,8 +109,8 @@ class AdminPlane:
         async def check_secret(request: Request) -> None:
             if key is None and not is_socket:
                 raise SecretRequired(
-                    f"who joins gets prompts, so it must have a secret: set cluster_key in the deployment file, "
-                    f"and {CLUSTER_KEY} where the instance is started, or gateway.admin.key and {ADMIN_KEY}"
+                    "an instance receives prompts, so joining needs a secret: set cluster_key in the deployment "
+                    f"file and {CLUSTER_KEY} for the instance, or gateway.admin.key and {ADMIN_KEY}"
                 )
             await check_key(request)
 
@@ -140,7 +140,6 @@ class AdminPlane:
     # ------------------------------------------------------------------ operators
 
     async def _show_instances(self) -> JSONResponse:
-        """Every instance as the gateway sees it."""
         engine = "vllm" if self._gateway.settings.config.engine == "vllm" else "native"
         instances = [_describe(record) for record in self._gateway.fleet.table]
         fleet = self._gateway.fleet
@@ -149,49 +148,48 @@ class AdminPlane:
         return JSONResponse({"topology": topology, "models": models, "engine": engine, "instances": instances})
 
     async def _show_requests(self) -> JSONResponse:
-        """Count who runs and who waits, in all and for each API key."""
+        """Count running and waiting requests, in total and per API key."""
         queue, holders = self._gateway.admission.queue, self._gateway.admission.authenticator.holders
         keys = [{"key": one.name, "active": one.num_active} for one in holders]
         return JSONResponse({"running": queue.num_running, "waiting": queue.num_waiting, "keys": keys})
 
     async def _drain(self, name: str) -> JSONResponse:
-        """Send an instance no new request; it is empty when ``in_flight`` is."""
+        """Send an instance no new requests; it is idle when ``in_flight`` is empty."""
         record = self._switches.find(name)
         record.drains.add(_OPERATOR)
         return JSONResponse(_describe(record))
 
     async def _undrain(self, name: str) -> JSONResponse:
-        """Send an instance requests again."""
         record = self._switches.find(name)
         record.drains.discard(_OPERATOR)
         return JSONResponse(_describe(record))
 
     async def _switch(self, name: str, request: Request) -> JSONResponse:
-        """Answer when the instance serves the role; the role that it has calls an order back."""
+        """Answer when the instance serves the role; ordering its current role cancels a switch."""
         changed = await self._switches.order(name, _decoded(await request.body(), RoleOrder))
         times = {"seconds": changed.seconds, "drain_s": changed.drain_s}
         return JSONResponse({"instance": name, "from": changed.old, "to": changed.new, **times})
 
     async def _empty(self, name: str, request: Request) -> JSONResponse:
-        """Answer when nothing is left of what the instance had."""
+        """Answer when the instance is empty."""
         seconds = await self._switches.leave(name, _decoded(await request.body(), LeaveOrder))
         return JSONResponse({"instance": name, "seconds": seconds})
 
-    # ------------------------------------------------------------------ instances that come and go
+    # ------------------------------------------------------------------ membership
 
     async def _replace(self, request: Request) -> JSONResponse:
-        """Replace the instances of the deployment; those that joined by themselves stay."""
+        """Replace the instances of the deployment; instances that joined by themselves stay."""
         body = _decoded(await request.body(), InstancesBody)
         self._gateway.fleet.replace(body.instances, parse_topology(body.topology))
         return JSONResponse({})
 
     async def _join(self, request: Request) -> JSONResponse:
-        """Join, or stay for ``lease_s`` from now on; 201 where it is new."""
+        """Add an instance (201) or renew its lease."""
         body, is_new = self._read_join(await request.body())
         return JSONResponse({"name": body.name, "lease_s": body.lease_s}, status_code=201 if is_new else 200)
 
     async def _leave(self, name: str, incarnation: int = 0) -> JSONResponse:
-        """Leave; with ``incarnation`` that one alone, and not another that has the name by now."""
+        """Remove an instance; with ``incarnation`` only that one, not its successor of the same name."""
         self._leases.leave(name, incarnation)
         return JSONResponse({"name": name})
 
@@ -199,7 +197,7 @@ class AdminPlane:
         body = _read_lease(data)
         if self._gateway.settings.tls is not None and not body.url.startswith("https://"):
             raise InvalidRequest(
-                f"url: {body.url} is plain, and this deployment has tls; start the instance with it, too",
+                f"url: {body.url} is not https; this deployment uses tls, so start the instance with tls too",
                 param="url",
             )
         name, role, incarnation = body.name, body.role, body.incarnation
@@ -210,33 +208,34 @@ class AdminPlane:
         return Reply()
 
     async def _leave_by_link(self, body: bytes) -> Reply:
-        told = _read_lease(body)
-        self._leases.leave(told.name, told.incarnation)
+        lease = _read_lease(body)
+        self._leases.leave(lease.name, lease.incarnation)
         return Reply()
 
     # ------------------------------------------------------------------ autoscale
 
-    def _put(self, record: RequestRecord) -> None:
-        """Keep a finished request."""
+    def _keep_request(self, record: RequestRecord) -> None:
         self._num_served += 1
         self._served.append(msgspec.json.encode(line_of(record)))
 
     async def _show_load(self) -> JSONResponse:
-        """Each instance's seconds of pending work, and the tokens that a pixel of an image becomes."""
+        """Return each instance's seconds of pending work, and image tokens per pixel."""
         table = self._gateway.fleet.table
         tokens = max((one.info.tokens_per_pixel for one in table if one.info is not None), default=0.0)
         return JSONResponse({"instances": to_json(instance_loads(table)), "tokens_per_pixel": tokens})
 
     async def _show_served(self, after: int = 0) -> Response:
-        """The lines of the access log after that number, all for a number that none has yet, and ``last``, the
-        number of the last one. They are kept where the deployment has the section ``elastic``."""
+        """Return the access log lines after number ``after`` and the number of the last one.
+
+        An unknown number returns all. Lines are kept only if the deployment has the section ``elastic``.
+        """
         num_new = self._num_served - (after if after <= self._num_served else 0)
         lines = list(self._served)[max(0, len(self._served) - num_new) :]
         content = {"last": self._num_served, "requests": [msgspec.Raw(line) for line in lines]}
         return Response(msgspec.json.encode(content), media_type="application/json")
 
     async def _show_decisions(self) -> JSONResponse:
-        """The decisions of ``epd-serve autoscale``, newest last; those that it reported to this gateway."""
+        """Return the decisions that ``epd-serve autoscale`` reported to this gateway, newest last."""
         return JSONResponse({"decisions": list(self._decisions)})
 
     async def _note_decision(self, request: Request) -> JSONResponse:
@@ -267,11 +266,10 @@ def _describe(record: InstanceRecord) -> dict[str, Any]:
 
 
 def _decoded(body: bytes, kind: Any) -> Any:
-    """Return the body of an order. Raises InvalidRequest for anything else."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.DecodeError as error:
-        raise InvalidRequest(f"the body is no {kind.__name__}: {error}") from error
+        raise InvalidRequest(f"the body is not a valid {kind.__name__}: {error}") from error
 
 
 def _read_lease(body: bytes) -> JoinBody:
@@ -295,11 +293,10 @@ async def running_admin(
     *,
     cluster_key: str | None = None,
 ) -> AsyncIterator[str]:
-    """Serve ``app`` while the context lasts; yields its URL. With ``tls`` callers show a certificate.
+    """Serve ``app`` and yield its URL. With ``tls`` callers need a certificate.
 
-    Where there is a ``cluster_key``, ``calls`` are for those that prove it over a link.
-
-    Raises ValueError where the port is taken.
+    With a ``cluster_key``, peers that prove it over a link can make ``calls``. Raises ValueError if the port is
+    taken.
     """
     family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
     try:
@@ -318,27 +315,23 @@ async def running_admin(
         )
         http = service.protocol
     async with serve_app(NoBrowsers(app, place.host), listener, http, tls):
-        logger.info("the admin plane is at %s", url)
+        logger.info("admin API at %s", url)
         yield url
 
 
 @asynccontextmanager
 async def running_on_path(app: FastAPI, path: Path) -> AsyncIterator[None]:
-    """Serve ``app`` on a Unix socket while the context lasts; a file at ``path`` is replaced.
+    """Serve ``app`` on a Unix socket, which replaces any file at ``path``.
 
-    Whoever can enter the socket's directory can give orders. Raises ValueError where it cannot listen there.
+    Anyone who can enter the socket's directory can give orders. Raises ValueError if it cannot listen there.
     """
-    async with serve_app(app, await asyncio.to_thread(_listen, path)):
-        yield
-
-
-def _listen(path: Path) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX)
     try:
-        path.unlink(missing_ok=True)
+        await asyncio.to_thread(path.unlink, missing_ok=True)
         listener.bind(str(path))
         listener.listen()
     except OSError as error:
         listener.close()
         raise ValueError(f"the admin API cannot listen at {path}: {error.strerror or error}") from error
-    return listener
+    async with serve_app(app, listener):
+        yield

@@ -1,4 +1,4 @@
-"""Orders for an instance: to have another role, to leave."""
+"""Order an instance to change its role or to leave."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from proxy.fleet import Fleet, NoSuchInstance
 logger = logging.getLogger(__name__)
 
 _SWITCH = "switch"
-#: Beyond its deadline, for an instance that makes its new stages, or its old ones again.
+#: Beyond its deadline: time to build the new stages, or the old ones again.
 _REBUILD_S = 120.0
-#: Beyond its deadline, for the answer of an instance that has just become empty.
+#: Beyond its deadline: time for the answer.
 _LEAVE_S = 10.0
 
 
 class Switches:
-    """Has instances change their roles or leave; one that is ready is left for each stage that requests need."""
+    """Orders role changes and departures; at least one ready instance of P and of D stays."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._table = fleet.table
@@ -32,31 +32,30 @@ class Switches:
         self._leaving: set[str] = set()
 
     def find(self, name: str) -> InstanceRecord:
-        """Raises NoSuchInstance."""
         record = self._table.get(name)
         if record is None:
             known = ", ".join(one.name for one in self._table) or "none"
-            raise NoSuchInstance(f"there is no instance {name[:100]!r}; there are: {known}", param="name")
+            raise NoSuchInstance(f"no instance {name[:100]!r}; known: {known}", param="name")
         return record
 
     async def order(self, name: str, order: RoleOrder) -> RoleChanged:
-        """Return when the instance serves the role; until then it gets nothing new.
+        """Return when the instance serves the role; until then it gets no new requests.
 
         Raises:
-            NoSuchInstance, InvalidRequest: there is none, or it cannot have that role.
-            Conflict: it is leaving or on its way to another role, or a stage would be left without an instance.
-            StageTimeout: it was not empty by the deadline; it serves its old role again.
-            ServeError: as it answers.
+            NoSuchInstance, InvalidRequest: the instance or the role is unknown.
+            Conflict: it is leaving or switching, or a stage would lose its last instance.
+            StageTimeout: it was not empty by the deadline and serves its old role again.
+            ServeError: the instance's own error.
         """
         record, calls = self.find(name), self._calls[name]
         try:
             role = Role.parse(order.role)
         except ValueError as error:
             raise InvalidRequest(str(error), param="role") from error
-        if role == record.role and name in self._ordered:  # it is called back
+        if role == record.role and name in self._ordered:  # cancels the switch
             return await self._ask(name, calls, order)
         self._check_idle(record)
-        # a process of vLLM goes on as it is: where a stage stays, it need not be empty
+        # a vLLM process keeps running: it need not be empty if a stage stays
         kept = calls.target.role.stages & role.stages if isinstance(calls, VllmInstance) else frozenset()
         if role != record.role:
             self._check_floor(record, kept)
@@ -68,19 +67,18 @@ class Switches:
         finally:
             del self._ordered[name]
             if self._table.get(name) is record:
-                await self._look(record, calls)
+                await self._update_record(record, calls)
             record.drains.discard(_SWITCH)
 
     async def leave(self, name: str, order: LeaveOrder) -> float:
-        """Return when nothing is left of what it had, with the seconds that it took, so that it can be ended.
+        """Return when the instance is empty and can be stopped, with the seconds that it took.
 
-        Meanwhile it gets nothing new and no other order; afterwards, what it says it can take. Cancelled before,
-        it serves on.
+        Until then it gets no new requests or orders. If cancelled, it keeps serving.
 
         Raises:
-            NoSuchInstance: there is none.
-            Conflict: it is leaving or on its way to another role, or a stage would be left without an instance.
-            StageTimeout: it was not empty by the deadline; it serves on.
+            NoSuchInstance: the instance is unknown.
+            Conflict: it is leaving or switching, or a stage would lose its last instance.
+            StageTimeout: it was not empty by the deadline and keeps serving.
         """
         record, calls = self.find(name), self._calls[name]
         self._check_idle(record)
@@ -91,10 +89,10 @@ class Switches:
         try:
             async with asyncio.timeout(order.deadline_s + _LEAVE_S):
                 seconds = (await calls.leave(order)).seconds
-            await self._look(record, calls)
+            await self._update_record(record, calls)
             return seconds
         except TimeoutError as error:
-            raise StageTimeout(f"instance {name} did not say whether it is empty") from error
+            raise StageTimeout(f"instance {name} did not report that it is empty") from error
         finally:
             self._leaving.discard(name)
             record.drains.discard(_SWITCH)
@@ -102,7 +100,7 @@ class Switches:
     def _check_idle(self, record: InstanceRecord) -> None:
         name = record.name
         if name in self._ordered:
-            raise Conflict(f"instance {name} is on its way from {record.role} to {self._ordered[name]}")
+            raise Conflict(f"instance {name} is switching from {record.role} to {self._ordered[name]}")
         if name in self._leaving:
             raise Conflict(f"instance {name} is leaving")
 
@@ -111,27 +109,24 @@ class Switches:
             async with asyncio.timeout(order.deadline_s + _REBUILD_S):
                 return await calls.switch(order)
         except TimeoutError as error:
-            raise StageTimeout(f"instance {name} did not say what became of the order") from error
+            raise StageTimeout(f"instance {name} did not report the result of the order") from error
 
-    async def _look(self, record: InstanceRecord, calls: StageCalls) -> None:
-        """Its role as it is now, before it gets anything to do."""
+    async def _update_record(self, record: InstanceRecord, calls: StageCalls) -> None:
+        """Learn the instance's current role before it gets requests."""
         try:
             info = await calls.info()
             if self._table.get(record.name) is record:
                 self._table.update(record.name, info, contains=self._table.num_calls)
         except (InstanceLost, ServeError, ValueError) as error:
-            logger.warning("instance %s does not say which role it has: %s", record.name, error)
+            logger.warning("instance %s does not report its role: %s", record.name, error)
             self._table.mark_lost(record.name)
 
     def _check_floor(self, record: InstanceRecord, kept: frozenset[Stage] = frozenset()) -> None:
-        """Raise Conflict where it is the last that takes requests for a stage that it does not keep.
-
-        E is no must: P encodes then.
-        """
+        """Raise Conflict if it is the last ready instance of P or D; without E, P encodes."""
         for stage in (Stage.PREFILL, Stage.DECODE):
             ready = self._table.ready(stage)
             if stage not in kept and record in ready and len(ready) == 1:
                 raise Conflict(
-                    f"instance {record.name} is the only one that is ready for stage {stage}; start another "
-                    "first, or have one of another stage take its place"
+                    f"instance {record.name} is the only ready one for stage {stage}; start another first, or "
+                    "switch another instance to it"
                 )

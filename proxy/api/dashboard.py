@@ -1,4 +1,4 @@
-"""``/dashboard``: the deployment live, as one page without any other file; ``/dashboard/data``: its figures."""
+"""``/dashboard``, one self-contained page, and ``/dashboard/data``, its figures."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _HEADERS = {"cache-control": "no-cache", "x-content-type-options": "nosniff", "r
 
 @cache
 def page() -> tuple[str, dict[str, str]]:
-    """Return the page and its headers, which allow its own script and style by hash and no other origin."""
+    """Return the page with a content security policy that allows only its own script and style, by hash."""
     text = _PAGE.read_text(encoding="utf-8")
     inline = dict(re.findall(r"<(script|style)>(.*?)</\1>", text, re.DOTALL))
     hashes = {kind: base64.b64encode(sha256(code.encode()).digest()).decode() for kind, code in inline.items()}
@@ -45,8 +45,11 @@ def page() -> tuple[str, dict[str, str]]:
 
 
 def dashboard_router(gateway: Gateway) -> APIRouter:
-    """The page is open to all and shows nothing by itself; its data need an API key where there are any, and
-    without keys no page of another site may read them."""
+    """Return the dashboard's routes.
+
+    The page is public and contains no data. The data need an API key; without keys, pages of other sites may not
+    read them.
+    """
     router = APIRouter(include_in_schema=False)
     authenticator = gateway.admission.authenticator
     check_key = key_required(authenticator)
@@ -75,7 +78,7 @@ def dashboard_router(gateway: Gateway) -> APIRouter:
 
 
 def snapshot(gateway: Gateway) -> dict[str, Any]:
-    """Return everything that the page shows. Times are milliseconds."""
+    """Return the data of the page. Times are in milliseconds."""
     fleet, queue, config, now_s = gateway.fleet, gateway.admission.queue, gateway.settings.config, time.monotonic()
     up_s, records, figures = now_s - gateway.observer.started_s, list(fleet.table), gateway.observer.figures
     return {
@@ -131,7 +134,7 @@ def _instance(record: InstanceRecord) -> dict[str, Any]:
 
 
 def _request(record: RequestRecord) -> dict[str, Any]:
-    """Return a request without its whole id and the name of its key, which other clients should not see."""
+    """Describe a request without its full id and key name, which other clients should not see."""
     return {
         "id": record.context.trace_id[:8],
         "endpoint": record.endpoint,
@@ -147,7 +150,7 @@ def _request(record: RequestRecord) -> dict[str, Any]:
 
 
 def _units(records: list[InstanceRecord], topology: Topology | None) -> list[dict[str, Any]]:
-    """Return instances by the devices that they share: as in the topology, else each by itself."""
+    """Group instances by shared devices if they match the topology, else one per group."""
     names = [record.name for record in records]
     if topology is not None:
         devices = [f"device {index}" for index in range(topology.num_devices)]

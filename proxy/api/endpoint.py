@@ -1,4 +1,4 @@
-"""Endpoints that take a body, as pure ASGI: read, check, run, answer."""
+"""Endpoints with a request body, as ASGI applications: read, check, admit, serve."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from msgspec.structs import replace
 from starlette.types import Receive, Scope, Send
 
 from epd_serve.errors import InvalidRequest, ModelNotFound, ServeError, StageTimeout, Unavailable
-from epd_serve.protocol.instance_state import InstanceInfo
 from epd_serve.protocol.openai.generation import GenerationRequest, Translation
-from epd_serve.protocol.openai.messages import MediaSource
 from epd_serve.protocol.wire import REQUEST_ID_HEADER
 from epd_serve.types import PLURALS
 from proxy.admission import Visit
@@ -36,19 +34,19 @@ logger = logging.getLogger(__name__)
 
 _REQUEST_ID = REQUEST_ID_HEADER.encode()
 _TRACE_ID = re.compile(r"[\x21-\x7e]{1,256}")
-#: Statuses of the gateway's own, for metrics only.
+#: Internal statuses for metrics: the client disconnected; the answer broke off after its first byte.
 CLIENT_LEFT = 499
 BROKEN_OFF = 599
 #: Longest time for a body to arrive.
 BODY_S = 120.0
-#: Larger bodies are parsed in a thread, which would block the event loop for milliseconds.
+#: Larger bodies are parsed in a thread, because they would block the event loop for milliseconds.
 _INLINE_BYTES = 256 * 1024
-#: Time for a client to receive the error that breaks off its stream.
+#: Time for a client to receive the error that ends its stream.
 _LAST_WORDS_S = 1.0
 
 
 class Endpoint:
-    """Reads a request and bounds its time; :meth:`_generate` checks and answers it."""
+    """Reads a request within time limits; :meth:`_generate` checks and answers it."""
 
     def __init__(self, gateway: Gateway, kind: str, parse: Callable[[bytes | bytearray], Any]) -> None:
         self.gateway = gateway
@@ -56,10 +54,9 @@ class Endpoint:
         self.parse = parse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request, as an ASGI application.
+        """Answer one request.
 
-        Raises ResponseAborted for a stream that broke off, so that the connection is closed, and any fault of the
-        gateway's own.
+        Raises ResponseAborted for a broken stream, so that the server closes the connection, and internal errors.
         """
         gateway = self.gateway
         record = gateway.observer.begin(self.kind, headers := headers_of(scope))
@@ -83,7 +80,7 @@ class Endpoint:
     async def _answer(self, client: Client, visit: Visit) -> None:
         record, gateway = client.record, self.gateway.settings.gateway
         request_id = client.headers.get(_REQUEST_ID, b"").decode("latin-1")
-        if _TRACE_ID.fullmatch(request_id):  # any other is replaced by ours
+        if _TRACE_ID.fullmatch(request_id):  # else keep the generated one
             record.request_id = request_id
         sink, status, failure = EventSink(client, record), 200, None
         limit_s = gateway.request_timeout_s
@@ -98,10 +95,10 @@ class Endpoint:
             status, client.answered = CLIENT_LEFT, True
         except ServeError as error:
             status, failure = BROKEN_OFF if sink.started else error.status, error
-            if error.status >= 500:  # the text is the key of the log's filter
+            if error.status >= 500:  # the log filter groups by this text
                 logger.warning(error.message.replace("%", "%%") + " (request %s)", record.request_id)
             was_answered, client.answered = client.answered, True
-            if was_answered or sink.ended:  # by now an error would be read as the next answer
+            if was_answered or sink.ended:  # the client would read an error as the next answer
                 raise ResponseAborted(error.message) from error
             if not sink.started:
                 await client.send_error(error)
@@ -110,7 +107,7 @@ class Endpoint:
                 async with asyncio.timeout(_LAST_WORDS_S):
                     await sink.fail(error)
             raise ResponseAborted(error.message) from error
-        except Exception:  # a fault of the gateway: the server answers it or breaks off
+        except Exception:  # internal error: the server answers or aborts
             status = BROKEN_OFF if sink.started else 500
             client.answered = True
             raise
@@ -119,11 +116,11 @@ class Endpoint:
                 self.gateway.observer.finish(record, status, failure)
 
     async def _generate(self, client: Client, visit: Visit, body: bytearray, sink: EventSink) -> None:
-        """Answer a request, through ``sink`` or in one piece. Raises ServeError, even after the first byte."""
+        """Answer a request through ``sink`` or as a whole. Raises ServeError, even after the first byte."""
         raise NotImplementedError
 
     async def _parse(self, body: bytearray) -> Any:
-        """Parse a body, and empty it."""
+        """Parse a body and clear it."""
         parsed = self.parse(body) if len(body) <= _INLINE_BYTES else await asyncio.to_thread(self.parse, body)
         body.clear()
         return parsed
@@ -138,7 +135,7 @@ class Endpoint:
         num_choices: int = 1,
         salt: str = "",
     ) -> list[MediaItem]:
-        """Return the media of a checked request once it may run."""
+        """Load the media of a checked request and wait until it may run."""
         record.model = await self._model(request.model)
         visit.check(priority=priority, num_choices=num_choices)
         items: list[MediaItem] = []
@@ -146,7 +143,12 @@ class Endpoint:
             info = self.gateway.fleet.table.models()[record.model]
             for source in sources:
                 if source.modality not in info.modalities:
-                    raise _not_taken(info, source)
+                    taken = " and ".join(("text", *(PLURALS.get(one, one) for one in info.modalities)))
+                    raise InvalidRequest(
+                        f"model {info.model!r} accepts no {PLURALS[source.modality]}; it accepts {taken}",
+                        param=source.param if info.modalities else "messages",
+                        code="unsupported_media" if info.modalities else None,
+                    )
             items = await self.gateway.loader.load(sources, salt)
             record.media([(item.ref, len(item.data)) for item in items])
         since_s = time.monotonic()
@@ -165,27 +167,12 @@ class Endpoint:
             return next(iter(models))
         if wanted not in models:
             known = ", ".join(repr(name) for name in models)
-            raise ModelNotFound(f"there is no model {wanted[:100]!r}; served here: {known}", param="model")
+            raise ModelNotFound(f"no model {wanted[:100]!r}; served here: {known}", param="model")
         return wanted
 
 
-def _not_taken(info: InstanceInfo, source: MediaSource) -> InvalidRequest:
-    """Return the error for an item that the model does not take."""
-    if not info.modalities:
-        return InvalidRequest(
-            f"the model {info.model!r} takes text alone; leave out the {PLURALS[source.modality]}",
-            param="messages",
-        )
-    taken = " and ".join(("text", *(PLURALS.get(one, one) for one in info.modalities)))
-    return InvalidRequest(
-        f"the model {info.model!r} takes no {PLURALS[source.modality]} here; it takes {taken}",
-        param=source.param,
-        code="unsupported_media",
-    )
-
-
 class GenerationEndpoint(Endpoint):
-    """An endpoint whose answer is generated."""
+    """An endpoint with a generated answer."""
 
     async def _generate(self, client: Client, visit: Visit, body: bytearray, sink: EventSink) -> None:
         request: GenerationRequest = await self._parse(body)
@@ -221,7 +208,7 @@ class GenerationEndpoint(Endpoint):
             await client.send_json(200, translation.whole(answer), content_type=translation.content_type)
 
     def _jobs(self, client: Client, request: GenerationRequest, items: list[MediaItem]) -> list[Job]:
-        """Return a job for each of the request's prompts."""
+        """Return one job per prompt."""
         answer_id, record = os.urandom(16).hex(), client.record
         output = request.output(id=answer_id, created=int(time.time()), model=record.model)
         chat = request.chat()
@@ -243,7 +230,7 @@ class GenerationEndpoint(Endpoint):
 
 
 class TranslatedOutlet:
-    """Translates whole events of a chat on their way to the client."""
+    """An Outlet that translates chat events into another API's."""
 
     def __init__(self, client: Client, translation: Translation) -> None:
         self.start, self.drain = client.start, client.drain

@@ -1,4 +1,4 @@
-"""The routes that take a body: FastAPI documents and finds them, the endpoint reads and answers the request."""
+"""Routes with a request body: FastAPI matches and documents them, an endpoint serves them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from epd_serve.protocol.openai.responses import InputTokens, ResponsesRequest
 from epd_serve.protocol.openai.tokenizing import DetokenizeBody, DetokenizeResult, TokenizeBody, TokenizeResult
 from epd_serve.protocol.openai.transcriptions import TranscriptionRequest
 
-bearer = HTTPBearer(auto_error=False, description="An API key, where the gateway has any.")
+bearer = HTTPBearer(auto_error=False, description="An API key, if the gateway requires one.")
 RequestId = Annotated[str | None, Header(alias="x-request-id", description="Returned, and named in logs.")]
 
 _ERRORS = {
-    400: "The request is wrong; `param` names the field.",
-    401: "The API key is missing or wrong.",
-    404: "There is no such model.",
+    400: "The request is invalid; `param` names the field.",
+    401: "The API key is missing or unknown.",
+    404: "The model is unknown.",
     413: "The body or a media item is too large.",
     429: "Too many requests; `Retry-After` says when to try again.",
     500: "An error inside the gateway.",
@@ -32,14 +32,14 @@ _ERRORS = {
 }
 _OPENAI = "https://platform.openai.com/docs/api-reference/"
 _ANTHROPIC = "https://docs.anthropic.com/en/api/"
-#: Path → (body, answer: a model or the page on it, summary).
+#: Path → (body, answer as a model or a page of the API's reference, summary).
 _ROUTES: dict[str, tuple[type[BaseModel], type[BaseModel] | str, str]] = {
     "/v1/chat/completions": (ChatCompletionRequest, f"{_OPENAI}chat/object", "Answer a chat with text and media"),
     "/v1/completions": (CompletionRequest, f"{_OPENAI}completions/object", "Continue prompts"),
-    "/v1/responses": (ResponsesRequest, f"{_OPENAI}responses/object", "Answer in the form of a response"),
+    "/v1/responses": (ResponsesRequest, f"{_OPENAI}responses/object", "Answer with a response object"),
     "/v1/responses/input_tokens": (ResponsesRequest, InputTokens, "Count the tokens of an input"),
-    "/v1/audio/transcriptions": (TranscriptionRequest, f"{_OPENAI}audio/json-object", "Write down speech"),
-    "/v1/messages": (MessagesRequest, f"{_ANTHROPIC}messages", "Answer in the form of Anthropic's messages"),
+    "/v1/audio/transcriptions": (TranscriptionRequest, f"{_OPENAI}audio/json-object", "Transcribe speech"),
+    "/v1/messages": (MessagesRequest, f"{_ANTHROPIC}messages", "Answer messages (Anthropic)"),
     "/v1/messages/count_tokens": (CountTokensRequest, InputTokens, "Count the tokens of messages"),
     "/tokenize": (TokenizeBody, TokenizeResult, "Return the tokens of a prompt or chat"),
     "/detokenize": (DetokenizeBody, DetokenizeResult, "Return the text of tokens"),
@@ -49,10 +49,10 @@ _ROUTES: dict[str, tuple[type[BaseModel], type[BaseModel] | str, str]] = {
 class ErrorDetail(BaseModel):
     """An error."""
 
-    message: str = Field(description="The fault, and how to avoid it.")
+    message: str = Field(description="What is wrong and how to fix it.")
     type: str = Field(description="Class of the error.")
-    param: str | None = Field(description="The wrong field of the request, as in messages[0].content.")
-    code: str | None = Field(description="A name for programs.")
+    param: str | None = Field(description="The invalid field, such as messages[0].content.")
+    code: str | None = Field(description="Machine-readable name.")
 
 
 class ErrorAnswer(BaseModel):
@@ -62,7 +62,7 @@ class ErrorAnswer(BaseModel):
 
 
 def error_answers(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return the documentation of error answers; without statuses: of all."""
+    """Return the OpenAPI documentation of error answers, by default of all statuses."""
     error: dict[str, Any] = {"model": ErrorAnswer}
     known: dict[int | str, dict[str, Any]] = {"default": {**error, "description": "An error."}}
     for status in statuses or _ERRORS:
@@ -71,7 +71,7 @@ def error_answers(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def add_body_route(app: FastAPI, path: str, endpoint: ASGIApp) -> None:
-    """Route POST requests of a documented path to ``endpoint``; the function that FastAPI sees documents it."""
+    """Route POST requests of a path to ``endpoint``; FastAPI sees a stub that documents it."""
     body, answer, summary = _ROUTES[path]
 
     def documented(body: Any, x_request_id: RequestId = None) -> None: ...

@@ -1,4 +1,4 @@
-"""``POST /tokenize``, ``/detokenize``, ``/v1/responses/input_tokens``: a question to an instance that prefills."""
+"""``POST /tokenize``, ``/detokenize`` and ``/v1/responses/input_tokens``, answered by a prefill instance."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TokenizingEndpoint(Endpoint):
         await client.send_json(200, answer)
 
     async def _ask(self, request: TokenQuestion, refs: list[MediaRef], record: RequestRecord) -> bytes:
-        """Return the answer of the least loaded instance that answers; wait for one as chats do."""
+        """Ask the least loaded prefill instance; wait for one as chats do."""
         fleet, trace_id = self.gateway.fleet, record.request_id
         message, lost = request.message(refs), None
         reply: TokenizeReply | DetokenizeReply
@@ -36,7 +36,7 @@ class TokenizingEndpoint(Endpoint):
                 calls = fleet.calls.get(one.name)
                 if calls is None:
                     continue
-                assert one.info is not None, "a ready instance is known"
+                assert one.info is not None, "a ready instance has sent its info"
                 try:
                     if isinstance(message, DetokenizeRequest):
                         reply = await calls.detokenize(message, trace_id=trace_id)
@@ -51,5 +51,5 @@ class TokenizingEndpoint(Endpoint):
                     if not is_planned(error):
                         raise
             if lost is not None or not fleet.is_awaited:
-                raise lost or Unavailable("no instance that prefills is ready; try again shortly")
+                raise lost or Unavailable("no prefill instance is ready; try again shortly")
             await asyncio.sleep(LOOK_AGAIN_S)

@@ -1,4 +1,4 @@
-"""The small pages: models, health, metrics."""
+"""Routes without a body: models, health and metrics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from proxy.observe.metrics import CONTENT_TYPE
 
 
 def key_required(authenticator: Authenticator) -> Callable[[Request], Awaitable[None]]:
-    """A dependency for routes that ask for an API key."""
+    """Return a FastAPI dependency that checks the API key."""
 
     async def check(request: Request) -> None:
         authenticator.check(request.headers.get("authorization"), request.headers.get("x-api-key"))
@@ -31,13 +31,13 @@ def key_required(authenticator: Authenticator) -> Callable[[Request], Awaitable[
 class ModelCard(BaseModel):
     """A model."""
 
-    id: str = Field(description="Its name.")
+    id: str = Field(description="Name of the model.")
     object: Literal["model"] = Field(default="model", description="Kind of the object.")
-    created: int = Field(description="Start of the gateway in seconds since the epoch.")
+    created: int = Field(description="Start time of the gateway in seconds since the epoch.")
     owned_by: str = Field(default="epd-serve", description="The server.")
-    root: str = Field(description="Where the model was loaded from.")
+    root: str = Field(description="Path or hub name of the checkpoint.")
     parent: None = Field(default=None, description="Always null.")
-    max_model_len: int = Field(description="Most tokens of a prompt and its answer together.")
+    max_model_len: int = Field(description="Most tokens of a prompt and its answer.")
 
 
 class ModelList(BaseModel):
@@ -71,7 +71,7 @@ def models_router(gateway: Gateway) -> APIRouter:
         found = fleet.table.models()
         if name not in found:
             known = ", ".join(map(repr, found)) or "none yet"
-            raise ModelNotFound(f"there is no model {name[:100]!r}; served here: {known}", param="model")
+            raise ModelNotFound(f"no model {name[:100]!r}; served here: {known}", param="model")
         return card(found[name])
 
     return router
@@ -80,28 +80,28 @@ def models_router(gateway: Gateway) -> APIRouter:
 class InstanceState(BaseModel):
     """State of an instance."""
 
-    role: str | None = Field(description="Its stages.")
-    ready: bool = Field(description="Whether it takes work.")
+    role: str | None = Field(description="Stages of the instance.")
+    ready: bool = Field(description="Whether it accepts requests.")
 
 
 class Readiness(BaseModel):
-    """The state of the deployment: ready, or the stages that are missing."""
+    """State of the deployment."""
 
-    status: str = Field(description='"ready", or the stages that no instance covers.')
+    status: str = Field(description='"ready", or the stages without an instance.')
     instances: dict[str, InstanceState] = Field(default_factory=dict, description="States by name.")
 
 
 class Liveness(BaseModel):
-    """The state of the gateway's process."""
+    """State of the gateway process."""
 
     status: Literal["live"] = Field(default="live", description="Always live.")
 
 
 def health_router(gateway: Gateway) -> APIRouter:
-    """Return ``GET /health``, ``/health/ready``, ``/health/live`` and ``/metrics``, open to all.
+    """Return the public routes ``GET /health``, ``/health/ready``, ``/health/live`` and ``/metrics``.
 
-    ``/health?role=EPD`` asks for a ready encoder, too. ``/health/ready`` is for load balancers: its status is 200
-    also while requests wait for P and D to come back, as another gateway has lost the same.
+    ``/health?role=EPD`` also requires a ready encoder. ``/health/ready`` is for load balancers: it stays 200 while
+    requests wait for P and D to return, because other gateways have lost the same instances.
     """
     router, fleet, queue = APIRouter(), gateway.fleet, gateway.admission.queue
     states = {**error_answers(400), 503: {"model": Readiness, "description": "Stages are missing."}}
@@ -117,7 +117,6 @@ def health_router(gateway: Gateway) -> APIRouter:
         return answer(response, role, takes_requests=role == "PD" and fleet.is_awaited)
 
     def answer(response: Response, role: str, *, takes_requests: bool) -> Readiness:
-        """Return the state; ``takes_requests``: status 200 although stages are missing."""
         try:
             wanted = Role.parse(role).stages
         except ValueError as error:
@@ -125,7 +124,7 @@ def health_router(gateway: Gateway) -> APIRouter:
         missing = fleet.table.missing_stages([stage for stage in Stage if stage in wanted])
         if missing and not takes_requests:
             response.status_code = 503
-        instances = {  # ready, as for the status: those that get work
+        instances = {  # ready means, as for the status, that it gets requests
             one.name: InstanceState(role=str(one.role) if one.role else None, ready=one.state == "up")
             for one in fleet.table
         }

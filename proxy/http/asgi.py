@@ -1,4 +1,4 @@
-"""Error objects, CORS and protection from web pages for all routes of an application."""
+"""Error objects, CORS and cross-site protection for all routes of an application."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from epd_serve.errors import InvalidRequest, ServeError
 from epd_serve.protocol.addresses import CrossSite, NoBrowsers, is_loopback_name
 from proxy.http.client import headers_of, retry_headers
 
-#: Headers of an answer that web pages of other origins may read.
-_SHOWN_HEADERS = ("x-request-id", "retry-after")
+#: Response headers that web pages of other origins may read.
+_EXPOSED_HEADERS = ("x-request-id", "retry-after")
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Errors of any route become OpenAI error objects."""
+    """Turn the errors of all routes into OpenAI error objects."""
     app.add_exception_handler(ServeError, _serve_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _unexpected_error)
@@ -34,7 +34,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """Answer unknown paths and methods."""
     assert isinstance(error, HTTPException)
     path = request.url.path
-    meant = "/v1/" + path.rpartition("/v1/")[2].lstrip("/")  # a base URL without /v1, or with it twice
+    meant = "/v1/" + path.rpartition("/v1/")[2].lstrip("/")  # the base URL lacks /v1 or has it twice
     known = {getattr(route, "path", "") for route in request.app.routes}
     hint = f"; did you mean {meant}?" if path not in known and meant in known else ""
     problem = InvalidRequest(f"{request.method} {path}: {error.detail}{hint}")
@@ -43,24 +43,24 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 async def _unexpected_error(_: Request, error: Exception) -> Response:
     problem = ServeError(f"an error inside the gateway: {type(error).__name__}")
-    # The server closes the connection after such an error: the client must not send its next request there.
+    # the server closes the connection after such an error; tell the client
     return JSONResponse(problem.body(), 500, {"connection": "close"})
 
 
 def install_cors(app: FastAPI, origins: tuple[str, ...]) -> None:
-    """Let web pages of these origins call the application."""
+    """Allow web pages of these origins to call the application."""
     if origins:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=origins,
             allow_methods=("GET", "HEAD", "POST"),
             allow_headers=("*",),
-            expose_headers=_SHOWN_HEADERS,
+            expose_headers=_EXPOSED_HEADERS,
             max_age=600,
         )
 
 
-#: Takes files as a form, which pages of other sites may send, too: with a foreign ``Origin``.
+#: Accepts a form, which pages of other sites can send with a foreign ``Origin``.
 _FORM_PATH = "/v1/audio/transcriptions"
 
 
@@ -72,19 +72,18 @@ class NotJson(InvalidRequest):
 
 
 class LocalGuard(NoBrowsers):
-    """ASGI middleware for a gateway without keys on the loopback interface: refuses requests that a page of
-    another site may have a browser on this machine send (CSRF, DNS rebinding)."""
+    """Refuses cross-site requests (CSRF, DNS rebinding) to a gateway without keys on the loopback interface."""
 
     def __init__(self, app: ASGIApp) -> None:
         super().__init__(app, "localhost")
 
     def find_problem(self, scope: Scope) -> ServeError | None:
         headers = headers_of(scope)
-        host = headers.get(b"host")  # absent in HTTP/1.0, which no browser speaks
+        host = headers.get(b"host")  # absent in HTTP/1.0, which browsers do not use
         if host is not None and not is_loopback_name(host):
             return CrossSite(
-                f"this gateway has no API keys and answers loopback names alone; the request's Host is "
-                f"{host[:100].decode('latin-1')!r}: call it as localhost, or set gateway.api_keys"
+                f"a gateway without API keys answers only loopback names, not Host "
+                f"{host[:100].decode('latin-1')!r}; call it as localhost or set gateway.api_keys"
             )
         media_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         if scope["method"] != "POST" or media_type == b"application/json":
@@ -93,5 +92,5 @@ class LocalGuard(NoBrowsers):
             origin = headers.get(b"origin")
             if origin is None or origin.partition(b"://")[2] == host:
                 return None
-            return CrossSite("pages of other sites may send no files here")
+            return CrossSite("pages of other sites may not send files here")
         return NotJson("send the header 'Content-Type: application/json'")

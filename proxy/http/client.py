@@ -1,4 +1,4 @@
-"""The client of one request over ASGI: its body, and its answer as a stream or in one piece."""
+"""The client of one request over ASGI: read its body, send a streamed or whole answer."""
 
 from __future__ import annotations
 
@@ -19,47 +19,48 @@ JSON = b"application/json"
 
 
 class ClientLeft(Exception):
-    """The client closed its connection before its request was complete."""
+    """The client closed its connection before its answer was complete."""
 
 
 class TooSlow(InvalidRequest):
-    """The body did not arrive in time; the connection cannot be used again."""
+    """The body did not arrive in time; the connection cannot be reused."""
 
     status: ClassVar[int] = 408
     default_code: ClassVar[str | None] = "request_timeout"
 
 
 class ResponseAborted(Exception):
-    """A streamed answer broke off: raised out of the ASGI application, it makes the server close the connection
-    without a terminating chunk, so that no client takes what it has for the whole answer."""
+    """A streamed answer broke off.
+
+    Raised out of the ASGI application, it makes the server close the connection without a terminating chunk, so
+    that no client takes the part for the whole.
+    """
 
 
 class Outlet(Protocol):
-    """Receives a streamed answer. Writing never waits: ``write`` tells when the client cannot keep up."""
+    """Receives a streamed answer. ``write`` never waits; it returns False if the client cannot keep up."""
 
     def start(self, headers: Sequence[Header]) -> None:
-        """Set the headers; they and status 200 are sent with the first bytes."""
+        """Set the headers, which are sent with status 200 and the first bytes."""
 
     def write(self, data: bytes | memoryview, *, last: bool = False) -> bool:
-        """Send a part of the answer. Returns False where :meth:`drain` must follow."""
+        """Send a part of the answer; return False if :meth:`drain` must follow."""
 
     async def drain(self) -> None:
-        """Wait until the client can take more."""
+        """Wait until the client can receive more."""
 
 
 def headers_of(scope: Scope) -> dict[bytes, bytes]:
-    """Return a request's headers by name in lower case; the first of several with one name."""
+    """Return a request's headers by lower-case name; the first one wins."""
     return dict(reversed(scope["headers"]))
 
 
 class Client:
-    """The client of one request, with its body and its answer; an :class:`Outlet`.
+    """The client of one request; an :class:`Outlet`.
 
     Attributes:
-        loop: the event loop of the connection.
-        record: of the request.
-        running: interrupts the answer, where the client leaves.
-        answered: the end of the answer is on its way; a client that leaves now misses nothing.
+        running: interrupts the answer if the client leaves.
+        answered: the end of the answer has been sent; a client that leaves now misses nothing.
     """
 
     def __init__(self, headers: dict[bytes, bytes], receive: Receive, send: Send, record: RequestRecord) -> None:
@@ -79,18 +80,18 @@ class Client:
     async def body(self, max_bytes: int) -> bytearray:
         """Return the whole body. Raises TooLarge or ClientLeft."""
         declared = self.headers.get(b"content-length", b"")
-        if declared.isdigit() and int(declared) > max_bytes:
-            raise _too_large(max_bytes)
+        is_too_large = declared.isdigit() and int(declared) > max_bytes
         body = bytearray()
         more = True
-        while more:
+        while more and not is_too_large:
             message = await self._receive()
             if message["type"] == "http.disconnect":
                 raise ClientLeft
             body += message.get("body", b"")
-            if len(body) > max_bytes:
-                raise _too_large(max_bytes)
+            is_too_large = len(body) > max_bytes
             more = message.get("more_body", False)
+        if is_too_large:
+            raise TooLarge(f"the body has more than {max_bytes} bytes, the limit of this gateway")
         self._watcher = self.loop.create_task(self._watch())
         return body
 
@@ -101,21 +102,19 @@ class Client:
             self.running.fire(ClientLeft())
 
     async def send_error(self, error: ServeError) -> None:
-        """Send an error as the whole answer."""
         body = error.body()
-        if self.record.endpoint in ("messages", "count_tokens"):  # Anthropic's
+        if self.record.endpoint in ("messages", "count_tokens"):  # Anthropic's form
             body["type"] = "error"
         await self.send_json(error.status, msgspec.json.encode(body), retry_after_s=error.retry_after_s)
 
     async def send_json(
         self, status: int, body: bytes, *, content_type: bytes = JSON, retry_after_s: float | None = None
     ) -> None:
-        """Send a whole answer."""
         headers = [(b"content-type", content_type), *self.record.headers, (b"content-length", b"%d" % len(body))]
         headers += [
             (name.encode(), value.encode()) for name, value in retry_headers(status, retry_after_s).items()
         ]
-        if status == 408:  # the rest of the body may still come, and is no request
+        if status == 408:  # the rest of the body may still arrive
             headers.append((b"connection", b"close"))
         if status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
@@ -131,7 +130,7 @@ class Client:
         return False
 
     async def drain(self) -> None:
-        async with self._sending:  # several answers may share a stream
+        async with self._sending:  # several prompts may share a stream
             if self._start is not None:
                 headers, self._start = self._start, None
                 await self._send({"type": "http.response.start", "status": 200, "headers": list(headers)})
@@ -142,21 +141,17 @@ class Client:
                     await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def close(self) -> None:
-        """Stop watching the connection: the answer is complete, or will not be."""
+        """Stop watching for a disconnect."""
         if self._watcher is not None:
             self._watcher.cancel()
 
 
-def _too_large(max_bytes: int) -> TooLarge:
-    return TooLarge(f"the body has more than {max_bytes} bytes, the limit of this gateway")
-
-
-#: The wait before another try where nothing better is known, and the longest.
+#: Default and longest wait before another try.
 RETRY_AFTER_S, MAX_RETRY_AFTER_S = 2, 600
 
 
 def retry_headers(status: int, retry_after_s: float | None = None) -> dict[str, str]:
-    """Return ``Retry-After`` in whole seconds (RFC 9110, section 10.2.3) where another try may help."""
+    """Return ``Retry-After`` in whole seconds (RFC 9110, section 10.2.3) if another try may help."""
     if status not in (429, 503):
         return {}
     seconds = RETRY_AFTER_S if retry_after_s is None else min(math.ceil(retry_after_s), MAX_RETRY_AFTER_S)

@@ -1,4 +1,4 @@
-"""Ending what a task does, for a reason that is found outside of it."""
+"""Interrupt a task with an exception from outside."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import msgspec
 
 
 class Interruption(msgspec.Struct, eq=False):
-    """A block that other code can end with an exception of its choice, by :meth:`fire`.
+    """A block that other code can end with an exception, by :meth:`fire`.
 
-    As in ``asyncio.timeout``, the task is cancelled, and the cancellation leaves the block as the reason. A
-    cancellation from elsewhere stays one.
+    As in ``asyncio.timeout``, the task is cancelled, and the block turns the cancellation into the exception. Any
+    other cancellation passes through.
 
     Args:
-        loop: the running one: asyncio would look it up with a system call each time (CPython 3.11).
-        seconds: after which the block ends with what ``late`` makes; None: no limit.
+        loop: the running loop; looking it up costs a system call each time (CPython 3.11).
+        seconds: time limit, after which the block ends with ``late()``; None: no limit.
     """
 
     loop: asyncio.AbstractEventLoop
@@ -30,25 +30,21 @@ class Interruption(msgspec.Struct, eq=False):
     _num_cancels: int = 0
 
     def fire(self, reason: Exception) -> None:
-        """Raise ``reason`` out of the block; only the first counts, and only while the block runs.
+        """Raise ``reason`` out of the block if it runs; only the first counts.
 
-        Code of the block itself finds out by other means: a task that cancels itself is cancelled at its next
-        await, which may be outside of the block.
+        Code inside the block cannot fire: its task would be cancelled at its next await, perhaps after the block.
         """
         if self._task not in (None, asyncio.current_task(self.loop)) and self._reason is None:
             self._reason = reason
             assert self._task is not None
             self._task.cancel()
 
-    def _run_out(self) -> None:
-        self.fire(self.late())
-
     def __enter__(self) -> Self:
         self._task = asyncio.current_task(self.loop)
         assert self._task is not None
         self._num_cancels = self._task.cancelling()
         if self.seconds is not None:
-            self._timer = self.loop.call_later(self.seconds, self._run_out)
+            self._timer = self.loop.call_later(self.seconds, lambda: self.fire(self.late()))
         return self
 
     def __exit__(

@@ -16,22 +16,22 @@ from fastapi import FastAPI
 from epd_serve.protocol.addresses import url_of
 from epd_serve.rpc.bounded import BoundedHttp
 from proxy.http.client import ResponseAborted
-from proxy.observe.log_filters import Sparing
+from proxy.observe.log_filters import RateLimit
 
-#: Longer than clients' own, so that none sends into a connection that is just being closed.
+#: Longer than clients' keep-alive, so that none sends on a connection that the server is closing.
 KEEP_ALIVE_S = 75
-#: A client with an idle connection that sends a request within this time gets an answer that ends the connection.
+#: Requests on idle connections within this time after retiring are answered, which ends the connection.
 _RETIRE_S = 3.0
-#: Connections may use this share of the files that the process may open; the rest is for calls to instances.
+#: Share of the process's file descriptors for clients; the rest serves calls to instances.
 _CONNECTION_SHARE = 0.75
 
 
 class GatewayServer(uvicorn.Server):
-    """Prints its address once it listens.
+    """A uvicorn server that prints its address once it listens.
 
     Attributes:
-        has_failed: True after :meth:`give_up`: whoever started the server should start it again.
-        retire_s: time that requests in progress have after :meth:`retire`.
+        has_failed: set by :meth:`give_up`; the process should be restarted.
+        retire_s: time for open requests after :meth:`retire`.
     """
 
     has_failed = False
@@ -45,22 +45,19 @@ class GatewayServer(uvicorn.Server):
             print(f"Ready: {url_of(self.config.host, port)}/v1; Ctrl-C stops.", flush=True)
 
     def retire(self) -> None:
-        """Finish the requests in progress and end: another gateway has the same listening socket.
+        """Finish open requests and stop; another gateway shares the listening socket.
 
-        Nothing is accepted from now on. Each answer ends its connection, so that clients come back to the other
-        gateway; after a moment the idle connections are closed. Requests may take ``retire_s``.
+        The server accepts no more connections. Each answer ends its connection, so that clients reconnect to the
+        other gateway; idle connections close after a moment.
         """
         for server in self.servers:
             server.close()
         self.config.encoded_headers.append((b"connection", b"close"))  # from the next second on
         self.config.timeout_graceful_shutdown = math.ceil(self.retire_s)
-        asyncio.get_running_loop().call_later(_RETIRE_S, self._stop)
-
-    def _stop(self) -> None:
-        self.should_exit = True
+        asyncio.get_running_loop().call_later(_RETIRE_S, setattr, self, "should_exit", True)
 
     def give_up(self) -> None:
-        """Finish the requests in progress and end, because a part of the gateway failed."""
+        """Finish open requests and stop after an internal failure."""
         self.has_failed = True
         self.should_exit = True
 
@@ -68,9 +65,9 @@ class GatewayServer(uvicorn.Server):
 def new_server(
     app: FastAPI, host: str, port: int, *, grace_s: float = 30.0, retire_s: float = 600.0
 ) -> GatewayServer:
-    """Return a server for the gateway's application; port 0 chooses a free one.
+    """Return a server for the gateway's application; port 0 chooses a free port.
 
-    Requests in progress may take ``grace_s`` after SIGTERM or SIGINT, and ``retire_s`` after SIGQUIT.
+    Open requests get ``grace_s`` after SIGTERM or SIGINT and ``retire_s`` after SIGQUIT.
     """
     server = GatewayServer(
         uvicorn.Config(
@@ -92,14 +89,14 @@ def new_server(
     server.retire_s = retire_s
     app.state.give_up = server.give_up
     logger = logging.getLogger("uvicorn.error")
-    if _is_news not in logger.filters:
-        logger.addFilter(_is_news)
-        logger.addFilter(Sparing())
+    if _is_not_abort not in logger.filters:
+        logger.addFilter(_is_not_abort)
+        logger.addFilter(RateLimit())
         for name in ("proxy.media.fetch", "proxy.api.endpoint"):
-            logging.getLogger(name).addFilter(Sparing())
+            logging.getLogger(name).addFilter(RateLimit())
     return server
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """Return False for uvicorn's traceback of an aborted stream, whose cause the endpoint has logged."""
+def _is_not_abort(record: logging.LogRecord) -> bool:
+    """Return False for uvicorn's traceback of an aborted stream; the endpoint has logged the cause."""
     return not (record.exc_info and isinstance(record.exc_info[1], ResponseAborted))

@@ -1,1 +1,1 @@
-"""Media items of a request: fetched, measured, named."""
+"""Fetch, measure and name the media items of requests."""

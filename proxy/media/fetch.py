@@ -1,4 +1,4 @@
-"""Media by URL: ``http(s)://`` within limits of size, time and address."""
+"""Fetch media over ``http(s)://`` within limits of size, time and address."""
 
 from __future__ import annotations
 
@@ -27,17 +27,16 @@ from proxy.settings import GatewaySettings
 logger = logging.getLogger(__name__)
 
 MAX_URL_LENGTH = 8192
-#: Connections in all, and to one host: a slow one does not keep the others from being asked.
+#: Connections in total and per host, so that a slow host does not block others.
 MAX_CONNECTIONS = 256
 MAX_PER_HOST = 16
-#: Bytes beyond twice those of the body: heads, interim answers and the framing of chunks.
+#: Bytes allowed for headers, interim responses and chunk framing, beyond twice the body.
 _MAX_FRAMING_BYTES = 1 << 16
 _PIECE_BYTES = 1 << 14
-#: A longer chain is a loop in practice.
 _MAX_REDIRECTS = 3
-#: Longest download of a media URL: the client waits meanwhile, and holds its place in the queue.
+#: Time limit of a download; the client waits and occupies its place in the queue.
 FETCH_TIMEOUT_S = 10.0
-#: What stands before a URL's path, and the ASCII characters that are sent as they came.
+#: Scheme and host of a URL; ASCII characters of the rest, which are sent unchanged.
 _ORIGIN = re.compile(r"[^/?#]*//[^/?#]*")
 _SENT_AS_IS = "".join(map(chr, range(0x21, 0x7F)))
 _PASSWORD = re.compile(r"://[^/?#]*@")
@@ -45,7 +44,7 @@ _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
 
 class _Protocol(ResponseHandler):
-    """Breaks off where a server sends framing without end: interim answers, tiny chunks, chunk extensions."""
+    """Aborts a server that sends endless framing: interim responses, tiny chunks, chunk extensions."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop)
@@ -57,11 +56,11 @@ class _Protocol(ResponseHandler):
         super().set_response_params(**params)
 
     def data_received(self, data: bytes) -> None:
-        for start in range(0, len(data), _PIECE_BYTES) or (0,):  # no data: it was paused and goes on
+        for start in range(0, len(data), _PIECE_BYTES) or (0,):  # empty data: reading resumes
             piece = data[start : start + _PIECE_BYTES]
             self._num_received += len(piece)
             super().data_received(piece)
-            self._body = self._payload or self._body  # aiohttp forgets it once it is whole
+            self._body = self._payload or self._body  # aiohttp drops it when complete
             num_of_body = 0 if self._body is None else self._body.total_bytes
             if self._num_received > _MAX_FRAMING_BYTES + 2 * num_of_body:
                 if self.transport is not None:
@@ -82,11 +81,11 @@ class _Download:
 
 
 class MediaFetcher:
-    """Fetches media for requests; an async context manager that owns its connections.
+    """Fetches media; an async context manager that owns its connections.
 
-    The address is checked where the socket for it is made: whatever the URL's spelling, the name's resolution or a
-    redirect led to, it is the very address connected to that is checked. A proxy of the environment
-    (``media.trust_env``) resolves names and connects by itself. ``timeout_s`` bounds a whole download.
+    The address is checked when its socket is created, so the check covers the address actually connected to,
+    whatever the URL's spelling, name resolution or redirects. A proxy of the environment (``media.trust_env``)
+    resolves and connects by itself. ``timeout_s`` limits the whole download.
     """
 
     def __init__(self, settings: GatewaySettings, timeout_s: float = FETCH_TIMEOUT_S) -> None:
@@ -108,16 +107,16 @@ class MediaFetcher:
                 use_dns_cache=False,
                 socket_factory=socket_factory,
             ),
-            timeout=aiohttp.ClientTimeout(total=None),  # _download() keeps the time
+            timeout=aiohttp.ClientTimeout(total=None),  # _download() sets the timeout
             cookie_jar=aiohttp.DummyCookieJar(),
-            # No compressed transfer: the size limit counts the real bytes.
+            # no compression, so that the size limit counts real bytes
             headers={
                 "accept": "image/*, video/*, audio/*",
                 "accept-encoding": "identity",
                 "user-agent": "epd-serve",
             },
             auto_decompress=False,
-            trust_env=False,  # it would send passwords of ~/.netrc, too
+            trust_env=False,  # True would also send passwords of ~/.netrc
         )
 
     async def __aexit__(
@@ -127,15 +126,15 @@ class MediaFetcher:
         await self._by_proxy.close()
 
     def is_fetching(self, url: str) -> bool:
-        """Return whether the file is on its way, so that :meth:`fetch` needs no connection for it."""
+        """Return whether the file is being downloaded, so that :meth:`fetch` needs no connection."""
         return url in self._downloads
 
     async def fetch(self, url: str) -> bytes:
-        """Fetch a file, once for all that ask while it is on its way.
+        """Fetch a file; concurrent callers share one download.
 
-        Raises InvalidRequest that names the URL and what the client can do about it, TooLarge for too many bytes.
-        A server that cannot be reached is one case, be its name unknown, its address private or nobody there, and
-        nothing that a server sent is shown: who asks could otherwise look around in the inner network.
+        Raises InvalidRequest with the URL and a remedy, TooLarge for too many bytes. Errors do not reveal whether
+        a name is unknown, an address private or a port closed, nor anything a server sent: a client could
+        otherwise explore the internal network.
         """
         if (download := self._downloads.get(url)) is None:
             download = self._downloads[url] = _Download(asyncio.create_task(self._download(url)))
@@ -143,7 +142,7 @@ class MediaFetcher:
         try:
             return await asyncio.shield(download.task)
         except InvalidRequest as error:
-            raise copy(error) from error  # each request names the item in its own
+            raise copy(error) from error  # each request adds its own param
         finally:
             download.num_waiting -= 1
             if not download.num_waiting:
@@ -152,18 +151,18 @@ class MediaFetcher:
 
     async def _download(self, url: str) -> bytes:
         if len(url) > MAX_URL_LENGTH:
-            raise InvalidRequest(f"{_short(url)} has {len(url)} characters; at most {MAX_URL_LENGTH} are accepted")
+            raise InvalidRequest(f"{_quote(url)} has {len(url)} characters; at most {MAX_URL_LENGTH} are accepted")
         timeout_s = self._timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._get(url)
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            # Not with the URL, which may hold a signature.
+            # without the URL, which may contain a signature
             reason = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else type(error).__name__
-            logger.info("a media item of %s cannot be fetched: %s", URL(url).host, reason)
+            logger.info("cannot fetch media from %s: %s", URL(url).host, reason)
             raise InvalidRequest(
-                f"{_short(url)} cannot be fetched: it must be on a server that this gateway may reach, that "
-                f"speaks HTTP and that sends the file within {timeout_s:g} s"
+                f"{_quote(url)} cannot be fetched: its server must be reachable for this gateway, speak HTTP and "
+                f"send the file within {timeout_s:g} s"
             ) from error
 
     async def _get(self, url: str) -> bytes:
@@ -178,16 +177,15 @@ class MediaFetcher:
                         location = self._checked(target, url)
                     except InvalidRequest:
                         raise InvalidRequest(
-                            f"{_short(url)} cannot be fetched: its server redirects to a place that is not "
-                            "allowed here"
+                            f"{_quote(url)} cannot be fetched: its server redirects to a forbidden address"
                         ) from None
                     continue
                 if response.status != 200:
-                    raise InvalidRequest(f"{_short(url)} cannot be fetched: the server answered {response.status}")
+                    raise InvalidRequest(f"{_quote(url)} cannot be fetched: its server answered {response.status}")
                 if response.headers.get("content-encoding", "identity").lower() != "identity":
                     raise InvalidRequest(
-                        f"{_short(url)} cannot be fetched: the server sent it compressed, which it was asked not "
-                        "to do"
+                        f"{_quote(url)} cannot be fetched: the server compressed it despite accept-encoding: "
+                        "identity"
                     )
                 max_bytes = self._media.max_bytes
                 data = bytearray()
@@ -198,14 +196,14 @@ class MediaFetcher:
                             break
                     else:
                         return bytes(data)
-                raise TooLarge(f"{_short(url)} has more than {max_bytes} bytes, the limit for such a file")
-        raise InvalidRequest(f"{_short(url)} cannot be fetched: more than {_MAX_REDIRECTS} redirects")
+                raise TooLarge(f"{_quote(url)} has more than {max_bytes} bytes, the limit for a file")
+        raise InvalidRequest(f"{_quote(url)} cannot be fetched: more than {_MAX_REDIRECTS} redirects")
 
     def _checked(self, text: str, url: str) -> URL:
-        """Return ``text`` as a URL that the rules allow; ``url`` is that of the client.
+        """Return ``text`` as an allowed URL; ``url`` is the client's. Raises InvalidRequest.
 
-        Its path and query have the bytes of ``text``: servers check signatures over them. Raises InvalidRequest.
-        The host is that of one parser: another could see another host in the text.
+        Path and query keep their bytes, because servers check signatures over them. Only one parser reads the
+        host, because another could see another host.
         """
         try:
             location, domains = URL(text), self._media.allowed_domains
@@ -214,28 +212,28 @@ class MediaFetcher:
             if location.scheme not in ("http", "https"):
                 problem = "only data:, http:// and https:// URLs are supported"
             elif not location.host:
-                problem = "the URL has no host"
+                problem = "the URL lacks a host"
             elif location.user is not None or location.password is not None:
                 problem = "URLs with a user name or a password are not supported"
             elif domains is not None and not any(
                 host.endswith(one[1:]) if one.startswith("*.") else host == one for one in domains
             ):
-                problem = f"media may not be fetched from {host}; allowed are {', '.join(domains)}"
+                problem = f"fetching from {host} is not allowed; allowed: {', '.join(domains)}"
         except (ValueError, TypeError) as error:
-            raise InvalidRequest(f"{_short(url)} is no URL: {error}") from error
+            raise InvalidRequest(f"{_quote(url)} is not a URL: {error}") from error
         if problem:
-            raise InvalidRequest(f"{_short(url)}: {problem}")
+            raise InvalidRequest(f"{_quote(url)}: {problem}")
         path = quote(_ORIGIN.sub("", text, count=1), safe=_SENT_AS_IS)
         return URL(f"{location.origin()}{path}", encoded=True)
 
     def _proxy_of(self, location: URL) -> str | None:
-        """Return the proxy that the environment names for the URL, where that counts."""
+        """Return the environment's proxy for the URL, if it applies."""
         if not self._media.trust_env or proxy_bypass(location.host or ""):
             return None
         return getproxies().get(location.scheme)
 
     def _new_socket(self, info: tuple[Any, ...]) -> socket.socket:
-        """Called by the connector for each address that it is about to connect to."""
+        """Create the socket for one address; the connector calls this before connecting."""
         family, kind, protocol, _, target = info
         address = target[0]
         if not self._allow_private and not is_public(parse_address(address)):
@@ -243,7 +241,7 @@ class MediaFetcher:
         return socket.socket(family=family, type=kind, proto=protocol)
 
 
-def _short(url: str) -> str:
-    """The URL for an error: cut short, and without a password."""
+def _quote(url: str) -> str:
+    """Return the URL for an error message, without a password."""
     url = _PASSWORD.sub("://...@", url[:MAX_URL_LENGTH])
     return f"the media URL {url if len(url) <= 200 else url[:200] + '...'!r}"

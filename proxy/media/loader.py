@@ -1,4 +1,4 @@
-"""From a media item as the request names it to its bytes, size and hash; long work leaves the event loop."""
+"""Load media items: bytes, size and hash. Long work runs off the event loop."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from epd_serve.types import MODALITIES, Modality
 from proxy.media.fetch import MediaFetcher
 from proxy.settings import GatewaySettings
 
-#: Items of a request that are fetched at a time.
+#: Items of one request fetched at a time.
 MAX_FETCHES = 8
-#: The images of a request have at most as many pixels together as so many of the largest.
+#: All images of a request together may have the pixels of this many of the largest.
 MAX_LARGEST = 4
-#: Larger items are decoded and hashed in a thread; a smaller one takes less time than the thread switch is worth.
+#: Larger items are decoded and hashed in a thread; for smaller ones a thread switch takes longer.
 INLINE_BYTES = 512 * 1024
-#: Files whose facts are read at once by the decoders: pictures that are not plain; videos and sounds.
+#: Concurrent decoder jobs, for unusual pictures and for videos and sounds.
 _MAX_READS = 2
-#: CPU time that reading a file's facts may take; only a sound is decoded for it.
+#: CPU limits for reading a file's metadata; only sounds are decoded for it.
 _PICTURE_CPU_S, _VIDEO_CPU_S, _SOUND_CPU_S = 0.5, 2.0, 5.0
-#: More than an hour of a video at 30 frames a second.
+#: More than an hour at 30 frames per second.
 _MAX_FRAMES = 1 << 17
-#: Most frames of a video that a request may ask for; the model's own limit holds for others.
+#: Most frames of a video that a request may ask for; the model's own limit applies otherwise.
 _MAX_SAMPLED_FRAMES = 768
-#: The beginning of a frame list.
+#: Prefix of a video given as a list of frames.
 _FRAME_LIST = "data:video/jpeg;"
 _EXAMPLES: dict[Modality, str] = {"image": "image/png", "video": "video/mp4", "audio": "audio/wav"}
 _LENGTH = struct.Struct("<Q").pack
@@ -49,9 +49,9 @@ T = TypeVar("T")
 
 
 class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
-    """A checked media item, without a name as yet; ``param`` is its place in the request.
+    """A checked media item without its name; ``param`` is its place in the request.
 
-    ``num_pixels`` are those that an image is decoded to. Items of another ``salt`` have other names.
+    ``num_pixels`` counts an image's decoded pixels. The ``salt`` is part of the name.
     """
 
     data: bytes
@@ -61,18 +61,16 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
     salt: str = ""
 
     async def name(self, fingerprint: str) -> MediaRef:
-        """Return the item as P knows it, under a model's ``media_fingerprint``."""
-        kind = _kind(self.ref)
-        return replace(
-            self.ref, mm_hash=await _off_loop(len(self.data), mm_hash, self.data, kind, fingerprint, self.salt)
-        )
+        """Return the item's reference with its mm_hash under a model's ``media_fingerprint``."""
+        kind = _hashed_kind(self.ref)
+        digest = await _run_off_loop(len(self.data), mm_hash, self.data, kind, fingerprint, self.salt)
+        return replace(self.ref, mm_hash=digest)
 
 
 class MediaLoader:
-    """Loads the media of requests. Those of one request together are bounded as its body is.
+    """Loads the media of requests; all media of one request together are limited like its body.
 
-    Facts of files that are not plain are read in processes that a file may crash or keep busy. It belongs to one
-    event loop, and is closed.
+    Unusual files are read in worker processes, because they may crash or stall a decoder.
     """
 
     def __init__(self, settings: GatewaySettings, fetcher: MediaFetcher) -> None:
@@ -93,12 +91,11 @@ class MediaLoader:
         self._decoders.close()
 
     async def load(self, sources: Sequence[MediaSource], salt: str = "") -> list[MediaItem]:
-        """Return all items of a request, in order. Raises InvalidRequest with ``param`` for the first that is no
-        good."""
+        """Return all items of a request in order. Raises InvalidRequest with ``param`` for an invalid one."""
         media = self._settings.media
         if len(sources) > (most := media.max_items):
             raise InvalidRequest(
-                f"the request has {len(sources)} media items over all messages; at most {most} are accepted",
+                f"the request has {len(sources)} media items; at most {most} are accepted",
                 param=sources[most].param,
                 code="too_many_media",
             )
@@ -112,8 +109,17 @@ class MediaLoader:
                 error.param = error.param or source.param
                 raise
             loaded.append(item)
-            _check_total(loaded, self._settings.max_body_bytes)
-            _check_pixels(loaded, MAX_LARGEST * media.max_pixels)
+            if sum([len(one.data) for one in loaded]) > (max_bytes := self._settings.max_body_bytes):
+                raise TooLarge(
+                    f"the media of the request exceed {max_bytes} bytes in total; send fewer or smaller ones",
+                    param=item.param,
+                )
+            if sum([one.num_pixels for one in loaded]) > (max_pixels := MAX_LARGEST * media.max_pixels):
+                raise InvalidRequest(
+                    f"the images of the request exceed {max_pixels} pixels in total; send fewer or smaller ones",
+                    param=item.param,
+                    code="too_many_pixels",
+                )
             return item
 
         if len(sources) == 1:
@@ -133,7 +139,7 @@ class MediaLoader:
             data, ref = await self._video(source, fetches)
         elif source.modality == "audio":
             data = await self._bytes(source, fetches)
-            load_pyav("sounds")  # for an error, before a process is started
+            load_pyav("sounds")  # report a missing package before starting a process
             media = self._settings.media
             limits = AudioLimits(max_bytes=media.max_bytes, max_seconds=media.max_seconds, format=source.format)
             async with self._clips:
@@ -148,22 +154,21 @@ class MediaLoader:
         return MediaItem(data=data, ref=ref, param=source.param, num_pixels=num_pixels, salt=salt)
 
     async def _bytes(self, source: MediaSource, fetches: asyncio.Semaphore) -> bytes:
-        """Return the item's file."""
         max_bytes = self._settings.media.max_bytes
         if source.raw is not None:
             return source.raw
         if source.is_inline:
-            return await _off_loop(len(source.url), decode_data_url, source.url, max_bytes, source.modality)
+            return await _run_off_loop(len(source.url), decode_data_url, source.url, max_bytes, source.modality)
         async with nullcontext() if self._fetcher.is_fetching(source.url) else fetches:
             return await self._fetcher.fetch(source.url)
 
     async def _size(self, data: bytes) -> tuple[int, int]:
-        """Return the width and height of an image in pixels as displayed."""
+        """Return the displayed width and height of an image in pixels."""
         limits = self._image_limits
         size = plain_size(data) if len(data) <= limits.max_bytes else None
         if size is not None and size[0] * size[1] <= limits.max_pixels:
             return size
-        async with self._pictures:  # Pillow explains a size beyond the limits
+        async with self._pictures:  # Pillow explains a size over the limits
             return await self._decoders.size(data, cpu_s=_PICTURE_CPU_S)
 
     async def _video(self, source: MediaSource, fetches: asyncio.Semaphore) -> tuple[bytes, MediaRef]:
@@ -179,32 +184,15 @@ class MediaLoader:
         ref = MediaRef.of_video(facts, source.sampling)
         if ref.num_asked > _MAX_SAMPLED_FRAMES:
             raise InvalidRequest(
-                f"{ref.num_asked} frames of the video are to be encoded; at most {_MAX_SAMPLED_FRAMES} are: "
-                'ask for fewer with media_io_kwargs {"video": {"num_frames": ...}}',
+                f"the request samples {ref.num_asked} frames of the video; at most {_MAX_SAMPLED_FRAMES} are "
+                'accepted: set media_io_kwargs {"video": {"num_frames": ...}}',
                 code="video_too_large",
             )
         return data, ref
 
 
-def _check_total(items: Sequence[MediaItem], max_bytes: int) -> None:
-    if sum([len(item.data) for item in items]) > max_bytes:
-        raise TooLarge(
-            f"the media of the request have more than {max_bytes} bytes together; send fewer or smaller ones",
-            param=items[-1].param,
-        )
-
-
-def _check_pixels(items: Sequence[MediaItem], most: int) -> None:
-    if sum([item.num_pixels for item in items]) > most:
-        raise InvalidRequest(
-            f"the images of the request have more than {most} pixels together; send fewer or smaller ones",
-            param=items[-1].param,
-            code="too_many_pixels",
-        )
-
-
-def _kind(ref: MediaRef) -> str:
-    """Return the part of a name that says how the bytes are read."""
+def _hashed_kind(ref: MediaRef) -> str:
+    """Return how the item's bytes are read, as a part of its name."""
     processing = f" {ref.processing}" if ref.processing else ""
     if ref.modality == "image":
         return ("image/low" if ref.low_detail else "image") + processing
@@ -215,45 +203,45 @@ def _kind(ref: MediaRef) -> str:
 
 
 def _check_bounds(source: MediaSource, max_pixels: int) -> None:
-    """Raise InvalidRequest for a request that would have a picture made larger than one may be."""
+    """Raise InvalidRequest for processor options that would enlarge a picture beyond the limit."""
     asked: dict[str, Any] = msgspec.json.decode(source.processing)
     numbers = [asked, *(one for one in asked.values() if isinstance(one, dict))]
     for name, value in ((name, value) for one in numbers for name, value in one.items()):
         if isinstance(value, int) and value > max_pixels:
             raise InvalidRequest(
-                f"mm_processor_kwargs: {name} is {value}; at most {max_pixels} pixels are taken here",
+                f"mm_processor_kwargs: {name} is {value}; at most {max_pixels} pixels are accepted",
                 param="mm_processor_kwargs",
             )
 
 
 def _read_list(source: MediaSource, limits: VideoLimits) -> bytes:
-    """Return the frames of a list that are wanted, as one file."""
+    """Return the requested frames of a frame list as one file."""
     header, comma, text = source.url.partition(",")
     parts = text.split(",")
     parts = parts[: len(parts) if source.sampling.num_frames in (None, -1) else source.sampling.num_frames]
     if len(parts) > limits.max_frames:
         raise InvalidRequest(
-            f"the video has {len(parts)} frames; at most {limits.max_frames} are taken", code="video_too_large"
+            f"the video has {len(parts)} frames; at most {limits.max_frames} are accepted", code="video_too_large"
         )
     return pack_frames([decode_data_url(header + comma + part, limits.max_bytes, "video") for part in parts])
 
 
-async def _off_loop(nbytes: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call ``function`` here for little work, in a thread for much."""
+async def _run_off_loop(nbytes: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call ``function`` directly for small data, else in a thread."""
     if nbytes <= INLINE_BYTES:
         return function(*args, **kwargs)
     return await asyncio.to_thread(function, *args, **kwargs)
 
 
 def decode_data_url(url: str, max_bytes: int, modality: Modality = "image") -> bytes:
-    """Return the bytes of ``data:image/png;base64,...``; the media type may be left out.
+    """Return the bytes of ``data:image/png;base64,...``; the media type is optional.
 
-    Raises InvalidRequest with what is wrong, TooLarge before decoding where the text is too long.
+    Raises InvalidRequest, or TooLarge before decoding.
     """
     header, comma, text = url.partition(",")
     example = f"'data:{_EXAMPLES[modality]};base64,...'"
     if header[:5].lower() != "data:" or not comma:
-        raise InvalidRequest(f"{url[:40]!r} is no data URL; it should look like {example}")
+        raise InvalidRequest(f"{url[:40]!r} is not a data URL; it should look like {example}")
     media_type, *parameters = header[5:].split(";")
     if not parameters or parameters[-1].strip().lower() != "base64":
         raise InvalidRequest(f"the data URL is not base64; it should look like {example}")
@@ -265,23 +253,23 @@ def decode_data_url(url: str, max_bytes: int, modality: Modality = "image") -> b
             f"the data URL has media type {media_type[:60]!r}; only {modality}/... is supported{remedy}"
         )
     if "\n" in text:
-        text = "".join(text.split())  # as encoders of mail break it
+        text = "".join(text.split())  # mail encoders insert line breaks
     if len(text) // 4 * 3 > max_bytes + 2:
         raise TooLarge(f"the {modality} has about {len(text) // 4 * 3} bytes; at most {max_bytes} are accepted")
     try:
         return bytes(pybase64.b64decode(text, validate=True))
     except (binascii.Error, ValueError) as error:
         raise InvalidRequest(
-            f"the base64 text of the data URL cannot be decoded ({error}); use the standard alphabet (A-Z a-z 0-9 "
-            "+ /) with '=' padding"
+            f"the data URL is not valid base64 ({error}); use the standard alphabet (A-Z a-z 0-9 + /) with '=' "
+            "padding"
         ) from error
 
 
 def mm_hash(data: bytes, modality: str, fingerprint: str, salt: str = "") -> str:
     """Return the name of a media item's feature: 64 hex digits of blake3.
 
-    Over the modality, the model's ``media_fingerprint``, the media bytes and the request's salt, if there is one;
-    each field is preceded by its length, so that no two different ones give the same input.
+    It covers the modality, the model's ``media_fingerprint``, the media bytes and the request's salt, if any. Each
+    field is preceded by its length, so that different fields never form the same input.
     """
     hasher = blake3(b"epd-serve media 1")
     fields = [modality.encode(), fingerprint.encode(), data]

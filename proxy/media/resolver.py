@@ -1,6 +1,6 @@
-"""Addresses of media servers. A media URL may lead to some only (guard against server-side request forgery).
+"""Resolve media servers and classify addresses, against server-side request forgery.
 
-Names are looked up in threads of their own: a silent resolver holds up no other work.
+Each lookup has its own thread, so that a silent resolver blocks no other work.
 """
 
 from __future__ import annotations
@@ -17,22 +17,19 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 
 Address = IPv4Address | IPv6Address
 
-#: Where an IPv6-only network maps the IPv4 internet (RFC 6052).
+#: IPv4 addresses mapped into IPv6-only networks (RFC 6052).
 _NAT64 = IPv6Network("64:ff9b::/96")
-#: The IPv6 addresses given out for the internet (RFC 4291, section 2.4).
+#: IPv6 addresses of the internet (RFC 4291, section 2.4).
 _GLOBAL_UNICAST = IPv6Network("2000::/3")
 
 
 def parse_address(text: str) -> Address:
-    """Parse an address as ``getaddrinfo`` prints it, with or without a scope. Raises ValueError."""
+    """Parse an address from ``getaddrinfo``, with or without a scope. Raises ValueError."""
     return ip_address(text.partition("%")[0])
 
 
 def is_public(address: Address) -> bool:
-    """Return whether the address is a unicast address of the public internet.
-
-    An IPv6 address that stands for an IPv4 address (mapped, NAT64, 6to4) is public if that one is.
-    """
+    """Return whether this is a public unicast address; a mapped, NAT64 or 6to4 address counts as its IPv4 one."""
     if isinstance(address, IPv6Address):
         inner = address.ipv4_mapped or address.sixtofour
         if address in _NAT64:
@@ -44,15 +41,13 @@ def is_public(address: Address) -> bool:
     return address.is_global and not address.is_multicast and not address.is_reserved
 
 
-#: Lookups at once. The system's resolver may take half a minute for a name whose server is silent, and cannot be
-#: told to stop; what it still looks up counts.
+#: Concurrent lookups, including abandoned ones: the resolver may take half a minute and cannot be cancelled.
 MAX_LOOKUPS = 32
-#: How long a request waits for an address.
 TIMEOUT_S = 5.0
 
 
 class Lookups(AbstractResolver):
-    """The system's resolver (hosts file, search domains and all)."""
+    """The system's resolver, with hosts file and search domains."""
 
     def __init__(self) -> None:
         self._free = asyncio.Semaphore(MAX_LOOKUPS)
@@ -60,9 +55,9 @@ class Lookups(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
     ) -> list[ResolveResult]:
-        """Return the addresses of a name. Raises OSError, of which TimeoutError is one."""
+        """Return the addresses of a name. Raises OSError, such as TimeoutError."""
         loop, found = asyncio.get_running_loop(), Future[list[Any]]()
-        found.set_running_or_notify_cancel()  # a lookup ends by itself alone
+        found.set_running_or_notify_cancel()  # a lookup cannot be cancelled
         async with asyncio.timeout(TIMEOUT_S):
             await self._free.acquire()
             Thread(target=self._look_up, args=(loop, found, host, port, family), daemon=True).start()
@@ -80,7 +75,7 @@ class Lookups(AbstractResolver):
         ]
 
     async def close(self) -> None:
-        """Lookups in progress end by themselves."""
+        """Do nothing: open lookups end by themselves."""
 
     def _look_up(
         self,
@@ -93,7 +88,7 @@ class Lookups(AbstractResolver):
         kind, flags = socket.SOCK_STREAM, socket.AI_ADDRCONFIG
         try:
             found.set_result(socket.getaddrinfo(host, port, family=family, type=kind, flags=flags))
-        except (OSError, ValueError) as error:  # ValueError: no name at all
+        except (OSError, ValueError) as error:  # ValueError: invalid name
             found.set_exception(error if isinstance(error, OSError) else OSError(str(error)))
-        with suppress(RuntimeError):  # the loop has ended in the meantime
+        with suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(self._free.release)

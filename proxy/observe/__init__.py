@@ -1,1 +1,1 @@
-"""Everything that is shown of requests: logs, metrics, traces, the dashboard."""
+"""Logs, metrics, traces and dashboard figures of requests."""

@@ -1,4 +1,4 @@
-"""The access log: one line of JSON for each request, written by a thread."""
+"""The access log: one JSON line per request, written by a thread."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ import msgspec
 
 from proxy.observe.record import RequestRecord
 
-#: Lines that may wait for a slow disk; further ones are dropped.
+#: Most lines waiting for a slow disk; further ones are dropped.
 _MAX_WAITING = 65536
 _encode = msgspec.json.Encoder().encode
-#: From the monotonic clock to the wall clock.
+#: Wall clock minus monotonic clock.
 _WALL_OFFSET_S = time.time() - time.monotonic()
 
 
 class AccessLog:
-    """Writes finished requests to a file, or to the standard output for "-".
+    """Writes finished requests to a file, or to standard output for "-".
 
-    A file that was moved away or removed is opened anew (logrotate without copytruncate).
+    A moved or removed file is reopened (logrotate without copytruncate).
     """
 
     def __init__(self, target: str | Path) -> None:
-        """Raises ValueError where the file cannot be written."""
+        """Raises ValueError if the file cannot be written."""
         handler: logging.Handler = logging.StreamHandler(sys.stdout)
         if str(target) != "-":
             try:
                 handler = WatchedFileHandler(target, encoding="utf-8")
             except OSError as error:
                 raise ValueError(
-                    f"gateway.access_log: {target} cannot be written: {error.strerror}; "
-                    "give a file in a directory that exists, or '-' for the standard output"
+                    f"gateway.access_log: cannot write {target}: {error.strerror}; give a file in an existing "
+                    "directory, or '-' for standard output"
                 ) from error
         self._handler = handler
         self._queue: Queue[logging.LogRecord] = Queue(_MAX_WAITING)
@@ -45,7 +45,7 @@ class AccessLog:
         self._listener.start()
 
     def put(self, record: RequestRecord) -> None:
-        """Take a finished request. Never waits."""
+        """Log a finished request without waiting."""
         line = logging.makeLogRecord({"msg": _encode(line_of(record)).decode()})
         try:
             self._queue.put_nowait(line)
@@ -53,14 +53,14 @@ class AccessLog:
             logging.getLogger(__name__).warning("the access log cannot keep up: lines are dropped")
 
     def close(self) -> None:
-        """Write what waits."""
+        """Write waiting lines."""
         self._listener.stop()
-        with suppress(OSError):  # a full disk was logged before
+        with suppress(OSError):  # a full disk has been logged
             self._handler.close()
 
 
 def line_of(record: RequestRecord) -> dict[str, Any]:
-    """Return a request as it is logged: times in milliseconds, null for unknown values."""
+    """Return a request's log line: times in milliseconds, null for unknown values."""
     arrived_s = record.arrived_s + _WALL_OFFSET_S
     second = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(arrived_s))
     return {
@@ -97,7 +97,7 @@ def line_of(record: RequestRecord) -> dict[str, Any]:
 
 
 def stages_of(record: RequestRecord) -> list[dict[str, Any]]:
-    """Return the stages in the order in which they began; ``start_ms`` counts from the request's arrival."""
+    """Return the stages in order of their start; ``start_ms`` counts from the request's arrival."""
     return [
         {
             "stage": span.name,
@@ -110,5 +110,4 @@ def stages_of(record: RequestRecord) -> list[dict[str, Any]]:
 
 
 def milliseconds(seconds: float | None) -> float | None:
-    """Return seconds in milliseconds, None for None."""
     return None if seconds is None else round(1e3 * seconds, 3)

@@ -1,4 +1,4 @@
-"""Figures of the requests that finished in the last minute, for the dashboard: a slot for each second."""
+"""Dashboard figures of the requests that finished in the last minute, one slot per second."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any
 from epd_serve.config.sections import SLOConfig
 from proxy.observe.record import ENCODE, QUEUE, TRANSFER, RequestRecord
 
-#: Seconds that the page shows.
+#: Seconds on the dashboard.
 NUM_SLOTS = 60
-#: The first times of a second count, so many.
+#: Most latencies kept per second.
 _MAX_SAMPLES = 64
 
 
 @dataclass(slots=True)
 class Slot:
-    """Counts of the requests that ended in one second of the monotonic clock, or in several.
+    """Counts of the requests that ended in one or more seconds of the monotonic clock.
 
-    ``reasons`` are those of failed and refused requests; ``flows`` features and KV by (kind, source, target).
+    ``reasons``: statuses and errors of unsuccessful requests; ``flows``: transfers by (kind, source, target).
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -35,12 +35,10 @@ class Slot:
 
     @property
     def attainment(self) -> float | None:
-        """The share of requests that met the SLO."""
         measured = self.counts["measured"]
         return self.counts["met"] / measured if measured else None
 
     def merge(self, other: Slot) -> None:
-        """Add the counts and times of another slot."""
         for name in ("counts", "reasons", "sources", "flows", "stages"):
             getattr(self, name).update(getattr(other, name))
         self.ttft_s += other.ttft_s
@@ -48,7 +46,7 @@ class Slot:
 
 
 class Figures:
-    """Slots of finished requests; ``requests`` are the last of them."""
+    """Slots of finished requests; ``requests`` are the latest ones."""
 
     def __init__(self, slo: SLOConfig) -> None:
         self._limits_ms = slo.ttft_ms or inf, slo.tpot_ms or inf
@@ -90,7 +88,7 @@ class Figures:
                 slot.flows[flow] += 1
 
     def series(self, now_s: float) -> dict[str, list[float | None]]:
-        """Return counts and medians in ms of the last :data:`NUM_SLOTS` complete seconds, oldest first."""
+        """Return counts and medians (ms) of the last NUM_SLOTS complete seconds, oldest first."""
         known, last = dict(self._slots), int(now_s) - 1
         shown = [known.get(second, Slot()) for second in range(last - NUM_SLOTS + 1, last + 1)]
         of: dict[str, Callable[[Slot], float | None]] = {
@@ -98,13 +96,13 @@ class Figures:
             "failed": lambda one: one.counts["failed"],
             "tokens": lambda one: one.counts["tokens"],
             "attainment": lambda one: one.attainment,
-            "ttft_ms": lambda one: _percentile(one.ttft_s, 50),
-            "tpot_ms": lambda one: _percentile(one.tpot_s, 50),
+            "ttft_ms": lambda one: _percentile_ms(one.ttft_s, 50),
+            "tpot_ms": lambda one: _percentile_ms(one.tpot_s, 50),
         }
         return {name: [value(one) for one in shown] for name, value in of.items()}
 
     def window(self, now_s: float, span_s: int) -> dict[str, Any]:
-        """Return rates, percentiles and sums of the last ``span_s`` seconds, at most :data:`NUM_SLOTS`."""
+        """Return rates, percentiles and sums of the last ``span_s`` seconds, at most NUM_SLOTS."""
         total = Slot()
         for second, slot in self._slots:
             if now_s - span_s < second + 1:
@@ -117,8 +115,8 @@ class Figures:
             "num_failed": total.counts["failed"],
             "reasons": dict(total.reasons.most_common()),
             "attainment": total.attainment,
-            "ttft_ms": {f"p{percent}": _percentile(total.ttft_s, percent) for percent in (50, 95, 99)},
-            "tpot_ms": {f"p{percent}": _percentile(total.tpot_s, percent) for percent in (50, 95, 99)},
+            "ttft_ms": {f"p{percent}": _percentile_ms(total.ttft_s, percent) for percent in (50, 95, 99)},
+            "tpot_ms": {f"p{percent}": _percentile_ms(total.tpot_s, percent) for percent in (50, 95, 99)},
             "sources": total.sources,
             "stages_per_s": {name: count / span_s for name, count in total.stages.items()},
             "flows": [
@@ -128,8 +126,7 @@ class Figures:
         }
 
 
-def _percentile(values: list[float], percent: int) -> float | None:
-    """Return a percentile in milliseconds."""
+def _percentile_ms(values: list[float], percent: int) -> float | None:
     if not values:
         return None
     value = values[0] if len(values) == 1 else quantiles(values, n=100, method="inclusive")[percent - 1]

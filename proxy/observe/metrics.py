@@ -1,4 +1,4 @@
-"""Prometheus metrics of one gateway, in a registry of its own."""
+"""Prometheus metrics of one gateway, in its own registry."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from epd_serve.types import Stage
 from proxy.observe.record import SOURCES, STAGES, RequestRecord
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
-#: Seconds; from a cached answer of a tiny model to a long generation on a busy device.
+#: From a cached answer of a tiny model to a long generation on a busy device.
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0)
-#: The client left (proxy/api/endpoint.py).
-_CLIENT_LEFT = 499
+_CLIENT_LEFT = 499  # proxy/api/endpoint.py
 
 
 class GatewayMetrics:
-    """Names start with ``epd_serve_``; times are seconds as a client would see them at the gateway.
+    """Metrics named ``epd_serve_...``; times are seconds as seen by a client at the gateway.
 
-    Behind the prefix, vLLM's names (``vllm:time_to_first_token_seconds`` and so on) mean the same as there.
+    After the prefix, vLLM's names (such as ``time_to_first_token_seconds``) have vLLM's meaning.
     """
 
     def __init__(self) -> None:
@@ -42,14 +41,14 @@ class GatewayMetrics:
         kind = ("endpoint", "modality")
         self._requests = counter(
             "requests",
-            "Finished requests; status 499: the client left, 599: broken off after the first token",
+            "Finished requests; status 499: the client disconnected, 599: failed after the first token",
             "endpoint",
             "status",
             "modality",
         )
         self._success = counter(
             "request_success",
-            "Finished generations by reason; abort: the client left; error: an error was returned",
+            "Finished generations by reason; abort: the client disconnected; error: an error was returned",
             "finished_reason",
         )
         ttft = histogram(
@@ -66,52 +65,52 @@ class GatewayMetrics:
         )
         self.inter_token = histogram(
             "inter_token_latency_seconds",
-            "Between the arrivals of streamed tokens at the gateway, of one answer in 32",
+            "Time between streamed tokens at the gateway, sampled from one answer in 32",
             _TOKEN_SECONDS,
         )
         stages = histogram(
             "stage_seconds",
-            "From a stage's call to its answer, waiting at the instance included; queue: before the first call",
+            "From a stage's call to its answer, including waiting at the instance; queue: before the first call",
             _SECONDS,
             "stage",
         )
-        self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts, media included")
-        self._prefix_queries = counter("prefix_cache_queries", "Tokens of prompts looked up in P's prefix cache")
-        self._prefix_hits = counter("prefix_cache_hits", "Tokens of prompts found there")
-        self._generation_tokens = counter("generation_tokens", "Tokens of answers")
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens, including media")
+        self._prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in P's prefix cache")
+        self._prefix_hits = counter("prefix_cache_hits", "Prompt tokens found in P's prefix cache")
+        self._generation_tokens = counter("generation_tokens", "Answer tokens")
         self._features = counter(
             "features",
-            "Media items by the source of their features: encoded, store (of the encoder), prefill (already "
-            "there), recomputed (at P, because no encoder was available)",
+            "Media items by source of their features: encoded, store (the encoder's), prefill (already at P), "
+            "recomputed (at P, because no encoder was available)",
             "source",
         )
         self._mm_queries = counter("mm_cache_queries", "Media items looked up")
         self._mm_hits = counter("mm_cache_hits", "Media items whose features were in a cache")
-        self._media_bytes = counter("media_bytes", "Bytes of decoded media received or fetched", "modality")
+        self._media_bytes = counter("media_bytes", "Bytes of media received or fetched", "modality")
         self._queue_wait = histogram(
-            "request_queue_time_seconds", "Wait in the admission queue of requests that waited", _SECONDS
+            "request_queue_time_seconds", "Time in the admission queue, of requests that waited", _SECONDS
         )
-        self._encode_retries = counter("encode_retries", "Encode calls sent to another instance after a failure")
+        self._encode_retries = counter("encode_retries", "Encode calls retried elsewhere after a failure")
         self._retries = counter(
-            "request_retries", "Requests sent to other instances after a failure before the first token"
+            "request_retries", "Requests retried elsewhere after a failure before the first token"
         )
         self._continuations = counter(
             "request_continuations", "Streamed answers continued at other instances after a failure"
         )
         self._refused = counter(
-            "refused", "Requests refused before they ran, by error code and key's name", "reason", "key"
+            "refused", "Requests refused by admission, by error code and key name", "reason", "key"
         )
         self._running = gauge("num_requests_running", "Requests admitted to the instances")
         self._waiting = gauge("num_requests_waiting", "Requests in the admission queue")
         self._in_flight = gauge("in_flight_calls", "Open stage calls of this gateway", "instance", "stage")
-        self._ready = gauge("instance_ready", "1 where the instance takes work", "instance")
-        self._pending = gauge("pending_seconds", "Estimated work waiting at an instance", "instance", "stage")
-        self._kv_usage = gauge("kv_cache_usage_perc", "KV blocks in use; 1 means all", "instance")
+        self._ready = gauge("instance_ready", "1 if the instance accepts requests", "instance")
+        self._pending = gauge("pending_seconds", "Estimated waiting work at an instance", "instance", "stage")
+        self._kv_usage = gauge("kv_cache_usage_perc", "Share of KV blocks in use", "instance")
         self._sequences = gauge(
             "instance_requests", "Sequences at an instance, from all gateways", "instance", "state"
         )
         self._vllm = VllmGauges(registry)
-        #: Children by labels, which cost more to look up than to count.
+        #: cached, because looking up labels costs more than counting
         self._times = cache(lambda *kind: (ttft.labels(*kind), e2e.labels(*kind), tpot.labels(*kind)))
         for reason in ("stop", "length", "tool_calls", "abort", "error"):
             self._success.labels(reason)
@@ -162,7 +161,7 @@ class GatewayMetrics:
         self._running.set(num_running)
         self._waiting.set(num_waiting)
         for gauge in (self._ready, self._in_flight, self._pending, self._kv_usage, self._sequences):
-            gauge.clear()  # of instances that have left
+            gauge.clear()  # drop instances that have left
         all_running, all_waiting, most_used = 0, 0, 0.0
         for record in instances:
             name, running, waiting = record.name, 0, 0
@@ -185,12 +184,12 @@ class GatewayMetrics:
 
 
 def pending_s(record: InstanceRecord) -> dict[Stage, float]:
-    """Return estimates of an instance's waiting work by stage; of D: until there is room for KV."""
+    """Return the estimated waiting work of an instance by stage; for D, the time until KV has room."""
     seconds = {Stage.ENCODE: record.encode_s, Stage.PREFILL: record.prefill_s, Stage.DECODE: record.room_s(1)}
     return {stage: value for stage, value in seconds.items() if stage in record.stages}
 
 
 def kv_usage(record: InstanceRecord) -> float | None:
-    """Return the share of an instance's KV blocks in use; None where it has none."""
+    """Return the share of an instance's KV blocks in use; None without KV."""
     total = record.load.total_blocks
     return round((total - record.load.free_blocks) / total, 4) if total else None

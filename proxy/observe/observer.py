@@ -1,4 +1,4 @@
-"""The observer of requests: metrics, access log, traces and the dashboard subscribe to finished requests."""
+"""Pass finished requests to their subscribers: metrics, access log, traces and dashboard."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from proxy.observe.figures import Figures
 from proxy.observe.metrics import GatewayMetrics
 from proxy.observe.record import DECODE, PREFILL, TRANSFER, Pace, RequestRecord
 
-#: One answer in so many is timed token by token: a clock read at every token of every answer costs too much.
+#: One answer in this many is timed token by token, because reading the clock for every token costs too much.
 _PACED_EVERY = 32
-#: Number of the span from a request's arrival to its first stage; stages count from 1.
+#: Number of the span from arrival to the first stage; stages count from 1.
 _RECEIVE = 1 << 20
 _TRACEPARENT, _TRACESTATE = TRACEPARENT_HEADER.encode(), TRACESTATE_HEADER.encode()
 
 
 class Observer:
-    """Begins and finishes the records of requests. For one event loop."""
+    """Begins and finishes the records of requests."""
 
     def __init__(self, config: DeploymentConfig) -> None:
         self.metrics = GatewayMetrics()
@@ -56,12 +56,12 @@ class Observer:
     def subscribe(
         self, subscriber: Callable[[RequestRecord], None], close: Callable[[], None] = lambda: None
     ) -> None:
-        """Call ``subscriber`` with each finished request, and ``close`` at the end."""
+        """Call ``subscriber`` for each finished request, and ``close`` at the end."""
         self._subscribers.append(subscriber)
         self._closers.append(close)
 
     def begin(self, endpoint: str, headers: Mapping[bytes, bytes]) -> RequestRecord:
-        """Return the record of a request that has arrived; ``headers`` by lower-case name."""
+        """Return the record of a new request; ``headers`` have lower-case names."""
         parent, state = headers.get(_TRACEPARENT, b""), headers.get(_TRACESTATE, b"")
         context = join_trace(parent.decode("latin-1"), state.decode("latin-1"))
         if self._export is not None:
@@ -75,7 +75,7 @@ class Observer:
         return record
 
     def finish(self, record: RequestRecord, status: int, error: ServeError | None = None) -> None:
-        """Complete a record and hand it to all subscribers."""
+        """Complete a record and pass it to all subscribers."""
         record.status, record.error = status, "" if error is None else error.code or error.type
         record.end_s = time.monotonic()
         record.complete()
@@ -83,13 +83,13 @@ class Observer:
             subscriber(record)
 
     def close(self) -> None:
-        """Write what waits. Blocks, for some seconds where a collector of spans does not answer."""
+        """Flush all subscribers. May block for seconds if a span collector does not answer."""
         for close in self._closers:
             close()
 
 
 def _write_attempts(trace: TraceWriter, record: RequestRecord) -> None:
-    """Write the times of a served request's successful attempts: until the call was sent, and since then."""
+    """Write the spans before and after the call of each successful attempt of a served request."""
     if record.status != 200:
         return
     assert record.end_s is not None
@@ -102,12 +102,13 @@ def _write_attempts(trace: TraceWriter, record: RequestRecord) -> None:
 
 
 def _export_spans(export: SpanExport, record: RequestRecord) -> None:
-    """Export a request's span, its time until the first stage, and a span for each stage."""
+    """Export a request's span, with child spans until the first stage and for each stage."""
     context = record.context
     if not context.sampled:
         return
     assert record.end_s is not None
-    whole = Span(f"gateway {record.endpoint}", record.request_id, record.arrived_s, record.end_s, _about(record))
+    about = _attributes(record)
+    whole = Span(f"gateway {record.endpoint}", record.request_id, record.arrived_s, record.end_s, about)
     export.put(whole, context, kind="SERVER", error=record.error if record.status >= 500 else "")
     if record.spans:
         received = Span("gateway receive", "", record.arrived_s, record.spans[0].start_s)
@@ -120,8 +121,8 @@ def _export_spans(export: SpanExport, record: RequestRecord) -> None:
         export.put(stage, context.child(number), kind=kind, error=error)
 
 
-def _about(record: RequestRecord) -> dict[str, Value]:
-    """Return attributes by OpenTelemetry's conventions for HTTP and generative AI where these have a name."""
+def _attributes(record: RequestRecord) -> dict[str, Value]:
+    """Return attributes, named by OpenTelemetry's HTTP and generative AI conventions where possible."""
     known: dict[str, Value | None] = {
         "http.response.status_code": record.status,
         "gen_ai.operation.name": "text_completion" if record.endpoint == "completion" else record.endpoint,

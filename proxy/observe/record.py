@@ -1,4 +1,4 @@
-"""The record of one request: its spans and facts, written while it runs and read when it is finished."""
+"""The record of one request: written while it runs, read when it has finished."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from epd_serve.protocol.wire import REQUEST_ID_HEADER, MediaRef, read_prompt_not
 from epd_serve.telemetry.span import TRACEPARENT_HEADER, Span, TraceContext, Value
 from epd_serve.types import Modality
 
-#: Stages as the gateway sees them: from the call to the answer, waiting included.
+#: Stages as seen by the gateway: from call to answer, including waiting.
 QUEUE, ENCODE, PREFILL, TRANSFER, DECODE = "queue", "encode", "prefill", "kv_transfer", "decode"
-#: Sources of a feature: computed by the encoder; found in its store; computed at P instead; already at P.
+#: Sources of a feature: computed by the encoder; in its store; computed at P instead; already at P.
 ENCODED, STORED, RECOMPUTED, AT_PREFILL = "encoded", "store", "recomputed", "prefill"
 STAGES, SOURCES = (QUEUE, ENCODE, PREFILL, TRANSFER, DECODE), (ENCODED, STORED, RECOMPUTED, AT_PREFILL)
 
@@ -24,15 +24,15 @@ _USAGE = re.compile(
     rb'(?:, ?"total_tokens": ?\d+, ?"prompt_tokens_details": ?\{"cached_tokens": ?(\d+))?'
 )
 _REASON = re.compile(rb'"finish_reason": ?"([a-z_]+)"')
-#: Where these may begin, for a search that starts at the end.
+#: Literal beginnings of these, to search from the end.
 _USAGE_AT, _REASONS_AT = b'"usage"', (b'"finish_reason":"', b'"finish_reason": "')
-#: More than one event with its finish reason, usage and end.
+#: More than the last events with finish reason, usage and end.
 _TAIL_BYTES = 2048
 _REQUEST_ID, _TRACEPARENT = REQUEST_ID_HEADER.encode(), TRACEPARENT_HEADER.encode()
 
 
 class Pace(msgspec.Struct, eq=False):
-    """The times between the events of one answer."""
+    """Observes the times between the events of one answer."""
 
     _observe: Callable[[float], None]
     _since_s: float = 0.0
@@ -45,26 +45,25 @@ class Pace(msgspec.Struct, eq=False):
 
 
 class RequestRecord(msgspec.Struct, eq=False):
-    """One request from its arrival to its end. All times are monotonic seconds.
+    """One request from arrival to end. All times are monotonic seconds.
 
     Attributes:
         endpoint: "chat", "completion" ...
-        request_id: the client's name for it, or ours.
-        traceparent: of ``context``, for callees.
+        request_id: the client's id, or a generated one.
+        traceparent: header of ``context`` for callees.
         key: name of the API key, never the key.
-        modality: of its media: "text" without media, "image+video" for both.
-        num_media, media_bytes: of its media items, by modality.
-        status: of the answer, or one of the gateway's own (proxy/api/endpoint.py); 0 while it runs.
+        modality: "text" without media, "image+video" for both.
+        status: HTTP status, or an internal one (proxy/api/endpoint.py); 0 while it runs.
         error: code or type of the error.
-        ttft_s: until the first token of a streamed answer.
-        tpot_s: mean time of each output token after the first, of a streamed answer with more than one.
-        prompt_tokens, output_tokens: None where unknown. cached_tokens: of the prompt, in P's prefix cache.
+        ttft_s: from arrival to the first token of a streamed answer.
+        tpot_s: mean time per output token after the first, for streamed answers.
+        cached_tokens: prompt tokens in P's prefix cache.
         prompt_note: P's note on the prompt (epd_serve/protocol/wire.py).
-        items: mm_hashes of its media items, and of the segments of videos.
-        spans: its stages over all attempts, each under its attempt's request id.
-        prefill, decode: the instances that did these stages last; None before.
-        retries, continuations: attempts after the first, before or after the first token.
-        pace: times the events of a streamed answer; None for most.
+        items: mm_hashes of all media items and video segments.
+        spans: the stages of all attempts, each with its attempt's request id.
+        prefill, decode: the last instances of these stages.
+        retries, continuations: further attempts before and after the first token.
+        pace: times the events of a sampled answer.
     """
 
     endpoint: str
@@ -101,22 +100,22 @@ class RequestRecord(msgspec.Struct, eq=False):
     pace: Pace | None = None
     _last: bytes | memoryview = b""
     _before_last: bytes | memoryview = b""
-    #: The ends of the answer's parts, and what counts their tokens.
+    #: The last events of each streamed answer, and what counts its tokens.
     _streams: list[tuple[bytes | memoryview, bytes | memoryview, Callable[[], int] | None]] = []
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """The headers of every answer that name its request."""
+        """Response headers that identify the request."""
         return [(_REQUEST_ID, self.request_id.encode()), (_TRACEPARENT, self.traceparent.encode())]
 
     def queued(self, since_s: float) -> None:
-        """Note that the request waited for its turn until now."""
+        """Record that the request waited in the queue until now."""
         now_s = time.monotonic()
         self.queue_s = now_s - since_s
         self.spans.append(Span(QUEUE, self.request_id, since_s, now_s))
 
     def media(self, items: Sequence[tuple[MediaRef, int]]) -> None:
-        """Note each media item and its bytes, in order."""
+        """Record each media item and its size, in order."""
         self.pixels = tuple([ref.num_pixels for ref, _ in items])
         for ref, nbytes in items:
             self.media_bytes[ref.modality] = self.media_bytes.get(ref.modality, 0) + nbytes
@@ -130,43 +129,28 @@ class RequestRecord(msgspec.Struct, eq=False):
         self.spans.append(span)
         return span
 
-    def traceparent_of(self, span: Span) -> str:
-        """Return the header for the instance of a stage of a sampled request."""
-        return self.context.child(1 + self.spans.index(span)).traceparent
-
     def attempt_failed(self, request_id: str) -> None:
         """End the attempt's open spans as failed."""
         for span in self.spans:
             if span.request_id == request_id:
                 span.end(failed=True)
 
-    def again(self, *, continued: bool) -> None:
-        """Count another attempt."""
-        if continued:
-            self.continuations += 1
-        else:
-            self.retries += 1
-
     def forwarded(self, events: bytes | memoryview) -> None:
-        """Note events of a streamed answer as they are sent to the client."""
+        """Record streamed events that are sent to the client."""
         self._before_last, self._last = self._last, events
         if self.pace is not None:
             self.pace.mark()
 
     def streamed_all(self, count: Callable[[], int] | None) -> None:
-        """Note the end of a streamed answer. ``count`` returns its tokens; None where they were not counted.
-
-        Several prompts add up.
-        """
+        """Record the end of a streamed answer; ``count`` returns its tokens, if known. Several prompts add up."""
         self._streams.append((self._before_last, self._last, count))
         self._before_last = self._last = b""
 
     def answered(self, body: bytes) -> None:
-        """Note a whole answer."""
         self._streams.append((b"", body, None))
 
     def complete(self) -> None:
-        """Derive durations, counts and sources from the notes; once, after the end."""
+        """Derive durations, counts and sources; call once, after the end."""
         assert self.end_s is not None
         self.duration_s = self.end_s - self.arrived_s
         for before, last, count in self._streams:
@@ -196,7 +180,7 @@ class RequestRecord(msgspec.Struct, eq=False):
                 if self.status != 200:
                     span.attributes["failed"] = True
                 elif name == ENCODE:
-                    span.attributes["feature"] = ENCODED  # faster than the answer that tells whether it was stored
+                    span.attributes["feature"] = ENCODED  # the encoder's answer came after P used the feature
         if self.prompt_note:
             num_tokens, indexes, num_cached = read_prompt_note(self.prompt_note)
             had = {item for index, item in enumerate(self.items) if index in indexes}

@@ -1,1 +1,1 @@
-"""Serves checked requests on the instances: one coroutine a request."""
+"""Serve checked requests on the instances, one coroutine per request."""

@@ -1,4 +1,4 @@
-"""Forwards the answers of P and D to the client: bytes pass unparsed, and their tokens are noted for a retry."""
+"""Forward the answers of P and D to the client unparsed, keeping their tokens for a retry."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from proxy.http.client import Outlet
 from proxy.observe.record import RequestRecord
 from proxy.serving.job import Job
 
-#: What a token may take of an answer, once more for itself and each alternative where its log-probability is told;
-#: what an answer has beside them.
+#: Most bytes of a token, counted again for itself and each alternative with logprobs; most bytes of an answer
+#: besides its tokens.
 _TOKEN_BYTES, _ANSWER_BYTES = 1024, 1024**2
 
 
 class EventSink(msgspec.Struct, eq=False):
-    """Writes whole server-sent events to an outlet; status and headers go out with the first of them.
+    """Writes server-sent events to an outlet; status and headers go out with the first.
 
     Attributes:
-        outlet: once it has started, events that are not the last may be written there directly.
-        started, ended: whether the first and the last events were written.
+        outlet: once started, all but the last events may be written to it directly.
+        started, ended: whether the first and the last event have been written.
     """
 
     outlet: Outlet
@@ -46,7 +46,7 @@ class EventSink(msgspec.Struct, eq=False):
     ended: bool = False
 
     def write(self, events: bytes | memoryview, *, last: bool = False) -> bool:
-        """Write events; return False where :meth:`drain` must come before the next ones."""
+        """Write events; return False if :meth:`drain` must follow."""
         if not self.started:
             self.started = True
             if self.record.ttft_s is None:
@@ -56,17 +56,16 @@ class EventSink(msgspec.Struct, eq=False):
         return self.outlet.write(events, last=last)
 
     async def drain(self) -> None:
-        """Wait until the client can take more."""
         await self.outlet.drain()
 
     async def finish(self) -> None:
-        """Write the end where it is not written, and wait until the client has it."""
+        """End the stream and wait until the client has received it."""
         if not self.ended:
             self.outlet.write(b"", last=True)
         await self.outlet.drain()
 
     async def fail(self, error: ServeError) -> None:
-        """Tell the client what happened. The caller aborts the connection."""
+        """Send an error event. The caller aborts the connection."""
         self.write(b"data: " + error.to_json() + b"\n\n")
         await self.outlet.drain()
 
@@ -74,17 +73,17 @@ class EventSink(msgspec.Struct, eq=False):
 _HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would hold events back
+    (b"x-accel-buffering", b"no"),  # keeps nginx from buffering events
 )
 
 
 class Streamed(msgspec.Struct, eq=False):
-    """A streamed answer, over all instances that give a part of it.
+    """A streamed answer, assembled from one or more instances.
 
     Attributes:
-        known: whether the ids of all tokens that the client has are known.
+        known: whether the ids of all sent tokens are known.
         complete: whether the client has the whole answer.
-        readers: of the instances whose answers came in items.
+        readers: readers of answers that came in items.
     """
 
     job: Job
@@ -95,15 +94,15 @@ class Streamed(msgspec.Struct, eq=False):
 
     @property
     def begun(self) -> bool:
-        """Whether the client has a part of the answer."""
+        """True once the client has received a part of the answer."""
         return self.sink.started
 
     def num_tokens(self) -> int:
-        """Count the output's tokens, over all choices, as far as they came in items."""
+        """Count the tokens of all choices that came in items."""
         return sum([len(reader.tokens) for reader in self.readers])
 
     def generated(self) -> list[int] | None:
-        """Return the tokens that the client has; None where they are not known, or of several choices."""
+        """Return the tokens sent to the client; None if unknown or of several choices."""
         if not self.known or self.job.sampling.n > 1:
             return None
         return [token for reader in self.readers for token in reader.tokens]
@@ -111,8 +110,8 @@ class Streamed(msgspec.Struct, eq=False):
     async def forward(self, stage: Stage, route: Route, answer: Answer) -> None:
         """Write one instance's events to the sink until its answer ends.
 
-        Raises CallFailed where the instance reports an error or sends what no instance should, InstanceLost where
-        the connection breaks, ServeError where the answer cannot be passed on.
+        Raises CallFailed if the instance reports an error or sends invalid data, InstanceLost if the connection
+        breaks, ServeError if the answer cannot be forwarded.
         """
         sink = self.sink
         reader: ItemReader | _PlainEvents
@@ -126,7 +125,7 @@ class Streamed(msgspec.Struct, eq=False):
         room, has_begun = _most_bytes(self.job, route), sink.started
 
         def relay(chunk: bytes) -> bool:
-            """Called for each token: it calls little."""
+            """Forward one chunk; the hot path of every token."""
             nonlocal failure, room, has_begun
             room -= len(chunk)
             if room < 0:
@@ -135,7 +134,7 @@ class Streamed(msgspec.Struct, eq=False):
             try:
                 events = read(chunk)
             except LinkClosed as error:
-                failure = InstanceFailed(f"an instance's answer cannot be read: {error}")
+                failure = InstanceFailed(f"invalid answer of an instance: {error}")
                 return False
             if has_begun and events and not reader.is_over:
                 noted(events)
@@ -154,7 +153,7 @@ class Streamed(msgspec.Struct, eq=False):
                 await sink.drain()
         except ServeError:
             await sink.drain()
-            if failure is None and not self.complete:  # else it has said why, and was cut off behind it
+            if failure is None and not self.complete:  # else the instance reported the cause before
                 raise
         else:
             await sink.drain()
@@ -163,7 +162,7 @@ class Streamed(msgspec.Struct, eq=False):
 
 
 class Whole:
-    """An answer in one piece, in ``body`` at its end."""
+    """A whole answer, finally in ``body``."""
 
     begun = False
 
@@ -176,12 +175,12 @@ class Whole:
         return bool(self.body)
 
     def generated(self) -> None:
-        """No part of the answer is sent before it is complete."""
+        """Return None: the client receives nothing before the answer is complete."""
 
     async def forward(self, stage: Stage, route: Route, answer: Answer) -> None:
-        """Read one instance's answer to its end; raises as :meth:`Streamed.forward` does.
+        """Read one instance's answer to its end; raises like :meth:`Streamed.forward`.
 
-        Where D follows, P's body is empty once the KV is handed over, or says why that failed.
+        If D follows, P's body is empty after the handover or contains an error.
         """
         body, room = bytearray(), _most_bytes(self._job, route)
         try:
@@ -201,7 +200,7 @@ class Whole:
 
 
 def _most_bytes(job: Job, route: Route) -> int:
-    """Return the bytes of an answer with all the tokens of its request, each as long as tokens come."""
+    """Return the most bytes that an answer of this request may have."""
     info = route.prefill.info
     context = route.max_model_len or (info.max_model_len if info else 1)
     num_tokens = min(job.sampling.max_tokens or context, context) + context * job.output.echo
@@ -210,7 +209,7 @@ def _most_bytes(job: Job, route: Route) -> int:
 
 
 def _too_long(stage: Stage, route: Route) -> InstanceFailed:
-    return InstanceFailed(f"instance {route.at(stage).name} answered with more than the request's tokens can be")
+    return InstanceFailed(f"instance {route.at(stage).name} answered with more bytes than the request allows")
 
 
 _END_OF_EVENT = b"\n\n"
@@ -219,7 +218,7 @@ _ERROR = re.compile(rb'data: ?\{ ?"error"')
 
 
 class InstanceBroke(InstanceFailed):
-    """An instance has sent an error event in place of the rest of its answer. It is alive."""
+    """A live instance ended its answer with an error event."""
 
     def __init__(self, error: ErrorBody) -> None:
         super().__init__(error.message, param=error.param, code=error.code)
@@ -230,7 +229,7 @@ class InstanceBroke(InstanceFailed):
 
 
 def _error_of(event: bytes) -> ServeError:
-    """Return the error of an error event: the request's own, or the instance's."""
+    """Return the error of an error event, caused by the request or the instance."""
     try:
         error = msgspec.json.decode(event.removeprefix(b"data:"), type=ErrorEnvelope).error
     except msgspec.MsgspecError:
@@ -241,10 +240,7 @@ def _error_of(event: bytes) -> ServeError:
 
 
 class _PlainEvents:
-    """Splits server-sent events as :class:`ItemReader` splits items, without their tokens.
-
-    An incomplete event waits for its rest.
-    """
+    """Reads plain server-sent events like :class:`ItemReader` reads items, without tokens."""
 
     __slots__ = ("_pending", "ended", "error")
 

@@ -1,4 +1,4 @@
-"""A checked request, and its demand as the router sees it."""
+"""A checked request and its demand for routing."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ from proxy.observe.record import RequestRecord
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """A checked request, ready to be sent to instances.
-
-    ``id`` is unique. A chat has ``messages``, a completion ``prompt``. ``loop`` runs it.
-    """
+    """A checked request, ready for instances; a chat has ``messages``, a completion ``prompt``."""
 
     id: str
     output: OutputOptions
@@ -34,13 +31,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     loop: asyncio.AbstractEventLoop
 
 
-#: Beginnings of a prompt are hashed at this many characters and at each doubling: a match is at least half of
-#: what two prompts have in common.
-_FIRST_BEGINNING = 256
+#: Prefixes of a prompt are hashed at this length in characters and each doubling, so that a match covers at least
+#: half of the common prefix.
+_FIRST_PREFIX = 256
 
 
 async def measure_demand(fleet: Fleet, job: Job) -> Demand:
-    """Return the facts on which a request's route depends, with its beginnings where the router uses them."""
+    """Return what routing needs to know about a request, with prefix hashes if the router uses them."""
     num_characters = num_tokens = 0
     for message in job.messages or ():
         num_characters += len(message.role) + sum([len(part.text) for part in message.content])
@@ -55,13 +52,13 @@ async def measure_demand(fleet: Fleet, job: Job) -> Demand:
         num_pixels=sum([item.ref.num_pixels for item in job.items]),
         max_tokens=job.sampling.max_tokens,
         num_sequences=job.sampling.n,
-        prefix=_hash_beginnings(pieces) if pieces else (),
+        prefix=_hash_prefixes(pieces) if pieces else (),
         prefix_characters=sum(map(len, pieces)),
     )
 
 
 async def _prompt_pieces(job: Job, table: InstanceTable) -> list[str]:
-    """Return the prompt in pieces, in which media are their names."""
+    """Return the prompt in pieces, with the names of media in their places."""
     infos = table.models()
     fingerprint = infos[job.output.model].media_fingerprint if job.output.model in infos else ""
     pieces = [job.prompting.cache_salt]
@@ -77,10 +74,10 @@ async def _prompt_pieces(job: Job, table: InstanceTable) -> list[str]:
     return pieces
 
 
-def _hash_beginnings(pieces: Iterable[str]) -> tuple[tuple[int, bytes], ...]:
-    """Return the hash of each beginning of the prompt with its number of characters, shorter ones first."""
+def _hash_prefixes(pieces: Iterable[str]) -> tuple[tuple[int, bytes], ...]:
+    """Return pairs of a prefix length in characters and its hash, ascending."""
     found: list[tuple[int, bytes]] = []
-    hasher, done, mark = blake2b(digest_size=16), 0, _FIRST_BEGINNING
+    hasher, done, mark = blake2b(digest_size=16), 0, _FIRST_PREFIX
     for piece in pieces:
         left = piece
         while done + len(left) >= mark:

@@ -1,4 +1,4 @@
-"""Several prompts of one completion: their answers become one."""
+"""Merge the answers to several prompts of one completion."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 async def stream_several(fleet: Fleet, jobs: Sequence[Job], sink: EventSink) -> None:
-    """Write the events of all jobs to ``sink`` as they come. Raises ServeError with the first that fails."""
+    """Write the events of all jobs to ``sink`` as they come. Raises the first ServeError."""
     strands = [_Strand(job, sink) for job in jobs]
     await _run_all(serve_stream(fleet, strand.job, strand.sink) for strand in strands)
     usage, options = sum((strand.usage for strand in strands), chunks.Usage(0, 0)), jobs[0].output
@@ -30,7 +30,7 @@ async def stream_several(fleet: Fleet, jobs: Sequence[Job], sink: EventSink) -> 
 
 
 async def whole_several(fleet: Fleet, jobs: Sequence[Job]) -> bytes:
-    """Return one answer with the choices of all jobs. Raises ServeError with the first that fails."""
+    """Return one answer with the choices of all jobs. Raises the first ServeError."""
     bodies = await _run_all(serve_whole(fleet, job) for job in jobs)
     answers = [msgspec.json.decode(body) for body in bodies]
     usages = [answer["usage"] for answer in answers]
@@ -53,7 +53,7 @@ async def _run_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 class _Strand:
-    """The Outlet of one job's stream, which writes into the common one but keeps back its usage and its end."""
+    """The Outlet of one job: writes into the shared stream, except for its usage and end."""
 
     def __init__(self, job: Job, into: EventSink) -> None:
         self.job = job
@@ -62,20 +62,20 @@ class _Strand:
         self._into = into
 
     def start(self, headers: Sequence[Header]) -> None:
-        """The common stream has headers of its own."""
+        """Do nothing: the shared stream has its own headers."""
 
     def write(self, data: bytes | memoryview, *, last: bool = False) -> bool:
         events = bytes(data)
         if chunks.DONE in events or _NO_CHOICES in events:
-            kept = [event for event in events.split(_END_OF_EVENT) if event and not self._take(event)]
+            kept = [event for event in events.split(_END_OF_EVENT) if event and not self._keep(event)]
             events = b"".join(event + _END_OF_EVENT for event in kept)
         return self._into.write(events) if events else True
 
     async def drain(self) -> None:
         await self._into.drain()
 
-    def _take(self, event: bytes) -> bool:
-        """Return whether the event is for this strand alone; note its usage."""
+    def _keep(self, event: bytes) -> bool:
+        """Return whether the event is the usage or the end, and keep the usage."""
         if event + _END_OF_EVENT == chunks.DONE:
             return True
         if _NO_CHOICES not in event:

@@ -1,4 +1,4 @@
-"""One coroutine a request: pick instances, call them all at once, forward their answers, retry after a failure."""
+"""One coroutine per request: pick instances, call them at once, forward their answers, retry after a failure."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def serve_whole(fleet: Fleet, job: Job) -> bytes:
 
 
 async def _serve(fleet: Fleet, job: Job, answer: Streamed | Whole) -> None:
-    """Make attempts until the client has the whole answer. Raises the ServeError of the last one.
+    """Make attempts until the client has the whole answer; raise the last one's ServeError.
 
     Cancelling the task closes all calls.
     """
@@ -62,7 +62,10 @@ async def _serve(fleet: Fleet, job: Job, answer: Streamed | Whole) -> None:
             continue
         number += 1
         if number > 1:
-            record.again(continued=bool(retry.generated))
+            if retry.generated:
+                record.continuations += 1
+            else:
+                record.retries += 1
         assert route.prefill.info is not None, "a ready instance has sent its info"
         fingerprint = route.prefill.info.media_fingerprint
         refs = [await item.name(fingerprint) for item in job.items]
@@ -84,10 +87,10 @@ async def _serve(fleet: Fleet, job: Job, answer: Streamed | Whole) -> None:
 
 
 class _Attempt(Struct, eq=False):
-    """One attempt: its calls to P, D and the encoders, all under way at once.
+    """One attempt: concurrent calls to P, D and the encoders.
 
     Attributes:
-        interruption: ends the attempt when a call fails for which the coroutine does not wait.
+        interruption: ends the attempt when a call fails that the coroutine is not waiting for.
     """
 
     fleet: Fleet
@@ -95,14 +98,14 @@ class _Attempt(Struct, eq=False):
     route: Route
     request_id: str
     interruption: Interruption
-    _calls: dict[Stage, tuple[StageCall, OpenCall]] = {}  # P's and D's
+    _calls: dict[Stage, tuple[StageCall, OpenCall]] = {}  # of P and D
     _encodes: list[asyncio.Task[None]] = []
-    _encode_calls: dict[Interruption, str] = {}  # the encoder of each that is under way
-    _span: Span | None = None  # of the stage of P or D under way
-    _is_with_decode: bool = False  # D's answer has begun: P is not needed any more
+    _encode_calls: dict[Interruption, str] = {}  # the encoder of each open call
+    _span: Span | None = None  # of the current stage of P or D
+    _is_with_decode: bool = False  # D's answer has begun; P is no longer needed
 
     def call_instances(self, refs: list[MediaRef], generated: list[int], *, again: bool) -> None:
-        """Begin all calls: nobody waits for E before calling P. Raises CallFailed."""
+        """Start all calls at once; P does not wait for E. Raises CallFailed."""
         fleet, job, route, record = self.fleet, self.job, self.route, self.job.record
         for stage, one in ((_P, route.prefill), (_D, route.decode)):
             if one.name not in fleet.calls:
@@ -151,7 +154,7 @@ class _Attempt(Struct, eq=False):
             self._encodes.append(job.loop.create_task(encode))
 
     async def forward_answers(self, answer: Streamed | Whole) -> None:
-        """Pass P's answer, then D's, on to the client as they come. Raises CallFailed."""
+        """Forward P's answer, then D's, to the client. Raises CallFailed."""
         route, record, (prefill, _) = self.route, self.job.record, self._calls[_P]
         try:
             opened = await prefill.opened
@@ -163,7 +166,7 @@ class _Attempt(Struct, eq=False):
             self._begin_span(TRANSFER, route.decode)
         else:
             self._begin_span(DECODE, route.prefill)
-            self._close_call(_D)  # P answers all of it
+            self._close_call(_D)  # P answers completely
         try:
             await answer.forward(_P, route, opened)
         except InstanceLost as error:
@@ -172,8 +175,8 @@ class _Attempt(Struct, eq=False):
             self._check_complete(answer, _P)
             return
         if route.fused:
-            left_over = f"instance {route.prefill.name} left the answer to a decode instance; it has none"
-            raise CallFailed(_P, InstanceFailed(left_over), began=True)
+            problem = f"instance {route.prefill.name} handed over to D, but the route has none"
+            raise CallFailed(_P, InstanceFailed(problem), began=True)
         self._begin_span(DECODE, route.decode)
         try:
             opened = await self._calls[_D][0].opened
@@ -187,7 +190,7 @@ class _Attempt(Struct, eq=False):
         self._check_complete(answer, _D)
 
     async def close(self) -> None:
-        """Close all calls; return once none counts as in flight."""
+        """Close all calls and wait until none counts as in flight."""
         encodes = [task for task in self._encodes if not task.done()]
         for task in encodes:
             task.cancel()
@@ -197,7 +200,7 @@ class _Attempt(Struct, eq=False):
             await asyncio.wait(encodes)
 
     def lose_instance(self, name: str) -> None:
-        """Leave an instance that does not answer, though its connections may be open."""
+        """Abandon an instance that does not answer, even if its connections are open."""
         lost = InstanceLost(f"instance {name} has stopped answering")
         for encode, encoder in list(self._encode_calls.items()):
             if encoder == name:
@@ -210,7 +213,7 @@ class _Attempt(Struct, eq=False):
     # ------------------------------------------------------------------ P and D
 
     def _count_call(self, stage: Stage, call: StageCall, *, again: bool) -> None:
-        """Count a call as in flight until it is closed."""
+        """Count a call as in flight until it closes."""
         route, is_prefill = self.route, stage is _P
         counted = self.fleet.table.open_call(
             route.at(stage),
@@ -231,7 +234,7 @@ class _Attempt(Struct, eq=False):
                 counted.close()
 
     def _decode_opened(self, opened: asyncio.Future[Answer]) -> None:
-        """End the attempt where D refuses the request before P's answer has begun; later it counts behind that."""
+        """End the attempt if D refuses the request before P's answer begins; later, the coroutine handles it."""
         if opened.cancelled() or _P not in self._calls or self._calls[_P][0].opened.done():
             return
         if isinstance(error := opened.exception(), ServeError):
@@ -240,17 +243,17 @@ class _Attempt(Struct, eq=False):
             self.interruption.fire(error)
 
     async def _explain(self, error: ServeError, *, may_ask: bool) -> CallFailed:
-        """Return the failure of P's call, or D's in its place where that says why P failed."""
+        """Return the failure of P's call, or D's if that is the cause."""
         if may_ask and _D in self._calls:
             opened = self._calls[_D][0].opened
             await asyncio.wait([opened], timeout=EXPLAIN_S)
-            said = opened.exception() if opened.done() and not opened.cancelled() else None
-            if isinstance(said, ServeError) and explains(said, error):
-                return self._failure(_D, said)
+            cause = opened.exception() if opened.done() and not opened.cancelled() else None
+            if isinstance(cause, ServeError) and explains(cause, error):
+                return self._failure(_D, cause)
         return self._failure(_P, error)
 
     def _failure(self, stage: Stage, error: ServeError) -> CallFailed:
-        """Return the failure of a call, and report an instance whose connection broke."""
+        """Return the failure of a call; report an instance whose connection broke."""
         if isinstance(error, InstanceLost):
             self.fleet.report_lost(self.route.at(stage).name)
         return CallFailed(stage, error)
@@ -258,23 +261,25 @@ class _Attempt(Struct, eq=False):
     def _check_complete(self, answer: Streamed | Whole, stage: Stage) -> None:
         if not answer.complete:
             name = self.route.at(stage).name
-            early = InstanceFailed(f"instance {name} ended its answer before it was complete")
+            early = InstanceFailed(f"instance {name} ended an incomplete answer")
             raise CallFailed(stage, early, began=True)
 
     def _begin_span(self, stage: str, instance: InstanceRecord) -> None:
-        """End the span of P or D under way and begin the next."""
+        """End the current span of P or D and begin the next."""
         if self._span is not None:
             self._span.end()
         self._span = self.job.record.begin(stage, self.request_id, instance.name)
 
     def _traceparent(self, span: Span) -> str:
         record = self.job.record
-        return record.traceparent_of(span) if record.context.sampled else record.traceparent
+        if not record.context.sampled:
+            return record.traceparent
+        return record.context.child(1 + record.spans.index(span)).traceparent
 
     # ------------------------------------------------------------------ encoders
 
     async def _encode(self, item: ItemEncoders, media: bytes, announce_to: str) -> None:
-        """Have an item encoded by one instance after the other; end the attempt where nobody can."""
+        """Have an item encoded, retrying at other instances; end the attempt if all fail."""
         fleet, route = self.fleet, self.route
         try:
             while True:
@@ -291,13 +296,13 @@ class _Attempt(Struct, eq=False):
                 item.pick_next(fleet.router, fleet.table, route.prefill, error)
                 self.job.record.encode_retries += 1
         except ServeError as error:
-            if _P in self._calls and not self._calls[_P][0].opened.done():  # else P needs no feature any more
+            if _P in self._calls and not self._calls[_P][0].opened.done():  # else P needs no features
                 self.interruption.fire(CallFailed(_P, error) if is_planned(error) else error)
-        except Exception as error:  # noqa: BLE001 - a fault of the gateway's own, raised in the request's task
+        except Exception as error:  # noqa: BLE001 - internal error, raised in the request's task
             self.interruption.fire(error)
 
     async def _call_encoder(self, item: ItemEncoders, media: bytes, announce_to: str) -> None:
-        """Have the item's current encoder encode it. Raises TimeoutError where it stalls, or ServeError."""
+        """Call the item's current encoder. Raises TimeoutError if it stalls, or ServeError."""
         fleet, job, encoder = self.fleet, self.job, item.encoder
         span = job.record.begin(ENCODE, self.request_id, encoder.name, item.ref.mm_hash)
         request = EncodeRequest(
@@ -324,5 +329,4 @@ class _Attempt(Struct, eq=False):
 
 
 def _left(record: InstanceRecord) -> InstanceLost:
-    """Return the error of an instance that was taken out of the deployment meanwhile."""
     return InstanceLost(f"instance {record.name} is no longer part of the deployment")

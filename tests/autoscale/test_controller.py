@@ -47,7 +47,7 @@ def test_floor_and_cooldown_hold_under_any_load(
 
 @settings(max_examples=10, deadline=None)
 @given(roles, loads)
-def test_a_layout_is_gone_back_to_only_under_more_pressure(start: list[str], load: dict[Stage, float]) -> None:
+def test_a_layout_is_restored_only_under_more_pressure(start: list[str], load: dict[Stage, float]) -> None:
     """Whatever the load, and even where no layout is enough: so switches become ever rarer while it stays."""
     fluid, one = Fluid(roles=start, load=load), controller()
     left: dict[tuple[str, ...], tuple[float, float]] = {}
@@ -114,7 +114,7 @@ def test_a_late_stage_gets_instances_one_after_the_other() -> None:
     assert fluid.layout() == ["D", "D", "D", "E", "P"]
 
 
-def test_an_order_that_fails_late_says_nothing_of_the_next_one() -> None:
+def test_a_late_failure_does_not_affect_the_next_order() -> None:
     one = controller()
     fluid = Fluid(roles=["E", "E", "E", "P", "D"], load={Stage.DECODE: 3 * MOST_TOKENS}, switch_s=1e9)
     while len(fluid.orders) < 2:
@@ -127,7 +127,7 @@ def test_an_order_that_fails_late_says_nothing_of_the_next_one() -> None:
     assert fluid.decisions[-1].kind is Kind.SWITCHING
 
 
-def test_a_switch_that_somebody_else_orders_counts_for_the_cooldown() -> None:
+def test_switches_ordered_by_others_start_the_cooldown() -> None:
     fluid, one = Fluid(roles=["E", "E", "E", "P", "D"], load={Stage.DECODE: 4 * MOST_TOKENS}), controller()
     fluid.flow(one, 2.0)
     fluid.roles[0] = "D"
@@ -137,7 +137,7 @@ def test_a_switch_that_somebody_else_orders_counts_for_the_cooldown() -> None:
     assert any(decision.kind is Kind.COOLDOWN for decision in fluid.decisions)
 
 
-def test_what_was_refused_is_not_ordered_again() -> None:
+def test_a_refused_order_is_not_repeated() -> None:
     one = controller()
     for name in ("i0", "i1", "i2"):
         one.refused(Order(instance=name, role=Role.parse("D")))

@@ -52,7 +52,7 @@ def drifts_of(requests: list[ServedRequest]) -> list[tuple[int, str]]:
 
 @settings(max_examples=8, deadline=None)
 @given(st.integers(), st.floats(10, 3000), st.floats(5, 500), st.floats(0, 1), st.floats(0.1, 50))
-def test_chance_is_no_drift(seed: int, prompt: float, answer: float, images: float, rate: float) -> None:
+def test_chance_is_not_drift(seed: int, prompt: float, answer: float, images: float, rate: float) -> None:
     assert drifts_of(load(seed, 1000, prompt=prompt, answer=answer, images=images, rate=rate)) == []
 
 
@@ -72,7 +72,7 @@ def test_each_figure_is_found_soon_and_then_known(figure: str, change: dict[str,
     assert 500 < found[0][0] <= 500 + WINDOW and found[-1][0] <= 500 + 3 * WINDOW
 
 
-def test_bursts_are_no_other_rate() -> None:
+def test_bursts_are_not_another_rate() -> None:
     every = [
         msgspec.structs.replace(one, time=at(30.0 * (number // 30) + 0.01 * number))
         for number, one in enumerate(load(3, 1200))

@@ -49,8 +49,8 @@ def test_prompts_wait_where_they_are_held_up(
     at_p: dict[str, Any], at_d: dict[str, Any], prefill_s: float, decode_s: float
 ) -> None:
     prefill, decode = instance_loads(table(p0=dict(at_p), d0=dict(at_d)))
-    assert prefill.waits(Stage.PREFILL) == pytest.approx(prefill_s)
-    assert decode.waits(Stage.DECODE) == pytest.approx(decode_s)
+    assert prefill.pending_s(Stage.PREFILL) == pytest.approx(prefill_s)
+    assert decode.pending_s(Stage.DECODE) == pytest.approx(decode_s)
 
 
 #: Three prompts of 100 tokens each, of which an image of 7840 pixels has 80.
@@ -67,7 +67,7 @@ PROMPTS = {"num_waiting_tokens": 300, "num_waiting": 3}
         (9, 100 * 7840, 0.0),
     ],
 )
-def test_images_that_are_not_encoded_are_not_p_s_queue(num_encodes: int, num_pixels: int, part: float) -> None:
+def test_unencoded_images_are_not_in_ps_queue(num_encodes: int, num_pixels: int, part: float) -> None:
     """A prefill instance more would only wait for them, too."""
     made = table(
         e0={"num_waiting_encodes": num_encodes, "num_waiting_pixels": num_pixels}, p0=dict(PROMPTS), d0={}
@@ -76,10 +76,10 @@ def test_images_that_are_not_encoded_are_not_p_s_queue(num_encodes: int, num_pix
     assert info is not None
     made.update("p0", msgspec.structs.replace(info, tokens_per_pixel=80 / 7840), contains=0)
     _, prefill, _ = instance_loads(made)
-    assert prefill.waits(Stage.PREFILL) == pytest.approx(part * 0.31)
+    assert prefill.pending_s(Stage.PREFILL) == pytest.approx(part * 0.31)
 
 
-def test_what_nobody_has_measured_presses_nobody() -> None:
+def test_unmeasured_work_adds_no_pressure() -> None:
     """Estimates of a gateway that has seen no request are of another machine."""
     loads = {"e0": {"num_waiting_pixels": 10**8}, "p0": {"num_waiting_tokens": 10**5}, "d0": {"num_waiting": 9}}
 
@@ -90,9 +90,9 @@ def test_what_nobody_has_measured_presses_nobody() -> None:
             made.update(name, instance_info(name, load=said, budgets={"max_num_seqs": 1}), contains=0)
         encode, prefill, decode = instance_loads(made)
         return [
-            encode.waits(Stage.ENCODE),
-            prefill.waits(Stage.PREFILL),
-            decode.waits(Stage.DECODE),
+            encode.pending_s(Stage.ENCODE),
+            prefill.pending_s(Stage.PREFILL),
+            decode.pending_s(Stage.DECODE),
             decode.num_decoding,
         ]
 
@@ -100,7 +100,7 @@ def test_what_nobody_has_measured_presses_nobody() -> None:
     assert min(waits({"E": StageRate(0.01, 1e-7), **RATES})) > 0
 
 
-def test_what_is_sent_counts_once() -> None:
+def test_sent_work_counts_once() -> None:
     made = table(e0={}, p0={}, d0={})
     seconds = made["e0"].costs.encode_s(100 * 100)
     for mm_hash in ("a", "b", "a"):

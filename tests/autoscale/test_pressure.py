@@ -19,7 +19,7 @@ def load(stage: Stage, samples: list[Sample], *, every_s: float = 1.0, ahead_s: 
 
 
 @given(st.lists(st.floats(0, 5), min_size=2, max_size=40), st.floats(0.25, 2.0))
-def test_encode_demands_what_comes_and_more_where_it_comes_in_bursts(sent: list[float], every_s: float) -> None:
+def test_encode_demand_includes_bursts(sent: list[float], every_s: float) -> None:
     samples = [Sample(num_instances=3, num_busy=0, queue_s=0.0, sent=one) for one in sent]
     mean = sum(sent[1:]) / (len(sent) - 1) / every_s
     demand = load(Stage.ENCODE, samples, every_s=every_s).demand
@@ -46,7 +46,7 @@ def decodes(nums: range, num_instances: int, output_tokens: float) -> list[Sampl
     ]
 
 
-def test_answers_that_have_just_begun_are_not_asked_for_twice() -> None:
+def test_new_answers_are_not_counted_twice() -> None:
     """Three a second of 500 tokens: batches that grow are on their way to 1500 tokens a second."""
     assert 1500 <= load(Stage.DECODE, decodes(range(12, 42, 3), 5, 500.0)).tokens_per_s < 1700
 

@@ -125,14 +125,14 @@ async def test_a_late_stage_gets_an_instance_also_after_the_gateway_was_away() -
 
 
 @pytest.mark.parametrize(("status", "second"), [(400, "e1"), (503, "e0")])
-async def test_an_order_that_fails_is_given_again_unless_it_never_can_be(status: int, second: str) -> None:
+async def test_a_failed_order_is_repeated_unless_refused_for_good(status: int, second: str) -> None:
     gateway = Gateway(refusal=status)
     async with controlled(gateway) as until:
         await until(lambda: len(gateway.orders) >= 2)
     assert [path for path, _ in gateway.orders[:2]] == ["/instances/e0/role", f"/instances/{second}/role"]
 
 
-async def test_failed_looks_are_reported_once_and_are_not_the_last() -> None:
+async def test_failed_polls_are_logged_once_and_repeated() -> None:
     gateway = Gateway(blind=5)
     async with controlled(gateway) as until:
         await until(lambda: len(gateway.reported) > 1)

@@ -7,22 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from load_tester import settings
 
-from epd_serve.bench.plan import Constant, Gamma, Load, load_of, make_plan
+from epd_serve.bench.plan import Arrivals, parse_arrivals, schedule_items
 from epd_serve.bench.types import Item, Media, Message
 
 
 @given(st.floats(0.1, 500), st.floats(0.2, 5), st.integers(0, 1000), st.integers(1, 50))
 def test_times_ascend_and_the_seed_decides(rate: float, shape: float, seed: int, count: int) -> None:
-    for arrivals in (Gamma(rate=rate, shape=shape), Constant(rate=rate)):
-        times = list(arrivals.times(count, seed))
+    for kind in ("gamma", "constant"):
+        arrivals = Arrivals(kind=kind, rate=rate, shape=shape)
+        times = arrivals.draw_times(count, seed)
         assert len(times) == count
         assert times == sorted(times)
         assert times[0] >= 0
-        assert times == list(arrivals.times(count, seed))
-
-
-def parse_load(arrivals: str, rate: float | None = None, **more: float) -> Load:
-    return load_of(settings("", arrivals, rate, **more))
+        assert times == arrivals.draw_times(count, seed)
 
 
 @pytest.mark.parametrize(
@@ -31,14 +28,14 @@ def parse_load(arrivals: str, rate: float | None = None, **more: float) -> Load:
         ("poisson", None, "need a rate; add --rate"),
         ("poisson", 0.0, "--rate must be a positive number"),
         ("closed:4", 1.0, "leave --rate out"),
-        ("closed:0", None, "are not known; write 'poisson'"),
-        ("gamma:-1", 1.0, "are not known"),
-        ("normal", None, "are not known"),
+        ("closed:0", None, "unknown arrivals.*write 'poisson'"),
+        ("gamma:-1", 1.0, "unknown arrivals"),
+        ("normal", None, "unknown arrivals"),
     ],
 )
-def test_what_cannot_be_read(text: str, rate: float | None, message: str) -> None:
+def test_invalid_arrivals_are_refused(text: str, rate: float | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        parse_load(text, rate=rate)
+        parse_arrivals(settings("", text, rate))
 
 
 def item(index: int, **more: object) -> Item:
@@ -48,6 +45,6 @@ def item(index: int, **more: object) -> Item:
 
 def test_a_conversation_is_scheduled_by_its_first_turn() -> None:
     items = [item(0), item(1, conversation="a"), item(2, conversation="b"), item(3, conversation="a", turn=1)]
-    plan = make_plan(items, Constant(rate=2.0), 0)
-    assert [[one.index for one in chain.items] for chain in plan.chains] == [[0], [1, 3], [2]]
-    assert [chain.at_s for chain in plan.chains] == [0.0, 0.5, 1.0]
+    scheduled = schedule_items(items, Arrivals(kind="constant", rate=2.0), 0)
+    assert [[turn.index for turn in one.turns] for one in scheduled] == [[0], [1, 3], [2]]
+    assert [one.at_s for one in scheduled] == [0.0, 0.5, 1.0]

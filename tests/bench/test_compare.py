@@ -58,7 +58,7 @@ def test_deployments_are_measured_in_turn_under_one_schedule(tmp_path: Path, ben
     done = bench("--compare", listed, *LOAD, "--work-dir", str(work), "--slo-ttft-ms", "0.001", "--fail-on-slo")
     assert done.code == 1, done.out + done.err
     assert f"not measured: EPD ({tmp_path / 'second'})" in done.out
-    assert "does not exist" in done.out, "why, in the words of epd-serve up"
+    assert "no-such-model" in done.out, "the error of epd-serve up"
     (path,) = work.iterdir()
     for rate, number in (("rate-20", 6), ("rate-30", 9)):
         runs = [Run.read(folder / rate) for folder in sorted(path.iterdir()) if (folder / rate).is_dir()]

@@ -44,7 +44,7 @@ class Mixed:
 
 
 @pytest.mark.asyncio
-async def test_our_gateway_tells_its_topology_and_version(tmp_path: Path) -> None:
+async def test_runs_record_our_gateways_topology_and_version(tmp_path: Path) -> None:
     async with deployed("E-PD") as deployment:
         wanted = settings(deployment.gateway_url, "closed:1", None, timeout_s=60.0, num_warmups=1)
         run = await asyncio.to_thread(session().run, tmp_path / "run", wanted, Mixed(12))

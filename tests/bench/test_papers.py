@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.common import write
-from benchmarks.papers.__main__ import EXPERIMENTS, filled
+from benchmarks.papers.__main__ import EXPERIMENTS
 from benchmarks.papers.measure import Deployment, Limits, Load, Rows, go_on, judged, read, sheet
 from benchmarks.papers.triinfer import goodput
 from epd_serve.bench.types import Failure, Record
@@ -78,7 +78,7 @@ def row(one: Deployment, load: Load) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_tables_stand_beside_the_papers_with_all_runs_and_with_one(name: str) -> None:
+def test_tables_compare_with_the_papers_for_one_run_or_all(name: str) -> None:
     deployments = EXPERIMENTS[name].deployments()
     assert len({one.name for one in deployments}) == len(deployments)
     rows: Rows = {(one.name, load.name): row(one, load) for one in deployments for load in one.loads}
@@ -92,14 +92,7 @@ def test_tables_stand_beside_the_papers_with_all_runs_and_with_one(name: str) ->
     assert len(whole) > len(part)
 
 
-def test_a_page_gets_its_tables_anew() -> None:
-    page = "before\n<!-- table5 -->\nold\n<!-- end of table5 -->\nbehind\n"
-    new = filled(page, "table5", "| new |\n")
-    assert new == "before\n<!-- table5 -->\n\n| new |\n\n<!-- end of table5 -->\nbehind\n"
-    assert filled(new, "table5", "| new |\n") == new and filled(page, "figures", "| new |") == page
-
-
-def test_a_run_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_runs_are_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EPD_SERVE_CACHE", str(tmp_path / "cache"))
     workload = "synthetic,image_share=1,image_size=112x112,text_tokens=8,output_tokens=6"
     limits = (Limits(ttft_ms=60_000, tpot_ms=60_000),)

@@ -39,7 +39,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_run_stands_in_the_page_and_on_the_terminal(name: str, tmp_path: Path) -> None:
+def test_page_and_terminal_show_every_run(name: str, tmp_path: Path) -> None:
     runs: Sequence[Run] = CASES[name]()
     path = tmp_path / "report.html"
     write_report(path, runs, 0.9, title="<i>Load</i>")
@@ -65,7 +65,6 @@ def test_every_run_stands_in_the_page_and_on_the_terminal(name: str, tmp_path: P
 def test_the_exit_code(lost: int, late: int, fail_on_slo: bool, code: int) -> None:
     """Of four requests, some fail and some are late; one that is lost misses the SLO as well."""
     records = [failed(n, n / 2) if n < lost else good(n, n / 2, ttft_s=9.0 if n < late else 0.1) for n in range(4)]
-    shown = Console(file=io.StringIO())
-    output = Output(fail_on_slo=fail_on_slo, attainment=0.5)
-    assert output.exit_code(shown, [measured([good(0, 0.0)]), measured(records)]) == code
+    output = Output(fail_on_slo=fail_on_slo, attainment=0.5, console=Console(file=io.StringIO()))
+    assert output.exit_code([measured([good(0, 0.0)]), measured(records)]) == code
     assert SLO_MISSED == 3

@@ -28,13 +28,15 @@ AISBENCH_ROWS += ["PrefillTokenThroughput"]
 
 
 @pytest.fixture
-def run() -> Run:
+def run(tmp_path: Path) -> Run:
     """Two answers, 100 and 300 ms to the first token, and one failure."""
-    return measured([good(0, 0.0), good(1, 1.0, ttft_s=0.3), failed(2, 1.5)])
+    made = measured([good(0, 0.0), good(1, 1.0, ttft_s=0.3), failed(2, 1.5)])
+    made.path = tmp_path
+    return made
 
 
-def test_aisbench_lays_its_files_out_like_this(run: Run, tmp_path: Path) -> None:
-    write_aisbench(tmp_path, run)
+def test_files_have_aisbenchs_layout(run: Run, tmp_path: Path) -> None:
+    write_aisbench(run)
     folder = tmp_path / "performances" / "demo-model"
     assert sorted(path.name for path in folder.iterdir()) == ["mine.csv", "mine.json", "mine_details.jsonl"]
     rows = list(csv.reader((folder / "mine.csv").read_text().splitlines()))
@@ -53,8 +55,8 @@ def test_aisbench_lays_its_files_out_like_this(run: Run, tmp_path: Path) -> None
     assert total["PrefillTokenThroughput"][2] == "500.0 token/s"
 
 
-def test_every_request_stands_in_the_details(run: Run, tmp_path: Path) -> None:
-    write_aisbench(tmp_path, run)
+def test_details_contain_every_request(run: Run, tmp_path: Path) -> None:
+    write_aisbench(run)
     path = tmp_path / "performances" / "demo-model" / "mine_details.jsonl"
     first, second, third = map(json.loads, path.read_text().splitlines())
     assert (first["success"], first["input_tokens"], first["output_tokens"]) == (True, 50, 5)
@@ -64,7 +66,7 @@ def test_every_request_stands_in_the_details(run: Run, tmp_path: Path) -> None:
     assert (third["success"], third["failure"], third["error_info"]) == (False, "connect", "refused")
 
 
-def test_vllms_names(run: Run) -> None:
+def test_result_json_has_vllms_names(run: Run) -> None:
     result = vllm_result(run)
     assert result.keys() >= VLLM_KEYS
     assert (result["completed"], result["failed"], result["num_prompts"]) == (2, 1, 3)

@@ -14,9 +14,8 @@ from aiohttp.test_utils import TestServer
 from load_tester import Scripted, Scripts, session, settings
 from scripted_server import FIRST_S, NUM_TOKENS, STALL_S
 
-from epd_serve.bench.client import open_session
+from epd_serve.bench.client import describe_server, open_session
 from epd_serve.bench.run import Run
-from epd_serve.bench.server import meet
 from epd_serve.bench.statistics import percentile
 from epd_serve.bench.types import Failure
 from epd_serve.bench.workloads import load_workload
@@ -110,7 +109,7 @@ def test_an_answer_that_never_ends_is_given_up_at_the_time_limit(scripted: Scrip
     assert record.finish_s - (record.sent_s or 0.0) > 0.9
 
 
-def test_a_server_that_is_not_there(tmp_path: Path) -> None:
+def test_an_unreachable_server_is_named(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
@@ -152,7 +151,7 @@ def test_a_later_turn_carries_the_servers_own_answers(scripted: Scripted, tmp_pa
     assert Run.read(tmp_path / "run").records == records
 
 
-def test_ctrl_c_waits_for_what_is_under_way(scripted: Scripted, tmp_path: Path) -> None:
+def test_ctrl_c_waits_for_open_requests(scripted: Scripted, tmp_path: Path) -> None:
     """Four users; the last request of each is held until the tester has said that it stops."""
     file = tmp_path / "w.jsonl"
     file.write_text('{"prompt": "hold stopped"}\n' * 8)
@@ -164,7 +163,7 @@ def test_ctrl_c_waits_for_what_is_under_way(scripted: Scripted, tmp_path: Path) 
             assert tester.poll() is None
         tester.send_signal(signal.SIGINT)
         assert tester.stdout is not None
-        assert any("requests are under way" in line for line in tester.stdout)
+        assert any("requests are open" in line for line in tester.stdout)
         scripted.release("stopped")
         output, _ = tester.communicate(timeout=300)
     assert tester.returncode == 130, output
@@ -183,4 +182,4 @@ async def test_a_key_that_is_missing_or_wrong_is_named(key: str | None, status: 
     app.router.add_get("/v1/models", refuse)
     async with TestServer(app) as served, open_session(str(served.make_url("/")), key) as http:
         with pytest.raises(ValueError, match=r"HTTP 401: no such key.*export OPENAI_API_KEY=KEY"):
-            await meet(http, str(served.make_url("")).rstrip("/"), "")
+            await describe_server(http, settings(str(served.make_url("")).rstrip("/")))

@@ -38,7 +38,7 @@ def record(index: int, at_s: float, *, ttft_s: float = 0.1, gap_s: float = 0.01,
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=60), st.floats(0, 100))
-def test_percentiles_are_numpys(values: list[float], q: float) -> None:
+def test_percentiles_equal_numpys(values: list[float], q: float) -> None:
     numpy = pytest.importorskip("numpy")
     assert percentile(sorted(values), q) == pytest.approx(numpy.percentile(values, q), rel=1e-9, abs=1e-6)
     one = distribution(values)
@@ -66,7 +66,7 @@ def test_failures_are_in_the_denominator_and_the_schedule_decides() -> None:
     assert total.goodput == pytest.approx(1 / total.duration_s)
 
 
-def test_a_backlog_that_grows_is_said() -> None:
+def test_a_growing_backlog_is_a_warning() -> None:
     """A server of five a second, asked ten times a second."""
     records = [record(index, index / 10, ttft_s=0.1 + index / 10) for index in range(100)]
     curve = load_curve(records)

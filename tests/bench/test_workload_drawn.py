@@ -59,7 +59,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_others() -> None:
     assert longer[:60] == take(spec, 60), "how many are asked for changes none of them"
 
 
-def test_images_are_shown_again_as_often_as_asked_for() -> None:
+def test_image_reuse_has_the_requested_share() -> None:
     shown = pictures(take("synthetic,image_share=1,image_size=32x32,images=2,image_reuse=0.4", 300))
     assert len(shown) == 600
     assert 1 - len({one.data for one in shown}) / 600 == pytest.approx(0.4, abs=0.06)
@@ -92,12 +92,12 @@ def test_conversations_have_their_turns_in_order_and_are_mixed() -> None:
         ("nothing", "known: sharegpt4o-like, visualwebinstruct-like, synthetic, videos, audio, custom, trace"),
         ("trace", "needs a file; write trace:FILE.jsonl"),
         ("synthetic,image_siz=3x3", "known: text_tokens, output_tokens"),
-        ("synthetic,image_size=3", "image_size: '3': no image size of 1 to 8192 pixels"),
+        ("synthetic,image_size=3", "image_size: '3': not an image size of 1 to 8192 pixels"),
         ("synthetic,text_tokens=9..3", "text_tokens: '9..3': the lower end comes first"),
         ("synthetic,image_reuse=1.5", "a number from 0 to 1"),
     ],
 )
-def test_what_cannot_be_is_explained(spec: str, says: str) -> None:
+def test_invalid_workloads_are_explained(spec: str, says: str) -> None:
     with pytest.raises(ValueError, match=says.replace("(", r"\(").replace(".", r"\.")):
         load_workload(spec)
 
@@ -120,7 +120,7 @@ def test_any_text_is_a_distribution_or_refused_with_a_reason(text: str, seed: in
 
 
 @given(st.integers(1, 5000), st.integers(0, 5000), st.floats(0.01, 100), st.integers())
-def test_draws_stay_in_what_was_written(low: int, more: int, weight: float, seed: int) -> None:
+def test_draws_stay_within_their_range(low: int, more: int, weight: float, seed: int) -> None:
     rng = Random(seed)
     assert parse_lengths(str(low))(rng) == low
     assert low <= parse_lengths(f"{low}..{low + more}")(rng) <= low + more

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -147,3 +150,16 @@ def test_a_broken_library_is_built_again(monkeypatch: pytest.MonkeyPatch, tmp_pa
     library_path(FOR_ALL).write_bytes(whole[:200])
     assert cpu_kernels.__wrapped__() is not None
     assert library_path(FOR_ALL).stat().st_size == len(whole)
+
+
+@needs_compiler
+def test_instances_that_start_side_by_side_compile_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = tmp_path / "g++"
+    compiler.write_text(f'#!/bin/sh\necho >> {tmp_path}/compiled\nexec {shutil.which("g++")} "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("EPD_SERVE_CACHE", str(tmp_path / "cache"))
+    with ThreadPoolExecutor(3) as threads:
+        found = [threads.submit(cpu_kernels.__wrapped__) for _ in range(3)]
+    assert all(one.result() is not None for one in found)
+    assert (tmp_path / "compiled").read_text() == "\n"

@@ -27,8 +27,11 @@ async def test_an_encoder_assists_and_tokens_are_those_of_generate(tmp_path: Pat
         texts = [question for question in QUESTIONS if not question.images]
         asked = [*(NUM_ROUNDS * texts), *QUESTIONS]
         bodies = [question.body(stream=False, ignore_eos=True) for question in asked]
-        answers = await asyncio.gather(*(answer_whole(client, body) for body in bodies))
-        assert answers == [fleet.expected[question] for question in asked]
+        for _ in range(5):  # while the encoder's last report shows an encode, it takes no text
+            answers = await asyncio.gather(*(answer_whole(client, body) for body in bodies))
+            assert answers == [fleet.expected[question] for question in asked]
+            if (await figures(fleet.urls["epd0"]))["steps_total"]:
+                break
         await Books(fleet.urls).check()
         assert (await figures(fleet.urls["epd0"]))["steps_total"] > 0
         assert not (await figures(fleet.urls["pd0"]))["tower_images_total"]

@@ -34,6 +34,6 @@ async def test_tokens_equal_generate_and_images_are_refused(kind: str, tmp_path:
             clip = {"type": "video_url", "video_url": {"url": "https://127.0.0.1/never-fetched.mp4"}}
             body = {"messages": [{"role": "user", "content": [clip]}]}
             no_video = await client.post("/v1/chat/completions", json=body)
-    assert no_video.json()["error"]["message"] == "the model 'tested' takes text alone; leave out the videos"
+    assert no_video.json()["error"]["message"] == "model 'tested' accepts no videos; it accepts text"
     assert refused.status_code == 400
-    assert refused.json()["error"]["message"] == "the model 'tested' takes text alone; leave out the images"
+    assert refused.json()["error"]["message"] == "model 'tested' accepts no images; it accepts text"

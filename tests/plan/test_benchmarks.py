@@ -55,5 +55,5 @@ def test_bounds_are_compared_for_every_load(side: int) -> None:
         ),
     ],
 )
-def test_tables_are_made_of_the_results_that_are_kept(rows: Callable[[], int]) -> None:
+def test_tables_come_from_committed_results(rows: Callable[[], int]) -> None:
     assert rows() > 2

@@ -64,7 +64,7 @@ def assert_lasts(judge: Evaluator, candidate: Candidate) -> None:
 
 
 @pytest.mark.parametrize("line", ["2E-PD", pytest.param("2(E-D)-P", marks=pytest.mark.slow)])
-def test_a_rate_that_is_reported_lasts(line: str) -> None:
+def test_a_reported_rate_is_sustained(line: str) -> None:
     """A run as short as the search's ends before queues that grow break the limits: 2E-PD had 33.0 of 25.6."""
     judge = judge_of(fleet(3), SHAREGPT_4O, Goal(ttft_s=2.0, tpot_s=0.05), count=2000, most=2000)
     assert_lasts(judge, one_of(line, 3))
@@ -81,7 +81,7 @@ def test_a_rate_that_is_reported_lasts(line: str) -> None:
     ],
 )
 @pytest.mark.parametrize("number", range(5))
-def test_plans_last(count: int, workload: str, goal: Goal, number: int) -> None:
+def test_searched_plans_are_sustained(count: int, workload: str, goal: Goal, number: int) -> None:
     judge = judge_of(fleet(count), workload, goal, count=2000, most=2000)
     plans = list(candidates(judge.fleet))
     assert_lasts(judge, plans[number * len(plans) // 5])
@@ -93,7 +93,7 @@ def job_of(number: int, sent_s: float, finish_s: float | None) -> Job:
 
 
 @given(st.integers(1, 100), st.floats(0.0, 0.5), st.integers(0, 100))
-def test_a_queue_that_grows_is_seen(num_under_way: int, growth: float, seed: int) -> None:
+def test_a_growing_queue_is_detected(num_under_way: int, growth: float, seed: int) -> None:
     """Requests a second apart; each takes as long as many others are there, and longer by a part of its number."""
     draw = random.Random(seed)
     jobs = [job_of(n, n + draw.random() / 2, n + 0.5 + num_under_way + growth * n) for n in range(600)]
@@ -107,7 +107,7 @@ def test_a_queue_that_grows_is_seen(num_under_way: int, growth: float, seed: int
 # ---------------------------------------------------------------------- the space of plans
 
 
-def test_trinfers_35_strategies() -> None:
+def test_triinfers_35_topologies() -> None:
     lines = three_methods(8)
     assert len(set(lines)) == len(lines) == 35
     for line in all_methods(5) + with_widths([], [2], 6):
@@ -152,7 +152,7 @@ def test_step_budgets_are_searched_on_request() -> None:
 def answered(judge: Evaluator, rate: float) -> Recommendation:
     plans = list(candidates(judge.fleet, fewer=True))
     return recommend(
-        judge, every(judge, list(candidates(judge.fleet))), rate=rate, enough=cheapest(judge, plans, rate)
+        judge, every(judge, list(candidates(judge.fleet))), rate=rate, sufficient=cheapest(judge, plans, rate)
     )
 
 
@@ -170,15 +170,15 @@ def test_one_device_serves_a_low_rate_and_none_serves_a_high_one() -> None:
     judge = judge_of(fleet(2), TEXT)
     result = answered(judge, 2.0)
     assert (result.chosen.candidate.line, result.chosen.cost) == ("EPD", 1)
-    assert result.answer[0].startswith("Your 2 requests/s fit: EPD lasts up to ")
+    assert result.answer[0].startswith("2 requests/s fit: EPD sustains ")
     assert parse_config(result.deployment).devices == ("npu:0",)
     assert cheapest(judge, list(candidates(judge.fleet, fewer=True)), 1000.0) is None
     result = answered(judge, 1000.0)
     devices = math.ceil(2 * 1000 / result.chosen.goodput)
-    assert result.answer[0].endswith(f"It takes about {devices} such devices.")
+    assert result.answer[0].endswith(f"About {devices} such devices are needed.")
 
 
-def test_the_cheapest_of_dear_and_cheap_devices() -> None:
+def test_the_cheapest_sufficient_devices_are_chosen() -> None:
     pools = (
         Pool(device="h200", kind="cuda", count=1, price=30000, shape=SHAPE),
         Pool(device="rtx-4090", kind="cuda", count=1, first=1, price=3000, shape=SHAPE),
@@ -187,12 +187,12 @@ def test_the_cheapest_of_dear_and_cheap_devices() -> None:
     result = answered(judge_of(mixed, SHAREGPT_4O, count=60), 2.0)
     assert result.chosen.cost == 3000 and result.chosen.candidate.devices(mixed)[0][1] == "cuda:1"
     assert "It costs 3,000 of 33,000." in result.answer
-    told = [one.told(mixed) for one in candidates(mixed)]
+    told = [one.describe(mixed) for one in candidates(mixed)]
     assert len(set(told)) == len(told), "each plan says what runs where"
     assert "EPD on h200, EPD on rtx-4090" in told
 
 
-def test_cheap_devices_encode_for_dear_ones() -> None:
+def test_cheap_devices_encode_for_expensive_ones() -> None:
     pools = (
         Pool(device="rtx-4090", kind="cuda", count=1, price=3000, shape=SHAPE),
         Pool(device="ascend-910b3", kind="npu", count=2, price=10000, shape=SHAPE),
@@ -226,7 +226,7 @@ def slow_cpu(threads: int) -> Profile:
     )
 
 
-def test_instances_on_cpus_have_cores_of_their_own() -> None:
+def test_instances_on_cpus_get_their_own_cores() -> None:
     pool = Pool(device="cpu", kind="cpu", count=2, price=1.0, shape=shape_of("qwen2-vl-7b"), measured=slow_cpu(3))
     workload = "synthetic,image_share=0,text_tokens=96,output_tokens=32"
     judge = judge_of(Fleet(model="demo", pools=(pool,)), workload, Goal(ttft_s=0.5, tpot_s=0.02), most=60)
@@ -237,7 +237,7 @@ def test_instances_on_cpus_have_cores_of_their_own() -> None:
     assert (config.instances.max_num_seqs, config.instances.max_num_batched_tokens) == (256, 2048)
 
 
-def test_a_model_that_does_not_fit_and_limits_that_are_none() -> None:
+def test_a_model_without_room_and_invalid_limits_are_refused() -> None:
     judge = judge_of(fleet(1, "qwen2.5-vl-72b"), TEXT, count=20)
     with pytest.raises(ValueError, match="no room for KV"):
         every(judge, list(candidates(judge.fleet)))
@@ -254,13 +254,13 @@ _CPU = "{device: cpu, count: 1, profile: cpu.json}"
     [
         ("pools: []", "pools"),
         ("model: qwen2-vl-7b\npools: [{device: abacus, count: 1}]", "abacus"),
-        ("model: [", "no YAML"),
-        (f"model: demo\npools: [{_CPU}, {_CPU}]", "two pools of kind cpu"),
+        ("model: [", "invalid YAML"),
+        (f"model: demo\npools: [{_CPU}, {_CPU}]", "two cpu pools"),
         (f"model: qwen2-vl-7b\npools: [{_CPU}]", "4 layers"),
-        ("model: demo\npools: [{device: h200, count: 1}, {device: a100, count: 1, price: 9}]", "has no price"),
+        ("model: demo\npools: [{device: h200, count: 1}, {device: a100, count: 1, price: 9}]", "lacks a price"),
     ],
 )
-def test_devices_that_cannot_be_read(tmp_path: Path, text: str, message: str) -> None:
+def test_invalid_devices_are_refused(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "devices.yaml"
     (tmp_path / "cpu.json").write_bytes(msgspec.structs.replace(slow_cpu(1), num_layers=4).to_json())
     file.write_text(text)
@@ -293,10 +293,10 @@ def test_the_command_writes_a_deployment(tmp_path: Path) -> None:
     assert figures["deployment"] == plan.read_text()
     assert figures["goodput"] > 4 and figures["bottleneck"] in "EPD" and figures["recommended"] == "EPD"
     screen = CliRunner().invoke(app, [*command, "-o", str(plan)])
-    assert "Your 4 requests/s fit: EPD lasts up to" in " ".join(screen.output.split())
+    assert "4 requests/s fit: EPD sustains" in " ".join(screen.output.split())
     for option, message in (
         (["--order", "lifo"], "fcfs, sjf, slack"),
-        (["-o", "/none/plan.yaml"], "no directory"),
+        (["-o", "/none/plan.yaml"], "does not exist"),
     ):
         wrong = CliRunner().invoke(app, [*command, *option])
         assert isinstance(wrong.exception, ValueError) and message in str(wrong.exception)

@@ -79,7 +79,7 @@ def test_each_number_of_decodes_is_fitted_by_itself() -> None:
     assert falling.step_s(1, 1, 0) == lines[2].base_s and falling.step_s(64, 64, 0) == 0.009
 
 
-def test_a_profile_says_what_is_wrong_with_it(tmp_path: Path) -> None:
+def test_an_invalid_profile_is_explained(tmp_path: Path) -> None:
     analytic = analytic_profile(shape_of("llava-1.5-7b"), DEVICE_SPECS["a100"])
     file = tmp_path / "profile.json"
     file.write_bytes(analytic.to_json())

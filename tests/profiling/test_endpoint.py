@@ -107,7 +107,7 @@ def test_options_that_a_server_decides_are_refused(tmp_path: Path) -> None:
 
 
 async def test_another_server_is_refused() -> None:
-    with pytest.raises(ValueError, match="/metrics says nothing of vllm:cache_config_info"):
+    with pytest.raises(ValueError, match="/metrics lacks vllm:cache_config_info"):
         await profiled(timed(metrics="up 1\n"))
     with pytest.raises(ValueError, match=r"--endpoint http://127\.0\.0\.1:9: /v1/models: .*refused"):
         profile_endpoint("http://127.0.0.1:9", "qwen2.5-vl-7b", "h100")

@@ -43,7 +43,7 @@ async def test_operators_see_instances_and_requests_with_their_own_key(start, ki
         assert response.status == 404 and (await response.json())["error"]["type"] == "invalid_request_error"
 
 
-async def test_what_autoscale_asks_and_says(start):
+async def test_autoscale_reads_load_and_reports_decisions(start):
     gateway = await start(
         "e0:E", "p0:P", "d0:D", admin=admin_plane(), slo={"ttft_ms": 9, "tpot_ms": 9}, elastic={}
     )

@@ -84,12 +84,12 @@ def test_the_limit_of_a_key_counts_choices():
     holder = Holder("a", KeyLimits(max_concurrent=4))
     holder.enter()
     with pytest.raises(InvalidRequest) as too_many:
-        holder.widen(5)
+        holder.count_choices(5)
     assert too_many.value.param == "n"
-    holder.widen(3)
+    holder.count_choices(3)
     holder.enter()
     with pytest.raises(Overloaded) as refused:
-        holder.widen(2)
+        holder.count_choices(2)
     assert refused.value.code == "rate_limit_exceeded"
     with pytest.raises(Overloaded):
         holder.enter()

@@ -106,7 +106,7 @@ async def test_the_queue_goes_by_priority_and_is_bounded(start, kit):
     )
 
 
-async def test_who_waits_too_long_is_told_to_come_back(start, kit):
+async def test_a_long_wait_ends_with_retry_after(start, kit):
     gateway = await start("pd0:PD", max_in_flight=1, queue_timeout_s=0.1)
     gateway["pd0"].scripts["/stage/prefill"] = lambda _: [kit.FOREVER]
     first = asyncio.create_task(gateway.answer({"prompt": "first"}, "/v1/completions"))

@@ -41,7 +41,7 @@ async def test_an_instance_with_both_stages_decodes_itself(start, kit, stream):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_when_p_ends_the_answer_d_is_told_to_forget_it(start, kit, stream):
+async def test_d_is_cancelled_when_p_ends_the_answer(start, kit, stream):
     gateway = await start("p0:P", "d0:D")
     body = [kit.FIRST, kit.DONE] if stream else [kit.WHOLE]
     gateway["p0"].scripts["/stage/prefill"] = lambda _: [0.05, kit.NONE, *body]

@@ -105,7 +105,7 @@ async def test_too_many_bytes_are_refused_before_they_are_decoded(start, kit):
     assert (status, error["param"]) == (413, IMAGE_PARAM)
 
 
-async def test_a_request_has_so_many_images_at_most(start, kit):
+async def test_the_number_of_images_is_limited(start, kit):
     gateway = await start("pd0:PD", media={"max_items": 2})
     picture = kit.data_url(kit.picture())
     assert await gateway.answer(kit.chat(picture, picture)) == (200, kit.WHOLE)
@@ -114,7 +114,7 @@ async def test_a_request_has_so_many_images_at_most(start, kit):
     assert "at most 2" in error["message"]
 
 
-async def test_the_images_of_a_request_have_so_many_pixels_at_most(start, kit):
+async def test_the_pixels_of_all_images_are_limited(start, kit):
     gateway = await start("pd0:PD", media={"max_pixels": 24})
     for kind in ("PNG", "WEBP"):
         picture = kit.data_url(kit.picture(6, 4, kind=kind))

@@ -119,7 +119,7 @@ async def counted(gateway):
     return shown["prompt_tokens"], shown["tokens"]
 
 
-async def test_tokens_that_come_in_no_frames_are_those_that_the_answer_tells(start, kit):
+async def test_tokens_of_unframed_answers_come_from_usage(start, kit):
     """P gives an empty answer in frames, as vLLM's does."""
     gateway = await start("p0:P", "d0:D")
     usage = b'data: {"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":3,"total_tokens":8}}\n\n'

@@ -77,7 +77,7 @@ async def test_a_stream_leaves_a_stopped_instance(start, kit):
 
 
 @pytest.mark.parametrize("reporting", [True, False])
-async def test_a_stream_goes_on_at_the_only_instance_when_that_answers_again(start, kit, reporting):
+async def test_a_stream_continues_when_the_only_instance_returns(start, kit, reporting):
     """The same process: it was stopped, and nothing that failed before speaks against it."""
     gateway = await start("a0:EPD", probe_timeout_s=0.3, reporting=reporting)
     gateway["a0"].scripts["/stage/prefill"] = lambda message: (

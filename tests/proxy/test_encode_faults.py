@@ -54,7 +54,7 @@ async def test_encoders_that_are_too_busy_are_not_relieved_by_p(start, kit, both
     await gateway.settle()
 
 
-async def test_an_image_that_nobody_can_encode_is_a_502(start, kit):
+async def test_an_image_that_no_instance_can_encode_is_a_502(start, kit):
     gateway = await start("e0:E", "p0:P", "d0:D")
     await gateway.answer(kit.chat())  # what follows is sent at once, not when there is a connection
     for name in ("e0", "p0"):

@@ -125,7 +125,7 @@ def _send_body(url: str, head: bytes, num_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("begin", [b"", b"GET /health HTTP/1.1\r\nx: ", OPENING[:5], OPENING + b"\x10"])
-async def test_who_sends_its_head_slowly_is_cut_off(monkeypatch: pytest.MonkeyPatch, begin: bytes) -> None:
+async def test_slow_request_heads_are_cut_off(monkeypatch: pytest.MonkeyPatch, begin: bytes) -> None:
     monkeypatch.setattr("epd_serve.rpc.bounded.HEADER_S", 0.3)
     async with instance(KEY) as url:
         parts = urlsplit(url)

@@ -240,7 +240,7 @@ async def test_p_that_breaks_off_because_d_is_gone_is_not_blamed(start, kit, str
     await gateway.settle()
 
 
-async def test_why_p_gave_up_comes_from_d(start, kit):
+async def test_ps_failure_is_explained_by_d(start, kit):
     gateway = await start("p0:P", "d0:D", restart="never")
     gateway["p0"].scripts["/stage/prefill"] = lambda _: [kit.DECODE, 0.1, kit.DIE]
     gateway["d0"].scripts["/stage/decode"] = lambda _: [

@@ -172,7 +172,7 @@ async def test_path_and_query_are_sent_as_they_came(site, path, sent):
         assert await fetch.fetch(f"http://127.0.0.1:{port}/signed/\rhost: x") == b"/signed/%0Dhost:%20x"
 
 
-async def test_a_url_that_many_ask_for_at_once_is_fetched_once(site):
+async def test_concurrent_requests_fetch_a_url_once(site):
     port, hits = site
     url = f"http://127.0.0.1:{port}/image"
     async with fetcher() as fetch:
@@ -233,7 +233,7 @@ async def test_limits_of_size_and_time(site):
 async def test_compressed_answers_are_not_unpacked(site):
     port, _ = site
     async with fetcher(max_bytes=100_000_000) as fetch:
-        with pytest.raises(InvalidRequest, match="sent it compressed"):
+        with pytest.raises(InvalidRequest, match="compressed it despite"):
             await fetch.fetch(f"http://127.0.0.1:{port}/compressed")
 
 
@@ -244,8 +244,8 @@ async def test_only_allowed_domains_are_asked_redirects_included(site):
         assert await fetch.fetch(f"http://127.0.0.1:{port}/image") == b"picture"
         hits.clear()
         for url, words in (
-            (f"http://localhost:{port}/image", "may not be fetched from localhost; allowed are 127"),
-            (f"http://127.0.0.1.evil.test:{port}/image", "may not be fetched from"),
+            (f"http://localhost:{port}/image", "fetching from localhost is not allowed; allowed: 127"),
+            (f"http://127.0.0.1.evil.test:{port}/image", "fetching from 127.*is not allowed"),
             (f"http://example.com:{port}/image", r"from example\.com"),
             (f"http://badexample.com:{port}/image", r"from badexample\.com"),
             (f"http://evil.test\\@127.0.0.1:{port}/image", "the media URL"),
@@ -253,7 +253,7 @@ async def test_only_allowed_domains_are_asked_redirects_included(site):
             with pytest.raises(InvalidRequest, match=words):
                 await fetch.fetch(url)
         assert hits == []
-        with pytest.raises(InvalidRequest, match="redirects to a place that is not allowed"):
+        with pytest.raises(InvalidRequest, match="redirects to a forbidden address"):
             await fetch.fetch(f"http://127.0.0.1:{port}/away?to=http://localhost:{port}/image")
         assert len(hits) == 1
         with pytest.raises(InvalidRequest, match="cannot be fetched"):  # allowed, and not there
@@ -263,10 +263,10 @@ async def test_only_allowed_domains_are_asked_redirects_included(site):
 @pytest.mark.parametrize(
     ("target", "words"),
     [
-        ("data:image/png;base64,AAAA", "redirects to a place that is not allowed"),
-        ("file:///etc/passwd", "redirects to a place that is not allowed"),
-        ("http://user:pass@127.0.0.1/x", "redirects to a place that is not allowed"),
-        ("http://127.0.0.1:99999/x", "redirects to a place that is not allowed"),
+        ("data:image/png;base64,AAAA", "redirects to a forbidden address"),
+        ("file:///etc/passwd", "redirects to a forbidden address"),
+        ("http://user:pass@127.0.0.1/x", "redirects to a forbidden address"),
+        ("http://127.0.0.1:99999/x", "redirects to a forbidden address"),
         ("/image", ""),
     ],
 )
@@ -304,7 +304,7 @@ async def test_a_refused_address_is_never_connected_to_however_it_is_spelt(site,
     assert hits == []
 
 
-async def test_the_inner_network_cannot_be_looked_around_in(site, choosy):
+async def test_the_internal_network_cannot_be_explored(site, choosy):
     """Refused, unknown, silent, no HTTP: one answer, and nothing of what a server sent."""
     port, _ = site
 
@@ -341,7 +341,7 @@ async def test_the_inner_network_cannot_be_looked_around_in(site, choosy):
         one.close()
 
 
-async def test_what_a_name_resolves_to_is_what_is_checked(site, choosy, monkeypatch):
+async def test_the_resolved_address_is_checked(site, choosy, monkeypatch):
     """A name that changes its address between check and use (DNS rebinding) gains nothing."""
     port, hits = site
     answers = iter(["127.0.0.1", "127.0.0.2"])
@@ -353,7 +353,7 @@ async def test_what_a_name_resolves_to_is_what_is_checked(site, choosy, monkeypa
     async with choosy() as fetch:
         assert await fetch.fetch(f"http://rebinding.example:{port}/image") == b"picture"
     async with choosy() as fetch:
-        with pytest.raises(InvalidRequest, match="a server that this gateway may reach"):
+        with pytest.raises(InvalidRequest, match="must be reachable for this gateway"):
             await fetch.fetch(f"http://rebinding.example:{port}/image")
     assert len(hits) == 1
 

@@ -34,9 +34,9 @@ class Members:
     def join(self, name: str, url: str, role: str | None = None) -> None:
         self.here.add(name)
 
-    def leave(self, name: str, *, said_so: bool = True) -> None:
+    def leave(self, name: str, *, finishes_requests: bool = True) -> None:
         self.here.remove(name)
-        if not said_so:
+        if not finishes_requests:
             self.left_silently.append(name)
 
 
@@ -69,7 +69,7 @@ def test_a_lease_ends_unless_it_is_renewed() -> None:
     assert members.left_silently == ["d7"], "the second one has said it"
 
 
-def test_of_two_with_one_name_the_newer_stays() -> None:
+def test_the_newer_of_two_instances_with_one_name_stays() -> None:
     members = Members()
     leases = Leases(members)  # type: ignore[arg-type]
     leases.join("d7", "http://a:1", 10, incarnation=2)
@@ -108,7 +108,7 @@ async def test_an_instance_joins_serves_and_leaves(
     assert await shown() == {"a0", "late"}
     monkeypatch.setattr("epd_serve.rpc.joining.time", SimpleNamespace(time_ns=lambda: 1))
     twin = asyncio.create_task(keep_lease(url, "late", gateway["a0"].url, key))
-    await gateway.until(lambda: "has joined; take another name" in caplog.text)
+    await gateway.until(lambda: "has joined; choose another name" in caplog.text)
     twin.cancel()
     await asyncio.gather(twin, return_exceptions=True)
     assert gateway.table.get("late") is not None, "one that was refused takes nobody out"
@@ -118,7 +118,7 @@ async def test_an_instance_joins_serves_and_leaves(
     assert await shown() == {"a0"}, "who has left has no state"
     for body, headers, status, message in (
         ({"name": "x0", "url": spare}, {}, 401, "key"),
-        ({"name": "a0", "url": spare}, key, 409, "of its own"),
+        ({"name": "a0", "url": spare}, key, 409, "already has an instance"),
         ({"name": "x0", "url": "nowhere"}, key, 400, "url"),
         ({"name": "x0", "url": spare, "lease_s": 0}, key, 400, "lease_s"),
         ({"name": "x0", "url": "http://127.0.0.1:99999"}, key, 400, "cannot join"),
@@ -141,7 +141,7 @@ async def linked(fake: Any, key: str) -> AsyncIterator[str]:
         yield url
 
 
-async def test_who_joins_needs_a_secret(start: Any, kit: Any, caplog: pytest.LogCaptureFixture) -> None:
+async def test_joining_needs_a_secret(start: Any, kit: Any, caplog: pytest.LogCaptureFixture) -> None:
     gateway = await start("a0:EPD", "stranger:EPD", admin=admin_plane())
     gateway.become([("a0", gateway["a0"].url)])
     url = gateway.app.state.admin_url
@@ -222,7 +222,7 @@ async def test_an_instance_joins_over_tls_and_a_plain_url_is_refused(
     assert url.startswith("https://")
     admin = AdminClient(url, key)
     assert (await admin.ask("GET", "/instances"))["instances"] == []
-    with pytest.raises(AdminRefused, match="is plain, and this deployment has tls"):
+    with pytest.raises(AdminRefused, match="is not https; this deployment uses tls"):
         await admin.ask("POST", "/instances", {"name": "x0", "url": "http://127.0.0.1:9", "role": "EPD"})
     joining = asyncio.create_task(join_all([url], "late", "https://127.0.0.1:9", key, role="EPD", tls=tls))
     await gateway.until(lambda: gateway.table.get("late") is not None)

@@ -68,7 +68,7 @@ def test_gateways_share_a_port_where_all_of_them_say_so():
             gateway.communicate()
 
 
-def test_a_gateway_of_which_a_part_fails_ends_so_that_it_is_started_again():
+def test_a_failed_background_task_ends_the_gateway():
     code = """
 import asyncio
 from epd_serve.config import parse_config
@@ -84,14 +84,14 @@ raise SystemExit(run_gateway(parse_config(""), [("epd0", "http://127.0.0.1:1")],
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 1, done.stderr
-    assert "CRITICAL a part of the gateway has ended" in done.stderr and "no more leases" in done.stderr
+    assert "CRITICAL a background task failed" in done.stderr and "no more leases" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("host", "loopback"),
     [("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("::", False), ("gpu7", False)],
 )
-def test_private_media_are_allowed_only_to_a_gateway_that_nobody_else_reaches(host, loopback):
+def test_private_media_are_allowed_only_for_a_local_gateway(host, loopback):
     assert is_loopback(host) is loopback
     assert GatewaySettings.of(parse_config(""), host).allow_private is loopback
     # Who has a key comes from elsewhere, by a reverse proxy.

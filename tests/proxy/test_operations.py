@@ -27,7 +27,7 @@ async def test_a_drained_instance_finishes_what_it_has(start, kit):
     assert answers == [(200, kit.WHOLE)] * 8
     assert len(gateway["a0"].calls) == before > 0
     status, state = await order("a9/drain")
-    assert status == 404 and "there are: a0, a1" in state["error"]["message"]
+    assert status == 404 and "known: a0, a1" in state["error"]["message"]
     await order("a1/drain")
     assert (await gateway.error(kit.chat()))[0] == 503
     assert (await order("a0/undrain"))[1]["draining"] is False

@@ -87,7 +87,7 @@ async def test_at_the_port_of_a_crashed_instance(start: Any, kit: Any, target: s
         assert len(relay.heard) < 200 * relay.heard.count(OPENING) and b"/stage" not in relay.heard
 
 
-async def test_joining_passes_through_nobody(start: Any) -> None:
+async def test_joining_is_not_relayed(start: Any) -> None:
     """Who joins proves nothing to an instance, nor to the admin plane at another address."""
     first = await start("good:EPD")
     gateway = await start(admin=admin_plane(key="secret"), cluster_key=KEY)

@@ -70,7 +70,7 @@ async def test_prompts_with_one_beginning_go_to_one_place(start, kit):
     assert counts == [0, 0, 6]
 
 
-async def test_what_a_lost_instance_reported_is_over(start, kit):
+async def test_reports_of_a_lost_instance_are_dropped(start, kit):
     """Nobody sees sequences run where nothing runs any more."""
     gateway = await start("p0:P", "d0:D", reporting=True)
     reporting(gateway, "d0", num_running=3)

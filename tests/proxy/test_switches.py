@@ -28,11 +28,11 @@ async def ordered(gateway: Any, name: str, **body: Any) -> tuple[int, dict[str, 
 
 async def test_orders_that_cannot_be_are_refused_by_name(gateway: Any) -> None:
     for name, body, status, message in (
-        ("x9", {"role": "D"}, 404, "there are: p0, p1, d0"),
+        ("x9", {"role": "D"}, 404, "known: p0, p1, d0"),
         ("p0", {"role": "Q"}, 400, "no stage"),
         ("p0", {}, 400, "role"),
         ("p0", {"role": "D", "deadline_s": -1}, 400, "deadline_s"),
-        ("d0", {"role": "P"}, 409, "the only one that is ready for stage D"),
+        ("d0", {"role": "P"}, 409, "the only ready one for stage D"),
     ):
         answer = await ordered(gateway, name, **body)
         assert answer[0] == status and message in answer[1]["error"]["message"], answer
@@ -50,7 +50,7 @@ async def test_a_new_epoch_is_asked_about_before_it_gets_work(gateway: Any) -> N
     assert str(gateway.table["p1"].role) == "D" and gateway.table["p1"].info.epoch == 1
 
 
-async def test_a_planned_departure_counts_against_nobody(gateway: Any, kit: Any) -> None:
+async def test_a_planned_departure_is_not_a_failure(gateway: Any, kit: Any) -> None:
     refused: list[int] = []
 
     def leaves(message: Any) -> Any:
@@ -93,7 +93,7 @@ async def test_d_that_leaves_while_p_hands_over_to_it_is_not_taken_for_p(
 
 
 @pytest.mark.parametrize("first", ["p0", "d0"])
-async def test_d_that_leaves_while_p_asks_it_for_room_is_what_counts(start: Any, kit: Any, first: str) -> None:
+async def test_d_leaving_during_ps_reservation_is_the_reported_cause(start: Any, kit: Any, first: str) -> None:
     """P alone serves its stage: blamed for what D has done, it would leave the request nowhere to go."""
     gateway = await start("p0:P", "d0:D", "d1:D", reporting=True)
 
@@ -125,7 +125,7 @@ def held_back(gateway: Any, name: str) -> tuple[asyncio.Event, list[str]]:
     return go_on, came
 
 
-async def test_what_the_operator_drains_during_a_switch_stays_drained(gateway: Any) -> None:
+async def test_an_operators_drain_survives_a_switch(gateway: Any) -> None:
     go_on, came = held_back(gateway, "p1")
     record, admin = gateway.table["p1"], f"{gateway.app.state.admin_url}/admin/instances/p1"
     ordering = asyncio.create_task(ordered(gateway, "p1", role="D"))

@@ -84,7 +84,7 @@ async def test_an_unread_answer_is_not_followed_by_another(start, kit, connect):
     assert answer.count(b"HTTP/1.1 ") == 1 and answer.endswith(whole)
 
 
-async def test_a_late_reader_is_told_why_its_stream_broke_off(start, kit, connect):
+async def test_a_late_reader_receives_the_error_of_its_stream(start, kit, connect):
     gateway = await start("pd0:PD", request_timeout_s=0.5)
     event = b"data: " + b"x" * 60_000 + b"\n\n"
     gateway["pd0"].scripts["/stage/prefill"] = lambda message: [kit.NONE, *[event] * 50, kit.FOREVER]
@@ -96,7 +96,7 @@ async def test_a_late_reader_is_told_why_its_stream_broke_off(start, kit, connec
 
 
 @pytest.mark.parametrize("end", ["die", "forever"])
-async def test_what_fails_behind_the_end_of_a_stream_changes_nothing(start, kit, end):
+async def test_failures_after_the_end_of_a_stream_are_ignored(start, kit, end):
     gateway = await start("pd0:PD", "pd1:PD", request_timeout_s=2.0)
     for fake in gateway.fakes.values():
         fake.scripts["/stage/prefill"] = lambda message: [
@@ -112,7 +112,7 @@ async def test_what_fails_behind_the_end_of_a_stream_changes_nothing(start, kit,
     assert is_empty(gateway)
 
 
-async def test_tokens_of_several_choices_are_none_to_go_on_from(start, kit):
+async def test_several_choices_cannot_continue_from_tokens(start, kit):
     """A token whose text is held back begins no answer: the next attempt begins anew."""
     gateway = await start("pd0:PD", "pd1:PD", "pd2:PD")
     asked = []

@@ -81,7 +81,7 @@ def test_every_request_ends_under_pressure(deployed: Deploy, data: st.DataObject
         assert is_whole if not job.failure else "blocks" in job.failure, "or it fits in no pool"
 
 
-def test_a_request_alone_takes_what_its_stages_take(deployed: Deploy, ascend: Profile) -> None:
+def test_a_single_request_takes_the_sum_of_its_stages(deployed: Deploy, ascend: Profile) -> None:
     first_s, rest_s = one_job(deployed("EPD"))
     encode_s, prefill_s = ascend.encode_s([784 * 500]), ascend.step_s(512, 1, 0, 512**2)
     assert first_s == pytest.approx(1.0 + encode_s + prefill_s)
@@ -144,7 +144,7 @@ def test_an_image_seen_before_is_not_encoded_again(deployed: Deploy) -> None:
     assert simulate(deployed("2E-P-D"), requests).encoded == 80
 
 
-def test_like_stages_on_one_device_slow_each_other_down(deployed: Deploy) -> None:
+def test_equal_stages_on_one_device_slow_each_other_down(deployed: Deploy) -> None:
     requests = load(SHAREGPT_4O, 100, 14.0)
     assert ttft_s(simulate(deployed("E-P-D"), requests)) < ttft_s(simulate(deployed("(E-P)-D"), requests))
 
@@ -165,7 +165,7 @@ def test_no_torch_and_no_clock() -> None:
     subprocess.run([sys.executable, "-c", check], check=True)
 
 
-def test_a_recurrent_state_takes_room_of_each_sequence(ascend: Profile) -> None:
+def test_each_sequence_needs_room_for_its_recurrent_state(ascend: Profile) -> None:
     """Where the pool has blocks for the states of three, three run at a time."""
     recurrent = msgspec.structs.replace(ascend, state_bytes=100 * 16 * ascend.kv_token_bytes)
 

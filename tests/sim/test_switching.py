@@ -37,7 +37,7 @@ class Scripted(Controller):
 
 @settings(max_examples=12, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 7), st.sampled_from(["E", "P", "D", "EP", "PD", "EPD"])), max_size=12))
-def test_nothing_is_lost_by_any_switches(orders: list[tuple[int, str]]) -> None:
+def test_switches_lose_no_request(orders: list[tuple[int, str]]) -> None:
     switching = Switching(Scripted(orders), interval_s=0.1, num_blocks=1 << 12)
     outcome = run(START, requests(60, 6.0, factor=2), switching)
     check_books(outcome)

@@ -37,7 +37,7 @@ def test_a_mooncake_trace_keeps_its_prefixes(tmp_path: Path) -> None:
     assert len(read_requests(source, count=1)) == 1
 
 
-def test_the_gateways_history(tmp_path: Path) -> None:
+def test_an_access_log_becomes_requests(tmp_path: Path) -> None:
     line = {
         "time": "2026-01-02T03:04:05.500Z",
         "request_id": "r1",
@@ -90,6 +90,6 @@ def test_a_file_of_requests_is_read_for_its_sizes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", [{"x": 1}, {"timestamp": "soon", "input_length": 1, "output_length": 1}])
-def test_a_wrong_line_is_named(tmp_path: Path, line: object) -> None:
+def test_an_invalid_line_is_named(tmp_path: Path, line: object) -> None:
     with pytest.raises(ValueError, match=r"trace.jsonl:1: "):
         read_requests(written(tmp_path / "trace.jsonl", line))

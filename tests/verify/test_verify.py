@@ -58,25 +58,25 @@ async def test_a_right_server_gives_no_alarm_and_a_whole_report(tmp_path: Path) 
     ("call", "message"),
     [
         (lambda: chosen(["speed"]), "no suite speed"),
-        (lambda: chosen([], ["api"]), "no check api, but --suite api"),
+        (lambda: chosen([], ["api"]), "no check api; did you mean --suite api"),
         (lambda: chosen([], ["api.none"]), "no check api.none"),
         (lambda: admin_commands(["kill-X=a"]), "should look like kill-E"),
         (lambda: admin_commands(["up:me"]), "should look like up:1234"),
     ],
 )
-def test_what_is_mistyped_is_named(call: Callable[[], Any], message: str) -> None:
+def test_a_typing_error_is_named(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
 
 
-def test_all_checks_are_chosen_where_none_is_named() -> None:
+def test_all_checks_are_chosen_by_default() -> None:
     assert {one.name for one in chosen(())} == set(CHECKS)
 
 
 @pytest.mark.parametrize(
     ("status", "body", "message"),
     [
-        (0, "", r"nothing answers at http://127\.0\.0\.1:\d+ \(.*\); name a server that runs"),
+        (0, "", r"no server answers at http://127\.0\.0\.1:\d+ \("),
         (404, "<p>\n not here", "/v1/models answered 404: <p> not here$"),
         (200, "<html>", "/v1/models lists no model; name one with --model, or another server"),
         (200, '{"data": []}', "/v1/models lists no model"),

@@ -112,7 +112,7 @@ def test_a_request_waits_until_its_feature_is_here(peers: Peers) -> None:
     peers.announced.check_integrity()
 
 
-def test_what_is_withdrawn_is_not_waited_for_by_that_request_alone(peers: Peers) -> None:
+def test_only_the_withdrawn_request_stops_waiting(peers: Peers) -> None:
     peers.announced.withdraw("r", "a")
     assert peers.announced.is_settled("engine-r", "r", "a")
     assert not peers.announced.hold("engine-r", "a")
@@ -135,7 +135,7 @@ def test_a_feature_larger_than_the_cache_is_encoded_here(now: list[float]) -> No
     assert peers.announced.is_settled("engine-r", "r", "a")
 
 
-def test_what_is_here_already_stays_for_the_request_that_it_was_announced_for(peers: Peers) -> None:
+def test_a_present_feature_is_kept_for_its_announced_request(peers: Peers) -> None:
     peers.announce("a", bytes(400))
     assert peers.announced.hold("engine-r", "a")
     peers.announced.forget("engine-r")
@@ -147,7 +147,7 @@ def test_what_is_here_already_stays_for_the_request_that_it_was_announced_for(pe
     peers.announced.check_integrity()
 
 
-def test_who_waits_for_features_wakes_up_with_them(peers: Peers) -> None:
+def test_waiting_ends_when_a_feature_arrives(peers: Peers) -> None:
     """So that vLLM need not step again and again for nothing."""
     for arrive in (
         lambda: peers.announce("a"),

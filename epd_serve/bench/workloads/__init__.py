@@ -1,4 +1,4 @@
-"""Sources of the requests of ``epd-serve bench``."""
+"""Sources of requests for ``epd-serve bench``."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from epd_serve.bench.workloads.trace import Trace
 
 __all__ = ["load_workload"]
 
-_OF_FILES: dict[str, Callable[[Path, Options], Workload]] = {"custom": Custom, "trace": Trace}
+_FROM_FILE: dict[str, Callable[[Path, Options], Workload]] = {"custom": Custom, "trace": Trace}
 
 
 def load_workload(spec: str, draw_picture: Callable[[Size, Random], Media] | None = None) -> Workload:
-    """Return the workload written as ``NAME[:FILE][,KEY=VALUE...]``, as in ``synthetic,images=2,turns=1..4``.
+    """Return the workload written as ``NAME[:FILE][,KEY=VALUE...]``, such as ``synthetic,images=2,turns=1..4``.
 
     Args:
-        draw_picture: makes the pictures of drawn sizes, in place of noise that takes long to make.
+        draw_picture: replaces the generator of pictures, which is slow.
 
-    Raises ValueError for a name or a setting that does not exist, and for a file that is not what it should be.
+    Raises ValueError for an unknown name or setting, and for an invalid file.
     """
     name, file, options = split_spec(spec)
     if name in PRESETS:
         if file is not None:
             raise ValueError(f"workload {name} reads no file; write {name},KEY=VALUE for its settings")
         return Synthetic(name, options, draw_picture)
-    if name not in _OF_FILES:
-        raise ValueError(f"there is no workload {name!r}; known: {', '.join((*PRESETS, *_OF_FILES))}")
+    if name not in _FROM_FILE:
+        raise ValueError(f"unknown workload {name!r}; known: {', '.join((*PRESETS, *_FROM_FILE))}")
     if file is None:
         raise ValueError(f"workload {name} needs a file; write {name}:FILE.jsonl")
-    return _OF_FILES[name](file, options)
+    return _FROM_FILE[name](file, options)

@@ -1,4 +1,4 @@
-"""The notation of a workload, ``NAME[:FILE][,KEY=VALUE...]``, and reading its file line by line."""
+"""Parse a workload's notation, ``NAME[:FILE][,KEY=VALUE...]``, and read its file line by line."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _KEY = re.compile(r",([a-z_]+)=")
 
 @dataclass(slots=True)
 class Options:
-    """The settings of one workload; each is to be taken once, then none may be left."""
+    """The settings of one workload: take each, then check that none is left."""
 
     values: Mapping[str, str]
     _known: list[str] = field(default_factory=list)
 
     def take(self, key: str, parse: Callable[[str], Value], default: str) -> Value:
-        """Raises ValueError that names the key where its value is not understood."""
+        """Return a parsed setting. Raises ValueError that names the key of an invalid value."""
         self._known.append(key)
         try:
             return parse(self.values.get(key, default))
@@ -32,13 +32,13 @@ class Options:
             raise ValueError(f"{key}: {error}") from None
 
     def check(self, workload: str) -> None:
-        """Raises ValueError for keys that were not taken."""
+        """Raise ValueError for keys that were not taken."""
         if unknown := [key for key in self.values if key not in self._known]:
             raise ValueError(f"workload {workload} has no setting {unknown[0]!r}; known: {', '.join(self._known)}")
 
 
 def split_spec(spec: str) -> tuple[str, Path | None, Options]:
-    """Return (name, file, settings). A comma belongs to the file's name unless KEY= follows."""
+    """Return (name, file, settings). A comma is part of the file name unless KEY= follows."""
     start, *rest = _KEY.split(spec)
     name, colon, file = start.partition(":")
     if colon and not file:
@@ -55,19 +55,19 @@ def parse_number(text: str) -> float:
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise ValueError(f"{text!r} is no number")
+        raise ValueError(f"{text!r} is not a number")
     return value
 
 
 def parse_share(text: str) -> float:
     if not 0 <= (value := parse_number(text)) <= 1:
-        raise ValueError(f"{text!r} is no share; write a number from 0 to 1")
+        raise ValueError(f"{text!r} is not a share; write a number from 0 to 1")
     return value
 
 
 def parse_factor(text: str) -> float:
     if (value := parse_number(text)) <= 0:
-        raise ValueError(f"{text!r} is no factor; write a number above 0")
+        raise ValueError(f"{text!r} is not a factor; write a number above 0")
     return value
 
 
@@ -78,16 +78,16 @@ def parse_switch(text: str) -> bool:
 
 
 def parse_count(text: str) -> int | None:
-    """Read a number of requests; None for "", all."""
+    """Read a number of requests; "" stands for all and returns None."""
     if not text:
         return None
     if not (text.isascii() and text.isdigit()) or not int(text):
-        raise ValueError(f"{text!r} is no count; write a whole number from 1 on")
+        raise ValueError(f"{text!r} is not a count; write a whole number above 0")
     return int(text)
 
 
 def read_lines(path: Path, parse: Callable[[int, dict[str, Any]], Value]) -> list[Value]:
-    """Return what ``parse`` makes of (number of the line, its object); empty lines are passed over.
+    """Call ``parse`` with the number and the object of each non-empty line; return the results.
 
     Raises ValueError with the file and the line of a fault.
     """
@@ -103,12 +103,12 @@ def read_lines(path: Path, parse: Callable[[int, dict[str, Any]], Value]) -> lis
             except (ValueError, msgspec.MsgspecError) as error:
                 raise ValueError(f"{path}:{number}: {error}") from None
     if not found:
-        raise ValueError(f"{path}: holds no requests; write one JSON object a line")
+        raise ValueError(f"{path} contains no requests; write one JSON object per line")
     return found
 
 
 def check_keys(line: Mapping[str, Any], known: Collection[str]) -> None:
-    """Raises ValueError for a key that looks misspelt; datasets have other keys, which are ignored."""
+    """Raise ValueError for a key that looks misspelt; further keys of datasets are ignored."""
     for key in line:
         if key not in known and (alike := difflib.get_close_matches(key, known, n=1, cutoff=0.8)):
             raise ValueError(f"unknown key {key!r}; did you mean {alike[0]!r}?")

@@ -1,13 +1,12 @@
-"""Requests drawn from distributions: the workloads of the paper (003 section 4.1), and any other mix.
+"""Requests drawn from distributions: the workloads of EPD-Serve (section 4.1) and any other mix.
 
 The paper gives means, not distributions. ``sharegpt4o-like``: 802×652 pixels and 9.6 text tokens on average, both
-lognormal. ``visualwebinstruct-like``: every second request has an image, of 1280×720 pixels; 63.1 text tokens on
-average. 64 output tokens each, and 512 requests.
+lognormal. ``visualwebinstruct-like``: every second request has an image of 1280×720 pixels; 63.1 text tokens on
+average. Both: 64 output tokens, 512 requests.
 
-A picture of one colour, or with the shapes of a test, makes a JPEG of a few kilobytes: decoding, hashing and the
-way to the server are then nearly free. These are sums of noise whose contrast falls with its frequency, as it does
-in photographs, luminance finer than colour: 1.3 to 2.5 bits a pixel at quality 85, 10 ms of one core for 0.5
-megapixels.
+A plain picture makes a JPEG of a few kilobytes, which costs almost nothing to decode, hash and send. These
+pictures are noise whose contrast falls with frequency, as in photographs, with finer luminance than colour: 1.3 to
+2.5 bits per pixel at quality 85, made in 10 ms of one core for 0.5 megapixels.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ from epd_serve.bench.types import Item, Media, Message, Part
 from epd_serve.bench.workloads.lengths import Draw, Size, parse_lengths, parse_seconds, parse_sizes
 from epd_serve.bench.workloads.options import Options, parse_count, parse_share, parse_switch
 
-#: Each is one token of the built-in model, and of the byte-level vocabularies of Qwen, Llama and GPT, when a blank
-#: stands before it.
+#: After a blank, each is one token of the built-in model and of the vocabularies of Qwen, Llama and GPT.
 WORDS = (
     *("the", "of", "and", "to", "in", "is", "on", "that", "this", "with", "you", "it", "are", "from", "at"),
     *("your", "all", "have", "can", "about", "has", "one", "do", "no", "what", "which", "there", "only", "any"),
@@ -39,7 +37,7 @@ WORDS = (
 
 
 def text_of(num_tokens: int, rng: Random) -> str:
-    """Words that make about ``num_tokens`` tokens; at least one word."""
+    """Return words that make about ``num_tokens`` tokens; at least one word."""
     return " ".join(rng.choices(WORDS, k=max(num_tokens, 1)))
 
 
@@ -58,12 +56,12 @@ PRESETS: Mapping[str, Mapping[str, str]] = {
     "audio": {**_DRAWN, "media": "audio"},
 }
 
-#: Requests with and without images are mixed within blocks of so many conversations, so that short runs have both.
+#: Conversations with and without images are mixed within blocks of this size, so that short runs have both.
 _BLOCK = 16
-#: Of how many different pictures one is shown again.
+#: Number of recent pictures from which reused ones are drawn.
 _REUSE_POOL = 64
-#: Conversations that go on side by side.
-_SIDE_BY_SIDE = 8
+#: Concurrent conversations.
+_NUM_ACTIVE = 8
 
 
 @dataclass(kw_only=True, slots=True)
@@ -75,24 +73,20 @@ class _Conversation:
 
 
 class Synthetic:
-    """Generated requests: endless, or a given number. Turns of conversations are mixed with each other.
+    """Generated requests, endless or a given number; turns of several conversations alternate.
 
     Settings: text_tokens, output_tokens, system_tokens (the same text before every conversation), image_size,
-    images (of the first turn), image_share (of conversations), image_reuse (share of images that were shown
-    before, byte by byte), video_size, video_s, video_fps, audio_s, turns, think_s, ignore_eos,
-    requests. The workloads ``videos`` and ``audio`` have one of these in the place of each image.
+    images (in the first turn), image_share (of conversations), image_reuse (share of images that are exact copies
+    of earlier ones), video_size, video_s, video_fps, audio_s, turns, think_s, ignore_eos, requests. The workloads
+    ``videos`` and ``audio`` replace each image by a clip or a sound.
     """
 
     def __init__(
         self, name: str, options: Options, draw_picture: Callable[[Size, Random], Media] | None = None
     ) -> None:
-        """Raises ValueError for a setting that does not exist or is not understood.
-
-        Args:
-            draw_picture: makes the picture of a size; None: :func:`synthesise`.
-        """
+        """Raises ValueError for an unknown or invalid setting."""
         preset = PRESETS[name]
-        self._draw_picture = draw_picture or synthesise
+        self._draw_picture = draw_picture or make_picture
         self.name = name
         self._kind = preset["media"]
         if self._kind == "video":
@@ -110,7 +104,7 @@ class Synthetic:
         self._audio_s: Draw[int] = options.take("audio_s", parse_lengths, "8")
         self._turns: Draw[int] = options.take("turns", parse_lengths, "1")
         self._think: Draw[float] = options.take("think_s", parse_seconds, "0")
-        # asked for explicitly: servers that know no such field refuse it
+        # switchable, because some servers refuse the field
         self._fields = {"ignore_eos": True} if options.take("ignore_eos", parse_switch, "true") else {}
         self.num_items: int | None = options.take("requests", parse_count, preset.get("requests", ""))
         options.check(name)
@@ -122,19 +116,19 @@ class Synthetic:
         num_system = self._system(rng)
         system = (Message(role="system", parts=(text_of(num_system, rng),)),) if num_system else ()
         order = Random(f"{seed}/{self.name}/order")
-        waiting = self._conversations(seed)
+        waiting = self._draw_conversations(seed)
         active: list[_Conversation] = []
         for index in count() if self.num_items is None else range(self.num_items):
-            while len(active) < (_SIDE_BY_SIDE if self._is_chat else 1):
+            while len(active) < (_NUM_ACTIVE if self._is_chat else 1):
                 active.append(next(waiting))
             conversation = active[order.randrange(len(active))]
             rng = Random(f"{seed}/{self.name}/{conversation.number}/{conversation.turn}")
-            yield self._item(index, conversation, system, shown, rng)
+            yield self._make_item(index, conversation, system, shown, rng)
             conversation.turn += 1
             if conversation.turn == conversation.num_turns:
                 active.remove(conversation)
 
-    def _item(
+    def _make_item(
         self,
         index: int,
         conversation: _Conversation,
@@ -148,7 +142,7 @@ class Synthetic:
         think_s = 0.0 if is_first else self._think(rng)
         parts: tuple[Part, ...] = (text_of(num_tokens, rng),)
         if is_first and conversation.has_media:
-            parts = (*(self._media(shown, rng) for _ in range(self._images(rng))), *parts)
+            parts = (*(self._make_media(shown, rng) for _ in range(self._images(rng))), *parts)
         return Item(
             index=index,
             messages=(*(system if is_first else ()), Message(role="user", parts=parts)),
@@ -161,8 +155,8 @@ class Synthetic:
             fields=self._fields,
         )
 
-    def _conversations(self, seed: int) -> Iterator[_Conversation]:
-        """Yield the conversations; the share with images is exact over blocks whose length times it is whole."""
+    def _draw_conversations(self, seed: int) -> Iterator[_Conversation]:
+        """Yield conversations; each block contains the exact share with images, as far as it divides."""
         for block in count():
             rng = Random(f"{seed}/{self.name}/block{block}")
             numbers = range(block * _BLOCK, (block + 1) * _BLOCK)
@@ -171,13 +165,13 @@ class Synthetic:
             for number, has_media in zip(numbers, with_media, strict=True):
                 yield _Conversation(number=number, num_turns=self._turns(rng), has_media=has_media)
 
-    def _media(self, shown: deque[Media], rng: Random) -> Media:
+    def _make_media(self, shown: deque[Media], rng: Random) -> Media:
         if shown and rng.random() < self._reuse:
             return shown[rng.randrange(len(shown))]
         if self._kind == "video":
-            one = synthesise_clip(self._video_size(rng), self._video_s(rng), self._video_fps(rng), rng)
+            one = make_clip(self._video_size(rng), self._video_s(rng), self._video_fps(rng), rng)
         elif self._kind == "audio":
-            one = synthesise_sound(self._audio_s(rng), rng)
+            one = make_sound(self._audio_s(rng), rng)
         else:
             one = self._draw_picture(self._size(rng), rng)
         shown.append(one)
@@ -185,27 +179,27 @@ class Synthetic:
 
 
 _QUALITY = 85
-#: How much of an octave's noise is blended in, for each octave from the finest on: a picture's amount of detail.
+#: Range of a picture's detail: the share of noise that each octave adds, counted from the finest.
 _DETAIL = (0.012, 0.034)
 _CONTRAST = tuple(max(0, min(255, 2 * value - 128)) for value in range(256))
 _COLOR_OCTAVE = 3
 
 
-def synthesise(size: Size, rng: Random) -> Media:
-    """A JPEG of ``size`` (width, height); no two draws of one generator are alike."""
+def make_picture(size: Size, rng: Random) -> Media:
+    """Return a JPEG of ``size`` (width, height)."""
     detail = rng.uniform(*_DETAIL)
-    luminance = _plane(size, rng, 0, detail).point(_CONTRAST)
-    colors = [_plane(size, rng, _COLOR_OCTAVE, detail) for _ in range(2)]
+    luminance = _make_noise(size, rng, 0, detail).point(_CONTRAST)
+    colors = [_make_noise(size, rng, _COLOR_OCTAVE, detail) for _ in range(2)]
     data = io.BytesIO()
     Image.merge("YCbCr", (luminance, *colors)).save(data, "JPEG", quality=_QUALITY)
     return Media(mime="image/jpeg", data=data.getvalue())
 
 
-def synthesise_clip(size: Size, seconds: int, fps: int, rng: Random) -> Media:
-    """An MP4 of H.264 in which the camera moves over such a picture; sides are even. Needs PyAV."""
+def make_clip(size: Size, seconds: int, fps: int, rng: Random) -> Media:
+    """Return an H.264 MP4 in which the camera pans over a picture; sides become even. Needs PyAV."""
     av = load_pyav()
     width, height = (side + side % 2 for side in size)
-    picture = Image.open(io.BytesIO(synthesise((width, height), rng).data))
+    picture = Image.open(io.BytesIO(make_picture((width, height), rng).data))
     data = io.BytesIO()
     across, down = rng.randrange(1, 8), rng.randrange(1, 8)
     with av.open(data, "w", format="mp4") as file:
@@ -219,12 +213,12 @@ def synthesise_clip(size: Size, seconds: int, fps: int, rng: Random) -> Media:
     return Media(mime="video/mp4", data=data.getvalue())
 
 
-#: Samples a second of a generated sound, and of each of its tones.
+#: Sample rate of a generated sound, and samples of each tone.
 _AUDIO_RATE, _TONE_SAMPLES = 16_000, 1600
 
 
-def synthesise_sound(seconds: int, rng: Random) -> Media:
-    """A WAV file of one channel with ten tones a second, of any pitch and loudness."""
+def make_sound(seconds: int, rng: Random) -> Media:
+    """Return a mono WAV file with ten random tones per second."""
     samples = array("h")
     for _ in range(seconds * _AUDIO_RATE // _TONE_SAMPLES):
         period, loudness = rng.randrange(16, 200), rng.uniform(1000, 12_000)
@@ -240,16 +234,16 @@ def synthesise_sound(seconds: int, rng: Random) -> Media:
 
 
 def load_pyav() -> Any:
-    """Raises ValueError with the package to install."""
+    """Import PyAV. Raises ValueError with the package to install."""
     try:
         import av
     except ImportError as error:
-        raise ValueError("videos are made with PyAV: pip install '.[media]' in epd-serve's clone") from error
+        raise ValueError("videos need PyAV: pip install '.[media]' in epd-serve's clone") from error
     return av
 
 
-def _plane(size: Size, rng: Random, finest: int, detail: float) -> Image.Image:
-    """Octaves from the coarsest on: what is there is enlarged, and noise of the new resolution blended in."""
+def _make_noise(size: Size, rng: Random, finest: int, detail: float) -> Image.Image:
+    """Start with the coarsest octave; enlarge it repeatedly and blend in noise of each new resolution."""
     plane: Image.Image | None = None
     octave = finest
     while max(size) >> octave > 6:
