@@ -129,7 +129,7 @@ def test_shares_without_mps_are_refused_and_no_shares_need_none(
     config: DeploymentConfig, environment: dict[str, str], tmp_path: Path
 ) -> None:
     bare = environment | {"PATH": str(tmp_path)}
-    with pytest.raises(ValueError, match="shares of a GPU need MPS, and nvidia-cuda-mps-control"):
+    with pytest.raises(ValueError, match="shares of a GPU need MPS, but nvidia-cuda-mps-control"):
         with_mps(config, bare, tmp_path, config.placement())
     plain = parse_config(SHARED.replace("share: 0.5", ""))
     assert with_mps(plain, bare, tmp_path, plain.placement()) == bare
