@@ -1,1 +1,1 @@
-"""The hardware-abstraction layer: devices, streams, attention, graphs, partitions. It knows nothing of serving."""
+"""The hardware-abstraction layer: devices, streams, attention, graphs, partitions. Independent of serving."""

@@ -1,4 +1,4 @@
-"""The part of a Device that torch.accelerator gives all accelerators: streams, events, memory, synchronisation."""
+"""The part of a Device common to all accelerators, through torch.accelerator: streams, events, memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from device.transport import TRANSPORTS
 
 
 class AcceleratorDevice(host.HostPart):
-    """Fills the Device protocol through torch.accelerator; a vendor's subclass adds what that leaves out."""
+    """Device protocol through torch.accelerator; a vendor's subclass adds the rest."""
 
     has_streams = True
     cores: int | None
@@ -29,14 +29,14 @@ class AcceleratorDevice(host.HostPart):
         self.transport = TRANSPORTS[type]
         self.partition = partition
         self.ops: base.AttentionOps = PlainOps()
-        # Memory and properties are the same calls in torch.cuda and torch.npu, but not yet in torch.accelerator.
+        # torch.cuda and torch.npu share the calls for memory and properties; torch.accelerator lacks them.
         self._vendor: Any = torch.get_device_module(type)
         self.description = str(self._vendor.get_device_name(index))
 
     def apply_share(self, share: float, start: float = 0.0) -> Partition:
         """Limit this process to a share of the memory.
 
-        The processes take turns at the compute units, wherever ``start`` is.
+        Processes take turns at the compute units, so ``start`` is ignored.
         """
         check_share(share, start)
         self.set_memory_fraction(share)
@@ -61,7 +61,7 @@ class AcceleratorDevice(host.HostPart):
 
     def set_memory_fraction(self, fraction: float) -> None:
         if not 0 < fraction <= 1:
-            raise ValueError(f"memory fraction {fraction}: it lies above 0 and at 1 at most")
+            raise ValueError(f"memory fraction {fraction}: must be above 0 and at most 1")
         self._vendor.set_per_process_memory_fraction(fraction, self.index)
         self._memory_fraction = fraction
 
@@ -77,10 +77,10 @@ class AcceleratorDevice(host.HostPart):
         except RuntimeError as error:
             raise DeviceLost(f"{self.name} is lost: {error}") from error
 
-    # torch's streams and events take only each other, which is narrower than the protocols say: hence the casts.
+    # The casts: torch's streams accept only torch's events, which is narrower than the protocols.
     def stream(self, priority: int = 0, share: float | None = None) -> base.Stream:
         if share is not None:
-            raise ValueError(f"{self.name} limits no stream to a share: leave tower_share out")
+            raise ValueError(f"{self.name} cannot limit a stream to a share: remove tower_share")
         return cast(base.Stream, torch.Stream(self.torch_device, priority=min(priority, 0)))
 
     def current_stream(self) -> base.Stream:

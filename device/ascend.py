@@ -1,6 +1,6 @@
-"""Ascend NPUs through torch_npu: found, opened, shared, with their fused operators and captured graphs.
+"""Ascend NPUs through torch_npu: discovery, shares, fused operators and captured graphs.
 
-Nothing in this file has run on an NPU. tests/ascend/ladder.py says what has been checked without one.
+This file has never run on an NPU. tests/ascend/ladder.py lists the checks made without one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from device.shares import check_share
 VISIBLE_DEVICES = "ASCEND_RT_VISIBLE_DEVICES"
 ATTENTION_LAYOUT = "EPD_ASCEND_ATTENTION_LAYOUT"
 """Set to BSND where an NPU refuses the default, TND; see :class:`device.ops.ascend.AscendOps`."""
-#: What torch_npu calls the chips before Atlas A2, and the small ones: they lack the operators.
+#: torch_npu's names of chips without the operators: those before Atlas A2, and the small ones.
 _WITHOUT_OPERATORS = re.compile(r"Ascend(310.*|910(A|B|(Pro|Premium).*))", re.IGNORECASE)
 _PARTITION = Partition(strength=PartitionStrength.COOPERATIVE, mechanisms=("memory fraction", "device limit"))
 
@@ -35,7 +35,7 @@ _PARTITION = Partition(strength=PartitionStrength.COOPERATIVE, mechanisms=("memo
 class AscendDevice(AcceleratorDevice):
     """One NPU."""
 
-    # With TND, which the towers need, the attention kernel documents nothing else.
+    # The only dtype documented for TND, the layout that the towers need.
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
 
     def __init__(self, index: int) -> None:
@@ -43,18 +43,18 @@ class AscendDevice(AcceleratorDevice):
         self._ops = AscendOps(layout=attention_layout())
         self.ops: base.AttentionOps = self._ops
         self._has_share = False
-        # those that do the matrix products; the vector cores come on top
+        # the cores for matrix products; vector cores not counted
         self.cores = int(self._vendor.get_device_properties(index).cube_core_num)
 
     def memory(self) -> tuple[int, int]:
-        self.activate()  # other calls of torch_npu see to the thread's context themselves
+        self.activate()  # torch_npu's other calls set the thread's context themselves
         return super().memory()
 
     def apply_share(self, share: float, start: float = 0.0) -> Partition:
-        """A share of the memory, the cube cores and the vector cores.
+        """Limit this process to a share of the memory, the cube cores and the vector cores.
 
-        The limits count cores and name none, so ``start`` changes nothing: each process keeps to its count, and
-        the runtime places it. torch_npu sets the device limit once in a process: ValueError at the second call.
+        The runtime chooses the cores, so ``start`` is ignored. torch_npu sets the device limit once in a process:
+        ValueError at the second call.
         """
         check_share(share, start)
         if self._has_share:
@@ -70,7 +70,7 @@ class AscendDevice(AcceleratorDevice):
 
     @staticmethod
     def _share_of(limits: dict[str, int], share: float) -> tuple[int, int]:
-        """Cube and vector cores, in the chip's ratio, which its operators count on: at least the least such."""
+        """Return cube and vector cores in the chip's ratio, which its operators require; at least one unit."""
         cube, vector = limits["cube_core_num"], limits["vector_core_num"]
         parts = math.gcd(cube, vector)
         count = max(1, round(share * parts))
@@ -84,7 +84,7 @@ class AscendDevice(AcceleratorDevice):
 
 
 def attention_layout() -> Layout:
-    """The layout of the paged calls, from the environment. Raises ValueError for a name that is no layout."""
+    """Return the layout of the paged calls from the environment. Raises ValueError for an unknown layout."""
     layout = os.environ.get(ATTENTION_LAYOUT, "TND")
     if layout not in ("TND", "BSND"):
         raise ValueError(f"{ATTENTION_LAYOUT}={layout!r}: use TND (the default) or BSND")
@@ -92,7 +92,7 @@ def attention_layout() -> Layout:
 
 
 def missing() -> str | None:
-    """Return the reason why NPUs cannot be used here, with its remedy; None where at least one is usable."""
+    """Return why NPUs cannot be used here, with the remedy; None if at least one is usable."""
     if importlib.util.find_spec("torch_npu") is None:
         return "torch_npu is not installed; run in epd-serve's clone: pip install '.[ascend]'"
     visible = os.environ.get(VISIBLE_DEVICES)
@@ -111,12 +111,12 @@ def missing() -> str | None:
 
 
 def count() -> int:
-    """NPUs that this process can see; torch_npu is loaded by then."""
+    """Return the number of NPUs visible to this process; requires torch_npu to be loaded."""
     return int(torch.get_device_module("npu").device_count())
 
 
 def open_device(index: int) -> AscendDevice:
-    """Open an NPU by its index. Raises DeviceUnavailable with the reason where it cannot be used."""
+    """Open an NPU by its index. Raises DeviceUnavailable with the reason."""
     if (reason := missing()) is not None:
         raise DeviceUnavailable(f"npu:{index}: {reason}")
     if index >= count():
@@ -124,7 +124,7 @@ def open_device(index: int) -> AscendDevice:
     chip = str(torch.get_device_module("npu").get_device_name(index))
     if _WITHOUT_OPERATORS.fullmatch(chip):
         raise DeviceUnavailable(
-            f"npu:{index}: {chip} lacks the attention over pages, which is of Atlas A2 and A3 (Ascend910B1, "
+            f"npu:{index}: {chip} lacks paged attention, which needs Atlas A2 or A3 (Ascend910B1, "
             "Ascend910_9391, ...)"
         )
     return AscendDevice(index)
@@ -140,17 +140,16 @@ class _Captured:
     replayed: Any
     """Event after the last replay; None before the first."""
     is_bound: bool
-    """Whether lengths were given since the last replay; without them the graph would wait forever."""
+    """True once lengths are bound for the next replay; without them the graph would wait forever."""
 
 
 class NPUGraphRunner(base.GraphRunner):
     """One NPU graph per size, all in one memory pool.
 
-    A captured attention call, whose lengths the host gives, would keep those of its capture. torch_npu's remedy:
-    while it captures with ``auto_dispatch_capture``, each attention call becomes a task group with an event that
-    the graph waits for, and ``NPUGraph.update`` issues the calls again with new keyword values on a stream of its
-    own, recording the events. That is torch_npu's own bookkeeping (torch_npu/npu/graphs.py), so the operators need
-    not know of it.
+    A captured attention call takes its lengths from the host and would keep the captured values. torch_npu's
+    remedy: under ``auto_dispatch_capture`` each attention call becomes a task group with an event that the graph
+    waits for, and ``NPUGraph.update`` reissues the calls with new keyword values on a stream of its own and
+    records the events. torch_npu does this bookkeeping (torch_npu/npu/graphs.py); the operators are unaware of it.
 
     Replays of one runner must not overlap each other, since the graphs share their working memory.
     """
@@ -160,7 +159,7 @@ class NPUGraphRunner(base.GraphRunner):
     cuts = False
 
     def __init__(self, device: torch.device, lengths_argument: str) -> None:
-        """``lengths_argument``: how the attention operator spells its context lengths."""
+        """``lengths_argument``: the attention operator's keyword for context lengths."""
         self._device = device
         self._lengths_argument = lengths_argument
         self._npu: Any = torch.get_device_module("npu")
@@ -185,7 +184,7 @@ class NPUGraphRunner(base.GraphRunner):
         check_update(size, decode_context_lens, self._captured)
         entry = self._captured[size]
         if entry.replayed is not None:
-            # A replay clears the events as it passes them: it must not clear those that are recorded next.
+            # A replay clears the events that it passes; wait, lest it clears those recorded next.
             entry.replayed.synchronize()
         entry.graph.update(cpu_update_input=[{self._lengths_argument: list(decode_context_lens)}])
         entry.is_bound = True

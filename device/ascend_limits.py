@@ -1,6 +1,6 @@
 """The limits of an NPU that several processes share: streams, events, updatable tasks, ports.
 
-A deployment that exceeds them is refused before it starts. This module does not import torch.
+A deployment that exceeds them is refused before it starts. This module must not import torch.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ MAX_STREAMS = 1984
 MAX_EVENTS = 65536
 MAX_UPDATABLE_TASKS = 1024 * 1024
 
-_PORTS_PER_PROCESS = 16  # what HCCL takes from HCCL_IF_BASE_PORT on
+_PORTS_PER_PROCESS = 16  # taken by HCCL from HCCL_IF_BASE_PORT on
 _FIRST_HOST_PORT = 60000  # HCCL's own default
 _FIRST_NPU_PORT = 61000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InstanceUse:
-    """The resources that one instance takes of the NPU that it shares.
+    """Resources of a shared NPU that one instance takes.
 
     Attributes:
         num_streams: streams that it opens, the default one included.
         num_graphs: decode batch sizes that it captures.
-        num_layers: attention layers in each graph; each is a task group to update, with an event.
+        num_layers: attention layers in each graph; each one needs a task group and an event.
     """
 
     num_streams: int
@@ -35,7 +35,7 @@ class InstanceUse:
 
     @property
     def streams(self) -> int:
-        """Streams of the process and of its graphs, of which each holds one."""
+        """Streams of the process, plus one for each graph."""
         return self.num_streams + self.num_graphs
 
     @property
@@ -45,7 +45,7 @@ class InstanceUse:
 
 
 def check_colocation(instances: Mapping[str, InstanceUse]) -> None:
-    """Raises ValueError, with the numbers, where instances on one NPU, by name, need more than it has."""
+    """Raise ValueError, with the numbers, if the named instances need more than one NPU has."""
     budgets = (
         ("streams", MAX_STREAMS, {name: use.streams for name, use in instances.items()}),
         ("events", MAX_EVENTS, {name: use.tasks for name, use in instances.items()}),
@@ -73,9 +73,9 @@ def _remedy(instances: Mapping[str, InstanceUse], resource: str, needs: Mapping[
 
 
 def parse_visible_devices(value: str) -> list[int]:
-    """The device numbers in ASCEND_RT_VISIBLE_DEVICES.
+    """Return the device numbers in ASCEND_RT_VISIBLE_DEVICES.
 
-    Raises ValueError: unlike CUDA's variable it takes integers and commas only, no names and no ranges.
+    Raises ValueError: unlike CUDA's variable it accepts integers and commas only, neither names nor ranges.
     """
     parts = value.split(",")
     if not all(part.isascii() and part.isdigit() for part in parts) or len(set(map(int, parts))) < len(parts):
@@ -86,7 +86,7 @@ def parse_visible_devices(value: str) -> list[int]:
 
 
 def hccl_environment(process: int) -> dict[str, str]:
-    """HCCL's ports for one of several processes on a host, disjoint from those of the others.
+    """Return variables that give one of several processes on a host its own HCCL ports.
 
     Without them two processes on one NPU both ask for port 16666 of its network interface (CANN 9.0 reference,
     HCCL_NPU_SOCKET_PORT_RANGE) and for the host's ports 60000 to 60015 (HCCL_IF_BASE_PORT).

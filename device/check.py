@@ -1,4 +1,4 @@
-"""Smoke test of one device. Its operators are compared with plain torch in float32 on the CPU."""
+"""Smoke test of one device, comparing its operators with plain torch in float32 on the CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from device.base import AttentionOps, AttnMeta, Device
 from device.ops.plain import PlainOps
 
-#: Raises whatever is wrong; returns what it measured, in words.
+#: Returns its measurement as text; raises on failure.
 Check = Callable[[Device], str]
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 
@@ -28,13 +28,13 @@ class CheckResult:
 
 
 def check_device(device: Device, more: Mapping[str, Check] | None = None) -> Iterator[CheckResult]:
-    """Run the checks one by one, then ``more``; a check that raises is a failed row."""
+    """Run the checks one by one, then ``more``; a check that raises yields a failed row."""
     checks: dict[str, Check] = {
         f"operators, {str(dtype).removeprefix('torch.')}": partial(_operators, dtype=dtype)
         for dtype in device.dtypes
     }
     checks |= {"captured decode step": _graph, "memory": _copies, "streams": _streams}
-    # in a thread, because its future holds whatever a check raises
+    # in a thread: its future holds any exception of the check
     with ThreadPoolExecutor(1, initializer=device.activate) as worker:
         for name, check in {**checks, **(more or {})}.items():
             future = worker.submit(check, device)
@@ -51,9 +51,9 @@ def random_step(
     heads: int = 2,
     size: int = 16,
 ) -> tuple[AttnMeta, Callable[[], Tensor]]:
-    """Return one layer of a step of chunks (query, context), decodes first, whose numbers are the same each time.
+    """Return one layer of a step of (query, context) chunks, decodes first, with reproducible numbers.
 
-    ``heads``: of K and V; four times as many of queries. ``size``: tokens of a block.
+    ``heads``: KV heads; there are four query heads for each. ``size``: tokens of a block.
     """
     random = partial(torch.randn, generator=torch.Generator().manual_seed(0))
     counts = [-(-context // size) for _, context in chunks]
@@ -90,12 +90,12 @@ def random_step(
 def _compare(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> float:
     """Return the largest error as a fraction of 1 + the expected magnitude."""
     error = float(((actual.cpu().float() - expected).abs() / (1 + expected.abs())).max())
-    assert error <= TOLERANCES[dtype], f"numbers differ from plain torch's by {error:.2g}"  # so does NaN
+    assert error <= TOLERANCES[dtype], f"numbers differ from plain torch's by {error:.2g}"  # NaN fails too
     return error
 
 
 def _operators(device: Device, dtype: torch.dtype) -> str:
-    """Attention of a mixed step and of a tower, norms and SwiGLU."""
+    """Check attention of a mixed step and of a tower, norms and SwiGLU."""
     chunks, where = [(1, 1), (1, 17), (1, 300), (33, 33), (16, 100)], device.torch_device
     _, step = random_step(device.ops, where, dtype, *chunks)
     _, plain_step = random_step(PlainOps(), torch.device("cpu"), torch.float32, *chunks)
@@ -109,11 +109,11 @@ def _operators(device: Device, dtype: torch.dtype) -> str:
 
     error = _compare(step(), plain_step(), dtype)
     error = max(error, _compare(rest(device.ops, states.to(where)), rest(PlainOps(), states.float()), dtype))
-    return f"largest error {error:.1e} (up to {TOLERANCES[dtype]:.0e} is right)"
+    return f"largest error {error:.1e} (tolerance {TOLERANCES[dtype]:.0e})"
 
 
 def _graph(device: Device) -> str:
-    """A captured decode step, replayed with other lengths than it was captured with."""
+    """Check a captured decode step, replayed with other lengths than captured."""
     dtype, runner = device.dtypes[0], device.graph_runner()
     meta, step = random_step(device.ops, device.torch_device, dtype, (1, 40), (1, 300))
     plain_meta, plain_step = random_step(PlainOps(), torch.device("cpu"), torch.float32, (1, 40), (1, 300))
@@ -127,19 +127,19 @@ def _graph(device: Device) -> str:
 
 
 def _copies(device: Device) -> str:
-    """8 MiB to the device and back, from ordinary memory and pinned."""
+    """Check copies of 8 MiB to the device and back, from pageable and pinned memory."""
     total, free = device.memory()
     assert 0 < free <= total, f"{free} of {total} bytes free"
     source = torch.randint(-128, 128, (1 << 23,), dtype=torch.int8)
     for host in (source, device.pin_memory(source)):
         there = host.to(device.torch_device, non_blocking=True, copy=True)
         device.synchronize()
-        assert torch.equal(there.cpu(), source), "the bytes came back changed"
+        assert torch.equal(there.cpu(), source), "the copy changed the bytes"
     return f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
 
 
 def _streams(device: Device) -> str:
-    """Work behind another stream's event sees what that stream has done."""
+    """Check that work waiting for another stream's event sees that stream's results."""
     side, data = device.stream(), torch.zeros(1 << 21, device=device.torch_device)
     device.synchronize()
     with side:
@@ -147,5 +147,5 @@ def _streams(device: Device) -> str:
             data += 1
         end = device.record_event()
     device.current_stream().wait_event(end)
-    assert float(data.sum(dtype=torch.float64)) == 20 * data.numel(), "work went on before the event it waits for"
+    assert float(data.sum(dtype=torch.float64)) == 20 * data.numel(), "work started before the event it waits for"
     return "in order" if device.has_streams else "nothing to overlap"

@@ -1,4 +1,4 @@
-"""Copies between the host and a device, for which the host does not wait."""
+"""Asynchronous copies between the host and a device."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from device import base
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a host tensor on the device, or one that is there already; itself on a CPU."""
+    """Return the tensor on the device; itself if it is there already or the device is a CPU."""
     if device.type == "cpu" or tensor.device == device:
         return tensor
     return pin(tensor, device).to(device, non_blocking=True)
 
 
 def pin(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a copy of a host tensor that the device reads without the host."""
-    # torch pins no view in which several numbers share an address, as those of expand().
+    """Return a pinned copy of a host tensor."""
+    # torch cannot pin views whose elements share an address, such as those of expand().
     return tensor.contiguous().pin_memory()
 
 
 def start_readback(tensor: Tensor) -> tuple[Tensor, base.Event]:
-    """Return a host copy of a device's tensor, and the event after which it is complete."""
+    """Return a host copy of a device tensor, and the event that completes it."""
     copy = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
     event = torch.Event(tensor.device)
     event.record()

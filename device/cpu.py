@@ -1,4 +1,4 @@
-"""The CPU: threads and cores in place of memory fractions, and streams that have nothing to overlap."""
+"""The CPU as a device: shares are threads and cores; streams never overlap."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from device.transport import TRANSPORTS
 
 
 class CpuEvent:
-    """Fills the Event protocol where work is done by the time it is recorded."""
+    """Event protocol for work that is done by the time it is recorded."""
 
     def record(self, stream: base.Stream | None = None) -> None:
         return
@@ -30,7 +30,7 @@ class CpuEvent:
 
 
 class CpuStream:
-    """Fills the Stream protocol: the calling thread does its work at once, so there is never any to wait for."""
+    """Stream protocol for work that the calling thread does at once."""
 
     __slots__ = ()
 
@@ -51,7 +51,7 @@ class CpuStream:
 
 
 class CpuDevice(host.HostPart):
-    """Fills the Device protocol with the cores that this process had when the device was opened."""
+    """Device protocol over the cores that this process had when the device was opened."""
 
     name = type = "cpu"
     index = 0
@@ -94,7 +94,7 @@ class CpuDevice(host.HostPart):
         return host.peak_memory()
 
     def set_memory_fraction(self, fraction: float) -> None:
-        raise ValueError("the CPU's allocator knows no memory fraction: bound the caches' sizes instead")
+        raise ValueError("the CPU's allocator cannot cap memory: bound the sizes of the caches instead")
 
     def activate(self) -> None:
         return
@@ -107,7 +107,7 @@ class CpuDevice(host.HostPart):
 
     def stream(self, priority: int = 0, share: float | None = None) -> base.Stream:
         if share is not None:
-            raise ValueError("a CPU limits no stream to a share, it parts threads: leave tower_share out")
+            raise ValueError("a CPU cannot limit a stream to a share, only threads: remove tower_share")
         return CpuStream()
 
     def current_stream(self) -> base.Stream:
@@ -124,7 +124,7 @@ class CpuDevice(host.HostPart):
 
 
 def missing() -> str | None:
-    """Return the reason why the CPU cannot be used: always None, as every machine has one."""
+    """Return None: every machine has a CPU."""
     return None
 
 
@@ -135,5 +135,5 @@ def count() -> int:
 def open_device(index: int) -> CpuDevice:
     """Open the CPU. Raises DeviceUnavailable for an index above 0: all cores are one device."""
     if index != 0:
-        raise DeviceUnavailable(f"cpu:{index}: a machine is one CPU device, cpu; give instances shares of it")
+        raise DeviceUnavailable(f"cpu:{index}: the only CPU device is cpu; give instances shares of it")
     return CpuDevice()

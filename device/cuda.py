@@ -1,4 +1,4 @@
-"""NVIDIA GPUs: operators, graphs, partitions, and why there is none."""
+"""NVIDIA GPUs: operators, graphs, partitions, and the reason if none is usable."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _WARM_UP_RUNS = 2
 
 @dataclass(slots=True)
 class _Piece:
-    """A graph, and the call that follows each replay of it."""
+    """A graph, and the call after each replay."""
 
     graph: torch.cuda.CUDAGraph
     then: Callable[[], None] | None = None
 
 
 class CudaGraphRunner:
-    """Fills the GraphRunner protocol with one CUDA graph per size, or per piece of it, all in one memory pool.
+    """GraphRunner with one CUDA graph per size, or per piece of a step, all in one memory pool.
 
     Replays of one runner must not overlap each other, since the graphs share their working memory.
     """
@@ -55,7 +55,7 @@ class CudaGraphRunner:
         self._device = device
         self._pool: Any = None
         self._graphs: dict[int, tuple[list[_Piece], Tensor]] = {}
-        self._open: list[_Piece] | None = None  # of the size that is captured
+        self._open: list[_Piece] | None = None  # pieces of the size being captured
 
     def capture(self, size: int, step: Callable[[], Tensor]) -> None:
         with torch.cuda.device(self._device):
@@ -67,9 +67,9 @@ class CudaGraphRunner:
                     step()
             current.wait_stream(side)
             torch.cuda.synchronize()
-            gc.collect()  # what is freed while a graph is captured breaks the capture
+            gc.collect()  # freeing memory during a capture breaks it
             torch.cuda.empty_cache()
-            # cuBLAS then takes its workspace from the pool: else graphs of two streams could write to one.
+            # Makes cuBLAS take its workspace from the pool: otherwise graphs of two streams could share one.
             torch._C._cuda_clearCublasWorkspaces()
             self._pool = self._pool or torch.cuda.graph_pool_handle()
             pieces: list[_Piece] = []
@@ -87,7 +87,7 @@ class CudaGraphRunner:
     def _begin(self) -> None:
         assert self._open is not None
         self._open.append(_Piece(torch.cuda.CUDAGraph()))
-        # Other threads of the instance may allocate or wait meanwhile; only this one records.
+        # thread_local: other threads of the instance may allocate or wait during the capture.
         self._open[-1].graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def cut(self, between: Callable[[], None]) -> None:
@@ -99,11 +99,11 @@ class CudaGraphRunner:
         self._begin()
 
     def _side_stream(self) -> torch.Stream:
-        """A stream as urgent as this thread's: torch lets a graph's kernels keep the priority of their capture."""
+        """Return a stream of this thread's priority, because a graph's kernels keep their capture's priority."""
         return torch.Stream(self._device, priority=torch.cuda.current_stream().priority)
 
     def update(self, size: int, decode_context_lens: Sequence[int]) -> None:
-        """A CUDA graph reads the lengths on the device: there is nothing to bind."""
+        """Check the arguments only: a CUDA graph reads its lengths from the device."""
         check_update(size, decode_context_lens, self._graphs)
 
     def replay(self, size: int) -> Tensor:
@@ -154,10 +154,10 @@ class CudaDevice(AcceleratorDevice):
         cuda_ipc.settle_arrivals(self.torch_device)
 
     def apply_share(self, share: float, start: float = 0.0) -> Partition:
-        """A share of the memory, beside the share of the multiprocessors that MPS gave this process at its start.
+        """Limit this process to a share of the memory; MPS limited its multiprocessors at its start.
 
-        MPS reads that from the environment when the process opens the GPU: see ``device.mps``. Without MPS the
-        processes would take turns at all multiprocessors: ValueError. :meth:`stream` parts one process's streams.
+        MPS reads its share from the environment when the process opens the GPU: see ``device.mps``. Raises
+        ValueError without MPS, because processes would then take turns at all multiprocessors.
         """
         check_share(share, start)
         percentage = os.environ.get(mps.SHARE)
@@ -165,8 +165,8 @@ class CudaDevice(AcceleratorDevice):
             lack = f"{mps.SHARE} is not set" if mps.is_running(os.environ) else f"no {mps.CONTROL} runs"
             raise ValueError(
                 f"share {share:g} of {self.name}: {lack}, so processes take turns at all of the GPU. "
-                "'epd-serve up' starts MPS and sets it; for an instance by itself do so, or part the memory alone "
-                "by memory_share"
+                "'epd-serve up' starts MPS and sets it; for a single instance do so yourself, or split only the "
+                "memory with memory_share"
             )
         applied = super().apply_share(share, start)
         return Partition(
@@ -175,27 +175,27 @@ class CudaDevice(AcceleratorDevice):
         )
 
     def stream(self, priority: int = 0, share: float | None = None) -> base.Stream:
-        """With a share: of a green context, which has that part of the multiprocessors, and priority 0."""
+        """Return a stream; with a share, one of priority 0 in a green context of that many multiprocessors."""
         if share is None:
             return super().stream(priority)
         check_share(share, 0.0)
         self.activate()
-        try:  # multiprocessors are parted in groups of 2 to 8
+        try:  # multiprocessors are split in groups of 2 to 8
             num_sms = max(1, round(share * (self.cores or 1)))
             context: Any = torch.cuda.green_contexts.GreenContext.create(num_sms=num_sms, device_id=self.index)
             stream = context.Stream()
-        except RuntimeError as error:  # the driver is older, or torch is for a CUDA before 12.8
+        except RuntimeError as error:  # older driver, or torch built for CUDA before 12.8
             raise ValueError(
-                f"{self.name} has no green context of share {share:g} ({error}); leave tower_share out"
+                f"{self.name} cannot create a green context of share {share:g} ({error}); remove tower_share"
             ) from error
-        self._green_contexts.append(context)  # the stream lives no longer than its context
+        self._green_contexts.append(context)  # a stream needs its context alive
         return cast(base.Stream, stream)
 
 
 def make_ops(cores: int, capability: tuple[int, int]) -> CudaOps:
-    """The fastest operators that the installed packages and a GPU of this compute capability allow.
+    """Return the fastest operators for the installed packages and the GPU's compute capability.
 
-    Raises DeviceUnavailable where Triton is installed and cannot compile.
+    Raises DeviceUnavailable if Triton is installed but cannot compile.
     """
     varlen = find_varlen() if capability >= _FLASH_CAPABILITY else None
     has_fast_cudnn = capability[0] in _FAST_CUDNN_MAJORS
@@ -212,7 +212,7 @@ def make_ops(cores: int, capability: tuple[int, int]) -> CudaOps:
 
 
 def _partition(device_name: str) -> Partition:
-    """The mechanisms that can set shares of this GPU and that this process can see."""
+    """Return the mechanisms, visible to this process, that can set shares of the GPU."""
     if "MIG" in device_name:
         return Partition(strength=PartitionStrength.ISOLATED, mechanisms=("MIG", "memory fraction"))
     mechanisms = ["memory fraction"]
@@ -222,7 +222,7 @@ def _partition(device_name: str) -> Partition:
 
 
 def missing() -> str | None:
-    """Return the reason why NVIDIA GPUs cannot be used here; None where at least one is usable."""
+    """Return why NVIDIA GPUs cannot be used here; None if at least one is usable."""
     has_driver = Path("/proc/driver/nvidia/version").exists()
     if torch.version.cuda is None:
         driver = "" if has_driver else ", and no NVIDIA driver is loaded"
@@ -243,7 +243,7 @@ def count() -> int:
 
 
 def open_device(index: int) -> CudaDevice:
-    """Open a GPU by its index. Raises DeviceUnavailable with the reason where it cannot be used."""
+    """Open a GPU by its index. Raises DeviceUnavailable with the reason."""
     if (reason := missing()) is not None:
         raise DeviceUnavailable(f"cuda:{index}: {reason}")
     if index >= count():

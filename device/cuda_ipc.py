@@ -1,7 +1,7 @@
-"""GPU memory that others write to: CUDA IPC between processes of one host, through the driver's own calls.
+"""Share GPU memory between processes of one host by CUDA IPC, through the driver's calls.
 
-torch's sharing counts users in a file and keeps what nobody imports; here the importer says when it begins and
-ends, one handle serves any number of processes, and the owner waits for them before it frees.
+torch's sharing counts users in a file and leaks memory that is never imported. Here the importer opens and closes
+explicitly, one handle serves any number of processes, and the owner waits for them before it frees.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ import torch
 from torch import Tensor
 
 _LAZY_PEER_ACCESS = 1
-# of CUflushGPUDirectRDMAWritesTarget and -Scope
+# CUflushGPUDirectRDMAWritesTarget and -Scope
 _CURRENT_CONTEXT = 0
 _TO_OWNER = 100
 _OUR_PART = struct.Struct("<qq")  # offset in the driver's allocation, bytes
 
 
 class _IpcHandle(ctypes.Structure):
-    """CUipcMemHandle, which calls take by value."""
+    """CUipcMemHandle, passed by value."""
 
     _fields_ = (("reserved", ctypes.c_char * 64),)
 
 
 def export_memory(memory: Tensor) -> bytes:
-    """A handle of contiguous memory of a GPU. Raises ValueError for memory that the driver does not share.
+    """Return a handle of contiguous GPU memory. Raises ValueError if the driver cannot share it.
 
-    Such is that of torch's expandable segments.
+    It cannot share memory of torch's expandable segments.
     """
     base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _IpcHandle()
     address = memory.data_ptr()
@@ -44,13 +44,13 @@ def export_memory(memory: Tensor) -> bytes:
 
 @contextmanager
 def mapped_memory(handle: bytes, device: torch.device) -> Iterator[Tensor]:
-    """The memory [nbytes] uint8 behind another process's handle, also that of a GPU next to ``device``.
+    """Map the memory [nbytes] uint8 behind another process's handle, on ``device`` or a peer GPU.
 
-    Any thread may open and close it. Raises ValueError where it cannot be mapped: the owner is gone, or is this
-    process, or the GPUs do not reach each other.
+    Any thread may open and close it. Raises ValueError if it cannot be mapped: the owner is gone, or is this
+    process, or the GPUs cannot reach each other.
     """
     if len(handle) != ctypes.sizeof(_IpcHandle) + _OUR_PART.size:
-        raise ValueError(f"{len(handle)} bytes are no handle of GPU memory")
+        raise ValueError(f"{len(handle)} bytes are not a handle of GPU memory")
     offset, nbytes = _OUR_PART.unpack(handle[-_OUR_PART.size :])
     opened, address = _IpcHandle.from_buffer_copy(handle), ctypes.c_uint64()
     with _current(device):
@@ -64,9 +64,9 @@ def mapped_memory(handle: bytes, device: torch.device) -> Iterator[Tensor]:
 
 
 def settle_arrivals(device: torch.device) -> None:
-    """Let a GPU see what was written to its memory from outside (GPUDirect RDMA). Raises ValueError.
+    """Flush GPUDirect RDMA writes, so that the GPU sees them. Raises ValueError.
 
-    A no-op of the driver where the platform keeps the order by itself.
+    The driver does nothing on platforms that keep the order.
     """
     with _current(device):
         _call("cuFlushGPUDirectRDMAWrites", ctypes.c_uint(_CURRENT_CONTEXT), ctypes.c_uint(_TO_OWNER))
@@ -74,7 +74,7 @@ def settle_arrivals(device: torch.device) -> None:
 
 @contextmanager
 def _current(device: torch.device) -> Iterator[None]:
-    """Make the device's context this thread's. torch's call for it does nothing on a new thread for GPU 0."""
+    """Make the device's context current. torch's own call does nothing on a new thread for GPU 0."""
     context = _primary_context(device.index or 0)
     _call("cuCtxPushCurrent_v2", context)
     try:
@@ -85,7 +85,7 @@ def _current(device: torch.device) -> Iterator[None]:
 
 @cache
 def _primary_context(index: int) -> ctypes.c_void_p:
-    """The context that torch uses as well, held until the process ends."""
+    """Return the primary context, shared with torch and held until the process ends."""
     number, context = ctypes.c_int(), ctypes.c_void_p()
     _call("cuDeviceGet", ctypes.byref(number), ctypes.c_int(index))
     _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), number)
@@ -98,7 +98,7 @@ def _driver() -> Any:
 
 
 def _call(name: str, *arguments: Any) -> None:
-    """Raises ValueError with the driver's words where it refuses."""
+    """Call the driver. Raises ValueError with its error text."""
     driver = _driver()
     if (error := getattr(driver, name)(*arguments)) == 0:
         return

@@ -1,4 +1,4 @@
-"""Data sheets of devices: arithmetic, memory and links, for devices on which nothing was measured."""
+"""Data sheets of devices: compute, memory and links, for devices without measurements."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceSpec:
-    """Dense half-precision arithmetic, memory, and links of one device.
+    """Dense half-precision compute, memory, and links of one device.
 
     Attributes:
-        flops: operations a second. bytes_per_s: bandwidth of its memory. link_bytes_per_s: bandwidth to its
-            neighbours in one machine. host_bytes_per_s: bandwidth between it and the host's memory.
-        compute_share, bandwidth_share: part of each that large kernels reach: HeteroServe's 85 % (section 2) for
+        flops: operations per second. bytes_per_s: memory bandwidth. link_bytes_per_s: bandwidth to other devices
+            of the machine. host_bytes_per_s: bandwidth to host memory.
+        compute_share, bandwidth_share: fractions reached by large kernels: HeteroServe's 85 % (section 2) for
             encodes and prefills, its 80 % for decodes.
-        launch_s: further time of a step on the host.
-        price: in dollars; None: not known here.
+        launch_s: host overhead of a step.
+        price: in dollars; None: unknown.
     """
 
     name: str
@@ -51,8 +51,8 @@ def _spec(
 
 
 #: TFLOP/s, memory GB/s, memory GB, link GB/s, host link GB/s. The two prices and the RTX 4090's 330 TFLOP/s are
-#: HeteroServe's (sections 1 and 6.1); what the makers' data sheets say is the rest. The 910B3's host link is taken
-#: as the slower of the two.
+#: HeteroServe's (sections 1 and 6.1); all else is from the vendors' data sheets. The 910B3's host link is assumed
+#: to be the slower of the two.
 DEVICE_SPECS: dict[str, DeviceSpec] = {
     spec.name: spec
     for spec in (
@@ -68,27 +68,27 @@ DEVICE_SPECS: dict[str, DeviceSpec] = {
 
 
 def spec_of(name: str) -> DeviceSpec:
-    """Raises ValueError that lists the names there are."""
+    """Return the data sheet of a device. Raises ValueError with the known names."""
     key = name.lower().replace("_", "-").replace(" ", "-")
     if key not in DEVICE_SPECS:
-        raise ValueError(f"device {name!r} is not known; there are {', '.join(DEVICE_SPECS)}")
+        raise ValueError(f"unknown device {name!r}; known devices: {', '.join(DEVICE_SPECS)}")
     return DEVICE_SPECS[key]
 
 
 def emulated_kind(name: str) -> str:
-    """The kind of an emulated device, ``emulated:KIND:0``: a data sheet's name, or a measured profile's file."""
+    """Return KIND of ``emulated:KIND:0``: the name of a data sheet, or the file of a measured profile."""
     return name.removeprefix("emulated:").rpartition(":")[0]
 
 
 def is_measured(kind: str) -> bool:
-    """Whether the kind of an emulated device is the file of a measured profile."""
+    """Return whether the kind of an emulated device is the file of a measured profile."""
     return kind.endswith(".json")
 
 
 def emulated_sheet(kind: str) -> DeviceSpec:
-    """The name, memory and links of an emulated device.
+    """Return the name, memory and links of an emulated device.
 
-    The times of one that was measured are in its profile: its arithmetic and bandwidth are NaN here.
+    A measured profile holds its times itself: its compute and bandwidth are NaN here.
 
     Raises ValueError for a kind that is neither known nor the file of a profile.
     """
@@ -99,7 +99,7 @@ def emulated_sheet(kind: str) -> DeviceSpec:
         found = json.loads(path.read_bytes())
         memory_bytes, link_bytes_per_s = float(found["memory_bytes"]), float(found.get("link_bytes_per_s", 4e9))
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"no profile with a device's memory ({error!r})"
+        reason = error.strerror if isinstance(error, OSError) else f"not a profile with device memory ({error!r})"
         raise ValueError(f"{kind}: {reason}; 'epd-serve profile' makes one") from error
     return DeviceSpec(
         name=path.stem,

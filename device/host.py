@@ -1,4 +1,4 @@
-"""The host's cores and threads, which every device's instance uses."""
+"""Cores, threads and memory of the host."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from device.transport import TRANSPORTS
 
 
 class HostPart:
-    """The host's part of a Device whose memory no other process maps and pinning makes no faster."""
+    """Host part of a Device whose memory cannot be mapped by other processes and gains nothing from pinning."""
 
     type: str
     index: int
@@ -40,17 +40,17 @@ class HostPart:
 
 
 def usable_cores() -> list[int]:
-    """The cores that this process may run on, ascending."""
+    """Return the cores that this process may run on, ascending."""
     return sorted(os.sched_getaffinity(0))
 
 
 def processor_name() -> str:
-    """The processor's name in the vendor's words, as Linux gives it; its architecture where it gives none."""
+    """Return the processor's model name from Linux, or its architecture if Linux has none."""
     return _processor("model name") or os.uname().machine
 
 
 def processor_features() -> str:
-    """The names of the processor's instruction sets, as Linux lists them; empty where it does not."""
+    """Return the processor's instruction sets as Linux lists them; empty if it does not."""
     return _processor("flags")
 
 
@@ -62,12 +62,12 @@ def _processor(field: str) -> str:
 
 
 def set_threads(threads: int, cores: Sequence[int] | None = None) -> None:
-    """Let torch compute with ``threads`` threads, all of the process on ``cores`` only where given.
+    """Let torch compute with ``threads`` threads, and pin the whole process to ``cores`` if given.
 
     Raises ValueError for fewer than one thread, and for cores that the machine lacks.
     """
     if threads < 1:
-        raise ValueError(f"{threads} threads; an instance needs at least 1")
+        raise ValueError(f"{threads} threads: an instance needs at least 1")
     if cores is not None:
         _pin(cores)
     torch.set_num_threads(threads)
@@ -78,21 +78,21 @@ def _pin(cores: Sequence[int]) -> None:
     foreign = [core for core in cores if core not in known]
     if foreign or not cores:
         raise ValueError(f"cores {list(cores)}: choose from 0 to {known[-1]}")
-    # The system call binds one thread; those that already run do not follow the one that asks.
+    # The system call binds a single thread, so bind each running thread.
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(ProcessLookupError):  # a thread that has ended since the listing
             os.sched_setaffinity(int(task.name), cores)
 
 
 def reset_peak_memory() -> int:
-    """Let :func:`peak_memory` begin anew, where the system lets it. Returns the bytes in use now."""
-    with contextlib.suppress(OSError):  # then the peak is that of the process's life, an estimate from above
+    """Reset :func:`peak_memory` if the system permits it. Returns the bytes in use now."""
+    with contextlib.suppress(OSError):  # the peak then covers the process's whole life: an upper bound
         Path("/proc/self/clear_refs").write_text("5")
     return _memory("VmRSS")
 
 
 def peak_memory() -> int:
-    """The most bytes of memory that this process used at once since :func:`reset_peak_memory`."""
+    """Return the peak of this process's memory in bytes since :func:`reset_peak_memory`."""
     return _memory("VmHWM")
 
 

@@ -1,7 +1,7 @@
-"""NVIDIA's MPS, by which processes compute on one GPU at once, each on its share: its daemon and its variables.
+"""NVIDIA's MPS, which lets processes compute on one GPU at once, each on its share: daemon and variables.
 
-``python -m device.mps PARENT_PID`` runs a daemon for as long as its parent lives, in the directories that the
-variables name. No torch in here.
+``python -m device.mps PARENT_PID`` runs a daemon while its parent lives, in the directories named by the
+variables. Does not import torch.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ CONTROL = "nvidia-cuda-mps-control"
 _DEFAULT_PIPES = "/tmp/nvidia-mps"
 _LOOK_AGAIN_S = 0.1
 _START_S = 10.0
-#: Clients that are still there are given so long.
+#: Grace period for remaining clients.
 _QUIT = b"quit -t 1\n"
 _PR_SET_PDEATHSIG = 1
 
 
 def pid_file(environment: Mapping[str, str]) -> Path:
-    """The file that the daemon keeps in its pipe directory as long as it runs."""
+    """Return the pid file that the daemon keeps in its pipe directory."""
     return Path(environment.get(PIPES) or _DEFAULT_PIPES, f"{CONTROL}.pid")
 
 
 def is_running(environment: Mapping[str, str]) -> bool:
-    """Whether there is a daemon for processes with these variables. It may be one of another container."""
+    """Return whether a daemon runs for processes with these variables, possibly in another container."""
     return pid_file(environment).exists()
 
 
 def share_variables(share: float) -> dict[str, str]:
-    """The variables of a process that shall have this share of a GPU's multiprocessors.
+    """Return the variables that give a process a share of a GPU's multiprocessors.
 
     Raises ValueError as ``apply_share`` does.
     """
@@ -51,14 +51,14 @@ def share_variables(share: float) -> dict[str, str]:
 
 
 def own_daemon(directory: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a daemon of one's own in ``directory``, for itself and its clients.
+    """Return the variables, for daemon and clients, of a separate daemon in ``directory``.
 
-    Raises ValueError where there is no such program, and for a directory whose sockets would have too long names.
+    Raises ValueError if the program is missing or the socket paths would be too long.
     """
     if shutil.which(CONTROL, path=environment.get("PATH")) is None:
         raise ValueError(
-            f"shares of a GPU need MPS, and there is no {CONTROL}, which comes with NVIDIA's driver: install it, "
-            f"start MPS yourself and set {PIPES}, or leave 'share' out: memory_share parts the memory alone"
+            f"shares of a GPU need MPS, but {CONTROL}, part of NVIDIA's driver, was not found: install it, "
+            f"start MPS yourself and set {PIPES}, or remove 'share': memory_share splits only the memory"
         )
     if len(str(directory)) > 80:
         raise ValueError(f"{directory} is too long for MPS's sockets; choose a shorter directory for the logs")
@@ -66,13 +66,13 @@ def own_daemon(directory: Path, environment: Mapping[str, str]) -> dict[str, str
 
 
 def run_daemon(parent_pid: int) -> int:
-    """Start the daemon; return 1 when it has ended by itself. SIGTERM and the parent's end are its end, too."""
+    """Start the daemon and return 1 once it ends by itself. SIGTERM or the parent's end stops it."""
     environment = dict(os.environ)
-    # A daemon that sees some GPUs counts them anew, and its clients' numbers would name others.
+    # A daemon restricted to some GPUs renumbers them, and its clients' numbers would then be wrong.
     environment.pop("CUDA_VISIBLE_DEVICES", None)
     file = pid_file(environment)
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.unlink(missing_ok=True)  # of one that was killed
+    file.unlink(missing_ok=True)  # left by a killed daemon
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent_pid:
@@ -83,24 +83,24 @@ def run_daemon(parent_pid: int) -> int:
         while (pid := _read_pid(file)) is None and code == 0 and time.monotonic() < until_s:
             time.sleep(_LOOK_AGAIN_S)
         if pid is None:
-            print(f"{CONTROL} -d does not run: exit code {code}, no process number in {file}", flush=True)
+            print(f"{CONTROL} -d failed: exit code {code}, no pid in {file}", flush=True)
             return 1
-        print(f"MPS runs, process {pid}; its logs are in {environment.get(LOGS)}", flush=True)
+        print(f"MPS is running as process {pid}; logs in {environment.get(LOGS)}", flush=True)
         while _lives(pid):
             time.sleep(_LOOK_AGAIN_S)
-        print(f"MPS is gone: its process {pid} has ended", flush=True)
+        print(f"MPS process {pid} has ended", flush=True)
         return 1
 
 
 @contextmanager
 def _ended_with_us(environment: Mapping[str, str]) -> Iterator[None]:
-    """A context at whose end a process tells the daemon to quit, as it does where this process is killed."""
+    """Make a guard process stop the daemon when the context ends or this process is killed."""
     reader, writer = os.pipe()
     if (guard := os.fork()) == 0:
         os.setsid()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.close(writer)
-        os.read(reader, 1)  # until no process can write
+        os.read(reader, 1)  # returns when the last writer is closed
         if (file := pid_file(environment)).exists():
             subprocess.run([CONTROL], input=_QUIT, env=environment, check=False)
             file.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""The figures of ``npu-smi info``: health, utilisation and memory of each NPU.
+"""Parse ``npu-smi info``: health, utilisation and memory of each NPU.
 
-Unverified: no NPU was at hand, and the table has no specification. The parser is tested with outputs that users
-published, of npu-smi 24.1 on Atlas A2, Atlas A3 and 310P.
+Unverified on an NPU, and the table is unspecified. The tests use outputs of npu-smi 24.1 published by users of
+Atlas A2, Atlas A3 and 310P.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _BUS = re.compile(r"NA|[0-9A-Fa-f]{4}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-9A-Fa-f]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chip:
-    """Two rows of the table; None where npu-smi gives no number.
+    """Two rows of the table; None for a number that npu-smi omits.
 
     Attributes:
         health: OK, Warning, Alarm, Critical or UNKNOWN.
-        utilisation: that of the AI cores, as a fraction of 1.
+        utilisation: AI cores, as a fraction of 1.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Chip:
 
 
 def parse(text: str) -> list[Chip]:
-    """The chips in the order of the table, taken to be that of ``npu:0``, ``npu:1``, ...; none without a table."""
+    """Return the chips in table order, assumed to be ``npu:0``, ``npu:1``, ...; empty without a table."""
     chips: list[Chip] = []
     first: list[str] = []
     for line in text.splitlines():
@@ -56,7 +56,7 @@ def parse(text: str) -> list[Chip]:
 
 def _chip(first: list[str], figures: str) -> Chip:
     cores = figures.split()[0]
-    # A chip has HBM or other memory; the column of what it has not is 0 / 0.
+    # A chip has HBM or other memory; the unused column is 0 / 0.
     used, total = max(
         ((int(a), int(b)) for a, b in _USAGE.findall(figures)), key=lambda pair: pair[1], default=(0, 0)
     )
@@ -70,7 +70,7 @@ def _chip(first: list[str], figures: str) -> Chip:
 
 
 def check_health(index: int) -> str:
-    """Return how npu-smi describes ``npu:index``. Raises AssertionError where it is not healthy."""
+    """Return npu-smi's verdict on ``npu:index``. Raises AssertionError if it is unhealthy."""
     if shutil.which(COMMAND[0]) is None:
         return "npu-smi is not on PATH: not asked"
     output = subprocess.run(COMMAND, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True).stdout
@@ -78,7 +78,7 @@ def check_health(index: int) -> str:
     visible = os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
     number = parse_visible_devices(visible)[index] if visible else index
     if number >= len(chips):
-        return f"npu-smi lists {len(chips)} chips and none with number {number}"
+        return f"npu-smi lists {len(chips)} chips, but not number {number}"
     chip = chips[number]
     assert chip.health == "OK", f"npu-smi says {chip.health} of chip {number}, {chip.name}"
     return f"npu-smi says OK of chip {number}, {chip.name}"

@@ -1,4 +1,4 @@
-"""Accelerators and cores that this process can see, found in milliseconds and without torch."""
+"""Find the accelerators and cores visible to this process in milliseconds, without torch."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from pathlib import Path
 
 from device.ascend_limits import parse_visible_devices
 
-_NO_CUDA_DEVICE = 100  # of cuInit: CUDA_ERROR_NO_DEVICE
-#: The directory in which the processes on one emulated device count its memory together.
+_NO_CUDA_DEVICE = 100  # cuInit's CUDA_ERROR_NO_DEVICE
+#: The directory in which processes on one emulated device share its memory count.
 EMULATED_MEMORY = "EPD_SERVE_EMULATED_MEMORY"
 _DEVICE_FILES = Path("/dev")
-#: The variable that decides which devices of a kind a process sees.
+#: The variable that limits the visible devices of each kind.
 _VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def num_cores() -> int:
-    """The cores that this process may use: those of its affinity, or fewer by the limit of its container.
+    """Return the number of cores this process may use: its affinity, or its container's limit if lower.
 
     The limit is a cgroup's: ``cpu.max`` of version 2, ``cpu.cfs_quota_us`` of version 1 (kernel documentation,
-    cgroup-v2.rst and sched-bwc.rst). A part of a core counts as none, the first core apart.
+    cgroup-v2.rst and sched-bwc.rst), rounded down to at least one core.
     """
     cores = len(os.sched_getaffinity(0))
     try:
@@ -46,8 +46,8 @@ class Accelerators:
     """The accelerators of one kind.
 
     Attributes:
-        memory_bytes: of each; None where it is not known.
-        reason: why there is none; "" where there are some.
+        memory_bytes: memory of each; None if unknown.
+        reason: why none was found; "" if some were.
     """
 
     memory_bytes: tuple[int | None, ...] = ()
@@ -56,12 +56,12 @@ class Accelerators:
 
 @lru_cache
 def accelerators(kind: str) -> Accelerators:
-    """The accelerators of a kind, ``cuda`` or ``npu``."""
+    """Return the accelerators of a kind, ``cuda`` or ``npu``."""
     return _gpus() if kind == "cuda" else _npus()
 
 
 def torch_lacks(kind: str) -> str:
-    """The part that this Python's torch lacks for devices of a kind, with a remedy; "" for nothing."""
+    """Return what torch lacks for devices of a kind, with the remedy; "" if nothing."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return "torch is not installed; run in epd-serve's clone: pip install '.[native]'"
@@ -69,14 +69,14 @@ def torch_lacks(kind: str) -> str:
         return "torch_npu is not installed; run in epd-serve's clone: pip install '.[ascend]'"
     version = Path(spec.origin).with_name("version.py")
     if kind == "cuda" and version.is_file() and re.search(r"^cuda\b.*= None$", version.read_text(), re.MULTILINE):
-        return "the torch that is installed is built without CUDA; install a CUDA build (pytorch.org)"
+        return "the installed torch is built without CUDA; install a CUDA build (pytorch.org)"
     return ""
 
 
 def visibility(devices: Sequence[str], environment: Mapping[str, str]) -> tuple[dict[str, str], str]:
-    """The variables that show a process these devices alone, and what they are called in there.
+    """Return the variables that show a process these devices alone, and the devices' names in that process.
 
-    Raises ValueError for devices of several kinds and for one that is not visible here.
+    Raises ValueError for devices of several kinds and for a device that is not visible here.
     """
     kinds = {device.partition(":")[0] for device in devices}
     if len(kinds) > 1:
@@ -91,7 +91,7 @@ def visibility(devices: Sequence[str], environment: Mapping[str, str]) -> tuple[
 
 
 def _shown(device: str, variable: str, allowed: str | None) -> str:
-    """The device's name in the variable, where this process itself may see only the devices ``allowed``."""
+    """Return the device's name in the variable; this process itself sees only the ``allowed`` devices."""
     index = device.partition(":")[2]
     if allowed is None:
         return index
@@ -108,12 +108,12 @@ def _gpus() -> Accelerators:
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return Accelerators(reason="no NVIDIA driver is installed here (libcuda.so.1)")
+        return Accelerators(reason="no NVIDIA driver is installed (libcuda.so.1)")
     if code := driver.cuInit(0):
         shown = os.environ.get(_VISIBLE_DEVICES["cuda"])
         if code == _NO_CUDA_DEVICE:
             hint = "" if shown is None else f" ({_VISIBLE_DEVICES['cuda']}={shown!r})"
-            return Accelerators(reason=f"no GPU is visible here{hint}; see nvidia-smi")
+            return Accelerators(reason=f"no GPU is visible{hint}; see nvidia-smi")
         return Accelerators(reason=f"the NVIDIA driver does not start (cuInit: error {code}); see nvidia-smi")
     count = ctypes.c_int()
     driver.cuDeviceGetCount(ctypes.byref(count))
@@ -127,10 +127,10 @@ def _gpus() -> Accelerators:
 
 
 def _npus() -> Accelerators:
-    """By their files: the driver makes one for each NPU that a container has been given."""
+    """Count the device files: the driver creates one for each NPU of a container."""
     count = sum(1 for one in _DEVICE_FILES.glob("*davinci*") if re.fullmatch(r"v?davinci[0-9]+", one.name))
     if not count:
-        return Accelerators(reason="there is no NPU (/dev/davinci0 ...); see npu-smi info")
+        return Accelerators(reason="no NPU found (/dev/davinci0 ...); see npu-smi info")
     if shown := os.environ.get(_VISIBLE_DEVICES["npu"]):
         count = min(count, len(parse_visible_devices(shown)))
     return Accelerators(memory_bytes=(None,) * count)

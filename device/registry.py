@@ -1,4 +1,4 @@
-"""Devices by name, and the report of what is there. A backend is loaded when it is asked for, torch with it."""
+"""Open and list devices by name. A backend, and torch with it, is imported at its first use."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class _Backend(Protocol):
 
 
 def get_device(name: str) -> Device:
-    """Open ``cpu``, ``cuda``, ``cuda:1`` or ``npu:0``; without an index it is the first.
+    """Open ``cpu``, ``cuda``, ``cuda:1`` or ``npu:0``; the index defaults to 0.
 
     Raises:
-        DeviceUnavailable: there is no such device here; the message says what is missing.
-        ValueError: the name is none of these.
+        DeviceUnavailable: the device is not present; the message gives the reason.
+        ValueError: the name is not a device name.
     """
     match = _NAME.fullmatch(name)
     if match is None or match["kind"] not in BACKENDS:
@@ -44,7 +44,7 @@ def get_device(name: str) -> Device:
 
 
 def list_devices() -> list[DeviceReport]:
-    """Every device here, with the reason where it does not open, and one entry for each kind that is missing."""
+    """Return every device, with the reason if it does not open, and one entry for each missing kind."""
     reports: list[DeviceReport] = []
     for kind in KINDS:
         reason = _torch_missing()
@@ -75,7 +75,7 @@ def _report(backend: _Backend, kind: str, index: int) -> DeviceReport:
         total, free = device.memory()
     except DeviceUnavailable as error:
         return DeviceReport(name=f"{kind}:{index}", kind=kind, available=False, reason=str(error))
-    except RuntimeError as error:  # of the driver: memory all taken, a device in an error state or held by another
+    except RuntimeError as error:  # from the driver: memory full, device in an error state or taken
         reason = f"it does not open: {error}"
         return DeviceReport(name=f"{kind}:{index}", kind=kind, available=False, reason=reason)
     return DeviceReport(
@@ -95,6 +95,6 @@ def _report(backend: _Backend, kind: str, index: int) -> DeviceReport:
 
 
 def _protocols(device: Device) -> tuple[str, ...]:
-    """Mooncake's protocols for which this machine has the hardware."""
+    """Return Mooncake's protocols supported by this machine's hardware."""
     has_rdma = _RDMA_DEVICES.is_dir() and any(_RDMA_DEVICES.iterdir())
     return tuple(one for one in device.transport.mooncake_protocols if one != "rdma" or has_rdma)

@@ -1,4 +1,4 @@
-"""The ways in which the memory of each type of device is sent elsewhere."""
+"""Transports that can reach the memory of each type of device."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransportCapability:
-    """The ways in which a device's memory can be sent elsewhere."""
+    """Transports that can reach a device's memory."""
 
     mooncake_protocols: tuple[str, ...]
-    """Protocols of Mooncake's Transfer Engine that can reach what an instance offers; the portable one first.
+    """Protocols of Mooncake's Transfer Engine that can reach an instance's buffers, the portable one first.
 
-    Its documentation (supported-protocols.md) says what each needs: rdma a network card, ascend an NPU. nvlink is
-    not among them: it moves memory of its own allocator alone.
+    rdma needs a network card, ascend an NPU (Mooncake's supported-protocols.md). nvlink is excluded, because it
+    moves only memory of its own allocator.
     """
     device_protocols: tuple[str, ...]
-    """Those of them that reach the device's own memory.
+    """Protocols that reach the device's own memory.
 
-    tcp is not among a GPU's: there Mooncake copies 64 KiB at a time, on the stream that torch computes on.
+    A GPU excludes tcp: Mooncake would copy 64 KiB at a time, on the stream that torch computes on.
     """
     alignment_bytes: int = 1
-    """Registered regions start at a multiple of this; 1 where any address will do."""
+    """Required alignment of registered regions; 1 allows any address."""
     max_regions: int | None = None
-    """Regions that one engine can register; None where there is no fixed limit."""
+    """Maximum regions of one engine; None if unlimited."""
 
 
 TRANSPORTS: dict[str, TransportCapability] = {

@@ -1,1 +1,1 @@
-"""Emulated accelerators: times of a data sheet, work on a CPU or none at all."""
+"""Emulated accelerators: times from a data sheet, work on a CPU or no work."""

@@ -1,6 +1,6 @@
-"""An emulated accelerator that keeps time and memory and computes nothing. No torch in here.
+"""An emulated accelerator that models time and memory and computes nothing. Does not import torch.
 
-What is launched on it takes as long as it is told; results are handed over when they are done (``then``).
+Each operation takes the time given at its launch and calls ``then`` when it is done.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TYPE = "emulated"
 
 
 class EnteredStream(ABC):
-    """The part of the Stream protocol that needs no device: events, and the streams that a thread has entered."""
+    """Device-independent part of the Stream protocol: events, and the streams entered by a thread."""
 
     _entered = threading.local()
 
@@ -60,7 +60,7 @@ class TimedMemoryError(MemoryError):
 
 
 class TimedEvent:
-    """Fills the Event protocol with the last operation of a stream."""
+    """Event protocol on the last operation of a stream."""
 
     def __init__(self, device: TimedDevice) -> None:
         self._device = device
@@ -84,10 +84,10 @@ class TimedEvent:
 
 
 class TimedStream(EnteredStream):
-    """Fills the Stream protocol with a queue of seconds.
+    """Stream protocol on a queue of timed operations.
 
     Attributes:
-        last: the operation that was launched last.
+        last: the most recently launched operation.
     """
 
     def __init__(self, device: TimedDevice, queue: TimelineStream) -> None:
@@ -110,9 +110,9 @@ class TimedStream(EnteredStream):
 
 
 class TimedDevice:
-    """Fills the BareDevice protocol; ``kind``: see :func:`device.datasheets.emulated_sheet`.
+    """BareDevice protocol of an emulated device; ``kind``: see :func:`device.datasheets.emulated_sheet`.
 
-    Copies to the host and back take the link to it, one after another. ``clock``, ``sleep``: as of its timeline.
+    Copies to and from the host share one link and queue there. ``clock``, ``sleep``: those of the timeline.
     """
 
     type = TYPE
@@ -140,15 +140,15 @@ class TimedDevice:
         self._streams = [self._default]
 
     def copy(self, num_bytes: int) -> Operation:
-        """A copy to the host or back. Returns at once."""
+        """Launch a copy to or from the host. Returns at once."""
         return self._link.launch(num_bytes / self.spec.host_bytes_per_s)
 
     def take(self, num_bytes: int) -> None:
-        """Take memory; a negative number gives some back. Raises TimedMemoryError where it is full."""
+        """Allocate memory, or free it for a negative number. Raises TimedMemoryError if it is full."""
         if num_bytes > self.headroom():
             raise TimedMemoryError(
-                f"emulated out of memory: {num_bytes / 2**20:.0f} MiB asked for on {self.name}, of whose "
-                f"{self.spec.memory_bytes / 2**20:.0f} MiB {self.headroom() / 2**20:.0f} are free for this process"
+                f"emulated out of memory: {num_bytes / 2**20:.0f} MiB requested on {self.name}; this process has "
+                f"{self.headroom() / 2**20:.0f} of {self.spec.memory_bytes / 2**20:.0f} MiB free"
             )
         self._used += num_bytes
         self._peak = max(self._peak, self._used)
@@ -175,14 +175,14 @@ class TimedDevice:
 
     def set_memory_fraction(self, fraction: float) -> None:
         if not 0 < fraction <= 1:
-            raise ValueError(f"memory fraction {fraction}: it lies above 0 and at 1 at most")
+            raise ValueError(f"memory fraction {fraction}: must be above 0 and at most 1")
         self._fraction = fraction
 
     def set_threads(self, threads: int, cores: Sequence[int] | None = None) -> None:
         """Do nothing: no thread computes."""
 
     def activate(self) -> None:
-        """Do nothing: no library of a vendor asks for it."""
+        """Do nothing: no vendor library is involved."""
 
     def synchronize(self) -> None:
         for stream in self._streams:
@@ -204,7 +204,7 @@ class TimedDevice:
 
 
 def open_device(name: str) -> TimedDevice:
-    """``emulated:h200:0``. Raises DeviceUnavailable for a kind without a data sheet."""
+    """Open a device such as ``emulated:h200:0``. Raises DeviceUnavailable for a kind without a data sheet."""
     try:
         return TimedDevice(emulated_kind(name), int(name.rpartition(":")[2]))
     except ValueError as error:

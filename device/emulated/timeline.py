@@ -1,13 +1,13 @@
-"""The time of an emulated device: work on a stream is done so many seconds after its start. No torch in here.
+"""The clock of an emulated device: an operation ends a given time after its start. Does not import torch.
 
-Operations of several streams and processes on one device slow each other down as on a chip: see :func:`rates`. A
-timeline has no thread: whoever waits for an operation sleeps until its end, and drives all streams of its process
-meanwhile. Late wake-ups do not add up, since an operation begins where the one before it on its stream has ended::
+Operations of several streams and processes slow each other down as on a real chip: see :func:`rates`. A timeline
+runs no thread: a waiter sleeps until its operation ends and drives all streams of its process. Late wake-ups do
+not add up, because an operation begins at the end of its predecessor on the stream::
 
     timeline = Timeline("emulated:h200:0", directory)  # the same directory in all processes on the device
     stream = timeline.stream()
     step = stream.launch(0.008, demand=Demand(compute=0.1, bandwidth=0.8))  # returns at once
-    step.wait()  # until 8 ms after the launch, or after the end of the operation before
+    step.wait()  # until 8 ms after the launch, or after the end of the previous operation
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ import msgspec
 from device.base import DeviceLost
 from device.shares import check_share
 
-#: The variable that names the file of injected faults: see :class:`Faults`.
+#: Environment variable with the path of the file of injected faults: see :class:`Faults`.
 EMULATED_FAULTS = "EPD_SERVE_EMULATED_FAULTS"
-#: A sleep is at most this long: so soon are a process's end and an injected fault noticed.
+#: Longest sleep, which bounds the delay until a process's end or an injected fault is noticed.
 LOOK_AGAIN_S = 0.05
-#: The part of the arithmetic that streams of lower priority get at least: work that runs is not taken off a chip.
+#: Minimum share of compute for streams of lower priority, because a chip does not preempt running work.
 _LEAST = 0.05
 _SERIALS = count()
 _PR_SET_TIMERSLACK = 29
@@ -49,7 +49,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Demand(msgspec.Struct, frozen=True, array_like=True):
-    """The part of its device's peak that an operation uses while it is alone there."""
+    """Fraction of the device's peak that an operation uses when it runs alone."""
 
     compute: float = 1.0
     bandwidth: float = 1.0
@@ -61,13 +61,13 @@ WHOLE = Demand()
 class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An injected fault of one device or link."""
 
-    slowness: Annotated[float, msgspec.Meta(gt=0)] = 1.0  # operations that begin take so many times as long
-    hangs: bool = False  # no operation is done until this is taken back
-    lost: bool = False  # all work fails with DeviceLost, for the rest of a process's life
+    slowness: Annotated[float, msgspec.Meta(gt=0)] = 1.0  # factor on the duration of new operations
+    hangs: bool = False  # no operation ends until the fault is removed
+    lost: bool = False  # all work fails with DeviceLost until the process ends
 
 
 class Faults:
-    """Injected faults of all devices, from a JSON file that is read again when it changes.
+    """Injected faults of all devices, from a JSON file that is reloaded when it changes.
 
     It maps names to :class:`Fault`'s attributes: ``{"emulated:h200:0": {"slowness": 3.0}}``; "*" is any device.
     """
@@ -79,7 +79,7 @@ class Faults:
 
     @classmethod
     def of_environment(cls) -> Faults:
-        """Raises ValueError where the variable's file is there and cannot be understood."""
+        """Load the file named by the environment. Raises ValueError if it exists and is invalid."""
         path = os.environ.get(EMULATED_FAULTS)
         return cls(Path(path) if path else None)
 
@@ -87,7 +87,7 @@ class Faults:
         try:
             self._refresh()
         except ValueError as error:
-            _LOG.warning("%s; the faults before go on", error)
+            _LOG.warning("%s; keeping the previous faults", error)
         return self._faults.get(name) or self._faults.get("*") or _NO_FAULT
 
     def _refresh(self) -> None:
@@ -109,22 +109,22 @@ _NO_FAULT = Fault()
 
 
 class Running(msgspec.Struct, kw_only=True, array_like=True):
-    """An operation on the device, as all its processes see it."""
+    """A running operation, as shared between all processes of the device."""
 
     process: tuple[int, int, int]  # pid, start, and the timeline's number in it
-    stream: int = 0  # its number in the timeline
-    left_s: float  # to its end, were it alone from now on
-    end_s: float = 0.0  # the time of its end; 0 while it runs
+    stream: int = 0  # number within the timeline
+    left_s: float  # time to its end if it ran alone from now on
+    end_s: float = 0.0  # time of its end; 0 while it runs
     demand: Demand = WHOLE
-    share: float = 1.0  # part of the device's arithmetic that its process may have
+    share: float = 1.0  # fraction of the device's compute for its process
     priority: int = 0
 
 
 def rates(running: Sequence[Running]) -> list[float]:
-    """Return the speed of each operation; 1: as if it were alone on a device that is all its own.
+    """Return the speed of each operation, relative to running alone on the whole device.
 
-    A process gets its share of the arithmetic. Streams of a lower priority number get arithmetic before others;
-    the memory's bandwidth is divided equally. Nothing slows down while the demands for each fit the device.
+    A process gets its share of the compute. Streams of a lower priority number get compute before others; memory
+    bandwidth is divided equally. Nothing slows down while both demands fit the device.
     """
     within = []
     for one in running:
@@ -139,14 +139,14 @@ def rates(running: Sequence[Running]) -> list[float]:
 
 
 def _scarcity(one: Running, beside: Sequence[Running], compute: Sequence[float], share: float) -> float:
-    """The factor by which ``one``, itself among those that divide a share of the arithmetic, is slower."""
+    """Return the slowdown of ``one`` among the operations (itself included) that divide a share of compute."""
     before = sum([part for other, part in zip(beside, compute, strict=True) if other.priority < one.priority])
     equal = sum([part for other, part in zip(beside, compute, strict=True) if other.priority == one.priority])
     return max(1.0, equal / max(share - before, _LEAST * share))
 
 
 def advance(running: Sequence[Running], from_s: float, to_s: float) -> None:
-    """Bring operations from their state at ``from_s`` to that at ``to_s``; those that end until then say when."""
+    """Advance operations from ``from_s`` to ``to_s`` and set ``end_s`` of those that end."""
     active = [one for one in running if not one.end_s]
     has_ended = True
     while active and has_ended:
@@ -162,7 +162,7 @@ def advance(running: Sequence[Running], from_s: float, to_s: float) -> None:
 
 
 def sleep_exactly(seconds: float) -> None:
-    """Sleep without the 50 microseconds by which Linux otherwise lets a thread's timers be late."""
+    """Sleep without Linux's default timer slack of 50 microseconds."""
     if not getattr(_LOCAL, "is_exact", False):
         _LOCAL.is_exact = True
         _LIBC.prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
@@ -170,16 +170,16 @@ def sleep_exactly(seconds: float) -> None:
 
 
 class Timeline:
-    """One device, or one link, as this process sees it. Thread-safe.
+    """One device, or one link, as seen by this process. Thread-safe.
 
     Args:
-        directory: holds the file that all processes on the device share; None: this process is alone on it.
-        faults: None: those of the environment.
+        directory: holds the file shared by all processes on the device; None: this process is alone.
+        faults: None: load them from the environment.
         clock: seconds, the same in all processes.
 
     Attributes:
-        share: part of the device's arithmetic that this process may have.
-        lock: of all its streams, since one may wait for another.
+        share: fraction of the device's compute for this process.
+        lock: guards all streams, because one may wait for another.
     """
 
     def __init__(
@@ -200,13 +200,13 @@ class Timeline:
         self._checked_s = -math.inf
         self._numbers = count()
         self._streams: weakref.WeakSet[TimelineStream] = weakref.WeakSet()
-        self._ended: deque[int] = deque()  # streams; they may end at any place of a thread
+        self._ended: deque[int] = deque()  # numbers of garbage-collected streams; no lock here
         self._board = _Board(None if directory is None else Path(directory, f"{name}.timeline"))
 
     def stream(self, priority: int = 0, share: float | None = None) -> TimelineStream:
-        """A queue of operations; one of a lower priority number is served first.
+        """Return a queue of operations; lower priority numbers are served first.
 
-        ``share``: part of the process's arithmetic to which they keep; None: no limit.
+        ``share``: limit on its fraction of the process's compute; None: no limit.
         """
         if share is not None:
             check_share(share, 0.0)
@@ -217,20 +217,20 @@ class Timeline:
         return stream
 
     def check(self) -> Fault:
-        """The injected fault that the device has now. Raises DeviceLost."""
+        """Return the device's current fault. Raises DeviceLost."""
         fault = self.faults.of(self.name)
         if fault.lost or self._is_lost:
             self._is_lost = True
-            raise DeviceLost(f"{self.name} is lost: nothing that was launched there will be done")
+            raise DeviceLost(f"{self.name} is lost: launched work will never finish")
         return fault
 
     def drive_queues(self) -> float:
-        """Begin what is next on each stream. Returns when that is to be done again."""
+        """Begin the next operation of each stream. Returns the time of the next call."""
         with self.lock:
             return min([stream.drive() for stream in list(self._streams) if stream.has_next], default=math.inf)
 
     def begin(self, operation: Operation, stream: TimelineStream) -> None:
-        """Put an operation on the device; ``operation.begin_s`` is now or a little earlier."""
+        """Start an operation on the device; ``operation.begin_s`` is now or slightly earlier."""
         row = Running(
             process=self._process,
             stream=stream.number,
@@ -245,7 +245,7 @@ class Timeline:
             rows.append(row)
 
     def poll(self, stream: TimelineStream) -> tuple[bool, float]:
-        """Whether a stream's operation has ended, and when it did, or will as far as is known."""
+        """Return whether a stream's operation has ended, and its end time or the current estimate."""
         with self._now() as (now_s, rows):
             own = next(one for one in rows if (one.process, one.stream) == (self._process, stream.number))
             if own.end_s:
@@ -258,7 +258,7 @@ class Timeline:
 
     @contextmanager
     def _now(self) -> Iterator[tuple[float, list[Running]]]:
-        """The operations of all processes that live, as they are now; at the end they are written back."""
+        """Yield the current operations of all live processes, and write them back at the end."""
         with self._board.opened() as (at_s, rows):
             now_s = max(self.clock(), at_s)
             advance(rows, at_s, now_s)
@@ -275,12 +275,12 @@ class Timeline:
 
 
 class Operation:
-    """Work on a stream; :meth:`TimelineStream.launch` makes it.
+    """Work on a stream, created by :meth:`TimelineStream.launch`.
 
     Attributes:
-        cost_s: seconds that it takes alone.
-        begin_s, end_s: on the timeline's clock, as the device has them: whoever waits is back a little later.
-            ``end_s`` is NaN before the end.
+        cost_s: seconds if it runs alone.
+        begin_s, end_s: exact times on the timeline's clock; waiters wake slightly later. ``end_s`` is NaN before
+            the end.
     """
 
     __slots__ = ("begin_s", "cost_s", "demand", "end_s", "is_done", "stream", "then")
@@ -298,7 +298,7 @@ class Operation:
         self.is_done = False
 
     def query(self) -> bool:
-        """Whether it is done, without waiting. Raises DeviceLost."""
+        """Return whether it is done, without waiting. Raises DeviceLost."""
         self.stream.drive(self)
         return self.is_done
 
@@ -315,13 +315,13 @@ class Operation:
 
 
 class TimelineStream:
-    """Operations done one after another; :meth:`Timeline.stream` makes it. Thread-safe."""
+    """Queue of consecutive operations, created by :meth:`Timeline.stream`. Thread-safe."""
 
     def __init__(self, timeline: Timeline, priority: int, number: int, share: float | None = None) -> None:
         self.timeline, self.priority, self.number, self.share = timeline, priority, number, share
         self._queue: deque[Operation | _Barrier] = deque()
-        self._has_begun = self._has_hung = False  # the queue's first operation
-        self._free_s = -math.inf  # the end of the operation before it
+        self._has_begun = self._has_hung = False  # state of the first operation in the queue
+        self._free_s = -math.inf  # end of the previous operation
 
     def launch(
         self,
@@ -330,16 +330,16 @@ class TimelineStream:
         *,
         demand: Demand = WHOLE,
     ) -> Operation:
-        """Give it work that takes ``cost_s`` seconds where it is alone on the device. Returns at once.
+        """Launch work that takes ``cost_s`` seconds alone on the device. Returns at once.
 
         Args:
-            then: called when the work is done, under the timeline's lock, on whichever thread waits for work of
-                the timeline or asks about this stream.
+            then: called when the work is done, under the timeline's lock, on any thread that waits on the timeline
+                or queries this stream.
 
-        Raises DeviceLost, and ValueError for a cost that is no number of seconds.
+        Raises DeviceLost, and ValueError for a negative or non-finite cost.
         """
         if not 0 <= cost_s < math.inf:
-            raise ValueError(f"an operation of {cost_s} s on {self.timeline.name}: it takes 0 s or more")
+            raise ValueError(f"an operation of {cost_s} s on {self.timeline.name}: must be at least 0 s")
         with self.timeline.lock:
             self.timeline.check()
             if self.share is not None:
@@ -353,12 +353,12 @@ class TimelineStream:
         return operation
 
     def wait_for(self, operation: Operation) -> None:
-        """Let work that is launched from now on begin after ``operation``, of any stream of the timeline."""
+        """Delay work launched from now on until after ``operation`` of any stream of the timeline."""
         with self.timeline.lock:
             self._queue.append(_Barrier(operation))
 
     def synchronize(self) -> None:
-        """Sleep until all that was launched is done. Raises DeviceLost."""
+        """Sleep until all launched work is done. Raises DeviceLost."""
         with self.timeline.lock:
             last = self._queue[-1] if self._queue else None
         if last is not None:
@@ -367,11 +367,11 @@ class TimelineStream:
 
     @property
     def has_next(self) -> bool:
-        """Whether something is to begin after the present operation."""
+        """True if another operation follows the current one."""
         return len(self._queue) > 1
 
     def drive(self, until: Operation | None = None) -> float:
-        """Bring the stream to the present. Returns when its present operation ends, as far as is known."""
+        """Advance the stream to the present. Returns the estimated end of its current operation."""
         with self.timeline.lock:
             while self._queue and not (until is not None and until.is_done):
                 head = self._queue[0]
@@ -408,7 +408,7 @@ class TimelineStream:
 
 @dataclass(frozen=True, slots=True)
 class _Barrier:
-    """A stream goes on after another's operation."""
+    """A queue entry that waits for an operation of another stream."""
 
     other: Operation
 
@@ -417,9 +417,9 @@ _Rows = tuple[float, list[Running]]
 
 
 class _Board:
-    """The operations of a device in memory that its processes share, written to either half in turn.
+    """Operations of a device in shared memory, double-buffered.
 
-    The first byte names the half that is whole: a process that is killed while it writes leaves the other one.
+    The first byte selects the valid half: a process killed during a write leaves the other half intact.
     """
 
     _HALF_BYTES = 1 << 17
@@ -436,9 +436,9 @@ class _Board:
 
     @contextmanager
     def opened(self) -> Iterator[_Rows]:
-        """The time of the state, and the operations; no other process sees or changes them meanwhile."""
+        """Yield the time of the state, and the operations, under a lock between processes."""
         if self._file is not None:
-            fcntl.flock(self._file, fcntl.LOCK_EX)  # the kernel takes it from a process that dies
+            fcntl.flock(self._file, fcntl.LOCK_EX)  # the kernel releases it when a process dies
         try:
             at = 1 + self._memory[0] * self._HALF_BYTES
             length = int.from_bytes(self._memory[at : at + 4])
@@ -450,7 +450,7 @@ class _Board:
                 fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def write(self, at_s: float, rows: Sequence[Running]) -> None:
-        """Write the state, inside :meth:`opened`."""
+        """Write the state; call it inside :meth:`opened`."""
         data = msgspec.msgpack.encode((at_s, rows))
         half = 1 - self._memory[0]
         at = 1 + half * self._HALF_BYTES
@@ -459,7 +459,7 @@ class _Board:
 
 
 def _born(pid: int) -> int | None:
-    """The kernel's time of a process's start, which tells it from a later one of its number; None: it is dead."""
+    """Return the start time of a process, which tells reused pids apart; None if it is dead."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="latin-1").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

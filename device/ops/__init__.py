@@ -1,1 +1,1 @@
-"""Attention and layer operators: the oracle in plain torch and one file per backend."""
+"""Attention and layer operators: a reference in plain torch and one file per backend."""

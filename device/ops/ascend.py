@@ -1,8 +1,8 @@
-"""The operators of a transformer on Ascend NPUs, through the fused kernels that torch_npu registers.
+"""Transformer operators on Ascend NPUs, through torch_npu's fused kernels.
 
-One attention kernel serves chunks and decodes (over pages) and the vision tower (unpaged):
-npu_fused_infer_attention_score, or its v2, which says the same with other keywords. Constraints are those of the
-kernel's documentation in torch_npu; tests/ascend checks every call against them, but on no NPU.
+One attention kernel serves chunks and decodes (paged) and the vision tower (unpaged):
+npu_fused_infer_attention_score, or its v2, which differs in keywords only. tests/ascend checks every call against
+the constraints in torch_npu's documentation, without an NPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from device.base import AttentionOps, AttentionPlan, AttnMeta, DeviceUnavailable
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FusedAttention:
-    """One version of the attention operator: its name and how it spells the arguments that differ."""
+    """One version of the attention operator: its name and its spelling of the keywords that differ."""
 
     operator: str
     num_heads: str
@@ -51,12 +51,12 @@ V2 = FusedAttention(
 
 
 def choose_attention(operators: Any = None) -> FusedAttention:
-    """The newest version that the installed torch_npu registers; v2 documents grouped heads for TND, v1 does not.
+    """Return the newest version in the installed torch_npu; only v2 documents grouped heads for TND.
 
     Args:
         operators: ``torch.ops.npu`` unless given.
 
-    Raises DeviceUnavailable where there is neither.
+    Raises DeviceUnavailable if both are missing.
     """
     operators = torch.ops.npu if operators is None else operators
     for version in (V2, V1):
@@ -70,10 +70,10 @@ def choose_attention(operators: Any = None) -> FusedAttention:
 
 Layout = Literal["TND", "BSND"]
 
-_MASK_SIZE = 2048  # what sparse modes 2 to 4 ask for, however long the context
+_MASK_SIZE = 2048  # required by sparse modes 2 to 4 for any context length
 _UNMASKED, _CAUSAL = 0, 3  # sparse modes: no mask at all; causal, the last query at the end of its context
 _TND_HEAD_DIMS = (128, 192)
-_MAX_HEAD_DIM = 512  # of BSND; heads of whole 32 bytes
+_MAX_HEAD_DIM = 512  # for BSND; heads are multiples of 32 bytes
 _MAX_BLOCK_SIZE = 512
 
 
@@ -87,7 +87,7 @@ class _Call:
     query_lens: list[int]
     """Ends in the packed tokens with TND, lengths with BSND."""
     context_lens: list[int]
-    """Per sequence: the kernel's lengths over pages are not cumulative."""
+    """Per sequence: the kernel's paged lengths are not cumulative."""
     block_table: Tensor
     """[batch, max_blocks] int32."""
     mask: Tensor | None
@@ -95,47 +95,45 @@ class _Call:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AscendPlan(AttentionPlan):
-    """The calls that every layer makes, by layout: made when the first layer asks for them."""
+    """The calls of every layer, by layout, created lazily by the first layer."""
 
     calls: dict[Layout, list[_Call]]
 
 
 class AscendOps(AttentionOps):
-    """torch_npu's operators, and its attention over pages.
+    """torch_npu's operators with paged attention.
 
-    Layout of the paged calls: torch_npu's documentation contradicts itself on TND with pages on A2 and A3. The
-    lists of layouts exclude it; the sections on page attention, on grouped heads and on the meaning of the lengths
-    describe it; vLLM's Ascend backend serves with it. So TND is the default: one call for the decodes, one for
-    the chunks. BSND, which every passage allows, is the way out: one call for the decodes, one for each chunk.
-    Heads of dimensions that TND does not take go that way by themselves.
+    torch_npu's documentation contradicts itself on TND with pages on A2 and A3: the lists of layouts exclude it,
+    but the sections on page attention, grouped heads and lengths describe it, and vLLM's Ascend backend uses it.
+    TND is therefore the default: one call for the decodes, one for the chunks. BSND, allowed everywhere, is the
+    fallback: one call for the decodes, one for each chunk. Head dimensions that TND rejects use BSND.
 
-    A captured decode step needs nothing more: torch_npu records the attention calls while it captures
-    (:class:`device.ascend.NPUGraphRunner`), and the decode call takes its lengths under
-    ``attention.context_lens``.
+    A captured decode step needs nothing more: torch_npu records the attention calls during capture
+    (:class:`device.ascend.NPUGraphRunner`), and the decode call takes its lengths as ``attention.context_lens``.
     """
 
     def __init__(self, *, layout: Layout = "TND", attention: FusedAttention | None = None) -> None:
-        """``attention``: what :func:`choose_attention` finds unless given."""
+        """``attention``: by default the result of :func:`choose_attention`."""
         self.layout: Layout = layout
         self.attention = attention or choose_attention()
         self.name = f"{self.attention.operator}, {layout}"
         self._masks: dict[torch.device, Tensor] = {}
 
     def prepare(self, meta: AttnMeta, dtype: torch.dtype) -> AscendPlan:
-        """Host lists, the mask. Raises ValueError for a block size or dtype that no kernel takes."""
+        """Return a plan of host lists and the mask. Raises ValueError for an unsupported block size or dtype."""
         _check_block_size(meta.block_size, has_chunks=bool(meta.prefill_query_lens))
         if dtype == torch.float32 and meta.slot_mapping.device.type == "npu":
-            raise ValueError("attention in float32: an NPU's takes bfloat16, and with BSND float16")
+            raise ValueError("attention in float32: an NPU supports bfloat16, and float16 with BSND")
         return AscendPlan(meta=meta, calls={})
 
     def _layout_for(self, kv_layer: Tensor) -> Layout:
-        """Raises ValueError for a head that no layout takes."""
+        """Return the layout for these heads. Raises ValueError if no layout supports them."""
         head_dim = kv_layer.shape[-1]
         if kv_layer.device.type != "npu" or (self.layout == "TND" and head_dim in _TND_HEAD_DIMS):
             return self.layout
         if head_dim > _MAX_HEAD_DIM or head_dim * kv_layer.element_size() % 32:
             raise ValueError(
-                f"heads of {head_dim} dimensions: an NPU's attention over pages takes multiples of 16 up to "
+                f"heads of {head_dim} dimensions: an NPU's paged attention supports multiples of 16 up to "
                 f"{_MAX_HEAD_DIM}"
             )
         return "BSND"
@@ -208,13 +206,13 @@ class AscendOps(AttentionOps):
     def encode(
         self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens_host: Sequence[int], scale: float
     ) -> Tensor:
-        """Attention of a tower as in the protocol. TND takes few head dimensions; added zeros change no score."""
+        """Compute tower attention as in the protocol, padding heads with zeros to dimensions that TND supports."""
         if not len(query):
             return query.new_empty(query.shape)
         head_dim = query.shape[-1]
         padded = next((dim for dim in _TND_HEAD_DIMS if dim >= head_dim), None)
         if padded is None:
-            raise ValueError(f"vision heads of {head_dim} dimensions; an NPU takes {_TND_HEAD_DIMS[-1]} at most")
+            raise ValueError(f"vision heads of {head_dim} dimensions: an NPU supports up to {_TND_HEAD_DIMS[-1]}")
         query, key, value = (F.pad(states, (0, padded - head_dim)) for states in (query, key, value))
         ends = list(cu_seqlens_host[1:])
         attended = self._attention(
@@ -272,7 +270,7 @@ class AscendOps(AttentionOps):
         return normed, total
 
     def rotary(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        # The kernel takes four dimensions: one batch, its tokens, their heads (BSND; tables 1S1D).
+        # The kernel takes BSND with a batch of one; tables are 1S1D.
         cos, sin = (table.to(query.dtype)[None, :, None] for table in (cos, sin))
         rotated_query, rotated_key = (
             torch.ops.npu.npu_rotary_mul(states[None].contiguous(), cos, sin)[0] for states in (query, key)
@@ -304,10 +302,10 @@ def _call(
 
 
 def _check_block_size(block_size: int, *, has_chunks: bool) -> None:
-    """Raises ValueError; the kernel's chunk half wants more than its decode half."""
+    """Raise ValueError for an unsupported block size; chunks are more restricted than decodes."""
     multiple = 128 if has_chunks else 16
     if block_size % multiple or not 0 < block_size <= _MAX_BLOCK_SIZE:
         raise ValueError(
-            f"KV blocks of {block_size} tokens: an NPU's {'prefill' if has_chunks else 'decode'} takes a multiple "
+            f"KV blocks of {block_size} tokens: an NPU's {'prefill' if has_chunks else 'decode'} needs a multiple "
             f"of {multiple} up to {_MAX_BLOCK_SIZE}; 128 suits both"
         )

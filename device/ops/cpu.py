@@ -1,4 +1,4 @@
-"""The CPU's operators: plain torch in the formulations that measured fastest."""
+"""CPU operators: plain torch in the formulations that measured fastest."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from device.base import AttentionPlan, AttnMeta
 from device.ops.cpu_kernels import amx_kernels, cpu_kernels
 from device.ops.plain import PlainOps
 
-#: Of a norm's input that is taken through all its passes at once, per thread: stays in a core's cache.
+#: Bytes of a norm's input per pass and thread, small enough for a core's cache.
 _NORM_BYTES = 1 << 18
 _ARGMAX_PARTS = 128
-#: The dtype in which attention computes, where it is not its own: torch's kernels for float16 are slow.
+#: Compute dtype of attention if it differs from the input's: torch's float16 kernels are slow.
 _INNER = {torch.float16: torch.float32}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeTile:
-    """Decodes of similar lengths, neighbours in the order of the plan."""
+    """Consecutive decodes of the plan with similar lengths."""
 
     rows: slice
     blocks: Tensor
-    """[rows * width], ``width`` blocks for each."""
+    """[rows * width], ``width`` blocks per row."""
     context_len: int
-    """The longest context: keys beyond it are left out."""
+    """Longest context; keys beyond it are dropped."""
     mask: Tensor | None
-    """[rows, 1, 1, context_len] to add to the scores; None where all contexts are as long."""
+    """[rows, 1, 1, context_len] to add to the scores; None if all contexts have equal length."""
     hidden: Tensor | None
-    """Gathered tokens behind a context. They belong to nobody and may hold anything, NaN too."""
+    """Gathered tokens past a context, which may hold garbage, even NaN."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,20 +47,20 @@ class CpuPlan(AttentionPlan):
     block_table: Tensor
     """[num_decodes, max_blocks], in the order of ``context_lens``."""
     order: Tensor | None
-    """[num_decodes]: which decode of the step comes where; None where they are in order already."""
+    """[num_decodes]: permutation of the step's decodes; None if they are already sorted."""
     mask: Tensor | None
     """[rows, context] to add to the scores. Token i of the last n of m sees up to ``m - n + i``, so the lower
-    right corner [n, m] serves every chunk. None where no chunk needs it."""
+    right corner [n, m] serves every chunk. None if no chunk needs it."""
     tiles: dict[int, list[DecodeTile]] = field(default_factory=dict)
-    """By the bytes of a block; the first layer makes them."""
+    """By the bytes of a block, created by the first layer."""
 
 
 class CpuOps(PlainOps):
     """Operators for float32, bfloat16 and float16 on a CPU.
 
     Args:
-        tile_bytes: K/V that decodes gather at once, per thread: what stays in a core's cache until it is read.
-        query_rows: tokens of a chunk that attend at once; they skip the keys in the future of them all.
+        tile_bytes: K/V gathered at once by decodes, per thread: small enough to stay in a core's cache.
+        query_rows: tokens of a chunk that attend at once and skip the keys after their last one.
     """
 
     name = "plain torch (CPU)"
@@ -68,8 +68,8 @@ class CpuOps(PlainOps):
     def __init__(self, *, tile_bytes: int = 2 << 20, query_rows: int = 256) -> None:
         self._tile_bytes = tile_bytes
         self._query_rows = query_rows
-        # A step's cosines, and by them the factors [T, 1, D] of the states and of them with halves swapped: all
-        # layers share them.
+        # A step's cosines, and the factors [T, 1, D] of the states and of the swapped halves, shared by all
+        # layers.
         self._last_turns = (torch.empty(0),) * 3
 
     def prepare(self, meta: AttnMeta, dtype: torch.dtype) -> CpuPlan:  # type: ignore[override]
@@ -131,10 +131,7 @@ class CpuOps(PlainOps):
         return output
 
     def _decode_all(self, query: Tensor, kv_layer: Tensor, plan: CpuPlan, scale: float) -> Tensor:
-        """Attention of the decodes, [B, Hq, D].
-
-        It goes tile by tile: the K/V that a tile gathers are still in the cache when they are read.
-        """
+        """Return attention [B, Hq, D] of the decodes, tile by tile: gathered K/V are still in the core's cache."""
         for kernels in (amx_kernels(), cpu_kernels()):
             if kernels is not None and kernels.takes_decodes(query, kv_layer):
                 return kernels.decode(query, kv_layer, plan.meta, scale)
@@ -190,7 +187,7 @@ class CpuOps(PlainOps):
         kernels = cpu_kernels()
         if kernels is not None and kernels.takes_rotary(query, cos, sin) and kernels.takes_rotary(key, cos, sin):
             return kernels.rotary(query, cos, sin), kernels.rotary(key, cos, sin)
-        # One pass over both: in a decode step the number of operators counts, not their size.
+        # One pass over both: a decode step is bound by the number of operators, not their size.
         states = torch.cat((query, key), dim=1)
         known, factor, turn = self._last_turns
         if known is not cos or factor.dtype != states.dtype:
@@ -206,7 +203,7 @@ class CpuOps(PlainOps):
         return F.silu(gate).mul_(up)
 
     def argmax(self, logits: Tensor) -> Tensor:
-        # torch finds a maximum by vectors, but not its index: the index is sought where the maximum was found.
+        # torch vectorises the maximum but not its index: find the part with the maximum, then the index within.
         num_parts = gcd(logits.shape[-1], _ARGMAX_PARTS)
         if num_parts < _ARGMAX_PARTS // 8 or not len(logits):
             return logits.max(dim=-1).indices
@@ -218,9 +215,9 @@ class CpuOps(PlainOps):
 
 
 def _tiles(plan: CpuPlan, max_blocks: int) -> list[DecodeTile]:
-    """Cuts the decodes, shortest first, into tiles that gather ``max_blocks``, an eighth of them padding at most.
+    """Cut the decodes, shortest first, into tiles of ``max_blocks``, at most an eighth of it padding.
 
-    (More, where a single sequence is longer.) So little padding costs less than another tile would.
+    A longer sequence gets a tile of its own. This much padding costs less than another tile.
     """
     block_size = plan.meta.block_size
     widths = [-(-length // block_size) for length in plan.context_lens]
@@ -246,11 +243,11 @@ def _tiles(plan: CpuPlan, max_blocks: int) -> list[DecodeTile]:
 
 
 def _attend_last(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """The last token of B sequences [B, Hq, D] over their contexts [B, S, Hkv, D]; contiguous."""
+    """Attend from the last token of B sequences [B, Hq, D] to their contexts [B, S, Hkv, D]; contiguous result."""
     batch, query_heads, head_dim = query.shape
     kv_heads = keys.shape[2]
     inner = _INNER.get(query.dtype, query.dtype)
-    # The query heads of one KV head become query positions: no K/V is repeated.
+    # The query heads of one KV head become query positions, which avoids repeating K/V.
     folded = query.reshape(batch, kv_heads, query_heads // kv_heads, head_dim).to(inner)
     # With a single position torch takes a bfloat16 path that is three times slower.
     is_single = inner == torch.bfloat16 and query_heads == kv_heads
@@ -268,7 +265,7 @@ def _attend_last(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | Non
 def _attend(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> Tensor:
-    """Some tokens [n, Hq, D] of one sequence over what comes before them [m, Hkv, D]."""
+    """Attend from tokens [n, Hq, D] of one sequence to their context [m, Hkv, D]."""
     inner = _INNER.get(query.dtype, query.dtype)
     queries, keys, values = (states.transpose(0, 1)[None].to(inner) for states in (query, keys, values))
     has_groups = queries.shape[1] != keys.shape[1]

@@ -1,7 +1,7 @@
-"""Operators in C++, compiled where there is a compiler: ``cpu_kernels.cpp``, and for AMX ``amx_kernels.cpp``.
+"""C++ operators, used if a compiler is installed: ``cpu_kernels.cpp``, and ``amx_kernels.cpp`` for AMX.
 
-A library is compiled when the first model that it serves is loaded (two seconds) and kept in the cache directory,
-named by its source, flags and processor. ``EPD_SERVE_CPU_KERNELS=0`` does without.
+A library is compiled (two seconds) when its first model is loaded and kept in the cache directory under a name
+made from its source, flags and processor. ``EPD_SERVE_CPU_KERNELS=0`` disables them.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ FOR_AMX, FOR_ALL = (Path(__file__).with_name(f"{name}.cpp") for name in ("amx_ke
 _COMPILE_TIMEOUT_S = 120.0
 _STRIP, _DEPTH = 32, 32
 _MAX_GROUP, _MAX_HEAD_DIM = 16, 256
-#: Rows of a product beyond which oneDNN's is faster: then the multiplications take longer than the weights' way.
+#: Rows above which oneDNN's product is faster, because compute rather than loading of weights dominates.
 MAX_ROWS = 32
-#: The same for products with weights as they are stored.
+#: The same for products with unpacked weights.
 _MAX_PLAIN_ROWS = 64
 ACTIVATIONS = {"none": 0, "swish": 1, "gelu_tanh": 2}
 
@@ -60,10 +60,10 @@ class _Decode(ctypes.Structure):
 
 
 class _Kernels:
-    """The operators of a library that all CPUs have, for some dtypes. Each ``takes_…`` says whether one can."""
+    """Operators common to both libraries. Each ``takes_…`` returns whether it supports the inputs."""
 
     dtypes: tuple[torch.dtype, ...]
-    #: Numbers that a head's dimensions are taken in.
+    #: A head's dimension must be a multiple of this.
     lanes: int
 
     def takes_decodes(self, query: Tensor, kv_layer: Tensor) -> bool:
@@ -79,11 +79,11 @@ class _Kernels:
         )
 
     def decode(self, query: Tensor, kv_layer: Tensor, meta: AttnMeta, scale: float) -> Tensor:
-        """The last token of each sequence [B, Hq, D] over its pages, which are read where they lie."""
+        """Attend from the last token of each sequence [B, Hq, D] to its pages, read in place."""
         output = query.new_empty(query.shape)
         _, _, block_size, kv_heads, head_dim = kv_layer.shape
         table, lengths = meta.decode_block_table.contiguous(), meta.decode_context_lens.contiguous()
-        assert table.dtype == torch.int32 and lengths.dtype == torch.int64, "the kernel would read something else"
+        assert table.dtype == torch.int32 and lengths.dtype == torch.int64, "the kernel would misread other dtypes"
         call = _Decode(
             query.data_ptr(),
             kv_layer[0].data_ptr(),
@@ -109,7 +109,7 @@ class _Kernels:
 
 
 class AmxKernels(_Kernels):
-    """The operators for AMX, over bfloat16 tensors."""
+    """AMX operators on bfloat16 tensors."""
 
     dtypes = (torch.bfloat16,)
     lanes = 32
@@ -118,7 +118,7 @@ class AmxKernels(_Kernels):
         self._library = library
 
     def packed_address(self, packed: Tensor, weight: Tensor) -> int | None:
-        """The address of oneDNN's packed weight; None where it is not laid out as :meth:`linear` reads it."""
+        """Return the address of oneDNN's packed weight; None if :meth:`linear` cannot read its layout."""
         width, depth = weight.shape
         strips, depths = -(-width // _STRIP), -(-depth // _DEPTH)
         strip_bytes = _STRIP * depths * _DEPTH * 2
@@ -146,9 +146,9 @@ class AmxKernels(_Kernels):
         other: Tensor | None,
         multiplies: bool,
     ) -> Tensor:
-        """``activation(states @ weight.T + bias)``, then plus or times ``other``; [T, depth] → [T, width]."""
+        """Return ``activation(states @ weight.T + bias)`` plus or times ``other``; [T, depth] → [T, width]."""
         output = states.new_empty(len(states), width)
-        other = None if other is None else other.contiguous()  # kept until the product is there
+        other = None if other is None else other.contiguous()  # kept alive until the call returns
         product = _Product(
             states.data_ptr(),
             address,
@@ -171,7 +171,7 @@ class AmxKernels(_Kernels):
 
 
 class CpuKernels(_Kernels):
-    """The operators for any CPU, over tensors of float32 or bfloat16."""
+    """Operators for any CPU on float32 or bfloat16 tensors."""
 
     dtypes = (torch.float32, torch.bfloat16)
 
@@ -195,7 +195,7 @@ class CpuKernels(_Kernels):
         return 0 < len(states) <= _MAX_PLAIN_ROWS and states.dtype == weight.dtype and _is_packed(states, 1)
 
     def linear(self, states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """``states @ weight.T + bias`` of a contiguous weight [out, in]; [T, in] → [T, out]."""
+        """Return ``states @ weight.T + bias`` for a contiguous weight [out, in]; [T, in] → [T, out]."""
         width, depth = weight.shape
         output = states.new_empty(len(states), width)
         self._functions["rows", weight.dtype](
@@ -268,7 +268,7 @@ class CpuKernels(_Kernels):
         )
 
     def rotary(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """[T, H, D] by contiguous tables [T, D], in float32 inside."""
+        """Rotate [T, H, D] by contiguous tables [T, D], computing in float32."""
         tokens, heads, head_dim = states.shape
         output = states.new_empty(states.shape)
         self._functions["rotary", states.dtype](
@@ -290,14 +290,14 @@ class CpuKernels(_Kernels):
 
 @cache
 def cpu_kernels() -> CpuKernels | None:
-    """The kernels for any CPU, compiled if need be; None where they cannot be."""
+    """Return the kernels for any CPU, compiling them if needed; None if that fails."""
     library = _library(FOR_ALL)
     return None if library is None else CpuKernels(library)
 
 
 @cache
 def amx_kernels() -> AmxKernels | None:
-    """The kernels for AMX, compiled if need be; None where they cannot run."""
+    """Return the AMX kernels, compiling them if needed; None if they cannot run."""
     if not (
         torch.cpu._is_amx_tile_supported() and torch.cpu._is_avx512_bf16_supported() and torch.cpu._init_amx()
     ):
@@ -307,33 +307,33 @@ def amx_kernels() -> AmxKernels | None:
 
 
 def _library(source: Path) -> ctypes.CDLL | None:
-    """The compiled library of a source; None where there is none, which the log explains."""
+    """Return the compiled library of a source; None, with a log line, if it is unavailable."""
     if os.environ.get("EPD_SERVE_CPU_KERNELS") == "0":
         return None
     compiler = shutil.which("g++")
     if compiler is None:
-        _log.warning("no g++ here: decodes on this CPU take longer than with compiled kernels")
+        _log.warning("g++ not found: decodes on this CPU run slower without compiled kernels")
         return None
     library = library_path(source)
     try:
         with suppress(OSError):
             return ctypes.CDLL(str(library))
         library.parent.mkdir(parents=True, exist_ok=True)
-        with library.with_suffix(".lock").open("w") as lock:  # instances start side by side: one compiles for all
+        with library.with_suffix(".lock").open("w") as lock:  # instances start together: one compiles for all
             fcntl.flock(lock, fcntl.LOCK_EX)
             try:
                 return ctypes.CDLL(str(library))
-            except OSError:  # not there yet, or half of it: the machine went down while it was written
+            except OSError:  # missing, or truncated by a crash
                 _compile(compiler, source, library)
                 return ctypes.CDLL(str(library))
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or error
-        _log.warning("CPU kernels do not compile, torch's operators take their place: %s", reason)
+        _log.warning("CPU kernels do not compile, using torch's operators instead: %s", reason)
         return None
 
 
 def library_path(source: Path) -> Path:
-    """The path under which the library of a source compiled for this processor is kept."""
+    """Return the cache path of the library compiled from a source for this processor."""
     key = hashlib.sha256(source.read_bytes() + " ".join((*_FLAGS, processor_features())).encode()).hexdigest()
     name = f"{source.stem}-{key[:32]}.so"
     if folder := os.environ.get("EPD_SERVE_CACHE"):
@@ -354,7 +354,7 @@ def _address(tensor: Tensor | None) -> int | None:
 
 
 def _is_packed(states: Tensor, dims: int) -> bool:
-    """[T, ...] whose last ``dims`` dimensions, 1 or 2, lie without gaps; tokens may lie apart."""
+    """Return whether the last ``dims`` (1 or 2) dimensions of [T, ...] are contiguous, whatever T's stride."""
     return (
         states.dim() == dims + 1
         and 1 <= dims <= 2

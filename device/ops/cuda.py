@@ -1,6 +1,6 @@
-"""An NVIDIA GPU's attention out of torch alone: flash attention for prompts and vision, plain torch for decodes.
+"""NVIDIA attention from torch alone: flash attention for prompts and vision, plain torch for decodes.
 
-``device.ops.triton_ops`` adds the paged decode kernel and the fused layer operators where Triton is installed.
+If Triton is installed, ``device.ops.triton_ops`` adds the paged decode kernel and fused layer operators.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from device.ops.plain import PlainOps
 from device.ops.varlen import MAX_HEAD_DIM, Varlen, flashable
 
 DENSE_TOKENS = 2048
-"""Whole prompts from here on go to SDPA: cuDNN takes half the varlen kernel's time for 8192 tokens on an H100."""
+"""Length from which whole prompts use SDPA: cuDNN halves the varlen kernel's time at 8192 tokens on an H100."""
 DENSE_MULTIPLE = 1024
-"""Such prompts are padded at their end, where causality hides it, to a multiple of this: cuDNN needs a plan for
-each length, which :meth:`CudaOps.build_plans` makes before an instance serves."""
+"""These prompts are padded at the end, hidden by causality, to a multiple of this: cuDNN needs a plan per length,
+built by :meth:`CudaOps.build_plans` before an instance serves."""
 LONG_SEGMENT = 1024
-"""Segments of a tower from here on fill the GPU one by one, so that pictures of one size share a plan."""
+"""Tower segments of at least this length fill the GPU one by one, so images of one size share a plan."""
 PLAN_OPERATIONS = 2.5e13
-"""Behind so many operations a tower's calls of one shape go to cuDNN, which would by then have saved the 37 ms of
-its plan on an H100; so sizes that come rarely never cost a plan."""
+"""Operations after which a tower's calls of one shape use cuDNN: by then it would have saved the 37 ms of its plan
+on an H100. Rare sizes never cost a plan."""
 _MAX_CUDNN_HEAD_DIM = 128
 
 
@@ -41,31 +41,31 @@ class PackedPrefills:
     max_query: int
     max_context: int
     slots: Tensor | None
-    """[sum of contexts] of the cache, sequence by sequence; None where every chunk is its whole context."""
+    """[sum of contexts] cache slots, sequence by sequence; None if every chunk is its whole context."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DensePrefills:
-    """Long prompts without history, each an SDPA call of its own."""
+    """Long prompts without history, one SDPA call each."""
 
     lengths: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CudaPlan(AttentionPlan):
-    """The computation chosen for each half of a step, decodes and prefills; an AttentionPlan is PlainOps' own."""
+    """The computation chosen for each half of a step, decodes and prefills; an AttentionPlan means PlainOps."""
 
     decodes: AttentionPlan | None
-    """None without decodes, and where the kernel needs no plan."""
+    """None without decodes, or if the kernel needs no plan."""
     prefills: PackedPrefills | DensePrefills | AttentionPlan | None
 
 
 class CudaOps(PlainOps):
-    """Fills the AttentionOps protocol without Triton.
+    """AttentionOps without Triton.
 
     Args:
-        varlen: flash attention; None keeps to SDPA (as float32 does in any case).
-        has_fast_cudnn: cuDNN outruns it, as on Hopper.
+        varlen: flash attention; None uses SDPA, as float32 always does.
+        has_fast_cudnn: cuDNN is faster than ``varlen``, as on Hopper.
     """
 
     name = "varlen flash prefill, plain torch decode (Triton is not installed)"
@@ -131,7 +131,7 @@ class CudaOps(PlainOps):
     ) -> Tensor:
         if not len(query) or self._varlen is None or query.dtype == torch.float32:
             return super().encode(query, key, value, cu_seqlens_host, scale)
-        borders = tuple(dict.fromkeys(cu_seqlens_host))  # without empty segments
+        borders = tuple(dict.fromkeys(cu_seqlens_host))  # drops empty segments
         longest, calls = _segments(borders)
         if calls and self._has_fast_cudnn and self._pays(calls, query):
             return attend_dense(query, key, value, calls, scale, causal=False)
@@ -139,7 +139,7 @@ class CudaOps(PlainOps):
         return self._flash(query, key, value, (ends, ends), (longest, longest), scale, causal=False).contiguous()
 
     def _pays(self, calls: Sequence[tuple[int, int]], query: Tensor) -> bool:
-        """Whether such calls have come often enough for plans of cuDNN's (PLAN_OPERATIONS)."""
+        """Return whether such calls were frequent enough to pay for cuDNN plans (PLAN_OPERATIONS)."""
         heads, head_dim = query.shape[1:]
         if not _fits_cudnn(head_dim):
             return False
@@ -160,7 +160,7 @@ class CudaOps(PlainOps):
         return super().prepare(_decodes_only(meta), dtype)
 
     def _decode_step(self, query: Tensor, kv_layer: Tensor, plan: CudaPlan, scale: float) -> Tensor:
-        """The step's first ``num_decodes`` tokens [B, Hq, D]."""
+        """Attend from the step's first ``num_decodes`` tokens [B, Hq, D]."""
         assert plan.decodes is not None
         # A decode's own K and V are read from the cache.
         return super().attend(query, query, query, kv_layer, plan.decodes, scale)
@@ -174,7 +174,7 @@ class CudaOps(PlainOps):
         prefills: PackedPrefills | DensePrefills | AttentionPlan,
         scale: float,
     ) -> Tensor:
-        """The step's chunks, back to back."""
+        """Attend from the step's chunks, back to back."""
         if isinstance(prefills, DensePrefills):
             return _attend_prompts(query, key, value, prefills.lengths, scale)
         if not isinstance(prefills, PackedPrefills):
@@ -195,21 +195,20 @@ class CudaOps(PlainOps):
         *,
         causal: bool,
     ) -> Tensor:
-        """The varlen call, for ends and longest lengths of (queries, keys)."""
+        """Call varlen with the ends and longest lengths of (queries, keys)."""
         assert self._varlen is not None
         head_dim = query.shape[-1]
         if head_dim > MAX_HEAD_DIM:
-            raise ValueError(f"head size {head_dim}: flash attention takes at most {MAX_HEAD_DIM}")
+            raise ValueError(f"head size {head_dim}: flash attention supports at most {MAX_HEAD_DIM}")
         query, key, value = (flashable(states) for states in (query, key, value))
         output = self._varlen(query, key, value, *ends, *longest, scale=scale, causal=causal)
         return output[..., :head_dim]
 
 
 def _pack(meta: AttnMeta) -> PackedPrefills:
-    """Pack a step's prefill chunks from host lists alone: nothing is read back from the device.
+    """Pack a step's prefill chunks from host lists alone, without reading from the device.
 
-    The pages are gathered instead of handed over: behind varlen's ``block_table`` (torch 2.13) are kernels that
-    take pages of a multiple of 256 tokens.
+    Pages are gathered, because varlen's ``block_table`` (torch 2.13) requires pages of a multiple of 256 tokens.
     """
     device = meta.prefill_block_table.device
     queries, contexts = meta.prefill_query_lens, meta.prefill_context_lens
@@ -234,24 +233,24 @@ def _pack(meta: AttnMeta) -> PackedPrefills:
 
 
 def _gather(kv_layer: Tensor, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """K and V of the slots, [len(slots), Hkv, D] each, in the dtype of the queries."""
+    """Return K and V of the slots, [len(slots), Hkv, D] each, in the dtype of the queries."""
     stored = kv_layer.view(2, -1, *kv_layer.shape[3:])
     if kv_layer.dtype == dtype:
         keys, values = stored.index_select(1, slots).unbind(0)
         return keys, values
-    # torch does not index narrow floats; their bytes it does.
+    # torch cannot index narrow floats, only their bytes.
     gathered = stored.view(torch.uint8).index_select(1, slots).view(kv_layer.dtype).to(dtype)
     keys, values = gathered.unbind(0)
     return keys, values
 
 
 def _attend_prompts(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
-    """Whole prompts, back to back."""
+    """Attend within whole prompts, back to back."""
     outputs: list[Tensor] = []
     start = 0
     for length in lengths:
         missing = -length % DENSE_MULTIPLE
-        # of one layout, whatever the model's: plans depend on strides
+        # one fixed layout for every model: plans depend on strides
         queries, keys, values = (
             F.pad(states, (0, 0, 0, 0, 0, missing)) if missing else states.contiguous()
             for states in (part[start : start + length] for part in (query, key, value))
@@ -265,7 +264,7 @@ def _attend_prompts(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence
 def attend_dense(
     query: Tensor, key: Tensor, value: Tensor, calls: Sequence[tuple[int, int]], scale: float, *, causal: bool
 ) -> Tensor:
-    """Attention [T, H, D] within segments back to back, by one SDPA call for each (segments, their length)."""
+    """Attend [T, H, D] within back-to-back segments, by one SDPA call per (segments, their length)."""
     outputs: list[Tensor] = []
     start = 0
     is_cudnn = query.is_cuda and _fits_cudnn(query.shape[2])
@@ -276,7 +275,7 @@ def attend_dense(
             for states in (query, key, value)
         )
         if is_cudnn:
-            # torch's order of backends is the whole process's: masked decodes would plan each of their lengths
+            # torch's backend order is global to the process: cuDNN would plan every length of masked decodes
             attended: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
                 queries, keys, values, None, False, 0.0, causal, scale=scale
             )[0]
@@ -294,7 +293,7 @@ def _fits_cudnn(head_dim: int) -> bool:
 
 
 def _segments(borders: tuple[int, ...]) -> tuple[int, tuple[tuple[int, int], ...]]:
-    """The longest segment, and SDPA calls (segments, length) for all; none where they are short and differ."""
+    """Return the longest segment, and SDPA calls (segments, length); no calls if segments are short and differ."""
     lengths = [end - start for start, end in pairwise(borders)]
     if min(lengths) >= LONG_SEGMENT:
         return max(lengths), tuple((1, length) for length in lengths)
@@ -326,7 +325,7 @@ def _decodes_only(meta: AttnMeta) -> AttnMeta:
 
 @lru_cache(maxsize=16)
 def _ends(ends: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
-    """The ends on the device, one copy for each ``stream``: a tower asks for the same ends in every layer."""
+    """Return the ends on the device, cached per ``stream`` because every tower layer needs the same ends."""
     return _to_device(list(ends), device)
 
 
@@ -335,6 +334,6 @@ def _current_stream(device: torch.device) -> int:
 
 
 def _to_device(values: list[int] | Tensor, device: torch.device) -> Tensor:
-    """int32, copied without making the host wait for the device."""
+    """Return an int32 tensor, copied without blocking the host."""
     host = torch.as_tensor(values, dtype=torch.int32)
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)

@@ -1,9 +1,9 @@
-"""Matrix products with fixed weights, in the layout that the device multiplies fastest.
+"""Matrix products with fixed weights, in the device's fastest layout.
 
-On CPUs that multiply the weights' dtype of two bytes in hardware, oneDNN keeps a copy of its own, in blocks that
-need no rearranging on each call: the caller should let go of the weights that it gives. On others, and in float32,
-a kernel of our own multiplies few rows. Many rows are multiplied in float32, by a part of the weight at a time:
-torch's products in bfloat16 or float16 take several times as long.
+On CPUs with hardware support for the weights' two-byte dtype, oneDNN keeps its own packed copy: callers should
+drop their reference to the weights. On other CPUs, and in float32, a custom kernel multiplies few rows. Many rows
+are multiplied in float32, by a part of the weight at a time, because torch's bfloat16 and float16 products take
+several times as long.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from device.ops.cpu_kernels import amx_kernels, cpu_kernels
 
 Linear = Callable[[Tensor], Tensor]
 Activation = Literal["none", "swish", "gelu_tanh"]
-#: Rows of the product that the blocks of a packed weight are laid out for: good from 1 to some hundreds.
+#: Rows for which packed weights are laid out: good from 1 to some hundreds.
 _PACKED_FOR_ROWS = 64
-#: From so many rows on, float32 is faster than the conversion of the weight is slow; converted at a time, 16 MiB.
+#: Rows from which float32 pays for the conversion of the weight, done 16 MiB at a time.
 _WIDENED_ROWS = 16
 _WIDENED_NUMBERS = 1 << 22
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -38,7 +38,7 @@ _FUSED: dict[Activation, tuple[str, str]] = {
 
 
 class Product:
-    """``states @ weight.T + bias`` of states [..., in], by a weight [out, in] and a bias [out]."""
+    """``states @ weight.T + bias`` for states [..., in], a weight [out, in] and a bias [out]."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._bias = bias
@@ -58,10 +58,7 @@ class Product:
         add: Tensor | None = None,
         multiply: Tensor | None = None,
     ) -> Tensor:
-        """The product, ``activation`` of it, and that plus ``add`` or times ``multiply`` [..., out].
-
-        Where it can, this happens while results are still in registers.
-        """
+        """Return ``activation(product)`` plus ``add`` or times ``multiply`` [..., out], fused if possible."""
         assert add is None or multiply is None
         other = multiply if add is None else add
         kernels, address = self._kernels, self._address
@@ -100,7 +97,7 @@ class Product:
 
 
 def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
-    """A product with a weight that the caller should let go of."""
+    """Return a product with the weight; the caller should drop its reference to the weight."""
     if _packs(weight) or _widens(weight) or (_takes_rows(weight) and cpu_kernels() is not None):
         return Product(weight, bias)
     return partial(F.linear, weight=weight, bias=bias)
@@ -113,13 +110,13 @@ def gated_linear(
     biases: tuple[Tensor, Tensor] | None = None,
     activation: Activation | Callable[[Tensor], Tensor] = "swish",
 ) -> Linear:
-    """``activation(states @ gate.T) * (states @ up.T)``, both weights [out, in].
+    """Return ``activation(states @ gate.T) * (states @ up.T)`` as a callable; both weights are [out, in].
 
     Args:
         biases: added to both products, [out] each.
-        activation: applied to each element by itself.
-        swiglu: does the whole to both products side by side, [..., 2 * out]; used where they are one product and
-            the activation is "swish".
+        activation: applied elementwise.
+        swiglu: fused operator on both products side by side, [..., 2 * out]; used if they are one product and the
+            activation is "swish".
     """
     if not _packs(gate):
         both = linear(torch.cat((gate, up)), None if biases is None else torch.cat(biases))
@@ -140,7 +137,7 @@ def gated_linear(
 def activated_linear(
     weight: Tensor, bias: Tensor | None, activation: Activation | Callable[[Tensor], Tensor]
 ) -> Linear:
-    """``activation(states @ weight.T + bias)``, fused where it has a name."""
+    """Return ``activation(states @ weight.T + bias)`` as a callable, fused if the activation has a name."""
     product = Product(weight, bias)
     if isinstance(activation, str):
         return partial(product, activation=activation)
@@ -148,7 +145,7 @@ def activated_linear(
 
 
 class PackedLinear(nn.Module):
-    """Stands for an ``nn.Linear`` of a model that somebody else wrote."""
+    """Replacement for an ``nn.Linear`` of a third-party model."""
 
     def __init__(self, module: nn.Linear) -> None:
         super().__init__()
@@ -160,14 +157,14 @@ class PackedLinear(nn.Module):
 
 
 class PatchLinear(nn.Module):
-    """Stands for an ``nn.Conv3d`` that gets patches of exactly its kernel's size: then it is a plain product."""
+    """Replacement for an ``nn.Conv3d`` whose patches have exactly its kernel's size: a plain product."""
 
     def __init__(self, module: nn.Conv3d) -> None:
         super().__init__()
         bias = None if module.bias is None else module.bias.detach()
         self._multiply = linear(module.weight.detach().flatten(1), bias)
         self._kernel = torch.Size(module.kernel_size)
-        self.weight = module.weight.new_empty(0)  # models ask it for the dtype
+        self.weight = module.weight.new_empty(0)  # models read its dtype
 
     def forward(self, patches: Tensor) -> Tensor:
         """[N, channels, *kernel] → [N, out, 1, 1, 1]"""
@@ -176,9 +173,9 @@ class PatchLinear(nn.Module):
 
 
 def pack_modules(model: nn.Module) -> None:
-    """Let the products of a vision tower run as :func:`linear`, its patch embedding among them.
+    """Replace the products of a vision tower, including its patch embedding, with :func:`linear`.
 
-    torch's convolution is slow at patches: a quarter of an encoding on a CPU.
+    torch's convolution is slow on patches: a quarter of an encode on a CPU.
     """
     for module in list(model.modules()):
         for name, child in module.named_children():
@@ -193,7 +190,7 @@ def _packs(weight: Tensor) -> bool:
 
 
 def _takes_rows(weight: Tensor) -> bool:
-    """Whether our kernel can multiply few rows with a weight."""
+    """Return whether the custom kernel can multiply few rows by this weight."""
     is_plain = weight.device.type == "cpu" and weight.is_contiguous() and not _packs(weight)
     return is_plain and weight.dtype in (torch.float32, torch.bfloat16)
 
@@ -203,7 +200,7 @@ def _widens(weight: Tensor) -> bool:
 
 
 def multiplies_halves(dtype: torch.dtype) -> bool:
-    """Whether this CPU has products in a dtype of two bytes; False for others."""
+    """Return whether this CPU multiplies a two-byte dtype in hardware; False for other dtypes."""
     if not torch._C._has_mkldnn:
         return False
     if dtype == torch.bfloat16:
@@ -226,5 +223,5 @@ _BY_CLASS: dict[str, Activation] = {
 
 
 def fused(activation: nn.Module) -> Activation | nn.Module:
-    """The name of an activation that products can apply; else the activation itself."""
+    """Return the name of an activation that products can fuse; otherwise the activation itself."""
     return _BY_CLASS.get(type(activation).__name__, activation)

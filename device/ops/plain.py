@@ -1,6 +1,6 @@
-"""Attention and layer operators in plain torch, without a loop over decodes: right on every torch device.
+"""Attention and layer operators in plain torch, without a loop over decodes: correct on every torch device.
 
-The other backends build on it, and fall back to it where their own operators do not reach.
+The other backends extend it and fall back to it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class PrefillChunk:
     blocks: Tensor
     """The blocks of the context, [ceil(context_len / block_size)]."""
     mask: Tensor | None
-    """[num_tokens, context_len] to add to the scores; None where nothing is hidden but by plain causality."""
+    """[num_tokens, context_len] to add to the scores; None if plain causality suffices."""
 
     @property
     def is_whole_context(self) -> bool:
@@ -63,7 +63,7 @@ class PlainOps(AttentionOps):
         ):
             num_blocks = -(-context_len // meta.block_size)
             mask = None
-            # A single token at the end of its context sees everything; a whole context is SDPA's own causal case.
+            # A single token at the end of its context sees everything; a whole context is SDPA's causal case.
             if 1 < query_len < context_len:
                 mask = _causal_mask(query_len, context_len, dtype, meta.prefill_block_table.device)
             chunks.append(
@@ -102,17 +102,17 @@ class PlainOps(AttentionOps):
         return output
 
     def _decode(self, query: Tensor, kv_layer: Tensor, plan: PlainPlan, scale: float) -> Tensor:
-        """[B, Hq, D] over the gathered pages of all B sequences at once."""
+        """Return attention [B, Hq, D] over the gathered pages of all B sequences at once."""
         batch, query_heads, head_dim = query.shape
         kv_heads = kv_layer.shape[3]
         assert plan.decode_mask is not None
-        # what lies behind a context belongs to nobody and may hold anything, NaN too
+        # entries past a context may hold garbage, even NaN
         hidden = plan.decode_mask.view(batch, -1, 1, 1) < 0
         keys, values = (
             pages.view(batch, -1, kv_heads, head_dim).masked_fill_(hidden, 0).transpose(1, 2)
             for pages in _gather(kv_layer, plan.meta.decode_block_table.reshape(-1))
         )
-        # The query heads of one KV head become query positions: no K/V is repeated, and any SDPA kernel fits.
+        # Query heads of one KV head become query positions: this avoids repeating K/V and suits any SDPA kernel.
         folded = query.reshape(batch, kv_heads, query_heads // kv_heads, head_dim)
         output = F.scaled_dot_product_attention(folded, keys, values, attn_mask=plan.decode_mask, scale=scale)
         return output.reshape(batch, query_heads, head_dim)
@@ -157,13 +157,13 @@ class PlainOps(AttentionOps):
 
 
 def _causal_mask(query_len: int, context_len: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Token i sees up to position ``context_len - query_len + i``: 0 there, minus infinity beyond."""
+    """Return a mask of 0 up to position ``context_len - query_len + i`` of token i, and minus infinity beyond."""
     everything = torch.full((query_len, context_len), float("-inf"), dtype=dtype, device=device)
     return everything.triu_(context_len - query_len + 1)
 
 
 def _gather(kv_layer: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """K and V of the blocks, token by token: [len(blocks) * block_size, Hkv, D] each."""
+    """Return K and V of the blocks, token by token: [len(blocks) * block_size, Hkv, D] each."""
     keys, values = kv_layer.unbind(0)
     return keys.index_select(0, blocks).flatten(0, 1), values.index_select(0, blocks).flatten(0, 1)
 
@@ -171,7 +171,7 @@ def _gather(kv_layer: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
 def _attend(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> Tensor:
-    """One chunk [n, Hq, D] over its context [m, Hkv, D]."""
+    """Attend from one chunk [n, Hq, D] to its context [m, Hkv, D]."""
     output = F.scaled_dot_product_attention(
         query.transpose(0, 1)[None],
         keys.transpose(0, 1)[None],
@@ -192,13 +192,13 @@ def _rotate_half(states: Tensor) -> Tensor:
 def rotary_tables(
     positions: Tensor, frequencies: Tensor, axes: Tensor | None = None, scaling: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines for ``AttentionOps.rotary``.
+    """Return cosines and sines for ``AttentionOps.rotary``.
 
     Args:
         positions: [1, T], or [3, T] (time, height, width) with ``axes``.
         frequencies: [D / 2] float32, radians from one position to the next.
         axes: :func:`position_axes`.
-        scaling: of both.
+        scaling: factor on both.
 
     Returns:
         cos, sin: [T, D] float32, the second half repeating the first.
@@ -206,7 +206,7 @@ def rotary_tables(
     if len(positions) == 1:
         turned = positions[0, :, None]
     else:
-        assert axes is not None, "several axes turn a part of the frequencies each"
+        assert axes is not None, "several position axes require axes"
         turned = positions[axes].T
     angles = turned.float() * frequencies
     angles = torch.cat((angles, angles), dim=-1)
@@ -215,12 +215,12 @@ def rotary_tables(
 
 
 def position_axes(sections: Sequence[int], *, interleaved: bool = False) -> Tensor:
-    """The position axis that turns each frequency: [D / 2] of 0 (time), 1 (height), 2 (width).
+    """Return the position axis of each frequency: [D / 2] of 0 (time), 1 (height), 2 (width).
 
     Args:
-        sections: counts of the frequencies that turn with each (M-RoPE; Qwen2-VL paper, 2.1).
-        interleaved: the axes alternate along the frequencies (Qwen3-VL) instead of lying in three runs; what
-            height and width leave over turns with time.
+        sections: frequencies per axis (M-RoPE; Qwen2-VL paper, 2.1).
+        interleaved: the axes alternate along the frequencies (Qwen3-VL) instead of forming three runs; frequencies
+            left by height and width belong to time.
     """
     time, height, width = sections
     index = torch.arange(time + height + width)

@@ -1,8 +1,8 @@
-"""Attention of decode tokens over a paged KV cache in Triton: split over the context, then merged.
+"""Decode attention over a paged KV cache in Triton: split over the context, then merged.
 
-Each program reads one stretch of one sequence's context for one KV head and serves all query heads that share it
-(flash-decoding, Dao et al. 2023). How many stretches there are follows from the batch's shape alone, and each
-program derives its own from the context length on the device: a captured CUDA graph stays right as lengths grow.
+Each program reads one split of one sequence's context for one KV head and serves all query heads that share it
+(flash-decoding, Dao et al. 2023). The number of splits depends on the batch's shape alone, and each program
+derives its own range from the context length on the device: a captured CUDA graph stays correct as lengths grow.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -25,14 +25,14 @@ class DecodeConfig:
     """The kernel's compile-time choices."""
 
     tile: int
-    """Tokens that a program reads at a time, a power of two of at least 16."""
+    """Tokens read at a time by a program, a power of two of at least 16."""
     num_warps: int
     num_stages: int
-    """Depth of the software pipeline: ``num_stages - 1`` tiles of K and V lie in shared memory."""
+    """Depth of the software pipeline: shared memory holds ``num_stages - 1`` tiles of K and V."""
 
 
 def default_config(head_dim: int, itemsize: int) -> DecodeConfig:
-    """16 KiB of K and of V a tile, two tiles in flight: three such programs fit a Hopper multiprocessor.
+    """Return tiles of 16 KiB of K and of V, two in flight: three such programs fit a Hopper multiprocessor.
 
     Args:
         itemsize: bytes of one cached number.
@@ -42,10 +42,10 @@ def default_config(head_dim: int, itemsize: int) -> DecodeConfig:
 
 
 def count_splits(batch: int, kv_heads: int, max_tokens: int, cores: int) -> int:
-    """Programs per sequence and KV head: enough to fill ``cores`` several times over; a power of two.
+    """Return the programs per sequence and KV head, a power of two that fills ``cores`` several times over.
 
     Args:
-        max_tokens: tokens that the block table can hold for one sequence.
+        max_tokens: capacity of a block table row in tokens.
     """
     wanted = triton.cdiv(_PROGRAMS_PER_CORE * cores, batch * kv_heads)
     limit = min(max(max_tokens // MIN_SPLIT_TOKENS, 1), MAX_SPLITS)
@@ -54,7 +54,7 @@ def count_splits(batch: int, kv_heads: int, max_tokens: int, cores: int) -> int:
 
 @triton.jit
 def _span(context, num_splits, TILE: tl.constexpr):
-    """Tokens of each split but the last: whole tiles."""
+    """Return the tokens of each split but the last, in whole tiles."""
     return tl.cdiv(tl.cdiv(context, num_splits), TILE) * TILE
 
 
@@ -83,8 +83,8 @@ def _split_kernel(
     HEAD_PAD: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Softmax of one split, normalised, and the base-2 logarithm of its sum: [row, query head, split, dim]."""
-    # Heads vary fastest: programs that run side by side read neighbouring bytes of the same slots.
+    """Compute one split's normalised softmax and the base-2 log of its sum: [row, query head, split, dim]."""
+    # Heads vary fastest: concurrent programs read neighbouring bytes of the same slots.
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
@@ -109,7 +109,7 @@ def _split_kernel(
     best = tl.full([GROUP_PAD], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
     result = tl.zeros([GROUP_PAD, HEAD_PAD], tl.float32)
-    # Page ids come one tile ahead: the loads of K and V then wait for nothing in the loop and can be pipelined.
+    # Page ids are loaded one tile ahead, so that the loads of K and V can be pipelined.
     page = tl.load(pages + (start + tile) // BLOCK_SIZE, mask=start + tile < end, other=0)
     for first in range(start, end, TILE):
         positions = first + tile
@@ -117,7 +117,7 @@ def _split_kernel(
         slots = page.to(tl.int64) * block_stride + (positions % BLOCK_SIZE) * slot_stride
         offsets = slots[:, None] + dims[None, :]
         page = tl.load(pages + (positions + TILE) // BLOCK_SIZE, mask=positions + TILE < end, other=0)
-        # What lies behind the context belongs to nobody and may hold anything, NaN too: it is never loaded.
+        # Entries past the context may hold garbage, even NaN, and are never loaded.
         mask = seen[:, None] & (dims[None, :] < HEAD_DIM)
         k = tl.load(keys + offsets, mask=mask, other=0.0).to(q.dtype)
         v = tl.load(values + offsets, mask=mask, other=0.0).to(q.dtype)
@@ -152,7 +152,7 @@ def _merge_kernel(
     SOME: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One query head of one row: the splits' results, weighted by their sums, ``SOME`` at a time."""
+    """Merge the splits of one query head of one row, weighted by their sums, ``SOME`` at a time."""
     row = tl.program_id(1).to(tl.int64)
     head = row * tl.num_programs(0) + tl.program_id(0)
     context = tl.load(context_lens + row).to(tl.int32)
@@ -187,7 +187,7 @@ def paged_decode(
     config: DecodeConfig | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """Attention of one token per sequence over its whole context.
+    """Return the attention of one token per sequence over its whole context.
 
     Args:
         query: [B, Hq, D], any strides, float16, bfloat16 or float32.

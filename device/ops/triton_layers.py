@@ -1,7 +1,7 @@
-"""The small operators between the matrix products, in Triton: one launch each where torch needs two to a dozen.
+"""Small operators between the matrix products, in Triton: one launch each, compared to torch's two to a dozen.
 
-The cache's write is among them: keys and values at once, from any strides. They read their operands once and round
-once, which saves both memory traffic and, in a decode step, launches.
+They include the cache write of keys and values from any strides. Each reads its operands once and rounds once,
+which saves memory traffic and, in a decode step, launches.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -31,7 +31,7 @@ def _rms_norm_kernel(
     WIDTH_PAD: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """``ROWS`` rows; row r of the output is row (r // inner, r % inner) of the input."""
+    """Normalise ``ROWS`` rows; row r of the output is row (r // inner, r % inner) of the input."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, WIDTH_PAD)
     mask = (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]
@@ -41,7 +41,7 @@ def _rms_norm_kernel(
     if HAS_RESIDUAL:
         places = (outer * residual_outer_stride + within * residual_inner_stride)[:, None] + columns
         before = tl.load(residual + places, mask=mask, other=0.0)
-        # Rounded to the dtype first: the norm sees what the next layer's residual will be.
+        # Rounded to the dtype first: the norm sees the next layer's residual.
         x = (x.to(tl.float32) + before.to(tl.float32)).to(hidden.dtype.element_ty)
         tl.store(total + cells, x, mask=mask)
     x = x.to(tl.float32)
@@ -65,7 +65,7 @@ def _rotate_kernel(
     HALF: tl.constexpr,
     HALF_PAD: tl.constexpr,
 ):
-    """All heads of one token."""
+    """Rotate all heads of one token."""
     token = tl.program_id(0).to(tl.int64)
     heads = tl.arange(0, HEADS_PAD)
     dims = tl.arange(0, HALF_PAD)
@@ -82,7 +82,7 @@ def _rotate_kernel(
 
 @triton.jit
 def _swiglu_kernel(gate_up, output, row_stride, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """``COLUMNS`` of one row's ``WIDTH`` results."""
+    """Compute ``COLUMNS`` of one row's ``WIDTH`` results."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = columns < WIDTH
@@ -96,14 +96,14 @@ def _swiglu_kernel(gate_up, output, row_stride, WIDTH: tl.constexpr, COLUMNS: tl
 def rms_norm(
     hidden: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float
 ) -> tuple[Tensor, Tensor | None]:
-    """The norm of ``hidden`` [..., D], or of ``hidden + residual``, and that sum where there is a residual."""
+    """Return the norm of ``hidden`` [..., D], or the norm of ``hidden + residual`` and that sum."""
     rows = _as_rows(hidden)
     before = rows if residual is None else _as_rows(residual)
     width, num_rows = hidden.shape[-1], rows.shape[0] * rows.shape[1]
     normed = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
     total = None if residual is None else torch.empty_like(normed)
     padded = triton.next_power_of_2(width)
-    # Short rows (one head's norm) share a program, so that its threads have something to load.
+    # Short rows (one head's norm) share a program, to keep its threads busy.
     rows_each = max(1, 1024 // padded)
     _rms_norm_kernel[(triton.cdiv(num_rows, rows_each),)](
         rows,
@@ -126,7 +126,7 @@ def rms_norm(
 
 
 def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Each pair (x_i, x_{i + D/2}) of ``states`` [T, H, D] turned by the tables [T, D]; contiguous."""
+    """Rotate each pair (x_i, x_{i + D/2}) of ``states`` [T, H, D] by the tables [T, D]; contiguous result."""
     states, cos, sin = (_contiguous_last(tensor) for tensor in (states, cos, sin))
     tokens, heads, head_dim = states.shape
     rotated = torch.empty(states.shape, dtype=states.dtype, device=states.device)
@@ -148,7 +148,7 @@ def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """``silu(gate) * up`` of [..., 2 * F], gate first; [..., F], contiguous."""
+    """Return ``silu(gate) * up`` of [..., 2 * F], gate first; [..., F], contiguous."""
     width = gate_up.shape[-1] // 2
     rows = _contiguous_last(gate_up.reshape(-1, 2 * width))
     output = torch.empty(*gate_up.shape[:-1], width, dtype=gate_up.dtype, device=gate_up.device)
@@ -160,7 +160,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def _as_rows(states: Tensor) -> Tensor:
-    """[outer, inner, D] with D contiguous: a view of [T, D] and [T, H, D] of any outer strides."""
+    """Return [outer, inner, D] with D contiguous: a view of [T, D] or [T, H, D] of any outer strides."""
     states = _contiguous_last(states)
     if states.dim() == 3:
         return states
@@ -172,7 +172,7 @@ def _contiguous_last(tensor: Tensor) -> Tensor:
 
 
 MANY_TOKENS = 2048
-"""From here on a program takes several tokens: there are programs enough, and each keeps more loads in flight."""
+"""Tokens from which a program handles several: programs are plentiful, and each keeps more loads in flight."""
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -198,7 +198,7 @@ def _write_kernel(
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """``TOKENS`` tokens by ``COLUMNS`` of their ``WIDTH`` (heads * dim) numbers."""
+    """Write ``TOKENS`` tokens by ``COLUMNS`` of their ``WIDTH`` (heads * dim) numbers."""
     tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     present = tokens < num_tokens

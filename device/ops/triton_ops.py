@@ -1,4 +1,4 @@
-"""An NVIDIA GPU's operators with Triton: the paged decode, the cache's write and the fused layer operators."""
+"""NVIDIA operators with Triton: paged decode, cache write and fused layer operators."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from device.ops.varlen import Varlen
 
 
 class TritonOps(CudaOps):
-    """Fills the AttentionOps protocol.
+    """AttentionOps with Triton kernels.
 
     Args:
-        cores: multiprocessors of the GPU; the decode kernel spreads its work over them.
+        cores: multiprocessors of the GPU, over which the decode kernel spreads its work.
     """
 
     # few tokens and many; contexts in one split and in several
@@ -23,7 +23,7 @@ class TritonOps(CudaOps):
         (33, 2),
         (1, 2 * triton_decode.MIN_SPLIT_TOKENS + 1),
         (triton_layers.MANY_TOKENS, 0),
-        # products choose their kernels by the number of rows, and CUDA loads each at its first use
+        # products pick kernels by the number of rows, and CUDA loads each kernel at its first use
         *((tokens, 0) for tokens in range(128, 2049, 128)),
     )
     draw = staticmethod(triton_sample.draw)

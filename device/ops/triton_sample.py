@@ -1,12 +1,12 @@
-"""Drawing tokens from a vocabulary that is never sorted, in Triton.
+"""Draw tokens without sorting the vocabulary, in Triton.
 
-One kernel reads the scores once, many programs a row, and leaves each block's largest score and sum of weights. A
-second one, one program a row, then reads only blocks that can matter: for the k-th largest score those whose
-largest is among the k largest of the blocks, for a draw the one block that it falls in.
+One kernel reads the scores once, with many programs per row, and stores each block's largest score and sum of
+weights. A second kernel, with one program per row, reads only relevant blocks: for the k-th largest score, blocks
+whose maximum is among the k largest maxima; for a draw, the block that contains it.
 
-A draw from the whole distribution is thrown away where top-p does not keep it, and with it all that is no
-likelier; the next draw is among the rest. About 1 - ln(top_p) draws are enough. The k-th largest score is found by
-radix selection, 8 bits a pass. Random numbers are Philox 4x64-10 of the row's own counters.
+A draw from the whole distribution that top-p rejects also rejects all tokens that are not likelier; the next draw
+is from the rest. This takes about 1 - ln(top_p) draws. Radix selection, 8 bits per pass, finds the k-th largest
+score. Random numbers are Philox 4x64-10 of the row's counters.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -17,14 +17,14 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 256
-"""Scores of which the largest and the sum of weights are known together."""
+"""Scores per block, each with one maximum and one sum of weights."""
 TILE = 16
-"""Blocks that a program reads together."""
+"""Blocks read together by a program."""
 
 
 @triton.jit
 def _uniform(seed, choice, position, attempt):
-    """In [0, 1), of 53 bits, as float64; all counters are int64."""
+    """Return a float64 in [0, 1) with 53 random bits; all counters are int64."""
     first, second = position.to(tl.uint64), attempt.to(tl.uint64)
     third, fourth = tl.full([], 0, tl.uint64), tl.full([], 0, tl.uint64)
     key_0, key_1 = seed.to(tl.uint64), choice.to(tl.uint64)
@@ -38,7 +38,7 @@ def _uniform(seed, choice, position, attempt):
         first, second = right_high ^ second ^ key_0, right_low
         third, fourth = left_high ^ fourth ^ key_1, left_low
         key_0, key_1 = key_0 + left_step, key_1 + right_step
-    # through int64: it has 53 bits, and conversions from uint64 are not everywhere the same
+    # through int64, which holds the 53 bits: conversions from uint64 differ between platforms
     return (first >> 11).to(tl.int64).to(tl.float64) * 1.1102230246251565e-16
 
 
@@ -55,7 +55,7 @@ def _survey_kernel(
     TILE: tl.constexpr,
     ALL: tl.constexpr,
 ):
-    """The largest score of each block, NaN where it has one, and the sum of its weights, the largest being 1."""
+    """Store each block's largest score, NaN if it contains one, and its sum of weights relative to the largest."""
     row = tl.program_id(1).to(tl.int64)
     blocks = tl.program_id(0) * TILE + tl.arange(0, TILE)
     at = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -72,14 +72,14 @@ def _survey_kernel(
 
 @triton.jit
 def _ordered(scores):
-    """uint32 in the order of float32 scores."""
+    """Return uint32 keys in the order of float32 scores."""
     bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
     return (tl.where(bits < 0, ~bits, bits ^ -2147483648)).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def _tile(base, live, first, count, width, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """Places and scores [TILE, BLOCK] of the blocks that ``live`` lists from ``first`` on."""
+    """Return places and scores [TILE, BLOCK] of the blocks listed in ``live`` from ``first`` on."""
     number = first + tl.arange(0, TILE)
     blocks = tl.load(live + number, mask=number < count, other=0)
     at = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -89,8 +89,8 @@ def _tile(base, live, first, count, width, BLOCK: tl.constexpr, TILE: tl.constex
 
 @triton.jit
 def _list_blocks(live, blocks, is_live):
-    """Write the numbers of live blocks, in their order, and return how many they are."""
-    tl.debug_barrier()  # the list before has been read by all threads
+    """Write the numbers of live blocks in order, and return their count."""
+    tl.debug_barrier()  # all threads have read the previous list
     is_live = is_live.to(tl.int32)
     tl.store(live + tl.cumsum(is_live, axis=0) - 1, blocks, mask=is_live != 0)
     tl.debug_barrier()
@@ -99,7 +99,7 @@ def _list_blocks(live, blocks, is_live):
 
 @triton.jit
 def _kth(base, live, count, width, top_k, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """The score and the place of which the ``top_k`` largest scores lie above, or equal it before the place."""
+    """Return a score and a place: the ``top_k`` largest scores exceed it, or equal it before that place."""
     rank = top_k
     key = tl.full([], 0, tl.uint32)
     digits = tl.arange(0, 256)
@@ -109,7 +109,7 @@ def _kth(base, live, count, width, top_k, BLOCK: tl.constexpr, TILE: tl.constexp
         for first in range(0, count, TILE):
             _, some = _tile(base, live, first, count, width, BLOCK, TILE)
             keys = tl.reshape(_ordered(some), (TILE * BLOCK,))
-            # others count as the smallest, whose number nobody asks for
+            # others count as the smallest digit, whose count is unused
             digit = tl.where((keys >> shift >> 8) == key, (keys >> shift) & 255, 0)
             counts += tl.histogram(digit.to(tl.int32), 256)
         ends = tl.cumsum(counts, axis=0, reverse=True)
@@ -130,7 +130,7 @@ def _kth(base, live, count, width, top_k, BLOCK: tl.constexpr, TILE: tl.constexp
 
 @triton.jit
 def _weights(some, at, best, temperature, min_p, low, low_at):
-    """Weights, the largest 1, of scores that lie above ``low``, or equal it before the place ``low_at``."""
+    """Return weights, the largest 1, of scores that exceed ``low`` or equal it before the place ``low_at``."""
     weights = tl.exp((some - best) / temperature)
     kept = (some > low) | ((some == low) & (at < low_at))
     return tl.where(kept & (weights >= min_p), weights, 0.0)
@@ -168,11 +168,11 @@ def _invert(
     BLOCK: tl.constexpr,
     ALL: tl.constexpr,
 ):
-    """The token at which the sum of weights passes ``target``, and its score."""
+    """Return the token at which the sum of weights passes ``target``, and its score."""
     number = tl.arange(0, ALL)
     amounts = tl.load(sums + number, mask=number < count, other=0.0).to(tl.float64)
     ends = tl.cumsum(amounts, axis=0)
-    # sums of another order may be smaller by a rounding: then it is the last one
+    # rounding may make this sum smaller than the total: then take the last one
     last = tl.max(tl.where(amounts > 0, number, 0), axis=0)
     chosen = tl.minimum(tl.min(tl.where((ends > target) & (amounts > 0), number, ALL), axis=0), last)
     before = tl.max(tl.where(number < chosen, ends, 0.0), axis=0)
@@ -222,13 +222,13 @@ def _draw_kernel(
         at = no_number * BLOCK + tl.arange(0, BLOCK)
         some = tl.load(base + at, mask=at < width, other=0.0)
         tl.store(tokens + row, tl.min(tl.where(some != some, at, width), axis=0).to(tl.int64))
-    elif best == float("-inf"):  # all are forbidden
+    elif best == float("-inf"):  # all tokens are forbidden
         tl.store(tokens + row, tl.full([], 0, tl.int64))
     else:
         low, low_at = tl.full([], float("-inf"), tl.float32), tl.full([], 0, tl.int32)
         count = _list_blocks(live, blocks, blocks < num_blocks)
         if (top_k > 0) & (top_k < width):
-            if top_k <= num_blocks:  # so many scores are at least the k-th largest of the blocks' largest
+            if top_k <= num_blocks:  # at least top_k scores reach the k-th largest block maximum
                 least, _ = _kth(maxima, live, (num_blocks + BLOCK - 1) // BLOCK, num_blocks, top_k, BLOCK, TILE)
                 count = _list_blocks(live, blocks, (most >= least) & (blocks < num_blocks))
             low, low_at = _kth(base, live, count, width, top_k, BLOCK, TILE)
@@ -267,7 +267,7 @@ def draw(scores: Tensor, counters: Tensor, limits: Tensor) -> Tensor:
     assert scores.stride(1) == 1 and counters.is_contiguous() and limits.is_contiguous()
     num_rows, width = scores.shape
     num_blocks = triton.cdiv(width, BLOCK)
-    all_blocks = max(16, triton.next_power_of_2(num_blocks))  # rows are aligned: else their number compiles anew
+    all_blocks = max(16, triton.next_power_of_2(num_blocks))  # aligned rows: otherwise each count recompiles
     tokens = torch.empty(num_rows, dtype=torch.int64, device=scores.device)
     maxima, sums = torch.empty(2, num_rows, all_blocks, device=scores.device).unbind(0)
     live = torch.empty(num_rows, all_blocks, dtype=torch.int32, device=scores.device)

@@ -1,4 +1,4 @@
-"""torch's attention over packed sequences (flash attention), in one form whatever the torch."""
+"""torch's attention over packed sequences (flash attention), with one signature for all torch versions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_HEAD_DIM = 256
 
 
 class Varlen(Protocol):
-    """Attention over packed sequences [T, H, D] whose ends are int32 tensors ``[0, end 1, ...]`` on the device.
+    """Attention over packed sequences [T, H, D]; ends are int32 tensors ``[0, end 1, ...]`` on the device.
 
     With ``causal`` the last query of a sequence sees all its keys, the one before all but one, and so on.
     """
@@ -36,7 +36,7 @@ class Varlen(Protocol):
 
 
 def find_varlen() -> Varlen | None:
-    """torch's varlen attention in the form that this torch has; None where it lacks a scale (before 2.11)."""
+    """Return torch's varlen attention; None if it lacks a scale (before 2.11)."""
     try:
         function = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     except ImportError:
@@ -45,7 +45,7 @@ def find_varlen() -> Varlen | None:
 
 
 def adapt_varlen(function: Callable[..., object]) -> Varlen | None:
-    """``function`` as a Varlen: torch 2.11 groups heads unasked, later versions need ``enable_gqa``."""
+    """Adapt ``function`` to Varlen: torch 2.11 groups heads by default, later versions need ``enable_gqa``."""
     parameters = inspect.signature(function).parameters
     if not {"scale", "window_size"} <= parameters.keys():
         return None
@@ -74,7 +74,7 @@ def adapt_varlen(function: Callable[..., object]) -> Varlen | None:
 
 
 def flashable(states: Tensor) -> Tensor:
-    """The tensor as the flash kernels take it: D contiguous and a multiple of 8. Added zeros change no score."""
+    """Return the tensor with D contiguous and zero-padded to a multiple of 8, as flash kernels require."""
     if states.shape[-1] % 8:
         return F.pad(states, (0, -states.shape[-1] % 8))
     return states if states.stride(-1) == 1 else states.contiguous()

@@ -1,4 +1,4 @@
-"""The ``epd-serve`` command: one file for each of its commands, read when it is asked for."""
+"""The ``epd-serve`` command: one file per subcommand, imported on demand."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from contextlib import contextmanager
 
 @contextmanager
 def ended_by_ctrl_c() -> Iterator[None]:
-    """Ctrl-C ends the process at once, without a word; only for code that leaves nothing behind.
+    """Let Ctrl-C end the process silently; only for code without side effects.
 
-    For imports: Python may lose the exception in a callback of its own import system.
+    Needed for imports, because Python may lose the exception in a callback of its import system.
     """
     before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler:  # somebody else has a use for it, or it is ignored
+    if before is not signal.default_int_handler:  # handled elsewhere, or ignored
         yield
         return
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
@@ -27,9 +27,11 @@ def ended_by_ctrl_c() -> Iterator[None]:
 
 
 def main() -> None:
-    """A user's mistake is one line on stderr and exit code 2; EPD_SERVE_TRACEBACK=1 shows where it was found.
+    """Run the command. A user's mistake prints one line to stderr, with exit code 2.
 
-    What takes time to import is imported inside, where Ctrl-C ends the program without a word.
+    EPD_SERVE_TRACEBACK=1 adds the traceback.
+
+    Slow imports are inside, where Ctrl-C ends the program silently.
     """
     try:
         import io
@@ -38,7 +40,7 @@ def main() -> None:
             from epd_serve.cli.app import app
 
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?" for what it lacks
+            sys.stdout.reconfigure(errors="replace")  # "?" for characters that a terminal without UTF-8 lacks
         app()
     except KeyboardInterrupt:
         sys.exit(130)

@@ -1,4 +1,4 @@
-"""The deployment that a command is for, and calls to its admin API."""
+"""Find the deployment of a command, and call its admin API."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from epd_serve.rpc.admin import AdminClient, AdminRefused, AdminUnreachable
 Deployment = Annotated[
     str | None,
     typer.Option(
-        "--deployment", metavar="HOST:PORT", help="Its gateway's address or port, or the file it was started from."
+        "--deployment", metavar="HOST:PORT", help="Address or port of its gateway, or its deployment file."
     ),
 ]
 AdminUrl = Annotated[
@@ -25,9 +25,9 @@ AdminUrl = Annotated[
 
 
 def choose_gateway(deployment: str | None, url: str | None) -> tuple[str, AdminClient]:
-    """The name and the admin API of a gateway: at ``url``, or of a deployment of this user on this machine.
+    """Return the name and admin API of a gateway: at ``url``, or of this user's deployment on this machine.
 
-    Raises ValueError where there is none, or several.
+    Raises ValueError if there is none or more than one.
     """
     from epd_serve.launch.processes.runs import find_run
 
@@ -35,14 +35,14 @@ def choose_gateway(deployment: str | None, url: str | None) -> tuple[str, AdminC
         _, run = find_run(deployment)
         return run.address, AdminClient(run.admin)
     if deployment is not None:
-        raise ValueError("--deployment is for this machine and --admin for another one; give one of them")
+        raise ValueError("--deployment is for this machine and --admin for another one; use one of them")
     if not url.startswith(("http://", "https://")):
-        raise ValueError(f"--admin {url} is no URL; write --admin http://{url}")
+        raise ValueError(f"--admin {url} is not a URL; write --admin http://{url}")
     return url, AdminClient(url, admin_headers())
 
 
 def running_url(deployment: str | None) -> str:
-    """Return the URL of a deployment that runs on this machine, or the one that it would have."""
+    """Return the URL of this machine's running deployment, or the default URL."""
     from epd_serve.launch.processes.runs import find_run, running
 
     if deployment is None and not running():
@@ -54,13 +54,13 @@ def running_url(deployment: str | None) -> str:
 def ask_admin(
     gateway: AdminClient, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = 30.0
 ) -> Any:
-    """The JSON of an admin API's answer. Raises ValueError where it refuses, or is not there."""
+    """Return the JSON of an admin API's answer. Raises ValueError if it refuses or is unreachable."""
     try:
         return asyncio.run(gateway.ask(method, path, body, timeout_s))
     except AdminRefused as refusal:
         hint = f"; its key is read from {ADMIN_KEY}" if refusal.status == 401 else ""
         if refusal.status in (404, 405) and refusal.code is None:
-            hint = f"; {gateway.where} is no admin API: give the port of gateway.admin.port"
+            hint = f"; {gateway.where} is not an admin API: use gateway.admin.port"
         raise ValueError(f"{refusal}{hint}") from refusal
     except TimeoutError as error:
         raise ValueError(f"{gateway.where} has not answered in {timeout_s:g} s") from error

@@ -14,7 +14,7 @@ from epd_serve.cli import ended_by_ctrl_c
 from epd_serve.imports import uncollected
 
 _SETTINGS: dict[str, Any] = {"pretty_exceptions_enable": False, "rich_markup_mode": None}
-#: The commands, and an example of each. The function of that name in the module of that name is the command.
+#: Commands by group, with an example. A command is the function in the module of the same name.
 GROUPS: dict[str, dict[str, str]] = {
     "Serve": {
         "up": "epd-serve up Qwen/Qwen2.5-VL-3B-Instruct --topology '(E-P)-D'",
@@ -49,7 +49,7 @@ GROUPS: dict[str, dict[str, str]] = {
     },
 }
 
-#: What other programs call these commands.
+#: Names of these commands in other programs.
 _OTHER_NAMES = {
     "serve": "up MODEL",
     "run": "up MODEL",
@@ -92,7 +92,7 @@ def _load(name: str, example: str) -> Any:
 
 
 def _summary(name: str) -> str:
-    """Return the first paragraph of a command's help out of its file, which takes less time than to import it."""
+    """Return the first paragraph of a command's help from its source, which is faster than importing it."""
     tree = ast.parse(Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8"))
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     command = next((one for one in functions if one.name == name), functions[0])

@@ -1,4 +1,4 @@
-"""``epd-serve autoscale``: fits a running deployment to its load."""
+"""``epd-serve autoscale``: adapt a running deployment to its load."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from epd_serve.rpc.admin import AdminClient
 
 
 def autoscale(
-    file: Annotated[Path, typer.Argument(help="Deployment file; its sections slo and elastic are used.")],
+    file: Annotated[Path, typer.Argument(help="Deployment file with the sections slo and elastic.")],
     admin: Annotated[
-        str | None, typer.Option(metavar="URL", help="Admin API of a gateway that 'epd-serve proxy' started.")
+        str | None, typer.Option(metavar="URL", help="Admin API of a gateway started by 'epd-serve proxy'.")
     ] = None,
     socket: Annotated[Path | None, typer.Option(help="Socket of the gateway's admin API.", hidden=True)] = None,
     parent_pid: ParentPid = None,
 ) -> None:
-    """Switch roles of instances by load, and log when the load has drifted from what was planned for.
+    """Switch roles of instances by load, and log when the load drifts from the plan.
 
-    'epd-serve up' starts it where the deployment file has the section elastic. The key of the admin API
-    is read from EPD_SERVE_ADMIN_KEY.
+    'epd-serve up' starts it if the deployment file has the section elastic. EPD_SERVE_ADMIN_KEY holds the key of
+    the admin API.
     """
     tie_to(parent_pid)
     from epd_serve.autoscale.role_loop import autoscale as run
 
     config = load_config(file)
     if config.elastic is None:
-        raise ValueError(f"{file} has no section elastic; write elastic: {{}}")
+        raise ValueError(f"{file} lacks the section elastic; write elastic: {{}}")
     if admin is None and socket is None:
-        raise ValueError("say which deployment: --admin with the URL of its gateway's admin API")
+        raise ValueError("--admin is missing: give the URL of the gateway's admin API")
     logging.basicConfig(format="%(asctime)s autoscale %(levelname)s %(message)s", level=logging.INFO)
     client = AdminClient(socket) if socket is not None else AdminClient(admin or "", admin_headers())
     asyncio.run(run(config, client))

@@ -1,4 +1,4 @@
-"""``epd-serve chat``: a chat in the terminal with any server that speaks OpenAI's chat API."""
+"""``epd-serve chat``: chat in the terminal with any server of OpenAI's chat API."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from epd_serve.cli.admin import Deployment, running_url
 from epd_serve.cli.flags import BaseUrl
 from epd_serve.protocol.addresses import is_loopback
 
-#: Control sequences of a terminal, but line feeds and tabs: a model must not command the terminal.
+#: Terminal control characters except line feeds and tabs, so that a model cannot control the terminal.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-_HELP = "/image FILE adds a picture to the next question, /clear begins anew, Ctrl-D ends, Ctrl-C stops an answer."
+_HELP = "/image FILE adds an image to the next question, /clear starts over, Ctrl-D quits, Ctrl-C stops an answer."
 
 
 def chat(
     image: Annotated[
-        list[Path] | None, typer.Option(exists=True, help="A picture for the first question; once for each.")
+        list[Path] | None, typer.Option(exists=True, help="An image for the first question; repeatable.")
     ] = None,
     base_url: BaseUrl = "",
     deployment: Deployment = None,
-    model: Annotated[str | None, typer.Option(help="Where the server has several.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model; required if the server has several.")] = None,
 ) -> None:
-    """Chat with a model; answers are shown while they come. '/image FILE' adds a picture to a question.
+    """Chat with a model and stream its answers. '/image FILE' adds an image to a question.
 
-    Without --base-url it is the deployment that runs here. Where the standard input is no terminal, questions are
-    read from it, and the exit code is 1 after an error. OPENAI_API_KEY is sent where it is set.
+    The default server is this machine's running deployment. If the standard input is not a terminal, questions
+    are read from it, and the exit code is 1 after an error. OPENAI_API_KEY is sent if set.
     """
     pictures, messages = [_picture(str(file)) for file in image or ()], list[dict[str, Any]]()
     url = (base_url or running_url(deployment)).rstrip("/").removesuffix("/v1")
@@ -64,7 +64,7 @@ def chat(
                 typer.echo(_HELP)
             elif line:
                 parts = [{"type": "image_url", "image_url": {"url": one}} for one in pictures]
-                pictures.clear()  # a refused question loses them
+                pictures.clear()  # dropped even if the question is refused
                 asked = {"role": "user", "content": [*parts, {"type": "text", "text": line}] if parts else line}
                 said = ""
                 for thought, piece in _ask(url, {"model": model, "messages": [*messages, asked], "stream": True}):
@@ -82,7 +82,7 @@ def chat(
 
 
 def _ask(url: str, body: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield pieces of reasoning and answer. Raises ValueError where the server refuses or breaks off."""
+    """Yield pieces of reasoning and answer. Raises ValueError if the server refuses or aborts."""
     reason = "it ended early"
     with _open(url, "/v1/chat/completions", body) as events:
         try:
@@ -97,20 +97,20 @@ def _ask(url: str, body: dict[str, Any]) -> Iterator[tuple[str, str]]:
                     yield delta.get("reasoning_content") or "", delta.get("content") or ""
         except (OSError, http.client.HTTPException) as error:
             reason = str(error)
-    raise ValueError(f"{url} broke the answer off: {reason}")
+    raise ValueError(f"{url} aborted the answer: {reason}")
 
 
 def _open(url: str, path: str, body: dict[str, Any] | None = None) -> Any:
     key = os.environ.get("OPENAI_API_KEY")
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-    # A proxy would look for a loopback address on its own machine.
+    # A proxy would resolve a loopback address to its own machine.
     proxies: dict[str, str] | None = {} if is_loopback(urlsplit(url).hostname or "") else None
     opener = urllib.request.build_opener(urllib.request.ProxyHandler(proxies))
     try:
         data = None if body is None else json.dumps(body).encode()
         return opener.open(urllib.request.Request(url + path, data, headers), timeout=600.0)
     except urllib.error.HTTPError as error:
-        hint = "; set OPENAI_API_KEY to a key of it" if error.code == 401 else ""
+        hint = "; set OPENAI_API_KEY to one of its keys" if error.code == 401 else ""
         raise ValueError(f"{url} answered {error.code}: {error.read().decode(errors='replace')}{hint}") from error
     except (OSError, http.client.HTTPException) as error:
         hint = "start a deployment with 'epd-serve up', or name another server with --base-url"
@@ -118,7 +118,7 @@ def _open(url: str, path: str, body: dict[str, Any] | None = None) -> Any:
 
 
 def _picture(place: str) -> str:
-    """Return a picture's file as a data URL, or an address as it is. Raises OSError."""
+    """Return an image file as a data URL, or a URL unchanged. Raises OSError."""
     if place.startswith(("http://", "https://")):
         return place
     path = Path(place).expanduser()

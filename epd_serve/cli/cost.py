@@ -1,4 +1,4 @@
-"""``epd-serve cost``: what is typed and what it means."""
+"""``epd-serve cost``: command line."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def cost(
     language: Annotated[str, typer.Option(help="Device that prefills and decodes.")] = "a100",
     prices: Annotated[Path | None, typer.Option(help="YAML of 'device: price'.")] = None,
     link: Annotated[str, typer.Option(help="Bandwidth between them, in bytes per second.")] = "25GB/s",
-    vision_tokens: Annotated[int, typer.Option(min=1, help="Of a request's images.")] = 576,
-    text_tokens: Annotated[int, typer.Option(min=0, help="Of its text.")] = 128,
-    output_tokens: Annotated[int, typer.Option(min=1, help="Of its answer.")] = 128,
+    vision_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a request's images.")] = 576,
+    text_tokens: Annotated[int, typer.Option(min=0, help="Tokens of its text.")] = 128,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of its answer.")] = 128,
     vision_s: Annotated[float | None, typer.Option(min=1e-9, help="Measured seconds of encoding.")] = None,
     language_s: Annotated[float | None, typer.Option(min=1e-9, help="Measured seconds of the rest.")] = None,
     rate: Annotated[float, typer.Option(min=1e-6, help="Requests per second to plan for.")] = 10.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """KV against feature bytes over a link, and what cheaper encoders save (HeteroServe, section 4).
+    """Compare KV and feature bytes over a link, and the savings of cheaper encoders (HeteroServe, section 4).
 
-    Without measured seconds those of equation 5 come from data sheets.
+    Without measured times, equation 5 uses data sheets.
     """
     if (vision_s is None) != (language_s is None):
         raise ValueError("--vision-s and --language-s belong together: their ratio is what decides")

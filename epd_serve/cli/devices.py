@@ -11,13 +11,13 @@ from rich.console import Console
 
 def devices(
     check: Annotated[
-        bool, typer.Option("--check", help="Test each device; exit code 1 where something is wrong.")
+        bool, typer.Option("--check", help="Test each device; exit with code 1 on a failure.")
     ] = False,
     vllm: Annotated[
-        Path | None, typer.Option(help="With --check: the Python that engine: vllm would use; this one if absent.")
+        Path | None, typer.Option(help="With --check: Python of engine: vllm; default: this one.")
     ] = None,
 ) -> None:
-    """List the devices of this machine, what each can do, and why one is missing."""
+    """List the devices of this machine with their capabilities, or the reason if one is missing."""
     from epd_serve.devices import check_devices, show_devices
 
     console = Console()

@@ -1,4 +1,4 @@
-"""``epd-serve down``: the end of a deployment."""
+"""``epd-serve down``: stop a deployment."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ from epd_serve.config import load_config
 
 
 def down(deployment: Deployment = None, on: On = None) -> None:
-    """End a deployment of this machine, or with --on of a cluster: its requests are finished, then its devices are
-    free.
-    """
+    """Stop a deployment on this machine, or with --on on a cluster, after its requests are finished."""
     if on is None:
         _end_here(deployment)
         return
     if deployment is None:
-        raise ValueError("say which deployment: epd-serve down --deployment FILE --on ray")
+        raise ValueError("--deployment is missing, as in epd-serve down --deployment FILE --on ray")
     address = ray_address(on)
     from epd_serve.launch.remote.ray import down as end
 
@@ -32,13 +30,13 @@ def down(deployment: Deployment = None, on: On = None) -> None:
 
 
 def _end_here(wanted: str | None) -> None:
-    """Have the launcher of a deployment end it, and return when it has ended."""
+    """Let a deployment's launcher stop it, and wait for the end."""
     from epd_serve.launch.processes.runs import find_run
 
     directory, run = find_run(wanted)
     began_s = time.monotonic()
     launcher = os.pidfd_open(run.pid)
-    typer.echo(f"Stopping the deployment at {run}: it finishes its requests first. Ctrl-C waits no longer for it.")
+    typer.echo(f"Stopping the deployment at {run}: it finishes its requests first. Ctrl-C stops waiting.")
     signal.pidfd_send_signal(launcher, signal.SIGTERM)
     select.select([launcher], [], [])
     typer.echo(f"Stopped after {time.monotonic() - began_s:.1f} s. Its logs: {directory}")

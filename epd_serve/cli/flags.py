@@ -1,4 +1,4 @@
-"""Flags that several commands have."""
+"""Flags shared by several commands."""
 
 from __future__ import annotations
 
@@ -10,37 +10,31 @@ import typer
 from epd_serve.config import DEMO_MODEL
 from epd_serve.config.model_files import beside
 
-ParentPid = Annotated[
-    int | None, typer.Option(help="End when this process, the starter of this one, ends.", hidden=True)
-]
-Host = Annotated[str | None, typer.Option(help="Address of the gateway; over the file's.")]
+ParentPid = Annotated[int | None, typer.Option(help="End when this process, the parent, ends.", hidden=True)]
+Host = Annotated[str | None, typer.Option(help="Address of the gateway; overrides the file's.")]
 Port = Annotated[
-    int | None, typer.Option(min=0, max=65535, help="Port of the gateway, 0 for a free one; over the file's.")
+    int | None, typer.Option(min=0, max=65535, help="Port of the gateway, 0 for a free one; overrides the file's.")
 ]
 
-BaseUrl = Annotated[
-    str, typer.Option("--base-url", "--url", help="Of the server, any that speaks OpenAI's chat API.")
-]
+BaseUrl = Annotated[str, typer.Option("--base-url", "--url", help="URL of a server with OpenAI's chat API.")]
 
 Join = Annotated[
     list[str] | None,
     typer.Option(
         metavar="URL",
-        help="Admin plane of a gateway to join, once for each; a host name with several addresses is all of them. "
+        help="Admin plane of a gateway to join, repeatable; a host name means all its addresses. "
         "Key: EPD_SERVE_CLUSTER_KEY or EPD_SERVE_ADMIN_KEY.",
     ),
 ]
 
 On = Annotated[
     str | None,
-    typer.Option(
-        metavar="ray[=ADDRESS]", help="A Ray cluster: that of this machine or RAY_ADDRESS, or of a head."
-    ),
+    typer.Option(metavar="ray[=ADDRESS]", help="A Ray cluster: this machine's, RAY_ADDRESS's, or a head's."),
 ]
 
 
 def ray_address(on: str) -> str:
-    """The address in ``ray=ADDRESS``, "" in ``ray``. Raises ValueError for anything else."""
+    """Return the address in ``ray=ADDRESS``, "" for ``ray``. Raises ValueError for anything else."""
     name, _, address = on.partition("=")
     if name != "ray":
         raise ValueError(f"--on {on}: write --on ray, or --on ray=ADDRESS with the address of the head")
@@ -48,7 +42,7 @@ def ray_address(on: str) -> str:
 
 
 def model_of(name: str) -> str:
-    """Relative to where the user stands, not to the file."""
+    """Resolve a model name relative to the working directory, not to the file."""
     return name if name == DEMO_MODEL else beside(name, Path.cwd())
 
 

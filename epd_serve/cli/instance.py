@@ -20,19 +20,19 @@ def instance(
     name: Annotated[str | None, typer.Option(help="Unique in the deployment, as in e0.")] = None,
     role: Annotated[str | None, typer.Option(help="Stages of the instance: E, P, D, EP, ED, PD or EPD.")] = None,
     model: Annotated[
-        str | None, typer.Option(help="Over the file's: 'demo' or a transformers model directory.")
+        str | None, typer.Option(help="Override the file's: 'demo' or a transformers model directory.")
     ] = None,
     host: Annotated[
-        str | None, typer.Option(help="Address of the control server; over the file's instances.host.")
+        str | None, typer.Option(help="Address of the control server; overrides the file's instances.host.")
     ] = None,
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8100,
     device: Annotated[
         str, typer.Option(help="cpu, cuda:0 ...; several, as in cuda:0,cuda:1, are tensor-parallel.")
     ] = "cpu",
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; over the file's.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; overrides the file's.")] = None,
     advertise: Annotated[
         str | None,
-        typer.Option(help="Address under which others reach it, where that is not --host, as behind NAT."),
+        typer.Option(help="Address for peers, if it differs from --host, as behind NAT."),
     ] = None,
     data_port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port for KV and features over TCP; 0: a free one.")
@@ -40,20 +40,20 @@ def instance(
     join: Join = None,
     config: Annotated[
         Path | None,
-        typer.Option(help="Deployment file with all other options of its role. Without one: defaults."),
+        typer.Option(help="Deployment file with all other options of its role; default: default options."),
     ] = None,
     unit: Annotated[
         int | None,
         typer.Option(
             min=0,
-            help="In place of --role: run all instances of one replica of this unit of the file's topology, 0 for "
-            "the first, and start again what ends. Of several instances, --name is what their names begin with.",
+            help="Instead of --role: run all instances of one replica of this unit of the file's topology, 0 for "
+            "the first, and restart those that end. With several instances, --name is their common prefix.",
         ),
     ] = None,
     replica: Annotated[
         int | None,
         typer.Option(
-            min=0, help="With --unit, in place of --name: the replica whose names in the deployment they have."
+            min=0, help="With --unit, instead of --name: use the names of this replica in the deployment."
         ),
     ] = None,
     health_port: Annotated[
@@ -63,7 +63,7 @@ def instance(
     options: Annotated[str | None, typer.Option(help="All options as JSON.", hidden=True)] = None,
     parent_pid: ParentPid = None,
 ) -> None:
-    """Run one instance, or with --unit those that share a device; 'epd-serve up' starts the same."""
+    """Run one instance, or with --unit all that share a device, as 'epd-serve up' does."""
     tie_to(parent_pid)
     if unit is not None:
         _run_unit(config, unit, name, replica, host or "127.0.0.1", join or [], health_port)

@@ -24,14 +24,14 @@ def _keys() -> None:
 
 
 @key.command("new", short_help="Make an API key, and its hash.")
-def new(name: Annotated[str, typer.Argument(help="Of the key, for logs and metrics.")]) -> None:
+def new(name: Annotated[str, typer.Argument(help="Name of the key, for logs and metrics.")]) -> None:
     """Make an API key: the key for its holder, its hash for gateway.api_keys of the deployment file."""
     secret, hashed = new_key()
     try:
         ApiKeyConfig(name=name, hash=hashed)
     except ValueError:
         raise ValueError(
-            f"{name!r} is no name for a key; use up to 64 letters, digits, '.', '_' and '-'"
+            f"{name!r} is not a valid key name; use up to 64 letters, digits, '.', '_' and '-'"
         ) from None
-    typer.echo(f"{secret}\n\nThat is the key; it is shown this once. The deployment file takes its hash:\n")
+    typer.echo(f"{secret}\n\nThis is the key; it is shown only once. Its hash for the deployment file:\n")
     typer.echo(f"gateway:\n  api_keys:\n    - name: {name}\n      hash: {hashed}")

@@ -13,14 +13,14 @@ from epd_serve.launch.processes.runs import all_runs, find_run, log_root, runnin
 
 def logs(
     name: Annotated[
-        str | None, typer.Argument(help="Of a process, as in p0 or gateway; without one: the last lines of each.")
+        str | None, typer.Argument(help="Process, as in p0 or gateway; default: the last lines of each.")
     ] = None,
     deployment: Deployment = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what comes, until Ctrl-C.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow new output until Ctrl-C.")] = False,
 ) -> None:
     """Show the logs of a deployment of this machine, also after its end, with tail(1).
 
-    Without --deployment it is the one that runs, or where none runs the one that ran last.
+    The default deployment is the running one, or the last one.
     """
     if deployment is None and running():
         deployment = find_run(None)[1].address

@@ -1,4 +1,4 @@
-"""``epd-serve plan``: what is typed and what it means."""
+"""``epd-serve plan``: command line."""
 
 from __future__ import annotations
 
@@ -14,41 +14,44 @@ def plan(
     workload: Annotated[
         str,
         typer.Option(
-            help="As 'epd-serve bench' has it: sharegpt4o-like, visualwebinstruct-like, synthetic[,KEY=VALUE...], "
+            help="As for 'epd-serve bench': sharegpt4o-like, visualwebinstruct-like, synthetic[,KEY=VALUE...], "
             "custom:FILE or trace:FILE, which may be the gateway's access log."
         ),
     ],
     devices: Annotated[str, typer.Option(help="As in 'h200 x 2, rtx-4090 x 4', or a YAML file of pools.")],
-    model: Annotated[str, typer.Option(help="'demo', a directory, or a name; over the devices file's.")] = "",
+    model: Annotated[str, typer.Option(help="'demo', a directory, or a name; overrides the devices file's.")] = "",
     rate: Annotated[
-        float | None, typer.Option(help="Requests/s that you want to serve; of a trace else its own.")
+        float | None, typer.Option(help="Requests/s to serve; default for a trace: its own rate.")
     ] = None,
     all_devices: Annotated[
-        bool, typer.Option("--all-devices", help="Plan for all of them, even where fewer serve the rate.")
+        bool, typer.Option("--all-devices", help="Use all devices, even if fewer can serve the rate.")
     ] = False,
     slo: Annotated[str, typer.Option(help="Limits in milliseconds.")] = "ttft=2000,tpot=50",
     strategy: Annotated[
         StrategyName, typer.Option(help="enumerate: from the highest bound down; tpe: by Optuna.")
     ] = "enumerate",
-    order: Annotated[list[str] | None, typer.Option(help="fcfs, sjf, slack: once for each to try.")] = None,
+    order: Annotated[list[str] | None, typer.Option(help="Orders to try: fcfs, sjf, slack; repeatable.")] = None,
     max_num_seqs: Annotated[
-        list[int] | None, typer.Option(min=1, help="In a step, once for each to try; else 256.")
+        list[int] | None, typer.Option(min=1, help="Sequences per step to try; repeatable; default 256.")
     ] = None,
     max_num_batched_tokens: Annotated[
-        list[int] | None, typer.Option(min=1, help="In a step, once for each to try; else 8192, on CPUs 2048.")
+        list[int] | None,
+        typer.Option(min=1, help="Tokens per step to try; repeatable; default 8192, on CPUs 2048."),
     ] = None,
-    tensor_parallel: Annotated[list[int] | None, typer.Option(help="Widths to try, once for each.")] = None,
-    beta: Annotated[float, typer.Option(min=0, help="Requests a second that one unit of cost is worth.")] = 0.0,
-    requests: Annotated[int, typer.Option(min=20, help="Of the workload, at most.")] = 2000,
-    trials: Annotated[int, typer.Option(min=1, help="Of the strategy tpe.")] = 30,
-    most: Annotated[int, typer.Option(min=50, help="Requests in one simulation at most.")] = 2000,
+    tensor_parallel: Annotated[list[int] | None, typer.Option(help="Widths to try; repeatable.")] = None,
+    beta: Annotated[float, typer.Option(min=0, help="Requests/s that offset one unit of cost.")] = 0.0,
+    requests: Annotated[int, typer.Option(min=20, help="Maximum requests of the workload.")] = 2000,
+    trials: Annotated[int, typer.Option(min=1, help="Trials of the strategy tpe.")] = 30,
+    most: Annotated[int, typer.Option(min=50, help="Maximum requests of one simulation.")] = 2000,
     seed: int = 0,
-    image_tokens: Annotated[int, typer.Option(min=0, help="Of an image in an access log.")] = 0,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the deployment file there.")] = None,
+    image_tokens: Annotated[int, typer.Option(min=0, help="Tokens of an image in an access log.")] = 0,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File for the resulting deployment.")
+    ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Show the ranking of plans.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Say what serves a workload within limits, on which devices, and what disaggregating gains; by simulation."""
+    """Find a deployment that serves a workload within limits, and the gain of disaggregation, by simulation."""
     from epd_serve.plan.command import Wanted, run_plan
     from epd_serve.plan.space import MOST_SEQS
 

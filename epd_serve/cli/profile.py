@@ -1,4 +1,4 @@
-"""``epd-serve profile``: what is typed and what it means."""
+"""``epd-serve profile``: command line."""
 
 from __future__ import annotations
 
@@ -22,21 +22,19 @@ def profile(
         Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="Number format, as in a deployment.")
     ] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
-    clock: Annotated[
-        Literal["wall", "cpu"], typer.Option(help="cpu: CPU time, for a machine that others use too.")
-    ] = "wall",
+    clock: Annotated[Literal["wall", "cpu"], typer.Option(help="cpu: CPU time, for a shared machine.")] = "wall",
     endpoint: Annotated[
-        str, typer.Option(help="Measure a vLLM server that is up, over HTTP, as in http://127.0.0.1:8000.")
+        str, typer.Option(help="Measure a running vLLM server over HTTP, as in http://127.0.0.1:8000.")
     ] = "",
 ) -> None:
-    """Measure encode, prefill, decode and transfers on a device and fit the costs that 'epd-serve plan' uses."""
+    """Measure encode, prefill, decode and transfers on a device, and fit the costs for 'epd-serve plan'."""
     if not model:
         raise ValueError(
-            "--model is missing: give the model that you want to plan for, its directory or its name on the hub, "
+            "--model is missing: give the directory or hub name of the model to plan for, "
             "as in --model Qwen/Qwen2.5-VL-3B-Instruct, or --model demo for the built-in one"
         )
     if endpoint and (threads is not None or clock != "wall" or dtype != "auto"):
-        raise ValueError("--endpoint measures a server as it runs: leave out --dtype, --threads and --clock")
+        raise ValueError("--endpoint measures a running server: remove --dtype, --threads and --clock")
     if endpoint:
         from epd_serve.profiling.endpoint import profile_endpoint
 

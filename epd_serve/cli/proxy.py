@@ -1,4 +1,4 @@
-"""``epd-serve proxy``: the gateway alone."""
+"""``epd-serve proxy``: run only the gateway."""
 
 from __future__ import annotations
 
@@ -15,27 +15,24 @@ from epd_serve.protocol.addresses import url_of
 
 
 def proxy(
-    config: Annotated[Path | None, typer.Option(help="Deployment file; its gateway section is used.")] = None,
+    config: Annotated[Path | None, typer.Option(help="Deployment file with a gateway section.")] = None,
     instance: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=URL", help="An instance; once for each.")
+        list[str] | None, typer.Option(metavar="NAME=URL", help="An instance; repeatable.")
     ] = None,
     host: Host = None,
     port: Port = None,
     reuse_port: Annotated[
-        bool, typer.Option("--reuse-port", help="Share the port with other gateways that share it, too.")
+        bool, typer.Option("--reuse-port", help="Share the port with other gateways that use this flag.")
     ] = False,
-    listener: Annotated[
-        int | None, typer.Option(help="Descriptor of a socket that listens on the port.", hidden=True)
-    ] = None,
+    listener: Annotated[int | None, typer.Option(help="Descriptor of a listening socket.", hidden=True)] = None,
     admin_path: Annotated[
         Path | None, typer.Option(help="Path of the admin API's Unix socket.", hidden=True)
     ] = None,
     parent_pid: ParentPid = None,
 ) -> None:
-    """Run the gateway alone, in front of instances that were started by themselves.
+    """Run only the gateway, in front of instances started separately.
 
-    Without --instance they are taken from the deployment file: as many as its topology has, from its
-    instances.base_port on.
+    The default instances are those of the deployment file's topology, from instances.base_port on.
     """
     tie_to(parent_pid)
     deployment = load_config(config) if config else DeploymentConfig()
@@ -43,7 +40,7 @@ def proxy(
     instances = [_name_and_url(text) for text in instance or ()] or _instance_urls(deployment)
     names = [name for name, _ in instances]
     if twice := {name for name in names if names.count(name) > 1}:
-        raise ValueError(f"instance {', '.join(sorted(twice))} is named twice; names must differ")
+        raise ValueError(f"instance {', '.join(sorted(twice))} is given twice; names must differ")
     address = (host or deployment.gateway.host, deployment.gateway.port if port is None else port)
     with uncollected():
         from proxy.main import run_gateway

@@ -1,4 +1,4 @@
-"""``epd-serve render``: a deployment file as what another supervisor reads."""
+"""``epd-serve render``: convert a deployment file for another supervisor."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def formats() -> None:
 @render.command()
 def kubernetes(
     file: Annotated[Path, typer.Argument(help="Deployment file.")],
-    namespace: Annotated[str | None, typer.Option(help="Over that of --values.")] = None,
-    image: Annotated[str | None, typer.Option(help="Image of the instances; over that of --values.")] = None,
+    namespace: Annotated[str | None, typer.Option(help="Override that of --values.")] = None,
+    image: Annotated[str | None, typer.Option(help="Image of the instances; overrides that of --values.")] = None,
     values: Annotated[
         Path | None, typer.Option(help="YAML file with claims, resources, KEDA: see the guide.")
     ] = None,

@@ -20,15 +20,12 @@ _WATCH_S = 2.0
 def status(
     deployment: Deployment = None,
     admin: AdminUrl = None,
-    output: Annotated[
-        Literal["table", "json"], typer.Option("--output", "-o", help="How it is printed.")
-    ] = "table",
-    watch: Annotated[bool, typer.Option("--watch", help="Show it again every 2 s, until Ctrl-C.")] = False,
+    output: Annotated[Literal["table", "json"], typer.Option("--output", "-o", help="Output format.")] = "table",
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh every 2 s until Ctrl-C.")] = False,
 ) -> None:
     """Show each instance of a running deployment, and the number of requests.
 
-    It is the deployment that runs on this machine, or the gateway at --admin, whose key is read from
-    EPD_SERVE_ADMIN_KEY.
+    The default deployment is this machine's. With --admin, EPD_SERVE_ADMIN_KEY holds the gateway's admin key.
     """
     name, gateway = choose_gateway(deployment, admin)
     while True:
@@ -38,7 +35,7 @@ def status(
         if output == "json":
             text = json.dumps({"deployment": name, **shown, "requests": requests})
         elif watch:
-            typer.echo("\x1b[H\x1b[2J", nl=False)  # nothing where it is no terminal
+            typer.echo("\x1b[H\x1b[2J", nl=False)  # typer strips it unless stdout is a terminal
         typer.echo(text)
         if not watch:
             return
@@ -73,7 +70,7 @@ def _row(instance: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _sizes(role: str, budgets: dict[str, Any]) -> str:
-    """Sizes of a step of a language model and of the features that E keeps for P, or P has got."""
+    """Return the step sizes of a language model, and the feature cache of E or P."""
     parts = []
     if set(role) & set("PD"):
         sizes = (("max_num_seqs", "sequences"), ("max_num_batched_tokens", "tokens"))

@@ -1,4 +1,4 @@
-"""``epd-serve switch``: another role for a running instance."""
+"""``epd-serve switch``: switch a running instance to another role."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ _MARGIN_S = 130.0
 
 
 def switch(
-    instance: Annotated[str, typer.Argument(help="Its name, as in p0.")],
-    role: Annotated[str, typer.Argument(help="E, P, D, EP, ED, PD or EPD; the role it has calls an order back.")],
+    instance: Annotated[str, typer.Argument(help="Name of the instance, as in p0.")],
+    role: Annotated[str, typer.Argument(help="E, P, D, EP, ED, PD or EPD; its current role cancels a switch.")],
     deployment: Deployment = None,
     admin: AdminUrl = None,
     deadline: Annotated[
-        float, typer.Option(min=0.001, help="Seconds after which it serves its old role again.")
+        float, typer.Option(min=0.001, help="Seconds after which it returns to its old role.")
     ] = 30.0,
     patience: Annotated[
-        float, typer.Option(min=0, help="Seconds for which running answers may end there; then others go on.")
+        float, typer.Option(min=0, help="Seconds for running answers to finish there before others continue them.")
     ] = 1.0,
 ) -> None:
-    """Have a running instance serve another role; returns when it does.
+    """Switch a running instance to another role, and wait for it.
 
-    It is one of the deployment that runs on this machine, or of the gateway at --admin, whose key is read from
-    EPD_SERVE_ADMIN_KEY.
+    The default deployment is this machine's. With --admin, EPD_SERVE_ADMIN_KEY holds the gateway's admin key.
     """
     body = {"role": str(Role.parse(role)), "deadline_s": deadline, "patience_s": patience}
     _, gateway = choose_gateway(deployment, admin)
@@ -37,5 +36,5 @@ def switch(
     else:
         typer.echo(
             f"{instance}: {changed['from']} → {changed['to']} in {changed['seconds']:.3f} s, "
-            f"{changed['drain_s']:.3f} s of it to finish what it had"
+            f"{changed['drain_s']:.3f} s of it to finish running requests"
         )

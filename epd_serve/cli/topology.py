@@ -1,4 +1,4 @@
-"""``epd-serve topology``: a topology in words."""
+"""``epd-serve topology``: explain a topology."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from epd_serve.topology.draw import draw, explain
 
 
 def topology(text: Annotated[str, typer.Argument(help="As in '(E-P)-D'; quote it for the shell.")]) -> None:
-    """Draw a topology and say in plain words what runs where."""
+    """Draw a topology and explain which stages run on which device."""
     parsed = parse_topology(text)
     typer.echo(f"{parsed}\n\n{draw(parsed)}\n")
     for sentence in explain(parsed):

@@ -1,4 +1,4 @@
-"""``epd-serve trace``: where the time of a deployment's requests went."""
+"""``epd-serve trace``: break down the time of a deployment's requests."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from rich.console import Console
 
 
 def trace(
-    directory: Annotated[Path, typer.Argument(help="What the deployment file calls trace.")],
+    directory: Annotated[Path, typer.Argument(help="Directory named by 'trace' in the deployment file.")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write all of it as one file for ui.perfetto.dev.")
+        Path | None, typer.Option("--output", "-o", help="Write everything to one file for ui.perfetto.dev.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Join the traces of a deployment and say where the time of its requests went."""
+    """Join the traces of a deployment and break down the time of its requests."""
     from epd_serve.telemetry.breakdown import breakdown_table, read_traces, summary
 
     joined = read_traces(directory)

@@ -24,47 +24,49 @@ def up(
         str | None,
         typer.Argument(
             metavar="MODEL|FILE",
-            help="A model, or a deployment file (.yaml); without either: the demo model as E-P-D on the CPU.",
+            help="A model, or a deployment file (.yaml); default: the demo model as E-P-D on the CPU.",
         ),
     ] = None,
     host: Host = None,
     port: Port = None,
-    topology: Annotated[str | None, typer.Option(help="Over the file's, as in '(E-P)-D'.")] = None,
+    topology: Annotated[str | None, typer.Option(help="Override the file's, as in '(E-P)-D'.")] = None,
     base_port: Annotated[
         int | None,
         typer.Option(min=0, max=65535, help="Port of the first instance; the others follow. 0: free ones."),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Over the file's: 'demo', a model's directory, or its name on the hub.")
+        str | None, typer.Option(help="Override the file's: 'demo', a model's directory, or its name on the hub.")
     ] = None,
     devices: Annotated[
-        str | None, typer.Option(help="Over the file's: auto, or as in cuda:0,cuda:1 or 'cuda x 8'.")
+        str | None, typer.Option(help="Override the file's: auto, or as in cuda:0,cuda:1 or 'cuda x 8'.")
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="Over the file's: auto, float32, bfloat16 or float16.")] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Over the file's instances.max_model_len.")] = None,
-    served_model_name: Annotated[str | None, typer.Option(help="Over the file's.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Override the file's: auto, float32, bfloat16 or float16.")
+    ] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Override the file's instances.max_model_len.")] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="Override the file's.")] = None,
     api_key: Annotated[
         str | None,
-        typer.Option(help="Over the file's gateway.api_key; users of this machine see it in the process list."),
+        typer.Option(help="Override the file's gateway.api_key; visible to local users in the process list."),
     ] = None,
     dry: Annotated[
         bool, typer.Option("--dry-run", help="Print every command line and its environment; start nothing.")
     ] = False,
     detach: Annotated[
-        bool, typer.Option("--detach", "-d", help="Return once it is ready; 'epd-serve down' ends it.")
+        bool, typer.Option("--detach", "-d", help="Return once it is ready; 'epd-serve down' stops it.")
     ] = False,
     on: On = None,
     spread: Annotated[
         Literal["pack", "host"],
-        typer.Option(help="With --on: device groups on few hosts, or on as many as there are."),
+        typer.Option(help="With --on: device groups on few hosts, or spread over all hosts."),
     ] = "pack",
 ) -> None:
-    """Start a deployment on this machine and stay until Ctrl-C; with --on, start it on a cluster."""
+    """Run a deployment on this machine until Ctrl-C; with --on, start it on a cluster."""
     _check_words([target or "", *context.args])
     file = None if target is None else Path(target)
     if file is not None and file.suffix not in (".yaml", ".yml") and not file.is_file():
         if model is not None:
-            raise ValueError(f"{target} and --model {model} are two models; name one of them")
+            raise ValueError(f"{target} and --model {model} are two models; give one of them")
         file, model = None, target
     config = change_config(
         load_config(file) if file else DeploymentConfig(),
@@ -80,7 +82,7 @@ def up(
     )
     if on is not None:
         if dry or detach:
-            raise ValueError("--dry-run and --detach are for this machine; leave them out with --on")
+            raise ValueError("--dry-run and --detach are for this machine; remove them with --on")
         with ended_by_ctrl_c():
             from epd_serve.launch.remote import ray
 
@@ -99,8 +101,8 @@ def up(
         if not dry:
             from epd_serve.launch.processes.forking import preload
 
-            preload(config)  # it imports for seconds, while this process looks for faults
-        if config.engine == "native" or not dry:  # vLLM's command lines may be for another machine
+            preload(config)  # it imports for seconds, while this process checks the deployment
+        if config.engine == "native" or not dry:  # vLLM's commands may be for another machine
             from epd_serve.launch.preflight import check_deployment
 
             check_deployment(config, os.environ)
@@ -116,12 +118,12 @@ def up(
 
 
 def _given(**values: Any) -> dict[str, Any]:
-    """Return the values that were given."""
+    """Return the given values."""
     return {key: value for key, value in values.items() if value not in (None, {})}
 
 
 def _check_words(words: Sequence[str]) -> None:
-    """Raise ValueError for options that the command lacks; one of vLLM's is answered with its name here."""
+    """Raise ValueError for unknown options, with the equivalent of an option of vLLM."""
     unknown = next((word.partition("=")[0] for word in words if word.startswith("-")), None)
     if unknown is not None:
         name = unknown.lstrip("-").replace("-", "_")
@@ -130,8 +132,8 @@ def _check_words(words: Sequence[str]) -> None:
         if here := VLLM_FLAGS.get(name):
             raise ValueError(f"{unknown}: here it is {here} (docs/guide/coming-from-vllm.md)")
         raise ValueError(
-            f"{unknown} is no option of 'epd-serve up' (see 'epd-serve up -h'); others of 'vllm serve' go into "
-            "instances.engine_args of a deployment file with engine: vllm"
+            f"{unknown} is not an option of 'epd-serve up' (see 'epd-serve up -h'); others of 'vllm serve' go "
+            "into instances.engine_args of a deployment file with engine: vllm"
         )
     if len(words) > 1:
         raise ValueError(f"{words[1]}: 'epd-serve up' takes one model or deployment file")

@@ -1,4 +1,4 @@
-"""``epd-serve verify``: what is typed and what it means."""
+"""``epd-serve verify``: command line."""
 
 from __future__ import annotations
 
@@ -13,28 +13,26 @@ from epd_serve.cli.flags import BaseUrl
 
 def verify(
     base_url: BaseUrl = "",
-    model: Annotated[str, typer.Option(help="Needed where the server has several.")] = "",
-    suite: Annotated[
-        list[str] | None, typer.Option(help="api, answers, media or faults; all where none is named.")
-    ] = None,
-    check: Annotated[list[str] | None, typer.Option(help="A single check, as --list names it.")] = None,
+    model: Annotated[str, typer.Option(help="Model; required if the server has several.")] = "",
+    suite: Annotated[list[str] | None, typer.Option(help="api, answers, media or faults; default: all.")] = None,
+    check: Annotated[list[str] | None, typer.Option(help="A single check, by its name in --list.")] = None,
     reference: Annotated[str, typer.Option(help="URL of a monolithic server of the same model.")] = "",
     record: Annotated[
-        Path | None, typer.Option(help="The reference's answers: read from it, and written with --reference.")
+        Path | None, typer.Option(help="File of the reference's answers: read, or written with --reference.")
     ] = None,
     admin: Annotated[
         list[str] | None,
         typer.Option(help="A fault's command, as kill-E='COMMAND'; up:PID; pids:E=12,P=13."),
     ] = None,
-    work_dir: Annotated[Path, typer.Option(help="For verify.json.")] = Path("verify"),
+    work_dir: Annotated[Path, typer.Option(help="Directory for verify.json.")] = Path("verify"),
     slowness: Annotated[
-        float, typer.Option(help="Factor of all time limits, for a server on a slow machine.", min=0.01)
+        float, typer.Option(help="Factor on all time limits, for a server on a slow machine.", min=0.01)
     ] = 1.0,
-    list_: Annotated[bool, typer.Option("--list", help="Explain every check; send nothing.")] = False,
+    list_: Annotated[bool, typer.Option("--list", help="Explain every check and send nothing.")] = False,
 ) -> None:
     """Check any OpenAI-compatible multimodal server: types, answers, hostile media, faults.
 
-    The exit code is 1 where a check failed. OPENAI_API_KEY is sent where it is set.
+    The exit code is 1 if a check fails. OPENAI_API_KEY is sent if set.
     """
     from epd_serve.verify.runner import list_checks, verify_server
 

@@ -12,18 +12,18 @@ RoleName = Literal["E", "P", "D", "EP", "ED", "PD", "EPD"]
 
 
 class ElasticConfig(Section):
-    """A controller that switches roles of instances when a stage is later than the SLO allows.
+    """A controller that switches roles of instances when a stage exceeds its SLO.
 
-    'epd-serve up' starts it where the file has this section.
+    'epd-serve up' starts it if the file has this section.
     """
 
     cooldown_s: Seconds = Field(
         default=10.0,
-        description="Between two switches, at least. The controller looks ten times as often; a stage that is "
-        "late for three looks is answered.",
+        description="Minimum time between two switches. The controller checks ten times as often and reacts to a "
+        "stage that is late in three consecutive checks.",
     )
 
     @property
     def interval_s(self) -> float:
-        """Seconds between two looks at the instances."""
+        """Seconds between two checks of the instances."""
         return self.cooldown_s / 10

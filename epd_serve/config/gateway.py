@@ -19,14 +19,14 @@ InstanceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 InstanceUrl = Annotated[
     str, Field(pattern=r"^https?://[^/?#\s@]+/?$"), AfterValidator(lambda url: url.rstrip("/"))
 ]
-#: A host, or ``*.example.com`` for all below one.
+#: A host, or ``*.example.com`` for all its subdomains.
 Domain = Annotated[str, Field(pattern=rf"^(\*\.)?{_DOMAIN}(\.{_DOMAIN})*$")]
-#: As browsers send it, without a path; ``*`` for all.
+#: An origin as browsers send it, without a path; ``*`` for all.
 Origin = Annotated[str, Field(pattern=r"^(\*|https?://([a-z0-9.-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?)$")]
 
 
 class SecretSource(BaseModel):
-    """The place of a secret that does not stand in the deployment file; blanks around the secret do not count."""
+    """Location of a secret outside the deployment file; surrounding whitespace is stripped."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -40,14 +40,14 @@ class SecretSource(BaseModel):
         return self
 
 
-#: A secret as it is, or where to read it.
+#: A literal secret, or its location.
 Secret = Annotated[str, Field(min_length=1)] | SecretSource
 
 
 def read_secret(secret: str | SecretSource | None, key: str) -> str | None:
-    """The secret itself; ``key`` is where the deployment file has it, for errors.
+    """Return the secret; ``key`` is its key in the deployment file, for errors.
 
-    Raises ValueError where the variable or the file is not there, or holds nothing.
+    Raises ValueError if the variable or file is missing or empty.
     """
     if secret is None or isinstance(secret, str):
         return secret
@@ -68,33 +68,33 @@ def read_secret(secret: str | SecretSource | None, key: str) -> str | None:
 
 
 class KeyLimits(Section):
-    """Limits of the holder of an API key."""
+    """Limits of an API key."""
 
     max_concurrent: int | None = Field(
-        default=None, ge=1, description="Choices of requests at once; null: no limit."
+        default=None, ge=1, description="Concurrent choices of all its requests; null: no limit."
     )
 
 
 class ApiKeyConfig(KeyLimits):
-    """One API key, by its hash."""
+    """One API key, identified by its hash."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$", description="For logs and metrics.")
+    name: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$", description="Name in logs and metrics.")
     hash: str = Field(
         pattern=r"^sha256:[0-9a-f]{64}$",
-        description="sha256: and 64 hex digits, as 'epd-serve key new NAME' prints them.",
+        description="sha256: and 64 hex digits, as printed by 'epd-serve key new NAME'.",
     )
 
 
 class AdminConfig(Section):
-    """The admin plane: a server of its own, apart from what clients reach."""
+    """The admin plane: a server separate from the clients' API."""
 
     host: str = Field(default="127.0.0.1", min_length=1, description="Address to listen on.")
-    port: int | None = Field(default=None, ge=1, le=65535, description="null: there is none.")
+    port: int | None = Field(default=None, ge=1, le=65535, description="null: no admin plane.")
     key: Secret | None = Field(
         default=None,
         repr=False,
-        description="Bearer token of the admin plane alone: text, {env: VARIABLE} or {file: PATH}. Needed where "
-        "host is not the loopback interface.",
+        description="Bearer token of the admin plane: text, {env: VARIABLE} or {file: PATH}. Required unless host "
+        "is the loopback interface.",
     )
 
     @model_validator(mode="after")
@@ -110,41 +110,40 @@ def check_admin_key(admin: AdminConfig) -> None:
     """Check that a deployment with a cluster key has an admin key. Raises ValueError."""
     if admin.port is not None and admin.key is None:
         raise ValueError(
-            "cluster_key keeps others away from the instances, and the admin plane commands them: "
-            "set gateway.admin.key, too"
+            "cluster_key protects the instances, but the admin plane controls them too: also set gateway.admin.key"
         )
 
 
 class MediaConfig(Section):
-    """The media that the gateway accepts and the places from which it may fetch them."""
+    """Media accepted by the gateway, and the hosts that it may fetch them from."""
 
     max_bytes: Bytes = Field(
         default=ByteSize(64 * 1024**2),
         validate_default=True,
-        description="Largest file of an image, a video or a sound.",
+        description="Largest image, video or audio file.",
     )
     max_pixels: int = Field(
         default=32 * 1024**2,
         gt=0,
-        description="Largest image or video frame, in pixels; the images of a request have at most four times as "
-        "many together.",
+        description="Largest image or video frame, in pixels; all images of a request together may have four "
+        "times as many.",
     )
-    max_seconds: Seconds = Field(default=1800.0, description="Longest video or sound; a model may take less.")
-    max_items: int = Field(default=64, ge=1, description="Most images, videos and sounds of a request.")
+    max_seconds: Seconds = Field(default=1800.0, description="Longest video or audio; a model may accept less.")
+    max_items: int = Field(default=64, ge=1, description="Most images, videos and audio clips in a request.")
     allow_private: bool | None = Field(
         default=None,
-        description="Whether media URLs may lead into private networks. "
+        description="Whether media URLs may point into private networks. "
         "null: only while the gateway listens on the loopback interface and has no API keys.",
     )
     allowed_domains: tuple[Domain, ...] | None = Field(
         default=None,
-        description="Hosts that media URLs, redirects included, may name; '*.example.com' for all below one. "
+        description="Allowed hosts of media URLs and redirects; '*.example.com' allows all its subdomains. "
         "null: any.",
     )
     trust_env: bool = Field(
         default=False,
-        description="Whether media are fetched by the proxies of HTTP_PROXY, HTTPS_PROXY and NO_PROXY. A proxy "
-        "resolves names by itself, so allow_private does not count there.",
+        description="Whether to fetch media through the proxies of HTTP_PROXY, HTTPS_PROXY and NO_PROXY. A proxy "
+        "resolves names itself, so allow_private has no effect there.",
     )
 
 
@@ -153,7 +152,7 @@ def _resolve_log(log: str, info: ValidationInfo) -> str:
 
 
 class GatewayConfig(Section):
-    """The OpenAI-compatible server that clients talk to."""
+    """The OpenAI-compatible server for clients."""
 
     host: str = Field(
         default="127.0.0.1", min_length=1, description="Address to listen on; 0.0.0.0 is every interface."
@@ -162,46 +161,43 @@ class GatewayConfig(Section):
     max_body_bytes: Bytes = Field(
         default=ByteSize(64 * 1024**2), validate_default=True, description="Largest request body."
     )
-    request_timeout_s: Seconds = Field(default=600.0, description="Longest time for one request.")
+    request_timeout_s: Seconds = Field(default=600.0, description="Time limit of a request.")
     max_in_flight: int = Field(
         default=1024,
         ge=1,
-        description="Choices of requests that run on the instances at once; other requests wait in a queue.",
+        description="Concurrent choices of all requests on the instances; further requests wait in a queue.",
     )
-    max_queue: int = Field(default=4096, ge=0, description="Requests that may wait; others get a 429.")
+    max_queue: int = Field(default=4096, ge=0, description="Longest queue; further requests get a 429.")
     queue_timeout_s: Seconds = Field(
-        default=60.0, description="Longest wait in the queue; then the client gets a 429."
+        default=60.0, description="Longest wait in the queue before the client gets a 429."
     )
     routing: Routing = Field(
         default="least_loaded",
-        description="How P and D of a request are chosen. least_loaded: the pair that costs it the fewest seconds "
-        "of waiting, computing and transfer. "
-        "prefix_affinity: the cheapest, where a beginning of the prompt that P has computed before costs nothing. "
-        "round_robin: in turn. Images always go where equal ones went, unless that encoder has too much to do.",
+        description="How to choose P and D of a request. least_loaded: the pair with the least waiting, computing "
+        "and transfer time. prefix_affinity: the same, but a prefix cached by P costs nothing. round_robin: in "
+        "turn. An image always goes to the encoder that has seen it before, unless that one is overloaded.",
     )
     instances: dict[InstanceName, InstanceUrl] | None = Field(
         default=None,
-        description="Control URLs of instances that were started elsewhere, by name; null: those of the topology.",
+        description="Control URLs, by name, of instances started elsewhere; null: those of the topology.",
     )
     probe_timeout_s: Seconds = Field(
         default=6.0,
-        description="An instance whose process answers nothing for so long is down: its requests go to others. A "
-        "step may take as long as it takes.",
+        description="Time after which an unresponsive instance counts as down and its requests move to others. "
+        "The duration of steps is not limited.",
     )
     media: MediaConfig = MediaConfig()
     api_key: Secret | None = Field(
         default=None,
         repr=False,
-        description="Clients must send it as a bearer token: text, {env: VARIABLE} or {file: PATH}.",
+        description="Bearer token that clients must send: text, {env: VARIABLE} or {file: PATH}.",
     )
-    api_keys: tuple[ApiKeyConfig, ...] = Field(
-        default=(), description="Keys by their hash, each with limits of its own."
-    )
+    api_keys: tuple[ApiKeyConfig, ...] = Field(default=(), description="Keys by hash, each with its own limits.")
     admin: AdminConfig = AdminConfig()
     access_log: Annotated[str, Field(min_length=1), AfterValidator(_resolve_log)] | None = Field(
         default=None,
-        description="File, relative to this one, that gets a line of JSON for each request; '-' is the standard "
-        "output. It may be moved away at any time. null: there is none.",
+        description="File, relative to this one, for a line of JSON per request; '-' is the standard output. It "
+        "may be rotated at any time. null: no log.",
     )
     cors: tuple[Origin, ...] = Field(
         default=(),
@@ -211,7 +207,7 @@ class GatewayConfig(Section):
 
     @property
     def needs_key(self) -> bool:
-        """Whether clients must send an API key."""
+        """True if clients must send an API key."""
         return self.api_key is not None or bool(self.api_keys)
 
     @model_validator(mode="after")
@@ -219,5 +215,5 @@ class GatewayConfig(Section):
         for what in ("name", "hash"):
             values = [getattr(key, what) for key in self.api_keys]
             if twice := {value for value in values if values.count(value) > 1}:
-                raise ValueError(f"api_keys: the {what} {min(twice)} occurs twice; each key has its own")
+                raise ValueError(f"api_keys: the {what} {min(twice)} occurs twice; it must be unique")
         return self

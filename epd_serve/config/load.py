@@ -1,4 +1,4 @@
-"""Read a deployment file; every error names the file, the key and, where it is in the file, the line."""
+"""Read a deployment file; every error names the file, the key and, if it is in the file, the line."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from epd_serve.config.sections import VLLM_FLAGS, overlay
 
 
 class ConfigError(ValueError):
-    """A deployment file that cannot be used; one line of text per fault."""
+    """Invalid deployment file; the message has a line per fault."""
 
 
 def load_config(path: Path) -> DeploymentConfig:
-    """Read and check a deployment file. Relative paths in it are taken relative to the file.
+    """Read and check a deployment file. Paths in it are relative to the file.
 
     Raises:
-        ConfigError: the file cannot be read, is no YAML, or breaks the schema.
+        ConfigError: the file is unreadable, not YAML, or violates the schema.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -34,11 +34,11 @@ def load_config(path: Path) -> DeploymentConfig:
 
 
 def parse_config(text: str, *, source: str = "deployment", directory: Path | None = None) -> DeploymentConfig:
-    """Check the YAML of a deployment. An empty text is the default deployment.
+    """Parse and check the YAML of a deployment. Empty text means the default deployment.
 
     Args:
-        source: names the text in errors.
-        directory: what relative paths are relative to; None: they stay as they are.
+        source: name of the text in errors.
+        directory: base of relative paths; None: leave them relative.
     """
     try:
         values = YAML(typ="safe", pure=True).load(text)
@@ -58,7 +58,7 @@ def change_config(
 ) -> DeploymentConfig:
     """Return a deployment with some keys changed, as in ``{"topology": "EPD", "gateway": {"port": 0}}``.
 
-    Raises ConfigError where the result breaks the schema; ``source`` says where the changes came from.
+    Raises ConfigError if the result violates the schema; ``source``: origin of the changes, for errors.
     """
     try:
         return DeploymentConfig.model_validate(overlay(config.model_dump(exclude_unset=True), changes))
@@ -67,7 +67,7 @@ def change_config(
 
 
 def _faults(error: ValidationError, place: Any) -> str:
-    """A line for each fault, without the value that was given: it may be a secret."""
+    """Return a line per fault, without the given value, which may be a secret."""
     lines = []
     for fault in error.errors():
         key = ".".join(map(str, fault["loc"]))
@@ -81,11 +81,11 @@ def _faults(error: ValidationError, place: Any) -> str:
 
 
 def _line(tree: Any, location: tuple[int | str, ...]) -> int:
-    """Return the 1-based line of the deepest part of ``location`` that the file holds."""
+    """Return the 1-based line of the deepest part of ``location`` present in the file."""
     line = 1
     for part in location:
         if isinstance(tree, CommentedMap) and part in tree:
-            line = (tree.lc.data or {}).get(part, [line - 1])[0] + 1  # a key that came by '<<' has none
+            line = (tree.lc.data or {}).get(part, [line - 1])[0] + 1  # a key merged by '<<' has none
         elif isinstance(tree, CommentedSeq) and isinstance(part, int) and part < len(tree):
             line = tree.lc.item(part)[0] + 1
         else:

@@ -1,4 +1,4 @@
-"""The directory of a model: found by its name on the Hugging Face hub, its files checked before it is loaded."""
+"""Find a model's directory, also by its Hugging Face hub name, and check its files before loading."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revisi
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HubModel:
-    """A repository of the hub, ``Qwen/Qwen2.5-VL-3B-Instruct``, and one of its branches, tags or commits."""
+    """A hub repository, such as ``Qwen/Qwen2.5-VL-3B-Instruct``, and a branch, tag or commit."""
 
     repo: str
     revision: str = "main"
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """``ORG/NAME`` or ``ORG/NAME@REVISION``; None for text of another form, which is a path."""
+        """Parse ``ORG/NAME`` or ``ORG/NAME@REVISION``; None for other text, which is a path."""
         match = _NAME.fullmatch(text)
         return cls(repo=match["repo"], revision=match["revision"] or "main") if match else None
 
     def cached(self) -> Path | None:
-        """Return the directory of the local cache with the model, or a part of it; None where there is none."""
+        """Return the local cache directory of the model, possibly incomplete; None if it is missing."""
         if importlib.util.find_spec("huggingface_hub") is None:
             return None
         from huggingface_hub import try_to_load_from_cache
@@ -48,15 +48,15 @@ class HubModel:
 
 
 def beside(model: str, here: Path) -> str:
-    """A model as a file in ``here``, or somebody who stands there, names it: an absolute path, or a hub's name."""
+    """Resolve a model name relative to ``here``: return an absolute path, or a hub name unchanged."""
     path = here / Path(model).expanduser()
     return model if HubModel.parse(model) is not None and not path.is_dir() else str(path)
 
 
 def model_path(model: str) -> Path:
-    """Return a model's directory: the built-in one for ``demo``, the named one, or that of the hub's cache.
+    """Return a model's directory: the built-in one for ``demo``, the named one, or its hub cache.
 
-    Raises ValueError that says what is missing.
+    Raises ValueError with the missing part.
     """
     if model == DEMO_MODEL:
         return weights_dir()
@@ -64,27 +64,27 @@ def model_path(model: str) -> Path:
     if not path.is_dir() and named is not None:
         if (found := named.cached()) is None:
             raise ValueError(
-                f"model {model!r}: there is no directory {path}, and the Hugging Face cache has no model of that "
-                f"name; download it with '{named.command}', as 'epd-serve up' does"
+                f"model {model!r}: directory {path} does not exist, and the Hugging Face cache lacks a model of "
+                f"that name; download it with '{named.command}', as 'epd-serve up' does"
             )
         return found
     if not (path / "config.json").is_file():
         raise ValueError(
-            f"model {model!r}: {path} is no directory with a config.json; name one with a model of "
-            "transformers, or the model's name on the Hugging Face hub"
+            f"model {model!r}: {path} is not a directory with a config.json; write the directory of a "
+            "transformers model, or the model's name on the Hugging Face hub"
         )
     return path
 
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
-#: In the names of the tower's weights and of its projector's.
+#: Parts of the names of weights of towers and projectors.
 _TOWER = re.compile(r"visual|vision|audio|projector|connector|merger|image_newline")
 
 
 def read_model_config(path: Path) -> dict[str, Any]:
-    """The content of config.json; of a model that also speaks, of the part that answers in text.
+    """Return the content of config.json, or only the text-generating part of a model that also speaks.
 
-    Raises ValueError where it cannot be read.
+    Raises ValueError if it cannot be read.
     """
     content = _read_json(path / "config.json")
     if thinker := content.get("thinker_config"):
@@ -93,9 +93,9 @@ def read_model_config(path: Path) -> dict[str, Any]:
 
 
 def check_model_files(path: Path) -> dict[str, int]:
-    """Return the number of weights of ``tower`` and ``language``, by the headers of the files.
+    """Return the number of weights of ``tower`` and ``language``, read from the files' headers.
 
-    Raises ValueError that names the file which is missing or broken.
+    Raises ValueError with the missing or broken file.
     """
     read_model_config(path)
     if not any((path / name).is_file() for name in _TOKENIZERS):
@@ -103,7 +103,7 @@ def check_model_files(path: Path) -> dict[str, int]:
             f"{path}: there is no {_TOKENIZERS[0]}, so the model has no tokenizer; copy it from the model"
         )
     files, index = [path / "model.safetensors"], path / "model.safetensors.index.json"
-    if index.is_file() and not files[0].is_file():  # transformers reads no index beside the whole
+    if index.is_file() and not files[0].is_file():  # transformers ignores the index if the whole file exists
         files = sorted({path / str(name) for name in dict(_read_json(index).get("weight_map") or {}).values()})
     check_template(chat_template(path), path)
     counts = {"tower": 0, "language": 0}
@@ -114,18 +114,18 @@ def check_model_files(path: Path) -> dict[str, int]:
 
 
 def check_max_model_len(asked: int, max_positions: int) -> None:
-    """Raise ValueError where a context is asked for that the model was not made for."""
+    """Raise ValueError if the requested context exceeds the model's."""
     if asked > max_positions:
         raise ValueError(
-            f"max_model_len: {asked} is beyond the model's {max_positions} tokens; write {max_positions} or less, "
-            "or leave it out"
+            f"max_model_len: {asked} exceeds the model's {max_positions} tokens; write {max_positions} or less, "
+            "or remove it"
         )
 
 
 def chat_template(path: Path, chosen: Path | None = None) -> str:
-    """Return the text of a model's chat template; "" where it has none, or several by name.
+    """Return the text of a model's chat template; "" if it has none, or several by name.
 
-    ``chosen`` is a file to read in its place. Raises ValueError where it cannot be read.
+    ``chosen`` is a file to read instead. Raises ValueError if it cannot be read.
     """
     if chosen is not None:
         try:
@@ -142,8 +142,8 @@ def chat_template(path: Path, chosen: Path | None = None) -> str:
 
 
 def check_template(source: str, path: Path) -> None:
-    """Raise ValueError where a chat template is no Jinja."""
-    if importlib.util.find_spec("jinja2") is None:  # the base install has no instance that renders it
+    """Raise ValueError if a chat template is not valid Jinja."""
+    if importlib.util.find_spec("jinja2") is None:  # the base install does not render templates
         return
     from jinja2 import Environment, TemplateError
 
@@ -156,7 +156,7 @@ def check_template(source: str, path: Path) -> None:
 
 
 def parse_template(environment: Any, source: str) -> Any:
-    """Parse a chat template; one block is transformers' own, and plain Jinja does not know it."""
+    """Parse a chat template without transformers' own block, which plain Jinja does not know."""
     return environment.parse(re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", source))
 
 
@@ -173,9 +173,9 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _count_weights(file: Path) -> dict[str, int]:
-    """Return the number of values of each tensor of a safetensors file. Raises ValueError where it is broken.
+    """Return the number of values of each tensor of a safetensors file. Raises ValueError if it is broken.
 
-    Its header tells: 8 bytes of length, then JSON. The library would import numpy for it.
+    They are in its header: 8 bytes of length, then JSON. The library would import numpy.
     """
     try:
         with file.open("rb") as content:

@@ -1,4 +1,4 @@
-"""Files of a local deployment: the settings of each role, and the role that each instance had last."""
+"""Files of a local deployment: the settings of each role, and the last role of each instance."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from epd_serve.topology.remembered import remember_role, remembered_role
 from epd_serve.types import Role
 
 _SETTINGS = "roles.json"
-#: Options of a process, which it keeps in every role.
+#: Options that a process keeps in every role.
 OF_PROCESS = frozenset({"threads", "share", "memory_share", "tower_share", "resident"})
 
 
 def write_role_settings(directory: Path, config: DeploymentConfig) -> None:
-    """Write the settings of each role; instances that change their role from now on take these."""
+    """Write the settings of each role, for instances that switch roles from now on."""
     settings = {
         role: config.settings_for(role).model_dump(mode="json", include=set(InstanceSettings.model_fields))
         for role in get_args(RoleName)
@@ -36,7 +36,7 @@ def with_settings(options: InstanceOptions, role: Role, settings: InstanceSettin
 
 
 def in_role(options: InstanceOptions, role: Role) -> InstanceOptions:
-    """Return the options of the same instance in another role, with the deployment's settings for that."""
+    """Return the options of the same instance in another role, with the deployment's settings for it."""
     if options.switch_dir is None or not (file := options.switch_dir / _SETTINGS).exists():
         return options.model_copy(update={"role": role})
     settings = json.loads(file.read_text(encoding="utf-8"))[str(role)]
@@ -44,13 +44,13 @@ def in_role(options: InstanceOptions, role: Role) -> InstanceOptions:
 
 
 def remember(options: InstanceOptions) -> None:
-    """Keep the role of an instance for when it is started again."""
+    """Save the role of an instance for its next start."""
     if options.switch_dir is not None:
         remember_role(options.switch_dir, options.name, options.role)
 
 
 def remembered(options: InstanceOptions) -> InstanceOptions:
-    """Return the options of an instance that is started, or started again, with the role that it had last."""
+    """Return the options of a starting instance in its last role, if saved."""
     role = None if options.switch_dir is None else remembered_role(options.switch_dir, options.name)
     return options if role is None or role == options.role else in_role(options, role)
 

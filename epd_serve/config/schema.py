@@ -1,4 +1,4 @@
-"""The deployment file as a whole, and what follows from it: placement, model, the options of each instance."""
+"""The whole deployment file, and the placement, model and instance options that follow from it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _read_topology(value: object) -> Topology:
 
 
 def _read_device(name: str, info: ValidationInfo) -> str:
-    """Check a device's name. A profile's file gets an absolute path. Raises ValueError."""
+    """Check a device's name, making the path of a profile absolute. Raises ValueError."""
     if name == "cpu" or re.fullmatch(r"(cuda|npu):\d+", name):
         return name
     if match := re.fullmatch(r"emulated:(.+):(\d+)", name):
@@ -62,11 +62,11 @@ def _read_device(name: str, info: ValidationInfo) -> str:
             return f"emulated:{resolved_path(Path(kind), info)}:{index}"
         spec_of(kind)
         return name
-    raise ValueError(f"{name!r} is no device; write cpu, cuda:0, npu:0 or emulated:h200:0")
+    raise ValueError(f"{name!r} is not a device; write cpu, cuda:0, npu:0 or emulated:h200:0")
 
 
 def _resolve_model(model: object, info: ValidationInfo) -> object:
-    """Return a model's directory relative to the deployment file as an absolute path."""
+    """Resolve a model's directory relative to the deployment file."""
     directory: Path | None = (info.context or {}).get("directory")
     if directory is None or not isinstance(model, str) or model == DEMO_MODEL:
         return model
@@ -74,7 +74,7 @@ def _resolve_model(model: object, info: ValidationInfo) -> object:
 
 
 def _read_devices(value: object) -> object:
-    """``cuda x 8`` means cuda:0 to cuda:7."""
+    """Expand ``cuda x 8`` to cuda:0 ... cuda:7."""
     if not isinstance(value, list | tuple):
         return value
     names: list[object] = []
@@ -86,14 +86,15 @@ def _read_devices(value: object) -> object:
 
 
 class TlsConfig(Section):
-    """Calls between gateways and instances, and those to the admin plane's port, go over TLS, and both ends show a
-    certificate of this CA. Who is started elsewhere reads EPD_SERVE_TLS_CA, EPD_SERVE_TLS_CERT, EPD_SERVE_TLS_KEY.
+    """Mutual TLS with certificates of one CA, between gateways and instances and to the admin plane's port.
+
+    Processes started elsewhere read EPD_SERVE_TLS_CA, EPD_SERVE_TLS_CERT and EPD_SERVE_TLS_KEY.
     """
 
     ca: FilePath = Field(description="PEM file of the CA, relative to this one.")
     cert: FilePath = Field(
-        description="PEM file with the certificate of this machine's processes, for server and client, which "
-        "names the address under which they are reached. On each host it has this path."
+        description="PEM file with the server and client certificate of this machine's processes, issued for the "
+        "address that peers use. The path is the same on every host."
     )
     key: FilePath = Field(description="PEM file with its private key, without a password.")
 
@@ -111,26 +112,26 @@ class DeploymentConfig(SharedConfig):
         WithJsonSchema({"type": "string", "examples": ["EPD", "E-P-D", "(E-P)-D", "4E-8P-20D"]}),
     ] = Field(
         default=parse_topology("E-P-D"),
-        description="Stages written together are one instance, '-' separates devices, "
-        "() puts isolated instances on one device.",
+        description="Adjacent letters are the stages of one instance, '-' separates devices, "
+        "() puts separate instances on one device.",
         json_schema_extra={"default": "E-P-D"},
     )
     model: Annotated[Annotated[str, Field(min_length=1)] | ShapeConfig, AfterValidator(_resolve_model)] = Field(
         default=DEMO_MODEL,
-        description="'demo' is the built-in model; else the directory of a transformers model, relative to this "
-        "file, or its name on the Hugging Face hub, as in Qwen/Qwen2.5-VL-3B-Instruct, or with @REVISION. "
+        description="'demo' for the built-in model, the directory of a transformers model, relative to this file, "
+        "or a name on the Hugging Face hub, such as Qwen/Qwen2.5-VL-3B-Instruct, optionally with @REVISION. "
         "{shape_of: qwen2.5-vl-7b} needs no weights: emulated devices take the model's time and compute nothing.",
     )
     served_model_name: str | None = Field(
         default=None,
         min_length=1,
-        description="What clients call the model; null: 'demo', the directory's name, or the hub's.",
+        description="The model's name for clients; null: 'demo', the directory's name, or the hub's.",
     )
     engine: Literal["auto", "native", "vllm"] = Field(
         default="auto",
-        description="What computes. native: epd-serve's own engine. vllm: vLLM, and vllm-ascend on NPUs. "
-        "auto: vLLM where all devices are GPUs or NPUs and the Python that runs epd-serve has a vLLM that "
-        "fits and knows the model; else native. 'epd-serve up' says which, and why.",
+        description="native: epd-serve's own engine. vllm: vLLM, and vllm-ascend on NPUs. auto: vLLM if all "
+        "devices are GPUs or NPUs and a suitable vLLM that knows the model is installed next to epd-serve; "
+        "otherwise native. 'epd-serve up' prints the choice and the reason.",
     )
     vllm: VllmConfig = VllmConfig()
     devices: Annotated[
@@ -143,16 +144,16 @@ class DeploymentConfig(SharedConfig):
         default=("cpu",),
         validate_default=True,
         json_schema_extra={"default": "auto"},
-        description="auto: all GPUs or NPUs of this machine, else the CPU; the CPU for the built-in model and on "
-        "clusters. Else a list: cpu, cuda:0, npu:1 ... in the order of the topology; [cpu] serves all instances. "
-        "'cuda x 8' is cuda:0 to cuda:7. emulated:h200:0 has the memory and the speed of an accelerator and "
-        "computes nothing, for a model {shape_of: NAME}; emulated:FILE.json takes those of a device that "
-        "'epd-serve profile' measured, with a path relative to this file.",
+        description="auto: all GPUs or NPUs of this machine, otherwise the CPU; the CPU for the built-in model "
+        "and on clusters. Or a list: cpu, cuda:0, npu:1 ... in the order of the topology; [cpu] serves all "
+        "instances. 'cuda x 8' is cuda:0 to cuda:7. emulated:h200:0 has the memory and speed of an accelerator "
+        "but computes nothing, for a model {shape_of: NAME}; emulated:FILE.json takes them from a measurement of "
+        "'epd-serve profile', with a path relative to this file.",
     )
     restart: Literal["on-failure", "never"] = Field(
         default="on-failure",
-        description="on-failure: an instance or gateway that was ready and ends is started again after 1, 2, "
-        "4 ... 30 s, while the others serve. never: its end ends the deployment.",
+        description="on-failure: restart an instance or gateway that ends after it was ready, after 1, 2, 4 ... "
+        "30 s, while the others serve. never: its end stops the deployment.",
     )
     gateway: GatewayConfig = GatewayConfig()
     elastic: ElasticConfig | None = None
@@ -160,15 +161,15 @@ class DeploymentConfig(SharedConfig):
     cluster_key: Secret | None = Field(
         default=None,
         repr=False,
-        description="Instances and gateways prove to each other that they have it, and answer nobody else: text, "
-        "{env: VARIABLE} or {file: PATH}. Those started elsewhere read EPD_SERVE_CLUSTER_KEY. null: they answer "
-        "whoever reaches them, and nobody can join without the admin plane's key.",
+        description="Shared key by which instances and gateways authenticate each other: text, {env: VARIABLE} or "
+        "{file: PATH}. Processes started elsewhere read EPD_SERVE_CLUSTER_KEY. null: they answer any caller, and "
+        "joining requires the admin plane's key.",
     )
     tls: TlsConfig | None = None
     roles: dict[RoleName, InstanceSettings] = Field(
         default_factory=dict,
-        description="Keys of 'instances' with other values for the instances of one role. "
-        "Roles that the topology does not have are no error, so that a file can serve several topologies.",
+        description="Overrides of 'instances' for the instances of one role. Roles missing from the topology are "
+        "allowed, so that a file can serve several topologies.",
     )
 
     @model_validator(mode="before")
@@ -212,14 +213,14 @@ class DeploymentConfig(SharedConfig):
             if self.cluster_key is not None and self.tls is None:
                 raise ValueError("cluster_key: vLLM's own server asks for none; set tls, too")
         elif "vllm" in self.model_fields_set or any(one.engine_args for one in settings.values()):
-            raise ValueError("vllm and engine_args are for engine: vllm; write that, or leave them out")
+            raise ValueError("vllm and engine_args are for engine: vllm; write that, or remove them")
         if self.cluster_key is not None:
             check_admin_key(self.gateway.admin)
         all_settings = [self.instances, *map(self.settings_for, self.roles)]
         if any(one.batching.order == "slack" for one in all_settings) and self.slo.ttft_ms is None:
-            raise ValueError("batching.order: slack needs a time to be kept; set slo.ttft_ms")
+            raise ValueError("batching.order: slack needs a deadline; set slo.ttft_ms")
         if self.elastic is not None and (self.slo.ttft_ms is None or self.slo.tpot_ms is None):
-            raise ValueError("elastic needs to know what is late: set slo.ttft_ms and slo.tpot_ms")
+            raise ValueError("elastic needs limits: set slo.ttft_ms and slo.tpot_ms")
         if self.elastic is not None and self.engine == "vllm":
             raise ValueError("elastic is for engine: native; switch roles of vLLM's instances by hand")
         roles = [one.role for one in placement]
@@ -242,10 +243,10 @@ class DeploymentConfig(SharedConfig):
         return self
 
     def _check_devices(self, placement: Sequence[InstancePlacement]) -> None:
-        """Raise ValueError for devices on which the engine cannot compute the model."""
+        """Raise ValueError for devices that cannot run the model with this engine."""
         emulated = [one for one in placement if one.devices[0].startswith("emulated:")]
         if emulated and self.engine == "vllm":
-            raise ValueError("devices: vLLM runs on no emulated device; write engine: native")
+            raise ValueError("devices: vLLM cannot run on emulated devices; write engine: native")
         wide = next((one for one in placement if one.tensor_parallel > 1), None)
         if wide is not None and (self.engine == "native" or emulated):
             raise ValueError(
@@ -260,7 +261,7 @@ class DeploymentConfig(SharedConfig):
             return
         if len(emulated) < len(placement):
             raise ValueError(
-                "model: shape_of has no weights, so real devices have nothing to compute; write devices such as "
+                "model: shape_of lacks weights, so real devices have nothing to compute; write devices such as "
                 "[emulated:ascend-910b3 x 8], or the model's directory"
             )
         if "dtype" in self.model_fields_set and self.dtype == "float32":
@@ -274,14 +275,14 @@ class DeploymentConfig(SharedConfig):
     def device_shares(self, placement: Sequence[InstancePlacement] | None = None) -> dict[str, DeviceShare]:
         """Return the shares of instances by name; instances without a limit are left out.
 
-        ``placement``: None: that of this deployment. Raises ValueError for shares that do not fit on a device.
+        ``placement``: None: this deployment's. Raises ValueError for shares that do not fit on a device.
         """
         placement = self.placement() if placement is None else placement
         roles = {str(instance.role) for instance in placement}
         return device_shares(placement, {role: self.settings_for(role).share for role in roles})
 
     def memory_shares(self, placement: Sequence[InstancePlacement]) -> dict[str, float]:
-        """Return the parts of instances without a share of the memory of their accelerator, by name.
+        """Return the fraction of its accelerator's memory for each instance without a share, by name.
 
         Raises ValueError for parts that do not fit on a device.
         """
@@ -291,12 +292,12 @@ class DeploymentConfig(SharedConfig):
 
     @property
     def uses_mooncake(self) -> bool:
-        """Whether anything in the deployment needs the mooncake package."""
+        """True if the deployment needs the mooncake package."""
         settings = [self.settings_for(str(instance.role)) for instance in self.placement()]
         return self.feature_store == "mooncake" or any(s.kv_transfer.transport == "mooncake" for s in settings)
 
     def resident(self, instance: InstancePlacement) -> Literal["role", "all"]:
-        """Return whose weights an instance keeps loaded: those of its role, or of all stages."""
+        """Return the weights that an instance keeps loaded: its role's, or all stages'."""
         if (chosen := self.settings_for(str(instance.role)).resident) is not None:
             return chosen
         may_switch = self.gateway.admin.port is not None or self.elastic is not None
@@ -304,40 +305,40 @@ class DeploymentConfig(SharedConfig):
 
     @property
     def starts_master(self) -> bool:
-        """Whether a mooncake_master belongs to the deployment."""
+        """True if the deployment starts a mooncake_master."""
         return self.feature_store == "mooncake" and self.mooncake.master is None
 
     @property
     def checkpoint(self) -> str:
-        """The name of a model that has weights. Raises ValueError for a shape."""
+        """The name of a model with weights. Raises ValueError for a shape."""
         if isinstance(self.model, ShapeConfig):
-            raise ValueError(f"model: shape_of {self.model.shape_of} has no weights")
+            raise ValueError(f"model: shape_of {self.model.shape_of} lacks weights")
         return self.model
 
     def placement(self) -> tuple[InstancePlacement, ...]:
         return place(self.topology, self.devices)
 
     def read_cluster_key(self) -> str | None:
-        """From the file, else the environment. Raises ValueError where it is not there, or no key."""
+        """Return the key from the file or the environment. Raises ValueError if it is missing or invalid."""
         key = read_secret(self.cluster_key, "cluster_key")
         if key is None:
             return None if self.engine == "vllm" else cluster_key()
         return check_cluster_key(key, "cluster_key")
 
     def read_tls(self) -> TlsFiles | None:
-        """The files of ``tls``, else of the environment. Raises ValueError where that names some of them alone."""
+        """Return the files of ``tls`` or of the environment. Raises ValueError if the latter is incomplete."""
         if self.tls is None:
             return tls_files()
         return TlsFiles(ca=self.tls.ca, cert=self.tls.cert, key=self.tls.key)
 
     def settings_for(self, role: str) -> InstanceSettings:
-        """The settings of the instances with this role: ``instances``, then what ``roles`` says instead."""
+        """Return the settings of a role: ``instances``, overridden by ``roles``."""
         override = next((settings for name, settings in self.roles.items() if name == role), None)
         return self.instances.overridden_by(override) if override else self.instances
 
     @property
     def model_name(self) -> str:
-        """The name by which clients call the model."""
+        """The model's name for clients."""
         if self.served_model_name or self.model == DEMO_MODEL:
             return self.served_model_name or DEMO_MODEL
         if isinstance(self.model, ShapeConfig):
@@ -346,12 +347,12 @@ class DeploymentConfig(SharedConfig):
         return path.resolve().name if named is None or path.is_dir() else named.repo
 
     def _check_emulated(self, instance: InstancePlacement) -> None:
-        """Raise ValueError where an emulated device has no times for a stage of its instance."""
+        """Raise ValueError if an emulated device lacks times for a stage of its instance."""
         assert isinstance(self.model, ShapeConfig)
         kind, shape = emulated_kind(instance.devices[0]), self.model.shape_of
         time = DeviceTime.of(shape, kind)
         if instance.role.encodes and shape_of(shape).vision is not None and not time.profile.encode:
-            raise ValueError(f"{kind} has no vision tower, and {instance.name} encodes")
+            raise ValueError(f"{kind} lacks a vision tower, but {instance.name} encodes")
 
     def options_for(
         self,
@@ -367,13 +368,13 @@ class DeploymentConfig(SharedConfig):
         core_board: Path | None = None,
         switch_dir: Path | None = None,
     ) -> InstanceOptions:
-        """Return the options of one placed instance; ``device`` is the name of its device in its process.
+        """Return the options of one placed instance; ``device`` is its device's name within its process.
 
-        ``master`` is the address of the mooncake_master where the deployment itself starts one; ``memory_share``
-        its part by :meth:`memory_shares`; ``device_board`` its slot of the file that instances on its device
-        share; ``core_board`` the file of those that divide the machine's cores; ``switch_dir`` keeps its role.
+        ``master``: address of the mooncake_master, if the deployment starts one; ``memory_share``: its fraction
+        from :meth:`memory_shares`; ``device_board``: its slot of the file shared on its device; ``core_board``:
+        file of the instances that divide the machine's cores; ``switch_dir``: directory that keeps its role.
 
-        Raises ValueError where the model's directory is not one.
+        Raises ValueError if the model's directory is invalid.
         """
         settings = self.settings_for(str(instance.role))
         own = {name: getattr(settings, name) for name in InstanceSettings.model_fields}
@@ -415,10 +416,10 @@ class DeploymentConfig(SharedConfig):
         advertise: str | None = None,
         data_port: int = 0,
     ) -> InstanceOptions:
-        """The options of an instance that is started by hand; None: as this file has it for its role.
+        """Return the options of an instance started by hand; None: this file's value for its role.
 
-        ``advertise`` is needed where ``host`` is a wildcard. A
-        share is one from the beginning of its device. Raises ValueError where the instance cannot be started.
+        ``advertise`` is required if ``host`` is a wildcard. A share begins at the start of the device. Raises
+        ValueError if the instance cannot be started.
         """
         settings = self.settings_for(str(role))
         if self.feature_store == "mooncake" and self.mooncake.master is None:
@@ -433,7 +434,7 @@ class DeploymentConfig(SharedConfig):
         chosen = host or self.instances.host
         if advertise is None and is_wildcard(chosen):
             raise ValueError(
-                f"{chosen} is every address of this machine, and none that others could reach it at: "
+                f"{chosen} listens on every address, but peers need one that they can reach: "
                 "add --advertise ADDRESS, as in --advertise 10.0.0.7"
             )
         own = {"host": chosen, "join": tuple(join), "advertise": advertise, "data_port": data_port}
@@ -441,6 +442,6 @@ class DeploymentConfig(SharedConfig):
 
 
 def deployment_schema() -> dict[str, Any]:
-    """The JSON schema of a deployment file, for editors: ``deploy/schema.json``."""
+    """Return the JSON schema of deployment files, for editors: ``deploy/schema.json``."""
     schema = DeploymentConfig.model_json_schema(mode="validation")
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

@@ -1,4 +1,4 @@
-"""The sections of a deployment file that gateway and instances share, and those of instances."""
+"""Sections of the deployment file for instances, and those shared with the gateway."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from epd_serve.cost.shape import shape_of
 
 
 class Section(BaseModel):
-    """Some keys of the deployment file; one field is one option."""
+    """A section of the deployment file; one field is one option."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 def resolved_path(path: Path, info: ValidationInfo) -> Path:
-    """Return a path relative to the deployment file as an absolute one."""
+    """Make a path relative to the deployment file absolute."""
     directory: Path | None = (info.context or {}).get("directory")
     return path if directory is None else directory / path.expanduser()
 
@@ -29,7 +29,7 @@ FilePath = Annotated[Path, AfterValidator(resolved_path)]
 
 ArgumentValue = bool | int | float | str
 
-#: Flags of ``vllm serve`` that the topology and other keys decide, with the key to use in their place.
+#: Flags of ``vllm serve`` set by the topology or other keys, with the key to use instead.
 VLLM_FLAGS = {
     "model": "model",
     "host": "instances.host",
@@ -45,7 +45,7 @@ VLLM_FLAGS = {
     "num_gpu_blocks_override": "instances.num_blocks",
     "kv_cache_memory_bytes": "instances.kv_cache_bytes",
     "gpu_memory_utilization": "instances.memory_share, or instances.share for instances in parentheses",
-    "ec_transfer_config": "the topology: it decides which instances hand on encoder output",
+    "ec_transfer_config": "the topology, which decides where encoder output goes",
     "kv_transfer_config": "vllm.kv",
     "api_key": "gateway.api_key",
     "uds": "instances.base_port",
@@ -69,10 +69,10 @@ BatchingOrder = Literal["fcfs", "sjf", "slack"]
 FeatureStoreKind = Literal["embedded", "mooncake"]
 
 MEBIBYTE = 1024**2
-#: A process that was ready and answers no ``GET /health`` for this long is killed and started again. A step of
-#: minutes does not delay an answer: the event loop is another thread.
+#: Time without an answer to ``GET /health`` after which a process that was ready is killed and restarted. Long
+#: steps do not delay answers: the event loop runs in another thread.
 HANG_TIMEOUT_S = 30.0
-#: What a process must lend to Mooncake Store at least.
+#: Minimum memory that a process must lend to Mooncake Store.
 MIN_SEGMENT_BYTES = 16 * MEBIBYTE
 
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -80,15 +80,15 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class KVTransferConfig(Section):
-    """The KV cache's move from prefill to decode."""
+    """Transfer of the KV cache from prefill to decode."""
 
     transport: Literal["auto", "shm", "tcp", "mooncake"] = Field(
         default="auto",
-        description="auto: from device to device or in shared memory on one host, else TCP. mooncake: its "
-        "Transfer Engine.",
+        description="auto: device to device or shared memory on one host, otherwise TCP. mooncake: its Transfer "
+        "Engine.",
     )
     group_layers: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
-        default="auto", description="Layers sent together; auto chooses from measured times."
+        default="auto", description="Layers per transfer; auto chooses from measured times."
     )
 
 
@@ -96,16 +96,16 @@ Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class SLOConfig(Section):
-    """The latencies that the deployment is to keep; instances bound their batches so that they do."""
+    """Latency targets of the deployment; instances limit their batches to meet them."""
 
     ttft_ms: Milliseconds | None = Field(default=None, description="Longest time to first token; null: no limit.")
     tpot_ms: Milliseconds | None = Field(
-        default=None, description="Longest time between two tokens of an answer; null: no limit."
+        default=None, description="Longest time between two output tokens; null: no limit."
     )
 
 
 class BatchingConfig(Section):
-    """The order in which work is put into steps."""
+    """Order of work in steps."""
 
     order: BatchingOrder = Field(
         default="fcfs",
@@ -115,17 +115,17 @@ class BatchingConfig(Section):
 
 
 class MooncakeConfig(Section):
-    """Mooncake, where kv_transfer.transport or feature_store names it."""
+    """Mooncake, used if kv_transfer.transport or feature_store is mooncake."""
 
     master: str | None = Field(
         default=None,
         pattern=r"^[^\s:/]+:\d{1,5}$",
-        description="host:port of a mooncake_master that runs already; null: 'epd-serve up' starts one.",
+        description="host:port of a running mooncake_master; null: 'epd-serve up' starts one.",
     )
     devices: str | None = Field(
         default=None,
         min_length=1,
-        description="RDMA devices, with commas between them; null: it uses TCP, and on NPUs their own links.",
+        description="Comma-separated RDMA devices; null: TCP, or an NPU's own links.",
     )
 
 
@@ -135,79 +135,80 @@ def _check_shape(name: str) -> str:
 
 
 class ShapeConfig(Section):
-    """A model of which only the sizes are there: nothing is computed, on emulated devices."""
+    """A model known only by its sizes, for emulated devices, which compute nothing."""
 
     shape_of: Annotated[str, AfterValidator(_check_shape)] = Field(
         min_length=1,
-        description="A model that is known by name, as qwen2.5-vl-7b, or an absolute path of a directory with a "
-        "config.json. Answers are syllables, by hashes of what came before them.",
+        description="A known model name, such as qwen2.5-vl-7b, or the absolute path of a directory with a "
+        "config.json. Answers are syllables derived from hashes of the preceding tokens.",
     )
 
 
 class SharedConfig(Section):
-    """Settings that all processes of a deployment have in common."""
+    """Settings common to all processes of a deployment."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
-        description="Of weights and computation. auto: the checkpoint's own, or bfloat16 where the device does "
-        "not compute in that, or has no products in float16.",
+        description="Dtype of weights and computation. auto: the checkpoint's, or bfloat16 if the device does not "
+        "support it or lacks float16 products.",
     )
     chat_template: FilePath | None = Field(
         default=None,
-        description="Jinja file, relative to this one, in place of the model's own chat template; on each host it "
-        "has this path. null: the model's own.",
+        description="Jinja file, relative to this one, that replaces the model's chat template; the path is the "
+        "same on every host. null: the model's own.",
     )
     feature_store: FeatureStoreKind = Field(
         default="embedded",
-        description="embedded: each encoder keeps its own. mooncake: one for all instances.",
+        description="embedded: one per encoder. mooncake: one shared by all instances.",
     )
     mooncake: MooncakeConfig = MooncakeConfig()
     slo: SLOConfig = SLOConfig()
     trace: FilePath | None = Field(
         default=None,
-        description="Directory, relative to this file, in which every process writes what it did when; "
-        "'epd-serve trace DIR' joins that for a viewer. null: nothing is written.",
+        description="Directory, relative to this file, for a trace of every process; 'epd-serve trace DIR' joins "
+        "them for a viewer. null: no traces.",
     )
 
 
 class InstanceSettings(Section):
-    """Settings of all instances, or of those of one role."""
+    """Settings of all instances, or of one role."""
 
     threads: int | None = Field(
         default=None,
         ge=1,
-        description="CPU threads of each, within the cores of its share; null: all cores, divided equally among "
-        "the instances of the machine that compute at the moment.",
+        description="CPU threads per instance, within the cores of its share; null: all cores, divided equally "
+        "among the machine's instances that are computing.",
     )
     share: Annotated[float, Field(gt=0, le=1)] | None = Field(
         default=None,
-        description="Part of its device that an instance keeps to, in (0, 1]: cores on a CPU, memory and, by MPS, "
-        "multiprocessors of a GPU, memory and AI cores of an NPU. null: no limit, or, where another instance "
-        "on the device has a share, an equal part of the rest.",
+        description="Fraction of its device for an instance, in (0, 1]: cores of a CPU, memory and, by MPS, "
+        "multiprocessors of a GPU, memory and AI cores of an NPU. null: no limit, or an equal part of the rest "
+        "if another instance on the device has a share.",
     )
     memory_share: Annotated[float, Field(gt=0, le=1)] | None = Field(
         default=None,
-        description="Part of an accelerator's memory; null: as share, and where several instances are on it "
-        "without shares, their part of 0.9: a language model five times as much as an encoder.",
+        description="Fraction of an accelerator's memory; null: same as share. Several instances without shares "
+        "on one device divide 0.9 of it, a language model getting five times as much as an encoder.",
     )
     tower_share: Annotated[float, Field(gt=0, le=1)] | None = Field(
         default=None,
-        description="Part of its multiprocessors to which the encoder keeps in an instance that holds a language "
-        "model as well, which may use all of them: a green context of a GPU; emulated devices have it too. "
-        "null: no limit.",
+        description="Fraction of the multiprocessors for the encoder in an instance that also holds a language "
+        "model, which may use all of them: a green context on a GPU, also on emulated devices. null: no limit.",
     )
     resident: Literal["role", "all"] | None = Field(
         default=None,
-        description="Weights that an instance keeps loaded. role: those of its stages. all: those of all stages, "
-        "so that it takes another role in milliseconds. null: all on a CPU where roles may be switched, by "
-        "gateway.admin or elastic; else role.",
+        description="Weights that an instance keeps loaded. role: its stages'. all: all stages', so that it "
+        "switches roles in milliseconds. null: all on a CPU if gateway.admin or elastic may switch roles; "
+        "otherwise role.",
     )
     assist: bool = Field(
         default=False,
-        description="For EPD beside other instances with P and D: it encodes for them, and takes requests of "
-        "text while their queue is long and it has nothing to encode.",
+        description="For EPD next to other instances with P and D: it encodes for them, and serves text requests "
+        "while their queue is long and it has nothing to encode.",
     )
-    num_blocks: int | None = Field(default=None, ge=1, description="KV blocks; null: chosen from the memory.")
+    num_blocks: int | None = Field(
+        default=None, ge=1, description="Number of KV blocks; null: derived from the memory."
+    )
     kv_cache_bytes: Bytes | None = Field(default=None, description="KV cache size, instead of num_blocks.")
     max_num_batched_tokens: int | None = Field(
         default=None, ge=1, description="Token budget of a step; null: 2048."
@@ -215,32 +216,34 @@ class InstanceSettings(Section):
     max_num_seqs: int | None = Field(
         default=None,
         ge=1,
-        description="Most sequences in a step; null: by a GPU's memory, 256 for 80 GB, 64 on a CPU or an NPU.",
+        description="Maximum sequences in a step; null: by a GPU's memory, 256 for 80 GB, 64 on a CPU or an NPU.",
     )
     max_model_len: int | None = Field(
         default=None,
         ge=1,
-        description="Longest prompt and answer together, in tokens; null: what the model allows.",
+        description="Longest prompt plus answer, in tokens; null: the model's limit.",
     )
     image_budget_pixels: int = Field(
         default=8 * MEBIBYTE,
         ge=1,
-        description="Most pixels encoded in a step, as resized.",
+        description="Maximum pixels encoded in a step, after resizing.",
     )
     feature_cache_bytes: Bytes | None = Field(
         default=None,
-        description="Encoder output that E keeps for P to fetch and that P keeps once fetched, on their devices; "
+        description="Cache of encoder output on E's device, for P to fetch, and on P's device; "
         "null: by a GPU's memory, 256MiB on a CPU or an NPU.",
     )
     feature_timeout_s: Seconds = Field(
         default=30.0,
-        description="How long P waits for a feature before computing it itself.",
+        description="Time that P waits for a feature before computing it itself.",
     )
-    lease_s: Seconds = Field(default=30.0, description="How long memory is kept for a peer that does not confirm.")
+    lease_s: Seconds = Field(
+        default=30.0, description="Time that memory is kept for a peer that does not confirm."
+    )
     drain_s: Seconds = Field(
         default=30.0,
-        description="How long requests in progress may go on after SIGTERM, here and at the gateway; "
-        "new ones are refused.",
+        description="Time to finish running requests after SIGTERM, here and at the gateway; new ones are "
+        "refused.",
     )
     engine_args: EngineArgs = Field(
         default_factory=dict,
@@ -252,11 +255,11 @@ class InstanceSettings(Section):
     @model_validator(mode="after")
     def _one_size(self) -> InstanceSettings:
         if self.num_blocks is not None and self.kv_cache_bytes is not None:
-            raise ValueError("num_blocks and kv_cache_bytes set the same thing; give one of them")
+            raise ValueError("num_blocks and kv_cache_bytes set the same thing; set one of them")
         return self
 
     def overridden_by(self, override: InstanceSettings) -> InstanceSettings:
-        """These settings with those that ``override`` was given explicitly put in their place."""
+        """Return these settings, replaced by those set explicitly in ``override``."""
         own = self.model_dump(include=set(InstanceSettings.model_fields), exclude_unset=True)
         changes = override.model_dump(exclude_unset=True)
         if "num_blocks" in changes or "kv_cache_bytes" in changes:
@@ -267,12 +270,14 @@ class InstanceSettings(Section):
 class InstancesConfig(InstanceSettings):
     """The instances of the deployment."""
 
-    host: str = Field(default="127.0.0.1", min_length=1, description="Address of their control servers.")
-    base_port: Port = Field(default=0, description="Port of the first; the others follow. 0 chooses free ports.")
+    host: str = Field(default="127.0.0.1", min_length=1, description="Address of the control servers.")
+    base_port: Port = Field(
+        default=0, description="Port of the first instance; the others follow. 0 chooses free ports."
+    )
 
 
 def overlay(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """``values`` with ``changes`` put over them, section by section."""
+    """Return ``values`` overridden by ``changes``, section by section."""
     merged = dict(values)
     for key, value in changes.items():
         merged[key] = overlay(merged.get(key) or {}, value) if isinstance(value, Mapping) else value

@@ -1,4 +1,4 @@
-"""The part of a device to which each of the instances on it keeps."""
+"""Shares of a device for each instance on it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from epd_serve.topology import InstancePlacement
 from epd_serve.topology.placement import CPU
 
 _ROUNDING = 1e-6
-#: Of an accelerator's memory, for all instances on it together: their contexts need the rest.
+#: Fraction of an accelerator's memory for all its instances; their contexts need the rest.
 _MEMORY = 0.9
-#: How much more a language model gets than a tower: it has the KV.
+#: Ratio of a language model's memory to a tower's, because it holds the KV.
 _LANGUAGE_WEIGHT = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceShare:
-    """``share`` of a device from ``start`` on, both as fractions of 1."""
+    """A ``share`` of a device from ``start`` on, both as fractions of 1."""
 
     share: float
     start: float
@@ -52,7 +52,7 @@ def _shares_of(group: Sequence[InstancePlacement], wishes: Mapping[str, float | 
     taken = sum(fixed.values())
     listed = ", ".join(f"{name} {share:g}" for name, share in fixed.items())
     if taken > 1 + _ROUNDING:
-        raise ValueError(f"shares of one device sum to {taken:g} ({listed}); together they are 1 at most")
+        raise ValueError(f"shares of one device sum to {taken:g} ({listed}); the sum must be at most 1")
     others = [name for name in wished if name not in fixed]
     if others and taken > 1 - _ROUNDING:
         raise ValueError(f"shares of one device ({listed}) leave nothing to {', '.join(others)}; lower them")
@@ -66,16 +66,16 @@ def _shares_of(group: Sequence[InstancePlacement], wishes: Mapping[str, float | 
 
 
 def memory_shares(instances: Sequence[InstancePlacement], wishes: Mapping[str, float | None]) -> dict[str, float]:
-    """Return the parts of their device's memory of instances by name; one that is alone there may take all.
+    """Return each instance's fraction of its device's memory, by name; omit instances that are alone there.
 
-    Each knows its part before it starts, so that none waits until another has loaded its weights. The named parts
-    hold; the others divide what these leave of 0.9, a language model five times as much as a tower.
+    Fractions are known before the start, so that instances need not wait for each other's weights. Configured
+    fractions hold; the other instances divide the rest of 0.9, a language model getting five times a tower's.
 
     Args:
-        instances: those without a share.
-        wishes: part by role; None: none named.
+        instances: instances without a share.
+        wishes: configured fraction by role; None: not configured.
 
-    Raises ValueError for parts of one device that sum to more than 1 or leave nothing to the others.
+    Raises ValueError for fractions of one device that sum to more than 1 or leave nothing to the others.
     """
     chosen: dict[str, float] = {}
     on_devices: dict[str, list[InstancePlacement]] = {}

@@ -1,4 +1,4 @@
-"""Amounts of memory, and the sizes of an instance that follow from its device's."""
+"""Byte amounts, and the default sizes of an instance for its device's memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PREFIXES = "KMGT"
 
 
 def in_binary_units(num_bytes: int) -> str:
-    """``536870912`` → ``"512MiB"``: the largest unit in which it is whole, else one decimal, rounded up."""
+    """Format ``536870912`` as ``"512MiB"``, in the largest unit, with at most one decimal, rounded up."""
     for power in range(len(_PREFIXES), 0, -1):
         unit, name = 1024**power, f"{_PREFIXES[power - 1]}iB"
         if num_bytes >= unit:
@@ -20,11 +20,11 @@ def in_binary_units(num_bytes: int) -> str:
     return f"{num_bytes} B"
 
 
-#: A number of bytes, or text as in ``512MiB`` and ``1.5GB``.
+#: A number of bytes, or text such as ``512MiB`` and ``1.5GB``.
 Bytes = Annotated[
     ByteSize,
     Field(gt=0),
-    AfterValidator(int),  # plain, as messages between processes need it
+    AfterValidator(int),  # a plain int for messages between processes
     WithJsonSchema(
         {
             "anyOf": [
@@ -42,11 +42,11 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSizes:
-    """The sizes of an instance that follow from its device's memory where nothing else is asked for.
+    """Default sizes of an instance, derived from its device's memory.
 
     Attributes:
-        max_num_seqs, max_num_batched_tokens: of a step.
-        feature_cache_bytes: of encoder output, that E keeps and that P keeps.
+        max_num_seqs, max_num_batched_tokens: limits of a step.
+        feature_cache_bytes: cache of encoder output, on E and on P.
     """
 
     max_num_seqs: int = 64
@@ -55,10 +55,10 @@ class StepSizes:
 
     @classmethod
     def of_device(cls, device: str, memory_bytes: int) -> StepSizes:
-        """A power of two of sequences, 256 for 80 GB, and 8 MiB of features each way for each of them.
+        """Return a power of two of sequences, 256 for 80 GB, and 8 MiB of feature cache for each.
 
-        The bandwidth of a GPU grows with its memory, and with it the batch that it decodes at no loss of time. A
-        CPU, whose memory says nothing of that, and an NPU, which has few tasks of graphs, keep to 64 sequences.
+        A GPU's bandwidth, and with it the batch that it decodes without loss of time, grows with its memory. A
+        CPU, whose memory is unrelated to its speed, and an NPU, with few graph tasks, get 64 sequences.
         """
         if device in ("cpu", "npu") or not memory_bytes:
             return cls()
@@ -71,12 +71,12 @@ class StepSizes:
 
 
 def tokens_per_block(block_size: int | None, device: str) -> int:
-    """``block_size``, or 128 on an NPU, whose paged prefill takes no less, and 16 elsewhere."""
+    """Return ``block_size``, or by default 128 on an NPU, the minimum of its paged prefill, and 16 elsewhere."""
     return block_size or (128 if device.startswith("npu") else 16)
 
 
 def blocks_in(kv_cache_bytes: int, *, block_bytes: int, block_size: int, state_blocks: int = 0) -> int:
-    """KV blocks in so many bytes. Raises ValueError for fewer than :data:`MIN_BLOCKS` beside those of a state."""
+    """Return the KV blocks in these bytes. Raises ValueError for fewer than :data:`MIN_BLOCKS` plus a state's."""
     blocks, least = kv_cache_bytes // block_bytes, MIN_BLOCKS + state_blocks
     if blocks < least:
         state = f", {state_blocks} of them for the recurrent state of a sequence" if state_blocks else ""

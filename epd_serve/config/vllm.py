@@ -12,27 +12,27 @@ from epd_serve.config.elastic import RoleName
 from epd_serve.config.sections import FilePath, InstanceSettings, Section
 from epd_serve.topology import InstancePlacement
 
-#: How encoder output reaches P. ``store``: epd-serve's own connector; ``file``: vLLM's, through a directory.
+#: Connector for encoder output. ``store``: epd-serve's own; ``file``: vLLM's, through a directory.
 FeatureConnector = Literal["store", "file"]
 #: vLLM's connectors that move KV from P to D.
 KVConnector = Literal["mooncake", "nixl"]
 
-#: Ports that an instance takes from its own on: HTTP, features, KV of up to 14 tensor-parallel ranks.
+#: Consecutive ports of an instance: HTTP, features, KV of up to 14 tensor-parallel ranks.
 PORTS_PER_INSTANCE = 16
 _MAX_TENSOR_PARALLEL = PORTS_PER_INSTANCE - 2
 
-#: Keys of instances that only the native engine has.
+#: Keys of instances for the native engine only.
 _NATIVE_KEYS = frozenset({"tower_share", "image_budget_pixels", "lease_s", "batching", "assist", "resident"})
 
 
 class VllmConfig(Section):
-    """vLLM and vllm-ascend, where ``engine`` is vllm. Their processes have the environment of 'epd-serve up'."""
+    """vLLM and vllm-ascend, if ``engine`` is vllm. Their processes inherit the environment of 'epd-serve up'."""
 
     python: FilePath | dict[RoleName, FilePath] | None = Field(
         default=None,
-        description="Python of the environment that vLLM is installed in, relative to this file; null: the one "
-        "that runs epd-serve. By role, as in {E: /opt/vllm-ascend/bin/python, PD: /opt/vllm/bin/python}, where "
-        "devices of several kinds need a vLLM each; roles that are not named have the one that runs epd-serve.",
+        description="Python of vLLM's environment, relative to this file; null: the one that runs epd-serve. By "
+        "role, as in {E: /opt/vllm-ascend/bin/python, PD: /opt/vllm/bin/python}, if several kinds of devices "
+        "need different vLLMs; other roles use the one that runs epd-serve.",
     )
     kv: KVConnector | None = Field(
         default=None,
@@ -40,7 +40,7 @@ class VllmConfig(Section):
     )
 
     def python_of(self, role: str) -> str:
-        """The interpreter of the instances of a role."""
+        """Return the interpreter of a role's instances."""
         named = self.python.items() if isinstance(self.python, dict) else [(role, self.python)]
         return str(next((python for name, python in named if name == role), None) or sys.executable)
 
@@ -48,7 +48,7 @@ class VllmConfig(Section):
 def connectors(
     placement: Iterable[InstancePlacement], vllm: VllmConfig
 ) -> tuple[FeatureConnector | None, KVConnector | None]:
-    """Return a deployment's connectors for encoder output and KV; None: no instance hands any on.
+    """Return a deployment's connectors for encoder output and KV; None if the instances exchange none.
 
     vllm-ascend's vLLM (0.23) lacks the hooks of ``store``.
     """
@@ -61,12 +61,12 @@ def connectors(
 
 
 def pulls(placement: Iterable[InstancePlacement], kv: KVConnector | None) -> bool:
-    """Whether D asks for KV only once P has answered, with the parameters in P's answer."""
+    """Return whether D requests KV only after P's answer, with the parameters in it."""
     return kv == "nixl" or (kv == "mooncake" and "npu" in _kinds(_moving(placement)))
 
 
 def _moving(placement: Iterable[InstancePlacement]) -> list[InstancePlacement]:
-    """The instances that hand KV over or take it over."""
+    """Return the instances that send or receive KV."""
     return [one for one in placement if one.role.prefills != one.role.decodes]
 
 
@@ -80,11 +80,11 @@ def check_vllm(
     vllm: VllmConfig,
     set_keys: set[str],
 ) -> None:
-    """Raise ValueError for what a deployment with ``engine: vllm`` asks for and cannot have.
+    """Raise ValueError for options that ``engine: vllm`` does not support.
 
     Args:
-        settings: of each role.
-        set_keys: of the deployment file, those that it sets.
+        settings: settings of each role.
+        set_keys: keys set by the deployment file.
     """
     if "feature_store" in set_keys:
         raise ValueError("feature_store has no effect with engine: vllm; leave it out")
@@ -109,9 +109,7 @@ def check_vllm(
     roles = {str(instance.role) for instance in placement}
     encoders = "E" in roles
     if encoders and roles & {"EP", "EPD"}:
-        raise ValueError(
-            "E beside EP or EPD: these keep their features to themselves; write P or PD in their place"
-        )
+        raise ValueError("E next to EP or EPD: these do not use features of E; write P or PD instead")
     for role in sorted(roles & {"E", "P", "PD"}) if encoders else ():
         if str(settings[role].engine_args.get("mm_processor_cache_gb")) in ("0", "0.0"):
             raise ValueError(
@@ -121,9 +119,9 @@ def check_vllm(
 
 
 def _check_npu(moving: Iterable[InstancePlacement], kv: KVConnector) -> None:
-    """Raise ValueError for KV that vllm-ascend 0.23.0 does not move (ascend_config.py there)."""
+    """Raise ValueError for KV transfers that vllm-ascend 0.23.0 lacks (its ascend_config.py)."""
     if kv == "nixl":
-        raise ValueError("vllm.kv: nixl knows no NPU; write mooncake")
+        raise ValueError("vllm.kv: nixl does not support NPUs; write mooncake")
     prefill, decode = (
         max((one.tensor_parallel for one in moving if one.role.prefills is is_prefill), default=1)
         for is_prefill in (True, False)

@@ -1,1 +1,1 @@
-"""The engine of an instance: its step loop, what computes the steps, and the memory of their KV."""
+"""The engine of an instance: step loop, step execution and KV memory."""

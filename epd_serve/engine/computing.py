@@ -1,4 +1,4 @@
-"""What computes an engine's steps, as protocols without torch, and what comes out of a step."""
+"""Torch-free protocols of the parts that compute steps, and the result of a step."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sched.sequence import Sequence
 from epd_serve.transfer.kv_sender import KVSource, ReadableKV
 
-#: Stands for a token where the logits are no numbers, and none can be chosen.
+#: Placeholder for a token that cannot be chosen because the logits are NaN.
 NO_TOKEN = -1
-#: The token of a sequence whose request forbids every token.
+#: Placeholder for the token of a sequence whose request forbids every token.
 ALL_FORBIDDEN = -2
 
 
@@ -26,19 +26,19 @@ class SampledToken(msgspec.Struct, frozen=True, gc=False):
     logprob: TokenLogprob | None = None
 
 
-#: The tokens of a step: the next one of each sequence, or the ``n`` first ones of one whose prompt ended in it.
+#: The tokens of a step: one per sequence, or the first tokens of all ``n`` choices after a prompt's last chunk.
 SampledTokens = list[tuple[Sequence, list[SampledToken]]]
 
 
 class LaunchedStep(Protocol):
-    """A step that the device computes: ``sample``, then ``read``."""
+    """A step on the device. Call ``sample``, then ``read``."""
 
     def sample(self) -> None:
-        """Let the device choose the tokens; those before them must be known."""
+        """Launch the choice of tokens; all earlier tokens must be known."""
         ...
 
     def read(self) -> SampledTokens:
-        """Wait for the end of the step."""
+        """Wait for the step and return its tokens."""
         ...
 
 
@@ -46,7 +46,7 @@ class Runner(Protocol):
     """Turns a schedule into a step of the language model."""
 
     def activate(self) -> None:
-        """Make its device that of this thread, which is to launch steps."""
+        """Make its device current for this thread, which will launch steps."""
         ...
 
     def launch(
@@ -56,23 +56,23 @@ class Runner(Protocol):
         on_layer: Callable[[int], None] | None = None,
         before: Any = None,
     ) -> LaunchedStep:
-        """Let the device compute the scheduled tokens; does not wait for it.
+        """Launch the computation of the scheduled tokens without waiting for it.
 
         Args:
-            features_by_hash: the features of all media that the chunks overlap.
-            on_layer: called on this thread when the device's work so far puts a layer's KV into the cache.
-            before: the step of this runner that chooses the tokens for which placeholders stand.
+            features_by_hash: features of all media that overlap the chunks.
+            on_layer: called on this thread once the work that writes a layer's KV is launched.
+            before: the step whose tokens replace the placeholders.
         """
         ...
 
 
 class KVCacheMemory(BlockMemory, KVSource, Protocol):
-    """The KV of an instance: blocks, where the model computes, and a slab by which peers reach them.
+    """The KV of an instance: the model's blocks, and the slab through which peers access them.
 
     Attributes:
-        region: the slab, as peers name it. buffer: the same, here.
-        staged_cells: the most layers × blocks that can be landed at once, where the slab is not the cache itself.
-        num_staged: layers × blocks that are on their way through the slab.
+        region: the slab's address for peers. buffer: the slab in this process.
+        staged_cells: maximum layers × blocks to land at once, if the slab is not the cache itself.
+        num_staged: layers × blocks in transit through the slab.
     """
 
     layout: KVLayout
@@ -88,16 +88,19 @@ class KVCacheMemory(BlockMemory, KVSource, Protocol):
     def read_mapped(
         self, region: Region, layers: range, source: AbstractSequence[int], blocks: AbstractSequence[int]
     ) -> None:
-        """Copy blocks of some layers on the device of ``region`` to blocks here. Blocks; raises TransferError."""
+        """Copy some layers of ``source`` blocks on ``region``'s device to ``blocks``. Blocks.
+
+        Raises TransferError.
+        """
         ...
 
     def land(self, layers: range, blocks: AbstractSequence[int]) -> AbstractContextManager[ReadableKV]:
-        """A context for writing blocks of some layers where its value says in the slab.
+        """Yield the places in the slab to write blocks of some layers to. May wait for free cells.
 
-        At its end, unless that is an error, the model can read them. It may wait for others' to end.
+        The model can read the blocks after the context ends without an error.
         """
         ...
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the books of the slab balance."""
+        """Raise AssertionError unless the slab's accounting balances."""
         ...

@@ -1,4 +1,4 @@
-"""The division of a machine's cores among the instances that compute at the moment."""
+"""Division of a machine's cores among the instances that are computing."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _SLOTS = 1024
 
 
 class Cores:
-    """The threads of an instance on a CPU: an equal part for each side that computes, here and in other instances.
+    """Threads of an instance on a CPU: an equal part for each computing side of all instances.
 
-    The sides of an instance are its language model (0) and its tower (1). The board that the instances share has
-    an entry for each: the id of its process while it computes, else 0. Processes that died count for nothing.
+    The sides of an instance are its language model (0) and its tower (1). The shared board has an entry per side:
+    its process id while it computes, otherwise 0. Dead processes do not count.
 
     Args:
-        num_threads: those of a side that computes alone.
-        board: a file that the instances of the machine share; None: the threads belong to this instance.
-        name: of the instance.
+        num_threads: threads of a side that computes alone.
+        board: a file shared by the instances of the machine; None: this instance owns the threads.
+        name: name of the instance.
     """
 
     def __init__(self, device: BareDevice, num_threads: int, board: Path | None, name: str) -> None:
-        """Raises OSError for a file that cannot be made."""
+        """Raises OSError if the file cannot be created."""
         self._device = device
         self._num_threads = num_threads
         memory: bytearray | mmap.mmap = bytearray(_SLOTS * 2 * 8)
@@ -41,7 +41,7 @@ class Cores:
         self._pids[self._first] = self._pids[self._first + 1] = 0
 
     def begin(self, side: int) -> None:
-        """Note that a side computes, on this thread, with its part of the threads from now on."""
+        """Mark a side as computing on this thread and set its number of threads."""
         self._pids[self._first + side] = own = os.getpid()
         pids = filter(None, self._pids.tolist())
         num_sides = sum(pid == own or Path(f"/proc/{pid}").exists() for pid in pids)

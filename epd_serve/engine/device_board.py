@@ -1,4 +1,4 @@
-"""A device that several instances share: their parts of it, and the board on which they tell what they do."""
+"""A device shared by several instances: their shares, and the board that publishes their activity."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from epd_serve.protocol.instance_state import AppliedShare
 from epd_serve.sched.token_time import Slack
 
 _SLOTS, _FIELDS = 64, 8
-#: Fields of a slot. Decodes: when they last wrote, 0 for no decodes; from ``_SLACK`` on their slack. Encodes:
-#: begin of the one that runs, 0 for none; seconds of those before.
+#: Fields of a slot. Decodes: last heartbeat, 0 for no decodes; from ``_SLACK`` on their slack. Encodes: start of
+#: the running one, 0 for none; total seconds of the earlier ones.
 _BEAT, _SLACK, _SINCE, _ENCODED = 0, 1, 5, 6
-#: Decodes that have not written for this long are over: their process may be gone.
+#: Heartbeat timeout of decodes, whose process may have died.
 _STALE_S = 1.0
 
 
 class DeviceBoard:
-    """Shared memory of the instances on one device: whether one encodes, and the slack that decodes leave for it.
+    """Shared memory of the instances on one device: running encodes, and the slack that decodes leave them.
 
-    It has 64 slots of 8 doubles; each instance writes its own slot, and all of them read all. Several threads of
-    an instance may write, each its own fields. A double is written at once; values that are read together need
-    not have been written together, which at worst makes one pause too long or too short.
+    It has 64 slots of 8 doubles; each instance writes its own slot and reads all. Threads of an instance write
+    different fields. Writes of a double are atomic; reading fields of different age at worst makes one pause too
+    long or too short.
 
     Args:
-        path: a file that the instances of the device share; None: this instance is alone there.
-        clock: of the system, the same in all processes.
+        path: a file shared by the instances of the device; None: this instance is alone.
+        clock: the system's clock, the same in all processes.
     """
 
     def __init__(self, path: Path | None, slot: int, clock: Callable[[], float]) -> None:
-        """Raises OSError for a file that cannot be made."""
+        """Raises OSError if the file cannot be created."""
         self._clock = clock
         self._map: mmap.mmap | None = None
         memory: bytearray | mmap.mmap = bytearray(_SLOTS * _FIELDS * 8)
@@ -47,7 +47,7 @@ class DeviceBoard:
         self._values = memoryview(memory).cast("d")
         self._slots = [self._values[at : at + _FIELDS] for at in range(0, len(self._values), _FIELDS)]
         self._own = self._slots[slot]
-        for field in range(_FIELDS):  # a process that was here before may have died in the middle of something
+        for field in range(_FIELDS):  # clear the state of an earlier process that may have died
             self._own[field] = 0.0
 
     def close(self) -> None:
@@ -61,7 +61,7 @@ class DeviceBoard:
     # ------------------------------------------------------------------ written by decodes
 
     def decodes(self, slack: Slack) -> None:
-        """Note that decodes are running, and that they leave this slack."""
+        """Publish that decodes are running and leave this slack."""
         for field, value in enumerate((slack.credit_s, slack.limit_s, slack.alone_s, slack.beside_s), _SLACK):
             self._own[field] = value
         self._own[_BEAT] = self._clock()
@@ -82,7 +82,7 @@ class DeviceBoard:
     # ------------------------------------------------------------------ read by both
 
     def slack(self) -> Slack | None:
-        """The least that any decodes on the device leave; None where there are none."""
+        """Return the smallest slack of any decodes on the device; None without decodes."""
         now, least = self._clock(), None
         for slot in self._slots:
             if beat := slot[_BEAT]:
@@ -93,18 +93,18 @@ class DeviceBoard:
         return least
 
     def encoded_s(self) -> float:
-        """Seconds for which encodes have run on the device, until now."""
+        """Return the total seconds of encodes on the device until now."""
         now = self._clock()
         return sum(s[_ENCODED] + (max(now - s[_SINCE], 0.0) if s[_SINCE] else 0.0) for s in self._slots)
 
     @property
     def encodes_here(self) -> bool:
-        """Whether this instance itself encodes."""
+        """True while this instance encodes."""
         return self._own[_SINCE] > 0
 
 
 def apply_share(options: InstanceOptions, device: BareDevice) -> AppliedShare | None:
-    """Limit this process to its share and its part of the memory. Return the share; None where it has none.
+    """Limit this process to its share of compute and memory. Return the share; None if unlimited.
 
     Raises ValueError for a share that the device cannot give.
     """

@@ -1,4 +1,4 @@
-"""Features on the device: an encoder keeps them in its memory, and others of its host copy them from there."""
+"""Features on the device: an encoder stores them in device memory, from where instances of its host copy them."""
 
 from __future__ import annotations
 
@@ -36,28 +36,28 @@ from epd_serve.transfer.transport import DeviceSlab, NotMapped, TransferError, T
 
 logger = logging.getLogger(__name__)
 
-#: Features begin at multiples of it; each has its generation in a table of as many entries.
+#: Alignment of features; a table holds one generation per aligned slot.
 SLOT_BYTES = 1 << 16
-#: Features that come by another way than within a device pass one of so many places, in parts of so many bytes.
+#: Pinned buffers, and their size, through which features pass that do not move within a device.
 _NUM_PARTS = 4
 _PART_BYTES = 8 << 20
 _GENERATION = struct.Struct("<Q")
 
 
 class Copies:
-    """Copies of features to and from a device's memory, on a stream of its own: done when a method returns.
+    """Blocking copies of features to and from a device's memory, on a separate stream.
 
-    Those to and from the host go part by part through a few places of pinned memory.
+    Copies to and from the host pass in parts through a few pinned buffers.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._stream = device.stream()
         self._places = CellLender(0, _NUM_PARTS, 0.0)
-        self._copying = threading.Lock()  # torch before 2.13 forgets which stream a second thread came from
+        self._copying = threading.Lock()  # torch before 2.13 does not restore a second thread's stream
 
     def within(self, source: Tensor, target: Tensor | None = None) -> Tensor:
-        """Copy memory that devices reach to ``target``, by default to new memory."""
+        """Copy device-accessible memory to ``target``, by default to new memory."""
         target = self.empty(source.nbytes) if target is None else target
         self._device.activate()
         with self._copying, self._stream:
@@ -67,13 +67,13 @@ class Copies:
         return target
 
     def empty(self, nbytes: int) -> Tensor:
-        """New memory of the device. Raises TransferError where there is too little."""
+        """Allocate device memory. Raises TransferError if it is full."""
         self._device.activate()
         try:
             with self._copying, self._stream:
                 return torch.empty(nbytes, dtype=torch.uint8, device=self._device.torch_device)
         except torch.OutOfMemoryError as error:
-            raise TransferError(f"the device has no room for a feature of {nbytes} bytes: {error}") from error
+            raise TransferError(f"not enough device memory for a feature of {nbytes} bytes: {error}") from error
 
     def to_host(self, source: Tensor) -> memoryview:
         data = torch.empty(source.nbytes, dtype=torch.uint8)
@@ -102,16 +102,16 @@ def _parts(nbytes: int) -> Iterator[slice]:
 
 
 class DeviceFeatureStore:
-    """A feature store whose features are tensors of the device, over a store on the host.
+    """Feature store of device tensors on top of a host store.
 
-    An encoder keeps features in one area of its device's memory, and consumers on its host map that area once. The
-    store on the host serves consumers that cannot map it, and instances that encode only where nobody else does.
+    An encoder keeps features in one area of device memory, which consumers on its host map once. The host store
+    serves consumers that cannot map it, and instances that encode only as a fallback.
 
     Args:
-        capacity_bytes: of the area; 0: there is none.
+        capacity_bytes: size of the area; 0: no area.
         shares: other instances on this host may map the area.
-        registers: the transport reaches the device's memory.
-        lease_s: as of :class:`LandedFeatures`.
+        registers: the transport can access device memory.
+        lease_s: see :class:`LandedFeatures`.
     """
 
     on_device = True
@@ -138,7 +138,7 @@ class DeviceFeatureStore:
             area = FeatureArea(device, transport, capacity_bytes, observe, shares=shares, registers=registers)
             if area.region.handle or area.memory is not None:
                 self._area = area
-            else:  # nobody could get at it
+            else:  # consumers could not access it
                 area.close(transport)
         self._landed = LandedFeatures(device, transport, lease_s) if registers else None
 
@@ -157,7 +157,7 @@ class DeviceFeatureStore:
         return feature
 
     async def put(self, mm_hash: str, data: Any, shape: list[int], dtype: str, owner: str) -> StoredFeature | None:
-        """``data``: [nbytes] uint8, a tensor of the device."""
+        """Store a feature; ``data``: a device tensor, [nbytes] uint8."""
         area = self._area
         if area is None:
             there = await self._in_thread(self._copies.to_host, data)
@@ -177,7 +177,7 @@ class DeviceFeatureStore:
             try:
                 await asyncio.shield(writing)
             except BaseException:
-                writing.add_done_callback(lambda _: area.give_back(offset))  # not while it is written to
+                writing.add_done_callback(lambda _: area.give_back(offset))  # only after the write
                 raise
             feature = area.publish(mm_hash, offset, data.nbytes, shape, dtype, owner)
             self._observe("embedded", "put", data.nbytes, time.monotonic() - started)
@@ -206,7 +206,7 @@ class DeviceFeatureStore:
         return feature.event(mm_hash, request_id, region=self._area.region, memory=self._area.memory)
 
     def fetch(self, event: FeatureEvent) -> Tensor:
-        """A copy of the feature, [nbytes] uint8, on this device."""
+        """Return a copy of the feature, [nbytes] uint8, on this device."""
         if not event.generation or event.region is None:
             return self._copies.to_device(self._host.fetch(event))
         with observe_fetch(self._observe, "embedded", event):
@@ -218,7 +218,7 @@ class DeviceFeatureStore:
                 return GuardedMemory(memory, map_region(event.region)).copied(event, self._copies)
 
     def close(self) -> None:
-        """End the copies, and wait until nobody maps the area any more."""
+        """Finish the copies and wait until no process maps the area."""
         self._thread.shutdown()
         self._mapped.close()
         if self._landed is not None:
@@ -239,11 +239,11 @@ class DeviceFeatureStore:
 
 @dataclass(eq=False, slots=True)
 class GuardedMemory:
-    """Features in a device's memory, and the table of their generations in the host's.
+    """Features in device memory, guarded by a table of generations in host memory.
 
-    A generation is a number that no other feature of the area has. It stands in the table from when the feature is
-    there until its place may become another's. Who copies a feature looks for it behind the copy: if it is there,
-    the copy is the feature. So no bytes are hashed on the way.
+    A generation is a number unique to a feature within the area. The table holds it from the time the feature is
+    complete until its place may be reused. A reader checks it after copying: if it is still there, the copy is
+    valid without hashing any bytes.
     """
 
     memory: Tensor
@@ -256,9 +256,9 @@ class GuardedMemory:
         _GENERATION.pack_into(self.table, offset // SLOT_BYTES * _GENERATION.size, generation)
 
     def copied(self, event: FeatureEvent, copies: Copies) -> Tensor:
-        """Raises TransferError where the feature is there no longer, or memory for it is not to be had."""
+        """Return a copy of a feature. Raises TransferError if it was evicted or memory is full."""
         if event.offset < 0 or event.offset % SLOT_BYTES or event.offset + event.nbytes > len(self.memory):
-            raise TransferError(f"feature {event.mm_hash[:12]} is outside of its store")
+            raise TransferError(f"feature {event.mm_hash[:12]} is outside its store")
         copy = copies.within(self.part(event.offset, event.nbytes))
         start = event.offset // SLOT_BYTES * _GENERATION.size
         check_generation(event, self.table[start : start + _GENERATION.size])
@@ -266,15 +266,15 @@ class GuardedMemory:
 
 
 def check_generation(event: FeatureEvent, entry: bytes | bytearray | memoryview) -> None:
-    """Raise TransferError unless the feature of the event still has its place, as its table says."""
+    """Raise TransferError unless the table still holds the generation of the event's feature."""
     if _GENERATION.unpack(entry) != (event.generation,):
-        raise TransferError(f"feature {event.mm_hash[:12]} has been given up by its encoder")
+        raise TransferError(f"feature {event.mm_hash[:12]} was evicted by its encoder")
 
 
 class LandedFeatures:
-    """Features that the transport reads from encoders' devices, through a registered part of this one's memory.
+    """Features read from encoders' devices by the transport, into a registered part of this device's memory.
 
-    ``lease_s``: for which a place is kept that something may still be copied to.
+    ``lease_s``: time to keep a place that a transfer may still write to.
     """
 
     def __init__(self, device: Device, transport: Transport, lease_s: float) -> None:
@@ -290,13 +290,13 @@ class LandedFeatures:
                 self._memory, _ = self._device.share_memory(_NUM_PARTS * _PART_BYTES)
                 self._slab = register(self._device, self._transport, "landing", self._memory)
             if self._slab is None:
-                raise NotMapped("the device has no memory in which features could land")
+                raise NotMapped("the device cannot register memory to receive features")
             return self._slab
 
     def copied(self, event: FeatureEvent, there: Region, table: Region) -> Tensor:
-        """Raises TransferError where the feature is not there, or memory for it is not to be had."""
+        """Return a copy of a remote feature. Raises TransferError if it was evicted or memory is full."""
         if event.offset % SLOT_BYTES:
-            raise TransferError(f"feature {event.mm_hash[:12]} is outside of its store")
+            raise TransferError(f"feature {event.mm_hash[:12]} is outside its store")
         landing, feature = self._landing(), self._copies.empty(event.nbytes)
         for part in _parts(event.nbytes):
             with self._places.lend(1) as place:
@@ -315,11 +315,11 @@ class LandedFeatures:
 
 
 class FeatureArea(FeatureBooks):
-    """The features that an encoder keeps.
+    """Features kept by an encoder.
 
     Attributes:
-        region: the table, with the handle by which others map the memory; it is empty where they cannot.
-        memory: the memory itself, where the transport reaches it.
+        region: the table, with the handle for other processes to map the memory; empty if they cannot.
+        memory: the memory itself, if the transport can access it.
     """
 
     def __init__(
@@ -348,7 +348,7 @@ class FeatureArea(FeatureBooks):
     def publish(
         self, mm_hash: str, offset: int, nbytes: int, shape: list[int], dtype: str, owner: str
     ) -> StoredFeature:
-        """Hold a feature that has been copied to its place, and let others copy it."""
+        """Publish a feature that was copied to its place, and hold it for ``owner``."""
         self._num_features += 1
         feature = StoredFeature(
             nbytes=nbytes, shape=shape, dtype=dtype, checksum="", offset=offset, generation=self._num_features
@@ -358,17 +358,17 @@ class FeatureArea(FeatureBooks):
         return feature
 
     def give_back(self, offset: int) -> None:
-        """Free a place that has no feature yet."""
+        """Free a place before a feature is published there."""
         self._allocator.free(offset)
 
     def close(self, transport: Transport) -> None:
-        """Blocks until no other process maps it."""
+        """Release the memory. Blocks until no other process maps it."""
         if self._registered is not None:
             transport.release(self._registered)
         release_mapped(transport, self._slab)
 
     def _evict(self, mm_hash: str, feature: StoredFeature) -> None:
         assert feature.offset is not None
-        self.features.mark(feature.offset, 0)  # before it is another's
+        self.features.mark(feature.offset, 0)  # before its place is reused
         super()._evict(mm_hash, feature)
         self._observe("embedded", "evict", feature.nbytes)

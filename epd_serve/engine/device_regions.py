@@ -1,4 +1,4 @@
-"""A device's memory as a region of a transport: peers on other hosts read it, and the host copies nothing."""
+"""Register device memory with a transport: peers on other hosts read it without copies through host memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PROBE_BYTES = 1 << 16
 
 
 def register(device: Device, transport: Transport, name: str, memory: Tensor) -> DeviceSlab | None:
-    """Register a device's memory, [nbytes] uint8 from ``share_memory``; None where that cannot be had."""
+    """Register device memory, [nbytes] uint8 from ``share_memory``. Returns None if the transport cannot."""
     try:
         return transport.register(name, DeviceBytes(memory.data_ptr(), memory.nbytes))
     except TransferError as error:
@@ -28,9 +28,9 @@ def register(device: Device, transport: Transport, name: str, memory: Tensor) ->
 
 
 def are_reached(device: Device, transport: Transport) -> bool:
-    """Whether a transport moves what is in the device's memory: it tries. Says so where it might and does not.
+    """Test whether the transport can move device memory, and log a failure.
 
-    A network card may refuse the memory of a device, or register it and not reach it.
+    A network card may refuse device memory, or register it and then fail to access it.
     """
     device.activate()
     memory, _ = device.share_memory(2 * _PROBE_BYTES)
@@ -47,10 +47,10 @@ def are_reached(device: Device, transport: Transport) -> bool:
         is_right = bytes(memory[_PROBE_BYTES:].cpu().numpy()) == content
         transport.read(slab.region, [(0, memoryview(back))])
     except (TransferError, ValueError) as error:
-        logger.warning("%s: its memory is registered and not reached: %s", device.name, error)
+        logger.warning("%s: device memory was registered, but cannot be accessed: %s", device.name, error)
         return False
     finally:
         transport.release(slab)
     if not is_right or back != content:
-        logger.warning("%s: its memory is registered, and other bytes arrive than lie there", device.name)
+        logger.warning("%s: device memory was registered, but the transport delivers wrong bytes", device.name)
     return is_right and back == content

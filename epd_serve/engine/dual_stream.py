@@ -1,10 +1,9 @@
-"""The two streams of an instance: the tower's and the language model's (TriInfer, section 4.2), kept in step.
+"""The two streams of an instance, the tower's and the language model's (TriInfer, section 4.2).
 
-On an accelerator the work of each goes to a stream of its own, the language model's before the tower's: a picture
-may take a while, the gap between two tokens may not. The host waits for the tower's features, and the language
-model's stream takes them up when they are there, so neither stream waits for the other. On a CPU each side is a
-thread, and the cores are divided between those that run, in this instance and in others: two teams of all threads
-would wait for each other at every barrier.
+On an accelerator each has its own stream, and the language model's has priority: an image may take a while, the
+gap between two tokens may not. The host waits for features and passes them to the language model when they are
+ready, so neither stream waits for the other. On a CPU each side is a thread, and running sides of all instances
+divide the cores: two teams of all threads would wait for each other at every barrier.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ from epd_serve.engine.device_board import DeviceBoard, apply_share
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sched.token_time import Slack, pause_s
 
-#: Of the language model's stream, with its decodes; the tower's has 0.
+#: Priority of the language model's stream; the tower's is 0.
 _LANGUAGE_PRIORITY = -1
 _SMOOTHING = 0.3
-#: An assistant's step waits for encodes for so long at most: its sequences end however many pictures come.
+#: Longest wait of an assistant's step for encodes, so that its sequences finish under any load of images.
 _MAX_HOLD_S = 1.0
-#: A batch under a limit on the time per token is small enough for a layer to take no more than so many tokens.
+#: Most tokens in a layer of an encode batch under a limit on the time per token.
 _TOKENS_PER_LAYER = 2
 
 
 class _Side:
-    """A stream of an instance, and the instance's cores where it computes on a CPU."""
+    """A stream of an instance and, on a CPU, the instance's cores."""
 
     _side = 0
 
@@ -42,10 +41,7 @@ class _Side:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """A context in which weights, KV memory or graphs are made, on any thread; it ends when they are.
-
-        Their memory belongs to this stream.
-        """
+        """Allocate weights, KV memory or graphs on this stream, from any thread; completed at the end."""
         self._device.activate()
         with self.stream:
             yield
@@ -61,15 +57,15 @@ class _Side:
 
 
 class TowerStream(_Side):
-    """The tower's side. The methods up to ``between_layers`` belong to the tower's thread.
+    """The tower's side. Methods up to ``between_layers`` belong to the tower's thread.
 
     Args:
-        share: part of the multiprocessors to which it keeps; None: no limit.
+        share: fraction of the multiprocessors; None: no limit.
 
     Attributes:
-        paused_s: seconds for which encodes have waited in their middle for decodes.
-        is_wanted: whether items are prepared for it, wait for it or are in it.
-        least_pixel_bytes: that a batch takes for each pixel where it is not a graph: its memory is there already.
+        paused_s: total seconds that running encodes have paused for decodes.
+        is_wanted: True while items are being prepared, waiting or encoded.
+        least_pixel_bytes: minimum memory per pixel of a batch without a graph; a graph's is already allocated.
     """
 
     _side = 1
@@ -100,7 +96,7 @@ class TowerStream(_Side):
 
     @contextmanager
     def encoding(self, num_pixels: int) -> Iterator[None]:
-        """A context in which a batch is encoded; its features are computed at the end."""
+        """Encode a batch within this context; its features are complete at the end."""
         self._device.activate()
         in_use = self._device.reset_peak_memory()
         self._num_layers, paused_s = 0, self.paused_s
@@ -121,7 +117,7 @@ class TowerStream(_Side):
         self._pixel_layer_s = _smooth(self._pixel_layer_s, seconds / max(self._num_layers, 1) / num_pixels)
 
     def between_layers(self) -> None:
-        """Wait, before a layer of the tower, while decodes have no time to spare. Does nothing outside a batch."""
+        """Pause before a layer of the tower while decodes lack slack. Does nothing outside a batch."""
         if not self._is_encoding:
             return
         self._num_layers += 1
@@ -129,7 +125,7 @@ class TowerStream(_Side):
         if self._board.slack() is None:
             self._resumed_s = self._clock()
             return
-        self.stream.synchronize()  # else the layers before would still be running
+        self.stream.synchronize()  # otherwise earlier layers would still be running
         begun = now = self._clock()
         piece_s = begun - self._resumed_s
         while (
@@ -145,7 +141,7 @@ class TowerStream(_Side):
             self._board.encode_begins()
 
     def hurry(self) -> None:
-        """Pause no more, whatever decodes: the instance ends. Any thread."""
+        """Stop pausing for decodes because the instance is shutting down. Any thread."""
         self._hurries = True
 
     @property
@@ -155,11 +151,11 @@ class TowerStream(_Side):
     # ------------------------------------------------------------------ asked on the event loop
 
     def batch_bytes(self, num_pixels: int) -> int:
-        """Return the memory that a batch takes, the weights apart, as far as it was measured."""
+        """Return the measured memory of a batch without weights."""
         return int(num_pixels * max(self._pixel_bytes or 0.0, self.least_pixel_bytes))
 
     def max_pixels(self) -> int:
-        """The largest batch that fits the free memory, and under a limit also the time, as far as was measured."""
+        """Return the largest batch that fits the free memory and any time limit, by the measurements so far."""
         if self._pixel_bytes is None or self._pixel_layer_s is None:
             return 0  # one item, to measure
         limit = float("inf")
@@ -170,9 +166,9 @@ class TowerStream(_Side):
         return int(min(max(limit, 0), 1 << 62))
 
     def may_start(self, num_pixels: int) -> bool:
-        """Whether the free memory holds the activations of an item, as far as was measured.
+        """Return whether an item's activations fit the free memory, by the measurements so far.
 
-        An item that does not fit goes when the language model is idle: nothing would be freed any more.
+        An item that does not fit may start once the language model is idle, because no more memory would be freed.
         """
         return (
             self._pixel_bytes is None
@@ -185,9 +181,9 @@ class LanguageStream(_Side):
     """The language model's side; its methods belong to the engine's thread.
 
     Attributes:
-        is_busy: whether a step runs, or one that ran just now has decodes to go on with.
-        slack: the time that the decodes leave to encodes; None without a limit on the time per token.
-        tower: of an assistant, whose encodes go before its steps; None: of others.
+        is_busy: True while a step runs, or if the last step has decodes to continue.
+        slack: time that decodes leave for encodes; None without a limit on the time per token.
+        tower: an assistant's tower, whose encodes precede steps; None on other instances.
     """
 
     def __init__(
@@ -199,19 +195,19 @@ class LanguageStream(_Side):
         cores: Cores | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        # served before a tower's; on an NPU the default stream, which is all that its limits count
+        # served before a tower's; on an NPU the default stream, the only one that its limits cover
         stream = device.current_stream() if device.type == "npu" else device.stream(_LANGUAGE_PRIORITY)
         super().__init__(device, stream, cores)
         self._board = board
         self.slack = None if limit_s is None else Slack(limit_s=limit_s)
         self._clock = clock
-        self._last_s: float | None = None  # end of the last step, where its decodes go on
+        self._last_s: float | None = None  # end of the last step if its decodes continue
         self._encoded_s = 0.0
         self.is_busy = False
         self.tower: TowerStream | None = None
 
     def wait_for_encodes(self) -> None:
-        """Let an assistant's encodes go first: return when none waits any more, or after a second."""
+        """Let an assistant's encodes go first: return when none is waiting, or after a second."""
         if self.tower is None or not self.tower.is_wanted:
             return
         self.idle()
@@ -221,7 +217,7 @@ class LanguageStream(_Side):
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """A context in which a step is computed; :meth:`stepped` follows unless it fails."""
+        """Compute a step within this context; call :meth:`stepped` afterwards unless it fails."""
         self.wait_for_encodes()
         self.is_busy = True
         self._take_cores()
@@ -234,7 +230,7 @@ class LanguageStream(_Side):
             raise
 
     def stepped(self, output: ScheduleOutput, seconds: float, num_running: int) -> None:
-        """Book a step that took ``seconds``; ``num_running`` sequences go on."""
+        """Record a step of ``seconds`` after which ``num_running`` sequences continue."""
         goes_on = bool(output.decodes) and num_running > 0
         self.is_busy = goes_on
         if not goes_on:
@@ -254,7 +250,7 @@ class LanguageStream(_Side):
             self._board.decodes_end()
 
     def idle(self) -> None:
-        """Note that nothing can be computed for now: sequences wait for features or blocks, or are gone."""
+        """Mark the side idle: all sequences wait for features or blocks, or have ended."""
         if self.is_busy:
             self.is_busy, self._last_s = False, None
             self._leave_cores()
@@ -262,10 +258,10 @@ class LanguageStream(_Side):
 
 
 class DualStream:
-    """Both streams of one instance, made from its options and its device.
+    """Both streams of one instance.
 
     Attributes:
-        share: part of the device that was applied to this process; None: no limit.
+        share: share of the device applied to this process; None: no limit.
     """
 
     def __init__(self, options: InstanceOptions, device: BareDevice) -> None:

@@ -1,4 +1,4 @@
-"""The engine's books: sequences and their blocks from one step to the next, and the events of their requests."""
+"""Track sequences and their blocks from step to step, and the events of their requests."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer
 logger = logging.getLogger(__name__)
 
 _NO_NUMBERS = (
-    "no token can be chosen: the logits of this request are no numbers. The model's numbers are too large for its "
-    "dtype (try dtype: float32), its weights are damaged, or something was read before the device had computed "
-    "it, for want of an event"
+    "no token can be chosen: the logits of this request are NaN. The model's values overflow its dtype (try "
+    "dtype: float32), its weights are damaged, or a missing event let something be read before the device had "
+    "computed it"
 )
 
 _ALL_FORBIDDEN = (
@@ -42,10 +42,9 @@ _ALL_FORBIDDEN = (
 
 
 class TokenEvent(msgspec.Struct, frozen=True, gc=False):
-    """A sequence has a new token; with ``finish_reason`` it was the last one and its blocks are free again.
+    """A new token of a sequence; with ``finish_reason`` it is the last one and the blocks are free again.
 
-    ``logprobs`` are the ones that were asked for of the tokens before it, by index
-    (:attr:`Sequence.wanted_logprobs`).
+    ``logprobs``: requested log-probabilities of earlier tokens, by index (:attr:`Sequence.wanted_logprobs`).
     """
 
     sequence: Sequence
@@ -56,7 +55,7 @@ class TokenEvent(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class PromptEvent:
-    """A prompt that continues on another instance: each choice's first token, and whether it was the last."""
+    """A prompt that continues on another instance: each choice's first token, and whether it is its last."""
 
     sequence: Sequence
     tokens: list[tuple[SampledToken, FinishReason | None]]
@@ -74,56 +73,56 @@ EngineEvent = TokenEvent | PromptEvent | FailureEvent
 
 
 class EngineHooks:
-    """An engine's calls to the instance around it: features, pacing, and the events of its steps.
+    """Calls from the engine to its instance: features, pacing, and the events of its steps.
 
-    The engine's thread makes them all unless they say otherwise, and none may block except ``feature`` and
-    ``turn``. A class that derives from this one begins with no features, no pacing and no receiver of events.
+    The engine's thread makes them unless documented otherwise; only ``feature`` and ``turn`` may block. The
+    defaults provide neither features nor pacing, and drop events.
     """
 
     def feature(self, mm_hash: str) -> Any | None:
-        """Encoder output [tokens, width] for a step that needs it now; may fetch it first. None: there is none."""
+        """Return encoder output [tokens, width] for the current step; may fetch it. None if unavailable."""
         return None
 
     def has_feature(self, mm_hash: str) -> bool:
-        """Return whether the feature is here or can be fetched, so that ``feature`` is worth calling."""
+        """Return whether the feature is local or can be fetched by ``feature``."""
         return self.feature(mm_hash) is not None
 
     def feature_starved(self, mm_hash: str) -> None:
-        """Called when a sequence could be computed if its feature were here."""
+        """Called when a sequence waits only for its feature."""
 
     def turn(self) -> AbstractContextManager[None]:
-        """A context around the launch of each step; entering it waits for the step's turn on the device."""
+        """Return a context for the launch of a step; entering it waits for the step's turn on the device."""
         return nullcontext()
 
     def stepped(self, output: ScheduleOutput, seconds: float) -> None:
-        """Called after a step with its seconds, less the part in which the device was at the step before."""
+        """Called after a step with its seconds, excluding the time the device spent on the previous step."""
 
     def idle(self) -> None:
-        """Called when nothing can be computed for now."""
+        """Called when no sequence can be computed for now."""
 
     def failed(self) -> None:
-        """Called when a step has failed, before its requests do; ends the process of a device that is lost."""
+        """Called when a step failed, before its requests fail; ends the process if the device is lost."""
 
     def died(self) -> None:
-        """Called when nothing will ever be computed again."""
+        """Called when the engine has stopped for good."""
 
     def emit(self, events: list[EngineEvent]) -> None:
         """Take the events of one step."""
 
     def freed(self) -> None:
-        """Called when blocks, or places in the queue for them, are free, on the thread that gave them back."""
+        """Called when blocks or queue places become free, on the thread that freed them."""
 
 
 class Engine:
     """Owns the block pool and all sequences of an instance. Safe from any thread.
 
-    A :class:`~epd_serve.engine.step_loop.StepLoop` asks it for steps and gives it their tokens. A token of a step
-    that was launched before an earlier token ended its sequence is dropped. Blocks stay with a sequence until no
+    A :class:`~epd_serve.engine.step_loop.StepLoop` requests steps from it and returns their tokens. If an earlier
+    token ended the sequence, tokens of steps already launched are dropped. A sequence keeps its blocks until no
     launched step uses them.
 
     Args:
-        sender: announces the KV of prompts that are handed on; their blocks stay until its last read.
-        order: of admission; by default first come, first served.
+        sender: announces the KV of prompts that decode elsewhere; their blocks are kept until its last read.
+        order: order of admission; default: first come, first served.
     """
 
     def __init__(
@@ -153,7 +152,7 @@ class Engine:
         self._closing = False
 
     def close(self) -> None:
-        """Let no further step begin."""
+        """Prevent further steps."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -161,7 +160,7 @@ class Engine:
     # ------------------------------------------------------------------ requests in
 
     def submit(self, sequence: Sequence, transfer: OutgoingTransfer | None = None) -> None:
-        """Queue a prompt, as of now if it has no time; ``transfer``: where its KV goes to be decoded elsewhere."""
+        """Queue a prompt, arriving now if its time is unset; ``transfer``: where to send its KV for decoding."""
         with self._changed:
             sequence.arrival_s = sequence.arrival_s or self._clock()
             if transfer is not None:
@@ -170,9 +169,9 @@ class Engine:
             self._changed.notify_all()
 
     def resume(self, sequence: Sequence, blocks: RequestBlocks, tokens: list[tuple[int, bool]]) -> None:
-        """Go on with a prompt, and its output, whose KV was read into ``blocks``.
+        """Continue a prompt, and its output, whose KV was read into ``blocks``.
 
-        ``tokens``: each choice's next token, and whether that was its last.
+        ``tokens``: each choice's next token, and whether it is the last.
         """
         with self._changed:
             self.queues.forget_reservation(blocks)
@@ -191,7 +190,7 @@ class Engine:
             self._changed.notify_all()
 
     def abort(self, request_id: str) -> None:
-        """Stop all sequences of a request; their blocks go back as soon as nothing uses them. Idempotent."""
+        """Stop all sequences of a request and free their blocks as soon as they are unused. Idempotent."""
         with self._changed:
             for sequence in self.queues.remove(request_id):
                 self._leave(sequence)
@@ -200,19 +199,19 @@ class Engine:
                     self._leave(sequence)
 
     def stop_sequence(self, sequence: Sequence) -> None:
-        """End one choice early: a stop string was found in its text."""
+        """End one choice early, after a stop string in its text."""
         with self._changed:
             if self.queues.stop(sequence):
                 self._leave(sequence)
 
     def transferred(self, sequence: Sequence) -> None:
-        """Free a sequence's source blocks: the decode instance has them, or the request is gone. Idempotent."""
+        """Free a sequence's source blocks after the transfer or the end of its request. Idempotent."""
         with self._changed:
             if sequence.state is SequenceState.TRANSFERRING:
                 self._retire(sequence)
 
     def wake(self) -> None:
-        """Look again for something to compute: a feature, say, has come that a sequence may wait for."""
+        """Look again for work, for example after a feature has arrived."""
         with self._changed:
             self._changed.notify_all()
 
@@ -226,7 +225,7 @@ class Engine:
             return self.queues.reserve(num_prompt_tokens, num_sequences, hashes, arrival_s, priority)
 
     def stop_reserving(self) -> None:
-        """Let new prompts take blocks again: no reservation waits any more."""
+        """Drop waiting reservations, so that new prompts can take blocks again."""
         with self._changed:
             if self.queues.stop_reserving():
                 self._changed.notify_all()
@@ -249,14 +248,14 @@ class Engine:
             )
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the books of the pool balance, and each sequence has a state of its own."""
+        """Raise AssertionError unless the pool's accounting balances and sequences do not share states."""
         with self._changed:
             self.queues.check_integrity()
 
     # ------------------------------------------------------------------ steps
 
     def next_step(self, in_flight: ScheduleOutput | None) -> ScheduleOutput | None:
-        """Wait for something to compute, or for nothing where a step is in flight. None: the engine is closed."""
+        """Return the next step. Waits for work unless a step is in flight. None: the engine is closed."""
         with self._changed:
             while not self._closing and not (output := self.plan(in_flight)) and in_flight is None:
                 self._hooks.idle()
@@ -264,7 +263,7 @@ class Engine:
             return None if self._closing else output
 
     def plan(self, in_flight: ScheduleOutput | None) -> ScheduleOutput:
-        """Return the next step, which may be empty; its sequences keep their blocks until it has ended."""
+        """Return the next step, possibly empty; its sequences keep their blocks until it ends."""
         stepping = in_flight.sequences if in_flight is not None else []
         with self._changed:
             while (output := self._plan()) is None:
@@ -275,7 +274,7 @@ class Engine:
         return output
 
     def _plan(self) -> ScheduleOutput | None:
-        """Return the next step; None: a request has lost its KV and is gone, and there may be another step."""
+        """Return the next step; None if a request lost its KV and failed, so that planning must be repeated."""
         try:
             return self.queues.plan(self._clock())
         except KVLostError as error:
@@ -287,7 +286,7 @@ class Engine:
             return None
 
     def advance(self, output: ScheduleOutput, *, placeholders: bool) -> None:
-        """Count the tokens of a launched step as computed; ``placeholders`` stand for those it samples."""
+        """Count the tokens of a launched step as computed; ``placeholders``: append one for each sampled token."""
         with self._changed:
             for sequence in output.decodes:
                 sequence.num_computed += 1
@@ -302,13 +301,13 @@ class Engine:
     def finish(
         self, sampled: SampledTokens, output: ScheduleOutput, after: ScheduleOutput | None
     ) -> list[EngineEvent]:
-        """Take the tokens of a step; ``after`` is the step that was launched since."""
+        """Append the tokens of a step; ``after`` is the step launched since."""
         with self._changed:
             self._stepping = frozenset(after.sequences if after else ())
             without = [(s, t.token_id) for s, tokens in sampled for t in tokens if t.token_id < 0 and s.is_active]
             events = self._fail_without_token(without) if without else []
             for sequence, _ in output.prefills:
-                # it may have lost its blocks to an older one since, or an earlier step of its own has failed
+                # an older sequence may have taken its blocks since, or an earlier step may have failed
                 if sequence.blocks and sequence.is_active:
                     self._tables.register(sequence)
             for sequence, tokens in sampled:
@@ -322,7 +321,7 @@ class Engine:
                     events.append(PromptEvent(sequence, ends))
                 elif sequence.output_ids:
                     events.append(self._append(sequence, tokens[0]))
-                elif not sequence.num_uncomputed:  # else it was preempted since, and its prompt is computed again
+                elif not sequence.num_uncomputed:  # otherwise it was preempted since and recomputes its prompt
                     choices = self._tables.fork(sequence) if sequence.forks else [sequence]
                     for choice in choices[1:]:
                         self.queues.run(choice)
@@ -332,19 +331,19 @@ class Engine:
         return events
 
     def fail(self, output: ScheduleOutput, other: ScheduleOutput | None, error: Exception) -> list[EngineEvent]:
-        """End the requests of a failed step; ``other`` is a step that is still in flight."""
+        """Fail the requests of a step; ``other`` is a step still in flight."""
         with self._changed:
             self._stepping = frozenset(other.sequences if other else ())
             self._let_go()
-            failure = ServeError(f"the engine failed in the middle of a step: {error}")
+            failure = ServeError(f"the engine failed during a step: {error}")
             return self._fail_requests(output.sequences, failure)
 
     def _fail_without_token(self, without: list[tuple[Sequence, int]]) -> list[EngineEvent]:
-        """End requests for which no token can be chosen; those beside them go on."""
+        """Fail requests for which no token can be chosen; other requests continue."""
         events: list[EngineEvent] = []
         if lacking := {sequence for sequence, token_id in without if token_id == NO_TOKEN}:
             self._hooks.failed()
-            logger.error("the logits of %d requests are no numbers", len(lacking))
+            logger.error("the logits of %d requests are NaN", len(lacking))
             events += self._fail_requests(lacking, ServeError(_NO_NUMBERS))
         forbidden = {sequence for sequence, _ in without if sequence.is_active}
         for request_id in {sequence.request_id for sequence in forbidden}:
@@ -353,7 +352,7 @@ class Engine:
         return events
 
     def _fail_requests(self, sequences: Collection[Sequence], failure: ServeError) -> list[EngineEvent]:
-        """End the sequences' requests. No other request finds their KV, which may be why."""
+        """Fail the sequences' requests and hide their KV from other requests, because it may be the cause."""
         for sequence in sequences:
             self._pool.forget(sequence.block_hashes)
         failed = {sequence.request_id for sequence in sequences}
@@ -372,14 +371,14 @@ class Engine:
             self.queues.stop(sequence)
             self._leave(sequence)
         logprobs = sequence.logprobs
-        if sequence.wanted_logprobs:  # they go out once, with the token after them
+        if sequence.wanted_logprobs:  # sent once, with the token after them
             sequence.logprobs, sequence.wanted_logprobs = {}, range(0)
         return TokenEvent(sequence, token, reason, logprobs)
 
     # ------------------------------------------------------------------ leaving
 
     def _leave(self, sequence: Sequence) -> None:
-        """Give a sequence up; its blocks follow in :meth:`_let_go`, when the current step and copies are done."""
+        """Abort a sequence; :meth:`_let_go` frees its blocks when the current step and copies are done."""
         sequence.move_to(SequenceState.ABORTED)
         self._leaving[sequence] = None
         if sequence not in self._stepping:

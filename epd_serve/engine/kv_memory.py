@@ -1,4 +1,4 @@
-"""The KV cache itself, a tensor for the model, and the registered slab by which peers reach it."""
+"""The KV cache: a tensor for the model, and the registered slab through which peers access it."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ logger = logging.getLogger(__name__)
 
 
 def block_nbytes(layout: KVLayout) -> int:
-    """Bytes of one block: K and V of all its tokens in all layers."""
+    """Return the bytes of one block: K and V of all its tokens in all layers."""
     dtype: torch.dtype = getattr(torch, layout.dtype)
     return 2 * layout.num_layers * layout.block_size * layout.num_kv_heads * layout.head_dim * dtype.itemsize
 
 
 class KVMemory:
-    """Fills the KVCacheMemory protocol: the KV on a device, and the slab by which the transport reaches it.
+    """KVCacheMemory of a device, and the slab through which the transport accesses it.
 
-    Block 0 is scratch. Steps run on the stream on which it is made. Peers read what is announced to them; only
-    this instance writes. On a CPU the slab *is* the cache. On a device that the transport reaches the cache is
-    registered, and peers on this host may map it. Else the slab is a bounded area of cells through which KV comes
-    and goes (:mod:`epd_serve.transfer.staging`), on the threads of those who move it and on a stream of its own.
+    Block 0 is scratch. Steps run on the stream that is current at construction. Peers read announced blocks; only
+    this instance writes. On a CPU the slab *is* the cache. If the transport can access device memory, the cache is
+    registered, and peers on this host may map it. Otherwise KV passes through a bounded area of cells
+    (:mod:`epd_serve.transfer.staging`), on the threads that move it and on a separate stream.
 
     Args:
-        lease_s: for which cells are kept that a peer may still copy to.
-        shares: other instances on this host may read the KV on the device itself, and this one theirs.
-        registers: the transport reaches the device's memory.
+        lease_s: time to keep cells that a peer may still write to.
+        shares: instances on this host may read each other's KV directly on the device.
+        registers: the transport can access device memory.
 
     Attributes:
         tensor: [layers, 2, num_blocks, block_size, kv_heads, head_dim].
@@ -74,8 +74,8 @@ class KVMemory:
         self._dtype: torch.dtype = getattr(torch, layout.dtype)
         self._shape = (layout.num_layers, 2, num_blocks, layout.block_size, layout.num_kv_heads, layout.head_dim)
         self._steps, self._copies = device.current_stream(), device.stream()
-        self._copying = threading.Lock()  # torch before 2.13 forgets which stream a second thread came from
-        # of the latest copy within the cache, which does not hold its blocks until it is done
+        self._copying = threading.Lock()  # torch before 2.13 does not restore a second thread's stream
+        # event of the latest copy within the cache; blocks may be freed before the copy is done
         self._copied: Event | None = None
         self._area: StagingArea | None = None
         self._mapped: MappedMemory | None = None
@@ -109,16 +109,16 @@ class KVMemory:
         if registers and (registered := register(device, transport, "kv", memory)) is not None:
             self._registered = registered
             self.region, self.buffer = registered.region, registered.buffer
-            # all: they are read, and not written, where they are
+            # all of them: transfers access registered blocks in place
             self.staged_cells = layout.num_layers * num_blocks
 
     def unpin(self) -> None:
-        """The slab is about to go: other memory will have its address."""
+        """Unpin the slab before it is freed and its address reused."""
         if self._unpin is not None:
             self._unpin()
 
     def release(self, transport: Transport) -> None:
-        """Offer it to nobody any more. Blocks until no other process maps it."""
+        """Withdraw the memory from peers. Blocks until no other process maps it."""
         self.unpin()
         if self._mapped is not None:
             self._mapped.close()
@@ -160,7 +160,7 @@ class KVMemory:
     def land(self, layers: range, blocks: Sequence[int]) -> Iterator[ReadableKV]:
         if self._area is None or self._registered is not None:
             if self._registered is not None and self._copied is not None:
-                self._copied.synchronize()  # it may still read blocks that are free since
+                self._copied.synchronize()  # it may still read freed blocks
             yield _InSlab(self, layers, blocks, self.num_blocks)
             if self._registered is not None:
                 self._device.settle_arrivals()
@@ -176,7 +176,7 @@ class KVMemory:
             with self._mapped.reading(region):
                 return True
         except TransferError as error:
-            logger.info("the KV of %s is not mapped here: %s", region.name, error)
+            logger.info("the KV of %s cannot be mapped: %s", region.name, error)
             return False
 
     def read_mapped(self, region: Region, layers: range, source: Sequence[int], blocks: Sequence[int]) -> None:
@@ -188,7 +188,7 @@ class KVMemory:
                     to_device(torch.tensor(one, dtype=torch.int64), self.tensor.device) for one in (source, blocks)
                 )
                 if self._copied is not None:
-                    self._copies.wait_event(self._copied)  # it may still read blocks that are free since
+                    self._copies.wait_event(self._copied)  # it may still read freed blocks
                 for layer in layers:
                     self.tensor[layer].index_copy_(1, here, other[layer].index_select(1, there))
                 done = self._device.record_event()
@@ -197,7 +197,7 @@ class KVMemory:
     # ------------------------------------------------------------------ for preempted sequences
 
     def save(self, blocks: Sequence[int]) -> Tensor:
-        """A copy of blocks in host memory: [layers, 2, len(blocks), block_size, kv_heads, head_dim]."""
+        """Return a copy of blocks in host memory: [layers, 2, len(blocks), block_size, kv_heads, head_dim]."""
         self._steps.record_event().synchronize()  # the device may not have written them yet
         if self._area is None:
             return self.tensor[:, :, torch.tensor(blocks)]
@@ -209,7 +209,7 @@ class KVMemory:
         return saved
 
     def restore(self, saved: Tensor, first: int, blocks: Sequence[int]) -> None:
-        """Bring saved blocks, from number ``first`` on, back to other places."""
+        """Copy saved blocks, from number ``first`` on, to ``blocks``."""
         saved = saved[:, :, first : first + len(blocks)]
         if self._area is None:
             self.tensor[:, :, torch.tensor(blocks)] = saved
@@ -222,9 +222,9 @@ class KVMemory:
     # ------------------------------------------------------------------ cells
 
     def copy(self, layers: range, blocks: Sequence[int], first_cell: int, *, lands: bool) -> None:
-        """Copy blocks of some layers, which no step writes now, to cells; with ``lands`` from cells.
+        """Copy blocks of some layers, unused by running steps, to cells, or from cells with ``lands``. Blocks.
 
-        It is done on return. On a stream of its own: else it would wait for all layers that were launched since.
+        Uses a separate stream, which does not wait for layers launched since.
         """
         if not blocks:
             return
@@ -242,7 +242,7 @@ class KVMemory:
         done.synchronize()
 
     def _cells(self, first: int, num_layers: int, num_blocks: int) -> Tensor:
-        """The cells from ``first`` on: [num_layers, 2, num_blocks, block_size, kv_heads, head_dim]."""
+        """Return the cells from ``first`` on: [num_layers, 2, num_blocks, block_size, kv_heads, head_dim]."""
         shape = (num_layers, 2, num_blocks, *self._shape[3:])
         offset = first * 2 * self.block_bytes
         flat = torch.frombuffer(self.slab.buffer, dtype=self._dtype, count=math.prod(shape), offset=offset)
@@ -276,10 +276,10 @@ class _InSlab:
 
 
 _DEFAULT_KV_BYTES = 1 << 28
-#: Sequences whose recurrent states have room beside that.
+#: Number of sequences whose recurrent states get additional memory.
 _DEFAULT_STATES = 4
-#: Share of an accelerator's free memory, once the weights are loaded, for steps, features and KV: graphs and holes
-#: of the allocator need the rest.
+#: Fraction of an accelerator's free memory after loading for steps, features and KV; graphs and fragmentation
+#: need the rest.
 _FREE_MEMORY_TO_USE = 0.95
 
 
@@ -290,7 +290,7 @@ def num_kv_blocks(
     free_bytes: int,
     measure: Callable[[], int],
 ) -> int:
-    """Return the number of blocks for ``free_bytes`` of a device; ``measure`` says what a step takes at most.
+    """Return the number of blocks for ``free_bytes`` of a device; ``measure`` returns the peak bytes of a step.
 
     Raises ValueError for a ``kv_cache_bytes`` that is too small.
     """
@@ -312,21 +312,21 @@ def num_kv_blocks(
 
 @contextmanager
 def naming_memory(device: Device, purpose: str) -> Iterator[None]:
-    """Raise ValueError that says what is free, and what to set, where the device has no memory for ``purpose``."""
+    """Raise ValueError with the free memory and the remedy if the device lacks memory for ``purpose``."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         total, free = device.memory()
         raise ValueError(
-            f"{device.name} has no room for {purpose}: {in_binary_units(free)} of {in_binary_units(total)} are "
-            "free; end other processes there, or set memory_share or kv_cache_bytes"
+            f"{device.name} lacks memory for {purpose}: {in_binary_units(free)} of {in_binary_units(total)} are "
+            "free; stop other processes there, or set memory_share or kv_cache_bytes"
         ) from error
 
 
 def resolve_dtype(name: str, config: Any, device: Device) -> torch.dtype:
-    """Return the dtype of a name; ``auto`` is the checkpoint's own where the device computes in it, else bfloat16.
+    """Return the dtype of a name; ``auto``: the checkpoint's dtype if the device supports it, otherwise bfloat16.
 
-    A CPU without float16 products takes bfloat16 in its place: as large, and several times as fast at few rows.
+    A CPU without float16 products uses bfloat16 instead, which is several times as fast at few rows.
     """
     if name != "auto":
         dtype: torch.dtype = getattr(torch, name)
@@ -338,9 +338,9 @@ def resolve_dtype(name: str, config: Any, device: Device) -> torch.dtype:
 
 
 def check_dtype(dtype: torch.dtype, device: Device) -> None:
-    """Raise ValueError for a dtype that the device does not serve."""
+    """Raise ValueError for a dtype that the device does not support."""
     if dtype not in device.dtypes:
         possible = " or ".join(str(possible).removeprefix("torch.") for possible in device.dtypes)
         raise ValueError(
-            f"{device.name} does not serve models in {str(dtype).removeprefix('torch.')}; set dtype: {possible}"
+            f"{device.name} does not support models in {str(dtype).removeprefix('torch.')}; set dtype: {possible}"
         )

@@ -1,4 +1,4 @@
-"""Device memory of other processes of this host, mapped to be read: KV and features."""
+"""Mapped device memory of other processes on this host: KV and features."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ logger = logging.getLogger(__name__)
 
 
 class MappedMemory:
-    """Memory of one device's kind, each mapped at its first use, and until its owner has given it up.
+    """Memory of other processes on a device, mapped from the first use until its owner withdraws it.
 
-    The owner sees by a lock that its memory is mapped (:func:`~epd_serve.transfer.shared_memory.release_mapped`).
+    A lock shows the owner that its memory is mapped (:func:`~epd_serve.transfer.shared_memory.release_mapped`).
     Safe from any thread.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._lock = threading.Lock()  # also of the copies: none may be under way where a mapping ends
+        self._lock = threading.Lock()  # also held by copies: none may run while a mapping ends
         self._mapped: dict[str, tuple[Region, Tensor, ExitStack]] = {}
         self._closing = threading.Event()
         self._watch: threading.Thread | None = None
 
     @contextmanager
     def reading(self, region: Region) -> Iterator[Tensor]:
-        """A context in which the memory, [nbytes] uint8, can be read.
+        """Yield the memory, [nbytes] uint8, for reading.
 
-        Raises NotMapped where it is not reached from here, and PeerGone at the end where the owner has given it up
-        meanwhile: then what was read may be anything.
+        Raises NotMapped if it cannot be mapped, and PeerGone at the end if the owner withdrew it: then the data
+        is invalid.
         """
         with self._lock:
             yield self._memory(region)
@@ -79,5 +79,5 @@ class MappedMemory:
             del memory
             try:
                 mapping.close()
-            except Exception:  # its process is gone, and the device may have failed
+            except Exception:  # its process has ended, and the device may have failed
                 logger.exception("memory of %s could not be unmapped", name)

@@ -1,4 +1,4 @@
-"""Steps with prompts as device graphs: all but attention, which runs between the pieces of a graph."""
+"""Device graphs for steps with prompts; attention runs eagerly between the pieces of a graph."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from device.base import AttentionPlan, AttnMeta, Device, GraphRunner
 from epd_serve.models.decoder import StepContext
 from epd_serve.models.language import LanguageModel
 
-#: Tokens of the steps that are captured. Above, the device computes for longer than the host launches: a step of a
-#: 7B model that is not captured takes the host 28 ms on an H100's machine, and one of 1024 tokens the device 23.
+#: Captured step sizes in tokens. In larger steps the device takes longer than the launches: on an H100, launching
+#: an eager step of a 7B model takes the host 28 ms, computing one of 1024 tokens takes the device 23 ms.
 _SIZES = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 
 
 def prefill_graph_sizes(max_num_tokens: int) -> list[int]:
-    """Numbers of tokens at which steps with prompts are captured, where a step has ``max_num_tokens`` at most."""
+    """Return the captured sizes, in tokens, for steps of up to ``max_num_tokens``."""
     return [size for size, below in zip(_SIZES, (0, *_SIZES), strict=False) if below < max_num_tokens]
 
 
 class _Between:
-    """The eager part of a step: attention, on the tokens that there are. The graphs' pieces refer to it.
+    """The eager part of a step: attention on the actual tokens, between the pieces of the graph.
 
     Attributes:
-        queries, keys, values: [tokens, heads, head_dim], those of a layer, from the piece before.
-        attended: as queries, for the piece behind; of padding 0.
-        context: of the step that is replayed; None: of one that is captured. num_tokens: its tokens.
+        queries, keys, values: [tokens, heads, head_dim] of a layer, from the previous piece.
+        attended: same shape as queries, for the next piece; 0 for padding.
+        context: context of the replayed step; None during capture. num_tokens: its tokens.
     """
 
     def __init__(self, model: LanguageModel, device: Device, kv: Tensor, most: int) -> None:
@@ -51,11 +51,11 @@ class _Between:
 
 
 class PrefillGraphs:
-    """Captures a model's layers at its making, for steps of prompts and of decodes beside them.
+    """Captures a model's layers for steps with prompts, mixed with decodes or not.
 
-    A graph reads embeddings, positions and slots from buffers that stay. It ends at each layer's attention, which
-    is computed as in any step, on the tokens that there are: lengths and tables are no part of a graph. Rows of
-    padding write into block 0, which belongs to no sequence.
+    A graph reads embeddings, positions and slots from static buffers. It is cut at each layer's attention, which
+    runs eagerly on the actual tokens, so that lengths and tables stay out of the graph. Padding rows write into
+    block 0, which is reserved for them.
 
     Args:
         kv: [layers, 2, num_blocks, block_size, kv_heads, head_dim].
@@ -78,14 +78,14 @@ class PrefillGraphs:
         zeros = partial(torch.zeros, dtype=model.dtype, device=device.torch_device)
         integers = partial(torch.zeros, dtype=torch.long, device=device.torch_device)
         self._embeddings = zeros(most, width)
-        self._added = zeros(model.feature_width // width - 1, most, width)  # by deepstack, to the first layers
-        self._adds = False  # the last step did
+        self._added = zeros(model.feature_width // width - 1, most, width)  # deepstack, in the first layers
+        self._adds = False  # the last step added some
         self._between = _Between(model, device, kv, most)
         self._positions, self._slots = integers(num_position_axes, most), integers(most)
         self._no_table = torch.zeros(0, 1, dtype=torch.int32, device=device.torch_device)
         self._spare = torch.arange(most, device=device.torch_device) % kv.shape[3]
         with torch.inference_mode():
-            for size in reversed(sizes):  # the largest first: its memory pool serves the others
+            for size in reversed(sizes):  # the largest first: the others reuse its memory pool
                 graphs.capture(size, partial(self._layers, size))
 
     def fits(self, num_tokens: int) -> bool:
@@ -100,7 +100,7 @@ class PrefillGraphs:
         feature_rows: Tensor | None = None,
         deepstack: Sequence[Tensor] = (),
     ) -> Tensor:
-        """As :meth:`epd_serve.models.decoder.Decoder.forward`; the result is overwritten by the next."""
+        """See :meth:`epd_serve.models.decoder.Decoder.forward`; the next call overwrites the result."""
         count = len(embeddings)
         size = next(size for size in self._sizes if size >= count)
         slots = context.plan.meta.slot_mapping
@@ -109,7 +109,7 @@ class PrefillGraphs:
         self._slots[:count].copy_(slots)
         if size > count:
             self._slots[count:size].copy_(self._spare[: size - count])
-            for padded in (self._embeddings, self._between.attended):  # block 0 holds numbers
+            for padded in (self._embeddings, self._between.attended):  # block 0 must stay finite
                 padded[count:size].zero_()
         if self._adds:
             self._added.zero_()
@@ -123,7 +123,7 @@ class PrefillGraphs:
             self._between.context = None
 
     def _layers(self, size: int) -> Tensor:
-        """The step that is captured."""
+        """Run the captured layers."""
         meta = AttnMeta(
             block_size=self._kv.shape[3],
             slot_mapping=self._slots[:size],

@@ -1,6 +1,6 @@
-"""One step: packed from a schedule, computed, sampled.
+"""One step: pack a schedule, compute it, sample.
 
-It is computed eagerly, or where it is decodes alone as a captured graph of padded size.
+A step of decodes alone may run as a captured graph of padded size.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from epd_serve.sched.sequence import Sequence as TokenSequence
 
 
 class LanguageRunner:
-    """Turns a schedule into a step and its logits into tokens."""
+    """Runner that packs a schedule into a step and samples its logits."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class LanguageRunner:
         self._decoding = SampledRows([])
 
     def activate(self) -> None:
-        """Make its device that of this thread, which is to launch steps."""
+        """Make its device current for this thread, which will launch steps."""
         self._executor.activate()
 
     def launch(
@@ -56,12 +56,12 @@ class LanguageRunner:
         on_layer: Callable[[int], None] | None = None,
         before: LaunchedStep | None = None,
     ) -> LaunchedStep:
-        """Let the device compute the scheduled tokens (:meth:`epd_serve.engine.computing.Runner.launch`)."""
+        """Launch the scheduled tokens (:meth:`epd_serve.engine.computing.Runner.launch`)."""
         size, axes = self._block_size, self._num_position_axes
         inputs = pack_step(output, self._tables, features_by_hash, block_size=size, num_axes=axes)
         fed = None
         if inputs.fed:
-            assert before is not None, "a step before has chosen the tokens"
+            assert before is not None, "placeholders need the previous step"
             fed = before.tokens_of(inputs.fed)
         logprobs = PromptLogprobs(inputs, self._executor.device) if inputs.scored else None
         logits = self._executor.compute(inputs, on_layer, fed, logprobs)
@@ -76,7 +76,7 @@ class LanguageRunner:
 
 
 class SampledRows:
-    """The sequences of a step that get tokens, and a row for each token; the same ones as long as they decode."""
+    """The sequences of a step that get tokens, and a row per token; reused while the same sequences decode."""
 
     def __init__(self, sequences: list[TokenSequence]) -> None:
         self.sequences = sequences
@@ -88,7 +88,7 @@ class SampledRows:
 
 @dataclass(eq=False)
 class LaunchedStep:
-    """A step that the device computes: :meth:`sample`, then :meth:`read`."""
+    """A step on the device. Call :meth:`sample`, then :meth:`read`."""
 
     _sampler: Sampler
     _logits: Tensor
@@ -98,12 +98,12 @@ class LaunchedStep:
     _computed: Readback | None = None
 
     def sample(self) -> None:
-        """Let the device choose the tokens; those before them must be known."""
+        """Launch the choice of tokens; all earlier tokens must be known."""
         if self._logprobs is not None:
             self._logprobs.send()
         rows, sequences = self._sampled.rows, self._sampled.sequences
         if not rows:
-            self._computed = Readback(self._logits)  # of no rows: its end is that of the step
+            self._computed = Readback(self._logits)  # empty: it marks the end of the step
             return
         logits = self._logits
         if len(rows) > len(sequences):
@@ -112,7 +112,7 @@ class LaunchedStep:
         self._sampling = self._sampler.sample(logits, rows)
 
     def tokens_of(self, sequences: Sequence[TokenSequence]) -> Tensor:
-        """[len(sequences)] on the device, which may not have chosen them yet."""
+        """Return tokens [len(sequences)] on the device, possibly before they are chosen."""
         assert self._sampling is not None, "sample() comes first"
         tokens = self._sampling.tokens
         if sequences == self._sampled.by_row:
@@ -121,7 +121,7 @@ class LaunchedStep:
         return tokens.index_select(0, on_device([places[sequence] for sequence in sequences], tokens.device))
 
     def read(self) -> SampledTokens:
-        """Wait for the end of the step, and hand each sequence the log-probabilities of its known tokens."""
+        """Wait for the step, store log-probabilities in the sequences, and return the tokens."""
         if self._computed is not None:
             self._computed.wait()
         if self._logprobs is not None:
@@ -134,18 +134,18 @@ class LaunchedStep:
 
 
 class StepExecutor:
-    """The language model over the KV of its instance.
+    """The language model on the KV of its instance.
 
     Args:
         kv: [layers, 2, num_blocks, block_size, kv_heads, head_dim].
-        graph_sizes: decode batch sizes to capture, ascending, where the device can; empty: none.
-        max_num_seqs: decodes of a step at most.
-        prefill_graph_sizes: the same for numbers of tokens of steps with prompts.
-        max_model_len: longest context of a sequence that decodes, and of a captured step.
-        max_num_tokens: of a step with prompts; 0 where there is none.
+        graph_sizes: decode batch sizes to capture if the device can, ascending; empty: none.
+        max_num_seqs: maximum decodes of a step.
+        prefill_graph_sizes: numbers of tokens to capture of steps with prompts, ascending; empty: none.
+        max_model_len: longest context of a decoding sequence, and of a captured step.
+        max_num_tokens: maximum tokens of a step with prompts; 0 without such steps.
 
     Attributes:
-        num_seats: rows of the block tables of decodes.
+        num_seats: rows of the decodes' block tables.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class StepExecutor:
         prefill_graph_sizes: Sequence[int] = (),
         max_num_tokens: int = 0,
     ) -> None:
-        device.activate()  # of the thread that captures
+        device.activate()  # for the thread that captures
         self._model, self._device, self._kv = model, device, kv
         self._num_position_axes = axes = num_position_axes
         self._max_num_tokens = max_num_tokens
@@ -179,7 +179,7 @@ class StepExecutor:
         if graph_sizes and (graphs := device.graph_runner()).captures and model.capturable:
             self._graphs = graphs
             self._ids = torch.zeros(graph_sizes[-1], dtype=torch.long, device=self.device)
-            for size in reversed(graph_sizes):  # the largest first: its memory pool serves the others
+            for size in reversed(graph_sizes):  # the largest first: the others reuse its memory pool
                 graphs.capture(size, partial(self._decode, size))
         if prefill_graph_sizes and (graphs := device.graph_runner()).cuts and model.capturable:
             self._prefill_graphs = PrefillGraphs(
@@ -200,9 +200,9 @@ class StepExecutor:
         fed: Tensor | None = None,
         logprobs: PromptLogprobs | None = None,
     ) -> Tensor:
-        """Logits [len(rows), vocab]; the step's K and V are in the cache afterwards.
+        """Return logits [len(rows), vocab], and write the step's K and V into the cache.
 
-        ``fed``: the tokens of the inputs' ``fed_rows``, on the device.
+        ``fed``: tokens of the inputs' ``fed_rows``, on the device.
         """
         self._tables.update(inputs.decodes, inputs.decode_context_lens)
         is_decode = not inputs.prefill_query_lens and len(inputs.ids) > 0
@@ -229,7 +229,7 @@ class StepExecutor:
         return self._model.forward(ids, positions, context, rows, features, feature_rows, logprobs, layers)
 
     def _pack(self, inputs: StepInputs) -> tuple[AttnMeta, Tensor]:
-        """The sequences of a step that is computed eagerly, and the positions [axes, T] of its tokens."""
+        """Return the attention metadata of an eager step, and the positions [axes, T] of its tokens."""
         target, count = self.device, len(inputs.decode_context_lens)
         slots, positions = on_device(inputs.slots, target), to_device(inputs.positions, target)
         table = np.zeros((len(inputs.prefill_blocks), max(map(len, inputs.prefill_blocks), default=0)), np.int32)
@@ -256,7 +256,7 @@ class StepExecutor:
         return meta, positions
 
     def _replay(self, graphs: GraphRunner, inputs: StepInputs, fed: Tensor | None) -> Tensor:
-        """Logits [decodes, vocab] of a step of decodes alone; overwritten by the next."""
+        """Return logits [decodes, vocab] of a step of decodes alone; the next step overwrites them."""
         count = len(inputs.ids)
         size = next(size for size in self._graph_sizes if size >= count)
         if len(inputs.fed_rows) < count:
@@ -267,7 +267,7 @@ class StepExecutor:
         return graphs.replay(size)[:count]
 
     def _decode(self, size: int) -> Tensor:
-        """The decode step that is captured; it reads its inputs from buffers that stay."""
+        """Run the captured decode step, which reads its inputs from static buffers."""
         slots, positions, table, context_lens = self._tables.advance(size, self._tables.max_blocks)
         meta = AttnMeta(
             block_size=self._kv.shape[3],

@@ -1,6 +1,6 @@
-"""The packed inputs of a step.
+"""Packed inputs of a step.
 
-The block tables of the sequences that decode stay on the device; a step brings what is new of them.
+Block tables of decoding sequences stay on the device; a step sends only changes.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from epd_serve.sched.sequence import Sequence as TokenSequence
 
 @dataclass(frozen=True, slots=True)
 class TableChange:
-    """The difference between the decodes of a step and those of the last step that had some.
+    """The difference between the decodes of a step and the last decodes.
 
     Attributes:
-        writes: blocks that a table did not have: (seat, first column, blocks).
-        seats: of each decode, in the order of the batch; None: they are the same, each a token further.
-        position_deltas: numbers that M-RoPE adds to the index of a token of each; empty where they are the same.
+        writes: new blocks of tables: (seat, first column, blocks).
+        seats: seat of each decode, in batch order; None: the same decodes, each one token later.
+        position_deltas: M-RoPE's offset from token index to position, per decode; empty if unchanged.
     """
 
     writes: Sequence[tuple[int, int, list[int]]] = ()
@@ -36,21 +36,20 @@ class TableChange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepInputs:
-    """The packed tokens of a step, on the host: decodes first, then prefill chunks.
+    """Packed tokens of a step, on the host: decodes first, then prefill chunks.
 
     Attributes:
-        positions: [axes, tokens of prefills] int64; the device makes those of decodes.
-        slots: [tokens of prefills], where each token's K and V go.
-        rows: tokens whose logits are wanted. scored_rows: tokens behind which the log-probabilities of
-            ``scored_ids``, those that follow them, are wanted, with ``num_top`` alternatives. scored: the same
-            tokens as (sequence, index).
-        decodes: what is new in their tables.
-        prefill_blocks: the blocks in use of each sequence, as many as its context fills.
-        prefill_both_ways: for each prefill, the runs of its sequence's tokens that see all of themselves.
+        positions: [axes, prefill tokens] int64; the device computes those of decodes.
+        slots: [prefill tokens], cache slots of the tokens' K and V.
+        rows: tokens with requested logits. scored_rows: tokens whose successors ``scored_ids`` need
+            log-probabilities, with ``num_top`` alternatives. scored: these successors as (sequence, index).
+        decodes: changes of the decodes' tables.
+        prefill_blocks: blocks of each sequence that its context fills.
+        prefill_both_ways: for each prefill, the runs of its sequence's tokens with bidirectional attention.
         features: [F, (1 + deepstack levels) * hidden], in batch order; None without media.
-        feature_rows: [F], the tokens that they replace.
-        states: the blocks of the recurrent state of each sequence, decodes first; empty where there are none.
-        fed_rows: tokens that the device has chosen in the step before and the host does not know. fed: their
+        feature_rows: [F], the tokens replaced by features.
+        states: blocks of each sequence's recurrent state, decodes first; empty without recurrent states.
+        fed_rows: tokens chosen by the previous step on the device and still unknown to the host. fed: their
             sequences.
     """
 
@@ -77,16 +76,16 @@ class StepInputs:
     def feed(self, ids: Tensor, tokens: Tensor) -> None:
         """Put the ``tokens`` of ``fed_rows`` among the step's ``ids``, both on a device."""
         rows = self.fed_rows
-        if rows[-1] == len(rows) - 1:  # the first ones, as in a step of decodes
+        if rows[-1] == len(rows) - 1:  # consecutive from 0, as in a step of decodes
             ids[: len(rows)].copy_(tokens)
         else:
             ids.index_copy_(0, on_device(rows, ids.device), tokens)
 
 
 class DecodeTables:
-    """The contents of the tables on the device, as the host knows them: ``num_seats`` rows, one for each decode.
+    """The host's view of the tables on the device: ``num_seats`` rows, one for each decode.
 
-    A sequence is known by its list of blocks, which only grows: one that comes back with another list is new.
+    A sequence is identified by its list of blocks, which only grows: with another list it counts as new.
     """
 
     def __init__(self, block_size: int, num_seats: int) -> None:
@@ -101,7 +100,7 @@ class DecodeTables:
     def change(
         self, tables: list[list[int]], context_lens: Sequence[int], position_deltas: list[int]
     ) -> TableChange:
-        """Take over a step's decodes, each with blocks for its context; return what is new to the device."""
+        """Record a step's decodes, each with blocks for its context; return the change for the device."""
         if not tables:
             return TableChange()
         is_same = len(tables) == len(self._tables) and all(map(is_, tables, self._tables))
@@ -122,7 +121,7 @@ class DecodeTables:
         return TableChange(writes, self._index.tolist(), position_deltas)
 
     def _seat(self, tables: list[list[int]]) -> None:
-        """Keep the seats of those that go on, and give the others' to new ones."""
+        """Keep the seats of continuing decodes, and assign the others to new ones."""
         kept = {id(table) for table in tables}
         for table in self._tables:
             if id(table) not in kept:
@@ -136,11 +135,11 @@ class DecodeTables:
 
 
 class DeviceTables:
-    """The tables on the device, and how far each decode of the batch is: a step makes its inputs of these there.
+    """The tables on the device and the progress of each decode, from which a step computes its inputs there.
 
-    Rows of a batch without a decode have the table of a seat that is nobody's: zeros, for block 0 belongs to no
-    sequence. They see one token and write into block 0, each into a slot of its own as long as there are some: an
-    NPU's write says nothing of slots that are written twice.
+    Padding rows of a batch use the table of a reserved seat: zeros, because block 0 is reserved for padding. They
+    see one token and write into distinct slots of block 0 while slots last, because an NPU's write is undefined
+    for repeated slots.
     """
 
     def __init__(self, device: torch.device, *, num_seats: int, max_blocks: int, block_size: int) -> None:
@@ -153,11 +152,11 @@ class DeviceTables:
         self._spare_slots = torch.arange(num_seats, device=device) % block_size
 
     def update(self, change: TableChange, context_lens: Sequence[int]) -> None:
-        """Take over the change of a step, whose decodes have these contexts when it is over."""
+        """Apply a step's change; ``context_lens``: contexts of its decodes after the step."""
         if change.writes:
             width = self.max_blocks
             ends = [start + len(blocks) for _, start, blocks in change.writes]
-            assert max(ends) <= width, f"a context of {max(ends)} blocks, where a table has {width}"
+            assert max(ends) <= width, f"a context of {max(ends)} blocks in a table of {width}"
             cells, new = list[int](), list[int]()
             for seat, start, blocks in change.writes:
                 first = seat * width + start
@@ -173,11 +172,11 @@ class DeviceTables:
             self._batch.copy_(to_device(torch.from_numpy(batch), self._device))
 
     def advance(self, size: int, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Let each decode go a token further. Nothing of this waits for the host: a graph may begin with it.
+        """Advance each decode by one token, without the host, so that a graph may begin with it.
 
         Returns:
-            Slots [size], positions [size], tables [size, width] int32, context lengths [size], which hold until
-            the next step.
+            Slots [size], positions [size], tables [size, width] int32, context lengths [size], valid until the
+            next step.
         """
         seats, context_lens, position_deltas, num_new = self._batch[:, :size]
         context_lens.add_(num_new)
@@ -196,7 +195,7 @@ def pack_step(
     block_size: int,
     num_axes: int,
 ) -> StepInputs:
-    """Pack the tokens of a step: its decodes, whose ``tables`` change, then its prefill chunks."""
+    """Pack the tokens of a step, decodes first, and update ``tables``."""
     decodes, chunks = output.decodes, output.prefills
     ids = [sequence.output_ids[-1] for sequence in decodes]
     fed = {row: decodes[row] for row, token in enumerate(ids) if token == PLACEHOLDER}
@@ -216,7 +215,7 @@ def pack_step(
                 feature_rows += range(first_row + low, first_row + high)
         ids += sequence.prompt_ids[start:end]
         positions.append(sequence.positions[:, start:end])
-        if end > length:  # output that is computed again
+        if end > length:  # recomputed output
             ids += sequence.output_ids[max(start - length, 0) : end - length]
             index = torch.arange(max(start, length), end) + sequence.position_delta
             positions.append(index.expand(len(sequence.positions), -1))

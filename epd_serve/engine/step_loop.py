@@ -1,4 +1,4 @@
-"""The step loop: launch a step, send its KV as layers end, read its tokens, give them to the engine."""
+"""The step loop: launch a step, send KV layer by layer, read tokens, pass them to the engine."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ logger = logging.getLogger(__name__)
 
 
 class StepLoop:
-    """Runs the steps of an engine on a thread of its own, the device's work on ``stream``.
+    """Runs the steps of an engine on a separate thread, with device work on ``stream``.
 
-    A loop that runs ahead launches a step before it knows the tokens of the one before: the device feeds them from
-    one to the other, and placeholders stand for them in the engine.
+    A loop that runs ahead launches a step before it knows the tokens of the previous one: the device passes them
+    on, and the engine holds placeholders.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class StepLoop:
         self._watch = watch or StepWatch()
         self._warm_up = warm_up
         self._is_warm = threading.Event()
-        self._in_flight: InFlightStep | None = None  # launched, its tokens unknown
+        self._in_flight: InFlightStep | None = None  # launched, with unknown tokens
         self._landed_s = 0.0
-        self._events: list[EngineEvent] = []  # of steps that have ended, not yet emitted
+        self._events: list[EngineEvent] = []  # of finished steps, not yet emitted
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -68,7 +68,7 @@ class StepLoop:
             self._thread.join()
 
     def step(self) -> bool:
-        """Make one step where no thread runs, for tests. False if there was nothing to compute or to wait for."""
+        """Run one step without the thread, for tests. Returns False if there was no work."""
         in_flight = self._in_flight.output if self._in_flight else None
         output = self._engine.plan(in_flight)
         self._advance(output)
@@ -78,7 +78,7 @@ class StepLoop:
         try:
             self._runner.activate()
             with self._stream:
-                self._warm_up()  # here, since libraries keep handles and plans by thread
+                self._warm_up()  # here, because libraries keep handles and plans per thread
                 self._is_warm.set()
                 while True:
                     in_flight = self._in_flight.output if self._in_flight else None
@@ -86,15 +86,15 @@ class StepLoop:
                         return
                     with self._watch.step((_kind(in_flight), _kind(output))):
                         self._advance(output)
-        except BaseException:  # nothing would be computed any more, and nobody would know
+        except BaseException:  # otherwise the engine would stop silently
             logger.critical("the engine's thread has ended", exc_info=True)
             self._hooks.died()
             self._is_warm.set()
 
     def _advance(self, output: ScheduleOutput) -> None:
-        """Launch a step and end the one in flight before it; end both unless the loop runs ahead.
+        """Launch a step and finish the one in flight; finish both unless the loop runs ahead.
 
-        Events are emitted when the device has its work: who takes them may take the interpreter's lock as well.
+        Events are emitted after the launch, because their receiver may hold the interpreter's lock.
         """
         before, self._in_flight = self._in_flight, None
         step: InFlightStep | None = None
@@ -117,7 +117,7 @@ class StepLoop:
             self._hooks.emit(events)
 
     def _launch(self, output: ScheduleOutput, before: InFlightStep | None) -> InFlightStep:
-        """Give a step to the device, as far as its features can be had."""
+        """Launch the part of a step whose features are available."""
         features: dict[str, Any] = {}
 
         def take(mm_hash: str) -> bool:
@@ -138,7 +138,7 @@ class StepLoop:
         return InFlightStep(output, launched, groups, launched_s, features)
 
     def _land(self, step: InFlightStep, after: InFlightStep | None) -> None:
-        """Wait for a step's tokens and give them to the engine; ``after`` is the step that was launched since."""
+        """Wait for a step's tokens and pass them to the engine; ``after`` is the step launched since."""
         with self._failing(step.output, after):
             sampled = [] if step.launched is None else step.launched.read()
             if step.groups is not None:
@@ -151,12 +151,12 @@ class StepLoop:
                     self._push.sender.sizer.observe_compute(step.output.num_tokens, seconds)
                 if step.output:
                     self._hooks.stepped(step.output, seconds)
-            except Exception:  # must not take the step's tokens along
-                logger.exception("a step could not be accounted for")
+            except Exception:  # must not lose the step's tokens
+                logger.exception("accounting for a step failed")
 
     @contextmanager
     def _failing(self, output: ScheduleOutput, other: InFlightStep | None) -> Iterator[None]:
-        """A failed step must fail its requests, not the instance. ``other`` is one that is still in flight."""
+        """Fail a step's requests, not the instance, if the step fails; ``other`` is a step still in flight."""
         try:
             yield
         except Exception as error:
@@ -167,15 +167,15 @@ class StepLoop:
 
 
 def _kind(output: ScheduleOutput | None) -> tuple[int, bool]:
-    """Return a step's kind for the watch: its tokens, to a power of two, and whether some are a prompt's."""
+    """Return a step's kind for the watch: its tokens, to a power of two, and whether it has prefills."""
     return (0, False) if output is None else (output.num_tokens.bit_length(), bool(output.prefills))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InFlightStep:
-    """A step and its launch. ``launched`` is None where no feature could be had: nothing is computed.
+    """A step and its launch. ``launched`` is None if no feature was available, so that nothing is computed.
 
-    The device may read the ``features`` until the step has ended: their memory is not another's before.
+    It holds ``features``, because the device may read them until the step ends.
     """
 
     output: ScheduleOutput
@@ -187,7 +187,7 @@ class InFlightStep:
 
 @dataclass(slots=True, eq=False)
 class SendLane:
-    """Parts of prompts that go to one decode instance, and the layers after which they go."""
+    """Parts of prompts for one decode instance, and the layers after which they are sent."""
 
     parts: list[Part]
     ends: frozenset[int]
@@ -195,7 +195,7 @@ class SendLane:
 
 
 class LayerGroups:
-    """The outgoing KV of one step. ``on_layer`` is the model's hook; ``on_computed`` ends the step."""
+    """Outgoing KV of one step. The model calls ``on_layer``; ``on_computed`` ends the step."""
 
     def __init__(self, push: KVPush, output: ScheduleOutput, transfers: dict[Sequence, OutgoingTransfer]) -> None:
         self._push = push
@@ -214,18 +214,18 @@ class LayerGroups:
             if target is not None and first < stop:
                 part = Part(transfer, sequence.blocks[first:stop], target.block_ids[first:stop])
                 parts[target.name].append(part)
-                # a block that the chunk fills in part is sent again with the next chunk
+                # a partially filled block is sent again with the next chunk
                 transfer.next_block = max(first, end // push.block_size)
         self._lanes: list[SendLane] = []
         for name, of_lane in parts.items():
             nbytes = push.layer_bytes * sum(len(part.local) for part in of_lane)
             group_size = push.sender.sizer.group_size(name, output.num_tokens, nbytes)
             self._lanes.append(SendLane(of_lane, group_ends(push.num_layers, group_size)))
-        # all of a state's blocks hold parts of the last layer's
+        # every block of a state holds parts of the last layer's
         self._lanes += [SendLane(of_lane, frozenset({push.num_layers - 1})) for of_lane in states.values()]
 
     def on_layer(self, layer: int) -> None:
-        """The layer's K and V are in the cache, or will be when the device's work so far is done."""
+        """Send the KV of a layer group; launched work writes the layer's K and V into the cache."""
         if ending := [lane for lane in self._lanes if layer in lane.ends]:
             computed = self._push.record_event()
             for lane in ending:
@@ -233,7 +233,7 @@ class LayerGroups:
                 lane.next_layer = layer + 1
 
     def on_computed(self) -> None:
-        """All of the step is computed, first tokens included."""
+        """Note that the step is computed, including first tokens."""
         now = self._push.clock()
         for transfer in self._finished:
             transfer.computed_at = now
@@ -244,9 +244,9 @@ class LayerGroups:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVPush:
-    """Sends the KV of prompts to decode instances, a group of layers at a time (EPD-Serve 3.3).
+    """Sends the KV of prompts to decode instances, one group of layers at a time (EPD-Serve 3.3).
 
-    ``layer_bytes``: K and V of one block in one layer. ``record_event`` marks the device's work so far.
+    ``layer_bytes``: K and V of one block in one layer. ``record_event``: marks the launched device work.
     """
 
     sender: KVSender

@@ -1,1 +1,1 @@
-"""Splitting a transformers vision-language model into an encoder part and a language part."""
+"""Split a transformers multimodal model into an encoder part and a language part."""

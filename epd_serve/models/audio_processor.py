@@ -1,4 +1,4 @@
-"""A checkpoint's feature extractor of sounds: their length, the tower's inputs, the rows of their features."""
+"""A checkpoint's audio feature extractor: durations, tower inputs, and feature rows."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AudioProcessor:
-    """Log-mel spectra as Whisper's, padded to the extractor's length, and a mask of what is no padding.
+    """Whisper's log-mel spectra, padded to the extractor's length, and a mask of the valid frames.
 
     Two frames of the spectrum make a position of the tower, two positions a row of the feature.
 
     Attributes:
-        extractor: transformers' own. kind: its class.
-        padded_positions: the tower computes padding, too; else the sound's own positions alone.
-        mask: the name of the mask among the tower's inputs.
-        padding: how the extractor is asked for spectra.
+        extractor: transformers' extractor. kind: its class name.
+        padded_positions: True if the tower also computes padding.
+        mask: name of the mask among the tower's inputs.
+        padding: padding arguments of the extractor.
     """
 
     extractor: Any
@@ -67,7 +67,7 @@ class AudioProcessor:
             raise ValueError(f"the feature extractor has dither {self.extractor.dither}; only 0 is supported")
 
     def check_length(self, item: MediaRef) -> None:
-        """Raise InvalidRequest for a sound that the model cannot take: nothing is cut off unasked."""
+        """Raise InvalidRequest for audio that is too long for the model, instead of truncating it."""
         if item.audio.count_at(self.rate) > self.max_seconds * self.rate:
             raise InvalidRequest(
                 f"the audio has {item.audio.duration_s:.2f} s; the model takes at most {self.max_seconds:g} s at "
@@ -76,13 +76,13 @@ class AudioProcessor:
             )
 
     def num_frames(self, item: MediaRef) -> int:
-        """Frames of the spectrum, without padding. Raises as :meth:`check_length`."""
+        """Return the frames of the spectrum without padding. Raises like :meth:`check_length`."""
         self.check_length(item)
         count: int = -(-item.audio.count_at(self.rate) // self.extractor.hop_length)
         return count
 
     def num_tokens(self, item: MediaRef) -> int:
-        """Rows of the feature. Raises InvalidRequest for a sound that is too short or too long."""
+        """Return the rows of the feature. Raises InvalidRequest for audio that is too short or too long."""
         count = self._num_rows(self.num_frames(item))
         if not count:
             raise InvalidRequest(
@@ -92,12 +92,12 @@ class AudioProcessor:
         return count
 
     def num_pixels(self, item: MediaRef) -> int:
-        """The tower's work, in pixels of pictures. Raises as :meth:`num_tokens`."""
+        """Return the tower's work, in pixels of images. Raises like :meth:`num_tokens`."""
         frames = self.extractor.nb_max_frames if self.padded_positions else self.num_frames(item)
         return self._num_positions(frames) * PIXELS_PER_POSITION
 
     def inputs(self, samples: NDArray[np.float32]) -> TowerInputs:
-        """Samples of one channel at :attr:`rate` → spectrum [1, bins, frames] and mask [1, frames]."""
+        """Convert mono samples at :attr:`rate` to a spectrum [1, bins, frames] and a mask [1, frames]."""
         batch = self.extractor(
             samples, sampling_rate=self.rate, return_attention_mask=True, return_tensors="pt", **self.padding
         )
@@ -112,7 +112,7 @@ class AudioProcessor:
 
 
 class UnpaddedAudio(AudioProcessor):
-    """Sounds of any length as they are. Blocks of 100 frames become 13 rows each, the last one fewer."""
+    """Unpadded audio of any length. Blocks of 100 frames become 13 rows each, the last one fewer."""
 
     __slots__ = ()
     padding: ClassVar = {"padding": True, "truncation": False}
@@ -136,13 +136,13 @@ class UnpaddedAudio(AudioProcessor):
 
     def _num_rows(self, num_frames: int) -> int:
         blocks, rest = divmod(num_frames, 2 * _HALF_BLOCK)
-        for _ in range(3):  # convolutions, every second position of which is taken
+        for _ in range(3):  # convolutions of stride 2
             rest = self._num_positions(rest)
         return 13 * blocks + rest
 
 
 class ConformerAudio(AudioProcessor):
-    """Sounds of up to 30 seconds in frames without padding; two convolutions leave every fourth of them."""
+    """Unpadded audio of up to 30 seconds; two convolutions keep every fourth frame."""
 
     __slots__ = ()
 
@@ -182,7 +182,7 @@ class ConformerAudio(AudioProcessor):
 
 
 class WaveAudio(ConformerAudio):
-    """Sounds of any length as they are; as many samples as the tower takes at a time become a row."""
+    """Unpadded audio of any length; a fixed number of samples becomes a row."""
 
     __slots__ = ()
 
@@ -204,7 +204,7 @@ class WaveAudio(ConformerAudio):
         return num_frames
 
 
-#: At which transformers' extractor of Gemma 4 cuts a sound off.
+#: Samples at which transformers' extractor of Gemma 4 truncates audio.
 _MOST_SAMPLES = 480_000
-#: Frames of half a block of Qwen3's towers that hear.
+#: Frames of half a block of Qwen3's audio towers.
 _HALF_BLOCK = 50

@@ -1,8 +1,8 @@
-"""A checkpoint's config.json, read and held against what the native engine computes.
+"""Read a checkpoint's config.json and check that the native engine supports it.
 
-Every field is one of four kinds: the engine honours it; it describes the checkpoint and decides no token; it has
-the value that the family has anyway; or the model is refused, with the field's name. A field that transformers'
-configuration class does not declare decides nothing unless code that the model runs reads it.
+Every field is honoured by the engine, irrelevant to tokens, or has the family's default value; otherwise the model
+is refused with the field's name. A field that transformers' configuration class does not declare is irrelevant
+unless the model's code reads it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from transformers.activations import ACT2FN
 from epd_serve.models.families import QUANTISED, TEXT, family_of, refusal, unknown
 from epd_serve.models.family import Family, names
 
-#: Their heads are as wide as they fit into the hidden states.
+#: Models whose head_dim is hidden_size / num_attention_heads.
 _NARROW_HEADS = ("qwen2_vl_text", "qwen2_5_vl_text")
 _MROPE_MODELS = (
     *_NARROW_HEADS,
@@ -43,17 +43,17 @@ _MROPE_MODELS = (
     "qwen3_vl_moe_text",
     "qwen3_omni_moe_text",
 )
-#: Language models that the fused decoder runs.
+#: Language models run by the fused decoder.
 _FUSED = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", *_MROPE_MODELS)
-#: What it honours, whichever class of the above declares it. Layers of experts are transformers' own.
+#: Fields that it honours in any of these classes. Expert layers are transformers' own.
 _TEXT_FIELDS = names(
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim",
     "hidden_act max_position_embeddings rms_norm_eps rope_parameters attention_bias mlp_bias tie_word_embeddings",
     "use_sliding_window sliding_window max_window_layers layer_types",
     "num_experts num_experts_per_tok norm_topk_prob moe_intermediate_size decoder_sparse_step mlp_only_layers",
 )
-#: What decides no token of an answer, whatever it is. The end of a generation is read elsewhere; projection_dim is
-#: of CLIP's head, behind the layers that are read; image_seq_length is counted; tokens_per_second is of videos.
+#: Fields that never affect a token. The end of a generation is read elsewhere; projection_dim belongs to CLIP's
+#: head, after the layers in use; image_seq_length is counted; tokens_per_second concerns videos.
 _DESCRIPTIVE = names(
     "architectures transformers_version dtype model_type initializer_range initializer_factor use_cache",
     "attention_dropout bos_token_id eos_token_id pad_token_id id2label label2id num_labels problem_type",
@@ -63,24 +63,24 @@ _DESCRIPTIVE = names(
 _PARTS = ("text_config", "vision_config", "audio_config")
 _TOWERS = {"vision_config": "image", "audio_config": "audio"}
 _ROPE_TYPES = ("default", "linear", "yarn", "llama3")
-#: Of transformers' own layers, some of whose dimensions are not turned.
+#: RoPE types of transformers' own layers, which may leave some dimensions unrotated.
 _GENERIC_ROPE_TYPES = (*_ROPE_TYPES, "proportional")
-#: What the generic decoder honours of each layer.
+#: Per-layer fields honoured by the generic decoder.
 _OF_LAYERS = {"head_dim", "num_key_value_heads"}
 
 
 def read_config(path: Path) -> Any:
-    """The configuration of the checkpoint in ``path``; of one that also speaks, of the part that answers in text.
+    """Return the configuration of a checkpoint, or only the text-generating part of a model that also speaks.
 
-    Raises ValueError that names the field, its value and what is supported, where the engine would not compute
-    what transformers computes.
+    Raises ValueError, with the field, its value and the supported ones, if the engine's results would differ from
+    transformers'.
     """
     content, _ = PreTrainedConfig.get_config_dict(path, local_files_only=True)
     if why := refusal(content.get("thinker_config", content)):
         raise ValueError(f"{path}: {why}. With engine: vllm many more are served (docs/guide/vllm.md)")
     try:
         whole = AutoConfig.from_pretrained(path, local_files_only=True)
-    except StrictDataclassError as error:  # which is no ValueError
+    except StrictDataclassError as error:  # not a ValueError
         raise ValueError(f"{path}: config.json has a value that transformers does not take: {error}") from error
     config = getattr(whole, "thinker_config", whole)
     try:
@@ -92,18 +92,18 @@ def read_config(path: Path) -> Any:
 
 
 def model_class(config: Any) -> Any:
-    """transformers' class for a configuration of a known family."""
+    """Return transformers' class for a configuration of a known family."""
     auto = AutoModelForCausalLM if config.model_type in TEXT else AutoModelForMultimodalLM
     return auto._model_mapping[type(config)]
 
 
 def of_layers(config: Any) -> set[str]:
-    """Fields of a language model's configuration that have a value for each layer."""
+    """Return the fields of a language model's configuration with values per layer."""
     return config.per_layer_attributes if getattr(config, "is_heterogeneous", False) else set()
 
 
 def layer_configs(config: Any) -> list[Any]:
-    """The configuration of each layer of a language model."""
+    """Return the configuration of each layer of a language model."""
     return list(config.per_layer_config) if of_layers(config) else [config] * config.num_hidden_layers
 
 
@@ -133,7 +133,7 @@ def _check(config: Any) -> None:
 
 
 def _check_declared(where: str, config: Any, honoured: frozenset[str]) -> Iterator[tuple[str, Any, str]]:
-    """Refuse what the class declares and the engine does not honour; yield what the class does not declare."""
+    """Refuse declared fields that the engine does not honour; yield undeclared fields."""
     _check_quantised(where, config)
     if not of_layers(config) <= (_OF_LAYERS if "per_layer_config" in honoured else set()):
         raise ValueError(
@@ -158,7 +158,7 @@ def _check_quantised(where: str, config: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it."""
+    """Return a value in its JSON form."""
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -167,11 +167,11 @@ def _check_read(config: Any, extras: Iterable[tuple[str, Any, str]]) -> None:
     try:
         with torch.device("meta"):
             model = model_class(config)(config)
-    except Exception as error:  # whatever it is that a configuration breaks
+    except Exception as error:  # a bad configuration may raise anything
         raise ValueError(f"transformers cannot build this model: {error!r}") from error
     for where, part, name in extras:
         value = getattr(part, name)
-        # an absent field is None where it is read with a default, but for this one
+        # code reads absent fields with the default None, except this one
         if (value is not None or name == "is_causal") and name in names_read(model, part, config):
             raise ValueError(
                 f"{where}{name} is {value!r}: the model's code in transformers reads it, and the native engine "
@@ -190,7 +190,7 @@ def _check_text(where: str, text: Any, family: type[Family]) -> None:
     if family.decoder == "generic":
         rope = text.rope_parameters
         for own in [rope] if "rope_type" in rope else rope.values():
-            if own["rope_type"] not in _GENERIC_ROPE_TYPES:  # a step computes sequences of several lengths
+            if own["rope_type"] not in _GENERIC_ROPE_TYPES:  # a step mixes sequences of different lengths
                 raise ValueError(
                     f"{where}rope_parameters.rope_type is {own['rope_type']!r}; the native engine runs "
                     f"{', '.join(_GENERIC_ROPE_TYPES)}, alike at any length of the context"
@@ -252,12 +252,12 @@ def _check_activations(where: str, config: Any) -> None:
             raise ValueError(f"{where}{field} is {name!r}; transformers has {', '.join(ACT2FN)}")
 
 
-#: What every language model calls.
+#: Names called by every language model.
 _SHARED_MODULES = (masking_utils, cache_utils, modeling_rope_utils)
 
 
 def names_read(model: nn.Module, part: Any, whole: Any) -> frozenset[str]:
-    """Names that the classes and modules which run a part of the model read from its configuration."""
+    """Return the configuration fields read by the classes and modules that run a part of the model."""
     inner = [m for m in model.modules() if type(getattr(m, "config", None)) is not type(whole)]
     roots = [m for m in inner if type(getattr(m, "config", None)) is type(part)]
     if part is whole:
@@ -277,15 +277,15 @@ def names_read(model: nn.Module, part: Any, whole: Any) -> frozenset[str]:
     return frozenset(names)
 
 
-#: Keys of what stands beside the classes of a module.
+#: Key of a module's code outside classes.
 _FUNCTIONS, _REST = "functions", "rest"
 
 
 @lru_cache(maxsize=64)
 def _reads(module: str) -> dict[str, frozenset[str]]:
-    """Return the names that a module reads from configurations: by class, and in its functions.
+    """Return the configuration fields that a module reads, by class, and in its functions.
 
-    Found are ``x`` of ``config.x``, ``self.config.x`` and ``getattr(config, "x", ...)``.
+    Finds ``x`` in ``config.x``, ``self.config.x`` and ``getattr(config, "x", ...)``.
     """
     found = defaultdict[str, set[str]](set, {_FUNCTIONS: set()})
     for part in _DEFINITION.split(inspect.getsource(sys.modules[module])):

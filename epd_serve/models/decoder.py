@@ -1,7 +1,7 @@
-"""The layers of a Llama-like language model over our paged cache, made from what transformers loaded.
+"""Layers of a Llama-like language model over the paged cache, built from transformers' modules.
 
-Every operator that is not a matrix product comes from the device's :class:`~device.base.AttentionOps`. Projections
-that read the same input are one product: query, key and value; gate and up.
+All operators but matrix products come from the device's :class:`~device.base.AttentionOps`. Projections of the
+same input are fused: query, key and value; gate and up.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _INTERLEAVED_MROPE = ("qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_omni_moe_text
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepContext:
-    """The inputs of a step's layers besides its tokens.
+    """Inputs of a step's layers other than its tokens.
 
     Attributes:
         kv: [layers, 2, num_blocks, block_size, kv_heads, head_dim].
         on_layer: called with the layer index once that layer's K and V are in the cache.
-        both_ways: for each prefill, the runs of its sequence's tokens that see all of themselves; empty: none do.
-        states: [sequences, blocks of a recurrent state], decodes first; None where there are no such states.
-        attend: attention of a layer, in place of the plan and the device's; takes the layer's index, query, key,
-            value and scale as ``AttentionOps.attend``.
+        both_ways: for each prefill, the runs of tokens with bidirectional attention; empty: none.
+        states: [sequences, blocks of a recurrent state], decodes first; None without recurrent states.
+        attend: attention of a layer, replacing the plan and the device's; called with the layer's index and the
+            query, key, value and scale of ``AttentionOps.attend``.
     """
 
     plan: AttentionPlan
@@ -56,11 +56,11 @@ class _Layer:
 class Decoder:
     """Runs the layers of a language model.
 
-    ``capturable``: no layer routes tokens to experts, which reads values back from the device.
+    ``capturable``: True without expert layers, whose routing reads values back from the device.
     """
 
     def __init__(self, model: Any, ops: AttentionOps, device: torch.device) -> None:
-        """Take over a transformers language model: its layers are emptied one by one as they are converted."""
+        """Convert a transformers language model, emptying its layers one by one."""
         config = model.config
         self._ops = ops
         self._device = device
@@ -83,7 +83,7 @@ class Decoder:
         self._final_norm = model.norm.weight.to(device)
 
     def state_blocks(self, block_size: int) -> int:
-        """No layer has a recurrent state."""
+        """Return 0: these layers keep no recurrent state."""
         return 0
 
     def forward(
@@ -95,12 +95,12 @@ class Decoder:
         feature_rows: Tensor | None = None,
         deepstack: Sequence[Tensor] = (),
     ) -> Tensor:
-        """Hidden states after the final norm.
+        """Return the hidden states after the final norm.
 
         Args:
-            ids: [T], which these layers do not read. embeddings: [T, hidden]. positions: [axes, T].
-            feature_rows: [F] int64, tokens that stand for media; None: all do.
-            deepstack: features to add to those tokens after each of the first layers, [F, hidden] each.
+            ids: [T], unused. embeddings: [T, hidden]. positions: [axes, T].
+            feature_rows: [F] int64, media tokens; None: all tokens.
+            deepstack: features to add to these tokens after each of the first layers, [F, hidden] each.
 
         Returns:
             [T, hidden]
@@ -166,13 +166,13 @@ class Decoder:
             biases = (self._own(mlp.gate_proj.bias), self._own(mlp.up_proj.bias))
         activation = fused(mlp.act_fn)
         if not isinstance(activation, str):
-            activation = read_weights(activation, self._device)  # some have weights
+            activation = read_weights(activation, self._device)  # some activations have weights
         inner = gated_linear(gate, up, self._ops.swiglu, biases, activation)
         down = self._fuse(mlp.down_proj)
         return lambda hidden: down(inner(hidden))
 
     def _fuse(self, *projections: nn.Linear) -> Linear:
-        """The product of one input with several projections, one below the other."""
+        """Return one product that concatenates several projections of the same input."""
         weight = torch.cat([self._own(projection.weight) for projection in projections])
         bias = None
         if projections[0].bias is not None:

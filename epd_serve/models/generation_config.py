@@ -1,4 +1,4 @@
-"""A model's generation_config.json: what ends an answer, and the sampling of requests that leave it open."""
+"""A model's generation_config.json: end tokens, and default sampling parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from epd_serve.types import SAMPLING_DEFAULTS, SamplingParams
 
 
 class _Settings(BaseModel, strict=True):
-    """The fields of generation_config.json that decide an answer."""
+    """The fields of generation_config.json that affect an answer."""
 
     eos_token_id: int | list[int] | None = None
     temperature: float | None = Field(None, ge=0)
@@ -29,11 +29,11 @@ class _Settings(BaseModel, strict=True):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationConfig:
-    """The settings with which a model generates where a request leaves them open.
+    """Default generation settings of a model.
 
     Attributes:
         defaults: sampling parameters by name.
-        max_tokens: the most that an answer may have, whatever a request asks for; None: no limit.
+        max_tokens: upper limit of any answer; None: no limit.
     """
 
     eos_token_ids: frozenset[int] = frozenset()
@@ -41,7 +41,7 @@ class GenerationConfig:
     max_tokens: int | None = None
 
     def complete(self, sampling: SamplingParams) -> SamplingParams:
-        """Return ``sampling`` with the model's defaults for what its request left open."""
+        """Return ``sampling`` with the model's defaults for unset parameters."""
         changes: dict[str, Any] = {
             name: value
             for name, value in self.defaults.items()

@@ -1,10 +1,10 @@
-"""transformers' own layers of a language model over our paged cache, where the fused decoder does not reach.
+"""transformers' language model layers over the paged cache, for models that the fused decoder does not support.
 
-Attention goes through transformers' registry of attention functions: K and V are written into pages, then each
-sequence of a step attends to its own. Masks are ours, as transformers knows neither pages nor packed sequences.
-Layers of a sliding window keep all K and V in pages, and mask what lies outside their window. Layers without K and
-V have states (:mod:`~epd_serve.models.recurrent_states`), or read those of an earlier layer. A layer whose K and V
-are wider than another's has several planes of the cache: each is as wide as the common divisor of all widths.
+An attention function in transformers' registry writes K and V into pages and lets each sequence of a step attend
+to its own. It builds the masks itself, because transformers supports neither pages nor packed sequences.
+Sliding-window layers keep all K and V in pages and mask tokens outside the window. Layers without K and V have
+states (:mod:`~epd_serve.models.recurrent_states`), or read K and V of an earlier layer. A layer with wider K and
+V occupies several planes of the cache; a plane is as wide as the common divisor of all widths.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from epd_serve.models.stored_weights import read_weights
 
 @dataclass(frozen=True, slots=True)
 class _Planes:
-    """The place of a layer's K and V in the cache: heads of a width, in some planes from the first one on.
+    """Location of a layer's K and V in the cache: consecutive planes, and the shape of the heads.
 
-    ``is_written``: False for a layer that reads another one's.
+    ``is_written``: False for a layer that reads another layer's K and V.
     """
 
     first: int
@@ -47,20 +47,20 @@ class _Planes:
 
 
 class GenericDecoder:
-    """Runs a language model of transformers. The same to its caller as :class:`~epd_serve.models.decoder.Decoder`.
+    """Runs a transformers language model, with the interface of :class:`~epd_serve.models.decoder.Decoder`.
 
     Attributes:
-        num_kv_heads, head_dim: of a plane of the cache: all of a layer's KV heads, where layers are alike.
-        num_layers: planes of the cache: layers with K and V, where these are alike.
-        capturable: False; masks are made on the host. num_query_heads: 0; not all layers have as many.
+        num_kv_heads, head_dim: shape of a plane of the cache: a layer's KV heads if all layers are alike.
+        num_layers: planes of the cache: layers with K and V if these are alike.
+        capturable: False, because masks are built on the host. num_query_heads: 0, because layers may differ.
     """
 
     capturable, num_query_heads = False, 0
 
     def __init__(self, model: Any, ops: AttentionOps, device: torch.device, *, both_ways_in_windows: bool) -> None:
-        """Take over a transformers language model.
+        """Convert a transformers language model.
 
-        ``both_ways_in_windows``: tokens see later ones in layers of a sliding window alone, and inside it.
+        ``both_ways_in_windows``: attention is bidirectional only in sliding-window layers, within the window.
         """
         config = model.config
         self._ops = ops
@@ -70,15 +70,15 @@ class GenericDecoder:
         self._states = RecurrentStates(model, model.dtype)
         self._planes, (self.num_kv_heads, self.head_dim) = _planes(config, self._states.layers)
         self.num_layers = 1 + max(planes.last for planes in self._planes.values())
-        # what Gemma 4 adds to each layer's hidden states by the token
+        # Gemma 4's per-layer token embeddings
         self._embeds_by_layer = bool(getattr(config, "hidden_size_per_layer_input", 0))
         self._step: _Step
-        name = f"epd_paged_{id(self):x}"  # masks of an implementation that transformers does not know are None
+        name = f"epd_paged_{id(self):x}"  # transformers passes None as mask to unknown implementations
         ALL_ATTENTION_FUNCTIONS.register(name, self._attend)
         attend_by(model, name)
 
     def state_blocks(self, block_size: int) -> int:
-        """Blocks for the recurrent state of one sequence; 0: there is none."""
+        """Return the blocks for one sequence's recurrent state; 0 without such states."""
         return self._states.num_blocks(self.num_kv_heads * self.head_dim, block_size)
 
     def forward(
@@ -90,8 +90,10 @@ class GenericDecoder:
         feature_rows: Tensor | None = None,
         deepstack: Sequence[Tensor] = (),
     ) -> Tensor:
-        """Hidden states [T, hidden] after the final norm of tokens [T] with embeddings [T, hidden] at positions
-        [axes, T]."""
+        """Return hidden states [T, hidden] after the final norm.
+
+        ``ids``: [T]. ``embeddings``: [T, hidden]. ``positions``: [axes, T].
+        """
         assert not deepstack, "no model of this decoder adds features to its layers"
         self._step = _Step(context)
         if self._states.layers:
@@ -117,7 +119,7 @@ class GenericDecoder:
         sliding_window: int | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """Attention in transformers' convention: [1, heads, T, head_dim] each → [1, T, heads, head_dim]."""
+        """Compute attention in transformers' convention: [1, heads, T, head_dim] → [1, T, heads, head_dim]."""
         step, context, planes = self._step, self._step.context, self._planes[module.layer_idx]
         query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
         kv_layer = context.kv[planes.first : planes.last + 1]
@@ -148,7 +150,7 @@ class GenericDecoder:
             parts = keys[:, number].contiguous(), values[:, number].contiguous()
             self._ops.write_kv(*parts, plane, context.plan.meta.slot_mapping)
             index = planes.first + number
-            # the last one is told when all states are written, which go with it
+            # states are sent with the last plane, so report it once all states are written
             if context.on_layer is not None and not (self._states.layers and index == self.num_layers - 1):
                 context.on_layer(index)
 
@@ -165,7 +167,7 @@ def _masked(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: fl
 
 
 def _planes(config: Any, without: Sequence[int]) -> tuple[dict[int, _Planes], tuple[int, int]]:
-    """The planes of each layer but some, and the heads of a plane and their width."""
+    """Return the planes of each layer except ``without``, and the heads and width of a plane."""
     own = layer_configs(config)
     shapes = [
         (one.num_key_value_heads, getattr(one, "head_dim", None) or one.hidden_size // one.num_attention_heads)
@@ -187,23 +189,23 @@ def _planes(config: Any, without: Sequence[int]) -> tuple[dict[int, _Planes], tu
 
 
 def _sources(config: Any) -> dict[int, int]:
-    """Layers that read K and V of an earlier one, and that one."""
+    """Map layers that read K and V of an earlier layer to that layer."""
     modes = getattr(config, "kv_sharing_modes", None) or []
     stores = {config.layer_types[index]: index for index, mode in enumerate(modes) if mode == "store"}
     return {index: stores[config.layer_types[index]] for index, mode in enumerate(modes) if mode == "reuse"}
 
 
 def _gather(pages: Tensor, blocks: Tensor, planes: _Planes) -> Tensor:
-    """K or V of some blocks, out of [planes, num_blocks, block_size, heads, width]: [tokens, heads, head_dim]."""
+    """Gather K or V [tokens, heads, head_dim] of blocks from [planes, num_blocks, block_size, heads, width]."""
     tokens = pages.index_select(1, blocks).flatten(1, 2).flatten(2).transpose(0, 1)
     return tokens.reshape(len(tokens), planes.heads, planes.head_dim)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Run:
-    """The tokens of one sequence in a step, the blocks of what they may see, and a mask [rows, columns] of it.
+    """The tokens of one sequence in a step, the blocks that they may see, and a mask [rows, columns].
 
-    What lies behind the sequence's last token has no column: it may be anything, NaN too.
+    The columns end at the sequence's last token: later entries of a block may be garbage, even NaN.
     """
 
     rows: slice
@@ -213,9 +215,9 @@ class _Run:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Reach:
-    """The tokens that one sees in a layer: those before it, inside a window where there is one.
+    """The visible tokens of a layer: earlier ones, within the window if any.
 
-    ``both_ways``: and later ones, where they are of a run that sees all of itself; ``is_cut``: inside the window.
+    ``both_ways``: also later tokens of a bidirectional run; ``is_cut``: only within the window.
     """
 
     window: int | None
@@ -223,16 +225,16 @@ class _Reach:
     is_cut: bool
 
     def is_whole(self, length: int) -> bool:
-        """Whether a context of that length is inside."""
+        """Return whether a context of that length fits the window."""
         return self.window is None or length <= self.window
 
     def first(self, start: int, spans: Sequence[tuple[int, int]]) -> int:
-        """The first token that those from ``start`` on may see."""
+        """Return the first token visible from ``start`` on."""
         first = 0 if self.window is None else max(start - self.window + 1, 0)
         return min([first, *(low for low, _ in spans if not self.is_cut)])
 
     def mask(self, own: Tensor, others: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
-        """Positions [rows, 1] and [columns] → [rows, columns]."""
+        """Return a mask [rows, columns] from positions [rows, 1] and [columns]."""
         mask, inside = others <= own, torch.ones_like(others, dtype=torch.bool)
         if self.window is not None:
             inside = own - others < self.window
@@ -253,11 +255,11 @@ class _Step:
         self._longest = max((*meta.decode_context_lens_host, *meta.prefill_context_lens), default=0)
 
     def is_plain(self, reach: _Reach) -> bool:
-        """Whether each token sees all before it and nothing else, as the device's own attention has it."""
+        """Return whether attention is plainly causal, so that the device's operator can be used."""
         return reach.is_whole(self._longest) and not (reach.both_ways and any(self.context.both_ways))
 
     def runs(self, reach: _Reach) -> list[_Run]:
-        """The sequences with their masks, made once for all layers of a reach."""
+        """Return the sequences with their masks, cached for all layers of a reach."""
         if reach not in self._runs:
             meta, runs, row = self.context.plan.meta, [], 0
             for length, blocks in zip(meta.decode_context_lens_host, meta.decode_block_table, strict=True):
@@ -274,7 +276,7 @@ class _Step:
     def _run(
         self, row: int, count: int, length: int, blocks: Tensor, reach: _Reach, spans: Sequence[tuple[int, int]]
     ) -> _Run:
-        """The last ``count`` tokens of a sequence of ``length``, from ``row`` of the batch on."""
+        """Return the run of a sequence's last ``count`` of ``length`` tokens, at ``row`` of the batch."""
         size, start = self.context.plan.meta.block_size, length - count
         first = reach.first(start, spans) // size
         blocks = blocks[first : -(-length // size)]

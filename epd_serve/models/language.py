@@ -1,4 +1,4 @@
-"""The prefill and decode stages' model: tokens and features in, logits out."""
+"""Model of the prefill and decode stages: tokens and features in, logits out."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from epd_serve.models.stored_weights import read_weights
 
 
 class MoreLogits(Protocol):
-    """Wants the logits of some tokens, piece by piece."""
+    """Consumer of the logits of further tokens, piece by piece."""
 
     def pieces(self) -> Iterable[Tensor]:
-        """Rows [n] int64, on the device."""
+        """Return pieces of rows [n] int64 on the device."""
 
     def take(self, logits: Tensor) -> None:
-        """[n, vocab], of each piece in its turn."""
+        """Take the logits [n, vocab] of the next piece."""
 
 
 class LanguageModel:
@@ -33,19 +33,19 @@ class LanguageModel:
 
     Attributes:
         num_layers, num_kv_heads, head_dim: the shape of one token's KV in the cache.
-        state_blocks: of a block size, how many blocks the recurrent state of a sequence takes; 0: there is none.
-        capturable: whether a step may be captured as a graph.
-        num_query_heads: of each layer; 0 where layers differ.
-        layers: computes them: :meth:`epd_serve.models.decoder.Decoder.forward`.
-        hidden_size: numbers of a token's hidden state.
-        feature_width: (1 + deepstack levels) * hidden, what a feature has for each token.
-        max_model_len: longest context that the rotary embedding and the attention window allow.
-        num_parameters: of the language model and its head.
+        state_blocks: function from block size to blocks of a sequence's recurrent state; 0 without such states.
+        capturable: True if a step may be captured as a graph.
+        num_query_heads: query heads per layer; 0 if layers differ.
+        layers: function that computes the layers: :meth:`epd_serve.models.decoder.Decoder.forward`.
+        hidden_size: width of a token's hidden state.
+        feature_width: (1 + deepstack levels) * hidden, the width of a feature.
+        max_model_len: longest context supported by the rotary embedding and the attention window.
+        num_parameters: parameters of the language model and its head.
         inner: the transformers model without weights, for its position arithmetic; None for text alone.
     """
 
     def __init__(self, path: Path, dtype: torch.dtype, device: Device) -> None:
-        """Raises ValueError for a model that the engine cannot run."""
+        """Load the model. Raises ValueError if the engine cannot run it."""
         model: Any = load_part(path, ModelPart.LANGUAGE_MODEL, dtype, device.torch_device)
         text = model.config.get_text_config()
         self.dtype = dtype
@@ -62,7 +62,7 @@ class LanguageModel:
         language_model = getattr(inner, "language_model", inner)
         head: Tensor = model.get_output_embeddings().weight
         is_tied = head is language_model.embed_tokens.weight
-        self._embed: nn.Module = read_weights(language_model.embed_tokens, self._device)  # some scale their rows
+        self._embed: nn.Module = read_weights(language_model.embed_tokens, self._device)  # some scale their output
         as_padding = [getattr(model.config, name) for name in family.as_padding]
         self._as_padding = torch.tensor(as_padding, device=self._device) if as_padding else None
         self._padding: int = text.pad_token_id if as_padding else 0
@@ -99,15 +99,15 @@ class LanguageModel:
         more: MoreLogits | None = None,
         layers: Callable[..., Tensor] | None = None,
     ) -> Tensor:
-        """Compute a packed batch: logits [len(rows), vocab]. Reads nothing back from the device.
+        """Return the logits [len(rows), vocab] of a packed batch. Never reads from the device.
 
         Args:
             ids: [T] int64. positions: [axes, T].
-            rows: tokens whose logits are wanted, int64; all where None.
+            rows: tokens to compute logits for, int64; None: all.
             features: [F, (1 + deepstack levels) * hidden], in batch order.
             feature_rows: [F] int64, the placeholder tokens that these features replace.
-            more: takes the logits of rows that may be too many to be kept.
-            layers: computes the layers in place of :attr:`layers`, with its arguments.
+            more: consumer of logits of further rows, too many to keep at once.
+            layers: replacement for :attr:`layers`, with the same arguments.
         """
         if self._as_padding is not None:
             ids = ids.masked_fill(torch.isin(ids, self._as_padding), self._padding)
@@ -133,7 +133,7 @@ class LanguageModel:
 
 
 def _max_model_len(text: Any) -> int:
-    """The rotary embedding's reach; not beyond an attention window, inside which it is full attention."""
+    """Return the rotary embedding's limit, or a smaller attention window, within which attention is full."""
     longest: int = text.max_position_embeddings
     layer_types = getattr(text, "layer_types", None)
     slides = layer_types is None or "sliding_attention" in layer_types

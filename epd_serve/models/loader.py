@@ -1,4 +1,4 @@
-"""Partial loading: an instance materialises only the weights that its stages need."""
+"""Partial loading: an instance loads only the weights of its stages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from epd_serve.models.family import Family
 from epd_serve.models.stored_weights import StoredWeight, listed_weights
 
 _HOST = torch.device("cpu")
-#: Files that decide what a tower is given, and what it makes of it.
+#: Files that determine a tower's inputs and features.
 _FILES = ("config.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _SAMPLES_PER_FILE = 64
 _SAMPLE_BYTES = 1 << 16
@@ -34,7 +34,7 @@ class ModelPart(Enum):
 
 
 def load_family(path: Path) -> Family:
-    """The family of the model in ``path``. Raises ValueError for a model that the engine would not run rightly."""
+    """Return the family of the model in ``path``. Raises ValueError if the engine cannot run it correctly."""
     config = read_config(path)
     kind = family_of(config)
     try:
@@ -50,13 +50,13 @@ def load_family(path: Path) -> Family:
             family.token_ids["audio"] = config.audio_token_id
         _check_processor(path / "processor_config.json", family.processor_fields)
         family.check()
-    except (ValueError, OSError) as error:  # the latter of a file that is not there
+    except (ValueError, OSError) as error:  # OSError: a missing file
         raise ValueError(f"{path}: {error}") from error
     return family
 
 
 def _check_processor(file: Path, fields: Mapping[str, Any]) -> None:
-    """Raise ValueError for a processor_config.json by which the tokens of an item would be others."""
+    """Raise ValueError if processor_config.json implies other tokens of an item."""
     content = json.loads(file.read_text(encoding="utf-8")) if fields and file.exists() else {}
     for name, expected in fields.items():
         if (found := content.get(name, expected)) != expected:
@@ -64,7 +64,7 @@ def _check_processor(file: Path, fields: Mapping[str, Any]) -> None:
 
 
 def _shows_videos(path: Path) -> bool:
-    """Whether a chat template has a place for them: a model that was not made for videos has none."""
+    """Return whether a chat template mentions videos: models without video support do not."""
     templates = [file.read_text() for file in path.glob("**/*.jinja")]
     for name in ("chat_template.json", "tokenizer_config.json"):
         if (path / name).exists():
@@ -73,14 +73,14 @@ def _shows_videos(path: Path) -> bool:
 
 
 def load_part(path: Path, part: ModelPart, dtype: torch.dtype, device: torch.device = _HOST) -> nn.Module:
-    """The tower with its projector, or the language model with its head, of weights that are not read yet.
+    """Return the tower with its projector, or the language model with its head, with lazily read weights.
 
-    Those that transformers computes of several, such as a layer's experts, are on ``device``. The other part's
-    modules are dropped. Raises ValueError for a configuration that is not honoured, and for any weight that the
-    checkpoint lacks, or that the model does not have.
+    Weights that transformers combines from several, such as a layer's experts, are on ``device``. The other part's
+    modules are dropped. Raises ValueError for an unsupported configuration, and for missing or unexpected weights
+    in the checkpoint.
     """
     config = read_config(path)
-    assert part is ModelPart.LANGUAGE_MODEL or config.model_type not in TEXT, "a model of text alone has no tower"
+    assert part is ModelPart.LANGUAGE_MODEL or config.model_type not in TEXT, "a text-only model lacks a tower"
     model, info = _partial_class(model_class(config), part).from_pretrained(
         None,
         config=config,
@@ -88,7 +88,7 @@ def load_part(path: Path, part: ModelPart, dtype: torch.dtype, device: torch.dev
         dtype=dtype,
         output_loading_info=True,
         local_files_only=True,
-        ignore_mismatched_sizes=True,  # for an error of ours
+        ignore_mismatched_sizes=True,  # reported below
     )
     _check_weights(path, info)
     tensors = dict((*model.named_parameters(), *model.named_buffers()))
@@ -101,7 +101,7 @@ def load_part(path: Path, part: ModelPart, dtype: torch.dtype, device: torch.dev
 
 
 def _tie(model: Any) -> None:
-    """Let tied weights that the checkpoint has twice be one: transformers compares none that are not read."""
+    """Merge tied weights stored twice in the checkpoint: transformers cannot compare unread weights."""
     for name, source in model.all_tied_weights_keys.items():
         tied, weight = model.get_parameter(name), model.get_parameter(source)
         if tied is not weight and torch.equal(tied, weight):
@@ -132,15 +132,15 @@ def _some(names: Iterable[str]) -> str:
 
 
 def attend_by(model: nn.Module, name: str) -> None:
-    """Let every attention layer of a transformers model call the attention function of that name.
+    """Make every attention layer of a transformers model call the attention function of that name.
 
-    Layers of a part that computes its attention itself, such as Gemma 4's tower that hears, go on doing so.
+    Layers with built-in attention, such as Gemma 4's audio tower, are unaffected.
     """
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if config is not None:
             config._attn_implementation = name
-    for module in model.modules():  # those of a whole are given to its parts
+    for module in model.modules():  # configurations propagate to the parts
         if isinstance(module, PreTrainedModel) and not (
             module._supports_attention_backend or module._supports_sdpa
         ):
@@ -152,7 +152,7 @@ def num_parameters(model: nn.Module) -> int:
 
 
 def _partial_class(base: Any, part: ModelPart) -> Any:
-    """A subclass of a transformers model whose ``__init__`` drops what the part does not own."""
+    """Return a subclass of a transformers model whose ``__init__`` drops other parts."""
 
     def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, config, *args, **kwargs)
@@ -164,7 +164,7 @@ def _partial_class(base: Any, part: ModelPart) -> Any:
             self.all_tied_weights_keys = {}
         elif config.model_type in TEXT:
             dropped = []
-        else:  # LLaVA-NeXT has a weight beside its modules
+        else:  # LLaVA-NeXT has a weight outside its modules
             owned = (*inner.named_children(), *inner.named_parameters(recurse=False))
             dropped = [f"model.{name}" for name, _ in owned if name != "language_model"]
         for name in dropped:
@@ -172,7 +172,7 @@ def _partial_class(base: Any, part: ModelPart) -> Any:
             owner = self.get_submodule(parent)
             is_weight = child in owner._parameters
             delattr(owner, child)
-            # transformers fills all weights that it knows of, but no module that is not there
+            # transformers initialises all weights, but must skip missing modules
             setattr(owner, child, torch.empty(0) if is_weight else None)
         unread = {*dropped, *family_of(config).other_parts}
         self._keys_to_ignore_on_load_unexpected |= {f"^{re.escape(name)}([.]|$)" for name in unread}
@@ -189,7 +189,7 @@ def _partial_class(base: Any, part: ModelPart) -> Any:
 
 
 def media_fingerprint(path: Path, dtype: str) -> str:
-    """Hex name of what decides a feature besides the media: config, processor, sampled weights, dtype."""
+    """Return a hex hash of a feature's inputs other than the media: config, processor, sampled weights, dtype."""
     hasher = blake3(f"epd-serve feature 2 {dtype}".encode())
     for name in _FILES:
         file = path / name

@@ -1,22 +1,22 @@
-"""Why the native engine cannot run some model families as it runs others. Without torch."""
+"""Reasons for model families that the native engine cannot run. Does not import torch."""
 
 from __future__ import annotations
 
-_CROSS = "its decoder reads what its encoder makes by cross-attention"
+_CROSS = "its decoder uses cross-attention to its encoder"
 _LATENT = "its KV is latent"
-_CHOSEN = "its layers choose the tokens that they attend to"
-_NO_FEATURES = "transformers has no function that makes its features alone"
-_HEARS = "each token of its answer comes with a piece of the sound"
-_OTHER = "its answer is no text of one token after the other"
+_CHOSEN = "its layers use sparse attention"
+_NO_FEATURES = "transformers lacks a function that returns only its features"
+_HEARS = "each token of its answer consumes a piece of audio"
+_OTHER = "its answer is not autoregressive text"
 
 
 def _each(names: str, why: str) -> dict[str, str]:
     return dict.fromkeys(names.split(), why)
 
 
-#: The reason by ``model_type``; any other family that has no file in epd_serve/models/families is refused by name.
+#: Reason by ``model_type``; other families without a file in epd_serve/models/families are refused by name.
 NOT_RUN = {
-    "internvl_chat": "it is in another format than transformers'; take the checkpoint whose name ends with -hf",
+    "internvl_chat": "it is not in transformers' format; use the checkpoint whose name ends with -hf",
     **_each("blip evolla idefics mllama", _CROSS),
     **_each("canary cohere_asr dia florence2 moonshine moonshine_streaming pix2struct pop2piano", _CROSS),
     **_each("pp_formulanet seamless_m4t seamless_m4t_v2 speech-encoder-decoder speech_to_text speecht5", _CROSS),

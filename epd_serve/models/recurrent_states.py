@@ -1,8 +1,8 @@
-"""The recurrent states of a language model's layers, in KV blocks that belong to a sequence.
+"""Recurrent states of a language model's layers, stored in KV blocks of the sequence.
 
-A layer that keeps a state instead of K and V sees one sequence at a time, or one token of each of several. Its
-state is read from the sequence's blocks before, and written there afterwards. These are taken when the sequence is
-admitted: so states are counted, forked, saved, sent and freed as KV is, and there is no memory beside that of KV.
+A layer with a state instead of K and V computes one sequence at a time, or one token of each of several. Its state
+is read from the sequence's blocks before and written back after. The blocks are allocated at admission, so states
+are counted, forked, saved, sent and freed like KV, without additional memory.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from epd_serve.models.decoder import StepContext
 
 #: Names of a module's argument for the cache: since transformers 5.24, and before.
 _CACHE_ARGUMENTS = ("cache", "cache_params", "past_key_values")
-#: Of the numbers as which blocks are copied.
+#: Dtype of the words in which blocks are copied.
 _WORD = torch.float32
 
 
 class RecurrentStates:
-    """Lets the ``layers`` of a transformers model that keep states find them in the blocks of each sequence."""
+    """Connects the stateful ``layers`` of a transformers model with the blocks of each sequence."""
 
     def __init__(self, model: Any, kv_dtype: torch.dtype) -> None:
-        """Take over these layers of a model that is on its device."""
+        """Patch these layers of a model that is on its device."""
         config = model.config
         kinds = getattr(config, "layer_types", None) or ()
         self.layers = [index for index, kind in enumerate(kinds) if kind == "linear_attention"]
@@ -49,7 +49,7 @@ class RecurrentStates:
             module.forward = partial(self._forward, module.forward, argument, number, index)
 
     def num_blocks(self, token_values: int, block_size: int) -> int:
-        """Blocks for the state of one sequence, where one token has ``token_values`` in K of one layer."""
+        """Return the blocks for one sequence's state; ``token_values``: values of a token in K of one layer."""
         if not self.layers:
             return 0
         num_pieces = len(self.layers) * self._num_pieces(self._piece_words(token_values * block_size))
@@ -62,7 +62,7 @@ class RecurrentStates:
         planes = context.kv.flatten(0, 1).flatten(2)
         self._memory = planes.view(_WORD)
         count = self._num_pieces(self._memory.shape[2])
-        if self._places is None or self._places[0].shape[1] != count:  # or in memory of another block size
+        if self._places is None or self._places[0].shape[1] != count:  # or another block size
             pieces = torch.arange(len(self.layers) * count, device=planes.device).view(-1, count)
             self._places = pieces % self._num_planes, pieces // self._num_planes
         self._groups = []
@@ -86,13 +86,13 @@ class RecurrentStates:
         hidden_states: Tensor,
         **arguments: Any,
     ) -> Tensor:
-        """Replace the forward of a layer's module: [1, tokens, hidden] of several sequences → the same."""
+        """Run a layer's module on [1, tokens, hidden] of several sequences; returns the same shape."""
         assert self._places is not None, "begin() comes first"
         planes, places = (of_layers[number] for of_layers in self._places)
         outputs: list[Tensor] = []
         for group in self._groups:
             where = planes, group.blocks[:, places]
-            state = self._memory[where]  # [sequences, pieces, words]: a copy, which the layer writes to
+            state = self._memory[where]  # [sequences, pieces, words]: a copy for the layer to modify
             arguments[argument] = self._cache(index, state.flatten(1), is_new=group.is_new)
             rows = hidden_states[0, group.rows].view(len(state), -1, hidden_states.shape[2])
             outputs.append(forward(rows, **arguments).flatten(0, 1))
@@ -100,7 +100,7 @@ class RecurrentStates:
         return torch.cat(outputs)[None]
 
     def _cache(self, index: int, states: Tensor, *, is_new: bool) -> Cache:
-        """A cache of transformers' whose layer of that index reads and writes ``states`` [sequences, words]."""
+        """Return a transformers cache whose layer ``index`` reads and writes ``states`` [sequences, words]."""
         layer = LinearAttentionLayer()
         start = 0
         for part in self._parts:
@@ -111,7 +111,7 @@ class RecurrentStates:
         return Cache(layers=[layer] * (index + 1))
 
     def _piece_words(self, block_values: int) -> int:
-        """Words of a block's K in one layer."""
+        """Return the words of a block's K in one layer."""
         words, rest = divmod(block_values * self._kv_dtype.itemsize, _WORD.itemsize)
         if rest:
             raise ValueError(
@@ -125,8 +125,10 @@ class RecurrentStates:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Sequences of a step with one number of tokens: their rows in the batch, and [sequences, blocks] of their
-    states, which hold nothing yet where they are new."""
+    """Sequences of a step with equal numbers of tokens: their rows, and state blocks [sequences, blocks].
+
+    Blocks of new sequences are still empty.
+    """
 
     rows: slice
     blocks: Tensor
@@ -135,7 +137,7 @@ class _Group:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A tensor of a layer's state; ``shape`` is that of one sequence."""
+    """A tensor of a layer's state; ``shape`` is per sequence."""
 
     is_convolution: bool
     shape: torch.Size
@@ -146,7 +148,7 @@ class _Part:
         return -(-math.prod(self.shape) * self.dtype.itemsize // _WORD.itemsize)
 
     def put(self, layer: LinearAttentionLayer, states: Tensor) -> None:
-        """Let it be the layer's, which writes to it in place."""
+        """Install it in the layer, which modifies it in place."""
         if self.is_convolution:
             layer.conv_states[0], layer.is_conv_states_initialized[0] = states, True
             layer.conv_kernel_size[0] = states.shape[-1]
@@ -155,7 +157,7 @@ class _Part:
 
 
 def cache_argument(module: Any) -> str:
-    """The name by which a module of transformers takes its cache. Raises ValueError for one that takes none."""
+    """Return the name of a transformers module's cache argument. Raises ValueError if it lacks one."""
     taken = inspect.signature(module.forward).parameters
     for name in _CACHE_ARGUMENTS:
         if name in taken:
@@ -165,7 +167,7 @@ def cache_argument(module: Any) -> str:
 
 
 def _parts(module: Any, argument: str, index: int, hidden_size: int) -> list[_Part]:
-    """The tensors that a layer's module keeps, found by its computing a token."""
+    """Return the state tensors of a layer's module, found by computing a token."""
     weight = next(module.parameters())
     layer = LinearAttentionLayer()
     token = torch.zeros(1, 1, hidden_size, dtype=weight.dtype, device=weight.device)

@@ -1,7 +1,7 @@
-"""Weights in the safetensors files of a checkpoint, of which nothing is read before a device needs it.
+"""Lazy weights in the safetensors files of a checkpoint, read when a device needs them.
 
-A model is built of them as though they were tensors. ``weight[rows].to(device)`` then reads these rows alone,
-straight to the device: the host holds a piece of a weight at a time, however large the model is.
+A model is built from them as if they were tensors. ``weight[rows].to(device)`` reads only these rows, straight to
+the device: the host holds one piece of a weight at a time, however large the model is.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 _INDEX = "model.safetensors.index.json"
-#: Bytes of the host's memory that a read takes on its way to another device.
+#: Host memory in bytes used by a read on its way to another device.
 PIECE_BYTES = 1 << 24
 _WHOLE = slice(None)
 #: Names in the header of a safetensors file.
@@ -30,7 +30,7 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 
 
 class _File:
-    """A file of weights: mapped for views that stay, read into memory of its own for those that do not."""
+    """A file of weights: mapped for long-lived views, read into separate memory for others."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -69,24 +69,26 @@ class _File:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A weight in a file."""
+    """Location of a weight in a file."""
 
     file: _File
     name: str
 
     def read(self, ranges: list[slice], *, stays: bool = False, pinned: bool = False) -> Tensor:
-        """A part of it: with ``stays`` a view of the file's pages, which the process has until the last such view
-        goes; with ``pinned`` in memory that an accelerator reads without the host."""
+        """Read a part of it, with ``pinned`` into pinned memory.
+
+        With ``stays``, return a view of the file's pages, which stay mapped until the last such view is freed.
+        """
         if stays:
             return self.file.map(self.name, ranges)
         return self.file.read(self.name, ranges, pinned=pinned)
 
 
 class StoredWeight(Tensor):
-    """A weight, or a range of it in each dimension; to torch it is on the device ``meta``.
+    """A weight, or a range of it in each dimension, which torch sees on the device ``meta``.
 
-    Ranges, dtypes and new parameters of it are stored weights. Whatever else is done with it reads it: ``to`` to
-    the device that it names, everything else to ``home``.
+    Slices, dtype conversions and new parameters of it are stored weights. Other operations read it: ``to`` into
+    the given device, all others into ``home``.
     """
 
     place: _Place
@@ -116,21 +118,21 @@ class StoredWeight(Tensor):
         return f"StoredWeight({self.place.name}, {tuple(self.shape)}, {self.dtype})"
 
     def part(self, ranges: list[slice] | None = None, dtype: torch.dtype | None = None) -> StoredWeight:
-        """The same, or a range of it, of that dtype."""
+        """Return it, or a range of it, in that dtype."""
         return StoredWeight(self.place, ranges or self.ranges, dtype or self.dtype, self.home)
 
     def read(self, device: torch.device) -> Tensor:
-        """Return its values on a device; on the host they are the file's pages where dtypes agree."""
+        """Return its values on a device; on the host, the file's pages themselves if dtypes agree."""
         if device.type == "cpu" and all(self.shape):
             return self.place.read(self.ranges, stays=True).to(self.dtype)
         target = torch.empty(self.shape, dtype=self.dtype, device=device)
         pinned = device.type in ("cuda", "npu")
-        for here, piece in self._pieces():  # torch keeps a pinned piece until its copy has ended
+        for here, piece in self._pieces():  # torch keeps a pinned piece alive until its copy ends
             target[here].copy_(piece.place.read(piece.ranges, pinned=pinned), non_blocking=pinned)
         return target
 
     def equals(self, other: StoredWeight) -> bool:
-        """Whether both have the same values."""
+        """Return whether both have the same values."""
         if self.shape != other.shape or self.dtype != other.dtype:
             return False
         pairs = zip(self._pieces(), other._pieces(), strict=True)
@@ -140,7 +142,7 @@ class StoredWeight(Tensor):
         )
 
     def _pieces(self) -> Iterator[tuple[slice, StoredWeight]]:
-        """Pieces of its first dimension that the host holds one after the other."""
+        """Yield pieces along its first dimension, one at a time in host memory."""
         if not self.ranges:
             yield _WHOLE, self
             return
@@ -188,7 +190,7 @@ _OWN: dict[str, Callable[..., Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A weight as transformers loads it: it takes all of it, and brings it to a device and a dtype."""
+    """A weight in the form that transformers loads: it takes all of it and converts device and dtype."""
 
     place: _Place
     shape: list[int]
@@ -202,9 +204,9 @@ class Listed:
 
 
 def listed_weights(path: Path, home: torch.device) -> dict[str, Listed]:
-    """Return the weights of a checkpoint by name. Raises ValueError where it has no safetensors files.
+    """Return the weights of a checkpoint by name. Raises ValueError without safetensors files.
 
-    ``home``: the device for what is computed of several weights while the model is built.
+    ``home``: device for weights combined from several while the model is built.
     """
     files = [path / "model.safetensors"]
     if not files[0].is_file() and (path / _INDEX).is_file():
@@ -222,8 +224,8 @@ def listed_weights(path: Path, home: torch.device) -> dict[str, Listed]:
 
 
 def read_weights(model: nn.Module, device: torch.device) -> nn.Module:
-    """Bring a model, stored weights and others, to a device; what was one weight is one there. Returns it."""
-    read: dict[int, tuple[Tensor, Tensor]] = {}  # with the source, so that its number stays its own
+    """Move a model, with its stored weights, to a device, keeping shared weights shared. Returns it."""
+    read: dict[int, tuple[Tensor, Tensor]] = {}  # keeps the source, so that its id stays unique
     for module in model.modules():
         holders: list[dict[str, Any]] = [module._parameters, module._buffers]
         for owned in holders:

@@ -1,4 +1,4 @@
-"""The encode stage's model: media in, one feature per item out."""
+"""Model of the encode stage: media in, one feature per item out."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from epd_serve.protocol.wire import MediaRef
 
 logger = logging.getLogger(__name__)
 
-#: Of the pictures that a tower is tried on: one wide, one tall.
+#: Sizes of the test images of a tower: one wide, one tall.
 _TRIED_SIZES = TRIED_SIZES[1:]
 
 
 class TowerAttention:
-    """An attention function in transformers' convention over ``ops.encode``; one for each tower.
+    """A tower's attention function, in transformers' convention, over ``ops.encode``.
 
-    Its name has "flash" in it: transformers then hands over all images of a batch at once with their borders,
+    Its name contains "flash", which makes transformers pass all images of a batch at once with their borders,
     instead of looping over them.
     """
 
@@ -47,7 +47,7 @@ class TowerAttention:
         ALL_ATTENTION_FUNCTIONS.register(self.name, self)
 
     def install(self, tower: nn.Module) -> None:
-        """Let every attention layer of the tower call this function."""
+        """Make every attention layer of the tower call this function."""
         attend_by(tower, self.name)
 
     def __call__(
@@ -61,8 +61,9 @@ class TowerAttention:
         cu_seq_lens_q: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Query, key and value [B, H, T, D]; borders of segments [S + 1] within all rows, else each row is one.
-        They say what a mask beside them says.
+        """Attend with query, key and value [B, H, T, D] within segments (borders [S + 1]) or each row.
+
+        Borders take precedence over an equivalent mask.
 
         Returns:
             [B, T, H, D] and no weights.
@@ -71,7 +72,7 @@ class TowerAttention:
             raise _MaskedInput
         batch, heads, length, head_dim = query.shape
         scale = head_dim**-0.5 if scaling is None else scaling
-        # transformers has swapped tokens and heads: for one row this only swaps them back
+        # undo transformers' swap of tokens and heads, for free with one row
         query, key, value = (
             states.transpose(1, 2).reshape(batch * length, heads, head_dim) for states in (query, key, value)
         )
@@ -82,37 +83,37 @@ class TowerAttention:
         return output.view(batch, length, heads, head_dim), None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, borders: Tensor, scale: float) -> Tensor:
-        """Attention [T, H, D] within segments. All layers get the same borders: they are read back once."""
+        """Attend [T, H, D] within segments. Borders, the same in all layers, are read from the device once."""
         if borders in self._captured:
             encode = self._ops.encode_captured(query.dtype)
-            assert encode is not None, "graphs are made where there is one"
+            assert encode is not None, "graphs require a captured operator"
             return encode(query, key, value, borders, self._captured[borders], scale)
         if borders not in self._borders:
             self.knows(borders, borders.tolist())
         return self._ops.encode(query, key, value, self._borders[borders], scale)
 
     def knows(self, borders: Tensor, host: list[int]) -> None:
-        """Note what borders on the device are, so that nobody reads them back."""
+        """Record the host values of borders on the device, which avoids reading them back."""
         self._borders[borders] = host
 
     def captures(self, borders: Tensor, longest: int) -> None:
-        """Note that borders are those of a graph: of each replay others, with segments of ``longest`` tokens."""
+        """Mark borders as a graph's, changing at each replay, with segments of up to ``longest`` tokens."""
         self._captured[borders] = longest
 
 
 class _MaskedInput(Exception):
-    """A tower masks a part of its input, which the device's attention cannot."""
+    """The tower masks a part of its input, which the device's attention cannot do."""
 
 
 class Tower:
     """Vision tower and projector of a transformers model.
 
-    A feature is [tokens, (1 + deepstack levels) * hidden]: what the language model embeds in place of the image's
-    placeholder tokens, followed by what Qwen3-VL adds to the hidden states of its first layers.
+    A feature is [tokens, (1 + deepstack levels) * hidden]: the embeddings that replace the image's placeholder
+    tokens, followed by Qwen3-VL's additions to the hidden states of the first layers.
 
     Attributes:
-        uses_device_attention: whether its layers attend by the device's operators, and not by torch's.
-        pixel_bytes: that a batch takes for each pixel, as far as was measured; 0 where nothing was.
+        uses_device_attention: True if its layers use the device's attention, not torch's.
+        pixel_bytes: measured memory of a batch per pixel; 0 if not measured.
     """
 
     pixel_bytes = 0.0
@@ -126,13 +127,13 @@ class Tower:
         family: Family | None = None,
         graph_sizes: Sequence[int] = (),
     ) -> None:
-        """Raises ValueError for a tower that does not make the tokens which its family counts.
+        """Load the tower. Raises ValueError if its features have other token counts than its family computes.
 
         Args:
-            before_layer: called on the thread that encodes, before each layer of the tower is computed.
-            family: tries the tower on its media: where the device's attention makes other features of them than
-                torch's, as it does where inputs are padded, torch's is used.
-            graph_sizes: patches of batches to capture, ascending, where the device and the family can.
+            before_layer: called on the encoding thread before each layer of the tower.
+            family: enables a test on its media: if features differ between the device's attention and torch's, as
+                with padded inputs, torch's is used.
+            graph_sizes: patches of batches to capture, ascending, if the device and the family can.
         """
         model = read_weights(load_part(path, ModelPart.TOWER, dtype, device.torch_device), device.torch_device)
         attention = TowerAttention(device.ops)
@@ -165,7 +166,7 @@ class Tower:
             self.pixel_bytes = self._graphs.pixel_bytes
 
     def _try(self, family: Family, attention: TowerAttention) -> None:
-        """Choose the attention by the features of two pictures and two sounds, joined where they may be."""
+        """Choose the attention by the features of two images and two audio clips, joined if possible."""
         items, batch = zip(*_tried(family), strict=True)
         has_own_layers = any(isinstance(module, VisionBlock) for module in self._model.modules())
         features: list[Tensor] = []
@@ -178,21 +179,21 @@ class Tower:
             if self.uses_device_attention:
                 attention.install(self._model)
             else:
-                logger.warning("the tower attends by torch: the device's attention makes other features of it")
+                logger.warning("the tower uses torch's attention: the device's attention gives different features")
                 features = expected
         for item, feature in zip(items, features, strict=True):
             if len(feature) != (count := family.num_tokens(item)):
-                what = f"a picture of {item.width}x{item.height} pixels"
+                what = f"an image of {item.width}x{item.height} pixels"
                 if item.modality == "audio":
-                    what = f"a sound of {item.num_samples} samples"
+                    what = f"audio of {item.num_samples} samples"
                 raise ValueError(
                     f"the tower makes {len(feature)} tokens of {what}, where config.json and "
-                    f"preprocessor_config.json say {count}; use the files that belong together"
+                    f"preprocessor_config.json say {count}; use files from the same checkpoint"
                 )
 
     @torch.inference_mode()
     def encode(self, batch: Sequence[TowerInputs], *, on_device: bool = False) -> list[Tensor]:
-        """Encode several items, joined where possible; one feature for each, on the host unless ``on_device``."""
+        """Encode several items, joined if possible; return their features, on the host unless ``on_device``."""
         calls: list[list[TowerInputs]] = []
         for item in batch:
             if calls and self._joins and _shapes(calls[-1][0]) == _shapes(item):
@@ -212,7 +213,7 @@ class Tower:
         }
         values = "input_features" if "input_features" in inputs else "pixel_values"
         inputs[values] = inputs[values].to(self.dtype)
-        known: dict[str, Any] = {}  # what the tower need not compute, and the device need not read back
+        known: dict[str, Any] = {}  # known values, to avoid computing them or reading them back
         if self._visual is not None and "image_grid_thw" in inputs:
             grid = inputs.pop("image_grid_thw")
             tensors = size_tensors(self._visual, grid)
@@ -222,18 +223,18 @@ class Tower:
         inputs = {name: to_device(tensor, self._device) for name, tensor in inputs.items()} | known
         output = self._features(self._model, inputs)
         features = [feature.reshape(-1, feature.shape[-1]) for feature in output.pooler_output]
-        if len(features) != len(batch):  # one for each tile, where pictures are tiles along dimension 0
+        if len(features) != len(batch):  # one per tile if images are tiles along dimension 0
             tiles = iter(features)
             features = [torch.cat(list(islice(tiles, len(item[values])))) for item in batch]
         lengths = [len(feature) for feature in features]
         for level in getattr(output, "deepstack_features", None) or ():
-            # one tensor for all images before transformers 5.19, one for each since
+            # one tensor for all images before transformers 5.19, one per image since
             parts = torch.split(level, lengths) if isinstance(level, Tensor) else level
             features = [torch.cat((feature, part), dim=-1) for feature, part in zip(features, parts, strict=True)]
         return [feature.contiguous() for feature in features]
 
     def _on_device(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
-        """The arguments by which the tower is called without a graph."""
+        """Return the arguments of a tower call without a graph."""
         arguments: dict[str, Any] = {name: to_device(tensor, self._device) for name, tensor in tensors.items()}
         for name in LONGEST.keys() & tensors.keys():
             self._attention.knows(arguments[name], tensors[name].tolist())
@@ -242,7 +243,7 @@ class Tower:
 
 
 def _tried(family: Family) -> Iterator[tuple[MediaRef, TowerInputs]]:
-    """Items that are different everywhere, and the same each time; sounds of two lengths, which may be padded."""
+    """Yield reproducible random items; audio of two lengths, which may need padding."""
     if "image" in family.token_ids:
         for size in _TRIED_SIZES:
             yield picture(size), family.preprocess(_pattern(size))
@@ -254,12 +255,12 @@ def _tried(family: Family) -> Iterator[tuple[MediaRef, TowerInputs]]:
 
 
 def _pattern(size: Size) -> NDArray[np.uint8]:
-    """A picture of that width and height that is different everywhere, and the same each time."""
+    """Return a reproducible random image of that width and height."""
     return np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
 
 
 def _agree(feature: Tensor, expected: Tensor) -> bool:
-    """Whether two features differ by no more than rounding."""
+    """Return whether two features differ only by rounding."""
     if feature.shape != expected.shape:
         return False
     most = 1e-3 if feature.dtype == torch.float32 else 0.05
@@ -268,13 +269,13 @@ def _agree(feature: Tensor, expected: Tensor) -> bool:
 
 
 def _layers(part: nn.Module) -> Sequence[nn.Module]:
-    """The layers of a tower; none where it is a projector."""
+    """Return the layers of a tower; empty for a projector."""
     lists = (list(one) for one in part.modules() if isinstance(one, nn.ModuleList))
     return max(lists, key=len, default=[])
 
 
 def _shapes(inputs: TowerInputs) -> dict[str, torch.Size]:
-    """What must be alike in inputs that are joined."""
+    """Return the shapes that inputs must share to be joined."""
     return {name: tensor.shape[1:] for name, tensor in inputs.items()}
 
 
@@ -284,8 +285,8 @@ _BLOCKS = ("Qwen2VLVisionBlock", "Qwen2_5_VLVisionBlock", "Qwen3VLVisionBlock", 
 class VisionBlock(nn.Module):
     """A layer of Qwen's vision towers with the products, norms and rotation of the language model's layers.
 
-    transformers rotates in float32, and activates, gates and adds in passes of their own: on a CPU all that takes
-    as long as the products, and on a GPU the host launches three times as many kernels.
+    transformers rotates in float32 and activates, gates and adds in separate passes: on a CPU these take as long
+    as the products, and on a GPU the host launches three times as many kernels.
     """
 
     def __init__(self, block: Any, ops: AttentionOps, attention: TowerAttention) -> None:
@@ -316,7 +317,7 @@ class VisionBlock(nn.Module):
         position_embeddings: tuple[Tensor, Tensor],
         **_: Any,
     ) -> Tensor:
-        """Hidden states [T, hidden], borders of segments [S + 1], cos and sin [T, head_dim] → [T, hidden]."""
+        """Compute [T, hidden] from hidden states [T, hidden], borders [S + 1], cos and sin [T, head_dim]."""
         first_norm, second_norm = self._norms
         states = self._qkv(first_norm(hidden_states)).view(len(hidden_states), 3 * self._num_heads, -1)
         query, key, value = states.chunk(3, dim=1)
@@ -327,7 +328,7 @@ class VisionBlock(nn.Module):
 
 
 def replace_blocks(model: nn.Module, ops: AttentionOps, attention: TowerAttention) -> None:
-    """Let the layers of Qwen's towers run as :class:`VisionBlock`; others stay as they are."""
+    """Replace the layers of Qwen's towers with :class:`VisionBlock`."""
     for module in list(model.modules()):
         if isinstance(module, nn.ModuleList):
             for index, block in enumerate(module):

@@ -1,7 +1,7 @@
-"""The tower of a family with pictures of any resolution, captured as device graphs for numbers of patches.
+"""Device graphs, by number of patches, for towers with images of any resolution.
 
-Positions, windows and the borders of pictures depend on values, not on shapes alone. transformers takes them as
-arguments instead of computing them, so they are made on the host and a graph reads them from buffers.
+Positions, windows and image borders depend on values, not only on shapes. transformers accepts them as
+arguments, so they are computed on the host and a graph reads them from buffers.
 """
 
 from __future__ import annotations
@@ -21,19 +21,16 @@ from transformers.vision_utils import (
 
 from device.base import Device, GraphRunner
 
-#: Patches of the batches that are captured. Above, the work of the device takes longer than the host's launches.
+#: Captured batch sizes in patches. For larger batches the device takes longer than the host's launches.
 GRAPH_SIZES = (256, 512, 1024, 1536, 2048)
-#: Patches of a picture and of a window, on average, of which a graph has room for the borders.
+#: Minimum average patches of an image and of a window, which bound the borders of a graph.
 _LEAST_PATCHES = {"cu_seqlens": 32, "cu_window_seqlens": 16}
-#: By the name of the borders, the argument for the longest segment between them.
+#: Argument for the longest segment, by the name of its borders.
 LONGEST = {"cu_seqlens": "max_seqlen", "cu_window_seqlens": "max_window_seqlen"}
 
 
 def size_tensors(visual: Any, grid: Tensor) -> dict[str, Tensor]:
-    """Tensors that a transformers tower derives from the sizes of pictures [N, 3], by its arguments' names.
-
-    They are on the host.
-    """
+    """Return host tensors that a transformers tower derives from image sizes [N, 3], by argument name."""
     merge = visual.spatial_merge_size
     tensors = {"position_ids": get_vision_position_ids(grid, merge), "cu_seqlens": get_vision_cu_seqlens(grid)}
     if hasattr(visual, "window_size"):
@@ -52,16 +49,16 @@ def size_tensors(visual: Any, grid: Tensor) -> dict[str, Tensor]:
 
 
 class TowerGraphs:
-    """Captures a tower at its making for batches of ``sizes`` patches; they are padded to the next size.
+    """Captures a tower for batches of ``sizes`` patches; batches are padded to the next size.
 
-    Padding is behind the last border, so that no patch of a picture attends to it, and all else that a tower does
-    is for each patch, or each group that becomes one token, by itself.
+    Padding follows the last border, so that image patches do not attend to it; all other operations of a tower
+    work on single patches, or on groups that become one token.
 
     Args:
-        attend_captured: tells the tower's attention which borders are those of graphs, and their longest segment.
+        attend_captured: registers borders of graphs and their longest segment with the tower's attention.
 
     Attributes:
-        pixel_bytes: that a batch of the largest size takes for each pixel where it is computed without a graph.
+        pixel_bytes: memory per pixel of an eager batch of the largest size.
     """
 
     def __init__(
@@ -85,7 +82,7 @@ class TowerGraphs:
         }
         self._arguments: dict[int, dict[str, Any]] = {}
         in_use = device.reset_peak_memory()
-        for size in reversed(sizes):  # the largest first: its memory pool serves the others
+        for size in reversed(sizes):  # the largest first: the others reuse its memory pool
             arguments: dict[str, Any] = {
                 name: buffer[: self._length(name, size)] for name, buffer in self._buffers.items()
             }
@@ -100,10 +97,10 @@ class TowerGraphs:
         self.pixel_bytes = (device.peak_memory() - in_use) / (most * patches.patch_size**2)
 
     def run(self, pixels: Tensor, tensors: dict[str, Tensor]) -> Tensor | None:
-        """Encode a batch: [tokens, width], deepstack levels side by side; None where it fits no graph.
+        """Encode a batch: return [tokens, width] with concatenated deepstack levels; None if it fits no graph.
 
         Args:
-            pixels: [patches, width of a patch], on the host. tensors: :func:`size_tensors` of its pictures.
+            pixels: [patches, width of a patch], on the host. tensors: :func:`size_tensors` of its images.
         """
         size = next((size for size in self._sizes if self._fits(size, len(pixels), tensors)), None)
         if size is None:
@@ -113,7 +110,7 @@ class TowerGraphs:
             missing = self._length(name, size) - len(tensor)
             if name in LONGEST:  # empty segments
                 tensor = torch.cat((tensor, tensor[-1:].expand(missing)))
-            elif name == "window_index":  # each to its own place, which is sorted back
+            elif name == "window_index":  # identity permutation for padding
                 tensor = torch.cat((tensor, torch.arange(len(tensor), len(tensor) + missing)))
             self._fill(self._buffers[name], tensor)
         return self._graphs.replay(size)[: len(pixels) // self._merge].clone()
@@ -123,7 +120,7 @@ class TowerGraphs:
         return num_patches <= size and all(len(tensors[name]) <= self._length(name, size) for name in borders)
 
     def _length(self, name: str, size: int) -> int:
-        """Rows of an argument for so many patches."""
+        """Return the rows of an argument for ``size`` patches."""
         if name in LONGEST:
             return size // _LEAST_PATCHES[name] + 2
         return size // self._merge if name == "window_index" else size

@@ -1,4 +1,4 @@
-"""A checkpoint's video processor: which frames it takes, to which size, and the tower's inputs."""
+"""A checkpoint's video processor: sampled frames, their size, and the tower's inputs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from epd_serve.errors import InvalidRequest
 from epd_serve.models.family import TowerInputs
 from epd_serve.protocol.wire import MediaRef
 
-#: Frames a second that are sampled where neither the request nor the checkpoint says.
+#: Default sampling rate in frames per second.
 _USUAL_FPS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class VideoProcessor:
-    """Lays out and prepares videos as transformers' own ``processor`` does, from the facts of a video alone."""
+    """Computes the layout and tower inputs of videos as transformers' ``processor`` does, from metadata alone."""
 
     processor: Any
 
@@ -35,12 +35,12 @@ class VideoProcessor:
 
     @property
     def merge(self) -> int:
-        """The side of the square of patches that become one token."""
+        """Side of the square of patches merged into one token."""
         merge: int = self.processor.merge_size
         return merge
 
     def indices(self, item: MediaRef) -> list[int]:
-        """Return the numbers of the frames that are taken; of a segment, those in its patches in time.
+        """Return the indices of the sampled frames, for a segment only those of its temporal patches.
 
         Raises InvalidRequest for a video that is too short.
         """
@@ -49,7 +49,7 @@ class VideoProcessor:
         return found[step * part.start : step * part.stop]
 
     def _sampled(self, item: MediaRef) -> list[int]:
-        """Return the frames that are taken of the whole video."""
+        """Return the indices of the sampled frames of the whole video."""
         video, asked = item.video, item.sampling
         count = asked.count_read(video)
         if video.is_list:
@@ -67,7 +67,7 @@ class VideoProcessor:
                 if asked.max_frames is not None and len(found) > asked.max_frames:
                     most = asked.max_frames - asked.max_frames % self.frames_per_patch
                     found = self.processor.sample_frames(metadata, num_frames=most, fps=None).tolist()
-            except ZeroDivisionError:  # transformers': fewer frames are asked for than a patch has
+            except ZeroDivisionError:  # raised by transformers for fewer frames than a patch has
                 found = ()
             except (ValueError, RuntimeError) as error:
                 raise InvalidRequest(f"frames of the video cannot be sampled: {error}") from error
@@ -79,7 +79,7 @@ class VideoProcessor:
         return list(found)
 
     def frame_size(self, item: MediaRef) -> tuple[int, int]:
-        """Return height and width to which frames are resized. Raises InvalidRequest."""
+        """Return height and width of resized frames. Raises InvalidRequest."""
         num_frames = len(self._sampled(item))
         try:
             return _frame_size(self, num_frames, item.height, item.width)
@@ -89,7 +89,7 @@ class VideoProcessor:
             ) from error
 
     def resized(self, num_frames: int, height: int, width: int) -> tuple[int, int]:
-        """Return the height and width that transformers gives to frames: those of a tensor without data."""
+        """Return the height and width of frames resized by transformers, found with a tensor without data."""
         frames = torch.empty(1, num_frames, 3, height, width, dtype=torch.uint8, device="meta")
         resized = self.processor.resize(
             frames,
@@ -112,17 +112,17 @@ class VideoProcessor:
         return math.prod(self.grid(item)) // self.merge**2
 
     def num_pixels(self, item: MediaRef) -> int:
-        """Return the pixels that the tower sees, of one frame for each patch in time."""
+        """Return the pixels for the tower, counting one frame per temporal patch."""
         side: int = self.processor.patch_size
         return math.prod(self.grid(item)) * side**2
 
     def seconds_per_patch(self, item: MediaRef) -> float:
-        """Return the seconds from one row of patches in time to the next (``second_per_grid_ts``)."""
+        """Return the seconds between consecutive temporal patches (``second_per_grid_ts``)."""
         sampled_fps = len(self.indices(item)) / item.num_frames * item.fps
         return self.frames_per_patch / sampled_fps
 
     def timestamps(self, item: MediaRef) -> list[float]:
-        """Return the seconds of each row of patches in time: the mean of its first and last frame's."""
+        """Return the timestamp of each temporal patch: the mean of its first and last frame's."""
         step, indices = self.frames_per_patch, self.indices(item)
         indices += [indices[-1]] * (-len(indices) % step)
         times = [index / item.fps for index in indices]
@@ -132,7 +132,7 @@ class VideoProcessor:
         return VideoInputs(self, len(self.indices(item)), self.frame_size(item))
 
     def prepared(self, frames: torch.Tensor) -> TowerInputs:
-        """Return the tower's inputs of resized frames, uint8 [n, 3, height, width]."""
+        """Return the tower's inputs for resized frames, uint8 [n, 3, height, width]."""
         made = self._processed(frames)
         return {"pixel_values": made["pixel_values_videos"], "image_grid_thw": made["video_grid_thw"]}
 
@@ -148,12 +148,12 @@ class VideoProcessor:
 
 @lru_cache(maxsize=256)
 def _frame_size(processor: VideoProcessor, num_frames: int, height: int, width: int) -> tuple[int, int]:
-    """:meth:`VideoProcessor.resized`, which takes milliseconds."""
+    """Cache :meth:`VideoProcessor.resized`, which takes milliseconds."""
     return processor.resized(num_frames, height, width)
 
 
 class FrameProcessor(VideoProcessor):
-    """Videos whose frames are pictures by themselves; a patch in time is a frame. Gemma 4's."""
+    """Gemma 4's video processor: frames are separate images, so a temporal patch is a frame."""
 
     __slots__ = ()
     frames_per_patch = 1
@@ -184,7 +184,7 @@ class FrameProcessor(VideoProcessor):
 
 
 class VideoInputs:
-    """Tower inputs of one video, made of frames as they come: no more than a few are kept in their own size."""
+    """Tower inputs of one video, built from frames as they arrive, with few frames kept at full size."""
 
     def __init__(self, processor: VideoProcessor, count: int, size: tuple[int, int]) -> None:
         self._processor = processor
@@ -194,13 +194,13 @@ class VideoInputs:
     def add(self, frames: NDArray[np.uint8]) -> None:
         """Add the next frames, RGB [n, height, width, 3]."""
         end = self._count + len(frames)
-        assert end <= len(self._frames), "more frames than were asked for"
+        assert end <= len(self._frames), "more frames than requested"
         pixels = torch.from_numpy(frames).permute(0, 3, 1, 2).contiguous()
         resample = int(self._processor.processor.resample)
         self._frames[self._count : end] = tvF.resize(pixels, list(self._frames.shape[2:]), resample)
         self._count = end
 
     def finish(self) -> TowerInputs:
-        """Return the inputs, once all frames are there."""
+        """Return the inputs after all frames were added."""
         assert self._count == len(self._frames), "frames are missing"
         return self._processor.prepared(self._frames)

@@ -56,11 +56,11 @@ def test_the_cluster_key_is_a_secret_like_others(tmp_path: Path, monkeypatch: py
 
 def test_a_cluster_key_asks_for_an_admin_key(monkeypatch: pytest.MonkeyPatch) -> None:
     admin = "gateway: {admin: {port: 8001%s}}"
-    with pytest.raises(ValueError, match=r"set gateway\.admin\.key, too"):
+    with pytest.raises(ValueError, match=r"also set gateway\.admin\.key"):
         parse_config("cluster_key: only-this-cluster-knows\n" + admin % "")
     parse_config("cluster_key: only-this-cluster-knows\n" + admin % ", key: another-secret")
     alone = parse_config(admin % "")
     GatewaySettings.of(alone, "127.0.0.1")
     monkeypatch.setenv("EPD_SERVE_CLUSTER_KEY", "only-this-cluster-knows")
-    with pytest.raises(ValueError, match=r"set gateway\.admin\.key, too"):
+    with pytest.raises(ValueError, match=r"also set gateway\.admin\.key"):
         GatewaySettings.of(alone, "127.0.0.1")

@@ -31,7 +31,7 @@ NPUS = "devices: ['npu:0', 'npu:1', 'npu:2']"
         ("roles: {P: {kv_transfer: {transport: mooncake}}}", 1, "kv_transfer.transport is mooncake for P alone"),
         ("roles:\n  E: {}\n  Q: {}", 3, "roles.Q"),
         ("topology: E-PD@tp2\nengine: native", 1, "topology: @tp2 needs engine: vllm"),
-        ("model: {shape_of: qwen2.5-vl-7b}", 1, "model: shape_of has no weights"),
+        ("model: {shape_of: qwen2.5-vl-7b}", 1, "model: shape_of lacks weights"),
         ("vllm: {}", 1, "vllm and engine_args are for engine: vllm"),
         ("engine: vllm\ninstances:\n  engine_args: {port: 1}", 3, "instances.engine_args"),
         ("engine: vllm\ntopology: ED-P", 1, "ED"),

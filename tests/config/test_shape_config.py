@@ -21,7 +21,7 @@ def test_a_shape_is_a_model_without_files() -> None:
     assert config.model == ShapeConfig(shape_of="qwen2.5-vl-7b") and config.model_name == "qwen2.5-vl-7b"
     options = config.options_for(config.placement()[1], device="emulated:h200:1", port=1, threads=1)
     assert InstanceOptions.model_validate_json(options.to_json()).model == config.model
-    with pytest.raises(ValueError, match="no weights"):
+    with pytest.raises(ValueError, match="lacks weights"):
         _ = config.checkpoint
 
 

@@ -32,7 +32,7 @@ def test_numbers_stand_and_the_rest_goes_to_the_others_in_the_group_alone() -> N
     [
         (
             "roles: {E: {share: 0.7}, D: {share: 0.5}}",
-            r"sum to 1\.2 \(e0 0\.7, d0 0\.5\); together they are 1 at most",
+            r"sum to 1\.2 \(e0 0\.7, d0 0\.5\); the sum must be at most 1",
         ),
         ("roles: {E: {share: 1}}", r"\(e0 1\) leave nothing to d0; lower them"),
         ("roles: {E: {share: 1.5}}", "share"),

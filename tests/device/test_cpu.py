@@ -71,7 +71,7 @@ def test_shares_divide_the_cores(device: CpuDevice) -> None:
 
 @pytest.mark.parametrize(("share", "start"), [(0.0, 0.0), (-0.5, 0.0), (1.5, 0.0), (0.5, 0.6), (0.5, -0.1)])
 def test_shares_outside_the_device_are_refused(device: CpuDevice, share: float, start: float) -> None:
-    with pytest.raises(ValueError, match="end at 1 at most"):
+    with pytest.raises(ValueError, match="with a sum of at most 1"):
         device.apply_share(share, start)
 
 

@@ -198,13 +198,13 @@ async def test_kv_is_not_there_before_its_layer_is_computed(parts: Deployment) -
     object.__setattr__(language._loop._push, "record_event", CpuEvent)
     runner: Any = language._loop._runner
     runner.cost = lambda work: (1.0, WHOLE)  # however late its threads are
-    assert "is not that of its tokens" in await refusal(parts, 11)
+    assert "does not match its tokens" in await refusal(parts, 11)
 
 
 async def test_features_of_other_pictures_are_noticed(parts: Deployment) -> None:
     model: Any = parts.instances["e0"].encoder.model
     model.data_of = lambda feature: memoryview(bytes(len(feature.data)))
-    assert "is not that of its picture" in await refusal(parts, 4)
+    assert "does not match its image" in await refusal(parts, 4)
 
 
 def test_an_instance_without_weights_loads_neither_torch_nor_numpy() -> None:

@@ -105,12 +105,12 @@ def test_a_feature_that_is_overwritten_while_it_is_copied_is_a_miss(
 
     with monkeypatch.context() as planted:
         planted.setattr(owner, name, late)
-        with pytest.raises(TransferError, match="given up by its encoder"):
+        with pytest.raises(TransferError, match="evicted by its encoder"):
             pair.consumer.fetch(event)
     again = pair.put("a", 4)
     assert again.offset == event.offset or again.generation != event.generation
     assert set(pair.consumer.fetch(again).tolist()) == {4}
-    with pytest.raises(TransferError, match="given up by its encoder"):
+    with pytest.raises(TransferError, match="evicted by its encoder"):
         pair.consumer.fetch(event)
 
 

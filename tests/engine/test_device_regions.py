@@ -55,11 +55,11 @@ def test_it_is_tried_whether_memory_is_reached(
     with monkeypatch.context() as planted:  # a card that registers memory and does not get at it
         planted.setattr(MooncakeTransport, "read", lambda *_: None)
         assert not are_reached(DEVICE, transports[0])
-    assert caplog.messages.pop().endswith("other bytes arrive than lie there")
+    assert caplog.messages.pop().endswith("delivers wrong bytes")
     with monkeypatch.context() as planted:
         planted.setattr(Engine, "read", lambda *_: False)
         assert not are_reached(DEVICE, transports[0])
-    assert "registered and not reached: transfer with" in caplog.messages.pop()
+    assert "registered, but cannot be accessed: transfer with" in caplog.messages.pop()
     with monkeypatch.context() as planted:
         planted.setattr(transports[0].engine, "options", replace(DEVICE_OPTIONS, max_regions=0))
         assert not are_reached(DEVICE, transports[0])

@@ -169,7 +169,7 @@ async def test_a_limit_that_cannot_be_met_gives_the_smallest_and_says_what_could
         else:
             assert found["max_num_batched_tokens"] == 16
     assert f"slo.{slo}_ms" in caplog.text
-    assert "the least limit that could be met is" in caplog.text
+    assert "the lowest feasible limit is" in caplog.text
 
 
 def limits_of(cache: Path, clock: Callable[[], float], others_s: Callable[[], float]) -> StepLimits:
@@ -241,7 +241,7 @@ def test_a_damaged_file_is_measured_again(
     known.save()
     known.file.write_bytes(content)
     again = Measurements(tmp_path, {"model": "a"})
-    assert "cannot be used" in caplog.text
+    assert "is invalid" in caplog.text
     assert again.get("x", lambda: 2.5) == 2.5
     again.save()
     assert Measurements(tmp_path, {"model": "a"}).get("x", lambda: 9.0) == 2.5
@@ -252,4 +252,4 @@ def test_a_cache_that_cannot_be_written_is_no_failure(tmp_path: Path, caplog: py
     known = Measurements(tmp_path, {"model": "a"})
     assert known.get("x", lambda: 1.5) == 1.5
     known.save()
-    assert "cannot be kept" in caplog.text
+    assert "cannot be written" in caplog.text

@@ -82,8 +82,8 @@ async def test_a_deployment_has_its_own_daemon_before_its_instances(
         await until(lambda: daemon(environment) not in (0, first))
         second = daemon(environment)
         assert supervisor.num_deaths == 1 and lives(second) and not lives(first)
-        await until(lambda: f"MPS runs, process {second}" in (tmp_path / "mps.log").read_text())
-        assert f"MPS is gone: its process {first} has ended" in (tmp_path / "mps.log").read_text()
+        await until(lambda: f"MPS is running as process {second}" in (tmp_path / "mps.log").read_text())
+        assert f"MPS process {first} has ended" in (tmp_path / "mps.log").read_text()
     finally:
         await supervisor.stop()
     assert not lives(second) and daemon(environment) == 0
@@ -129,7 +129,7 @@ def test_shares_without_mps_are_refused_and_no_shares_need_none(
     config: DeploymentConfig, environment: dict[str, str], tmp_path: Path
 ) -> None:
     bare = environment | {"PATH": str(tmp_path)}
-    with pytest.raises(ValueError, match="shares of a GPU need MPS, and there is no nvidia-cuda-mps-control"):
+    with pytest.raises(ValueError, match="shares of a GPU need MPS, but nvidia-cuda-mps-control"):
         with_mps(config, bare, tmp_path, config.placement())
     plain = parse_config(SHARED.replace("share: 0.5", ""))
     assert with_mps(plain, bare, tmp_path, plain.placement()) == bare

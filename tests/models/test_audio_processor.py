@@ -153,5 +153,5 @@ def test_an_attention_that_sees_padding_is_not_used(
     untried = Tower(path, torch.float32, get_device("cpu")).encode([inputs])[0]
     assert not torch.allclose(untried, expected, rtol=1e-2, atol=1e-2), "padding says nothing"
     tower = Tower(path, torch.float32, get_device("cpu"), family=family)
-    assert not tower.uses_device_attention and "the tower attends by torch" in caplog.text
+    assert not tower.uses_device_attention and "the tower uses torch's attention" in caplog.text
     torch.testing.assert_close(tower.encode([inputs])[0], expected, rtol=1e-4, atol=1e-4)

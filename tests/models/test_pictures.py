@@ -90,7 +90,7 @@ def test_tokens_and_pixels_follow_from_the_size(path: Path) -> None:
 def test_other_tokens_than_are_counted_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tiny_models.make_tiny_model("internvl", tmp_path / "model")
     monkeypatch.setattr(InternVL, "num_tokens", lambda family, item: 3)
-    with pytest.raises(ValueError, match=r"tokens of a picture of 200x50 pixels, where .* say 3"):
+    with pytest.raises(ValueError, match=r"tokens of an image of 200x50 pixels, where .* say 3"):
         Tower(path, torch.float32, get_device("cpu"), family=load_family(path))
 
 

@@ -67,7 +67,7 @@ def test_a_family_with_media_is_run_or_refused_by_name(model_type: str, tmp_path
 def test_a_checkpoint_with_code_of_its_own_is_refused_unread(model_type: str, tmp_path: Path) -> None:
     content = {"model_type": model_type, "auto_map": {"AutoConfig": "configuration.Odd"}}
     (tmp_path / "config.json").write_text(json.dumps(content))
-    why = NOT_RUN.get(model_type, "its checkpoint brings code of its own, which is not run")
+    why = NOT_RUN.get(model_type, "its checkpoint contains custom code, which is not run")
     with pytest.raises(ValueError, match="engine: vllm") as refused:
         load_family(tmp_path)
     assert f"does not run the family '{model_type}' ({why}); it runs " in str(refused.value)

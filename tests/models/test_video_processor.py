@@ -98,7 +98,7 @@ def test_a_rate_at_which_positions_are_fractions_is_refused(tmp_path: Path) -> N
     assert isinstance(family, QwenVL)
     for fps in (None, 1.0, 2.0, 1.5):
         item = MediaRef.of_video(VideoFacts(64, 64, 24, 6.0), VideoSampling(processor_fps=fps))
-        with pytest.raises(InvalidRequest, match="in fractions") if fps == 1.5 else nullcontext():
+        with pytest.raises(InvalidRequest, match="fractional video timestamps") if fps == 1.5 else nullcontext():
             family.position_facts(torch.tensor([[1]]), [item])
 
 

@@ -1,1 +1,1 @@
-"""The engine of a model that computes nothing: digests in place of KV, times in place of work."""
+"""Engine of an emulated model: digests in place of KV, modelled times in place of work."""

@@ -1,9 +1,9 @@
-"""A model that computes nothing: digests in place of numbers, an emulated device's time in place of arithmetic.
+"""An emulated model: digests in place of numbers, an emulated device's time in place of computation.
 
-A token is a hash of all tokens and pictures before it, the same wherever and however often it is computed. A block
-of KV holds, for each layer, a digest of all that was computed up to there. A step finds the digests of the blocks
-that it reads right, or fails: KV that was lost, swapped, or is not there yet gives no answer. A digest takes the
-place of thousands of bytes; times and amounts are those of the model.
+A token is a hash of all tokens and images before it, identical on every instance and after every recomputation. A
+KV block holds, for each layer, a digest of everything computed up to there. A step verifies the digests of the
+blocks that it reads and fails otherwise, so KV that is lost, swapped or late never yields an answer. A digest
+replaces thousands of bytes; times and byte counts are those of the real model.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from epd_serve.transfer.staging import StagingArea
 from epd_serve.transfer.transport import Span, TransferError, Transport
 from epd_serve.types import MediaSpan, SamplingParams
 
-#: Bytes that stand for a token of a picture; for a block in one layer, a digest of all up to there; and those in
-#: the place of the first layer's first that name the block's pictures.
+#: Bytes per token of an image; per block and layer, holding a digest of everything up to there; and at the start
+#: of the first layer's part, naming the block's images.
 FEATURE_WIDTH, LAYER_BYTES, _PICTURES = 16, 16, 8
 _ROOT = b"epd-serve digest chain 1"
 _NO_PICTURES = bytes(_PICTURES)
 
 
 class DigestError(RuntimeError):
-    """KV or a feature is not what was computed for these tokens."""
+    """KV or a feature differs from the one computed for these tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """The digest of a picture: ``FEATURE_WIDTH`` bytes for each of its tokens."""
+    """The digest of an image: ``FEATURE_WIDTH`` bytes for each token."""
 
     data: bytes | bytearray
     shape: tuple[int, int]
@@ -63,8 +63,7 @@ def feature_of(mm_hash: str, num_tokens: int) -> Feature:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """The inputs of the tower: the picture's name, its placeholder tokens, the pixels of it; of a video, of all
-    ``count`` pictures."""
+    """Inputs of the tower: hash, placeholder tokens, and pixels of an image or of a video's ``count`` frames."""
 
     mm_hash: str
     num_tokens: int
@@ -73,7 +72,7 @@ class Picture:
 
 
 class Held:
-    """Memory of the device, for as long as this lives. Raises TimedMemoryError where there is too little."""
+    """Device memory, freed with this object. Raises TimedMemoryError if the device is full."""
 
     def __init__(self, device: TimedDevice, num_bytes: int) -> None:
         device.take(num_bytes)
@@ -81,7 +80,7 @@ class Held:
 
 
 class DigestTower:
-    """Takes the time of a vision tower. Fills the Tower protocol of an encoder."""
+    """An encoder's Tower that takes the time of a vision tower."""
 
     pixel_bytes = 0.0
 
@@ -112,9 +111,9 @@ class DigestTower:
 
 
 class DigestMemory:
-    """Fills the KVCacheMemory protocol: the blocks on the device, and a slab of cells that the transport knows.
+    """KVCacheMemory of digests: blocks on the device, and a slab of cells registered with the transport.
 
-    ``token_bytes``: KV of a token in all layers, on the device whose time copies take.
+    ``token_bytes``: KV bytes of a token in all layers on the emulated device, which determine copy times.
     """
 
     def __init__(
@@ -140,7 +139,7 @@ class DigestMemory:
         self._cache = mmap.mmap(-1, num_blocks * self.block_bytes)
 
     def read(self, block: int) -> bytes:
-        """All layers of a block, as the device has them."""
+        """Return all layers of a block."""
         start = block * self.block_bytes
         return self._cache[start : start + self.block_bytes]
 
@@ -149,7 +148,7 @@ class DigestMemory:
         self._cache[start + part.start : start + part.stop] = content[part]
 
     def nbytes(self, num_layers: int, num_blocks: int) -> int:
-        """Bytes of so many blocks in so many layers on the device that is emulated."""
+        """Return the bytes of blocks in layers on the emulated device."""
         return self._token_bytes * self.layout.block_size * num_blocks * num_layers // self.layout.num_layers
 
     def copy_block(self, source: int, target: int) -> None:
@@ -164,14 +163,14 @@ class DigestMemory:
         return False
 
     def read_mapped(self, region: Region, layers: range, source: Sequence[int], blocks: Sequence[int]) -> None:
-        raise TransferError("a device without memory of its own maps none")
+        raise TransferError("an emulated device cannot map memory")
 
     def check_integrity(self) -> None:
         self._area.check_integrity()
 
     @contextmanager
     def stage(self, layers: range, blocks: Sequence[int]) -> Iterator[StagedDigests]:
-        """The transport takes the time of the link."""
+        """Copy blocks to cells; the transport models the time of the link."""
         with self._area.leaving.lend(len(layers) * len(blocks)) as first:
             for here, place in self._places(layers, blocks, first):
                 self.buffer[here] = self._cache[place]
@@ -185,7 +184,7 @@ class DigestMemory:
                 self._cache[place] = self.buffer[here]
 
     def save(self, blocks: Sequence[int]) -> list[bytes]:
-        """The contents of blocks, in the time that the link takes for them."""
+        """Return the contents of blocks after the link's transfer time."""
         self._device.synchronize()
         self._device.copy(self.nbytes(self.layout.num_layers, len(blocks))).wait()
         return [self.read(block) for block in blocks]
@@ -197,7 +196,7 @@ class DigestMemory:
             self.write(block, content, layers)
 
     def _places(self, layers: range, blocks: Sequence[int], first_cell: int) -> Iterator[tuple[slice, slice]]:
-        """(in the cells, in the cache) of some layers of each block."""
+        """Yield (slice of the cells, slice of the cache) for some layers of each block."""
         count, here = len(layers) * LAYER_BYTES, first_cell * LAYER_BYTES
         for block in blocks:
             there = block * self.block_bytes + layers.start * LAYER_BYTES
@@ -207,7 +206,7 @@ class DigestMemory:
 
 @dataclass(frozen=True, slots=True)
 class StagedDigests:
-    """Blocks in cells, each with its ``block_bytes`` of some layers, from offset ``start`` on."""
+    """Blocks in cells from offset ``start`` on, each with ``block_bytes`` of some layers."""
 
     start: int
     block_bytes: int
@@ -218,9 +217,9 @@ class StagedDigests:
 
 @dataclass(slots=True)
 class _Known:
-    """The full blocks of a sequence that were found right: where they are, and the chain's digest after each.
+    """The verified full blocks of a sequence, and the chain's digest after each.
 
-    ``num_tokens`` have their KV in ``table``; ``tail`` is the content of the block behind the full ones.
+    ``num_tokens`` have their KV in ``table``; ``tail`` is the content of the block after the full ones.
     """
 
     blocks: list[int] = field(default_factory=list)
@@ -231,7 +230,7 @@ class _Known:
     tail: bytes = b""
 
     def cut(self, blocks: Sequence[int]) -> None:
-        """Forget what no longer lies in ``blocks``."""
+        """Forget blocks that are no longer in ``blocks``."""
         count = min(len(blocks), len(self.blocks))
         if self.blocks[:count] != blocks[:count]:
             count = next(i for i in range(count) if self.blocks[i] != blocks[i])
@@ -248,9 +247,9 @@ class _Known:
 
 
 class DigestRunner:
-    """Fills the Runner protocol. A step takes the time of the device.
+    """Runner whose steps take the emulated device's time.
 
-    ``choose``: (digest of all tokens before, sampling, number of the choice, number of its token) → the token.
+    ``choose``: (digest of all earlier tokens, sampling, index of the choice, index of its token) → token.
     """
 
     def __init__(
@@ -290,11 +289,11 @@ class DigestRunner:
         return step
 
     def cost(self, work: StepWork) -> tuple[float, Demand]:
-        """Seconds of a step that is alone on the device, and what it uses of it."""
+        """Return the seconds of a step that runs alone, and its demand on the device."""
         return self.time.step(work.num_tokens, work.num_sequences, work.decode_context, work.prefill_pairs)
 
     def content(self, chain: bytes, pictures: bytes) -> bytes:
-        """A block whose last token ends the chain with this digest: [layers, LAYER_BYTES]."""
+        """Return the content [layers, LAYER_BYTES] of a block at whose last token the chain has this digest."""
         return pictures + blake3(chain).digest(LAYER_BYTES * self.num_layers - _PICTURES)
 
     def _check_features(self, sequence: TokenSequence, count: int, features: Mapping[str, Feature]) -> None:
@@ -303,14 +302,14 @@ class DigestRunner:
             if span.start < end and start < span.end:
                 found = features[span.mm_hash]
                 if found.data != feature_of(span.mm_hash, found.shape[0]).data:
-                    raise DigestError(f"feature {span.mm_hash[:12]} is not that of its picture")
+                    raise DigestError(f"feature {span.mm_hash[:12]} does not match its image")
 
 
 @dataclass(slots=True)
 class _Part:
-    """The tokens ``start`` ... ``end - 1`` of a sequence: the last of them, or PLACEHOLDER, is ``token``.
+    """Tokens ``start`` ... ``end - 1`` of a sequence; the last one, or PLACEHOLDER, is ``token``.
 
-    ``num_sampled`` tokens are to be chosen behind them; the answer had ``num_output``.
+    ``num_sampled`` tokens will be chosen after them; ``num_output`` were generated before.
     """
 
     sequence: TokenSequence
@@ -323,7 +322,7 @@ class _Part:
 
 
 class DigestStep:
-    """A step that the device was given. Reads and writes KV when the device's time for it has come."""
+    """A launched step, which reads and writes KV when the device's clock reaches it."""
 
     def __init__(self, runner: DigestRunner, output: ScheduleOutput, before: DigestStep | None) -> None:
         self._runner = runner
@@ -342,10 +341,10 @@ class DigestStep:
             self._parts.append(part)
 
     def sample(self) -> None:
-        """Do nothing: the device chooses at the end of the step."""
+        """Do nothing: the step itself chooses at its end."""
 
     def read(self) -> SampledTokens:
-        """Wait for the end of the step. Raises DigestError where KV was not what it must be."""
+        """Wait for the end of the step. Raises DigestError if KV was wrong."""
         self.end.wait()
         if self._error is not None:
             raise self._error
@@ -355,7 +354,7 @@ class DigestStep:
     # ------------------------------------------------------------------ on the device
 
     def compute(self, layers: range) -> None:
-        """Some layers, in order."""
+        """Compute some layers, in order."""
         try:
             if not layers.start:
                 for part in self._parts:
@@ -364,26 +363,26 @@ class DigestStep:
             if self._error is None:
                 for block, content in self._writes:
                     self._runner.memory.write(block, content, layers)
-        except Exception as error:  # noqa: BLE001 - whoever reads the step hears of it
+        except Exception as error:  # noqa: BLE001 - raised again by read()
             self._error = self._error or error
 
     def _compute(self, part: _Part) -> None:
-        """Find all right that was computed before the part; write its KV and choose its tokens."""
+        """Verify all KV before the part, write the part's KV and choose its tokens."""
         sequence, runner = part.sequence, self._runner
         if part.token == PLACEHOLDER:
-            assert self._before is not None, "nobody knows the token"
-            if sequence not in self._before.tokens:  # the step before has failed
-                raise DigestError(f"request {sequence.request_id}: the token before was not computed")
+            assert self._before is not None, "the placeholder has no earlier step"
+            if sequence not in self._before.tokens:  # the previous step failed
+                raise DigestError(f"request {sequence.request_id}: the previous token was not computed")
             [part.token] = self._before.tokens[sequence]
         known = runner.known.setdefault(sequence, _Known())
         size, first = runner.block_size, part.start // runner.block_size
         ids = [*_ids(sequence, first * size, part.end - 1), part.token]
-        goes_on = known.table is part.table and known.num_tokens == part.start  # where this runner stopped
+        goes_on = known.table is part.table and known.num_tokens == part.start  # in this runner's table
         if not goes_on:
             known.cut(part.table[:first])
             for number in range(len(known.blocks), first):
                 self._check(part, known, number, _ids(sequence, number * size, (number + 1) * size))
-        if part.num_output and known.blocks:  # one full block at each token: a block may also go bad later
+        if part.num_output and known.blocks:  # verify one full block per token
             again = part.end % len(known.blocks)
             self._same(part, again, runner.content(known.chain[again], known.pictures[again]))
         is_begun = part.start > first * size
@@ -407,7 +406,7 @@ class DigestStep:
             self.tokens[sequence] = [runner.choose(chain, sequence.sampling, one, number) for one in choices]
 
     def _check(self, part: _Part, known: _Known, number: int, ids: list[int]) -> None:
-        """Find a block's content right that was computed before this step, and remember it where it is full."""
+        """Verify a block computed before this step, and remember it if it is full."""
         pictures = self._pictures(part, number, is_begun=True)
         chain = _fold(known.end, ids, pictures)
         self._same(part, number, self._runner.content(chain, pictures))
@@ -424,12 +423,12 @@ class DigestStep:
         ]
         raise DigestError(
             f"request {part.sequence.request_id}: the KV in block {part.table[number]}, number {number} of the "
-            f"sequence, is not that of its tokens in {len(layers)} of {self._runner.num_layers} layers, "
-            f"layer {layers[0]} the first"
+            f"sequence, does not match its tokens in {len(layers)} of {self._runner.num_layers} layers, "
+            f"first in layer {layers[0]}"
         )
 
     def _pictures(self, part: _Part, number: int, *, is_begun: bool) -> bytes:
-        """Digest of the pictures in a block. An instance that did not compute the prompt knows it by the KV."""
+        """Return the digest of the images in a block, from its KV if another instance computed the prompt."""
         size, sequence = self._runner.block_size, part.sequence
         if sequence.positions is not None:
             return _pictures(sequence.spans, number * size, (number + 1) * size)
@@ -451,7 +450,7 @@ def _pictures(spans: Sequence[MediaSpan], start: int, end: int) -> bytes:
     if not inside:
         return _NO_PICTURES
     hasher = blake3()
-    # the same for a run of rows however many segments of a video it is of
+    # the same for a run of rows however a video is segmented
     for name, place in dict.fromkeys(
         (span.item or span.mm_hash, span.first + span.offset + start - span.start) for span in inside
     ):

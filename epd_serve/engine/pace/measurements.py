@@ -1,4 +1,4 @@
-"""Measured seconds that are kept on disk."""
+"""Measured seconds, cached on disk."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from epd_serve.config import InstanceOptions
 
 logger = logging.getLogger(__name__)
 
-#: Encodes are measured with square images of this side, in pixels.
+#: Side, in pixels, of the square images used to measure encodes.
 IMAGE_SIDE = 448
-#: For encodes, and for steps: a start with an SLO takes 10 s longer at most, but for the last of each.
+#: Time limit for encodes, and again for steps: an SLO adds up to 10 s to a start, plus the last measurements.
 MEASURE_S = 5.0
-#: Cores that others may use while measurements are made that are kept.
+#: Cores that other processes may use during measurements that are cached.
 _MOST_OTHERS = 0.25
 
 
 def cache_dir(environment: Mapping[str, str]) -> Path:
-    """The directory ``EPD_SERVE_CACHE``, else ``epd-serve`` in ``XDG_CACHE_HOME`` or ``~/.cache``."""
+    """Return the directory ``EPD_SERVE_CACHE``, or ``epd-serve`` in ``XDG_CACHE_HOME`` or ``~/.cache``."""
     if own := environment.get("EPD_SERVE_CACHE"):
         return Path(own).expanduser()
     return Path(environment.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "epd-serve"
 
 
 def measurements(options: InstanceOptions, device: BareDevice, fingerprint: str, torch: str = "") -> Measurements:
-    """Return the known measurements of an instance like this one; ``fingerprint`` is that of model and dtype."""
+    """Return the cached measurements of an equal instance; ``fingerprint`` identifies model and dtype."""
     about: dict[str, str | int | None] = {
         "role": str(options.role),  # instances of different roles start at once and measure different things
         "model": fingerprint,
@@ -50,7 +50,7 @@ def measurements(options: InstanceOptions, device: BareDevice, fingerprint: str,
         "torch": torch,
     }
     others_s = cpu_seconds_of_others if device.type == "cpu" else lambda: 0.0
-    # instances on one accelerator start side by side, and each measures beside the others
+    # instances on one accelerator start, and measure, at the same time
     is_alone = device.type == "cpu" or (options.device_share is None and options.memory_share is None)
     return Measurements(cache_dir(os.environ) if is_alone else None, about, others_s=others_s)
 
@@ -62,15 +62,15 @@ def cpu_seconds_of_others() -> float:
 
 
 class Measurements:
-    """Measured seconds by key, for one combination of model, device and software; kept in a file.
+    """Measured seconds by key, for one combination of model, device and software; cached in a file.
 
-    From the first new measurement to :meth:`save`, ``MEASURE_S`` may pass; a key is not measured after them.
-    Times that were measured while others used the cores serve until the end of the process, and are not kept.
+    Keys are measured for up to ``MEASURE_S`` seconds from the first new measurement until :meth:`save`. Times
+    measured while other processes used the cores are valid for this process only and are not cached.
 
     Args:
-        directory: of the file; None: there is none.
-        about: all that the times depend on, as JSON values; it names the file.
-        others_s: CPU seconds that others have used on this machine.
+        directory: directory of the file; None: no file.
+        about: everything that the times depend on, as JSON values; determines the file name.
+        others_s: CPU seconds used by other processes of this machine.
     """
 
     def __init__(
@@ -95,14 +95,14 @@ class Measurements:
         except FileNotFoundError:
             pass
         except (OSError, ValueError) as error:
-            logger.warning("the profile %s cannot be used and is measured again: %s", self.file, error)
+            logger.warning("the profile %s is invalid and will be measured again: %s", self.file, error)
 
     def get(self, key: str, measure: Callable[[], float]) -> float:
-        """Return the known seconds of ``key``, else those that ``measure`` returns, else infinity."""
+        """Return the cached seconds of ``key``, otherwise those of ``measure``, or infinity when time is up."""
         if key not in self._seconds:
             if self._begun is None:
                 logger.info(
-                    "measuring for the SLO, for %g s at most; kept in %s: remove it to measure again",
+                    "measuring for the SLO for up to %g s; cached in %s: remove it to measure again",
                     MEASURE_S,
                     self.file or "no file",
                 )
@@ -113,12 +113,12 @@ class Measurements:
         return self._seconds[key]
 
     def save(self) -> None:
-        """Write the file, all of it or nothing, where there are new measurements that others left undisturbed."""
+        """Write the file atomically if there are new measurements undisturbed by other processes."""
         begun, self._begun = self._begun, None
         if begun is None or self.file is None:
             return
         if self._others_s() - begun[1] > _MOST_OTHERS * (self._clock() - begun[0]):
-            logger.warning("times were measured beside other work, and are not kept for the next start")
+            logger.warning("other processes disturbed the measurements, which are not cached for the next start")
             return
         content = json.dumps({"about": self._about, "seconds": self._seconds}, indent=1)
         try:
@@ -127,4 +127,4 @@ class Measurements:
             part.write_text(content, encoding="utf-8")
             part.replace(self.file)
         except OSError as error:
-            logger.warning("the profile cannot be kept in %s: %s", self.file.parent, error)
+            logger.warning("the profile cannot be written to %s: %s", self.file.parent, error)

@@ -1,4 +1,4 @@
-"""An instance's budgets and orders, made from its SLO, its options and its measured times."""
+"""Budgets and queue order of an instance, derived from its SLO, options and measured times."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from epd_serve.sched.step_sizes import Limits, StepShape, size_steps
 
 logger = logging.getLogger(__name__)
 
-#: Prompt tokens of the first step with decodes, and of each without: larger ones gain 2 % and cannot be aborted.
+#: Prompt tokens of the first step with decodes, and of each step without: larger steps gain 2 % but delay aborts.
 _FIRST_CHUNK_ON_CPU, _CHUNK_ON_CPU = 256, 1024
 
 
 class StepLimits:
-    """Finds the budgets of an instance at its start. Without a limit they are those of its options, and the chunks
-    of a step follow from the times of the steps before (:class:`~epd_serve.sched.step_cost.ChunkPace`).
+    """Finds the budgets of an instance at its start.
+
+    Without a limit they come from its options, and the times of earlier steps determine the chunks of a step
+    (:class:`~epd_serve.sched.step_cost.ChunkPace`).
 
     Attributes:
         limit_s: LATENCY_max of steps and encodes; None: no limit.
-        image_budget_pixels: most pixels of an encode.
+        image_budget_pixels: maximum pixels of an encode.
         budget: limits of a step.
     """
 
@@ -45,11 +47,11 @@ class StepLimits:
     # ------------------------------------------------------------------ at the start
 
     def find_image_budget(self, area: int, seconds: Callable[[int], float]) -> int:
-        """The largest batch of images within the limit, in pixels; one image at least.
+        """Return the largest batch of images within the limit, in pixels; at least one image.
 
         Args:
-            area: pixels that the tower sees of a square image of 448 pixels.
-            seconds: the time to encode so many of these.
+            area: pixels seen by the tower for a square image of side 448.
+            seconds: returns the time to encode a number of these images.
         """
         if self.limit_s is not None:
             most = max(1, self.image_budget_pixels // area)
@@ -62,10 +64,9 @@ class StepLimits:
         return self.image_budget_pixels
 
     def find_budget(self, seconds: Callable[[StepShape], float], *, num_blocks: int, max_model_len: int) -> Budget:
-        """The budget of a step by the ``seconds`` of some (:func:`size_steps`).
+        """Return the budget of a step, given the ``seconds`` of sample steps (:func:`size_steps`).
 
-        What a step of many kinds takes follows from a fit of all that was measured: it bounds the chunks of a step
-        and the sequences that are let in.
+        A fit of all measurements predicts mixed steps; it bounds the chunks of a step and the admitted sequences.
         """
         if self.limit_s is None:
             most = self.budget.max_num_tokens
@@ -100,8 +101,8 @@ class StepLimits:
             return
         assert self.limit_s is not None
         logger.warning(
-            "%s cannot be met: the smallest batch, %d %s, takes %.1f ms and may take %.1f ms; "
-            "the least limit that could be met is %.1f ms",
+            "%s cannot be met: the smallest batch, %d %s, takes %.1f ms, above its limit of %.1f ms; "
+            "the lowest feasible limit is %.1f ms",
             "slo.tpot_ms" if self._options.role.decodes else "half of slo.ttft_ms",
             size,
             what,
@@ -113,11 +114,11 @@ class StepLimits:
     # ------------------------------------------------------------------ while it serves
 
     def order(self, pool: BlockPool) -> Order:
-        """The order of the waiting queue."""
+        """Return the order of the waiting queue."""
         return Order(self._options.batching.order, pool, self.budget, self._cost, self._ttft_s)
 
     def stepped(self, output: ScheduleOutput, seconds: float) -> None:
-        """Correct the pace of a budget that has one by a step that has just ended."""
+        """Update the budget's pace, if any, with a finished step."""
         pace = self.budget.pace
         if isinstance(pace, ChunkPace):
             pace.observe(output.num_tokens - len(output.decodes), seconds)
@@ -125,7 +126,7 @@ class StepLimits:
             pace.observe(work_done(output.decodes, output.prefills), seconds)
 
     def summary(self) -> dict[str, float]:
-        """The budgets for ``/info``."""
+        """Return the budgets for ``/info``."""
         pace = self.budget.pace
         return {
             "max_num_batched_tokens": self.budget.max_num_tokens,

@@ -23,7 +23,7 @@ _GREEDY = SamplingParams(seed=0, temperature=0.0)
 
 
 class StepTimer:
-    """Measures steps in blocks that nobody uses yet: ``num_blocks``, and ``state_blocks`` behind them."""
+    """Measures steps in unused blocks: ``num_blocks``, followed by ``state_blocks``."""
 
     def __init__(
         self,
@@ -43,11 +43,11 @@ class StepTimer:
         self._states = [list(range(num_blocks, num_blocks + state_blocks))] if state_blocks else []
 
     def seconds(self, shape: StepShape, least_s: float = 0.0) -> float:
-        """The median time of a step (see :func:`median_s`). The pool must have blocks for all contexts."""
+        """Return the median time of a step (see :func:`median_s`). The pool must hold all contexts."""
         return median_s(self.step(shape), self._clock, least_s)
 
     def step(self, shape: StepShape, sampling: SamplingParams = _GREEDY) -> Callable[[], object]:
-        """Return a callable that computes the step, each time the same."""
+        """Return a callable that repeats the same step."""
         blocks = iter(range(1, self._num_blocks))
         decodes = [self._sequence(blocks, context - 1, 1, sampling) for context in shape.contexts]
         for sequence in decodes:
@@ -63,9 +63,9 @@ class StepTimer:
         return run
 
     def warm_up(self, compiled_by: AbstractSequence[tuple[int, int]], max_num_tokens: int, longest: int) -> None:
-        """Compute steps that use each of the device's kernels, so that none is compiled for a request.
+        """Compute steps that use each of the device's kernels, so that requests never wait for a compilation.
 
-        ``compiled_by``: see :class:`device.base.AttentionOps`; steps that can never be are left out.
+        ``compiled_by``: see :class:`device.base.AttentionOps`; impossible steps are skipped.
         """
         sampling = SamplingParams(seed=0, temperature=1.0, top_p=0.9)
         for count, context in compiled_by:
@@ -87,7 +87,7 @@ class StepTimer:
             positions=torch.arange(length).expand(self._num_position_axes, -1),
             num_computed=num_computed,
             blocks=[next(blocks) for _ in range(-(-length // self._block_size))],
-            states=self._states,  # one for all: nobody reads what is written there
+            states=self._states,  # shared by all, because the contents are never read
             state=SequenceState.RUNNING,
         )
 
@@ -108,9 +108,9 @@ def encode_seconds(
 def median_s(
     run: Callable[[], object], clock: Callable[[], float] = time.perf_counter, least_s: float = 0.0
 ) -> float:
-    """Return the median time of ``run``, which runs uncounted once, or for ``least_s``, and then to be counted.
+    """Return the median time of ``run`` after warming up once, or for ``least_s``.
 
-    On a CPU a small model's decode takes half as long again behind something else as behind its like.
+    The warm-up matters: on a CPU a small model's decode takes 1.5 times as long after different work.
     """
     for count in (1, _RUNS):
         times: list[float] = []

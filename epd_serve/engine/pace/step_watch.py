@@ -1,4 +1,4 @@
-"""The watchdog of an instance's steps and encodes: it tells one that hangs from one that takes long."""
+"""Watchdog of an instance's steps and encodes, which tells hanging from slow."""
 
 from __future__ import annotations
 
@@ -6,35 +6,35 @@ import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 
-#: A step hangs when it takes this many times as long as measured steps of its kind, and at least so many seconds:
-#: a machine that swaps, or a device that others use too, is slower by far than it was, and lives.
+#: A step hangs if it takes FACTOR times the mean of its kind and at least LEAST_S seconds: swapping, or sharing
+#: the device, can slow down a healthy step by far.
 FACTOR = 20.0
 LEAST_S = 60.0
-#: Between two looks no more is counted: a process that was stopped has not computed meanwhile.
+#: Most seconds counted between two checks, because a suspended process does not compute.
 _MOST_BETWEEN_LOOKS_S = 1.0
 _SMOOTHING = 0.3
 
 
 class StepWatch:
-    """Measures the steps of one thread, and judges the one in progress by them.
+    """Measures the steps of one thread and compares the running step with them.
 
-    The first step of its kind is not predicted, as it may compile for minutes: it is never taken for hung.
+    The first step of a kind may compile for minutes and never counts as hanging.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._mean_s: dict[Hashable, float] = {}
-        self._step: tuple[object, float | None] | None = None  # the one in progress, and the seconds of its kind
+        self._step: tuple[object, float | None] | None = None  # the running step, and the mean of its kind
         self._seen: tuple[object, float | None] | None = None
         self._seen_s = 0.0
         self._looked_s = clock()
 
     @contextmanager
     def step(self, kind: Hashable) -> Iterator[None]:
-        """A context in which a step is computed, on the thread of the steps.
+        """Compute a step within this context, on the thread of the steps.
 
         Args:
-            kind: steps of one kind take about as long as each other.
+            kind: steps of one kind take about the same time.
         """
         began_s, mean_s = self._clock(), self._mean_s.get(kind)
         self._step = object(), mean_s
@@ -46,8 +46,10 @@ class StepWatch:
         self._mean_s[kind] = seconds if mean_s is None else mean_s + _SMOOTHING * (seconds - mean_s)
 
     def overdue(self) -> str | None:
-        """Return a sentence on the step in progress where it hangs, else None; to be called once a second or more
-        often, by one thread."""
+        """Return a sentence about the running step if it hangs, otherwise None.
+
+        Call it at least once a second, from one thread.
+        """
         now = self._clock()
         passed_s, self._looked_s = min(now - self._looked_s, _MOST_BETWEEN_LOOKS_S), now
         step = self._step
@@ -58,4 +60,4 @@ class StepWatch:
         _, usual_s = step
         if usual_s is None or self._seen_s < max(FACTOR * usual_s, LEAST_S):
             return None
-        return f"it has computed for {self._seen_s:.0f} s, and {usual_s:.2g} s are usual"
+        return f"it has run for {self._seen_s:.0f} s; {usual_s:.2g} s is usual"

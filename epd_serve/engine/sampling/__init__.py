@@ -1,1 +1,1 @@
-"""The choice of the next token, and what constrains it."""
+"""Choice of the next token, and its constraints."""

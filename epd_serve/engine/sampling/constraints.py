@@ -1,4 +1,4 @@
-"""Restrictions that a request puts on tokens (biases, allowed tokens, bad words, a grammar)."""
+"""A request's restrictions on tokens: biases, allowed tokens, bad words, a grammar."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BITS = 32
 
 
 def mask_ends(scores: Tensor, sequence: Sequence, eos_token_ids: Tensor) -> None:
-    """Let a sequence not end with its next token: ``scores`` [vocab], float32, changes in place."""
+    """Forbid ends of the sequence as its next token in ``scores`` [vocab], float32, in place."""
     scores.index_fill_(0, eos_token_ids, _MASKED)
     if sequence.sampling.stop_token_ids:
         scores.index_fill_(0, _rules_of(sequence, scores).stop_tokens, _MASKED)
@@ -45,7 +45,7 @@ def restrict(scores: Tensor, sequences: AbstractSequence[Sequence]) -> None:
 
 
 class _Rules:
-    """The meaning of a request's lists for its scores."""
+    """A request's token lists as tensors."""
 
     def __init__(self, sampling: SamplingParams, width: int, device: torch.device) -> None:
         self.stop_tokens = on_device([token for token in sampling.stop_token_ids if token < width], device)
@@ -92,7 +92,7 @@ def _mask(scores: Tensor, masks: list[tuple[int, NDArray[np.int32]]]) -> None:
     packed = to_device(torch.from_numpy(np.stack([mask for _, mask in masks])), scores.device)
     bits = (packed.unsqueeze(-1) >> torch.arange(_BITS, device=scores.device, dtype=torch.int32)) & 1
     allowed = bits.view(len(masks), -1).bool()[:, : scores.shape[-1]]
-    missing = scores.shape[-1] - allowed.shape[-1]  # rows of the embedding that stand for no token
+    missing = scores.shape[-1] - allowed.shape[-1]  # embedding rows without a token
     if missing > 0:
         allowed = torch.nn.functional.pad(allowed, (0, missing))
     scores[rows] = scores[rows].masked_fill_(~allowed, _MASKED)

@@ -1,6 +1,6 @@
 """Grammars as token masks, by llguidance: JSON schemas, regular expressions, choices, tool calls.
 
-Calls are written in the format of the model's chat template (:mod:`epd_serve.protocol.openai.tool_format`).
+Tool calls follow the format of the model's chat template (:mod:`epd_serve.protocol.openai.tool_format`).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from epd_serve.errors import InvalidRequest
 from epd_serve.protocol.openai.tool_format import FORMATS, ToolFormat, resolve, types_of
 from epd_serve.types import Grammar, ToolSchema, grammar_problem
 
-#: Compiled grammars kept for requests that ask for the same.
+#: Size of the cache of compiled grammars.
 _MAX_CACHED = 64
-#: As ``json.dumps`` writes it, which is what chat templates show to the model; no endless blanks.
+#: The spacing of ``json.dumps``, as in chat templates; prevents endless blanks.
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -34,8 +34,8 @@ class MatcherConstraint:
     """A grammar, and one choice's position in it. Used by one thread at a time.
 
     Attributes:
-        grammar: that it follows.
-        error: set when the grammar became too complex for its limits; then only the end is allowed.
+        grammar: the grammar.
+        error: set when the grammar exceeds its complexity limits; then only the end is allowed.
     """
 
     __slots__ = ("_ends", "_matcher", "_num_consumed", "_num_tokens", "error", "grammar")
@@ -51,7 +51,7 @@ class MatcherConstraint:
         self.error = ""
 
     def allowed(self, output_ids: Sequence[int]) -> NDArray[np.int32]:
-        """Return the tokens that may follow, a bit each, [vocab / 32]; ``output_ids`` only grow between calls."""
+        """Return a bit mask of allowed tokens, [vocab / 32]; ``output_ids`` may only grow between calls."""
         for token in output_ids[self._num_consumed :]:
             if token not in self._ends:
                 self._matcher.consume_token(token)
@@ -68,7 +68,7 @@ class MatcherConstraint:
         return row
 
     def fork(self) -> MatcherConstraint:
-        """Return the same state for another choice."""
+        """Return a copy of the state for another choice."""
         copy = self._matcher.deep_copy()
         return MatcherConstraint(self.grammar, copy, self._num_tokens, self._ends, self._num_consumed)
 
@@ -77,7 +77,7 @@ class Grammars:
     """Compiles grammars for one tokenizer. Safe for use from several threads."""
 
     def __init__(self, tokenizer: Any, eos_token_ids: Iterable[int]) -> None:
-        """``eos_token_ids`` end an answer; without any, the tokenizer's own end does."""
+        """``eos_token_ids`` end an answer; if empty, the tokenizer's EOS does."""
         self._tokenizer = tokenizer
         self._added = {str(token.content): one for one, token in tokenizer.added_tokens_decoder.items()}
         self._ends = frozenset(eos_token_ids)
@@ -87,29 +87,29 @@ class Grammars:
 
     @property
     def num_tokens(self) -> int:
-        """The size of the vocabulary that masks cover."""
+        """Vocabulary size of the masks."""
         return len(self._tokenizer)
 
     @property
     def ends(self) -> frozenset[int]:
-        """The tokens that end an answer of a given structure. Raises InvalidRequest where there are none."""
+        """Tokens that end a structured answer. Raises InvalidRequest if the model lacks them."""
         return self._ends | {self.end_token_id}
 
     @property
     def end_token_id(self) -> int:
-        """A token that ends an answer of a given structure. Raises InvalidRequest where there is none."""
+        """A token that ends a structured answer. Raises InvalidRequest if the model lacks one."""
         if self._tokenizer.eos_token_id is not None:
             return int(self._tokenizer.eos_token_id)
         if self._ends:
             return min(self._ends)
-        raise InvalidRequest("this model has no token that ends an answer, which structured output needs")
+        raise InvalidRequest("this model lacks an end-of-answer token, which structured output needs")
 
     def constraint(self, grammar: Grammar) -> MatcherConstraint:
-        """Raises InvalidRequest that says what in the grammar cannot be had."""
+        """Return a constraint for the grammar. Raises InvalidRequest with the unsupported part."""
         key = msgspec.msgpack.encode(grammar)
         with self._lock:
             vocabulary, matcher = self._vocabulary_of(grammar), self._cache.get(key)
-        if matcher is None:  # without the lock: others' grammars are not kept waiting
+        if matcher is None:  # without the lock, so that other grammars need not wait
             matcher = llguidance.LLMatcher(vocabulary, as_lark(grammar, self._added), log_level=0)
             if matcher.is_error():
                 raise InvalidRequest(
@@ -138,9 +138,9 @@ class Grammars:
 
 
 def as_lark(grammar: Grammar, added: Mapping[str, int] | None = None) -> str:
-    """The grammar in llguidance's variant of Lark.
+    """Return the grammar in llguidance's variant of Lark.
 
-    ``added``: the tokenizer's added tokens, which texts of calls are written with: no other text has them.
+    ``added``: the tokenizer's added tokens, used in the fixed texts of tool calls only.
     """
     rules: list[str] = []
     if grammar.tools:
@@ -219,7 +219,7 @@ class _Calls:
         return f"{_json({**definitions, **schema}, is_strict=is_strict)} {end}"
 
     def _text(self, text: str) -> str:
-        """Return a fixed text, its added tokens by their ids."""
+        """Return a fixed text with added tokens written as ids."""
         places = [(found.start(), found.end()) for found in self._spelling.finditer(text)]
         parts, at = [], 0
         for start, end in places:
@@ -229,7 +229,7 @@ class _Calls:
 
 
 def _regex(text: str) -> str:
-    """Return a regular expression, as it stands between two slashes, for a text."""
+    """Return a regular expression that matches a text, for use between slashes."""
     return re.escape(text).replace("\\\n", "\\n").replace("/", "\\/")
 
 
@@ -246,7 +246,7 @@ def _content(grammar: Grammar) -> str:
 
 
 def _json(schema: dict[str, Any], *, is_strict: bool, objects_only: bool = False) -> str:
-    """Unless strict, keywords that the engine lacks are not enforced."""
+    """Return the rule of a JSON schema; unless strict, unsupported keywords are ignored."""
     if objects_only and "type" not in schema and not {"$ref", "anyOf", "allOf", "oneOf"} & set(schema):
         schema = {"type": "object", **schema}
     options = {**_SPACING, "lenient": not is_strict}
@@ -258,7 +258,7 @@ def _text(text: str) -> str:
 
 
 def _escape_slashes(pattern: str) -> str:
-    """A regular expression as it stands between two slashes."""
+    """Escape a regular expression for use between slashes."""
     escaped, out = False, []
     for character in pattern:
         out.append("\\/" if character == "/" and not escaped else "\\n" if character == "\n" else character)

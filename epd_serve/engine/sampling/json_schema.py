@@ -1,4 +1,4 @@
-"""JSON schemas for the grammar engine: objects closed, and patterns left out that it cannot compile."""
+"""Adapt JSON schemas to the grammar engine: close objects, and drop patterns that it cannot compile."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions",
 
 
 def close_objects(schema: _Schema) -> _Schema:
-    """Allow declared keys alone where a schema has ``properties`` and does not say ``additionalProperties``.
+    """Forbid undeclared keys in schemas with ``properties`` and without ``additionalProperties``.
 
-    Objects that have to follow several schemas with ``properties`` at once (``allOf``, or ``anyOf`` or ``$ref``
-    beside ``properties``) stay open: a key that one of them declares would be undeclared in another.
+    Objects that must satisfy several schemas with ``properties`` (``allOf``, or ``anyOf`` or ``$ref`` next to
+    ``properties``) stay open, because a key declared by one schema is undeclared in another.
     """
     closed = deepcopy(schema)
     joined = _Joined(closed).schemas
@@ -35,7 +35,7 @@ def close_objects(schema: _Schema) -> _Schema:
 
 
 def patterns_of(schema: _Schema) -> list[str]:
-    """Return the regular expressions of a schema, each once."""
+    """Return the distinct regular expressions of a schema."""
     found: dict[str, None] = {}
     for node in _walk(schema):
         if isinstance(node.get("pattern"), str):
@@ -46,7 +46,7 @@ def patterns_of(schema: _Schema) -> list[str]:
 
 
 def drop_patterns(schema: _Schema, patterns: Collection[str]) -> _Schema:
-    """Return a schema without these regular expressions; keys that they allowed are allowed still."""
+    """Return a schema without these regular expressions; keys that they allowed stay allowed."""
     dropped = deepcopy(schema)
     for node in _walk(dropped):
         if node.get("pattern") in patterns:
@@ -59,7 +59,7 @@ def drop_patterns(schema: _Schema, patterns: Collection[str]) -> _Schema:
 
 
 def _walk(node: Any) -> Iterator[_Schema]:
-    """Each schema in a schema, the inner ones first."""
+    """Yield each schema within a schema, the inner ones first."""
     if isinstance(node, list):
         for one in node:
             yield from _walk(one)
@@ -73,10 +73,10 @@ def _walk(node: Any) -> Iterator[_Schema]:
 
 
 class _Joined:
-    """The schemas of a schema that an object has to follow beside others with ``properties``.
+    """Subschemas that an object must satisfy together with other schemas that have ``properties``.
 
     Attributes:
-        schemas: their ids.
+        schemas: ids of these subschemas.
     """
 
     def __init__(self, root: _Schema) -> None:
@@ -90,7 +90,7 @@ class _Joined:
                 self._join(node)
 
     def _groups(self, node: _Schema) -> list[list[_Schema]]:
-        """The schemas that a value of ``node`` has to follow as well: one of each group at least."""
+        """Return groups of further schemas; a value of ``node`` must satisfy at least one of every group."""
         dependent = node.get("dependentSchemas")
         by_key = list(dependent.values()) if isinstance(dependent, dict) else []
         groups = [[one] for one in _list(node.get("allOf"))]
@@ -99,9 +99,9 @@ class _Joined:
         return [[one for one in group if isinstance(one, dict)] for group in groups]
 
     def _declares(self, node: _Schema) -> bool:
-        """Whether a schema has ``properties``, itself or in what it refers to."""
+        """Return whether a schema has ``properties``, directly or by reference."""
         if id(node) not in self._declaring:
-            self._declaring[id(node)] = False  # for schemas that refer to themselves
+            self._declaring[id(node)] = False  # stops at schemas that refer to themselves
             members = (member for group in self._groups(node) for member in group)
             self._declaring[id(node)] = bool(node.get("properties")) or any(map(self._declares, members))
         return self._declaring[id(node)]
@@ -114,7 +114,7 @@ class _Joined:
                     self._join(member)
 
     def _target(self, ref: Any) -> Any:
-        """The place in the schema to which ``#/...`` points."""
+        """Return the target of ``#/...`` in the schema."""
         if not isinstance(ref, str) or not ref.startswith("#"):
             return None
         node: Any = self._root

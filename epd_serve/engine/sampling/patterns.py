@@ -1,4 +1,4 @@
-"""Stop strings, found in a text while it grows."""
+"""Search a growing text for stop strings."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 
 
 class Node:
-    """The longest end of the symbols so far that begins a pattern.
+    """The longest suffix of the symbols so far that is a prefix of a pattern.
 
     Attributes:
-        depth: its length.
-        goes_on: whether it begins a longer pattern.
-        ends: the longest pattern that the symbols end with, as the node of that pattern; None: there is none.
-        fail: the next shorter such end; the root's is the root.
+        depth: length of the suffix.
+        goes_on: True if it is a proper prefix of a pattern.
+        ends: node of the longest pattern that the symbols end with; None if they end with none.
+        fail: node of the next shorter suffix; the root's is the root.
     """
 
     __slots__ = ("_children", "_high", "_low", "depth", "ends", "fail")
 
     def __init__(self, depth: int, low: int, high: int) -> None:
         self.depth = depth
-        self._low, self._high = low, high  # places of the longer patterns that begin so
+        self._low, self._high = low, high  # range of the longer patterns with this prefix
         self._children: dict[Any, Node] = {}
         self.fail = self
         self.ends: Node | None = None
@@ -33,31 +33,31 @@ class Node:
 
 
 class Patterns:
-    """Patterns of symbols that can be ordered: strings, or tuples of token ids. Not thread-safe.
+    """Patterns of orderable symbols: strings, or tuples of token ids. Not thread-safe.
 
-    They are found in a sequence while it grows; a symbol costs the same whatever their number and lengths are.
-    This is the automaton of Aho and Corasick (1975), whose nodes are made when they are reached: long patterns
-    cost nothing before a text follows them.
+    The automaton of Aho and Corasick (1975) finds them in a growing sequence at a cost per symbol that is
+    independent of their number and lengths. Nodes are created when they are reached, so a long pattern costs
+    nothing until a text matches its start.
 
     Attributes:
-        root: the node of no symbols, where every sequence begins.
-        first: the symbols with which patterns begin.
+        root: the start node, without symbols.
+        first: the first symbols of the patterns.
     """
 
     def __init__(self, patterns: Iterable[AbstractSequence[Any]]) -> None:
         distinct: set[Any] = set(patterns)
-        # those that begin alike stand side by side, the shortest first
+        # patterns with a common prefix are adjacent, the shortest first
         self._patterns: list[AbstractSequence[Any]] = sorted(distinct)
         self.root = self._node(0, 0, len(self._patterns), None)
         self.first = frozenset(pattern[0] for pattern in self._patterns if pattern)
 
     def pattern(self, node: Node) -> AbstractSequence[Any]:
-        """The symbols of a node that is another's, or its own, ``ends``."""
+        """Return the pattern of a node taken from an ``ends`` attribute."""
         return self._patterns[node._low - 1]
 
     def step(self, node: Node, symbol: Any) -> Node:
-        """The node after one more symbol."""
-        new: list[tuple[Node, int, int]] = []  # nodes that lack a child for the symbol, and what it stands for
+        """Return the node after one more symbol."""
+        new: list[tuple[Node, int, int]] = []  # nodes that lack a child for the symbol, and the child's range
         while (child := node._children.get(symbol)) is None:
             low, high = self._going_on(node, symbol)
             if low < high:
@@ -66,12 +66,12 @@ class Patterns:
                 break
             node = node.fail
         after = child or self.root
-        for parent, low, high in reversed(new):  # the shortest first: it is what the next one fails to
+        for parent, low, high in reversed(new):  # the shortest first: it is the next one's fail node
             after = parent._children[symbol] = self._node(parent.depth + 1, low, high, after)
         return after
 
     def _going_on(self, node: Node, symbol: Any) -> tuple[int, int]:
-        """The places of patterns that go on so."""
+        """Return the range of patterns that continue with the symbol."""
 
         def next_symbol(pattern: AbstractSequence[Any]) -> Any:
             return pattern[node.depth]

@@ -1,12 +1,12 @@
-"""Sampling: from logits to tokens, the same on every instance and after every hand-off.
+"""Sampling: from logits to tokens, identical on every instance and after every hand-off.
 
-The random numbers of a token depend on (seed, choice index, position in the output) alone, so a sequence that
-moves between instances goes on as if it had stayed. Temperature, min-p, top-k and top-p come in vLLM's order.
+The random numbers of a token depend only on (seed, choice index, position in the output), so a sequence continues
+on another instance as if it had never moved. Temperature, min-p, top-k and top-p are applied in vLLM's order.
 
-Top-p keeps a token if all likelier ones together have less than that share; so it keeps equals together. On a
-CPU, and where the device has an operator for it, no vocabulary is sorted: a draw from the whole distribution is
-thrown away where top-p does not keep it, and with it all that is no likelier; the next draw is among the rest.
-That takes about 1 - ln(top_p) draws.
+Top-p keeps a token if the total probability of likelier tokens is below top_p, so tokens of equal probability are
+kept or dropped together. A CPU, or a device with a draw operator, avoids sorting the vocabulary: if top-p rejects
+a draw from the whole distribution, it also rejects all tokens that are not likelier, and the next draw is from the
+rest. This takes about 1 - ln(top_p) draws.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from epd_serve.protocol.wire import TokenLogprob
 from epd_serve.sched.sequence import Sequence
 from epd_serve.types import SamplingParams
 
-#: Tokens of which the largest is taken, or whose weights are summed up, to look no further elsewhere.
+#: Tokens per run: runs are searched by their maximum or by their sum of weights.
 _BEST_RUN, _SUM_RUN = 64, 256
 _MASKED = float("-inf")
-#: The smallest that float32 divides by without losing digits.
+#: The smallest divisor at which float32 keeps full precision.
 _MIN_TEMPERATURE = 1.2e-38
-#: From here on logits are divided by it before the largest is taken off.
+#: Temperature from which logits are scaled before the largest is subtracted.
 _MIN_SCALED = 0.1
 _WORD = 0xFFFF_FFFF_FFFF_FFFF
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One token to be sampled: for which sequence, as which of its choices."""
+    """A token to sample: its sequence and choice."""
 
     sequence: Sequence
     index: int
@@ -56,11 +56,11 @@ class Row:
 
     @property
     def counters(self) -> tuple[int, int, int]:
-        """The counters of the token's random numbers: seed, choice and position in the output."""
+        """Counters of the token's random numbers: seed, choice and position in the output."""
         return self.sampling.seed, self.index, len(self.sequence.output_ids) + 1
 
     def uniform(self, attempt: int = 0) -> float:
-        """The token's random number in [0, 1), by Philox 4x64-10; another one for each attempt."""
+        """Return a random number in [0, 1) for this token and attempt, by Philox 4x64-10."""
         seed, key_1, first = self.counters
         key_0, second, third, fourth = seed & _WORD, attempt, 0, 0
         for _ in range(10):
@@ -72,7 +72,7 @@ class Row:
 
 
 def draw(scores: Tensor, rows: AbstractSequence[Row]) -> Tensor:
-    """Draw a token for each row of ``scores`` [rows, width], float32: [rows] int64. Without a word to the host."""
+    """Draw tokens [rows] int64 from ``scores`` [rows, width], float32, without synchronising with the host."""
     params, width = [row.sampling for row in rows], scores.shape[1]
 
     def column(values: list[float]) -> Tensor:
@@ -92,19 +92,19 @@ def draw(scores: Tensor, rows: AbstractSequence[Row]) -> Tensor:
     kept = weights
     if any(p.top_p < 1.0 for p in params):
         ends = weights.cumsum(dim=-1)
-        # the mass of all that are likelier: equals begin where the first of them does
+        # probability of all likelier tokens, the same for tokens of equal probability
         starts = torch.where(F.pad(best, (1, 0), value=math.inf)[:, :-1] == best, -1.0, ends - weights)
         dropped = starts.cummax(dim=-1).values >= column([p.top_p for p in params]) * ends[:, -1:]
         kept = kept.masked_fill(dropped & (best < best[:, :1]), 0.0)
     cumulative = kept.double().cumsum(dim=-1)
     uniforms = on_device([row.uniform() for row in rows], best.device, torch.float64).unsqueeze(1)
-    # right=True skips tokens of no probability
+    # right=True skips tokens of zero probability
     chosen = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True).clamp_(max=width - 1)
     return (chosen if tokens is None else tokens.gather(1, chosen)).squeeze(1)
 
 
 class RowDrawer:
-    """Draws on a CPU, row by row: each passes through all its steps while a core's cache holds it."""
+    """Draws on a CPU, row by row, so that each row stays in a core's cache."""
 
     def __init__(self, width: int) -> None:
         self.width = width
@@ -114,17 +114,17 @@ class RowDrawer:
         self._weights_np, self._sums_np = self._weights.numpy(), self._sums.numpy()
 
     def draw(self, values: Tensor, row: Row) -> int:
-        """Draw a token by its logits [width], whatever top-k is."""
+        """Draw a token from logits [width], ignoring top-k."""
         sampling, weights = row.sampling, self._weights[: self.width]
         weights.copy_(values)  # then the largest weight is 1
         best = weights.amax()
         if sampling.temperature >= _MIN_SCALED:
             torch.add(best / -sampling.temperature, weights, alpha=1 / sampling.temperature, out=weights)
-        else:  # from the best downwards, so that no temperature, however small, makes two infinities
+        else:  # subtract the best first, so that a tiny temperature cannot make two infinities
             weights.sub_(best).div_(max(sampling.temperature, _MIN_TEMPERATURE))
         weights.exp_()
         total = self._sum()
-        if not math.isfinite(total):  # all are forbidden, or the model's logits are no numbers
+        if not math.isfinite(total):  # all tokens are forbidden, or the logits are NaN
             return int(values.argmax())
         if sampling.min_p:
             total = self._drop(float(np.nextafter(np.float32(sampling.min_p), np.float32(0))))
@@ -139,7 +139,7 @@ class RowDrawer:
         return token
 
     def _drop(self, limit: float) -> float:
-        """Leave only weights above a limit, and return their sum."""
+        """Drop weights up to a limit, and return the sum of the rest."""
         F.threshold(self._weights, limit, 0.0, inplace=True)
         return self._sum()
 
@@ -148,25 +148,22 @@ class RowDrawer:
         return float(self._sums_np.sum(dtype=np.float64))
 
     def _invert(self, uniform: float) -> int:
-        """Return the token at which the weights' cumulative sum reaches this share of their total.
-
-        The run of tokens is found first, then the token in it.
-        """
+        """Return the token at which the cumulative weight reaches this fraction of the total, by its run first."""
         ends = self._sums_np.cumsum(dtype=np.float64)
         target = uniform * ends[-1]
         run = min(int(ends.searchsorted(target, side="right")), len(ends) - 1)
         if run:
             target -= ends[run - 1]
         within = self._weights_np[run * _SUM_RUN : (run + 1) * _SUM_RUN].cumsum(dtype=np.float64)
-        # sums of another order may be smaller by a rounding: never beyond the last token of any weight
+        # rounding may make the sum smaller than the total: stop at the last token with a weight
         target = min(target, within[-1] * (1 - 1e-12))
         return run * _SUM_RUN + int(within.searchsorted(target, side="right"))
 
 
 def largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The ``count`` largest of each row, [rows, count], in descending order, and where they are.
+    """Return the ``count`` largest of each row, [rows, count], in descending order, and their indices.
 
-    The largest lie in the runs of the largest maxima, which are far fewer.
+    Only runs with the largest maxima are searched.
     """
     width = values.shape[1]
     num_runs = width // _BEST_RUN
@@ -182,7 +179,7 @@ def largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 class DrawNumbers:
-    """Counters and limits of :class:`device.base.Draw`, which stay on the device while the rows are the same."""
+    """Counters and limits of :class:`device.base.Draw`, kept on the device while the rows stay the same."""
 
     def __init__(self) -> None:
         self._rows: list[Row] = []
@@ -190,7 +187,7 @@ class DrawNumbers:
         self._numbers: tuple[Tensor, Tensor]
 
     def of(self, rows: list[Row], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Those of the rows' next tokens; they hold until the next call."""
+        """Return counters and limits for the rows' next tokens, valid until the next call."""
         positions = np.array([len(row.sequence.output_ids) for row in rows])
         if rows == self._rows and np.array_equal(positions, self._positions + 1):
             self._numbers[0][:, 2] += 1
@@ -204,13 +201,13 @@ class DrawNumbers:
 
 
 class Sampling:
-    """Tokens [rows] that the device chooses, and their log-probabilities, on the way to the host in one copy.
+    """Tokens [rows] chosen by the device, and their log-probabilities, copied to the host in one transfer.
 
-    Log-probabilities are those before temperature and penalties, as OpenAI and vLLM report them.
+    Log-probabilities are taken before temperature and penalties, as OpenAI and vLLM report them.
 
     Args:
-        forbidden: some rows, and those of them for which ALL_FORBIDDEN stands.
-        num_top: number of the likeliest tokens that rows want the log-probabilities of, by row.
+        forbidden: some row numbers, and a mask of the rows that get ALL_FORBIDDEN.
+        num_top: requested number of likeliest tokens with log-probabilities, by row.
     """
 
     def __init__(
@@ -226,17 +223,17 @@ class Sampling:
             rows = on_device(list(num_top), logits.device)
             some = logits if len(rows) == len(logits) else logits[rows]
             values, indices = log_probabilities(some, tokens[rows], max(num_top.values()))
-            # one copy for all: float32 as it is, in the bits of int32
+            # one copy for all: float32 reinterpreted as int32
             floats = values.view(torch.int32).flatten()
             marked = torch.cat([marked.int(), indices.int().flatten(), floats])
         self._readback = Readback(marked)
 
     def read(self) -> list[SampledToken]:
-        """Wait for the tokens; called once. Raises FloatingPointError where one is not chosen yet."""
+        """Wait for the tokens; call once. Raises FloatingPointError if one is not chosen yet."""
         packed, count = self._readback.wait(), len(self.tokens)
         ids = packed[:count].tolist()
         if min(ids) < ALL_FORBIDDEN:
-            raise FloatingPointError("tokens were read before the device had chosen them, for want of an event")
+            raise FloatingPointError("tokens were read before the device had chosen them: an event is missing")
         sampled = [SampledToken(token_id) for token_id in ids]
         if self._num_top:
             width = (len(packed) - count - len(self._num_top)) // (2 * len(self._num_top))
@@ -252,7 +249,7 @@ class Sampling:
 
 
 class Sampler:
-    """Chooses one token for each row of logits. Holds what it needs again for the next step. Not thread-safe."""
+    """Chooses one token for each row of logits, and caches state for the next step. Not thread-safe."""
 
     def __init__(self, ops: AttentionOps, eos_token_ids: frozenset[int]) -> None:
         self._ops = ops
@@ -263,25 +260,25 @@ class Sampler:
         self._drawers: dict[int, RowDrawer] = {}  # by width
         self._ends: Tensor | None = None  # the model's own end tokens
         self._rows: AbstractSequence[Row] = ()
-        self._asking: list[int] = []  # rows that may be more than greedy
-        self._bound: set[int] = set()  # rows of which something may be required or forbidden
+        self._asking: list[int] = []  # rows that may need more than greedy sampling
+        self._bound: set[int] = set()  # rows that may have constraints
         self._num_top: dict[int, int] = {}
 
     def sample(self, logits: Tensor, rows: AbstractSequence[Row]) -> Sampling:
-        """Choose tokens from ``logits`` [len(rows), vocab]; does not wait for the device.
+        """Choose tokens from ``logits`` [len(rows), vocab] without waiting for the device.
 
-        ``rows`` never change, and may be given again. The largest is sought in the logits' own dtype; what is
-        computed from them is float32.
+        ``rows`` are immutable and may be passed again. The maximum is taken in the logits' dtype; all other
+        computation is in float32.
         """
-        if rows is not self._rows:  # a step often has those of the step before
+        if rows is not self._rows:  # a step often has the same rows as the previous one
             self._rows = rows
             self._bound = {i for i, row in enumerate(rows) if row.sampling.min_tokens > 0 or _is_constrained(row)}
             self._asking = [i for i, row in enumerate(rows) if i in self._bound or not row.sampling.greedy]
             self._num_top = {i: n for i, row in enumerate(rows) if (n := row.sampling.logprobs) is not None}
-        plain: list[int] = []  # rows that are drawn from their logits as they are
+        plain: list[int] = []  # rows drawn from unmodified logits
         changed: list[int] = []
         for i in self._asking:
-            # what was given up has no rules any more, and may lack the tokens that they are about
+            # aborted sequences have lost their rules, and maybe tokens that the rules need
             if rows[i].sequence.is_active:
                 if i in self._bound and _is_constrained(rows[i]):
                     changed.append(i)
@@ -316,7 +313,7 @@ class Sampler:
         return self._ops.draw(scores, *self._numbers.of(rows, scores.device))
 
     def _draw_row(self, values: Tensor, row: Row) -> int:
-        """Draw from logits [vocab] on a CPU."""
+        """Draw a token from logits [vocab] on a CPU."""
         count = min(row.sampling.top_k, len(values)) or len(values)
         drawer = self._drawers.get(count)
         if drawer is None:
@@ -327,11 +324,11 @@ class Sampler:
         return int(tokens[0, drawer.draw(best[0], row)])
 
     def _constrained(self, logits: Tensor, rows: AbstractSequence[Row], which: list[int]) -> Tensor:
-        """Rows in float32 with penalties, min_tokens and what requests forbid, [len(which), vocab]."""
+        """Return float32 rows [len(which), vocab] after penalties, min_tokens and the requests' restrictions."""
         some = logits if len(which) == len(logits) else logits[on_device(which, logits.device)]
         if logits.device.type != "cpu":
             scores = some.to(torch.float32, copy=True)
-        else:  # in memory that stays
+        else:  # in a reused buffer
             if len(self._scores) < len(some) or self._scores.shape[1:] != logits.shape[1:]:
                 self._scores = torch.empty(some.shape)
             scores = self._scores[: len(some)].copy_(some)
@@ -350,14 +347,14 @@ class Sampler:
 
 
 def _is_constrained(row: Row) -> bool:
-    """Whether the scores of a row change before a token is chosen, by its newest tokens among others."""
+    """Return whether penalties or restrictions change a row's scores, which may depend on its newest tokens."""
     sampling, sequence = row.sampling, row.sequence
     is_restricted = sampling.has_token_lists or sequence.constraint is not None
     return is_restricted or sampling.penalised or len(sequence.output_ids) < sampling.min_tokens
 
 
 def log_probabilities(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of one token a row, then of the likeliest ones, best first.
+    """Return log-probabilities of one token per row, then of the likeliest ones, best first.
 
     Returns:
         Log-probabilities [rows, 1 + num_top] in float32, and the likeliest tokens [rows, num_top].
@@ -369,14 +366,14 @@ def log_probabilities(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Ten
 
 
 class Penalties:
-    """Repetition over prompt and output, presence and frequency over the output; each token is counted once."""
+    """Repetition penalty over prompt and output, presence and frequency over output; tokens are counted once."""
 
     def __init__(self) -> None:
         self._histories: WeakKeyDictionary[Sequence, _History] = WeakKeyDictionary()
 
     def apply(self, scores: Tensor, rows: AbstractSequence[Row]) -> None:
-        """Change the scores [rows, width], which are contiguous, of the rows that ask for it."""
-        parts: list[tuple[npt.NDArray[Any], ...]] = []  # tokens, what each of them loses, repetition
+        """Penalise the contiguous scores [rows, width] in place, for rows with penalties."""
+        parts: list[tuple[npt.NDArray[Any], ...]] = []  # tokens, their penalties, repetition
         for i, row in enumerate(rows):
             if row.sampling.penalised:
                 history = self._histories.get(row.sequence)
@@ -397,7 +394,7 @@ class Penalties:
 
 
 class _History:
-    """The distinct tokens of a sequence that count, and what each of them loses, by place."""
+    """The distinct tokens of a sequence and their penalties, by place."""
 
     def __init__(self, sequence: Sequence) -> None:
         sampling = sequence.sampling
@@ -412,7 +409,7 @@ class _History:
                 self._place(token)
 
     def take(self, output_ids: list[int]) -> None:
-        """Count the tokens that are new."""
+        """Count the new tokens."""
         for token in output_ids[self._num_taken :]:
             place = self._place(token)
             if token not in self._seen:
@@ -430,12 +427,12 @@ class _History:
         return place
 
 
-#: Rows whose logits exist at a time: a vocabulary of 152,000 has 78 MB of them in float32.
+#: Rows of logits in memory at once: 78 MB in float32 for a vocabulary of 152,000.
 _PIECE = 128
 
 
 class PromptLogprobs:
-    """The log-probabilities that one step's inputs ask for (:class:`epd_serve.models.language.MoreLogits`)."""
+    """Log-probabilities of prompt tokens in one step (:class:`epd_serve.models.language.MoreLogits`)."""
 
     def __init__(self, inputs: StepInputs, device: torch.device) -> None:
         starts = range(0, len(inputs.scored_rows), _PIECE)
@@ -457,7 +454,7 @@ class PromptLogprobs:
         self._values, self._indices = Readback(torch.cat(values)), Readback(torch.cat(indices))
 
     def hand_out(self) -> None:
-        """Wait for the log-probabilities, and give each sequence those of its known tokens."""
+        """Wait for the log-probabilities and store them in their sequences."""
         inputs, values, indices = self._inputs, self._values.wait().tolist(), self._indices.wait().tolist()
         details = zip(inputs.scored, inputs.scored_ids, values, indices, strict=True)
         for (sequence, index), token_id, (logprob, *top_logprobs), top in details:

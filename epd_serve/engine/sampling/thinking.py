@@ -1,4 +1,4 @@
-"""The masks of an answer that a model begins by thinking."""
+"""Token masks for answers that begin with thinking."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from epd_serve.types import Thinking
 
 
 class ThinkingConstraint:
-    """Leaves thinking free up to its budget; the answer behind it follows the grammar. Used by one thread.
+    """Leaves thinking free up to its budget and applies the grammar to the answer after it. Used by one thread.
 
     Attributes:
-        error: that of the grammar.
+        error: the grammar's error.
     """
 
     def __init__(
@@ -26,8 +26,10 @@ class ThinkingConstraint:
         num_tokens: int,
         ends: Collection[int],
     ) -> None:
-        """``budget``: most tokens of thinking. ``num_tokens``: of the vocabulary; ``ends`` end an answer, which an
-        answer of a given structure must not while it is thought of."""
+        """``budget``: maximum tokens of thinking. ``num_tokens``: vocabulary size.
+
+        ``ends``: tokens that end an answer, forbidden during thinking before a structured answer.
+        """
         self._thinking, self._budget, self._grammar = thinking, budget, grammar
         self._num_tokens, self._ends = num_tokens, ends
         self._is_open = thinking.is_open
@@ -61,7 +63,7 @@ class ThinkingConstraint:
         return allowed if num_seen else allowed | self._only(thinking.start_id)
 
     def fork(self) -> ThinkingConstraint:
-        """Return the same state for another choice, before its first token."""
+        """Return a copy of the state for another choice, before its first token."""
         grammar = None if self._grammar is None else self._grammar.fork()
         return ThinkingConstraint(self._thinking, self._budget, grammar, self._num_tokens, self._ends)
 

@@ -47,7 +47,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         return Path(self.sockets) / "admin"
 
     def is_called(self, wanted: str) -> bool:
-        """Whether ``wanted`` is its gateway's address or port, or its deployment file."""
+        """Return whether ``wanted`` is its gateway's address or port, or its deployment file."""
         names = (self.address, self.address.rpartition(":")[2])
         return wanted in names or (self.file is not None and str(Path(wanted).resolve()) == self.file)
 
@@ -119,7 +119,7 @@ def all_runs() -> dict[Path, Run]:
 
 
 def running() -> dict[Path, Run]:
-    """The runs that last."""
+    """Return the running deployments."""
     return {directory: run for directory, run in all_runs().items() if _is_running(directory)}
 
 

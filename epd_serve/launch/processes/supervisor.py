@@ -171,7 +171,7 @@ class Supervisor:
         return process
 
     async def remove(self, name: str) -> None:
-        """End one process; it is no failure, and it is not started again."""
+        """Stop one process without counting a failure or restarting it."""
         process = next(one for one in self.processes if one.spec.name == name)
         await self._leave_alone(process)
         await asyncio.shield(_stop(process))
@@ -190,7 +190,7 @@ class Supervisor:
         self._retiring.append(asyncio.create_task(old.wait_end()))
 
     async def _leave_alone(self, process: ManagedProcess) -> None:
-        """Watch a process no longer: its end is no failure."""
+        """Stop watching a process, so that its end does not count as a failure."""
         life = self._lives.pop(process)
         self._tell_changed()
         await _cancel([life])

@@ -50,7 +50,7 @@ class VllmFound(msgspec.Struct, frozen=True):
         return tuple(int(part) for part in self.vllm.split("+")[0].split(".")[:2] if part.isdecimal())
 
     def lists(self, content: Mapping[str, Any]) -> bool:
-        """Whether its registry lists an architecture of a ``config.json``."""
+        """Return whether its registry lists an architecture of a ``config.json``."""
         return not set(self.architectures).isdisjoint(content.get("architectures") or ())
 
 

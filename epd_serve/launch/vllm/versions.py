@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def _can_import(name: str) -> bool:
-    """Whether a module is there, and the libraries that it is linked with."""
+    """Return whether a module and its linked libraries can be loaded."""
     try:
         importlib.import_module(name)
     except ImportError:

@@ -1,4 +1,4 @@
-"""The model families that the native engine runs: a file each, found by being in this folder. Without torch."""
+"""Model families of the native engine: one file each, discovered in this folder. Does not import torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _families() -> Iterator[type[Family]]:
                 yield value
 
 
-#: By ``model_type`` of a config.json; those of one type differ by their towers.
+#: Families by ``model_type`` of config.json; families of the same type differ in their towers.
 FAMILIES: dict[str, list[type[Family]]] = {}
 for _family in _families():
     for _name in _family.model_types:
@@ -26,28 +26,28 @@ for _family in _families():
 #: Language models without a tower.
 TEXT = tuple(name for name, (first, *_) in FAMILIES.items() if not first.modalities)
 
-#: Said of a checkpoint that has ``quantization_config``.
+#: Refusal of a checkpoint with ``quantization_config``.
 QUANTISED = (
-    "quantization_config: the native engine does not run quantised weights; use the checkpoint that is not "
-    "quantised, or engine: vllm"
+    "quantization_config: the native engine does not run quantised weights; use the unquantised checkpoint, "
+    "or engine: vllm"
 )
-_OWN_CODE = "its checkpoint brings code of its own, which is not run"
+_OWN_CODE = "its checkpoint contains custom code, which is not run"
 
 
 def refusal(content: Mapping[str, Any]) -> str:
-    """Why the family of a config.json is not run; "" where it is. ``content``: that of the part that answers."""
+    """Return why a family is unsupported; "" if it is supported. ``content``: the part that answers."""
     model_type = content.get("model_type")
     if model_type in FAMILIES:
         return ""
     if not isinstance(model_type, str):
-        return "there is no model_type in config.json, so it is no transformers model's"
+        return "config.json lacks model_type, so it does not belong to a transformers model"
     return unknown("family", model_type, FAMILIES, _OWN_CODE if "auto_map" in content else "")
 
 
 def family_of(config: Any) -> type[Family]:
-    """The family of a model's configuration.
+    """Return the family of a model's configuration.
 
-    Raises ValueError that names what is known, for a family or a vision tower that is not.
+    Raises ValueError, with the supported ones, for an unsupported family or vision tower.
     """
     families = FAMILIES.get(config.model_type)
     if families is None:
@@ -56,7 +56,7 @@ def family_of(config: Any) -> type[Family]:
         return families[0]
     part = "audio_config" if families[0].modalities == ("audio",) else "vision_config"
     if getattr(config, part, None) is None:
-        raise ValueError(f"{part} is missing; without it a model of the family {config.model_type!r} has no tower")
+        raise ValueError(f"{part} is missing; a model of the family {config.model_type!r} needs it for its tower")
     tower = getattr(config, part).model_type
     for family in families:
         if tower in family.towers:
@@ -65,6 +65,6 @@ def family_of(config: Any) -> type[Family]:
 
 
 def unknown(what: str, model_type: str, known: Iterable[str], why: str = "") -> str:
-    """The refusal of a ``model_type`` that is none of those known; ``why``: where it has no reason of its own."""
+    """Return the refusal of an unsupported ``model_type``; ``why``: default reason."""
     reason = f" ({why})" if (why := NOT_RUN.get(model_type, why)) else ""
     return f"the native engine does not run the {what} {model_type!r}{reason}; it runs {', '.join(known)}"

@@ -1,4 +1,4 @@
-"""Gemma 3: pictures of one size whose tokens see each other; most layers attend inside a window."""
+"""Gemma 3: images of one size with bidirectional attention; most layers use a sliding window."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Gemma3Text(TextOnly):
 
 
 class Gemma3(Family):
-    """One size for every picture, whose tokens attend both ways."""
+    """One size for every image, with bidirectional attention among its tokens."""
 
     title = "Gemma 3"
     model_types = ("gemma3",)
@@ -49,7 +49,7 @@ class Gemma3(Family):
 
     def check_pictures(self) -> None:
         if self.processor.do_pan_and_scan:
-            raise ValueError("do_pan_and_scan of preprocessor_config.json is true; pictures are shown whole alone")
+            raise ValueError("do_pan_and_scan of preprocessor_config.json is true; images are only used whole")
         vision = self.config.vision_config
         rows, side = vision.image_size // vision.patch_size, math.isqrt(self.both_ways_tokens)
         if side**2 != self.both_ways_tokens or rows % side:

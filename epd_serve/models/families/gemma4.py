@@ -1,4 +1,4 @@
-"""Gemma 4: pictures, frames and sounds; layers of several widths, some of which read another's KV."""
+"""Gemma 4: images, frames and audio; layers have several widths, and some share an earlier layer's KV."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 
 
 class Gemma4(Family):
-    """As many patches as fit into a number of tokens, in the picture's proportions; a video's frames stand one by
-    one, each behind its time. E2B and E4B take sounds of up to 30 seconds."""
+    """Images keep their aspect ratio within a budget of tokens; each frame of a video follows its timestamp.
+
+    E2B and E4B accept audio of up to 30 seconds.
+    """
 
     title = "Gemma 4"
     model_types = ("gemma4",)
@@ -99,7 +101,7 @@ class Gemma4(Family):
         return output
 
     def fitted(self, size: Size) -> tuple[int, int]:
-        """Height and width to which a picture is brought. Raises as :meth:`parts`."""
+        """Return the height and width after resizing an image. Raises like :meth:`parts`."""
         processor, area = self.processor, self._kernel**2
         most_patches = processor.max_soft_tokens * area
         try:
@@ -117,7 +119,7 @@ class Gemma4(Family):
         return start, self.num_pixels(size) // (self._kernel * self.processor.patch_size) ** 2, end
 
     def preprocess(self, pixels: Pixels) -> TowerInputs:
-        """The patches without those that only fill up their number."""
+        """Return the patches without padding."""
         inputs = super().preprocess(pixels)
         is_patch = (inputs["image_position_ids"][0] >= 0).all(-1)
         return {name: values[:, is_patch] for name, values in inputs.items()}
@@ -141,7 +143,7 @@ class Gemma4(Family):
         super().check_pictures()
 
     def check_tower(self, num_tokens: int) -> None:
-        """Raise ValueError for a tower of too few places for a row of that many tokens."""
+        """Raise ValueError if the tower has too few positions for a row of ``num_tokens`` tokens."""
         vision = self.config.vision_config
         if (most := num_tokens * self._kernel) > vision.position_embedding_size:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Gemma 4 12B: patches and waves go into the language model without a tower, by a projection each."""
+"""Gemma 4 12B: projections feed patches and waveforms to the language model without a tower."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from epd_serve.models.family import names
 
 
 class Gemma4Unified(Gemma4):
-    """Gemma 4's pictures and videos, and sounds of any length, whose rows are 40 milliseconds each."""
+    """Gemma 4's images and videos, and audio of any length with rows of 40 milliseconds."""
 
     title = "Gemma 4 12B"
     model_types = ("gemma4_unified",)

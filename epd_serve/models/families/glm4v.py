@@ -1,4 +1,4 @@
-"""GLM-4.1V, GLM-4.5V, GLM-4.6V: pictures of any resolution, M-RoPE over a part of each head, and no videos."""
+"""GLM-4.1V, GLM-4.5V, GLM-4.6V: images of any resolution, M-RoPE over a part of each head, without videos."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TOWER = names(
 
 
 class Glm4v(QwenVL):
-    """Pictures of any resolution, resized to whole patches."""
+    """Images of any resolution, resized to whole patches."""
 
     title = "GLM-4.1V"
     model_types = ("glm4v",)
@@ -32,17 +32,17 @@ class Glm4v(QwenVL):
     )
     towers: ClassVar = {"glm4v_vision": _TOWER}
     modalities = ("image",)
-    captures = False  # each picture's position embedding is resampled by its size
+    captures = False  # position embeddings are resampled per image size
     bounds = None
 
     def __init__(self, config: Any, image_processor: Any) -> None:
         super().__init__(config, image_processor)
-        frames = image_processor.temporal_patch_size  # as often is a picture repeated
+        frames = image_processor.temporal_patch_size  # an image is repeated this often
         self._resize = partial(self._resize, frames, temporal_factor=frames)
 
 
 class Glm4vMoe(Glm4v):
-    """The same, before a language model of experts."""
+    """Glm4v with a mixture-of-experts language model."""
 
     title = "GLM-4.5V"
     model_types = ("glm4v_moe",)
@@ -51,7 +51,7 @@ class Glm4vMoe(Glm4v):
 
 
 class Glm46V(Glm4v):
-    """The same, before either language model."""
+    """Glm4v with a dense or a mixture-of-experts language model."""
 
     title = "GLM-4.6V"
     model_types = ("glm46v",)

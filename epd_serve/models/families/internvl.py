@@ -1,4 +1,4 @@
-"""InternVL 3 and 3.5, in the format of transformers: a picture is tiles of one size and a thumbnail."""
+"""InternVL 3 and 3.5, in transformers' format: an image becomes tiles of one size and a thumbnail."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from epd_serve.models.family import PATCH_TOWER, Family, Size, names
 
 
 class InternVL(Family):
-    """Tiles whose patches are shuffled into fewer tokens."""
+    """Tiles with patches shuffled into fewer tokens."""
 
     title = "InternVL 3, 3.5 (the format of transformers)"
     model_types = ("internvl",)
@@ -27,7 +27,7 @@ class InternVL(Family):
 
     def __init__(self, config: Any, image_processor: Any) -> None:
         super().__init__(config, image_processor)
-        self.processor_options = {"crop_to_patches": True}  # whatever preprocessor_config.json says
+        self.processor_options = {"crop_to_patches": True}  # overrides preprocessor_config.json
         vision = config.vision_config
         self._tile: tuple[int, int] = tuple(vision.image_size)
         rows, columns = (side // patch for side, patch in zip(self._tile, vision.patch_size, strict=True))

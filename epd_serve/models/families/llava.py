@@ -1,4 +1,4 @@
-"""LLaVA-1.5: every picture is scaled and cropped to one size."""
+"""LLaVA-1.5: every image is scaled and cropped to one size."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 
 from epd_serve.models.family import PATCH_TOWER, Family, Size, names
 
-#: Tokens that a tower puts before those of the patches.
+#: Class tokens of a tower before its patches.
 _CLASS_TOKENS = {"clip_vision_model": 1, "siglip_vision_model": 0}
 
 
 class Llava(Family):
-    """One size for every picture; plain rotary positions."""
+    """One size for every image; plain rotary positions."""
 
     title = "LLaVA-1.5"
     model_types = ("llava",)
@@ -28,7 +28,7 @@ class Llava(Family):
         self._num_pixels: int = vision.image_size**2
         self._num_tokens: int = (vision.image_size // vision.patch_size) ** 2 + _CLASS_TOKENS[vision.model_type]
         if config.vision_feature_select_strategy == "default":
-            self._num_tokens -= 1  # the first, whatever it stands for
+            self._num_tokens -= 1  # the first token is dropped
 
     def parts(self, size: Size) -> Sequence[int | str]:
         return (self._num_tokens,)

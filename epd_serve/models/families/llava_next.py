@@ -1,4 +1,4 @@
-"""LLaVA-NeXT and LLaVA-OneVision: the picture in one size, and in tiles without their padding."""
+"""LLaVA-NeXT and LLaVA-OneVision: the image in one size, and in tiles without padding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from epd_serve.models.family import PATCH_TOWER, Size
 
 
 class LlavaNext(Llava):
-    """Tiles of the resolution that fits best; a row of their feature ends with a newline, which the tower adds."""
+    """Tiles of the best-fitting resolution; the tower ends each row of their feature with a newline."""
 
     title = "LLaVA-NeXT"
     model_types = ("llava_next",)
@@ -33,7 +33,7 @@ class LlavaNext(Llava):
         return height // self._tile, width // self._tile
 
     def _rows(self, size: Size) -> tuple[int, int]:
-        """Rows and columns of patches that lie in the picture, and not in what it is padded with."""
+        """Return the rows and columns of patches within the image, without padding."""
         width, height = size
         rows, columns = (count * self._patches for count in self._tiles(size))
         if width / height > columns / rows:
@@ -52,12 +52,12 @@ class LlavaNext(Llava):
 
     def check_pictures(self) -> None:
         if self._num_tokens != self._patches**2:
-            raise ValueError("vision_feature_select_strategy must leave the patches and no other token")
+            raise ValueError("vision_feature_select_strategy must select exactly the patches")
         super().check_pictures()
 
 
 class LlavaOnevision(LlavaNext):
-    """Tiles of which large pictures keep fewer patches."""
+    """LLaVA-NeXT's tiles, with fewer patches for large images."""
 
     title = "LLaVA-OneVision"
     model_types = ("llava_onevision",)

@@ -1,4 +1,4 @@
-"""Pixtral and Mistral Small 3: pictures of any resolution, a token after each row of patches."""
+"""Pixtral and Mistral Small 3: images of any resolution, with a token after each row of patches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from epd_serve.models.family import PATCH_TOWER, Family, Size, names
 
 
 class Pixtral(Family):
-    """Pictures of any resolution up to a longest edge."""
+    """Images of any resolution up to a longest edge."""
 
     title = "Mistral Small 3, Pixtral"
     model_types = ("mistral3", "llava")
@@ -21,7 +21,7 @@ class Pixtral(Family):
     towers: ClassVar = {"pixtral": PATCH_TOWER | names("rope_parameters head_dim")}
     input_names = ("pixel_values", "image_sizes")
     tokens = ("[IMG_BREAK]", "[IMG_END]")
-    joins = False  # a mask, which the attention never sees, may be all that tells pictures apart
+    joins = False  # images may be separated only by a mask, which the attention ignores
 
     def __init__(self, config: Any, image_processor: Any) -> None:
         super().__init__(config, image_processor)
@@ -42,7 +42,7 @@ class Pixtral(Family):
         if ratio > 1:
             width, height = int(width / ratio), int(height / ratio)
         grid = -(-height // self._side), -(-width // self._side)
-        least = 1 if self._merge == 1 else 2  # transformers' projector takes no single token
+        least = 1 if self._merge == 1 else 2  # transformers' projector rejects a single token
         if grid[0] * grid[1] < least:
             raise InvalidRequest(
                 f"an image of {size[0]}x{size[1]} pixels cannot be used: scaled to {width}x{height}, it has fewer "

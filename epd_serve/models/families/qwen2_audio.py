@@ -1,4 +1,4 @@
-"""Qwen2-Audio: a sound of up to 30 seconds is one run; its tower computes 30 seconds each time."""
+"""Qwen2-Audio: audio of up to 30 seconds is one run of tokens; its tower always computes 30 seconds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from epd_serve.models.family import AUDIO_TOWER, SoundFamily, TowerInputs, names
 
 
 class Qwen2Audio(SoundFamily):
-    """Whisper's tower, every second position of which the language model gets; plain rotary positions."""
+    """Whisper's tower, pooled to half its positions; plain rotary positions."""
 
     title = "Qwen2-Audio"
     model_types = ("qwen2_audio",)
@@ -23,7 +23,7 @@ class Qwen2Audio(SoundFamily):
 
     @staticmethod
     def features(model: Any, inputs: TowerInputs) -> Any:
-        """By tower and projector, as transformers has no function for this; padding is a segment of its own."""
+        """Call tower and projector, as transformers has no function for it; padding forms its own segment."""
         import torch
 
         spectra, mask = inputs["input_features"], inputs["feature_attention_mask"]

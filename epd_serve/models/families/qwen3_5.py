@@ -1,4 +1,4 @@
-"""Qwen3.5, Qwen3.6: pictures and videos of any resolution; most layers keep a state instead of K and V."""
+"""Qwen3.5, Qwen3.6: images and videos of any resolution; most layers keep a state instead of K and V."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Qwen35Text(TextOnly):
 
 
 class Qwen35(Qwen3VL):
-    """A video's patches in time stand one by one, each behind its seconds."""
+    """Each temporal patch of a video follows its timestamp."""
 
     title = "Qwen3.5, Qwen3.6"
     model_types = ("qwen3_5", "qwen3_5_moe")

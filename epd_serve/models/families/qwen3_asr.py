@@ -1,4 +1,4 @@
-"""Qwen3-ASR: a sound of any length is one run, which a language model of Qwen3 writes down."""
+"""Qwen3-ASR: audio of any length is one run of tokens, transcribed by a Qwen3 language model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from epd_serve.models.audio_processor import AudioProcessor, UnpaddedAudio
 from epd_serve.models.family import Family, SoundFamily, TowerInputs, names
 
-#: What encoders honour of Qwen3's towers that hear.
+#: Fields of Qwen3's audio towers honoured by encoders.
 TOWER = names(
     "num_mel_bins encoder_layers encoder_attention_heads encoder_ffn_dim d_model activation_function",
     "scale_embedding n_window n_window_infer output_dim downsample_hidden_size max_position_embeddings",
@@ -15,7 +15,7 @@ TOWER = names(
 
 
 class Qwen3Asr(SoundFamily):
-    """Blocks of a second, which see each other within 8 seconds, become 13 rows each; plain rotary positions."""
+    """One-second blocks of 13 rows each, with attention within 8 seconds; plain rotary positions."""
 
     title = "Qwen3-ASR"
     model_types = ("qwen3_asr",)

@@ -1,4 +1,4 @@
-"""Qwen3-Omni: as Qwen2.5-Omni, over Qwen3-VL's tower, Qwen3-ASR's and a language model of experts."""
+"""Qwen3-Omni: Qwen2.5-Omni with the towers of Qwen3-VL and Qwen3-ASR and a mixture of experts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Qwen3Omni(QwenOmni):
-    """Pictures, videos of one run, and sounds of any length; the thinker alone."""
+    """Images, videos as one run of tokens, and audio of any length; only the thinker runs."""
 
     title = "Qwen3-Omni"
     model_types = ("qwen3_omni_moe_thinker",)
@@ -37,7 +37,7 @@ class Qwen3Omni(QwenOmni):
 
     @staticmethod
     def features(model: Any, inputs: TowerInputs) -> Any:
-        """Layers to which pictures are added get zeros of a sound."""
+        """Return features with zeros for audio in the layers to which image features are added."""
         import torch
 
         output = Family.features(model, inputs)
@@ -53,7 +53,7 @@ class Qwen3Omni(QwenOmni):
         steps = facts["second_per_grids"] * self.config.position_id_per_seconds
         if steps.frac().any():
             raise InvalidRequest(
-                "at this rate the model counts a video's time in fractions, which the native engine does not; "
+                "at this rate the model uses fractional video timestamps, which the native engine lacks; "
                 "send another mm_processor_kwargs.fps, such as 1 or 2",
                 param="mm_processor_kwargs",
             )

@@ -1,4 +1,4 @@
-"""Qwen2.5-Omni: pictures, videos and sounds in, text out. Its talker and a video's own sound are left out."""
+"""Qwen2.5-Omni: images, videos and audio in, text out. The talker and a video's soundtrack are not used."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class QwenOmni(QwenVL):
-    """Qwen2.5-VL's pictures and videos, and sounds of up to 5 minutes, each one run; the thinker alone."""
+    """Qwen2.5-VL's images and videos, and audio of up to 5 minutes as one run; only the thinker runs."""
 
     title = "Qwen2.5-Omni"
     model_types = ("qwen2_5_omni_thinker",)
@@ -32,10 +32,10 @@ class QwenOmni(QwenVL):
     }
     modalities = ("image", "video", "audio")
     usual_fps: ClassVar[float] = 2.0
-    side: ClassVar[int] = 28  # of a token, in pixels
+    side: ClassVar[int] = 28  # pixels per token
 
     def read_video(self, processor: Any) -> VideoProcessor:
-        """Whatever size the file says, transformers' processor asks for 128 to 768 tokens of two frames."""
+        """Override the file's size: transformers' processor requests 128 to 768 tokens per two frames."""
         size = {"shortest_edge": 128 * self.side**2, "longest_edge": 768 * self.side**2}
         processor.size = type(processor.size)(**size)
         return super().read_video(processor)
@@ -58,7 +58,7 @@ class QwenOmni(QwenVL):
         self.check_width("audio_config.output_dim", self.config.audio_config.output_dim)
 
     def position_facts(self, tokens: Tensor, items: Sequence[MediaRef]) -> dict[str, Tensor]:
-        """A video's rate counts as the one that is asked for, or the usual one."""
+        """Return further arguments, with the requested or default rate of videos."""
         import torch
 
         assert self.audio is not None

@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL: pictures and videos of any resolution, M-RoPE."""
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL: images and videos of any resolution, M-RoPE."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DEEP_TOWER = _TOWER | names("intermediate_size out_hidden_size num_position_emb
 
 
 class QwenVL(Family):
-    """Pictures and videos of any resolution, resized to whole patches; a video is one run."""
+    """Images and videos of any resolution, resized to whole patches; a video is one run of tokens."""
 
     title = "Qwen2-VL, Qwen2.5-VL"
     model_types: ClassVar[tuple[str, ...]] = ("qwen2_vl", "qwen2_5_vl")
@@ -37,7 +37,7 @@ class QwenVL(Family):
     num_position_axes = 3
     captures = True
     input_names = ("pixel_values", "image_grid_thw")
-    #: Edges of its processor's ``size`` by the words of ``mm_processor_kwargs``; None where a request has no say.
+    #: Edges of its processor's ``size`` by keys of ``mm_processor_kwargs``; None if requests cannot set them.
     bounds: ClassVar[Mapping[str, str] | None] = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 
     def __init__(self, config: Any, image_processor: Any) -> None:
@@ -46,7 +46,7 @@ class QwenVL(Family):
         self._resize: Callable[..., tuple[int, int]] = sys.modules[type(image_processor).__module__].smart_resize
 
     def grid(self, size: Size) -> tuple[int, int, int]:
-        """Patches of an image: (frames, rows, columns), before merging."""
+        """Return the patches of an image before merging: (frames, rows, columns)."""
         width, height = size
         processor = self.processor
         rows: int
@@ -69,7 +69,7 @@ class QwenVL(Family):
         size = {self.bounds[name]: pixels for name, pixels in asked.items()}
         usual = dict(self.processor.size)
         if (most := max(size.values())) > usual["longest_edge"]:
-            raise ValueError(f"pictures of this model have at most {usual['longest_edge']} pixels, not {most}")
+            raise ValueError(f"images of this model have at most {usual['longest_edge']} pixels, not {most}")
         bounded = copy(self)
         bounded.processor = copy(self.processor)
         bounded.processor.size = type(self.processor.size)(**{**usual, **size})
@@ -99,7 +99,7 @@ class QwenVL(Family):
                 )
             if self.video is not None and (of_videos := getattr(self.video.processor, theirs)) != found:
                 raise ValueError(f"{theirs} is {found} for pictures and {of_videos} for videos; it must be one")
-        # the towers of Qwen2-VL call the width of what they hand out hidden_size
+        # Qwen2-VL's towers call their output width hidden_size
         name = "out_hidden_size" if hasattr(vision, "out_hidden_size") else "hidden_size"
         self.check_width(f"vision_config.{name}", getattr(vision, name))
         for size in TRIED_SIZES:
@@ -111,7 +111,7 @@ class QwenVL(Family):
                 )
 
     def check_width(self, name: str, width: int) -> None:
-        """Raise ValueError for a tower that makes features of another width than the language model's."""
+        """Raise ValueError unless the tower's features are as wide as the language model's hidden states."""
         if width != (needed := self.config.get_text_config().hidden_size):
             raise ValueError(f"{name} is {width}; it must be text_config.hidden_size, {needed}")
 
@@ -135,7 +135,7 @@ class QwenVL(Family):
         return positions[:, 0].long(), int(delta[0, 0])
 
     def position_facts(self, tokens: Tensor, items: Sequence[MediaRef]) -> dict[str, Tensor]:
-        """Arguments of transformers' ``get_rope_index`` besides the grids of a prompt's items."""
+        """Return further arguments of transformers' ``get_rope_index`` besides the items' grids."""
         import torch
 
         kinds = (tokens == self.token_ids["image"]).int() + 2 * (tokens == self.token_ids.get("video", -1)).int()
@@ -145,7 +145,7 @@ class QwenVL(Family):
 
 
 class Qwen3VL(QwenVL):
-    """A video's patches in time stand one by one, each behind its seconds."""
+    """Each temporal patch of a video follows its timestamp."""
 
     title = "Qwen3-VL"
     model_types = ("qwen3_vl", "qwen3_vl_moe")
