@@ -103,7 +103,7 @@ def test_health_of_a_visible_device(tool: None, monkeypatch: pytest.MonkeyPatch)
     assert npu_smi.check_health(0) == "npu-smi says OK of chip 0, 910B3"
     with pytest.raises(AssertionError, match="Alarm of chip 1"):
         npu_smi.check_health(1)
-    assert "none with number 2" in npu_smi.check_health(2)
+    assert "not number 2" in npu_smi.check_health(2)
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "1")
     with pytest.raises(AssertionError, match="Alarm of chip 1"):
         npu_smi.check_health(0)

@@ -178,7 +178,7 @@ async def test_kv_that_goes_bad_gives_no_answer_but_a_named_error(parts: Deploym
             kept.write(blocks[0], bytes(kept.block_bytes), range(3, 4))
 
     kept.land = harm  # type: ignore[method-assign]
-    assert "is not that of its tokens in 1 of 28 layers, layer 3 the first" in await refusal(parts, 7)
+    assert "does not match its tokens in 1 of 28 layers, first in layer 3" in await refusal(parts, 7)
     kept.land = land  # type: ignore[method-assign]
     assert await asked(parts.url, parts.session, 7)
     await parts.settle()
@@ -188,7 +188,7 @@ async def test_kv_that_goes_bad_gives_no_answer_but_a_named_error(parts: Deploym
 async def test_kv_that_was_never_copied_is_noticed(parts: Deployment, name: str) -> None:
     kept: Any = memory(parts, name)
     kept._places = lambda *arguments: []
-    assert "is not that of its tokens in 28 of 28 layers" in await refusal(parts, 7)
+    assert "does not match its tokens in 28 of 28 layers" in await refusal(parts, 7)
 
 
 async def test_kv_is_not_there_before_its_layer_is_computed(parts: Deployment) -> None:

@@ -154,7 +154,7 @@ def test_the_deployment_of_this_machine_needs_no_port(
         (("--admin", "URL/text"), "gateway.admin.port"),
         (("--admin", "URL/locked"), "EPD_SERVE_ADMIN_KEY"),
         (("--admin", "http://127.0.0.1:1"), "http://127.0.0.1:1 does not answer"),
-        (("--admin", "URL", "--deployment", "8000"), "give one of them"),
+        (("--admin", "URL", "--deployment", "8000"), "use one of them"),
     ],
 )
 def test_what_is_wrong_is_said_with_what_would_be_right(

@@ -194,7 +194,7 @@ def test_a_fault_ends_the_fork_server_that_is_importing(tmp_path: Path) -> None:
         assert failed.wait(300) == 2
     assert "cannot listen" in (tmp_path / "errors").read_text()
     while cpu_s := _cpu_s_of(failed.pid):
-        assert max(cpu_s) < 3.0, "it goes on to import"
+        assert max(cpu_s) < 4.5, "it goes on to import"
 
 
 def _cpu_s_of(session: int) -> list[float]:
