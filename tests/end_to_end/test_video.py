@@ -139,7 +139,7 @@ async def test_hostile_videos_are_refused_and_hold_nothing(deployment: LocalDepl
     pids = {process.spec.name: process.pid for process in deployment.processes}
     rounds: list[dict[str, tuple[int, int, int]]] = []
     async with http_client(deployment.gateway_url) as client:
-        while len(rounds) < 3 or (_grows(*rounds[-2:]) and len(rounds) < 8):
+        while len(rounds) < 3 or (_grows(*rounds[-2:]) and len(rounds) < 20):
             await asyncio.gather(*(check_refused(client, kind) for kind in hostile()))
             await Books.of(deployment).check()
             metrics = (await client.get("/metrics")).text
