@@ -170,9 +170,7 @@ def test_a_stream_with_a_share_asks_for_a_green_context(monkeypatch: pytest.Monk
         raise RuntimeError("Green Context requires user mode driver 12.8+")
 
     monkeypatch.setattr(GreenContext, "create", refuse)
-    with pytest.raises(
-        ValueError, match=r"cuda:0 cannot create a green context of share 0\.5 .*remove tower_share"
-    ):
+    with pytest.raises(ValueError, match=r"cuda:0 cannot create a green context .*remove tower_share"):
         device.stream(share=0.5)
 
 

@@ -46,14 +46,12 @@ async def test_by_its_vocabulary(tmp_path: Path) -> None:
 
 async def test_by_pictures_larger_than_a_step(tmp_path: Path) -> None:
     """Their tokens see each other; those of the tiny model are nine."""
-    with pytest.raises(ValueError, match=r"max_num_batched_tokens is 8, but .* all 9 tokens .* set it to 9 or more"):
+    with pytest.raises(ValueError, match=r"tokens is 8, but .* all 9 tokens .* set it to 9 or more"):
         await started(tmp_path, "PD", lambda path: None, kind="gemma3", max_num_batched_tokens=8)
 
 
 async def test_by_a_state_larger_than_the_pool(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"state of one sequence takes 26KiB, 26 of 8 KV blocks"
-    ):
+    with pytest.raises(ValueError, match=r"state of one sequence takes 26KiB, 26 of 8 KV blocks"):
         await started(tmp_path, "PD", lambda path: None, kind="qwen3_5", block_size=1)
 
 
