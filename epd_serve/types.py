@@ -116,7 +116,7 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Thinking(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How a model thinks before it answers: between ``<think>`` and ``</think>``, each a token of its own.
+    """The thoughts of a model before its answer, between ``<think>`` and ``</think>``, each a token of its own.
 
     Attributes:
         start_id, end_id: these tokens. after_ids: those between ``</think>`` and the answer.

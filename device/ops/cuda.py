@@ -27,8 +27,8 @@ built by :meth:`CudaOps.build_plans` before an instance serves."""
 LONG_SEGMENT = 1024
 """Tower segments of at least this length fill the GPU one by one, so images of one size share a plan."""
 PLAN_OPERATIONS = 2.5e13
-"""Operations after which a tower's calls of one shape use cuDNN: by then it would have saved the 37 ms of its plan
-on an H100. Rare sizes never cost a plan."""
+"""Operations after which a tower's calls of one shape use cuDNN: by then it has saved about the 47 ms
+that a plan took on an H100 (benchmarks.gpu, attention). Rare sizes never cost a plan."""
 _MAX_CUDNN_HEAD_DIM = 128
 
 

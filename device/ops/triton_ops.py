@@ -24,7 +24,7 @@ class TritonOps(CudaOps):
         (1, 2 * triton_decode.MIN_SPLIT_TOKENS + 1),
         (triton_layers.MANY_TOKENS, 0),
         # products pick kernels by the number of rows, and CUDA loads each kernel at its first use
-        *((tokens, 0) for tokens in range(128, 2049, 128)),
+        *((tokens, 0) for tokens in range(128, triton_layers.MANY_TOKENS, 128)),
     )
     draw = staticmethod(triton_sample.draw)
 

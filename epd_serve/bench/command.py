@@ -33,7 +33,7 @@ _FILE_WIDTH = 120
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """Where and how finished runs are shown.
+    """Options for showing finished runs.
 
     Attributes:
         report: whether to write report.html, if plotly is installed.

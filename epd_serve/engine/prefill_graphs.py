@@ -12,8 +12,8 @@ from device.base import AttentionPlan, AttnMeta, Device, GraphRunner
 from epd_serve.models.decoder import StepContext
 from epd_serve.models.language import LanguageModel
 
-#: Captured step sizes in tokens. In larger steps the device takes longer than the launches: on an H100, launching
-#: an eager step of a 7B model takes the host 28 ms, computing one of 1024 tokens takes the device 23 ms.
+#: Captured step sizes in tokens. In larger steps the device takes longer than the launches: on an H100's machine
+#: eager decode steps of a 7B model took 18 to 28 ms, and a prefill of 1024 tokens 23.5 ms (docs/reports/gpu.md).
 _SIZES = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 
 

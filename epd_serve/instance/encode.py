@@ -163,7 +163,7 @@ class Encoder:
         area = self._family.num_pixels((IMAGE_SIDE, IMAGE_SIDE))
         count = max(1, self._budget // area)
         with self.stream.encoding(count * area):
-            self.model.encode_seconds(self._tower, count)
+            self._tower.encode([self._family.blank_inputs((IMAGE_SIDE, IMAGE_SIDE))] * count, on_device=True)
         return self.stream.batch_bytes(count * area)
 
     def may_start(self) -> bool:

@@ -35,6 +35,7 @@ class _File:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._kept: Any = None
+        safe_open(path, framework="pt")  # checks the header, and that the file is as long as it says
         self._descriptor = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._descriptor)
         (num_bytes,) = struct.unpack("<Q", os.pread(self._descriptor, 8, 0))

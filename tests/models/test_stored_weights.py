@@ -11,7 +11,7 @@ import pytest
 import tiny_models
 import torch
 from chips import CHIP
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -101,3 +101,12 @@ def test_what_is_tied_is_one_weight_on_the_device(tmp_path: Path) -> None:
         assert (model.lm_head.weight is model.get_input_embeddings().weight) == is_one
         expected = weights[name] if head is None else head
         assert torch.equal(model.lm_head.weight, expected)
+
+
+@pytest.mark.parametrize("content", [b"version https://git-lfs.github.com/spec/v1\n", b"", None])
+def test_a_broken_file_is_refused_before_anything_is_read(content: bytes | None, tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(10, 10)}, file)
+    file.write_bytes(file.read_bytes()[:-8] if content is None else content)
+    with pytest.raises(SafetensorError):
+        listed_weights(tmp_path, CPU)

@@ -32,6 +32,7 @@ class ThinkingConstraint:
         """
         self._thinking, self._budget, self._grammar = thinking, budget, grammar
         self._num_tokens, self._ends = num_tokens, ends
+        self._in_thought, self._after_thought = self._all_but(ends), self._all_but(())
         self._is_open = thinking.is_open
         self._num_thought = 0
         self._num_seen = 0
@@ -54,11 +55,11 @@ class ThinkingConstraint:
         self._num_seen = num_seen = len(output_ids)
         if self._is_open:
             is_over = self._budget is not None and self._num_thought >= self._budget
-            return self._only(thinking.end_id) if is_over else self._all_but(self._ends)
+            return self._only(thinking.end_id) if is_over else self._in_thought
         if num_seen < self._begin:
             return self._only(thinking.after_ids[num_seen - self._begin])
         if self._grammar is None:
-            return self._all_but(())
+            return self._after_thought
         allowed = self._grammar.allowed(output_ids[self._begin :])
         return allowed if num_seen else allowed | self._only(thinking.start_id)
 
