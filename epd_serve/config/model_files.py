@@ -5,17 +5,16 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from epd_serve.demo import weights_dir
+from epd_serve.weight_files import DOWNLOAD_AGAIN, read_header
 
 DEMO_MODEL = "demo"
 
-_AGAIN = "download the file again, or run 'git lfs pull' there"
 _NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
 
 
@@ -108,8 +107,8 @@ def check_model_files(path: Path) -> dict[str, int]:
     check_template(chat_template(path), path)
     counts = {"tower": 0, "language": 0}
     for file in files:
-        for name, num_weights in _count_weights(file).items():
-            counts["tower" if _TOWER.search(name) else "language"] += num_weights
+        for name, tensor in read_header(file)[1].items():
+            counts["tower" if _TOWER.search(name) else "language"] += math.prod(tensor["shape"])
     return counts
 
 
@@ -166,27 +165,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"{file}: it cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise ValueError(f"{file}: it is no JSON: {error}; {_AGAIN}") from error
+        raise ValueError(f"{file}: it is no JSON: {error}; {DOWNLOAD_AGAIN}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file}: it must be a JSON object")
     return content
-
-
-def _count_weights(file: Path) -> dict[str, int]:
-    """Return the number of values of each tensor of a safetensors file. Raises ValueError if it is broken.
-
-    They are in its header: 8 bytes of length, then JSON. The library would import numpy.
-    """
-    try:
-        with file.open("rb") as content:
-            start = 8 + int.from_bytes(content.read(8), "little")
-            end = os.fstat(content.fileno()).st_size
-            if start > end:
-                raise ValueError("it is cut off in its header")
-            tensors = json.loads(content.read(start - 8))
-        tensors.pop("__metadata__", None)
-        if start + max((one["data_offsets"][1] for one in tensors.values()), default=0) != end:
-            raise ValueError("its weights are cut off")
-        return {name: math.prod(one["shape"]) for name, one in tensors.items()}
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file}: {error}; weights are read from safetensors files alone; {_AGAIN}") from error

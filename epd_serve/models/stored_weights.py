@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import struct
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,6 +19,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
+
+from epd_serve.weight_files import read_header
 
 _INDEX = "model.safetensors.index.json"
 #: Host memory in bytes used by a read on its way to another device.
@@ -35,12 +36,9 @@ class _File:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._kept: Any = None
-        safe_open(path, framework="pt")  # checks the header, and that the file is as long as it says
+        self._data_start, self.tensors = read_header(path)
         self._descriptor = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._descriptor)
-        (num_bytes,) = struct.unpack("<Q", os.pread(self._descriptor, 8, 0))
-        self._data_start = 8 + num_bytes
-        self.header: dict[str, Any] = json.loads(os.pread(self._descriptor, num_bytes, 8))
 
     def map(self, name: str, ranges: list[slice]) -> Tensor:
         if self._kept is None:
@@ -49,7 +47,7 @@ class _File:
         return part
 
     def read(self, name: str, ranges: list[slice], *, pinned: bool) -> Tensor:
-        entry = self.header[name]
+        entry = self.tensors[name]
         shape, dtype = entry["shape"], _DTYPES.get(entry["dtype"])
         is_whole = all(part == slice(0, size) for part, size in zip(ranges[1:], shape[1:], strict=True))
         if dtype is None or not (ranges and is_whole):
@@ -218,9 +216,8 @@ def listed_weights(path: Path, home: torch.device) -> dict[str, Listed]:
         if not file.is_file():
             raise ValueError(f"{file}: there is no such file; weights are read from safetensors files alone")
         stored = _File(file)
-        for name, entry in stored.header.items():
-            if name != "__metadata__":
-                listed[name] = Listed(_Place(stored, name), entry["shape"], home)
+        for name, entry in stored.tensors.items():
+            listed[name] = Listed(_Place(stored, name), entry["shape"], home)
     return listed
 
 
