@@ -81,7 +81,7 @@ def preload(config: DeploymentConfig) -> None:
     package = __name__.rpartition(".")[0]
     multiprocessing.set_forkserver_preload([f"{package}.server_start", *modules, f"{package}.frozen"])
     before = dict(os.environ)
-    os.environ.update({**environment, **_ENVIRONMENT})
+    os.environ.update({**environment, **_ENVIRONMENT, "EPD_SERVE_LAUNCHER": str(os.getpid())})
     try:
         forkserver.ensure_running()
     finally:

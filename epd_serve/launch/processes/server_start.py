@@ -6,5 +6,6 @@ import os
 
 from epd_serve.lifeline import die_with_parent
 
-die_with_parent(os.getppid())
+# The launcher may have ended already. A server that multiprocessing starts again has no variable.
+die_with_parent(int(os.environ.pop("EPD_SERVE_LAUNCHER", os.getppid())))
 gc.disable()
