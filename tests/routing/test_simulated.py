@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import fmean
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from sim_load import check_books
 
 from benchmarks.ablations.routing import RandomOfTwo, RandomOfTwoEncoders, RoundRobinEncoders
@@ -19,12 +17,6 @@ from epd_serve.sim.simulator import Outcome, SimDeployment, simulate
 from epd_serve.sim.spec import Batching, SimInstanceSpec
 from epd_serve.sim.workloads import SimRequest
 from epd_serve.types import Role, Stage
-
-ROUTES: dict[str, Callable[[int], RoutePolicy]] = {
-    "least_loaded": lambda seed: RoutePolicy(),
-    "round_robin": lambda seed: RoutePolicy("round_robin"),
-    "prefix_affinity": lambda seed: RoutePolicy("prefix_affinity"),
-}
 
 
 def profile(slowness: float = 1.0) -> Profile:
@@ -94,77 +86,12 @@ def chosen(outcome: Outcome) -> dict[str, int]:
     }
 
 
-class Watched:
-    """A policy whose every choice is checked: nothing that is lost, excluded, or of another stage."""
-
-    def __init__(self, router: Router, lost: set[str]) -> None:
-        self._router = router
-        self._lost = lost
-        self.chosen: list[str] = []
-        self.uses_prefix = router.routes.uses_prefix
-
-    def choose_route(self, table, model, **more):
-        route = self._router.routes.choose_route(table, model, **more)
-        self._check(route.prefill, "P", more.get("exclude", ()))
-        self._check(route.decode, "D", more.get("exclude", ()))
-        return route
-
-    def choose_encoders(self, table, prefill, items, **more):
-        records = self._router.encoders.choose_encoders(table, prefill, items, **more)
-        assert len(records) == len(items)
-        for record in records:
-            self._check(record, "E" if record is not prefill else "P", more.get("exclude", ()))
-        return records
-
-    def _check(self, record, letter, exclude):
-        assert letter in str(record.role)
-        assert record.name not in self._lost
-        assert record.name not in exclude
-        self.chosen.append(record.name)
-
-
-class Absence:
-    """Takes instances away before the first request."""
-
-    def __init__(self, names: set[str]) -> None:
-        self._names = names
-
-    def begin(self, clock, gateway, instances, start) -> None:
-        for name in self._names:
-            instances[name].ready = False
-            gateway.table.mark_lost(name)
-
-    def tick(self) -> None:
-        pass
-
-
-@pytest.mark.parametrize("name", ROUTES)
-@settings(max_examples=8)
-@given(seed=st.integers(0, 1000), num_lost=st.integers(0, 1), kinds=st.sampled_from(["EPD", "apart", "EP-D"]))
-def test_only_instances_that_are_ready_are_chosen_and_all_requests_end(name, seed, num_lost, kinds):
-    roles = {"EPD": ["EPD"] * 3, "apart": ["E", "E", "P", "P", "D", "D"], "EP-D": ["EP", "EP", "E", "D", "D"]}[
-        kinds
-    ]
-    deployment = fleet(*roles)
-    specs = deployment.instances
-    lost = {
-        one.name
-        for one in random.Random(seed).sample(specs, num_lost)
-        if sum(other.role == one.role for other in specs) > 1
-    }
-    policy = Watched(Router(ROUTES[name](seed)), lost)
-    outcome = simulate(
-        deployment, workload(seed, 60, 30.0), routers=[Router(policy, policy)], operator=Absence(lost)
-    )
-    assert len(waits_s(outcome)) == 60
-    assert not any(number for name, number in chosen(outcome).items() if name in lost)
-
-
-@pytest.mark.parametrize("name", ROUTES)
+@pytest.mark.parametrize("name", ["least_loaded", "round_robin", "prefix_affinity"])
 def test_no_instance_starves(name):
     """One that is four times as slow still gets some of a load that the others alone can hardly do."""
     deployment = fleet("E", "P", "P", "P", "D", "D", slow=(3, 5), slowness=4.0)
-    outcome = simulate(deployment, workload(1, 300, 300.0), routers=[Router(ROUTES[name](1))])
+    outcome = simulate(deployment, workload(1, 300, 300.0), routers=[Router(RoutePolicy(name))])
+    assert len(waits_s(outcome)) == 300
     assert all(number >= 10 for number in chosen(outcome).values()), chosen(outcome)
 
 
@@ -182,11 +109,11 @@ def test_seconds_are_a_better_load_than_turns():
 
 
 @pytest.mark.parametrize("num_gateways", [1, 2])
-@pytest.mark.parametrize("num_encoders", [2, 4])
-def test_repeated_images_are_encoded_once_and_encoders_work_evenly(num_encoders, num_gateways):
+def test_repeated_images_are_encoded_once_and_encoders_work_evenly(num_gateways):
+    num_encoders = 4
     requests = workload(7, 600, 0.6 * num_encoders / (0.4 * 0.037), max_tokens=100)
 
-    def run(encoders: BoundedHash) -> tuple[float, float, float]:
+    def run(encoders):
         """The rate of hits, the busiest encoder over their mean, and the 99th percentile of waits."""
         deployment = fleet(*["E"] * num_encoders, *["P"] * 4, "D")  # a single P would keep all features
         outcome = simulate(deployment, requests, routers=[Router(encoders=encoders)] * num_gateways)

@@ -1,74 +1,56 @@
 """schedule(): within its budgets, decodes first, in order, and without touching its arguments."""
 
 import copy
-from typing import cast
+from types import SimpleNamespace
 
 from hypothesis import given
 from hypothesis import strategies as st
+from sequences import sequence as new_sequence
 
-from epd_serve.sched.block_tables import BlockTables
-from epd_serve.sched.schedule import Budget, ScheduleOutput, possible_prefills, schedule, schedule_encodes
-from epd_serve.sched.sequence import Sequence, SequenceState
-from epd_serve.types import MediaSpan, SamplingParams
+from epd_serve.sched.schedule import Budget, possible_prefills, schedule, schedule_encodes
+from epd_serve.sched.sequence import SequenceState
+from epd_serve.types import MediaSpan
 
 
-def sequence(name: str, prompt: int, computed: int = 0, output: int = 0, *, grows: bool = False) -> Sequence:
+def sequence(name, prompt, computed=0, output=0, *, grows=False):
     """Blocks hold one token here; one that ``grows`` has no block for its newest token."""
-    return Sequence(
-        request_id=name,
-        prompt_ids=list(range(prompt)),
-        sampling=SamplingParams(seed=0),
-        max_tokens=100,
-        positions=None,
-        output_ids=list(range(output)),
-        num_computed=computed,
-        blocks=list(range(prompt + output - grows)) if computed or output else [],
-        state=SequenceState.RUNNING if computed or output else SequenceState.WAITING,
-    )
+    blocks = list(range(prompt + output - grows)) if computed or output else []
+    return new_sequence(prompt, name, computed=computed, output=output, blocks=blocks)
 
 
 class Tables:
     """Blocks of one token."""
 
-    def __init__(self, num_free: int) -> None:
+    def __init__(self, num_free):
         self.num_free = num_free
 
-    def num_needed(self, sequence: Sequence) -> int:
-        return max(sequence.num_tokens - len(sequence.blocks), 0)
+    def num_needed(self, one):
+        return max(one.num_tokens - len(one.blocks), 0)
 
-    def num_freed(self, sequence: Sequence) -> int:
-        return len(sequence.blocks)
+    def num_freed(self, one):
+        return len(one.blocks)
 
-    def num_cached(self, sequence: Sequence) -> int:
+    def num_cached(self, one):
         return 0
 
 
 class Features:
     """All features but some."""
 
-    def __init__(self, *missing: str) -> None:
+    def __init__(self, *missing):
         self.missing = missing
-        self.starved: list[str] = []
+        self.starved = []
 
-    def has_feature(self, mm_hash: str) -> bool:
+    def has_feature(self, mm_hash):
         return mm_hash not in self.missing
 
-    def feature_starved(self, mm_hash: str) -> None:
+    def feature_starved(self, mm_hash):
         self.starved.append(mm_hash)
 
 
-def run(
-    running: list[Sequence],
-    waiting: list[Sequence],
-    *,
-    tokens: int = 32,
-    seqs: int = 8,
-    features: Features | None = None,
-    free_blocks: int = 1000,
-    watermark: int = 0,
-) -> ScheduleOutput:
-    budget, tables = Budget(max_num_tokens=tokens, max_num_seqs=seqs), cast(BlockTables, Tables(free_blocks))
-    return schedule(running, waiting, budget, tables, features or Features(), watermark=watermark)
+def run(running, waiting, *, tokens=32, seqs=8, features=None, free_blocks=1000, watermark=0):
+    budget = Budget(max_num_tokens=tokens, max_num_seqs=seqs)
+    return schedule(running, waiting, budget, Tables(free_blocks), features or Features(), watermark=watermark)
 
 
 decoding = st.builds(sequence, st.uuids().map(str), st.just(3), st.just(3), st.just(1), grows=st.booleans())
@@ -86,14 +68,7 @@ new = st.builds(sequence, st.uuids().map(str), st.integers(1, 40))
     free_blocks=st.integers(0, 120),
     watermark=st.integers(0, 5),
 )
-def test_budgets_hold_and_arguments_stay(
-    running: list[Sequence],
-    waiting: list[Sequence],
-    tokens: int,
-    seqs: int,
-    free_blocks: int,
-    watermark: int,
-) -> None:
+def test_budgets_hold_and_arguments_stay(running, waiting, tokens, seqs, free_blocks, watermark):
     before = [(copy.copy(s.prompt_ids), s.num_computed, s.state, list(s.blocks)) for s in running + waiting]
     output = run(running, waiting, tokens=tokens, seqs=seqs, free_blocks=free_blocks, watermark=watermark)
     assert [(s.prompt_ids, s.num_computed, s.state, s.blocks) for s in running + waiting] == before
@@ -114,16 +89,15 @@ def test_budgets_hold_and_arguments_stay(
 
 
 @given(running=st.lists(st.one_of(decoding, prefilling), min_size=1, max_size=12), free_blocks=st.integers(0, 3))
-def test_the_young_give_blocks_to_the_old(running: list[Sequence], free_blocks: int) -> None:
+def test_the_young_give_blocks_to_the_old(running, free_blocks):
     output = run(running, [sequence("new", 1)], tokens=1000, seqs=100, free_blocks=free_blocks)
     kept = running[: len(running) - len(output.preempted)]
     assert output.preempted == running[len(kept) :][::-1], "the youngest first, and no other"
     assert running[0] in kept
     stalled = [s for s in kept if s.is_decoding and s not in output.decodes]
     assert not stalled or stalled == [kept[-1]], "only who has nobody younger waits"
-    for sequence_ in output.preempted:
-        assert sequence_ not in output.decodes
-        assert sequence_ not in [s for s, _ in output.prefills]
+    computed = [*output.decodes, *(s for s, _ in output.prefills)]
+    assert not any(s in computed for s in output.preempted)
     assert not (output.preempted and output.admitted)
     if output.preempted:
         last = len(output.preempted[-1].blocks)
@@ -131,7 +105,7 @@ def test_the_young_give_blocks_to_the_old(running: list[Sequence], free_blocks: 
         assert free_blocks + sum(len(s.blocks) for s in output.preempted) - last < needed, "one too many"
 
 
-def test_what_is_handed_over_keeps_its_blocks() -> None:
+def test_what_is_handed_over_keeps_its_blocks():
     grows, leaving, young = sequence("g", 3, 3, 1, grows=True), sequence("l", 9, 4), sequence("y", 3, 3, 1)
     leaving.hand_off = True
     output = run([grows, young, leaving], [], free_blocks=0)
@@ -140,28 +114,26 @@ def test_what_is_handed_over_keeps_its_blocks() -> None:
     assert (output.preempted, output.decodes, output.prefills) == ([], [], [(leaving, 5)])
 
 
-def test_admission_leaves_blocks_for_growth_unless_nothing_runs() -> None:
+def test_admission_leaves_blocks_for_growth_unless_nothing_runs():
     old, prompt = sequence("o", 3, 3, 1), sequence("p", 10)
     assert not run([old], [prompt], free_blocks=10, watermark=1).admitted
     assert run([old], [prompt], free_blocks=11, watermark=1).admitted == [prompt]
     assert run([], [prompt], free_blocks=10, watermark=1).admitted == [prompt]
 
 
-def test_saved_kv_goes_on_as_a_decode() -> None:
-    saved = sequence("s", 5, 5, 1)
-    saved.blocks, saved.state = [], SequenceState.WAITING
+def test_saved_kv_goes_on_as_a_decode():
+    saved = new_sequence(5, computed=5, output=1, state=SequenceState.WAITING)
     output = run([], [saved])
     assert (output.admitted, output.decodes, output.prefills) == ([saved], [saved], [])
 
 
-def test_a_prompt_is_computed_in_chunks_beside_decodes() -> None:
+def test_a_prompt_is_computed_in_chunks_beside_decodes():
     decode, prompt = sequence("d", 3, 3, 1), sequence("p", 100)
     output = run([decode], [prompt], tokens=11)
-    assert output.decodes == [decode]
-    assert output.prefills == [(prompt, 10)]
+    assert (output.decodes, output.prefills) == ([decode], [(prompt, 10)])
 
 
-def test_text_before_a_missing_image_is_computed_and_the_image_blocks_nobody_else() -> None:
+def test_text_before_a_missing_image_is_computed_and_the_image_blocks_nobody_else():
     blocked, partly, free = sequence("blocked", 20), sequence("partly", 20), sequence("free", 5)
     blocked.spans, partly.spans = [MediaSpan(0, 9, "b")], [MediaSpan(7, 9, "p")]
     features = Features("b", "p")
@@ -170,12 +142,12 @@ def test_text_before_a_missing_image_is_computed_and_the_image_blocks_nobody_els
     assert features.starved == ["b"]
 
 
-def test_a_run_that_attends_both_ways_is_never_cut() -> None:
+def test_a_run_that_attends_both_ways_is_never_cut():
     first, second = sequence("first", 20, 2), sequence("second", 20, 2)
     first.both_ways = second.both_ways = [(4, 12), (12, 16)]
     first.spans = [MediaSpan(4, 8, "here"), MediaSpan(12, 4, "missing")]
 
-    def ends(*counts: int) -> list[int]:
+    def ends(*counts):
         prefills = possible_prefills(zip((first, second), counts, strict=False), {"here"}.__contains__)
         return [one.num_computed + count for one, count in prefills]
 
@@ -190,18 +162,16 @@ def test_a_run_that_attends_both_ways_is_never_cut() -> None:
     assert ends(8, 8) == [12], "a run without its feature holds up nobody else"
 
 
-def test_a_request_that_does_not_fit_is_not_overtaken() -> None:
+def test_a_request_that_does_not_fit_is_not_overtaken():
     large, small = sequence("large", 20), sequence("small", 2)
     assert not run([], [large, small], free_blocks=19)
 
 
-class Picture:
-    def __init__(self, num_pixels: int) -> None:
-        self.num_pixels = num_pixels
+pictures = st.builds(SimpleNamespace, num_pixels=st.integers(1, 100))
 
 
-@given(st.lists(st.integers(1, 100).map(Picture), max_size=20), st.integers(1, 200))
-def test_encode_batches_are_prefixes_within_the_budget(waiting: list[Picture], budget: int) -> None:
+@given(st.lists(pictures, max_size=20), st.integers(1, 200))
+def test_encode_batches_are_prefixes_within_the_budget(waiting, budget):
     batch = schedule_encodes(waiting, budget)
     assert batch == waiting[: len(batch)]
     assert bool(batch) == bool(waiting)

@@ -1,7 +1,5 @@
 """Sizes of steps: what is timed for them, the cost that is fitted to the times, and the budgets that follow."""
 
-from __future__ import annotations
-
 import pytest
 
 from epd_serve.cost.profile import DecodeLine, Line, Profile
@@ -11,7 +9,7 @@ from epd_serve.sim.spec import Batching, SimInstanceSpec, size_steps_of
 from epd_serve.types import Role
 
 
-def test_the_fit_finds_the_cost_behind_the_times() -> None:
+def test_the_fit_finds_the_cost_behind_the_times():
     cost = StepCost(base_s=0.01, token_s=1e-4, sequence_s=5e-4, context_s=1e-6, pair_s=2e-8)
     works = [
         StepWork.of([context] * decodes, chunks)
@@ -24,7 +22,7 @@ def test_the_fit_finds_the_cost_behind_the_times() -> None:
     assert fitted.token_s == pytest.approx(cost.token_s, rel=0.05)
 
 
-def test_no_part_of_a_fitted_cost_is_negative() -> None:
+def test_no_part_of_a_fitted_cost_is_negative():
     falling = {StepWork.of([], [(0, count)]): 1.0 / count for count in (16, 32, 64, 128)}
     fitted = fit_cost(falling)
     assert min(fitted.base_s, fitted.token_s, fitted.sequence_s, fitted.context_s, fitted.pair_s) >= 0
@@ -41,49 +39,36 @@ SLOW = Profile(
 )
 
 
-def test_a_simulated_instance_sizes_its_steps_as_one_that_took_these_times() -> None:
-    spec = SimInstanceSpec(
-        name="d0",
-        role=Role.parse("PD"),
-        profile=SLOW,
-        device="cpu",
-        num_blocks=4096,
-        batching=Batching(tpot_s=0.023),
-    )
-    limits = Limits(
-        latency_s=0.023,
-        decodes=True,
-        max_num_tokens=2048,
-        max_num_seqs=64,
-        num_blocks=4096,
-        block_size=16,
-        max_model_len=32768,
-    )
-    timed: list[StepShape] = []
+def spec(role, **fields):
+    return SimInstanceSpec(name="d0", role=Role.parse(role), profile=SLOW, device="cpu", num_blocks=4096, **fields)
 
-    def seconds(shape: StepShape) -> float:
+
+def test_a_simulated_instance_sizes_its_steps_as_one_that_took_these_times():
+    simulated = spec("PD", batching=Batching(tpot_s=0.023))
+    memory = {"num_blocks": 4096, "block_size": 16, "max_model_len": 32768}
+    limits = Limits(latency_s=0.023, decodes=True, max_num_tokens=2048, max_num_seqs=64, **memory)
+    timed = []
+
+    def seconds(shape):
         timed.append(shape)
         work = shape.work
         return SLOW.step_s(work.num_tokens, work.num_sequences, work.decode_context, work.prefill_pairs)
 
     sizes = size_steps(seconds, limits)
-    budget, cost = size_steps_of(spec)
-    assert budget.pace is not None and sizes.budget.pace is not None
+    budget, cost = size_steps_of(simulated)
     assert cost == sizes.cost == budget.pace.cost
     assert (budget.max_num_seqs, budget.max_num_tokens) == (26, 32), "5 + 0.6 n and 10 + 0.7 + 0.3 n ms"
     assert {shape.num_decodes for shape in timed} >= {1, 2, 4, 8, 16, 26} and any(shape.chunks for shape in timed)
     budget.pace.observe(StepWork.of([16] * 4, [(0, 64)]), 1.0)
-    again, _ = size_steps_of(spec)
-    assert again.pace is not None and again.pace.correction == 1, "what one has learnt is not another's"
+    assert size_steps_of(simulated)[0].pace.correction == 1, "what one has learnt is not another's"
 
 
-def test_without_a_limit_only_an_order_asks_for_the_cost() -> None:
-    spec = SimInstanceSpec(name="d0", role=Role.parse("D"), profile=SLOW, device="cpu", num_blocks=64)
-    budget, cost = size_steps_of(spec)
+def test_without_a_limit_only_an_order_asks_for_the_cost():
+    budget, cost = size_steps_of(spec("D"))
     assert (budget.pace, budget.max_num_seqs, cost) == (None, 64, StepCost())
 
 
-def test_a_shape_is_named_and_counted_by_its_contexts() -> None:
+def test_a_shape_is_named_and_counted_by_its_contexts():
     shape = StepShape(num_decodes=4, context=256, spread=0.5, chunks=((0, 64),))
     assert shape.contexts == [352, 288, 224, 160]
     assert str(shape) == "4x256~0.5 0+64"

@@ -7,9 +7,7 @@ from hypothesis import strategies as st
 from epd_serve.sched.token_time import MIN_SHARE, Slack, pause_s
 
 
-def simulate(
-    alone_s: float, slowdown: float, limit_s: float, piece_s: float, seconds: float
-) -> tuple[float, float]:
+def simulate(alone_s, slowdown, limit_s, piece_s, seconds):
     """(mean time per token, share of the time that encodes ran) of decodes beside an encode that never ends."""
     account = Slack(limit_s=limit_s)
     now, token_s, encoded_s, tokens, encoding_s = 0.0, 0.0, 0.0, 0, 0.0
@@ -35,7 +33,7 @@ def simulate(
 
 @pytest.mark.parametrize("slowdown", [1.05, 1.5, 2.0, 4.0])
 @pytest.mark.parametrize("piece", [0.2, 1.0, 2.0])
-def test_the_mean_time_per_token_stays_at_the_limit(slowdown: float, piece: float) -> None:
+def test_the_mean_time_per_token_stays_at_the_limit(slowdown, piece):
     alone = 0.02
     mean, share = simulate(alone, slowdown, 1.2 * alone, piece * alone, 20)
     assert mean <= 1.2 * alone * 1.03
@@ -44,23 +42,18 @@ def test_the_mean_time_per_token_stays_at_the_limit(slowdown: float, piece: floa
         assert share > 0.95, "there is nothing to slow down for"
 
 
-def test_encodes_keep_their_least_share_where_decodes_are_over_the_limit_alone() -> None:
+def test_encodes_keep_their_least_share_where_decodes_are_over_the_limit_alone():
     mean, share = simulate(0.02, 2.0, 0.01, 0.01, 20)
     assert 0.8 * MIN_SHARE <= share <= 1.6 * MIN_SHARE
     assert mean == pytest.approx(0.02 * (1 + share / 2), rel=0.1)
 
 
-def test_without_decodes_an_encode_never_waits() -> None:
+def test_without_decodes_an_encode_never_waits():
     assert pause_s(None, piece_s=5.0, paused_s=0.0) == 0.0
 
 
-@given(
-    credit=st.floats(-1, 1),
-    beside=st.floats(0, 1),
-    piece=st.floats(1e-4, 2),
-    limit=st.floats(1e-3, 0.5),
-)
-def test_every_pause_ends(credit: float, beside: float, piece: float, limit: float) -> None:
+@given(credit=st.floats(-1, 1), beside=st.floats(0, 1), piece=st.floats(1e-4, 2), limit=st.floats(1e-3, 0.5))
+def test_every_pause_ends(credit, beside, piece, limit):
     """However little decodes leave, an encode goes on after at most so long that it keeps its least share."""
     slack = Slack(credit_s=credit, limit_s=limit, beside_s=beside)
     paused, asked = 0.0, 0
@@ -71,7 +64,7 @@ def test_every_pause_ends(credit: float, beside: float, piece: float, limit: flo
     assert paused <= piece / MIN_SHARE + 1e-9
 
 
-def test_the_account_knows_steps_beside_an_encode_from_steps_alone() -> None:
+def test_the_account_knows_steps_beside_an_encode_from_steps_alone():
     account = Slack(limit_s=0.03)
     for _ in range(100):
         account = account.after(0.02, 0.0)
