@@ -8,6 +8,7 @@ import contextlib
 import inspect
 import io
 import json
+import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -67,6 +68,13 @@ Script = list[Any]
 def fail(status: int, message: str, **more: Any) -> Script:
     body = {"error": {"message": message, "type": "test_error", **more}}
     return [(status, {}), json.dumps(body).encode()]
+
+
+def post(body: Any, *headers: str, path: str = "/v1/chat/completions") -> bytes:
+    """The bytes of a request."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    lines = [f"POST {path} HTTP/1.1", "host: localhost", "content-type: application/json", *headers]
+    return "\r\n".join([*lines, f"content-length: {len(data)}", "", ""]).encode() + data
 
 
 class Told(ServeError):
@@ -272,6 +280,7 @@ class Gateway:
 
     def __init__(self, url: str, app: Any, session: aiohttp.ClientSession, fakes: list[FakeInstance]) -> None:
         self.url = url
+        self.address = "127.0.0.1", int(url.rpartition(":")[2])
         self.fakes = {fake.name: fake for fake in fakes}
         self.app = app
         self.fleet = app.state.gateway.fleet
@@ -306,20 +315,35 @@ class Gateway:
         assert len(error["message"]) > 15
         return status, error
 
-    async def raw(self, body: Any, path: str = "/v1/chat/completions") -> bytes:
-        """All bytes of the answer until the gateway closes the connection."""
-        data = json.dumps(body).encode()
-        host, port = self.url.removeprefix("http://").split(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        head = (
-            f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-            f"connection: close\r\ncontent-length: {len(data)}\r\n\r\n"
-        )
-        writer.write(head.encode() + data)
-        answer = await reader.read()
+    @contextlib.asynccontextmanager
+    async def connection(self) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+        """A connection over which a test says what it likes."""
+        reader, writer = await asyncio.open_connection(*self.address)
+        yield reader, writer
         writer.close()
-        await writer.wait_closed()
-        return answer
+        await asyncio.gather(writer.wait_closed(), return_exceptions=True)
+
+    @contextlib.asynccontextmanager
+    async def unread(self, body: Any) -> AsyncIterator[socket.socket]:
+        """A socket that has sent a request and holds little of its answer."""
+        loop = asyncio.get_running_loop()
+        with socket.socket() as one:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            one.setblocking(False)
+            await loop.sock_connect(one, self.address)
+            await loop.sock_sendall(one, post(body))
+            yield one
+
+    async def raw(self, body: Any) -> bytes:
+        """All bytes of the answer until the gateway closes the connection."""
+        async with self.connection() as (reader, writer):
+            writer.write(post(body, "connection: close"))
+            return await reader.read()
+
+    async def text(self, path: str) -> str:
+        """The text of a page of its own, such as /metrics."""
+        async with self.session.get(self.url + path) as response:
+            return await response.text()
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait for a condition; fails after some minutes."""
@@ -381,6 +405,7 @@ def kit() -> SimpleNamespace:
         picture=picture,
         data_url=data_url,
         chat=chat,
+        post=post,
     )
 
 

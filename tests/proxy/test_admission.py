@@ -6,8 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from epd_serve.config.gateway import KeyLimits
-from epd_serve.errors import InvalidRequest, Overloaded
+from epd_serve.errors import Overloaded
 from proxy.admission import AdmissionQueue, Holder, Visit, VisitState
 
 
@@ -78,21 +77,3 @@ class AdmissionMachine(RuleBasedStateMachine):
 
 
 TestAdmission = AdmissionMachine.TestCase
-
-
-def test_the_limit_of_a_key_counts_choices():
-    holder = Holder("a", KeyLimits(max_concurrent=4))
-    holder.enter()
-    with pytest.raises(InvalidRequest) as too_many:
-        holder.count_choices(5)
-    assert too_many.value.param == "n"
-    holder.count_choices(3)
-    holder.enter()
-    with pytest.raises(Overloaded) as refused:
-        holder.count_choices(2)
-    assert refused.value.code == "rate_limit_exceeded"
-    with pytest.raises(Overloaded):
-        holder.enter()
-    holder.leave()
-    holder.leave(3)
-    assert holder.num_active == 0

@@ -1,131 +1,172 @@
-"""Requests over plain connections: in pieces, ahead of answers, with unusual heads."""
+"""Requests over plain connections: in pieces, ahead of answers, unfinished, unread."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import socket
 
 import pytest
 
-BODY = json.dumps({"messages": [{"role": "user", "content": "hello"}]}).encode()
+from epd_serve.rpc import items
+
+BODY = {"messages": [{"role": "user", "content": "hello"}]}
+STREAM = {**BODY, "stream": True}
 
 
-def post(body: bytes = BODY, *headers: str, path: str = "/v1/chat/completions") -> bytes:
-    lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", *headers]
-    return "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""]).encode() + body
+async def ask(peer, data):
+    """(status, headers, body) of the answer to these bytes; the body without chunk framing."""
+    reader, writer = peer
+    writer.write(data)
+    async with asyncio.timeout(60):
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+        if head[0].split()[1] in ("100", "102"):
+            return await ask(peer, b"")
+        headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
+        if "content-length" in headers:
+            body = await reader.readexactly(int(headers["content-length"]))
+        else:
+            body = b""
+            while size := int(await reader.readline(), 16):
+                body += await reader.readexactly(size)
+                await reader.readexactly(2)
+            await reader.readexactly(2)
+    return int(head[0].split()[1]), headers, body
 
 
-class Peer:
-    """A client that writes what it likes."""
-
-    def __init__(self, reader, writer):
-        self.reader, self.writer = reader, writer
-
-    async def answer(self):
-        """(status, headers, body) of the next answer; the body without chunk framing."""
-        async with asyncio.timeout(20):
-            head = (await self.reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
-            if head[0].split()[1] in ("100", "102"):
-                return await self.answer()
-            headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
-            if "content-length" in headers:
-                body = await self.reader.readexactly(int(headers["content-length"]))
-            else:
-                body = b""
-                while size := int(await self.reader.readline(), 16):
-                    body += await self.reader.readexactly(size)
-                    await self.reader.readexactly(2)
-                await self.reader.readexactly(2)
-        return int(head[0].split()[1]), headers, body
-
-    async def ask(self, data):
-        self.writer.write(data)
-        return await self.answer()
+def is_empty(gateway):
+    holders = gateway.admission.authenticator.holders
+    return not gateway.admission.queue.num_in_flight and not any(one.num_active for one in holders)
 
 
-@pytest.fixture
-async def connect():
-    """``await connect(gateway)`` → Peer."""
-    peers = []
-
-    async def open_one(gateway):
-        host, port = gateway.url.removeprefix("http://").split(":")
-        peers.append(Peer(*await asyncio.open_connection(host, int(port))))
-        return peers[-1]
-
-    yield open_one
-    for peer in peers:
-        peer.writer.close()
-        await asyncio.gather(peer.writer.wait_closed(), return_exceptions=True)
-
-
-async def test_malformed_requests_fill_no_log(start, connect, caplog):
-    gateway = await start("pd0:PD")
-    for _ in range(30):
-        peer = await connect(gateway)
-        peer.writer.write(b"NO HTTP\r\n\r\n")
-        async with asyncio.timeout(20):
-            assert (await peer.reader.read()).startswith(b"HTTP/1.1 400 ")
-    assert sum("Invalid HTTP request" in line for line in caplog.messages) <= 11
-
-
-async def test_an_outage_fills_no_log(start, kit, caplog):
+async def test_what_goes_wrong_often_fills_no_log(start, kit, caplog):
     gateway = await start("p0:P", restart="never", startup_wait_s=0.1)
-    for _ in range(15):
+    for _ in range(30):
+        async with gateway.connection() as (reader, writer), asyncio.timeout(60):
+            writer.write(b"NO HTTP\r\n\r\n")
+            assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
+    assert len(caplog.messages) <= 15
+    caplog.clear()
+    for _ in range(30):
         assert (await gateway.error(kit.chat()))[0] == 503
-    assert sum("no instance for decode" in line for line in caplog.messages) <= 11
+    assert len(caplog.messages) <= 15
 
 
-async def test_one_connection_serves_all_kinds_of_requests(start, kit, connect):
+async def test_one_connection_serves_all_kinds_of_requests(start, kit):
     gateway = await start("pd0:PD")
-    peer = await connect(gateway)
-    stream = json.dumps({**json.loads(BODY), "stream": True}).encode()
-    get = b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    for _ in range(2):
-        assert (await peer.ask(post()))[::2] == (200, kit.WHOLE)
-        assert (await peer.ask(get))[0] == 200
-        assert (await peer.ask(post(stream)))[::2] == (200, kit.FIRST + kit.REST + kit.DONE)
-        assert (await peer.ask(post(b"{", path="/v1/completions")))[0] == 400
-        assert (await peer.ask(post(path="/nowhere")))[0] == 404
-        assert (await peer.ask(post(BODY, "Expect: 100-continue")))[0] == 200
+    async with gateway.connection() as peer:
+        for _ in range(2):
+            assert (await ask(peer, kit.post(BODY)))[::2] == (200, kit.WHOLE)
+            assert (await ask(peer, b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"))[0] == 200
+            assert (await ask(peer, kit.post(STREAM)))[::2] == (200, kit.FIRST + kit.REST + kit.DONE)
+            assert (await ask(peer, kit.post(b"{", path="/v1/completions")))[0] == 400
+            assert (await ask(peer, kit.post(BODY, path="/nowhere")))[0] == 404
+            assert (await ask(peer, kit.post(BODY, "expect: 100-continue")))[0] == 200
     await gateway.settle()
 
 
-async def test_a_refused_body_is_read_to_its_end(start, kit, connect):
+async def test_a_refused_body_is_read_to_its_end(start, kit):
     gateway = await start("pd0:PD", max_body_bytes=1000)
-    peer = await connect(gateway)
-    status, _, body = await peer.ask(post(bytes(3_000_000)) + post())
-    assert status == 413 and json.loads(body)["error"]["code"] == "request_too_large"
-    assert (await peer.answer())[::2] == (200, kit.WHOLE)
+    async with gateway.connection() as peer:
+        status, _, body = await ask(peer, kit.post(bytes(3_000_000)) + kit.post(BODY))
+        assert status == 413 and json.loads(body)["error"]["code"] == "request_too_large"
+        assert (await ask(peer, b""))[::2] == (200, kit.WHOLE)
 
 
-async def test_a_client_that_leaves_before_its_answer_is_noticed(start, kit, connect):
+@pytest.mark.parametrize("num_bytes", [None, -5])
+async def test_a_client_that_leaves_is_noticed(start, kit, num_bytes):
+    """Before its answer, and within its body."""
     gateway = await start("pd0:PD")
     gateway["pd0"].scripts["/stage/prefill"] = lambda _: [kit.FOREVER]
-    peer = await connect(gateway)
-    peer.writer.write(post())
-    await gateway.until(lambda: gateway.admission.queue.num_in_flight == 1)
-    peer.writer.close()
-    async with asyncio.timeout(60):
-        await gateway.until(lambda: gateway.admission.queue.num_in_flight == 0)
+    [client] = gateway.admission.authenticator.holders
+    async with gateway.connection() as (_, writer):
+        writer.write(kit.post(BODY)[:num_bytes])
+        await gateway.until(lambda: client.num_active)
+    await gateway.until(lambda: is_empty(gateway))
+    assert len(gateway["pd0"].got("/stage/prefill")) == (num_bytes is None)
 
 
-async def test_a_body_that_does_not_come_is_a_408(start, kit, connect, monkeypatch):
+async def test_a_body_that_does_not_come_is_a_408(start, kit, monkeypatch):
     monkeypatch.setattr("proxy.api.endpoint.BODY_S", 0.3)
     gateway = await start("pd0:PD")
-    status, headers, body = await (await connect(gateway)).ask(post()[:-5])
+    async with gateway.connection() as peer:
+        status, headers, body = await ask(peer, kit.post(BODY)[:-5])
     assert (status, headers["connection"]) == (408, "close")
     assert json.loads(body)["error"]["code"] == "request_timeout"
-    [client] = gateway.admission.authenticator.holders
-    assert client.num_active == 0
-    assert await gateway.answer(kit.chat()) == (200, kit.WHOLE)
+    assert is_empty(gateway) and await gateway.answer(kit.chat()) == (200, kit.WHOLE)
 
 
-async def test_a_client_that_leaves_within_its_body_leaves_nothing(start, kit, connect):
-    gateway = await start("pd0:PD")
-    peer = await connect(gateway)
-    peer.writer.write(post()[:-5])
-    await asyncio.sleep(0.05)
-    peer.writer.close()
-    await gateway.until(lambda: gateway.admission.queue.num_in_flight == 0)
-    assert not gateway["pd0"].got("/stage/prefill")
+async def read(one, end=None):
+    """All that comes until the connection's end, or until nothing follows ``end`` for a moment."""
+    data = bytearray()
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 22)
+    with contextlib.suppress(TimeoutError, ConnectionError):
+        while True:
+            async with asyncio.timeout(0.3 if end is not None and data.endswith(end) else 60):
+                piece = await asyncio.get_running_loop().sock_recv(one, 1 << 20)
+            if not piece:
+                break
+            data += piece
+    return bytes(data)
+
+
+EVENT = b"data: " + b"x" * 60_000 + b"\n\n"
+
+
+async def test_an_unread_stream_gives_its_place_back_at_its_time_limit(start, kit):
+    gateway = await start("pd0:PD", request_timeout_s=0.5)
+    gateway["pd0"].scripts["/stage/prefill"] = lambda _: [kit.NONE, *[EVENT] * 400, kit.DONE]
+    async with gateway.unread(STREAM):
+        await gateway.until(lambda: gateway["pd0"].got("/stage/prefill"))
+        await gateway.until(lambda: is_empty(gateway))
+
+
+async def test_an_unread_answer_is_not_followed_by_another(start, kit):
+    gateway = await start("pd0:PD", request_timeout_s=5.0)
+    whole = b'{"x":"' + b"x" * 5_000_000 + b'"}'
+    gateway["pd0"].scripts["/stage/prefill"] = lambda _: [kit.NONE, whole]
+    async with gateway.unread(BODY) as peer:
+        await gateway.until(lambda: gateway["pd0"].got("/stage/prefill"))
+        await gateway.until(lambda: is_empty(gateway))  # at once, or with an error behind the answer at the limit
+        answer = await read(peer, whole)
+    assert answer.count(b"HTTP/1.1 ") == 1 and answer.endswith(whole)
+
+
+async def test_a_late_reader_receives_the_error_of_its_stream(start, kit):
+    gateway = await start("pd0:PD", request_timeout_s=0.5)
+    gateway["pd0"].scripts["/stage/prefill"] = lambda _: [kit.NONE, *[EVENT] * 50, kit.FOREVER]
+    async with gateway.unread(STREAM) as peer:
+        await gateway.until(lambda: gateway["pd0"].cancelled)
+        answer = await read(peer)
+    assert b'"timeout_error"' in answer and not answer.endswith(b"0\r\n\r\n")
+
+
+@pytest.mark.parametrize("end", ["die", "forever"])
+async def test_failures_after_the_end_of_a_stream_are_ignored(start, kit, end):
+    gateway = await start("pd0:PD", "pd1:PD", request_timeout_s=2.0)
+    script = [kit.FRAMES, kit.frame(1) + kit.frame(0, end=True), 0.05, end]
+    for fake in gateway.fakes.values():
+        fake.scripts["/stage/prefill"] = lambda _: script
+    answer = await gateway.raw(STREAM)
+    assert answer.count(b"[DONE]") == 1 and answer.endswith(b"0\r\n\r\n") and b"error" not in answer
+    assert sum(len(fake.got("/stage/prefill")) for fake in gateway.fakes.values()) == 1
+    await gateway.settle()
+    assert is_empty(gateway)
+
+
+async def test_several_choices_cannot_continue_from_tokens(start, kit):
+    """A token whose text is held back begins no answer: the next attempt begins anew."""
+    gateway = await start("pd0:PD", "pd1:PD", "pd2:PD")
+    asked = []
+
+    def script(message):
+        asked.append(message.generated)
+        if len(asked) == 1:
+            return [kit.FRAMES, items.pack(0, (7,), b""), 0.05, kit.DIE]
+        return [kit.FRAMES, kit.frame(1) + kit.frame(0, end=True)]
+
+    for fake in gateway.fakes.values():
+        fake.scripts["/stage/prefill"] = script
+    await gateway.answer({**STREAM, "n": 2})
+    assert asked == [[], []]
