@@ -9,8 +9,6 @@ import socket
 
 import pytest
 
-from epd_serve.rpc import items
-
 BODY = {"messages": [{"role": "user", "content": "hello"}]}
 STREAM = {**BODY, "stream": True}
 
@@ -153,20 +151,3 @@ async def test_failures_after_the_end_of_a_stream_are_ignored(start, kit, end):
     assert sum(len(fake.got("/stage/prefill")) for fake in gateway.fakes.values()) == 1
     await gateway.settle()
     assert is_empty(gateway)
-
-
-async def test_several_choices_cannot_continue_from_tokens(start, kit):
-    """A token whose text is held back begins no answer: the next attempt begins anew."""
-    gateway = await start("pd0:PD", "pd1:PD", "pd2:PD")
-    asked = []
-
-    def script(message):
-        asked.append(message.generated)
-        if len(asked) == 1:
-            return [kit.FRAMES, items.pack(0, (7,), b""), 0.05, kit.DIE]
-        return [kit.FRAMES, kit.frame(1) + kit.frame(0, end=True)]
-
-    for fake in gateway.fakes.values():
-        fake.scripts["/stage/prefill"] = script
-    await gateway.answer({**STREAM, "n": 2})
-    assert asked == [[], []]

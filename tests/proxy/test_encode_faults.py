@@ -5,7 +5,10 @@ from functools import partial
 
 import pytest
 
+from epd_serve.errors import DRAINING
 from epd_serve.protocol.wire import EncodeReply, encode
+
+ENCODED = (200, {}), encode(EncodeReply(cached=False, num_tokens=4))
 
 
 def red(kit):
@@ -23,8 +26,7 @@ async def test_a_failed_encode_goes_to_another_encoder(start, kit):
     gateway["p0"].scripts["/stage/prefill"] = lambda _: [encoded_by(gateway, "e1"), kit.DECODE]
     assert await gateway.answer(kit.chat(red(kit))) == (200, kit.WHOLE)
     assert len(gateway["e0"].got("/stage/encode")) == len(gateway["e1"].got("/stage/encode")) == 1
-    async with gateway.session.get(f"{gateway.url}/metrics") as response:
-        assert "epd_serve_encode_retries_total 1.0" in await response.text()
+    assert "epd_serve_encode_retries_total 1.0" in await gateway.text("/metrics")
 
 
 async def test_at_last_p_encodes_itself(start, kit):
@@ -42,9 +44,7 @@ async def test_encoders_that_are_too_busy_are_not_relieved_by_p(start, kit, both
     """Another encoder may take the image; P does not load the tower for it, and the client comes back later."""
     gateway = await start("e0:E", "e1:E", "p0:P", "d0:D")
     for name in ("e0", "e1")[: 1 + both]:
-        gateway[name].scripts["/stage/encode"] = lambda _: kit.fail(
-            503, "too many requests wait", code="preparation_full"
-        )
+        gateway[name].scripts["/stage/encode"] = lambda _: kit.fail(503, "busy", code="preparation_full")
     script = [kit.FOREVER] if both else [encoded_by(gateway, "e1"), kit.DECODE]
     gateway["p0"].scripts["/stage/prefill"] = lambda _: script
     async with gateway.post(kit.chat(red(kit))) as response:
@@ -54,16 +54,16 @@ async def test_encoders_that_are_too_busy_are_not_relieved_by_p(start, kit, both
     await gateway.settle()
 
 
-async def test_an_image_that_no_instance_can_encode_is_a_502(start, kit):
+@pytest.mark.parametrize(("status", "code", "told"), [(500, None, 502), (503, DRAINING, 503)])
+async def test_an_image_that_no_instance_can_encode_is_an_error(start, kit, status, code, told):
     gateway = await start("e0:E", "p0:P", "d0:D")
     await gateway.answer(kit.chat())  # what follows is sent at once, not when there is a connection
     for name in ("e0", "p0"):
-        gateway[name].scripts["/stage/encode"] = lambda _: kit.fail(500, "out of memory")
+        gateway[name].scripts["/stage/encode"] = lambda _: kit.fail(status, "it cannot", code=code)
     gateway["p0"].scripts["/stage/prefill"] = lambda _: [kit.FOREVER]
     gateway["d0"].scripts["/stage/decode"] = lambda _: [kit.FOREVER]
-    status, error = await gateway.error(kit.chat(red(kit), stream=True))
-    assert status == 502
-    assert "out of memory" in error["message"]
+    assert (await gateway.error(kit.chat(red(kit), stream=True)))[0] == told
+    assert gateway["p0"].got("/stage/encode")
     await gateway.until(lambda: len(gateway["p0"].cancelled) == len(gateway["d0"].cancelled) == 1)
     await gateway.settle()
 
@@ -97,11 +97,7 @@ async def test_requests_for_one_picture_meet_at_one_encoder(start, kit):
     gateway = await start("e0:E", "e1:E", "e2:E", "p0:P", "d0:D")
     all_there = encoded_by(gateway, "e0", "e1", "e2", times=9)
     for name in ("e0", "e1", "e2"):
-        gateway[name].scripts["/stage/encode"] = lambda _: [
-            all_there,
-            (200, {}),
-            encode(EncodeReply(cached=False, num_tokens=4)),
-        ]
+        gateway[name].scripts["/stage/encode"] = lambda _: [all_there, *ENCODED]
     gateway["p0"].scripts["/stage/prefill"] = lambda _: [all_there, kit.DECODE]
     answers = await asyncio.gather(*(gateway.answer(kit.chat(red(kit))) for _ in range(9)))
     assert answers == [(200, kit.WHOLE)] * 9
@@ -111,8 +107,7 @@ async def test_requests_for_one_picture_meet_at_one_encoder(start, kit):
 
 async def test_p_that_encodes_itself_has_all_the_time_it_gives_itself(start, kit):
     gateway = await start("ep0:EP", "d0:D", instances={"feature_timeout_s": 0.2})
-    encoded = (200, {}), encode(EncodeReply(cached=False, num_tokens=4))
-    gateway["ep0"].scripts["/stage/encode"] = lambda _: [0.4, *encoded]
+    gateway["ep0"].scripts["/stage/encode"] = lambda _: [0.4, *ENCODED]
     gateway["ep0"].scripts["/stage/prefill"] = lambda _: [encoded_by(gateway, "ep0"), 0.5, kit.DECODE]
     assert await gateway.answer(kit.chat(red(kit))) == (200, kit.WHOLE)
     assert len(gateway["ep0"].got("/stage/encode")) == 1

@@ -21,7 +21,7 @@ def red(kit):
 
 
 @STREAMS
-@pytest.mark.parametrize("status", [400, 429, 500, 503])
+@pytest.mark.parametrize("status", [400, 503])
 async def test_an_error_of_p_is_the_answer_and_cancels_the_rest(start, kit, stream, status):
     gateway = await start("e0:E", "p0:P", "d0:D", restart="never")
     gateway["p0"].scripts["/stage/prefill"] = lambda _: [0.05, *kit.fail(status, "no, because of this and that")]
@@ -90,12 +90,7 @@ def events_of(answer: bytes) -> list[bytes]:
 
 @pytest.mark.parametrize(
     "script",
-    [
-        ["REST", "DIE"],
-        ["REST", b'data: {"half', "DIE"],
-        ["REST"],
-        ["DIE"],
-    ],
+    [["REST", "DIE"], ["REST", b'data: {"half', "DIE"], ["REST"], ["DIE"]],
     ids=["connection lost", "lost within an event", "clean end without [DONE]", "lost before its first byte"],
 )
 async def test_a_break_after_the_first_token_is_an_error_event_and_an_abort(start, kit, script, caplog):
@@ -138,10 +133,13 @@ async def test_an_error_event_that_no_other_makes_good_ends_the_stream_with_its_
 
 
 @STREAMS
-async def test_a_client_that_leaves_cancels_everything(start, kit, stream):
+@pytest.mark.parametrize("begun", [True, False])
+async def test_a_client_that_leaves_cancels_everything(start, kit, stream, begun):
+    """All are called at once: nobody waits for E before calling P, or for P before calling D."""
     gateway = await start("e0:E", "p0:P", "d0:D")
+    answer = [kit.DECODE, *([kit.FIRST] if stream else [])] if begun else []
     gateway["e0"].scripts["/stage/encode"] = lambda _: [kit.FOREVER]
-    gateway["p0"].scripts["/stage/prefill"] = lambda _: [kit.DECODE, *([kit.FIRST] if stream else []), kit.FOREVER]
+    gateway["p0"].scripts["/stage/prefill"] = lambda _: [*answer, kit.FOREVER]
     gateway["d0"].scripts["/stage/decode"] = lambda _: [kit.FOREVER]
     request = asyncio.create_task(gateway.answer(kit.chat(red(kit), stream=stream)))
     await gateway.until(lambda: all(gateway[name].calls for name in ("e0", "p0", "d0")))
@@ -150,8 +148,7 @@ async def test_a_client_that_leaves_cancels_everything(start, kit, stream):
     await asyncio.gather(request, return_exceptions=True)
     await gateway.until(lambda: all(len(gateway[name].cancelled) == 1 for name in ("e0", "p0", "d0")))
     await gateway.settle()
-    async with gateway.session.get(f"{gateway.url}/metrics") as response:
-        assert 'status="499"} 1.0' in await response.text()
+    assert 'status="499"} 1.0' in await gateway.text("/metrics")
 
 
 async def test_the_deadline_is_a_504(start, kit):
@@ -192,19 +189,18 @@ async def test_a_fault_of_the_gateway_is_a_counted_500_that_ends_the_connection(
     async with gateway.post(kit.chat(stream=stream)) as response:
         assert (response.status, response.headers["connection"]) == (500, "close")
         assert "LookupError" in json.loads(await response.read())["error"]["message"]
-    async with gateway.session.get(f"{gateway.url}/metrics") as response:
-        counted = 'epd_serve_requests_total{endpoint="chat",modality="text",status="500"} 1.0'
-        assert counted in await response.text()
+    assert 'endpoint="chat",modality="text",status="500"} 1.0' in await gateway.text("/metrics")
 
 
 async def test_a_loss_reported_during_a_poll_is_asked_about_at_once():
     """The answer of an instance that has died since is older than the news of its death."""
-    asked, replies = [], asyncio.Queue()
+    asked, reply = asyncio.Queue(), asyncio.Event()
 
     class Calls:
         async def info(self):
-            asked.append(None)
-            return await replies.get()
+            asked.put_nowait(None)
+            await reply.wait()
+            return instance_info("p0")
 
         async def probe(self, timeout_s):
             pass
@@ -215,12 +211,11 @@ async def test_a_loss_reported_during_a_poll_is_asked_about_at_once():
 
     fleet = Fleet(gateway_settings(poll_interval_s=1000), [("p0", "http://p0")], lambda *_: Calls())
     polling = asyncio.create_task(fleet.run())
-    await asyncio.sleep(0.01)
+    await asked.get()
     fleet.report_lost("p0")
-    replies.put_nowait(instance_info("p0"))
+    reply.set()
     async with asyncio.timeout(300):
-        while len(asked) < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+        await asked.get()
     polling.cancel()
     await asyncio.gather(polling, return_exceptions=True)
 
@@ -243,25 +238,20 @@ async def test_p_that_breaks_off_because_d_is_gone_is_not_blamed(start, kit, str
 async def test_ps_failure_is_explained_by_d(start, kit):
     gateway = await start("p0:P", "d0:D", restart="never")
     gateway["p0"].scripts["/stage/prefill"] = lambda _: [kit.DECODE, 0.1, kit.DIE]
-    gateway["d0"].scripts["/stage/decode"] = lambda _: [
-        0.2,
-        *kit.fail(502, "the KV transfer failed: no such region"),
-    ]
+    failed = kit.fail(502, "the KV transfer failed: no such region")
+    gateway["d0"].scripts["/stage/decode"] = lambda _: [0.2, *failed]
     status, error = await gateway.error(kit.chat())
     assert (status, error["message"]) == (502, "the KV transfer failed: no such region")
     await gateway.settle()
 
 
-@STREAMS
-async def test_a_503_says_when_to_come_back(start, kit, stream):
+async def test_a_503_says_when_to_come_back(start, kit):
     gateway = await start("p0:P", "d0:D")
-    gateway["p0"].scripts["/stage/prefill"] = lambda _: kit.fail(
-        503, "no room for the request's KV", code="no_room"
-    )
-    async with gateway.post(kit.chat(stream=stream)) as response:
+    gateway["p0"].scripts["/stage/prefill"] = lambda _: kit.fail(503, "no room for the KV", code="no_room")
+    async with gateway.post(kit.chat()) as response:
         assert response.status == 503
         assert int(response.headers["retry-after"]) > 0
         assert json.loads(await response.read())["error"]["code"] == "no_room"
     gateway["p0"].scripts["/stage/prefill"] = lambda _: kit.fail(500, "broken")
-    async with gateway.post(kit.chat(stream=stream)) as response:
+    async with gateway.post(kit.chat()) as response:
         assert "retry-after" not in response.headers

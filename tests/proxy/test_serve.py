@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any, TypeVar
 
-import pytest
 from gateway_settings import gateway_settings
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -415,27 +414,3 @@ def test_every_request_comes_to_one_end(
     elif streams and isinstance(error, ServeError):
         assert not world.client.got.endswith(DONE)
         assert (error.code == CHOICES_LOST) <= (num_choices > 1 and world.begun)
-
-
-@pytest.mark.parametrize("streams", [True, False])
-@pytest.mark.parametrize("error", [InstanceFailed("it leaves", code=DRAINING), Unavailable("it leaves"), LOST])
-def test_another_d_takes_over_from_one_that_fails_once_p_has_answered(error: ServeError, streams: bool) -> None:
-    async def fail_first_d(world: World) -> tuple[bytes | None, BaseException | None]:
-        world.table.mark_down("a0")
-        open_call = world._open
-
-        def open_first(call: Call) -> None:
-            if world.num_attempts == 1 and call is world.calls[1]:
-                call.opened.set_exception(error)
-            else:
-                open_call(call)
-
-        world._open = open_first  # type: ignore[method-assign]
-        return await run(world)
-
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        world = World(None, num_items=0, num_choices=1, streams=streams)
-        body, failure = runner.run(fail_first_d(world))
-    assert failure is None and world.num_attempts == 2
-    assert world.tokens(0) == list(range(NUM_TOKENS)) if streams else body == b"{}"
-    assert len({call.name for call in world.calls if call.name.startswith("d")}) == 2
