@@ -55,12 +55,12 @@ async def instance(key: str | None) -> AsyncIterator[str]:
 def send_without_end(url, begin, piece, timeout_s=20):
     """Send until the server ends the connection; the number of bytes that it took."""
     parts, num_sent = urlsplit(url), 0
-    with socket.create_connection((parts.hostname, parts.port), timeout=timeout_s) as one:
-        with contextlib.suppress(ConnectionError, TimeoutError):
-            one.sendall(begin)
-            while num_sent < SENT_BYTES:
-                one.sendall(piece)
-                num_sent += len(piece)
+    one = socket.create_connection((parts.hostname, parts.port), timeout=timeout_s)
+    with one, contextlib.suppress(ConnectionError, TimeoutError):
+        one.sendall(begin)
+        while num_sent < SENT_BYTES:
+            one.sendall(piece)
+            num_sent += len(piece)
     return num_sent
 
 

@@ -3,71 +3,46 @@
 from __future__ import annotations
 
 import json
-from typing import Any
-
-import pytest
 
 CHAT = "/v1/chat/completions"
 
 
-async def asked(
-    gateway: Any, method: str, path: str, headers: dict[str, str], body: bytes = b""
-) -> tuple[int, str]:
+async def asked(gateway, method, path, headers, body=b""):
     """(status, error code) of the answer to a request with exactly these headers."""
     async with gateway.session.request(
         method, gateway.url + path, data=body, headers=headers, skip_auto_headers=["Content-Type"]
     ) as answer:
-        code = ""
-        if answer.status >= 400:
-            code = (await answer.json())["error"]["code"]
-        return answer.status, code
+        return answer.status, (await answer.json())["error"]["code"] if answer.status >= 400 else ""
 
 
 JSON = {"content-type": "application/json"}
 
 
-@pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "192.168.0.7", ""]
-)
-async def test_other_names_are_refused(start: Any, kit: Any, host: str) -> None:
-    gateway = await start("a0:EPD")
-    for method, path, body in (
-        ("POST", CHAT, json.dumps(kit.chat()).encode()),
-        ("GET", "/v1/models", b""),
-        ("GET", "/", b""),
-    ):
-        assert await asked(gateway, method, path, {"host": host, **JSON}, body) == (403, "cross_site")
+async def test_only_loopback_names_are_answered(start, kit):
+    gateway, body = await start("a0:EPD"), json.dumps(kit.chat()).encode()
+    for host in ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", "192.168.0.7", ""):
+        for method, path, sent in (("POST", CHAT, body), ("GET", "/v1/models", b""), ("GET", "/", b"")):
+            assert await asked(gateway, method, path, {"host": host, **JSON}, sent) == (403, "cross_site")
     assert not gateway["a0"].got("/stage/prefill")
+    for host in ("localhost", "LocalHost:1", "127.0.0.1", "127.8.9.10:8000", "[::1]", "[::1]:8000"):
+        assert (await asked(gateway, "POST", CHAT, {"host": host, **JSON}, body))[0] == 200
+        assert (await asked(gateway, "GET", "/v1/models", {"host": host}))[0] == 200
 
 
-@pytest.mark.parametrize(
-    "host", ["localhost", "LocalHost:1", "127.0.0.1", "127.8.9.10:8000", "[::1]", "[::1]:8000"]
-)
-async def test_loopback_names_are_answered(start: Any, kit: Any, host: str) -> None:
-    gateway = await start("a0:EPD")
-    assert (await asked(gateway, "POST", CHAT, {"host": host, **JSON}, json.dumps(kit.chat()).encode()))[0] == 200
-    assert (await asked(gateway, "GET", "/v1/models", {"host": host}))[0] == 200
-
-
-@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/responses", "/tokenize"])
-async def test_bodies_that_pages_may_send_are_refused(start: Any, kit: Any, path: str) -> None:
-    gateway = await start("a0:EPD")
-    body = json.dumps(kit.chat()).encode()
-    for kind in (
-        "text/plain",
-        "application/x-www-form-urlencoded",
-        "multipart/form-data; boundary=b",
-        "text/json",
-    ):
-        headers = {"content-type": kind, "origin": "https://evil.example"}
-        assert await asked(gateway, "POST", path, headers, body) == (415, "unsupported_media_type")
-    assert await asked(gateway, "POST", path, {}, body) == (415, "unsupported_media_type")
+async def test_bodies_that_pages_may_send_are_refused(start, kit):
+    gateway, body = await start("a0:EPD"), json.dumps(kit.chat()).encode()
+    form = "application/x-www-form-urlencoded", "multipart/form-data; boundary=b"
+    for path in (CHAT, "/v1/completions", "/v1/responses", "/tokenize"):
+        for kind in ("text/plain", "text/json", *form):
+            headers = {"content-type": kind, "origin": "https://evil.example"}
+            assert await asked(gateway, "POST", path, headers, body) == (415, "unsupported_media_type")
+        assert await asked(gateway, "POST", path, {}, body) == (415, "unsupported_media_type")
     assert not gateway["a0"].got("/stage/prefill")
     headers = {"content-type": "Application/JSON; charset=utf-8"}
     assert (await asked(gateway, "POST", CHAT, headers, body))[0] == 200
 
 
-async def test_forms_of_other_origins_are_refused(start: Any) -> None:
+async def test_forms_of_other_origins_are_refused(start):
     gateway = await start("a0:EPD")
     path, form = "/v1/audio/transcriptions", {"content-type": "multipart/form-data; boundary=b"}
     for origin in ("https://evil.example", "null", "http://localhost:1"):
@@ -78,21 +53,17 @@ async def test_forms_of_other_origins_are_refused(start: Any) -> None:
         assert status == 400 and code != "cross_site"
 
 
-async def test_with_a_key_any_name_is_answered(start: Any, kit: Any) -> None:
+async def test_with_a_key_any_name_is_answered(start, kit):
     gateway = await start("a0:EPD", api_key="a-key-of-sixteen-bytes")
     headers = {"host": "api.example.com", "authorization": "Bearer a-key-of-sixteen-bytes"}
     assert (await asked(gateway, "POST", CHAT, headers, json.dumps(kit.chat()).encode()))[0] == 200
 
 
-async def test_pages_of_named_origins_may_ask(start: Any, kit: Any) -> None:
+async def test_pages_of_named_origins_may_ask(start, kit):
     gateway = await start("a0:EPD", cors=("https://a.example", "http://b.example:3000"), api_key="k")
     url, session, key = gateway.url + CHAT, gateway.session, {"authorization": "Bearer k"}
     ask = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
-    for origin, may in (
-        ("https://a.example", True),
-        ("http://b.example:3000", True),
-        ("https://c.example", False),
-    ):
+    for origin, may in (("https://a.example", 1), ("http://b.example:3000", 1), ("https://c.example", 0)):
         allowed = origin if may else None
         async with session.options(url, headers={"origin": origin, **ask}) as answer:
             assert (answer.status == 200) == may

@@ -16,7 +16,7 @@ async def test_a_drained_instance_finishes_what_it_has(start, kit):
     await gateway.until(lambda: len(gateway["a0"].calls) + len(gateway["a1"].calls) == 4)
     before = len(gateway["a0"].calls)
 
-    async def order(what: str) -> tuple[int, dict]:
+    async def order(what):
         async with gateway.session.post(f"{gateway.app.state.admin_url}/admin/instances/{what}") as response:
             return response.status, await response.json()
 
@@ -38,18 +38,22 @@ async def test_instances_come_and_go_without_a_dropped_stream(start, kit):
     gateway = await start("a0:EPD", "a1:EPD")
     both = [("a0", gateway["a0"].url), ("a1", gateway["a1"].url)]
     gateway.become(both[:1])
-    gateway["a0"].scripts["/stage/prefill"] = lambda _: [kit.NONE, kit.FIRST, 0.4, kit.REST + kit.DONE]
+    go_on = asyncio.Event()
+    gateway["a0"].scripts["/stage/prefill"] = lambda _: [kit.NONE, kit.FIRST, go_on.wait, kit.REST + kit.DONE]
     stream = asyncio.create_task(gateway.answer(kit.chat(stream=True)))
     await gateway.until(lambda: bool(gateway["a0"].calls))
     gateway.become(both[1:])
     await gateway.until(lambda: gateway.table["a1"].ready)
     assert await gateway.answer(kit.chat()) == (200, kit.WHOLE)
     assert gateway["a1"].calls and [record.name for record in gateway.table] == ["a1"]
+    go_on.set()
     assert await stream == (200, kit.FIRST + kit.REST + kit.DONE)
-    gateway["a1"].scripts["/stage/prefill"] = lambda _: [kit.NONE, kit.FIRST, 0.3, kit.DIE]
+    go_on.clear()
+    gateway["a1"].scripts["/stage/prefill"] = lambda _: [kit.NONE, kit.FIRST, go_on.wait, kit.DIE]
     stream = asyncio.create_task(gateway.raw(kit.chat(stream=True)))
     await gateway.until(lambda: len(gateway["a1"].calls) == 2)
     gateway.become([])
+    go_on.set()
     assert b'"error"' in await stream, "it dies after it was taken out"
     gateway.become(both[1:])
     gateway["a1"].scripts.clear()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -55,25 +54,18 @@ async def relaying(relay: Relay) -> AsyncIterator[str]:
     server.close()
 
 
-@contextlib.asynccontextmanager
-async def instance(fake: Any) -> AsyncIterator[str]:
-    """The URL of a fake instance that has the key."""
-    async with served(fake.server(KEY)) as url:
-        yield url
-
-
 def netloc(url: str) -> bytes:
     return urlsplit(url).netloc.encode()
 
 
 @pytest.mark.parametrize("target", ["admin", "instance"])
 @pytest.mark.parametrize("rewritten", [False, True])
-async def test_at_the_port_of_a_crashed_instance(start: Any, kit: Any, target: str, rewritten: bool) -> None:
+async def test_at_the_port_of_a_crashed_instance(start, kit, target, rewritten):
     first = await start("good:EPD", "crashed:EPD")
     relay = Relay()
     async with contextlib.AsyncExitStack() as stack:
         crashed = await stack.enter_async_context(relaying(relay))
-        good = await stack.enter_async_context(instance(first["good"]))
+        good = await stack.enter_async_context(served(first["good"].server(KEY)))
         gateway = await start(admin=admin_plane(key="secret"), cluster_key=KEY)
         admin_url = gateway.app.state.admin_url
         relay.target = admin_url if target == "admin" else good
@@ -87,7 +79,7 @@ async def test_at_the_port_of_a_crashed_instance(start: Any, kit: Any, target: s
         assert len(relay.heard) < 200 * relay.heard.count(OPENING) and b"/stage" not in relay.heard
 
 
-async def test_joining_is_not_relayed(start: Any) -> None:
+async def test_joining_is_not_relayed(start):
     """Who joins proves nothing to an instance, nor to the admin plane at another address."""
     first = await start("good:EPD")
     gateway = await start(admin=admin_plane(key="secret"), cluster_key=KEY)
@@ -98,7 +90,7 @@ async def test_joining_is_not_relayed(start: Any) -> None:
         with pytest.raises(InstanceUntrusted, match="a proxy in between"):
             await link.ask("/leave", [b'{"name":"good","url":"http://10.0.0.1:1"}'])
     assert b"/leave" not in relay.heard
-    async with instance(first["good"]) as at, Link("good", at, KEY, "admin") as link:
+    async with served(first["good"].server(KEY)) as at, Link("good", at, KEY, "admin") as link:
         with pytest.raises(InstanceUntrusted, match="a proxy in between"):
             await link.ask("/leave")
     async with Link("gateway", url, KEY) as link:
