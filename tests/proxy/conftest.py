@@ -94,7 +94,7 @@ class FakeInstance:
 
     ``scripts`` maps a path to a function from the message to a script; without one it answers as it should.
     ``report`` makes its next report, if it makes any. While it ``hangs`` it is silent, and does not answer
-    ``/info``, for which it was asked ``num_hung`` times.
+    ``/info``, for which it was asked ``num_asked`` times.
     ``calls`` and ``cancelled`` record (path, message) of what came in and what the gateway broke off.
     """
 
@@ -105,8 +105,7 @@ class FakeInstance:
         self.url = ""
         self.loading = False
         self.hangs = False
-        self.num_hung = 0
-        self.num_probes = 0
+        self.num_asked = 0
         self.report: Callable[[], instance_state.Report] | None = None
         self.scripts: dict[str, Callable[[Any], Script]] = {}
         self.calls: list[tuple[str, Any]] = []
@@ -140,7 +139,7 @@ class FakeInstance:
         return uvicorn.Server(config)
 
     async def _tell(self, body: bytes) -> Reply:
-        self.num_hung += self.hangs
+        self.num_asked += 1
         while self.hangs:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         if self.loading:
@@ -148,7 +147,6 @@ class FakeInstance:
         return Reply(body=msgspec.json.encode(self._info()))
 
     async def _answer_probe(self, body: bytes) -> Reply:
-        self.num_probes += 1
         return await self._play(self.scripts.get("/health", lambda _: [(200, {})])(None))
 
     async def _begin_reports(self, body: bytes) -> Reply:

@@ -62,13 +62,10 @@ def test_private_ipv4_is_refused_in_every_wrapping(address):
     assert not is_public(address)
     number = int(address)
     for wrapped in (
-        ipaddress.IPv6Address(f"::ffff:{address}"),
-        ipaddress.IPv6Address(f"64:ff9b::{address}"),
-        ipaddress.IPv6Address(number),
-        ipaddress.IPv6Address((0x2002 << 112) | (number << 80)),
-        ipaddress.IPv6Address((0x20010000 << 96) | (number ^ 0xFFFFFFFF)),
+        *(f"::ffff:{address}", f"64:ff9b::{address}", number),
+        *((0x2002 << 112) | (number << 80), (0x20010000 << 96) | (number ^ 0xFFFFFFFF)),
     ):
-        assert not is_public(wrapped), wrapped
+        assert not is_public(ipaddress.IPv6Address(wrapped)), wrapped
 
 
 @given(inside(PRIVATE_V6))
@@ -108,17 +105,12 @@ async def site():
                 await asyncio.sleep(30)
             case ["compressed"]:
                 return web.Response(body=gzip.compress(bytes(50_000_000)), headers={"content-encoding": "gzip"})
-            case ["trickle"]:
+            case ["trickle" | "large" as kind]:
                 response = web.StreamResponse()
                 await response.prepare(request)
                 for _ in range(100):
-                    await response.write(b"x")
-                    await asyncio.sleep(0.02)
-            case ["large"]:
-                response = web.StreamResponse()
-                await response.prepare(request)
-                for _ in range(100):
-                    await response.write(b"x" * 1000)
+                    await response.write(b"x" * (1000 if kind == "large" else 1))
+                    await asyncio.sleep(0.02 * (kind == "trickle"))
                 return response
         raise web.HTTPNotFound
 
@@ -139,12 +131,8 @@ def fetcher(timeout_s: float = 60.0, **media) -> MediaFetcher:
 @pytest.fixture
 def choosy(monkeypatch):
     """A fetcher to which no address but the first is public."""
-    monkeypatch.setattr(fetch, "is_public", only_first)
+    monkeypatch.setattr(fetch, "is_public", lambda address: str(address) == "127.0.0.1")
     return partial(fetcher, allow_private=False)
-
-
-def only_first(address) -> bool:
-    return str(address) == "127.0.0.1"
 
 
 async def test_fetch_and_redirects(site):
@@ -261,24 +249,20 @@ async def test_only_allowed_domains_are_asked_redirects_included(site):
 
 
 @pytest.mark.parametrize(
-    ("target", "words"),
+    "target",
     [
-        ("data:image/png;base64,AAAA", "redirects to a forbidden address"),
-        ("file:///etc/passwd", "redirects to a forbidden address"),
-        ("http://user:pass@127.0.0.1/x", "redirects to a forbidden address"),
-        ("http://127.0.0.1:99999/x", "redirects to a forbidden address"),
-        ("/image", ""),
+        *("data:image/png;base64,AAAA", "file:///etc/passwd", "http://user:pass@127.0.0.1/x"),
+        *("http://127.0.0.1:99999/x", "/image"),
     ],
 )
-async def test_where_redirects_may_lead(site, target, words):
-    port, _ = site
+async def test_where_redirects_may_lead(site, target):
+    url = f"http://127.0.0.1:{site[0]}/away?to={quote(target)}"
     async with fetcher() as fetch:
-        url = f"http://127.0.0.1:{port}/away?to={quote(target)}"
-        if not words:
+        if target == "/image":
             assert await fetch.fetch(url) == b"picture"
-            return
-        with pytest.raises(InvalidRequest, match=words):
-            await fetch.fetch(url)
+        else:
+            with pytest.raises(InvalidRequest, match="redirects to a forbidden address"):
+                await fetch.fetch(url)
 
 
 async def test_no_password_is_sent_or_shown(site):
@@ -316,25 +300,18 @@ async def test_the_internal_network_cannot_be_explored(site, choosy):
     other = await asyncio.start_server(banner, "127.0.0.1", 0)
     silenced = []
     silent = await asyncio.start_server(lambda reader, writer: silenced.append(writer), "127.0.0.1", 0)
-    free, speaks, says_nothing = 1, *(one.sockets[0].getsockname()[1] for one in (other, silent))
+    speaks, says_nothing = (one.sockets[0].getsockname()[1] for one in (other, silent))
     answers = set()
     async with choosy(timeout_s=0.5) as fetch:
         for place in (
-            f"127.0.0.1:{free}",
-            f"127.0.0.1:{speaks}",
-            f"127.0.0.1:{says_nothing}",
-            f"127.0.0.2:{port}",
-            "no-such-host.invalid",
-            f"127.0.0.1:{port}/slow?",
+            *("127.0.0.1:1", f"127.0.0.1:{speaks}", f"127.0.0.1:{says_nothing}", f"127.0.0.2:{port}"),
+            *("no-such-host.invalid", f"127.0.0.1:{port}/slow?"),
+            f"127.0.0.1:{port}/away?to=http://127.0.0.2:1/secret&",
         ):
             url = f"http://{place}/x.png"
             with pytest.raises(InvalidRequest) as refused:
                 await fetch.fetch(url)
             answers.add(refused.value.message.replace(url, "URL"))
-        url = f"http://127.0.0.1:{port}/away?to=http://127.0.0.2:1/secret"
-        with pytest.raises(InvalidRequest) as refused:
-            await fetch.fetch(url)
-        answers.add(refused.value.message.replace(url, "URL"))
     assert len(answers) == 1, answers
     assert not any("secret" in answer or "SSH" in answer for answer in answers)
     for one in (other, silent, *silenced):

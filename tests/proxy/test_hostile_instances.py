@@ -40,8 +40,8 @@ async def test_a_poisoned_report_isolates_its_sender_and_fails_no_client(start, 
     gateway["p1"].report = lambda: instance_state.Report(load=load)
     await gateway.until(lambda: not gateway.table["p1"].ready)
     gateway["p1"].calls.clear()
-    probes = gateway["p1"].num_probes
-    while gateway["p1"].num_probes < probes + 4:  # it says that it is ready each time that it is asked
+    before = gateway["p1"].num_asked
+    while gateway["p1"].num_asked < before + 4:  # it says that it is ready each time that it is asked
         assert (await gateway.answer(kit.chat()))[0] == 200
     assert not gateway["p1"].got("/stage/prefill")
     gateway["p1"].report = lambda: instance_state.Report(load=Load())

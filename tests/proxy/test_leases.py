@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
-from collections.abc import AsyncIterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from certificates import Authority
@@ -22,33 +19,31 @@ from proxy.leases import Leases
 
 
 class Members:
-    def __init__(self) -> None:
-        self.here: set[str] = set()
-        self.silent: set[str] = set()
-        self.left_silently: list[str] = []
+    def __init__(self):
+        self.here, self.silent, self.left_silently = set(), set(), []
 
     @property
-    def table(self) -> Any:
+    def table(self):
         return {name: SimpleNamespace(ready=name not in self.silent) for name in self.here}
 
-    def join(self, name: str, url: str, role: str | None = None) -> None:
+    def join(self, name, url, role=None):
         self.here.add(name)
 
-    def leave(self, name: str, *, finishes_requests: bool = True) -> None:
+    def leave(self, name, *, finishes_requests=True):
         self.here.remove(name)
         if not finishes_requests:
             self.left_silently.append(name)
 
 
-def test_a_lease_ends_unless_it_is_renewed() -> None:
+def test_a_lease_ends_unless_it_is_renewed():
     members, now = Members(), [100.0]
-    leases = Leases(members, lambda: now[0])  # type: ignore[arg-type]
+    leases = Leases(members, lambda: now[0])
     assert leases.join("d7", "http://a:1", 10)
     assert not leases.join("d7", "http://a:1", 10)
     with pytest.raises(Conflict, match="at http://a:1 has joined"):
         leases.join("d7", "http://b:1", 10)
 
-    def wait(seconds: float) -> None:
+    def wait(seconds):
         for _ in range(round(seconds / 0.25)):
             now[0] += 0.25
             leases.expire()
@@ -69,9 +64,9 @@ def test_a_lease_ends_unless_it_is_renewed() -> None:
     assert members.left_silently == ["d7"], "the second one has said it"
 
 
-def test_the_newer_of_two_instances_with_one_name_stays() -> None:
+def test_the_newer_of_two_instances_with_one_name_stays():
     members = Members()
-    leases = Leases(members)  # type: ignore[arg-type]
+    leases = Leases(members)
     leases.join("d7", "http://a:1", 10, incarnation=2)
     with pytest.raises(Conflict, match="at http://a:1 has joined"):
         leases.join("d7", "http://b:1", 10, incarnation=1)
@@ -84,16 +79,12 @@ def test_the_newer_of_two_instances_with_one_name_stays() -> None:
         leases.join("d7", "http://a:1", 10, incarnation=2)
 
 
-async def test_an_instance_joins_serves_and_leaves(
-    start: Any, kit: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_instance_joins_serves_and_leaves(start, kit, caplog, monkeypatch):
     gateway = await start("a0:EPD", "spare:EPD", admin=admin_plane(key="secret"))
 
-    async def shown() -> set[str]:
-        async with gateway.session.get(f"{gateway.url}/metrics") as answer:
-            return set(
-                re.findall(r'^epd_serve_instance_ready\{instance="(\w+)"\}', await answer.text(), re.MULTILINE)
-            )
+    async def shown():
+        names = re.findall(r'^epd_serve_instance_ready\{instance="(\w+)"', await gateway.text("/metrics"), re.M)
+        return set(names)
 
     url, spare = gateway.app.state.admin_url, gateway["spare"].url
     gateway.become([("a0", gateway["a0"].url)])
@@ -116,16 +107,15 @@ async def test_an_instance_joins_serves_and_leaves(
     await asyncio.gather(joining, return_exceptions=True)
     assert gateway.table.get("late") is None
     assert await shown() == {"a0"}, "who has left has no state"
-    for body, headers, status, message in (
-        ({"name": "x0", "url": spare}, {}, 401, "key"),
-        ({"name": "a0", "url": spare}, key, 409, "already has an instance"),
-        ({"name": "x0", "url": "nowhere"}, key, 400, "url"),
-        ({"name": "x0", "url": spare, "lease_s": 0}, key, 400, "lease_s"),
-        ({"name": "x0", "url": "http://127.0.0.1:99999"}, key, 400, "cannot join"),
+    for body, headers, status in (
+        ({"name": "x0", "url": spare}, {}, 401),
+        ({"name": "a0", "url": spare}, key, 409),
+        ({"name": "x0", "url": "nowhere"}, key, 400),
+        ({"name": "x0", "url": spare, "lease_s": 0}, key, 400),
+        ({"name": "x0", "url": "http://127.0.0.1:99999"}, key, 400),
     ):
         async with gateway.session.post(f"{url}/instances", json=body, headers=headers) as answer:
-            said = await answer.json()
-            assert answer.status == status and message in said["error"]["message"], said
+            assert answer.status == status, await answer.text()
     gateway.become([("a0", gateway["a0"].url)])
     async with gateway.session.delete(f"{url}/instances/late", headers=key) as answer:
         assert answer.status == 404
@@ -134,14 +124,7 @@ async def test_an_instance_joins_serves_and_leaves(
 KEY = "0123456789abcdef-"
 
 
-@contextlib.asynccontextmanager
-async def linked(fake: Any, key: str) -> AsyncIterator[str]:
-    """URL under which a fake instance proves that it has ``key``."""
-    async with served(fake.server(key)) as url:
-        yield url
-
-
-async def test_joining_needs_a_secret(start: Any, kit: Any, caplog: pytest.LogCaptureFixture) -> None:
+async def test_joining_needs_a_secret(start, kit, caplog):
     gateway = await start("a0:EPD", "stranger:EPD", admin=admin_plane())
     gateway.become([("a0", gateway["a0"].url)])
     url = gateway.app.state.admin_url
@@ -162,11 +145,10 @@ async def test_joining_needs_a_secret(start: Any, kit: Any, caplog: pytest.LogCa
     assert not gateway["stranger"].calls
 
 
-async def test_with_a_cluster_key_joining_proves_it_and_strangers_get_no_prompt(start: Any, kit: Any) -> None:
+async def test_with_a_cluster_key_joining_proves_it_and_strangers_get_no_prompt(start, kit):
     gateway = await start("a0:EPD", "stranger:EPD", admin=admin_plane(key="secret"))
     good, stranger = gateway["a0"], gateway["stranger"]
-    async with contextlib.AsyncExitStack() as stack:
-        inside = await stack.enter_async_context(linked(good, KEY))
+    async with served(good.server(KEY)) as inside:
         other = await start(admin=admin_plane(key="secret"), cluster_key=KEY)
         url = other.app.state.admin_url
         joinings = [
@@ -180,11 +162,8 @@ async def test_with_a_cluster_key_joining_proves_it_and_strangers_get_no_prompt(
         ]
         await other.until(lambda: other.table.get("late") is not None and other.table["late"].ready)
         await other.until(lambda: other.table.get("admin") is not None)
-        for _ in range(3):
-            assert await asyncio.gather(*(other.answer(kit.chat()) for _ in range(20))) == [(200, kit.WHOLE)] * 20
-        assert {record.name for record in other.table} == {"late", "admin"}, (
-            "who has the admin's key may add others"
-        )
+        assert await asyncio.gather(*(other.answer(kit.chat()) for _ in range(40))) == [(200, kit.WHOLE)] * 40
+        assert {record.name for record in other.table} == {"late", "admin"}, "the admin's key may add others"
         assert not other.table["admin"].ready, "but it proves nothing"
         assert good.got("/stage/prefill") and not stranger.calls
         for joining in joinings:
@@ -193,7 +172,7 @@ async def test_with_a_cluster_key_joining_proves_it_and_strangers_get_no_prompt(
         assert not list(other.table)
 
 
-async def test_an_instance_whose_lease_ends_loses_its_stream(start: Any, kit: Any) -> None:
+async def test_an_instance_whose_lease_ends_loses_its_stream(start, kit):
     gateway = await start("a0:EPD", "late:EPD", admin=admin_plane(key="secret"))
     late = gateway["late"]
     gateway.become([])
@@ -211,9 +190,7 @@ async def test_an_instance_whose_lease_ends_loses_its_stream(start: Any, kit: An
     assert await stream == (200, kit.events_of(kit.frame(1) + kit.frame(2)) + kit.DONE)
 
 
-async def test_an_instance_joins_over_tls_and_a_plain_url_is_refused(
-    start: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_instance_joins_over_tls_and_a_plain_url_is_refused(start, tmp_path, monkeypatch):
     tls = Authority(tmp_path).files("ours")
     for name, value in tls.environment.items():
         monkeypatch.setenv(name, value)
