@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import in_process
+import openai
 import pytest
 import pytest_asyncio
 import tiny_models
+from http_client import http_client
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
@@ -26,3 +28,10 @@ async def thinker(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[in_
     async with in_process.deployment(model, "EP", "D") as running:
         yield running
         await running.settle()
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def client(api: in_process.Deployment) -> AsyncIterator[openai.AsyncOpenAI]:
+    options = {"api_key": "none", "max_retries": 0, "http_client": http_client()}
+    async with openai.AsyncOpenAI(base_url=f"{api.url}/v1", **options) as made:
+        yield made

@@ -111,32 +111,6 @@ async def test_images_may_stand_anywhere_in_a_long_chat(api):
     assert first["logprob"] != pytest.approx(other_first["logprob"], abs=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("path", "fields", "param"),
-    [
-        ("/v1/completions", {"logit_bias": {"999999": 1}}, "logit_bias"),
-        ("/v1/completions", {"logit_bias": {"x": 1}}, "logit_bias.x"),
-        ("/v1/completions", {"logit_bias": {"5": 101}}, "logit_bias"),
-        ("/v1/completions", {"allowed_token_ids": [999999]}, "allowed_token_ids"),
-        ("/v1/completions", {"allowed_token_ids": []}, "allowed_token_ids"),
-        ("/v1/completions", {"max_tokens": 0}, "max_tokens"),
-        ("/v1/completions", {"prompt": []}, "prompt"),
-        ("/v1/completions", {"prompt": ["a"] * 129}, "prompt"),
-        ("/v1/completions", {"best_of": 3}, "best_of"),
-        ("/v1/completions", {"suffix": "x"}, "suffix"),
-        ("/v1/chat/completions", {"continue_final_message": True}, "continue_final_message"),
-        ("/v1/chat/completions", {"chat_template_kwargs": {"colour": 1}}, "chat_template_kwargs.colour"),
-        ("/v1/chat/completions", {"chat_template_kwargs": {"tokenize": 1}}, "chat_template_kwargs.tokenize"),
-        ("/v1/chat/completions", {"chat_template": "{{ x }}"}, "chat_template"),
-        ("/v1/chat/completions", {"functions": [{"name": "x"}]}, "functions"),
-    ],
-)
-async def test_what_cannot_be_is_refused_by_name(api, path, fields, param):
-    body = {"prompt": "x"} if path == "/v1/completions" else chat("x")
-    status, answer = await api.post(path, {**body, "max_tokens": 1, **fields})
-    assert (status, answer["error"]["param"]) == (400, param), answer
-
-
 async def test_low_detail_reads_the_picture_scaled_down(api):
     """As if the client had scaled it: the same size, and its own entry in the caches."""
     large = Image.effect_mandelbrot((1024, 64), (-2, -1, 1, 1), 50).convert("RGB")

@@ -94,8 +94,7 @@ def reference(api):
     return logprobs
 
 
-@pytest.mark.parametrize("max_tokens", [0, 1, 5])
-@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize(("max_tokens", "n"), [(0, 2), (1, 1), (5, 2)])
 async def test_echo_tells_the_prompts_log_probabilities(api, reference, max_tokens, n):
     """As evaluators ask: context and continuation as tokens, and as much as one token of an answer."""
     _, tokenized = await api.post("/tokenize", {"prompt": "one two three ✓ four " * 6})

@@ -6,9 +6,7 @@ import asyncio
 import json
 
 import jsonschema
-import openai
 import pytest
-from http_client import http_client
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -23,14 +21,12 @@ ADDRESS = {
     "required": ["name", "tags", "zip", "kind"],
     "additionalProperties": False,
 }
+CITY, DAYS = {"enum": ["Bonn", 'the "old" town']}, {"type": "integer", "maximum": 9, "minimum": 0}
 PLACE = {
     "type": "object",
-    "properties": {
-        "city": {"enum": ["Bonn", 'the "old" town']},
-        "days": {"type": "integer", "maximum": 9, "minimum": 0},
-    },
     "required": ["city", "days"],
     "additionalProperties": False,
+    "properties": {"city": CITY, "days": DAYS},
 }
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 WEATHER = {
@@ -39,14 +35,6 @@ WEATHER = {
 }
 CLOCK = {"type": "function", "function": {"name": "get_time", "parameters": NOTHING}}
 MESSAGES = [{"role": "user", "content": "Tell me"}]
-
-
-@pytest.fixture
-async def client(api):
-    async with openai.AsyncOpenAI(
-        base_url=f"{api.url}/v1", api_key="none", max_retries=0, http_client=http_client()
-    ) as client:
-        yield client
 
 
 def schema_format(schema):
@@ -105,37 +93,3 @@ async def test_several_calls_at_once(client):
             assert len({call.id for call in calls}) == len(calls)
             return
     raise AssertionError("never more than one")
-
-
-async def test_calls_and_their_results_are_read_again(client):
-    call = {"id": "call_1", "type": "function", "function": {"name": "get_time", "arguments": "{}"}}
-    history = [
-        *MESSAGES,
-        {"role": "assistant", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "call_1", "content": "noon"},
-    ]
-    fields = {"model": "demo", "tools": [CLOCK], "max_tokens": 4, "temperature": 0}
-    with_history = await client.chat.completions.create(messages=history, **fields)
-    without = await client.chat.completions.create(messages=MESSAGES, **fields)
-    assert with_history.usage.prompt_tokens > without.usage.prompt_tokens + 20
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"response_format": schema_format({"type": "zebra"})}, "response_format.json_schema.schema"),
-        ({"response_format": schema_format({"$ref": "http://x/y"})}, "response_format.json_schema.schema"),
-        ({"structured_outputs": {"regex": "(("}}, "structured_outputs.regex"),
-        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
-        ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
-        ({"response_format": {"type": "json_object"}, "min_tokens": 2}, "min_tokens"),
-        ({"tools": [WEATHER, WEATHER]}, "tools"),
-        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
-        ({"messages": [{"role": "user", "content": "x", "tool_calls": []}, *MESSAGES]}, None),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "messages[0].tool_calls[0].function"),
-    ],
-)
-async def test_what_cannot_be_is_refused_by_name(api, fields, param):
-    status, answer = await api.post("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1, **fields})
-    assert (status, answer.get("error", {}).get("param")) == (400 if param else 200, param), answer

@@ -29,22 +29,3 @@ async def test_a_chat_counts_what_usage_reports(api, images):
     assert completion["usage"]["prompt_tokens"] == answer["count"]
     if images:
         assert answer["count"] >= 40
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        ("/tokenize", {}, "prompt"),
-        ("/tokenize", {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "prompt"),
-        ("/tokenize", {"prompt": 5}, "prompt"),
-        ("/tokenize", {"prompt": "x", "add_generation_prompt": True}, "add_generation_prompt"),
-        ("/tokenize", {"prompt": "x", "colour": 1}, "colour"),
-        ("/tokenize", {"messages": [{"role": "user", "content": "x", "audio": {"id": "y"}}]}, "messages[0].audio"),
-        ("/detokenize", {"tokens": [10**6]}, "tokens"),
-        ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
-        ("/detokenize", {}, "tokens"),
-    ],
-)
-async def test_what_is_wrong_is_named(api, path, body, param):
-    status, answer = await api.post(path, body)
-    assert (status, answer["error"]["param"]) == (400, param)
