@@ -76,6 +76,7 @@ def with_call(call=CALL, **fields):
         (with_call({**CALL, "function": {**CALL["function"], "parsed_arguments": {"a": 1}}}), with_call()),
         (user([{"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}]), user("Hi")),
         (user([{**PICTURE, "detail": "high"}]), user([PICTURE])),
+        ([{**user("Hi")[0], "tool_calls": []}], user("Hi")),
     ],
 )
 async def test_unknown_fields_of_messages_are_ignored(api, sent, plain):
