@@ -1,7 +1,5 @@
 """The client table's row of openai's own client, against real instances."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

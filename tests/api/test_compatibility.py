@@ -1,7 +1,5 @@
 """Fields and calls of real clients that other servers take; and what a client that errs is told."""
 
-from __future__ import annotations
-
 import pytest
 from chat import chat, data_url
 from pictures import noise, png

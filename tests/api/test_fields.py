@@ -1,7 +1,5 @@
 """Fields that choose tokens or shape the text: each does what it says, in one piece and streamed."""
 
-from __future__ import annotations
-
 import pytest
 from chat import chat
 from pictures import noise

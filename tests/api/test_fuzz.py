@@ -1,7 +1,5 @@
 """Some hundred broken requests over every API: no 5xx, no hang, an error that says something."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

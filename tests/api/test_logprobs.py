@@ -1,7 +1,5 @@
 """Log-probabilities are of the tokens that the text consists of, with their bytes; and of a prompt's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from chat import chat

@@ -1,7 +1,5 @@
 """A text that spells a token which stands for media is text, beside pictures too."""
 
-from __future__ import annotations
-
 import pytest
 from chat import chat
 from pictures import noise

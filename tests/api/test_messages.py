@@ -1,7 +1,5 @@
 """Anthropic's messages, and thinking in every API, by a model like Qwen3.5: thoughts in tags, calls as XML."""
 
-from __future__ import annotations
-
 import json
 
 import jsonschema

@@ -1,7 +1,5 @@
 """The OpenAPI document is true: its schemas are valid, and real answers are what it says."""
 
-from __future__ import annotations
-
 import json
 
 import jsonschema

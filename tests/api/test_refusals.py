@@ -1,7 +1,5 @@
 """What cannot be is refused by the name of its field, in every API."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

@@ -1,7 +1,5 @@
 """/v1/responses, by the openai client: the same tokens as a chat, in the events that its documentation lists."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

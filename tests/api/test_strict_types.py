@@ -1,7 +1,5 @@
 """The gateway's answers have the types of the newest openai client, checked strictly."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -40,7 +38,7 @@ RESPONSES: list[dict[str, Any]] = [
 ]
 
 
-def strictly(kind: Any, data: Any) -> Any:
+def strictly(kind, data):
     return TypeAdapter(kind).validate_json(json.dumps(data), strict=True)
 
 

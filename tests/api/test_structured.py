@@ -1,7 +1,5 @@
 """Structured output and tools with random weights: whatever the model would say, the grammar holds."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 

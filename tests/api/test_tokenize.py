@@ -1,7 +1,5 @@
 """/tokenize and /detokenize in vLLM's shapes: what they count is what a request is charged."""
 
-from __future__ import annotations
-
 import pytest
 from chat import chat
 from pictures import noise

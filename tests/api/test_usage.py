@@ -1,7 +1,5 @@
 """``usage``: the tokens of the prompt that P found in its prefix cache, as P itself counts them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,10 +1,7 @@
 """The access log survives rotation of its file; trace contexts by themselves."""
 
-from __future__ import annotations
-
 import json
 import time
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -16,18 +13,18 @@ from proxy.observe.access_log import AccessLog
 from proxy.observe.record import ENCODE, ENCODED, STORED, RequestRecord
 
 
-def record(name: str) -> RequestRecord:
+def record(name):
     made = RequestRecord("chat", join_trace(), name, time.monotonic())
     made.status, made.end_s = 200, time.monotonic()
     made.complete()
     return made
 
 
-def names(path: Path) -> list[str]:
+def names(path):
     return [json.loads(line)["request_id"] for line in path.read_bytes().splitlines()] if path.exists() else []
 
 
-def test_a_file_that_is_moved_away_is_opened_anew(tmp_path: Path) -> None:
+def test_a_file_that_is_moved_away_is_opened_anew(tmp_path):
     path, moved = tmp_path / "access.jsonl", tmp_path / "access.jsonl.1"
     log = AccessLog(path)
     log.put(record("one"))
@@ -58,7 +55,7 @@ TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
         ("", None),
     ],
 )
-def test_traceparent_as_the_specification_has_it(header: str, sampled: bool | None) -> None:
+def test_traceparent_as_the_specification_has_it(header, sampled):
     found = parse_traceparent(header, "vendor=1")
     assert (None if found is None else found.sampled) is sampled
     joined = join_trace(header, "vendor=1")
@@ -71,11 +68,11 @@ def test_traceparent_as_the_specification_has_it(header: str, sampled: bool | No
 
 
 @given(st.integers(0, 1 << 40), st.sets(st.integers(0, 99)))
-def test_a_prompt_note_round_trips(num_tokens: int, had: set[int]) -> None:
+def test_a_prompt_note_round_trips(num_tokens, had):
     assert read_prompt_note(write_prompt_note(num_tokens, sorted(had), 3)) == (num_tokens, had, 3)
 
 
-def test_events_of_a_stream_tell_its_end() -> None:
+def test_events_of_a_stream_tell_its_end():
     made = RequestRecord("chat", join_trace(), "r", time.monotonic())
     made.forwarded(b'data: {"choices":[{"delta":{"content":"a"},"finish_reason":null}]}\n\n')
     made.forwarded(b'data: {"choices":[{"delta":{},"finish_reason":"stop"}]}\n\n')
@@ -86,7 +83,7 @@ def test_events_of_a_stream_tell_its_end() -> None:
     assert (made.finish_reason, made.prompt_tokens, made.output_tokens) == ("stop", 7, 2)
 
 
-def test_an_item_whose_encoder_was_overtaken_by_the_answer_is_counted() -> None:
+def test_an_item_whose_encoder_was_overtaken_by_the_answer_is_counted():
     """P hears of a feature by an event; the encoder's own answer may come when all is over."""
     made = RequestRecord("chat", join_trace(), "r", time.monotonic())
     heard, overtaken, failed = (made.begin(ENCODE, "r-1", "e0", item) for item in ("a", "b", "c"))

@@ -1,14 +1,10 @@
 """The live page in a browser: live figures, no overflow, nothing on the console, readable in light and dark."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from pathlib import Path
-from typing import Any
 
 import browser
-import in_process
 import pytest
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -16,9 +12,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 FAINT = (Path(__file__).parent / "contrast.js").read_text()
 
 
-async def test_the_page_asks_for_the_key_and_shows_live_data(
-    observed: in_process.Deployment, ask: Any, tmp_path: Path
-) -> None:
+async def test_the_page_asks_for_the_key_and_shows_live_data(observed, ask, tmp_path):
     program = browser.find_browser()
     if program is None:
         pytest.skip("no Chromium here; on Debian: apt-get install chromium-headless-shell")
@@ -62,7 +56,7 @@ async def test_the_page_asks_for_the_key_and_shows_live_data(
         assert page.problems == []
 
 
-async def test_the_data_ask_for_a_key_and_the_page_allows_nothing_foreign(observed: in_process.Deployment) -> None:
+async def test_the_data_ask_for_a_key_and_the_page_allows_nothing_foreign(observed):
     async with observed.session.get(f"{observed.url}/dashboard", headers={"authorization": ""}) as response:
         assert response.status == 200
         policy, text = response.headers["content-security-policy"], await response.text()
@@ -76,7 +70,7 @@ async def test_the_data_ask_for_a_key_and_the_page_allows_nothing_foreign(observ
     assert "alice" not in str(data)
 
 
-async def test_failed_requests_are_shown_with_their_reason(observed: in_process.Deployment, ask: Any) -> None:
+async def test_failed_requests_are_shown_with_their_reason(observed, ask):
     await ask(max_tokens=2)
     asked = {"model": "gone", "messages": [{"role": "user", "content": "x"}]}
     status, _ = await observed.post("/v1/chat/completions", asked)

@@ -1,7 +1,5 @@
 """Figures of the dashboard, from requests."""
 
-from __future__ import annotations
-
 import pytest
 
 from epd_serve.config.sections import SLOConfig
@@ -10,7 +8,7 @@ from proxy.observe.figures import NUM_SLOTS, Figures
 from proxy.observe.record import RequestRecord
 
 
-def record(second: float, *, status: int = 200, ttft_s: float | None = 0.1) -> RequestRecord:
+def record(second, *, status=200, ttft_s=0.1):
     """A request that ended then; of a streamed answer where there is a ``ttft_s``."""
     made = RequestRecord("chat", join_trace(), "r", second - 1)
     made.ttft_s, made.end_s = ttft_s, second
@@ -18,7 +16,7 @@ def record(second: float, *, status: int = 200, ttft_s: float | None = 0.1) -> R
     return made
 
 
-def test_figures_of_the_last_minute() -> None:
+def test_figures_of_the_last_minute():
     figures = Figures(SLOConfig(ttft_ms=200))
     for second in range(1000, 1200):
         figures.put(record(second, ttft_s=0.1 if second % 4 else 0.3))

@@ -1,14 +1,10 @@
 """A request's traces for operators: access log, trace context, metrics under names that people know."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re
 from pathlib import Path
-from typing import Any
 
-import in_process
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -18,11 +14,11 @@ TRACE = "0af7651916cd43dd8448eb211c80319c"
 ROOT = Path(__file__).parents[2]
 
 
-def text_of(log: Path) -> str:
+def text_of(log):
     return log.read_text()
 
 
-async def line_of(log: Path, request_id: str) -> Any:
+async def line_of(log, request_id):
     for _ in range(1200):
         lines = [json.loads(line) for line in text_of(log).splitlines()]
         found = [line for line in lines if line["request_id"] == request_id]
@@ -33,7 +29,7 @@ async def line_of(log: Path, request_id: str) -> Any:
     raise AssertionError(f"no line of {request_id}")
 
 
-async def test_a_streamed_request_with_an_image_leaves_a_line_with_its_stages(log: Path, ask: Any) -> None:
+async def test_a_streamed_request_with_an_image_leaves_a_line_with_its_stages(log, ask):
     headers = {"x-request-id": "seen", "traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}
     _, answered = await ask("maroon", stream=True, max_tokens=5, headers=headers)
     assert answered["x-request-id"] == "seen"
@@ -53,7 +49,7 @@ async def test_a_streamed_request_with_an_image_leaves_a_line_with_its_stages(lo
     assert "sk-observed" not in text_of(log)
 
 
-async def test_what_is_refused_is_logged_without_the_key(log: Path, observed: in_process.Deployment) -> None:
+async def test_what_is_refused_is_logged_without_the_key(log, observed):
     headers = {"authorization": "Bearer sk-wrong", "x-request-id": "ignored-before-the-key"}
     async with observed.session.post(f"{observed.url}/v1/completions", json={}, headers=headers) as response:
         assert response.status == 401
@@ -63,9 +59,9 @@ async def test_what_is_refused_is_logged_without_the_key(log: Path, observed: in
     assert "sk-wrong" not in text_of(log)
 
 
-async def test_every_metric_of_the_board_is_in_metrics(observed: in_process.Deployment, ask: Any) -> None:
+async def test_every_metric_of_the_board_is_in_metrics(observed, ask):
     await ask("navy", stream=True, max_tokens=4)
-    names: set[str] = set()
+    names = set()
     for url in (observed.url, *(instance.url for instance in observed.instances.values())):
         async with observed.session.get(f"{url}/metrics") as response:
             text = await response.text()
@@ -79,11 +75,11 @@ async def test_every_metric_of_the_board_is_in_metrics(observed: in_process.Depl
     assert asked - names == set()
 
 
-async def test_metrics_follow_a_request(observed: in_process.Deployment, ask: Any) -> None:
-    async def figures() -> dict[str, float]:
+async def test_metrics_follow_a_request(observed, ask):
+    async def figures():
         async with observed.session.get(f"{observed.url}/metrics") as response:
             families = text_string_to_metric_families(await response.text())
-            sums: dict[str, float] = {}
+            sums = {}
             for family in families:
                 for sample in family.samples:
                     sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
@@ -100,10 +96,8 @@ async def test_metrics_follow_a_request(observed: in_process.Deployment, ask: An
     assert after["epd_serve_prompt_tokens_total"] > before["epd_serve_prompt_tokens_total"]
 
 
-async def test_a_prompt_that_comes_again_is_a_hit_of_the_prefix_cache(
-    observed: in_process.Deployment, ask: Any
-) -> None:
-    async def hits() -> float:
+async def test_a_prompt_that_comes_again_is_a_hit_of_the_prefix_cache(observed, ask):
+    async def hits():
         async with observed.session.get(f"{observed.instances['p1'].url}/metrics") as response:
             text = await response.text()
         families = text_string_to_metric_families(text)

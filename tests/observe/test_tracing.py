@@ -1,13 +1,9 @@
 """Spans of gateway and instances meet in one trace at a collector that speaks OTLP/HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import in_process
@@ -26,10 +22,10 @@ NAMES = {"gateway chat", *HOPS, "encode_execute", "prefill_execute", "decode_exe
 class Collector:
     """``spans``: (service.instance.id, span) of everything that was exported."""
 
-    def __init__(self) -> None:
-        self.spans: list[tuple[str, Any]] = []
+    def __init__(self):
+        self.spans = []
 
-    async def take(self, request: web.Request) -> web.Response:
+    async def take(self, request):
         body = await request.read()
         if request.headers.get("content-encoding") == "gzip" and body[:2] == b"\x1f\x8b":
             body = gzip.decompress(body)
@@ -44,7 +40,7 @@ class Collector:
 
 
 @asynccontextmanager
-async def collecting() -> AsyncIterator[tuple[Collector, str]]:
+async def collecting():
     collector, app = Collector(), web.Application()
     app.router.add_post("/v1/traces", collector.take)
     runner = web.AppRunner(app)
@@ -57,7 +53,7 @@ async def collecting() -> AsyncIterator[tuple[Collector, str]]:
         await runner.cleanup()
 
 
-async def test_one_request_is_one_trace_over_all_instances(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_request_is_one_trace_over_all_instances(monkeypatch):
     async with collecting() as (collector, url):
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
         monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
@@ -98,7 +94,7 @@ async def test_one_request_is_one_trace_over_all_instances(monkeypatch: pytest.M
     assert about["gen_ai.usage.output_tokens"].int_value == 4
 
 
-def test_a_span_that_ends_before_its_call_comes_is_exported() -> None:
+def test_a_span_that_ends_before_its_call_comes_is_exported():
     export = Mock()
     stages = StageExport(export, "d0")
     stages.put(Span("decode_queue", "r", 1, 2))
@@ -114,9 +110,7 @@ def test_a_span_that_ends_before_its_call_comes_is_exported() -> None:
 @pytest.mark.parametrize(
     "environment", [{}, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x:1", "OTEL_SDK_DISABLED": "true"}]
 )
-def test_nothing_is_recorded_without_a_collector(
-    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_recorded_without_a_collector(environment, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert span_export("gateway") is None

@@ -1,9 +1,6 @@
 """Bodies of requests: JSON, options without effect, and forms."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -23,18 +20,18 @@ CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
     [b"", b"[]", b'{"a":', b"\xff{}", b'{"a": 1} x', b'{"a":' * 100_000, b'{"a":' * 300 + b"1" + b"}" * 300],
     ids=lambda body: f"{len(body)} {body[:9]!r}",
 )
-def test_text_that_is_no_json_object_is_refused(body: bytes) -> None:
+def test_text_that_is_no_json_object_is_refused(body):
     with pytest.raises(InvalidRequest) as refused:
         decode_object(bytearray(body))
     assert refused.value.code == "invalid_json"
 
 
-def test_many_lists_are_not_deep() -> None:
+def test_many_lists_are_not_deep():
     body = {"a": [[] for _ in range(1000)], "b": json.loads("[" * 150 + "]" * 150)}
     assert decode_object(json.dumps(body).encode()) == body
 
 
-def test_a_byte_order_mark_is_skipped() -> None:
+def test_a_byte_order_mark_is_skipped():
     assert decode_object(b'\xef\xbb\xbf{"a": 1}') == {"a": 1}
 
 
@@ -49,7 +46,7 @@ def test_a_byte_order_mark_is_skipped() -> None:
         ("service_tier", "auto", "flex"),
     ],
 )
-def test_an_option_without_effect_may_ask_for_the_default(field: str, accepted: object, refused: object) -> None:
+def test_an_option_without_effect_may_ask_for_the_default(field, accepted, refused):
     for value in (accepted, None):
         ChatCompletionRequest.parse(json.dumps({**CHAT, field: value}).encode())
     with pytest.raises(InvalidRequest) as told:
@@ -99,13 +96,13 @@ def test_an_option_without_effect_may_ask_for_the_default(field: str, accepted: 
         ({"messages": [{"role": "user", "content": "x", "reasoning": "y"}]}, "messages[0].reasoning_content"),
     ],
 )
-def test_a_wrong_field_is_named(fields: dict[str, Any], param: str) -> None:
+def test_a_wrong_field_is_named(fields, param):
     with pytest.raises(InvalidRequest) as refused:
         ChatCompletionRequest.parse(json.dumps(CHAT | fields).encode())
     assert (refused.value.status, refused.value.param) == (400, param)
 
 
-def test_a_part_of_a_response_is_named_by_its_place_in_the_input() -> None:
+def test_a_part_of_a_response_is_named_by_its_place_in_the_input():
     turns = [
         {"role": "user", "content": "Hi"},
         {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
@@ -115,17 +112,13 @@ def test_a_part_of_a_response_is_named_by_its_place_in_the_input() -> None:
     assert [source.param for source in call.media()] == ["input[2].output[0].image_url"]
 
 
-def form(fields: dict[str, bytes]) -> bytes:
-    parts = (
-        b'--xyz\r\nContent-Disposition: form-data; name="%b"; filename="a"\r\n\r\n%b\r\n'
-        % (name.encode(), content)
-        for name, content in fields.items()
-    )
-    return b"".join(parts) + b"--xyz--\r\n"
+def form(fields):
+    part = b'--xyz\r\nContent-Disposition: form-data; name="%b"; filename="a"\r\n\r\n%b\r\n'
+    return b"".join(part % (name.encode(), content) for name, content in fields.items()) + b"--xyz--\r\n"
 
 
 @given(st.dictionaries(st.sampled_from(["file", "model", "prompt"]), st.binary(max_size=99)))
-def test_a_form_round_trips(fields: dict[str, bytes]) -> None:
+def test_a_form_round_trips(fields):
     if fields and not any(b"--xyz" in content for content in fields.values()):
         assert read_form(bytearray(form(fields))) == fields
 
@@ -134,13 +127,13 @@ def test_a_form_round_trips(fields: dict[str, bytes]) -> None:
     "body",
     [b"", b"{}", b"--b--", b"--xyz", form({"file": b"x"})[:-9], b"--xyz\r\nNothing: here\r\n\r\nx\r\n--xyz--\r\n"],
 )
-def test_a_broken_form_is_refused(body: bytes) -> None:
+def test_a_broken_form_is_refused(body):
     with pytest.raises(InvalidRequest) as refused:
         TranscriptionCall.parse(bytearray(body))
     assert refused.value.code == "invalid_form"
 
 
-def test_numbers_and_truth_values_of_a_form_are_text() -> None:
+def test_numbers_and_truth_values_of_a_form_are_text():
     fields = {"file": b"RIFF\xff", "temperature": b"0.5", "stream": b"true", "response_format": b"text"}
     call = TranscriptionCall.parse(form(fields))
     assert (call.temperature, call.stream, call.asked.file) == (0.5, True, b"RIFF\xff")

@@ -1,7 +1,5 @@
 """Requests over plain connections: in pieces, ahead of answers, unfinished, unread."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Instances that fail requests, fall silent or do not reach each other: where their requests go."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 

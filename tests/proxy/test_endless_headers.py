@@ -1,13 +1,9 @@
 """Endless headers and bodies, before any proof, at each port on which a deployment listens."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import AsyncIterator
-from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -42,8 +38,8 @@ def resident_bytes():
 
 
 @contextlib.asynccontextmanager
-async def instance(key: str | None) -> AsyncIterator[str]:
-    async def answer(body: bytes) -> Reply:
+async def instance(key):
+    async def answer(body):
         return Reply(body=b"ok")
 
     service = LinkService(calls={"/health": answer}, key=key)
@@ -68,7 +64,7 @@ def send_without_end(url, begin, piece, timeout_s=20):
     "sent", [LINES, ONE_LINE, TRAILERS, TARGET, HELLO], ids=["lines", "line", "trailers", "target", "hello"]
 )
 @pytest.mark.parametrize("port", ["instance", "keyless instance", "admin", "gateway", "data"])
-async def test_headers(start: Any, port: str, sent: tuple[bytes, bytes]) -> None:
+async def test_headers(start, port, sent):
     async with contextlib.AsyncExitStack() as stack:
         if port == "data":
             transport = EmbeddedTransport(path="tcp", key=KEY)
@@ -84,7 +80,7 @@ async def test_headers(start: Any, port: str, sent: tuple[bytes, bytes]) -> None
             neighbour = gateway.url
         client = await stack.enter_async_context(aiohttp.ClientSession())
 
-        async def ask() -> float:
+        async def ask():
             began_s = time.monotonic()
             async with client.get(f"{neighbour}/health") as answer:
                 assert answer.status == 200
@@ -111,7 +107,7 @@ async def test_a_body_before_a_proof_takes_no_memory(path):
 
 
 @pytest.mark.parametrize("begin", [b"", b"GET /health HTTP/1.1\r\nx: ", OPENING[:5], OPENING + b"\x10"])
-async def test_slow_request_heads_are_cut_off(monkeypatch: pytest.MonkeyPatch, begin: bytes) -> None:
+async def test_slow_request_heads_are_cut_off(monkeypatch, begin):
     monkeypatch.setattr("epd_serve.rpc.bounded.HEADER_S", 0.3)
     async with instance(KEY) as url:
         parts = urlsplit(url)

@@ -75,7 +75,7 @@ async def test_a_whole_answer_cut_short_is_a_502(start, kit):
     assert status == 502
 
 
-def events_of(answer: bytes) -> list[bytes]:
+def events_of(answer):
     """The chunks of a chunked answer that was aborted: no terminating chunk may follow them."""
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200 OK")

@@ -35,7 +35,7 @@ PICTURE = base64.b64decode(
 )
 
 
-def inside(networks: list[str]) -> st.SearchStrategy:
+def inside(networks):
     return st.sampled_from(networks).flatmap(lambda network: st.ip_addresses(network=network))
 
 
@@ -66,9 +66,9 @@ def test_public_addresses_are_allowed(text):
 @pytest.fixture
 async def site():
     """A web server on all IPv4 loopback addresses; yields its port and the requests, as host:port/path."""
-    hits: list[str] = []
+    hits = []
 
-    async def answer(request: web.Request) -> web.StreamResponse:
+    async def answer(request):
         hits.append(f"{request.host}{request.path}")
         match request.path.strip("/").split("/"):
             case ["signed", *_]:
@@ -106,7 +106,7 @@ async def site():
     await runner.cleanup()
 
 
-def fetcher(timeout_s: float = 60.0, **media) -> MediaFetcher:
+def fetcher(timeout_s=60.0, **media):
     return MediaFetcher(gateway_settings(media={"max_bytes": 5000} | media), timeout_s)
 
 

@@ -1,7 +1,5 @@
 """Instances that say what none can say, or answer without end: they are left out, and clients hear of others."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

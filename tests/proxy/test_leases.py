@@ -1,7 +1,5 @@
 """Instances that join a running gateway stay as long as they renew their lease."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from types import SimpleNamespace

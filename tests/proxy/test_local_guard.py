@@ -1,7 +1,5 @@
 """A gateway without keys on the loopback interface answers no web page."""
 
-from __future__ import annotations
-
 import json
 
 CHAT = "/v1/chat/completions"

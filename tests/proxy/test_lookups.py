@@ -1,7 +1,5 @@
 """Names whose servers are silent hold up the one who asks for them, and no other."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Instances that are drained, added and removed under requests that go on."""
 
-from __future__ import annotations
-
 import asyncio
 
 from gateway_settings import admin_plane

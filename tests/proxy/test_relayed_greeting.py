@@ -1,10 +1,7 @@
 """A process at an instance's address that forwards greetings to another server proves nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
 from urllib.parse import urlsplit
 
 import pytest
@@ -22,16 +19,16 @@ class Relay:
     """Forwards what it hears to ``target``, with ``(from, to)`` of ``rewrite`` replaced; keeps what it heard."""
 
     target: str
-    rewrite: tuple[bytes, bytes] = b"", b""
+    rewrite = b"", b""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.heard = b""
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve(self, reader, writer):
         target = urlsplit(self.target)
         from_target, to_target = await asyncio.open_connection(target.hostname, target.port)
 
-        async def answer() -> None:
+        async def answer():
             while data := await from_target.read(65536):
                 writer.write(data)
 
@@ -47,14 +44,14 @@ class Relay:
 
 
 @contextlib.asynccontextmanager
-async def relaying(relay: Relay) -> AsyncIterator[str]:
+async def relaying(relay):
     """The URL of the relay while it listens."""
     server = await asyncio.start_server(relay.serve, "127.0.0.1", 0)
     yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     server.close()
 
 
-def netloc(url: str) -> bytes:
+def netloc(url):
     return urlsplit(url).netloc.encode()
 
 

@@ -19,7 +19,7 @@ async def test_a_session_shows_no_secret(start, kit, caplog):
     payload = picture.partition(",")[2]
     gateway = await start("e0:E", "p0:P", "d0:D", api_key=right, admin=admin_plane(key=ADMIN), restart="never")
     secrets = [right, wrong, payload, payload[:60], PROMPT, ADMIN, "s3cret-password"]
-    answers: list[bytes] = []
+    answers = []
 
     async def ask(body, key=right, path="/v1/chat/completions", scheme="Bearer "):
         headers = {"authorization": scheme + key}

@@ -1,10 +1,8 @@
 """One request under arbitrary faults and orders of events, with scripted instances on virtual time."""
 
-from __future__ import annotations
-
 import asyncio
 import selectors
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -33,12 +31,9 @@ from epd_serve.errors import (
     Unavailable,
 )
 from epd_serve.protocol.wire import (
-    DecodeRequest,
     EncodeReply,
-    EncodeRequest,
     MediaRef,
     OutputOptions,
-    PrefillRequest,
     PromptOptions,
 )
 from epd_serve.routing.retry import MAX_ATTEMPTS
@@ -80,18 +75,18 @@ DONE = b"data: [DONE]\n\n"
 class VirtualLoop(asyncio.SelectorEventLoop):
     """A loop whose clock jumps to the next timer when nothing else is to do."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now_s = 100.0
         loop = self
 
-        class Selector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
-            def select(self, timeout: float | None = None) -> Any:
+        class Selector(selectors.DefaultSelector):
+            def select(self, timeout=None):
                 loop.now_s += timeout or 0.0
                 return super().select(0)
 
         super().__init__(Selector())
 
-    def time(self) -> float:
+    def time(self):
         return self.now_s
 
 
@@ -100,7 +95,7 @@ class Call:
 
     prompt_note = ""
 
-    def __init__(self, world: World, name: str, request_id: str, *, framed: bool) -> None:
+    def __init__(self, world, name, request_id, *, framed):
         self.world = world
         self.name = name
         self.request_id = request_id
@@ -111,15 +106,15 @@ class Call:
         self.is_over = False
         self.reading: asyncio.Future[bool] | None = None
         self._write: Callable[[bytes], bool] | None = None
-        self._body: list[bytes] = []
+        self._body = []
 
-    def close(self) -> None:
+    def close(self):
         self.num_closed += 1
         self.opened.cancel()
         if self.opened.done() and not self.opened.cancelled():
             self.opened.exception()
 
-    async def forward(self, write: Callable[[bytes], bool]) -> bool:
+    async def forward(self, write):
         if self.is_over:
             return True
         self._write, self.reading = write, asyncio.get_running_loop().create_future()
@@ -128,22 +123,22 @@ class Call:
         finally:
             self._write = None
 
-    async def chunks(self) -> AsyncIterator[bytes]:
+    async def chunks(self):
         await self.forward(lambda data: self._body.append(data) or True)
         for chunk in self._body:
             yield chunk
 
     @property
-    def is_read(self) -> bool:
+    def is_read(self):
         return self._write is not None and self.reading is not None and not self.reading.done()
 
-    def send(self, data: bytes) -> None:
+    def send(self, data):
         """Hand bytes to the reader, which may want no more for now."""
         assert self._write is not None and self.reading is not None
         if not self._write(data):
             self.reading.set_result(False)
 
-    def end(self, error: ServeError | None = None) -> None:
+    def end(self, error=None):
         if error is not None:
             self.reading.set_exception(error)
             return
@@ -155,12 +150,12 @@ class Call:
 class Instance:
     """One instance's calls."""
 
-    def __init__(self, world: World, name: str) -> None:
+    def __init__(self, world, name):
         self.world = world
         self.name = name
         self.url = f"http://{name}"
 
-    async def encode(self, request: EncodeRequest, *, trace_id: str) -> EncodeReply:
+    async def encode(self, request, *, trace_id):
         world, done = self.world, asyncio.get_running_loop().create_future()
         assert request.ref.mm_hash not in world.encodes, "one instance at a time"
         assert world.is_calling, "no encode outlives its attempt"
@@ -171,7 +166,7 @@ class Instance:
         finally:
             del world.encodes[request.ref.mm_hash]
 
-    def prefill(self, request: PrefillRequest, *, trace_id: str, media: Any) -> Call:
+    def prefill(self, request, *, trace_id, media):
         world = self.world
         assert not world.is_calling and not world.encodes, "one attempt at a time"
         assert request.generated == (world.tokens(0) if world.begun else []), "behind what the client has"
@@ -183,7 +178,7 @@ class Instance:
         world.is_fused = request.decode_url is None
         return world.open(self.name, request.request_id)
 
-    def decode(self, request: DecodeRequest, *, trace_id: str) -> Call:
+    def decode(self, request, *, trace_id):
         assert [call.request_id for call in self.world.calls if not call.num_closed] == [request.request_id]
         return self.world.open(self.name, request.request_id)
 
@@ -191,18 +186,18 @@ class Instance:
 class Outlet:
     """The client."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world):
         self.world = world
         self.got = bytearray()
 
-    def start(self, headers: Any) -> None:
+    def start(self, headers):
         self.got.clear()
 
-    def write(self, data: bytes, *, last: bool = False) -> bool:
+    def write(self, data, *, last=False):
         self.got += data
         return self.world.pick(True, True, False)
 
-    async def drain(self) -> None:
+    async def drain(self):
         await asyncio.sleep(0)
 
 
@@ -214,28 +209,28 @@ class World:
         next: the next token of the attempt under way, by choice; a token is its place in the answer.
     """
 
-    def __init__(self, data: st.DataObject | None, *, num_items: int, num_choices: int, streams: bool) -> None:
+    def __init__(self, data, *, num_items, num_choices, streams):
         self.data = data
         self.num_steps = 0
         self.num_choices = num_choices
         self.streams = streams
         self.is_framed = self.pick(True, True, True, False)
-        self.calls: list[Call] = []
-        self.next: list[int] = []
+        self.calls = []
+        self.next = []
         self.is_fused = False
         self.num_attempts = self.num_planned = 0
-        self.encodes: dict[str, asyncio.Future[EncodeReply]] = {}
-        self.asked: set[str] = set()
-        self.encoded: set[str] = set()
+        self.encodes = {}
+        self.asked = set()
+        self.encoded = set()
         # the last two items are the same picture
         unnamed = [MediaRef("", width=10, height=10) for n in range(num_items)]
         if num_items and self.pick(True, False):  # a video for which more than one encoder pays
             unnamed[0] = MediaRef("", 900, 900, "video", num_frames=self.pick(400, 5), fps=2.0)
         self.items = [MediaItem(data=b"%d" % min(n, 2), ref=ref, param="param") for n, ref in enumerate(unnamed)]
-        self.refs: list[MediaRef] = []
+        self.refs = []
         chosen = gateway_settings(restart=self.pick("never", "on-failure"))
         instances = [(name, f"http://{name}") for name in ROLES]
-        connect: Any = lambda name, _: Instance(self, name)  # noqa: E731
+        connect = lambda name, _: Instance(self, name)  # noqa: E731
         self.fleet = Fleet(chosen, instances, connect, Router())
         self.table = self.fleet.table
         for name in ROLES:
@@ -246,29 +241,29 @@ class World:
         self.sink = EventSink(self.client, self.record)
 
     @property
-    def begun(self) -> bool:
+    def begun(self):
         return self.sink.started
 
     @property
-    def is_calling(self) -> bool:
+    def is_calling(self):
         return any(not call.num_closed for call in self.calls)
 
-    def tokens(self, choice: int) -> list[int]:
+    def tokens(self, choice):
         events = [event.removeprefix(b"data: ") for event in bytes(self.client.got).split(b"\n\n")[:-1]]
         pairs = [event.split(b" ") for event in events if event != b"[DONE]"]
         return [int(token) for of, token in pairs if int(of) == choice]
 
-    def pick(self, *options: T) -> T:
+    def pick(self, *options):
         if self.data is None or self.num_steps > NUM_DRAWN:
             return options[0]
         return self.data.draw(st.sampled_from(options))
 
-    def open(self, name: str, request_id: str) -> Call:
+    def open(self, name, request_id):
         call = Call(self, name, request_id, framed=self.is_framed)
         self.calls.append(call)
         return call
 
-    def job(self, loop: asyncio.AbstractEventLoop) -> Job:
+    def job(self, loop):
         return Job(
             id="r",
             output=OutputOptions("chat", "r", 0, "m", stream=self.streams),
@@ -283,10 +278,10 @@ class World:
 
     # what may happen
 
-    def happen(self) -> None:
+    def happen(self):
         """One of the things that may happen now, the regular ones first."""
         self.num_steps += 1
-        may: list[Callable[[], None]] = []
+        may = []
         for call in self.calls:
             if call.num_closed:
                 continue
@@ -297,16 +292,16 @@ class World:
         may += [partial(self._encode, done) for done in self.encodes.values() if not done.done()]
         self.pick(*may, self._change_table)()
 
-    def _failure(self) -> ServeError:
+    def _failure(self):
         failure = self.pick(*FAILURES)
         self.num_planned += failure in PLANNED
         return failure
 
-    def _return(self, name: str, pid: int) -> None:
+    def _return(self, name, pid):
         info = instance_info(name, ROLES[name], pid=pid, splits_videos=True)
         self.table.update(name, info, contains=self.table.num_calls)
 
-    def _change_table(self) -> None:
+    def _change_table(self):
         name = self.pick(*ROLES)
         match self.pick("nothing", "back", "lost", "down"):
             case "lost":
@@ -316,7 +311,7 @@ class World:
             case "down":
                 self.fleet.report_down(name)
 
-    def _open(self, call: Call) -> None:
+    def _open(self, call):
         if self.pick(True, True, False):
             is_prefill = call is next(one for one in self.calls if one.request_id == call.request_id)
             # P of a pair may answer all by itself; a single instance may say nonsense
@@ -325,13 +320,13 @@ class World:
         else:
             call.opened.set_exception(self._failure())
 
-    def _encode(self, done: asyncio.Future[EncodeReply]) -> None:
+    def _encode(self, done):
         if self.pick(True, False):
             done.set_result(EncodeReply(cached=False, num_tokens=4))
         else:
             done.set_exception(self._failure())
 
-    def _answer(self, call: Call) -> None:
+    def _answer(self, call):
         """Some tokens come, then the end or a failure, or nothing yet."""
         is_last = not call.decode_follows
         what = self.pick("end", "early end", "lost", "said", "unreadable", "nothing", "lost behind the end")
@@ -362,7 +357,7 @@ class World:
             call.end(InstanceLost("broke off"))
 
 
-async def run(world: World) -> tuple[bytes | None, BaseException | None]:
+async def run(world):
     """Return the whole answer, or what the request ended with."""
     loop = asyncio.get_running_loop()
     job = world.job(loop)
@@ -395,9 +390,7 @@ async def run(world: World) -> tuple[bytes | None, BaseException | None]:
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data(), num_items=st.integers(0, 4), num_choices=st.integers(1, 2), streams=st.booleans())
-def test_every_request_comes_to_one_end(
-    data: st.DataObject, num_items: int, num_choices: int, streams: bool
-) -> None:
+def test_every_request_comes_to_one_end(data, num_items, num_choices, streams):
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         world = World(data, num_items=num_items, num_choices=num_choices, streams=streams)
         body, error = runner.run(run(world))

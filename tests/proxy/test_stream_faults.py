@@ -1,7 +1,5 @@
 """Many streams on one connection between a gateway and an instance, and what happens to one of them or to it."""
 
-from __future__ import annotations
-
 import asyncio
 
 from epd_serve.rpc import items

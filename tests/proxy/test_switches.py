@@ -1,7 +1,5 @@
 """Another role for an instance, ordered at the gateway: what may be, and what the table learns of it."""
 
-from __future__ import annotations
-
 import asyncio
 from unittest.mock import Mock
 

@@ -1,7 +1,5 @@
 """What follows a failure: whom a request avoids, how long it waits, and what it fails with."""
 
-from __future__ import annotations
-
 import pytest
 
 from epd_serve.errors import (

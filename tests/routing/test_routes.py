@@ -170,7 +170,7 @@ def test_a_draining_instance_gets_no_request(build):
     assert table["p0"].state == "up" and names(table)[0] == "p0"
 
 
-def assisted(build, num_waiting: int, assistant: str = "epd0:EPD"):
+def assisted(build, num_waiting, assistant="epd0:EPD"):
     table = build("pd0:PD", "pd1:PD")
     for name in ("pd0", "pd1"):
         load = build.load(num_waiting=num_waiting // 2, free_blocks=10_000, total_blocks=10_000)
@@ -195,7 +195,7 @@ def test_encoders_assist_while_the_language_queue_is_long(build):
     assert names(table, demand=text)[0] != "epd0", "its batch is full"
 
 
-def take(table, demand) -> bool:
+def take(table, demand):
     """Open a call where the next request goes; whether that is the assistant."""
     route = POLICY.choose_route(table, "m", demand=demand)
     table.open_call(route.prefill, Stage.PREFILL, request_id=str(table.num_calls), work=route.prefill_work)

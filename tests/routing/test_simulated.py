@@ -1,9 +1,6 @@
 """The real policies before simulated instances, with a virtual clock."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Sequence
 from statistics import fmean
 
 import pytest
@@ -13,13 +10,13 @@ from benchmarks.ablations.routing import RandomOfTwo, RandomOfTwoEncoders, Round
 from epd_serve.cost.profile import DecodeLine, EncodeLine, Line, Profile
 from epd_serve.routing.encoders import BoundedHash
 from epd_serve.routing.routes import RoutePolicy, Router
-from epd_serve.sim.simulator import Outcome, SimDeployment, simulate
+from epd_serve.sim.simulator import SimDeployment, simulate
 from epd_serve.sim.spec import Batching, SimInstanceSpec
 from epd_serve.sim.workloads import SimRequest
 from epd_serve.types import Role, Stage
 
 
-def profile(slowness: float = 1.0) -> Profile:
+def profile(slowness=1.0):
     """An image of 450 x 450 pixels takes 22 ms, a prompt of 1000 tokens as long, a decode step 10 ms."""
     return Profile(
         kind="measured",
@@ -36,9 +33,9 @@ def profile(slowness: float = 1.0) -> Profile:
     )
 
 
-def fleet(*roles: str, slow: Sequence[int] = (), slowness: float = 1.0) -> SimDeployment:
+def fleet(*roles, slow=(), slowness=1.0):
     """Instances on devices of their own; those at the places ``slow`` take ``slowness`` times as long."""
-    counts: dict[str, int] = {}
+    counts = {}
     made = []
     for place, role in enumerate(roles):
         number = counts[role] = counts.get(role, -1) + 1
@@ -55,7 +52,7 @@ def fleet(*roles: str, slow: Sequence[int] = (), slowness: float = 1.0) -> SimDe
     return SimDeployment(instances=tuple(made))
 
 
-def workload(seed: int, num_requests: int, rate: float, max_tokens: int = 2000) -> list[SimRequest]:
+def workload(seed, num_requests, rate, max_tokens=2000):
     rng, at_s, images, made = random.Random(seed), 0.0, [], []
     for number in range(num_requests):
         at_s += rng.expovariate(rate)
@@ -69,16 +66,16 @@ def workload(seed: int, num_requests: int, rate: float, max_tokens: int = 2000) 
     return made
 
 
-def ideal(requests: list[SimRequest]) -> float:
+def ideal(requests):
     return 1 - len({request.images for request in requests}) / len(requests)
 
 
-def waits_s(outcome: Outcome) -> list[float]:
+def waits_s(outcome):
     check_books(outcome)
     return sorted(job.first_token_s - job.sent_s for job in outcome.jobs if job.first_token_s is not None)
 
 
-def chosen(outcome: Outcome) -> dict[str, int]:
+def chosen(outcome):
     """Times that each instance was chosen, by all gateways."""
     return {
         name: sum(gateway.table[name].num_chosen[stage] for gateway in outcome.gateways for stage in Stage)
@@ -95,7 +92,7 @@ def test_no_instance_starves(name):
     assert all(number >= 10 for number in chosen(outcome).values()), chosen(outcome)
 
 
-def mean_wait_s(policy: RoutePolicy) -> float:
+def mean_wait_s(policy):
     """The mean wait of prompts of very different lengths on unequal instances."""
     deployment = fleet("E", "P", "P", "P", "D", "D", slow=(3,), slowness=3.0)
     return fmean(waits_s(simulate(deployment, workload(5, 400, 75.0), routers=[Router(policy)])))

@@ -1,7 +1,5 @@
 """The greeting of a connection, without a connection."""
 
-from __future__ import annotations
-
 import pytest
 
 from epd_serve.rpc.cluster import CallerGreeting, Endpoint, Refused, ServerGreeting
@@ -11,7 +9,7 @@ KEY = "0123456789abcdef"
 HERE = Endpoint("instance", "127.0.0.1:8100")
 
 
-def test_a_proof_is_right_once_and_behind_a_greeting() -> None:
+def test_a_proof_is_right_once_and_behind_a_greeting():
     server, caller = ServerGreeting(KEY, [HERE]), CallerGreeting(KEY, HERE, "d0")
     with pytest.raises(Refused):
         server.check(Proof(""))

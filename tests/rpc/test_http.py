@@ -1,11 +1,7 @@
 """HTTP to servers that answer what the test says."""
 
-from __future__ import annotations
-
 import asyncio
 import re
-from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
 
@@ -21,13 +17,13 @@ CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 class Played:
     """Answers each request with the next of ``answers``: pieces, of which None closes the connection."""
 
-    def __init__(self) -> None:
-        self.answers: list[list[bytes | None]] = []
-        self.requests: list[bytes] = []
+    def __init__(self):
+        self.answers = []
+        self.requests = []
         self.num_connections = 0
         self.http: HttpServer
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve(self, reader, writer):
         self.num_connections += 1
         try:
             while True:
@@ -47,7 +43,7 @@ class Played:
 
 
 @pytest.fixture
-async def played() -> AsyncIterator[Played]:
+async def played():
     server = Played()
     listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
     async with HttpPool() as pool:
@@ -56,7 +52,7 @@ async def played() -> AsyncIterator[Played]:
     listening.close()
 
 
-async def test_connections_are_used_again(played: Played) -> None:
+async def test_connections_are_used_again(played):
     played.answers = [[OK], [CHUNKED + b"3\r\nabc\r\n", b"1\r", b"\nd\r\n0\r\n\r\n"], [OK[:20], OK[20:]]]
     for expected in (b"hi", b"abcd", b"hi"):
         assert await played.http.ask("POST", "/stage?a=%20b", b"body", {"x": "y"}) == expected
@@ -79,22 +75,22 @@ async def test_connections_are_used_again(played: Played) -> None:
     ],
     ids=range(8),
 )
-async def test_half_and_wrong_answers_are_a_lost_instance(played: Played, answer: list[bytes | None]) -> None:
+async def test_half_and_wrong_answers_are_a_lost_instance(played, answer):
     played.answers = [answer, [OK]]
     with pytest.raises(InstanceLost, match="p0"):
         await played.http.ask("POST", "/stage", b"body")
     assert await played.http.ask("POST", "/stage", b"body") == b"hi"
 
 
-async def test_an_error_is_the_servers_own(played: Played) -> None:
+async def test_an_error_is_the_servers_own(played):
     body = b'{"error":{"message":"no such thing","type":"t"}}'
     played.answers = [[b"HTTP/1.1 400 Bad\r\ncontent-length: %d\r\n\r\n" % len(body), body]]
     with pytest.raises(InvalidRequest, match="no such thing"):
         await played.http.ask("GET", "/")
 
 
-async def test_an_answer_without_end_is_not_collected(played: Played) -> None:
-    piece: Any = b"10000\r\n" + b"e" * 65536 + b"\r\n"
+async def test_an_answer_without_end_is_not_collected(played):
+    piece = b"10000\r\n" + b"e" * 65536 + b"\r\n"
     played.answers = [[CHUNKED, *[piece] * 200], [b"HTTP/1.1 503 No" + CHUNKED[15:], *[piece] * 200]]
     with pytest.raises(InstanceLost, match="answered with more than 100000 bytes"):
         await played.http.ask("GET", "/info", max_bytes=100_000)
@@ -103,7 +99,7 @@ async def test_an_answer_without_end_is_not_collected(played: Played) -> None:
     assert len(caught.value.message) < 300
 
 
-async def test_no_server_at_all() -> None:
+async def test_no_server_at_all():
     async with HttpPool() as pool:
         with pytest.raises(InstanceUnreachable, match=r"instance p0 at .* is not reachable") as caught:
             await HttpServer("p0", f"http://127.0.0.1:{free_port('127.0.0.1')}", pool).ask("GET", "/info")
@@ -116,6 +112,6 @@ async def test_no_server_at_all() -> None:
 
 
 @pytest.mark.parametrize("url", ["localhost:9001", "http://localhost:99999", "admin"])
-async def test_the_admin_api_is_asked_at_a_url(url: str) -> None:
+async def test_the_admin_api_is_asked_at_a_url(url):
     with pytest.raises(AdminUnreachable, match="is not the URL of an admin API"):
         await AdminClient(url).ask("GET", "/instances")

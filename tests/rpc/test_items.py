@@ -1,7 +1,5 @@
 """Items come out as they went in, however the bytes are cut."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,12 +15,12 @@ ITEMS = st.lists(
 Wanted = list[tuple[int, list[int], bytes]]
 
 
-def packed(wanted: Wanted) -> bytes:
+def packed(wanted):
     return b"".join(items.pack(*item) for item in wanted)
 
 
 @given(ITEMS, st.lists(st.integers(1, 30), max_size=40), st.booleans())
-def test_items_survive_any_cutting(wanted: Wanted, cuts: list[int], ends: bool) -> None:
+def test_items_survive_any_cutting(wanted, cuts, ends):
     wanted = [*wanted, (items.END, [7], b"data: [DONE]\n\n")] if ends else wanted
     data, reader, found = packed(wanted), items.ItemReader(), b""
     assert whole_items(data) == wanted
@@ -35,7 +33,7 @@ def test_items_survive_any_cutting(wanted: Wanted, cuts: list[int], ends: bool) 
 
 
 @given(ITEMS, ITEMS)
-def test_nothing_is_read_behind_an_error(before: Wanted, behind: Wanted) -> None:
+def test_nothing_is_read_behind_an_error(before, behind):
     reader = items.ItemReader()
     found = reader.read(packed([*before, (items.ERROR, [], b"what went wrong"), *behind]))
     assert found == b"".join(events for *_, events in before)
@@ -43,7 +41,7 @@ def test_nothing_is_read_behind_an_error(before: Wanted, behind: Wanted) -> None
     assert reader.tokens == [token for _, tokens, _ in before for token in tokens]
 
 
-@pytest.mark.parametrize("data", [b"\3\0\0\0abc", LENGTH.pack(items.MAX_BYTES + 1), items.pack(0, ["a"], b"")])  # type: ignore[list-item]
-def test_what_is_no_item_is_refused(data: bytes) -> None:
+@pytest.mark.parametrize("data", [b"\3\0\0\0abc", LENGTH.pack(items.MAX_BYTES + 1), items.pack(0, ["a"], b"")])
+def test_what_is_no_item_is_refused(data):
     with pytest.raises(LinkClosed):
         items.ItemReader().read(data)

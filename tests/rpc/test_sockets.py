@@ -1,7 +1,5 @@
 """Connections on an event loop that stands still for long, as one does that reads a burst of bodies."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import time
@@ -12,11 +10,11 @@ import uvloop
 from epd_serve.rpc.sockets import connect
 
 
-async def _connect_many(count: int) -> list[socket.socket | BaseException]:
+async def _connect_many(count):
     with socket.create_server(("127.0.0.1", 0), backlog=2 * count) as listener:
         is_busy = True
 
-        async def stand_still() -> None:
+        async def stand_still():
             while is_busy:
                 time.sleep(0.6)  # noqa: ASYNC251 - that is what stands still
                 await asyncio.sleep(0)
@@ -31,7 +29,7 @@ async def _connect_many(count: int) -> list[socket.socket | BaseException]:
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
-def test_a_loop_that_stands_still_loses_no_connection(run) -> None:
+def test_a_loop_that_stands_still_loses_no_connection(run):
     """With uvloop all of them were lost: a connection took more turns of the loop than there is time for."""
     made = run(_connect_many(50))
     for one in made:
@@ -40,7 +38,7 @@ def test_a_loop_that_stands_still_loses_no_connection(run) -> None:
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
-def test_nobody_there_is_told_at_once(run) -> None:
+def test_nobody_there_is_told_at_once(run):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()
     with pytest.raises(ConnectionRefusedError, match="Connect call failed"):

@@ -1,12 +1,7 @@
 """Control calls over TLS: both ends show a certificate of the deployment's CA, and a fault is named at once."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
-import re
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 from certificates import Authority
@@ -26,40 +21,38 @@ AT_ONCE_S = 20
 
 
 @pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+def authority(tmp_path_factory):
     return Authority(tmp_path_factory.mktemp("ca"))
 
 
 @pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+def other(tmp_path_factory):
     return Authority(tmp_path_factory.mktemp("other"), "other")
 
 
 @pytest.fixture(scope="module")
-def ours(authority: Authority) -> TlsFiles:
+def ours(authority):
     return authority.files("ours")
 
 
 @contextlib.asynccontextmanager
-async def instance(tls: TlsFiles, key: str | None = None) -> AsyncIterator[str]:
+async def instance(tls, key=None):
     """URL of an instance with these files, which answers with what it was sent."""
 
-    async def answer(body: bytes) -> Reply:
+    async def answer(body):
         return Reply(body=body)
 
     async with linked({"/kv/renew": answer}, key, **tls.server_options) as url:
         yield url.replace("http:", "https:")
 
 
-async def asked(url: str, tls: TlsFiles | None, key: str | None = None) -> bytes:
+async def asked(url, tls, key=None):
     async with asyncio.timeout(AT_ONCE_S), Link("d0", url, key, tls=tls) as link:
         return await link.ask("/kv/renew", [b"a prompt"])
 
 
 @pytest.mark.parametrize("key", [None, KEY])
-async def test_calls_go_over_tls_with_and_without_a_cluster_key(
-    ours: TlsFiles, key: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_calls_go_over_tls_with_and_without_a_cluster_key(ours, key, monkeypatch):
     ref = wire.TransferRef("t", "r")
     monkeypatch.setenv("EPD_SERVE_CLUSTER_KEY", key or "")
     for name, value in ours.environment.items():
@@ -74,34 +67,29 @@ async def test_calls_go_over_tls_with_and_without_a_cluster_key(
             assert await asyncio.gather(*calls) == bodies
 
 
-async def test_a_fault_of_either_end_is_named_at_once(
-    authority: Authority, other: Authority, ours: TlsFiles
-) -> None:
+async def test_a_fault_of_either_end_is_named_at_once(authority, other, ours, monkeypatch):
     expired, elsewhere = authority.files("expired", days=-1), authority.files("elsewhere", ip="10.9.8.7")
     strange, misled = other.files("strange", ca=authority), authority.files("misled", ca=other)
-    for server, client, words in (
-        (strange, ours, "unable to get local issuer certificate|self-signed"),
-        (ours, misled, "unable to get local issuer certificate|self-signed"),
-        (expired, ours, "certificate has expired"),
-        (elsewhere, ours, "IP address mismatch"),
-        (ours, None, "unable to get local issuer certificate|self-signed"),  # of no public CA
-        (ours, strange, "does not accept the client's certificate"),
-        (ours, expired, "does not accept the client's certificate"),
-    ):
+    no_issuer, unwelcome = "unable to get local issuer|self-signed", "does not accept the client's certificate"
+
+    async def check(server, client, words):
         async with instance(server) as url:
-            with pytest.raises(InstanceLost) as lost:
+            with pytest.raises(InstanceLost, match=f"(?i){words}") as lost:
                 await asked(url, client)
-            assert "d0" in lost.value.message and re.search(words, lost.value.message, re.IGNORECASE), lost.value
+        assert "d0" in lost.value.message
 
-
-async def test_a_client_without_a_certificate_is_told_so(ours: TlsFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    await check(strange, ours, no_issuer)
+    await check(ours, misled, no_issuer)
+    await check(expired, ours, "certificate has expired")
+    await check(elsewhere, ours, "IP address mismatch")
+    await check(ours, None, no_issuer)  # of no public CA
+    await check(ours, strange, unwelcome)
+    await check(ours, expired, unwelcome)
     monkeypatch.setenv("SSL_CERT_FILE", str(ours.ca))  # it trusts the server all the same
-    async with instance(ours) as url:
-        with pytest.raises(InstanceLost, match="does not accept the client's certificate"):
-            await asked(url, None)
+    await check(ours, None, unwelcome)
 
 
-async def test_a_plain_call_and_a_plain_server_are_told_apart(ours: TlsFiles) -> None:
+async def test_a_plain_call_and_a_plain_server_are_told_apart(ours):
     async with instance(ours) as url:
         with pytest.raises(InstanceLost, match="d0"):
             await asked(url.replace("https:", "http:"), ours)
@@ -110,9 +98,7 @@ async def test_a_plain_call_and_a_plain_server_are_told_apart(ours: TlsFiles) ->
             await asked(url.replace("http:", "https:"), ours)
 
 
-async def test_a_server_that_never_shakes_hands_is_given_up(
-    ours: TlsFiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_server_that_never_shakes_hands_is_given_up(ours, monkeypatch):
     monkeypatch.setattr("epd_serve.rpc.link.TLS_HANDSHAKE_S", 0.5)
     held = []
     server = await asyncio.start_server(lambda reader, writer: held.append(writer), "127.0.0.1", 0)
@@ -123,16 +109,14 @@ async def test_a_server_that_never_shakes_hands_is_given_up(
             writer.close()
 
 
-async def test_the_gateways_calls_have_the_files_of_its_settings(ours: TlsFiles) -> None:
+async def test_the_gateways_calls_have_the_files_of_its_settings(ours):
     async with instance(ours, KEY) as url, NativeConnections(KEY, ours) as connections:
         native = NativeInstance(connections, "d0", url)
         with pytest.raises(Exception, match="no such call: /info"):  # it was reached, and has no more to say
             await native.info()
 
 
-def test_files_are_looked_at_when_a_process_starts(
-    authority: Authority, other: Authority, ours: TlsFiles, tmp_path: Path
-) -> None:
+def test_files_are_looked_at_when_a_process_starts(authority, other, ours, tmp_path):
     ours.check("127.0.0.1")
     ours.check(None)
     for host in (None, "0.0.0.0", "::"):
@@ -146,16 +130,13 @@ def test_files_are_looked_at_when_a_process_starts(
         (TlsFiles(ca=tmp_path / "none.pem", cert=ours.cert, key=ours.key), "tls.ca: .*none.pem: No such file"),
         (TlsFiles(ca=junk, cert=ours.cert, key=ours.key), "tls.ca: .*junk.pem is not a PEM certificate"),
         (TlsFiles(ca=ours.ca, cert=junk, key=ours.key), "are not a PEM certificate and its private key"),
-        (
-            TlsFiles(ca=ours.ca, cert=ours.cert, key=authority.files("n4").key),
-            "are not a PEM certificate and its private",
-        ),
+        (TlsFiles(ca=ours.ca, cert=ours.cert, key=authority.files("n4").key), "are not a PEM certificate"),
     ):
         with pytest.raises(ValueError, match=words):
             files.check("127.0.0.1")
 
 
-def test_the_environment_names_all_three_files_or_none(ours: TlsFiles) -> None:
+def test_the_environment_names_all_three_files_or_none(ours):
     assert tls_files({}) is None
     assert tls_files({TLS_CA: "", TLS_CERT: " "}) is None
     assert tls_files(ours.environment) == ours
