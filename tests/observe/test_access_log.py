@@ -4,10 +4,7 @@ import json
 import time
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from epd_serve.protocol.wire import read_prompt_note, write_prompt_note
 from epd_serve.telemetry.span import join_trace, parse_traceparent
 from proxy.observe.access_log import AccessLog
 from proxy.observe.record import ENCODE, ENCODED, STORED, RequestRecord
@@ -65,22 +62,6 @@ def test_traceparent_as_the_specification_has_it(header, sampled):
         assert (joined.trace_id, joined.parent_id, joined.state) == (TRACE, SPAN, "vendor=1")
         assert joined.span_id != SPAN
         assert parse_traceparent(joined.traceparent) is not None
-
-
-@given(st.integers(0, 1 << 40), st.sets(st.integers(0, 99)))
-def test_a_prompt_note_round_trips(num_tokens, had):
-    assert read_prompt_note(write_prompt_note(num_tokens, sorted(had), 3)) == (num_tokens, had, 3)
-
-
-def test_events_of_a_stream_tell_its_end():
-    made = RequestRecord("chat", join_trace(), "r", time.monotonic())
-    made.forwarded(b'data: {"choices":[{"delta":{"content":"a"},"finish_reason":null}]}\n\n')
-    made.forwarded(b'data: {"choices":[{"delta":{},"finish_reason":"stop"}]}\n\n')
-    made.forwarded(b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":2}}\n\ndata: [DONE]\n\n')
-    made.streamed_all(None)
-    made.status, made.end_s = 200, time.monotonic()
-    made.complete()
-    assert (made.finish_reason, made.prompt_tokens, made.output_tokens) == ("stop", 7, 2)
 
 
 def test_an_item_whose_encoder_was_overtaken_by_the_answer_is_counted():

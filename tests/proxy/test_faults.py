@@ -220,21 +220,6 @@ async def test_a_loss_reported_during_a_poll_is_asked_about_at_once():
     await asyncio.gather(polling, return_exceptions=True)
 
 
-@STREAMS
-async def test_p_that_breaks_off_because_d_is_gone_is_not_blamed(start, kit, stream):
-    """P can hand over to nobody, so it cuts its answer; the next attempt needs another D, not another P."""
-    gateway = await start("p0:P", "d0:D", "d1:D")
-    is_gone = asyncio.Event()
-    gateway["p0"].scripts["/stage/prefill"] = lambda message: (
-        [kit.DECODE, is_gone.wait, 0.1, kit.DIE] if message.decode_url == gateway["d0"].url else [kit.DECODE]
-    )
-    gateway["d0"].scripts["/stage/decode"] = lambda _: [0.05, lambda: is_gone.set() or 0.0, kit.DIE]
-    assert await gateway.answer(kit.chat(stream=stream)) == (200, kit.REST + kit.DONE if stream else kit.WHOLE)
-    assert len(gateway["p0"].got("/stage/prefill")) == 2
-    assert gateway.table["p0"].ready
-    await gateway.settle()
-
-
 async def test_ps_failure_is_explained_by_d(start, kit):
     gateway = await start("p0:P", "d0:D", restart="never")
     gateway["p0"].scripts["/stage/prefill"] = lambda _: [kit.DECODE, 0.1, kit.DIE]

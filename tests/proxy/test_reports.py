@@ -1,9 +1,6 @@
 """The gateway listens to instances over real sockets."""
 
-import asyncio
-
 from epd_serve.protocol.instance_state import Load, Report
-from epd_serve.types import Stage
 
 
 async def test_a_silent_instance_gets_no_request_until_it_reports(start, kit):
@@ -16,32 +13,6 @@ async def test_a_silent_instance_gets_no_request_until_it_reports(start, kit):
     assert not gateway["p1"].got("/stage/prefill")
     gateway["p1"].hangs = False
     await gateway.until(lambda: gateway.table["p1"].ready)
-
-
-async def test_received_calls_are_not_counted_twice(start, kit):
-    gateway = await start("p0:P", "d0:D", reporting=True)
-    p0 = gateway["p0"]
-    go_on = asyncio.Event()
-    p0.scripts["/stage/prefill"] = lambda _: [go_on.wait, kit.NONE, kit.WHOLE]
-    answer = asyncio.create_task(gateway.answer(kit.chat()))
-    await gateway.until(lambda: p0.got("/stage/prefill"))
-    alone = gateway.table["p0"].pending.num_tokens
-    assert alone > 0, "estimated from the text"
-    [request] = p0.got("/stage/prefill")
-    named = []
-
-    def report():
-        names = [] if named else ["P" + request.request_id]
-        named.append(True)
-        return Report(load=Load(num_waiting_tokens=1000), received=names)
-
-    p0.report = report
-    await gateway.until(lambda: len(named) > 2)
-    assert gateway.table["p0"].pending.num_tokens == 1000
-    go_on.set()
-    assert (await answer)[0] == 200
-    await gateway.settle()
-    assert gateway.table["p0"].in_flight[Stage.PREFILL] == 0
 
 
 async def test_d_says_how_long_an_answer_may_be(start, kit):

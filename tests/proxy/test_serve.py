@@ -12,30 +12,10 @@ from hypothesis import strategies as st
 from instance_info import instance_info
 from msgspec.structs import replace
 
-from epd_serve.errors import (
-    CHOICES_LOST,
-    DECODE_DRAINING,
-    DRAINING,
-    NO_ROOM,
-    PEER_UNREACHABLE,
-    PREPARATION_FULL,
-    REQUEST_ENDED,
-    Conflict,
-    InstanceFailed,
-    InstanceLost,
-    InstanceUnreachable,
-    InvalidRequest,
-    Overloaded,
-    ServeError,
-    StageTimeout,
-    Unavailable,
-)
-from epd_serve.protocol.wire import (
-    EncodeReply,
-    MediaRef,
-    OutputOptions,
-    PromptOptions,
-)
+from epd_serve import errors
+from epd_serve.errors import InstanceFailed, InstanceLost, ServeError
+from epd_serve.protocol import wire
+from epd_serve.protocol.wire import EncodeReply, MediaRef
 from epd_serve.routing.retry import MAX_ATTEMPTS
 from epd_serve.routing.routes import Router
 from epd_serve.rpc import items
@@ -53,18 +33,18 @@ ROLES = {"e0": "E", "e1": "E", "p0": "P", "p1": "P", "d0": "D", "d1": "D", "a0":
 NUM_TOKENS = 6
 FINGERPRINT = "f"
 LOST = InstanceLost("gone")
-PLANNED = [Unavailable("it leaves", code=code) for code in (DRAINING, DECODE_DRAINING)]
+PLANNED = [errors.Unavailable("it leaves", code=code) for code in (errors.DRAINING, errors.DECODE_DRAINING)]
 FAILURES = [
     LOST,
-    InstanceUnreachable("not there"),
+    errors.InstanceUnreachable("not there"),
     InstanceFailed("broken"),
-    InstanceFailed("cut off", code=PEER_UNREACHABLE),
-    StageTimeout("late"),
-    Unavailable("no room", code=NO_ROOM),
-    Unavailable("ended", code=REQUEST_ENDED),
-    Overloaded("too many", code=PREPARATION_FULL),
-    Conflict("changing"),
-    InvalidRequest("wrong"),
+    InstanceFailed("cut off", code=errors.PEER_UNREACHABLE),
+    errors.StageTimeout("late"),
+    errors.Unavailable("no room", code=errors.NO_ROOM),
+    errors.Unavailable("ended", code=errors.REQUEST_ENDED),
+    errors.Overloaded("too many", code=errors.PREPARATION_FULL),
+    errors.Conflict("changing"),
+    errors.InvalidRequest("wrong"),
     *PLANNED,
 ]
 #: Draws for so many events; after them, the first of what may happen does.
@@ -266,13 +246,13 @@ class World:
     def job(self, loop):
         return Job(
             id="r",
-            output=OutputOptions("chat", "r", 0, "m", stream=self.streams),
+            output=wire.OutputOptions("chat", "r", 0, "m", stream=self.streams),
             sampling=SamplingParams(seed=1, n=self.num_choices),
             messages=None,
             prompt="once",
             items=self.items,
             record=self.record,
-            prompting=PromptOptions(),
+            prompting=wire.PromptOptions(),
             loop=loop,
         )
 
@@ -406,4 +386,4 @@ def test_every_request_comes_to_one_end(data, num_items, num_choices, streams):
         assert world.client.got.endswith(DONE) if streams else body == b"{}"
     elif streams and isinstance(error, ServeError):
         assert not world.client.got.endswith(DONE)
-        assert (error.code == CHOICES_LOST) <= (num_choices > 1 and world.begun)
+        assert (error.code == errors.CHOICES_LOST) <= (num_choices > 1 and world.begun)

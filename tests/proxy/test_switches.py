@@ -1,14 +1,12 @@
 """Another role for an instance, ordered at the gateway: what may be, and what the table learns of it."""
 
 import asyncio
-from unittest.mock import Mock
 
 import pytest
 from gateway_settings import admin_plane
 
 from epd_serve.protocol import wire
 from epd_serve.protocol.instance_state import Load, Report, RoleChanged
-from epd_serve.rpc import items
 
 KEY = {"authorization": "Bearer secret"}
 
@@ -53,27 +51,6 @@ async def test_a_planned_departure_is_not_a_failure(gateway, kit):
     answers = await asyncio.gather(*(gateway.answer(kit.chat()) for _ in range(12)))
     assert answers == [(200, kit.WHOLE)] * 12 and gateway["p0"].got("/stage/prefill")
     assert gateway.table["p0"].state == "up"
-
-
-async def test_d_that_leaves_while_p_hands_over_to_it_is_not_taken_for_p(start, kit, monkeypatch):
-    gateway = await start("p0:P", "d0:D", "d1:D", reporting=True)
-    p0, mark_lost = gateway["p0"], Mock(wraps=gateway.table.mark_lost)
-    monkeypatch.setattr(gateway.table, "mark_lost", mark_lost)
-    left = b'data: {"error":{"message":"d: d0 is leaving its role","type":"x","code":"decode_draining"}}\n\n'
-
-    def hand_over(message):
-        if message.decode_url == gateway["d0"].url:
-            return [kit.FRAMES_THEN_DECODE, kit.frame(1), items.pack(items.ERROR, (), left)]
-        return [kit.FRAMES_THEN_DECODE, kit.frame(len(message.generated) + 1)]
-
-    p0.scripts["/stage/prefill"] = hand_over
-    gateway["d0"].scripts["/stage/decode"] = lambda _: [kit.FOREVER]
-    gateway["d1"].scripts["/stage/decode"] = lambda _: [kit.FRAMES, kit.frame(3), kit.frame(0, end=True)]
-    answers = [await gateway.answer(kit.chat(stream=True)) for _ in range(4)]
-    assert {status for status, _ in answers} == {200} and all(body.endswith(kit.DONE) for _, body in answers)
-    assert {call.args for call in mark_lost.call_args_list} == {("d0",)}
-    generated = [message.generated for message in p0.got("/stage/prefill") if message.generated]
-    assert generated and all(tokens == [1] for tokens in generated)
 
 
 @pytest.mark.parametrize("first", ["p0", "d0"])

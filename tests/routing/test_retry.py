@@ -2,21 +2,8 @@
 
 import pytest
 
-from epd_serve.errors import (
-    CHOICES_LOST,
-    DECODE_DRAINING,
-    DRAINING,
-    NO_ROOM,
-    PEER_UNREACHABLE,
-    REQUEST_ENDED,
-    Conflict,
-    InstanceFailed,
-    InstanceLost,
-    Overloaded,
-    ServeError,
-    StageTimeout,
-    Unavailable,
-)
+from epd_serve import errors
+from epd_serve.errors import InstanceFailed, InstanceLost, ServeError, Unavailable
 from epd_serve.routing.retry import MAX_ATTEMPTS, CallFailed, Retry
 from epd_serve.routing.routes import Demand, Router
 from epd_serve.types import Stage
@@ -42,16 +29,16 @@ def names(route):
 CULPRITS = [
     (P, InstanceLost("gone"), False, "p"),
     (D, InstanceLost("gone"), True, "d"),
-    (P, Overloaded("full"), False, "p"),
+    (P, errors.Overloaded("full"), False, "p"),
     (P, InstanceFailed("D failed under it"), False, "d"),
     (P, InstanceFailed("P failed"), True, "p"),
-    (P, Unavailable("D has no room", code=NO_ROOM), False, "d"),
-    (P, Unavailable("D ended it", code=REQUEST_ENDED), False, "d"),
-    (P, InstanceFailed("no way to D", code=PEER_UNREACHABLE), True, "d"),
-    (D, StageTimeout("P sent nothing"), False, "p"),
-    (D, Conflict("changing"), False, "d"),
-    (P, Unavailable("P leaves", code=DRAINING), False, "p"),
-    (P, InstanceFailed("D leaves", code=DECODE_DRAINING), True, "d"),
+    (P, Unavailable("D has no room", code=errors.NO_ROOM), False, "d"),
+    (P, Unavailable("D ended it", code=errors.REQUEST_ENDED), False, "d"),
+    (P, InstanceFailed("no way to D", code=errors.PEER_UNREACHABLE), True, "d"),
+    (D, errors.StageTimeout("P sent nothing"), False, "p"),
+    (D, errors.Conflict("changing"), False, "d"),
+    (P, Unavailable("P leaves", code=errors.DRAINING), False, "p"),
+    (P, InstanceFailed("D leaves", code=errors.DECODE_DRAINING), True, "d"),
 ]
 
 
@@ -86,7 +73,7 @@ def test_lost_connections_are_preferred_least_but_not_excluded(build):
     lost = {names(pick(retry))[1]}
     for _ in range(2):
         route = pick(retry)
-        retry.fail_attempt(route, CallFailed(P, InstanceFailed("no way", code=PEER_UNREACHABLE)))
+        retry.fail_attempt(route, CallFailed(P, InstanceFailed("no way", code=errors.PEER_UNREACHABLE)))
         lost.add(route.decode.name)
     assert lost == {"d0", "d1"}
     assert names(pick(retry))[1] in lost
@@ -97,7 +84,7 @@ def test_attempts_are_bounded_and_planned_leaving_does_not_count(build):
     retry = retry_of(table)
     for _ in range(2 * MAX_ATTEMPTS):
         route = pick(retry)
-        retry.fail_attempt(route, CallFailed(P, Unavailable("it leaves", code=DRAINING)))
+        retry.fail_attempt(route, CallFailed(P, Unavailable("it leaves", code=errors.DRAINING)))
         assert not route.prefill.ready, "no request goes there until it says that it is ready"
         build.update(table, f"{route.prefill.name}:EPD")
     for _ in range(MAX_ATTEMPTS - 1):
@@ -106,7 +93,7 @@ def test_attempts_are_bounded_and_planned_leaving_does_not_count(build):
         retry.fail_attempt(pick(retry), CallFailed(P, InstanceLost("gone")))
 
 
-@pytest.mark.parametrize(("num_choices", "generated", "code"), [(1, None, "x"), (2, None, CHOICES_LOST)])
+@pytest.mark.parametrize(("num_choices", "generated", "code"), [(1, None, "x"), (2, None, errors.CHOICES_LOST)])
 def test_a_stream_that_cannot_go_on_fails(build, num_choices, generated, code):
     retry = retry_of(build("a0:EPD", "a1:EPD"), num_sequences=num_choices)
     retry.fail_attempt(pick(retry), CallFailed(P, InstanceFailed("broken", code="x"), began=True))

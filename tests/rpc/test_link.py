@@ -219,24 +219,6 @@ async def test_a_slow_reader_gets_all_of_an_answer_before_its_error(to):
     assert len(found) == 10 * MIB
 
 
-async def test_a_slow_reader_stops_its_own_stream_alone(answers, to):
-    slow = sent(to, "/much")
-    await slow.opened
-    for _ in range(3):
-        assert len(await whole(sent(to, "/much"))) == 10 * MIB
-    assert answers.sent <= 3 * 10 * MIB + messages.WINDOW_BYTES + 128 * 1024
-    got = []
-
-    def write(data):
-        got.append(data)
-        return len(got) % 3 != 0  # its client takes some, and then has to be waited for
-
-    while not await slow.forward(write):
-        pass
-    slow.close()
-    assert b"".join(got) == b"".join(bytes([number]) * (128 * 1024) for number in range(80))
-
-
 async def test_what_the_writer_raises_ends_the_forwarding(to):
     def write(data):
         raise ValueError("full")
@@ -376,11 +358,18 @@ async def test_a_server_that_sends_what_it_may_not_is_lost(then, why):
 
 
 @pytest.mark.parametrize(
-    "answer", [b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n", b"\0epd-link/9\n", b"SSH-2.0"]
+    ("answer", "error", "why"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n", InstanceUntrusted, "another version"),
+        (b"\0epd-link/9\n", InstanceUntrusted, "another version"),
+        (b"SSH-2.0", InstanceUntrusted, "another version"),
+        (OPENING[:4], InstanceLost, "did not greet"),
+    ],
 )
-async def test_a_server_of_another_version_is_told_apart_from_a_dead_one(answer):
+async def test_a_server_that_greets_otherwise_is_told_apart_from_a_dead_one(answer, error, why, monkeypatch):
+    monkeypatch.setattr(links, "GREETING_S", 0.5)
     async with saying(answer) as to:
-        with pytest.raises(InstanceUntrusted, match="does not speak epd-link/1: it runs another version"):
+        with pytest.raises(error, match=why):
             await whole(sent(to, "/echo"))
 
 
@@ -389,13 +378,6 @@ async def test_a_caller_of_another_version_is_told_which_one_this_is(server):
     writer.write(b"\0epd-link/9\n")
     assert await reader.read() == OPENING
     writer.close()
-
-
-async def test_a_server_that_never_greets_is_given_up(monkeypatch):
-    monkeypatch.setattr(links, "GREETING_S", 0.2)
-    async with saying(OPENING[:4]) as to:
-        with pytest.raises(InstanceLost, match="did not greet"):
-            await whole(sent(to, "/echo"))
 
 
 CALL = b"".join(pack_call(1, "/wait", [b""]))
