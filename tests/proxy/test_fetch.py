@@ -4,6 +4,7 @@ import asyncio
 import base64
 import gzip
 import ipaddress
+import threading
 from functools import partial
 from urllib.parse import quote
 
@@ -315,6 +316,56 @@ async def test_the_resolved_address_is_checked(site, choosy, monkeypatch):
         with pytest.raises(InvalidRequest, match="must be reachable for this gateway"):
             await fetch.fetch(f"http://rebinding.example:{port}/image")
     assert len(hits) == 1
+
+
+async def test_dead_names_of_one_request_hold_up_no_other(site, monkeypatch):
+    port, loop = site[0], asyncio.get_running_loop()
+    look_up, dead, release = lookups.socket.getaddrinfo, set(), threading.Event()
+
+    def stall(host, *args, **options):
+        if host.startswith("dead"):
+            dead.add(host)
+            release.wait(300)
+        return look_up("127.0.0.1" if host.endswith(".example") else host, *args, **options)
+
+    monkeypatch.setattr(lookups.socket, "getaddrinfo", stall)
+    monkeypatch.setattr(lookups, "TIMEOUT_S", 300)
+    async with fetcher() as fetch:
+        loader, loads = MediaLoader(gateway_settings(), fetch), []
+        for letter in "ab":
+            urls = [f"http://dead-{letter}-{number}.example:{port}/picture" for number in range(60)]
+            loads.append(loop.create_task(loader.load([MediaSource(url=url, param="") for url in urls])))
+        while len(dead) < 8:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        for host in ("good.example", "127.0.0.1"):
+            assert await fetch.fetch(f"http://{host}:{port}/image") == b"picture"
+        assert (await loop.getaddrinfo("good.example", port))[0][4][0] == "127.0.0.1", "an instance's name"
+        assert not any(load.done() for load in loads)
+        release.set()
+        assert [len(await load) for load in loads] == [60, 60]
+        loader.close()
+
+
+async def test_waiting_for_a_name_has_an_end(monkeypatch):
+    """And a name that is still looked up has its place among those that may be."""
+    entered, release = [], threading.Event()
+
+    def never(*_args, **_options):
+        entered.append(None)
+        release.wait(300)
+        return []
+
+    monkeypatch.setattr(lookups.socket, "getaddrinfo", never)
+    monkeypatch.setattr(lookups, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(lookups, "MAX_LOOKUPS", 1)
+    names = lookups.Lookups()
+    for _ in range(2):
+        with pytest.raises(TimeoutError):
+            await names.resolve("silent.example", 80)
+    assert len(entered) == 1
+    release.set()
+    monkeypatch.setattr(lookups, "TIMEOUT_S", 300)
+    assert await names.resolve("silent.example", 80) == []
 
 
 ENDLESS = {

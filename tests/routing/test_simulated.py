@@ -1,14 +1,11 @@
 """The real policies before simulated instances, with a virtual clock."""
 
 import random
-from statistics import fmean
 
 import pytest
 from sim_load import check_books
 
-from benchmarks.ablations.routing import RandomOfTwo, RandomOfTwoEncoders, RoundRobinEncoders
 from epd_serve.cost.profile import DecodeLine, EncodeLine, Line, Profile
-from epd_serve.routing.encoders import BoundedHash
 from epd_serve.routing.routes import RoutePolicy, Router
 from epd_serve.sim.simulator import SimDeployment, simulate
 from epd_serve.sim.spec import Batching, SimInstanceSpec
@@ -66,10 +63,6 @@ def workload(seed, num_requests, rate, max_tokens=2000):
     return made
 
 
-def ideal(requests):
-    return 1 - len({request.images for request in requests}) / len(requests)
-
-
 def waits_s(outcome):
     check_books(outcome)
     return sorted(job.first_token_s - job.sent_s for job in outcome.jobs if job.first_token_s is not None)
@@ -90,43 +83,6 @@ def test_no_instance_starves(name):
     outcome = simulate(deployment, workload(1, 300, 300.0), routers=[Router(RoutePolicy(name))])
     assert len(waits_s(outcome)) == 300
     assert all(number >= 10 for number in chosen(outcome).values()), chosen(outcome)
-
-
-def mean_wait_s(policy):
-    """The mean wait of prompts of very different lengths on unequal instances."""
-    deployment = fleet("E", "P", "P", "P", "D", "D", slow=(3,), slowness=3.0)
-    return fmean(waits_s(simulate(deployment, workload(5, 400, 75.0), routers=[Router(policy)])))
-
-
-def test_seconds_are_a_better_load_than_turns():
-    least, turns = mean_wait_s(RoutePolicy()), mean_wait_s(RoutePolicy("round_robin"))
-    two = mean_wait_s(RandomOfTwo(draw=random.Random(1).random))
-    assert least < two < turns
-    assert least < 0.6 * turns
-
-
-@pytest.mark.parametrize("num_gateways", [1, 2])
-def test_repeated_images_are_encoded_once_and_encoders_work_evenly(num_gateways):
-    num_encoders = 4
-    requests = workload(7, 600, 0.6 * num_encoders / (0.4 * 0.037), max_tokens=100)
-
-    def run(encoders):
-        """The rate of hits, the busiest encoder over their mean, and the 99th percentile of waits."""
-        deployment = fleet(*["E"] * num_encoders, *["P"] * 4, "D")  # a single P would keep all features
-        outcome = simulate(deployment, requests, routers=[Router(encoders=encoders)] * num_gateways)
-        busy = [share for place, share in outcome.busy.items() if int(place[-1]) < num_encoders]
-        hit_rate, waits = 1 - outcome.encoded / len(requests), waits_s(outcome)
-        return hit_rate, max(busy) / fmean(busy), waits[int(0.99 * (len(waits) - 1))]
-
-    hit_rate, imbalance, p99_s = run(BoundedHash())
-    # two gateways learn of each other's choices a report later
-    assert hit_rate >= (0.95 if num_gateways == 1 else 0.9) * ideal(requests)
-    assert imbalance <= 1.25
-    hashing = run(BoundedHash(bound=float("inf"), even=float("inf")))
-    assert hashing[0] == pytest.approx(ideal(requests))
-    assert p99_s < hashing[2]
-    for other in (RoundRobinEncoders(), RandomOfTwoEncoders(draw=random.Random(1).random)):
-        assert run(other)[0] < 0.85 * ideal(requests)
 
 
 def test_what_a_gateway_knows_is_what_there_is():
