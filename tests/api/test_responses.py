@@ -23,10 +23,7 @@ async def test_a_response_has_the_text_of_the_chat(client):
     fields = {"model": "demo", "temperature": 0, "store": False, "metadata": {"a": "b"}}
     asked = {"instructions": "Be brief.", "input": [{"role": "user", "content": question}], "max_output_tokens": 6}
     response = await client.responses.create(**asked, **fields)
-    content = [
-        {"type": "image_url", "image_url": {"url": PICTURE}},
-        {"type": "text", "text": "What is it?"},
-    ]
+    content = [{"type": "image_url", "image_url": {"url": PICTURE}}, {"type": "text", "text": "What is it?"}]
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": content}]
     chat = await client.chat.completions.create(messages=messages, max_completion_tokens=6, **fields)
     assert response.output_text == chat.choices[0].message.content != ""

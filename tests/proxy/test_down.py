@@ -21,11 +21,7 @@ async def test_an_error_before_the_first_token_goes_to_every_other_instance(star
 
 @pytest.mark.parametrize(
     ("status", "name", "call", "after_s"),
-    [
-        (409, "p0", "/stage/prefill", 0.0),
-        (429, "d0", "/stage/decode", 0.0),
-        (503, "d0", "/stage/decode", 0.2),
-    ],
+    [(409, "p0", "/stage/prefill", 0.0), (429, "d0", "/stage/decode", 0.0), (503, "d0", "/stage/decode", 0.2)],
 )
 async def test_a_refusal_for_the_instances_own_state_is_tried_elsewhere(start, kit, status, name, call, after_s):
     """And says nothing against the instance; D may say it before or after P's answer begins."""
