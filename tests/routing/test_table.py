@@ -65,6 +65,11 @@ class Accounts(RuleBasedStateMachine):
         self.calls[request_id] = (opened, tokens)
         self.on_the_way.append(request_id)
 
+    @rule(tokens=st.integers(1, 1000))
+    def arrive_from_another_gateway(self, tokens):
+        self.number += 1
+        self.at_instance[f"another's {self.number}"] = tokens
+
     @rule()
     def arrive(self):
         if self.on_the_way:

@@ -425,27 +425,6 @@ async def test_what_is_said_of_calls_that_are_over_changes_nothing(server):
     writer.close()
 
 
-def test_all_of_it_works_on_uvloop_with_a_key():
-    """As instances and gateways run it."""
-
-    async def answer(body):
-        return Reply(body=bytes(body) * 100_000)
-
-    async def scenario():
-        async with linked({"/echo": answer}, "key-of-the-deployment") as url:
-            for key, works in (("key-of-the-deployment", True), ("another-key-than-that", False), (None, False)):
-                async with Link("p0", url, key) as to:
-                    calls = [sent(to, "/echo", b"abcdefgh") for _ in range(5)]
-                    for call in calls:
-                        if works:
-                            assert len(await whole(call)) == 800_000
-                        else:
-                            with pytest.raises(Exception, match="cluster_key"):
-                                await whole(call)
-
-    uvloop.run(scenario())
-
-
 @pytest.mark.parametrize("loop_factory", [uvloop.new_event_loop, asyncio.new_event_loop])
 def test_a_link_may_be_closed_while_it_connects(loop_factory):
     async def scenario():
