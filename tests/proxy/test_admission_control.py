@@ -56,46 +56,23 @@ async def test_each_key_has_its_own_limit_of_choices(start, kit):
         assert (await gateway.answer(kit.chat(), headers=headers))[0] == 200
 
 
-class Crowd:
-    """Requests of which the one called "first" holds its place until its client leaves."""
-
-    def __init__(self, gateway, kit):
-        self.gateway, self.kit = gateway, kit
-        self.served = []
-        self.tasks = []
-        gateway["pd0"].scripts["/stage/prefill"] = self._script
-
-    def _script(self, message):
-        self.served.append(message.prompt)
-        if message.prompt == "first":
-            return [self.kit.FOREVER]
-        return [0.01, self.kit.NONE, b'{"object":"text_completion"}']
-
-    def send(self, prompt, **fields):
-        body = {"prompt": prompt, **fields}
-        self.tasks.append(asyncio.create_task(self.gateway.answer(body, "/v1/completions")))
-        return self.tasks[-1]
-
-    async def waiting(self, number):
-        await self.gateway.until(lambda: self.gateway.admission.queue.num_waiting == number)
-
-
 async def test_the_queue_goes_by_priority_and_is_bounded(start, kit):
     gateway = await start("pd0:PD", max_in_flight=1, max_queue=3)
-    crowd = Crowd(gateway, kit)
-    first = crowd.send("first")
-    await gateway.until(lambda: crowd.served == ["first"])
-    for number, (prompt, priority) in enumerate([("later", 5), ("usual", 0), ("urgent", -1)], start=1):
-        crowd.send(prompt, priority=priority)
-        await crowd.waiting(number)
+    queue, go_on, asked = gateway.admission.queue, asyncio.Event(), []
+    gateway["pd0"].scripts["/stage/prefill"] = lambda _: [go_on.wait, kit.NONE, kit.WHOLE]
+    for number, (prompt, priority) in enumerate([("first", 0), ("later", 5), ("usual", 0), ("urgent", -1)]):
+        body = {"prompt": prompt, "priority": priority}
+        asked.append(asyncio.create_task(gateway.answer(body, "/v1/completions")))
+        await gateway.until(lambda number=number: (queue.num_in_flight, queue.num_waiting) == (1, number))
     async with gateway.post({"prompt": "too many"}, "/v1/completions") as response:
         assert response.status == 429
         assert int(response.headers["retry-after"]) >= 1
         assert json.loads(await response.read())["error"]["code"] == "overloaded"
-    first.cancel()
-    assert {status for status, _ in await asyncio.gather(*crowd.tasks[1:])} == {200}
-    assert crowd.served == ["first", "urgent", "usual", "later"]
-    await gateway.until(lambda: not gateway.admission.queue.num_in_flight)
+    go_on.set()
+    assert {status for status, _ in await asyncio.gather(*asked)} == {200}
+    calls = gateway["pd0"].got("/stage/prefill")
+    assert [call.prompt for call in calls] == ["first", "urgent", "usual", "later"]
+    await gateway.until(lambda: not queue.num_in_flight)
     text = await gateway.text("/metrics")
     for line in (
         'epd_serve_refused_total{key="anonymous",reason="overloaded"} 1.0',
