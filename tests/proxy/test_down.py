@@ -39,7 +39,7 @@ async def test_a_refusal_for_the_instances_own_state_is_tried_elsewhere(start, k
 
 async def test_a_silent_instance_loses_its_requests_to_another(start, kit):
     """It answers /info and keeps its connections; only /health tells."""
-    gateway = await start("a0:EPD", "a1:EPD", probe_timeout_s=0.3)
+    gateway = await start("a0:EPD", "a1:EPD", probe_timeout_s=1)
     gateway["a0"].scripts |= {"/health": lambda _: [kit.FOREVER], "/stage/prefill": lambda _: [kit.FOREVER]}
     started = time.monotonic()
     answers = await asyncio.gather(*(gateway.answer(kit.chat()) for _ in range(4)))
@@ -54,7 +54,7 @@ async def test_a_silent_instance_loses_its_requests_to_another(start, kit):
 @pytest.mark.parametrize("reporting", [True, False])
 async def test_a_stream_continues_when_the_only_instance_returns(start, kit, reporting):
     """The same process: it was stopped, and nothing that failed before speaks against it."""
-    gateway = await start("a0:EPD", probe_timeout_s=0.3, reporting=reporting)
+    gateway = await start("a0:EPD", probe_timeout_s=1, reporting=reporting)
     gateway["a0"].scripts["/stage/prefill"] = lambda message: (
         [kit.FRAMES, kit.frame(2), kit.frame(0, end=True)]
         if message.generated

@@ -120,7 +120,7 @@ async def test_an_error_event_of_the_instance_is_not_doubled(start, kit, end):
 
 
 async def test_an_error_event_that_no_other_makes_good_ends_the_stream_with_its_type(start, kit):
-    gateway = await start("a0:EPD", "a1:EPD", restart="never", probe_timeout_s=0.3)
+    gateway = await start("a0:EPD", "a1:EPD", restart="never", probe_timeout_s=1)
     gateway["a1"].loading = True  # it may come, and does not
     await gateway.until(lambda: not gateway.table["a1"].ready)
     error = items.pack(items.ERROR, (), b'data: {"error":{"message":"a step failed","type":"server_error"}}\n\n')
