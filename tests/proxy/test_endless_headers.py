@@ -94,7 +94,7 @@ async def test_headers(start, port, sent):
             waits_s.append(await ask())
         assert await sending < MAX_TAKEN_BYTES
         assert resident_bytes() - before < 16 << 20
-        assert max(waits_s) < 1.0, "a healthy neighbour is answered meanwhile"
+        assert max(waits_s) < 5.0, "a healthy neighbour is answered meanwhile"
 
 
 @pytest.mark.parametrize("path", ["/health", "/stage/prefill"])
