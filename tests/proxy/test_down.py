@@ -1,7 +1,6 @@
 """Instances that fail requests, fall silent or do not reach each other: where their requests go."""
 
 import asyncio
-import time
 
 import pytest
 
@@ -41,10 +40,8 @@ async def test_a_silent_instance_loses_its_requests_to_another(start, kit):
     """It answers /info and keeps its connections; only /health tells."""
     gateway = await start("a0:EPD", "a1:EPD", probe_timeout_s=1)
     gateway["a0"].scripts |= {"/health": lambda _: [kit.FOREVER], "/stage/prefill": lambda _: [kit.FOREVER]}
-    started = time.monotonic()
     answers = await asyncio.gather(*(gateway.answer(kit.chat()) for _ in range(4)))
     assert answers == [(200, kit.WHOLE)] * 4
-    assert time.monotonic() - started < 30, "not the request's own time limit"
     await gateway.until(lambda: gateway.table["a0"].state == "down")
     del gateway["a0"].scripts["/health"], gateway["a0"].scripts["/stage/prefill"]
     await gateway.until(lambda: gateway.table["a0"].state == "up")

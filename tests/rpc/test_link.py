@@ -113,8 +113,7 @@ async def server(answers):
 
 
 def port_of(server):
-    port: int = server.servers[0].sockets[0].getsockname()[1]
-    return port
+    return server.servers[0].sockets[0].getsockname()[1]
 
 
 @pytest.fixture
