@@ -59,7 +59,7 @@ async def test_an_image_that_no_instance_can_encode_is_an_error(start, kit, stat
     gateway = await start("e0:E", "p0:P", "d0:D")
     await gateway.answer(kit.chat())  # what follows is sent at once, not when there is a connection
     for name in ("e0", "p0"):
-        gateway[name].scripts["/stage/encode"] = lambda _: kit.fail(status, "it cannot", code=code)
+        gateway[name].scripts["/stage/encode"] = lambda _: kit.fail(status, "it cannot encode this", code=code)
     gateway["p0"].scripts["/stage/prefill"] = lambda _: [kit.FOREVER]
     gateway["d0"].scripts["/stage/decode"] = lambda _: [kit.FOREVER]
     assert (await gateway.error(kit.chat(red(kit), stream=True)))[0] == told
