@@ -115,7 +115,7 @@ def tokens_of(choice: Mapping[str, Any]) -> list[tuple[str, float]]:
 
 
 def same(left: list[Answer] | BaseException, right: list[Answer] | BaseException) -> bool | None:
-    """The same words and tokens, and log-probabilities that differ by rounding alone; None where one is an error."""
+    """The same tokens, and log-probabilities that differ by rounding alone; None where one is an error."""
     if isinstance(left, BaseException) or isinstance(right, BaseException):
         return None
     return len(left) == len(right) and all(
