@@ -6,11 +6,22 @@ import importlib.util
 import multiprocessing
 import os
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
-from attention_contract import TOLERANCES, batches, check, layers, segments
+from attention_contract import (
+    TOLERANCES,
+    Batch,
+    Layers,
+    Segments,
+    batches,
+    check_layers,
+    check_segments,
+    check_step,
+    layers,
+    segments,
+)
 from decode_step import DecodeStep
 from hypothesis import given, settings
 
@@ -28,7 +39,7 @@ def has_npu() -> bool:
 
 pytestmark = [pytest.mark.ascend_hw, pytest.mark.skipif(not has_npu(), reason="not run: no NPU")]
 
-DTYPE = torch.bfloat16
+DTYPE, TOLERANCE = torch.bfloat16, TOLERANCES[torch.bfloat16]
 LAYOUTS = ("TND", "BSND")
 
 
@@ -40,19 +51,33 @@ def npu() -> Iterator[AscendDevice]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_operators(layout: Layout, npu: AscendDevice) -> None:
+def test_steps(layout: Layout, npu: AscendDevice) -> None:
     """Settles whether TND may have pages on this hardware."""
 
-    @settings(max_examples=90, deadline=None)
-    @given(
-        case=batches(block_sizes=[128], head_dims=[64, 128], groups=[1, 2, 4, 7, 8], max_context=300)
-        | segments(head_dims=[64, 72, 80, 96, 128])
-        | layers(head_dims=[64, 128], widths=[64, 128, 1024])
-    )
-    def compare(case: Any) -> None:
-        check(AscendOps(layout=layout), case, DTYPE, npu.torch_device, TOLERANCES[DTYPE])
+    @settings(max_examples=30, deadline=None)
+    @given(batch=batches(block_sizes=[128], head_dims=[64, 128], groups=[1, 2, 4, 7, 8], max_context=300))
+    def check(batch: Batch) -> None:
+        check_step(AscendOps(layout=layout), batch, DTYPE, npu.torch_device, TOLERANCE)
 
-    compare()
+    check()
+
+
+def test_vision_attention(npu: AscendDevice) -> None:
+    @settings(max_examples=30, deadline=None)
+    @given(case=segments(head_dims=[64, 72, 80, 96, 128]))
+    def check(case: Segments) -> None:
+        check_segments(npu.ops, case, DTYPE, npu.torch_device, TOLERANCE)
+
+    check()
+
+
+def test_layer_operators(npu: AscendDevice) -> None:
+    @settings(max_examples=30, deadline=None)
+    @given(case=layers(head_dims=[64, 128], widths=[64, 128, 1024]))
+    def check(case: Layers) -> None:
+        check_layers(npu.ops, case, DTYPE, npu.torch_device, TOLERANCE)
+
+    check()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -97,14 +97,30 @@ def test_graph_capture_knows_the_attention(version: Any) -> None:
     assert f"{version.operator}.default" in _NPU_GRAPH_OP_HANDLERS
 
 
-#: Calls that the level host does not make.
 CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
     "NPUGraph()": (torch_npu.npu.NPUGraph.__init__, (None,), {}),
     "graph": (torch_npu.npu.graph.__init__, (None, None), {"pool": None, "auto_dispatch_capture": True}),
     "NPUGraph.update": (torch_npu.npu.NPUGraph.update, (None,), {"cpu_update_input": [{}]}),
     "NPUGraph.replay": (torch_npu.npu.NPUGraph.replay, (None,), {}),
     "NPUGraph.pool": (torch_npu.npu.NPUGraph.pool, (None,), {}),
+    "Stream()": (torch_npu.npu.Stream.__new__, (None,), {}),
     "Stream.wait_stream": (torch_npu.npu.Stream.wait_stream, (None, None), {}),
+    "Stream.record_event": (torch_npu.npu.Stream.record_event, (None,), {}),
+    "Event.synchronize": (torch_npu.npu.Event.synchronize, (None,), {}),
+    "current_stream": (torch_npu.npu.current_stream, (), {}),
+    "stream": (torch_npu.npu.stream, (None,), {}),
+    "device": (torch_npu.npu.device, (None,), {}),
+    "set_device_limit": (torch_npu.npu.set_device_limit.func, (0, 1, 1), {}),
+    "get_device_limit": (torch_npu.npu.get_device_limit, (0,), {}),
+    "set_per_process_memory_fraction": (torch_npu.npu.set_per_process_memory_fraction, (0.5, 0), {}),
+    "memory_allocated": (torch_npu.npu.memory_allocated, (0,), {}),
+    "memory_reserved": (torch_npu.npu.memory_reserved, (0,), {}),
+    "max_memory_allocated": (torch_npu.npu.max_memory_allocated, (0,), {}),
+    "reset_peak_memory_stats": (torch_npu.npu.reset_peak_memory_stats, (0,), {}),
+    "mem_get_info": (torch_npu.npu.mem_get_info, (0,), {}),
+    "get_device_properties": (torch_npu.npu.get_device_properties, (0,), {}),
+    "get_device_name": (torch_npu.npu.get_device_name, (0,), {}),
+    "device_count": (torch_npu.npu.device_count, (), {}),
 }
 
 

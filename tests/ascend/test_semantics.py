@@ -7,7 +7,18 @@ from typing import Any
 
 import pytest
 from ascend_ladder import require_torch_npu
-from attention_contract import TOLERANCES, Batch, batches, check, layers, segments
+from attention_contract import (
+    TOLERANCES,
+    Batch,
+    Layers,
+    Segments,
+    batches,
+    check_layers,
+    check_segments,
+    check_step,
+    layers,
+    segments,
+)
 from hypothesis import given, settings
 
 require_torch_npu()
@@ -32,23 +43,45 @@ BACKENDS = {
     "v1 TND": AscendOps(attention=V1),
     "v1 BSND": AscendOps(attention=V1, layout="BSND"),
 }
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # The reference goes token by token: contexts stay short, but pass the border of a block.
 CHUNKS = batches(block_sizes=[128], head_dims=[8, 128], groups=[1, 2, 7], kv_heads=[1, 2], max_context=140)
 DECODES = batches(block_sizes=[16, 48, 128], head_dims=[64, 128], max_prefills=0)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@settings(max_examples=90, deadline=None)
-@given(case=CHUNKS | DECODES | segments(head_dims=[64, 72, 80, 96, 128, 160]))
-def test_attention(name: str, case: Any) -> None:
-    check(BACKENDS[name], case, torch.float32, CPU, TOLERANCES[torch.float32])
+@settings(max_examples=40, deadline=None)
+@given(batch=CHUNKS)
+def test_steps_with_chunks(name: str, batch: Batch) -> None:
+    check_step(BACKENDS[name], batch, torch.float32, CPU, TOLERANCES[torch.float32])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@settings(max_examples=50, deadline=None)
-@given(case=CHUNKS | layers())
-def test_other_types_and_layer_operators(dtype: torch.dtype, case: Any) -> None:
-    check(BACKENDS["v2 TND"], case, dtype, CPU, TOLERANCES[dtype])
+@pytest.mark.parametrize("name", BACKENDS)
+@settings(max_examples=25, deadline=None)
+@given(batch=DECODES)
+def test_decode_steps(name: str, batch: Batch) -> None:
+    check_step(BACKENDS[name], batch, torch.float32, CPU, TOLERANCES[torch.float32])
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@settings(max_examples=25, deadline=None)
+@given(batch=CHUNKS)
+def test_half_types(dtype: torch.dtype, batch: Batch) -> None:
+    check_step(BACKENDS["v2 TND"], batch, dtype, CPU, TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("name", ["v1 TND", "v2 TND"])
+@settings(max_examples=25, deadline=None)
+@given(case=segments(head_dims=[64, 72, 80, 96, 128, 160]))
+def test_vision_attention(name: str, case: Segments) -> None:
+    check_segments(BACKENDS[name], case, torch.float32, CPU, TOLERANCES[torch.float32])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=25, deadline=None)
+@given(case=layers())
+def test_layer_operators(dtype: torch.dtype, case: Layers) -> None:
+    check_layers(BACKENDS["v2 TND"], case, dtype, CPU, TOLERANCES[dtype])
 
 
 class TransposedMask(AscendOps):
@@ -79,6 +112,6 @@ WRONG: dict[str, tuple[Callable[[], AscendOps], Any, str]] = {
 def test_a_wrong_backend_is_noticed(case: str) -> None:
     backend, error, message = WRONG[case]
     batch = Batch([20], [(30, 60)], block_size=128, kv_heads=2, group=2, head_dim=16, seed=0)
-    check(AscendOps(), batch, torch.float32, CPU, TOLERANCES[torch.float32])
+    check_step(AscendOps(), batch, torch.float32, CPU, TOLERANCES[torch.float32])
     with pytest.raises(error, match=message):
-        check(backend(), batch, torch.float32, CPU, TOLERANCES[torch.float32])
+        check_step(backend(), batch, torch.float32, CPU, TOLERANCES[torch.float32])

@@ -74,7 +74,6 @@ class EngineBench(EngineHooks):
     device: Device = field(default_factory=lambda: get_device("cpu"))
     runs_ahead: bool = False
     starts: bool = True
-    block_size: int = BLOCK_SIZE
     events: queue.Queue[EngineEvent] = field(default_factory=queue.Queue)
     features: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -92,10 +91,10 @@ class EngineBench(EngineHooks):
             num_layers=language.num_layers,
             num_kv_heads=language.num_kv_heads,
             head_dim=language.head_dim,
-            block_size=self.block_size,
+            block_size=BLOCK_SIZE,
             dtype="float32",
             model="m",
-            state_blocks=language.state_blocks(self.block_size),
+            state_blocks=language.state_blocks(BLOCK_SIZE),
         )
         self.transport = EmbeddedTransport(path="shm")
         self.memory = memory = KVMemory(layout, self.num_blocks, device, self.transport)
@@ -113,7 +112,7 @@ class EngineBench(EngineHooks):
         runner = UnwaitingRunner(
             self.executor,
             device.ops,
-            block_size=self.block_size,
+            block_size=BLOCK_SIZE,
             num_position_axes=self.family.num_position_axes,
             eos_token_ids=frozenset({2}),
         )
@@ -122,11 +121,11 @@ class EngineBench(EngineHooks):
             self.family,
             language.inner,
             max_model_len=language.max_model_len,
-            block_size=self.block_size,
+            block_size=BLOCK_SIZE,
             generation=GenerationConfig(),
             rates=StageRates(time.monotonic),
         )
-        self.pool = BlockPool(self.num_blocks, self.block_size, state_blocks=layout.state_blocks)
+        self.pool = BlockPool(self.num_blocks, BLOCK_SIZE, state_blocks=layout.state_blocks)
         self.engine = Engine(self.pool, memory, self.budget, self, eos_token_ids=frozenset({2}))
         self.loop = StepLoop(self.engine, runner, self, runs_ahead=self.runs_ahead)
         if self.starts:
