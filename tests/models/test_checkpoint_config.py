@@ -29,7 +29,7 @@ def changed(kind: str, path: Path, part: str, name: str, value: Any) -> Path:
 
 
 _LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
-_YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 32}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 256}
 _WINDOWED = {"mrope_section": [4, 6, 6], "rope_type": "default", "rope_theta": 1e3}
 
 
@@ -74,7 +74,6 @@ def test_a_field_is_honoured_or_decides_nothing(
         ("gemma3_text", "", "rope_parameters", {"rope_type": "longrope", "rope_theta": 1e4}),
         ("qwen2", "", "layer_types", ["linear_attention"] * 5),
         ("llama", "", "num_key_value_heads", 3),
-        ("llava", "text_config", "model_type", "gemma"),
         ("llama", "", "hidden_act", "nonsense"),
         ("qwen2_5_vl", "vision_config", "in_channels", 1),
         ("qwen3_vl", "vision_config", "deepstack_visual_indexes", [1, 1]),
@@ -95,6 +94,12 @@ def test_a_field_that_is_not_honoured_is_refused_by_name(
     path = changed(kind, tmp_path / "model", part, name, value)
     with pytest.raises(ValueError, match=name):
         read_config(path)
+
+
+def test_an_unknown_language_model_is_refused(tmp_path: Path) -> None:
+    path = changed("llava", tmp_path / "model", "text_config", "model_type", "gemma")
+    with pytest.raises(ValueError, match="does not run the language model 'gemma'"):
+        LanguageModel(path, torch.float32, get_device("cpu"))
 
 
 def test_a_window_bounds_the_context(tmp_path: Path) -> None:
