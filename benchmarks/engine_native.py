@@ -180,10 +180,11 @@ def main() -> None:
     parser.add_argument(
         "--transformers", action="store_true", help="transformers' generate in place of the engine"
     )
+    parser.add_argument("--dtype", default="bfloat16")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     serve_engine = serve_transformers if arguments.transformers else serve_native
-    serve_engine(arguments.model, arguments.vocabulary, torch.bfloat16)
+    serve_engine(arguments.model, arguments.vocabulary, getattr(torch, arguments.dtype))
 
 
 def serve_native(model: Path, vocabulary: int, dtype: torch.dtype) -> None:

@@ -20,6 +20,9 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--vocabulary", type=int, required=True)
+    parser.add_argument("--compile", action="store_true", help="with torch.compile, as vLLM does by default")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--max-model-len", type=int, default=2048)
     arguments = parser.parse_args()
     os.environ.update(
         OMP_NUM_THREADS=str(arguments.threads),
@@ -37,9 +40,9 @@ def main() -> None:
 
     llm: Any = LLM(
         arguments.model,
-        dtype="bfloat16",
-        max_model_len=2048,
-        enforce_eager=True,
+        dtype=arguments.dtype,
+        max_model_len=arguments.max_model_len,
+        enforce_eager=not arguments.compile,
         enable_prefix_caching=False,
         limit_mm_per_prompt={"image": 1, "video": 0},
         max_num_seqs=64,
