@@ -130,25 +130,6 @@ def test_reasoning_is_split_from_the_content(
     assert whole["finish_reason"] == ("tool_calls" if call else finish_reason) == chunks[-1]["finish_reason"]
 
 
-@pytest.mark.parametrize("kind", ["chat", "completion"])
-def test_token_ids_come_with_their_text(kind: Any) -> None:
-    ids = ids_of("so it is")
-    sampling = SamplingParams(seed=0, stop=("it",))
-    for stream in (True, False):
-        options = OutputOptions(kind, "1", 0, "m", stream=stream, token_ids=True)
-        answer, reader, events = Answer(TOKENIZER, options, sampling, [1, 2]), ItemReader(), b""
-        for token in ids:
-            if not answer.finished:
-                events += reader.read(answer.push(0, token, None, None))
-        bodies = [json.loads(event[6:]) for event in events.split(b"\n\n") if event]
-        bodies = bodies or [json.loads(answer.end())]
-        told = [one for body in bodies for one in body["choices"][0]["token_ids"]]
-        assert told == ids[: len(told)] and len(told) == answer.usage.completion_tokens
-        first = bodies[0] if kind == "chat" else bodies[0]["choices"][0]
-        assert first["prompt_token_ids"] == [1, 2]
-        assert bodies[-1]["choices"][0]["stop_reason"] == "it"
-
-
 async def test_an_answer_that_cannot_be_written_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     push = Answer.push
 

@@ -5,11 +5,9 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
 
-from epd_serve.demo import weights_dir
 from epd_serve.engine.sampling.patterns import Patterns
-from epd_serve.instance.text.tokenizer import Detokenizer, Tokenizer
+from epd_serve.instance.text.tokenizer import Detokenizer
 
 
 class Bytes:
@@ -38,14 +36,6 @@ def test_pieces_make_the_whole(text: str) -> None:
     out, detokenizer = pieces(text)
     assert "".join(out) == text == detokenizer.text
     assert all("\ufffd" not in piece for piece in out)
-
-
-@pytest.mark.parametrize("text", ["a red circle and a blue square", "1 2 3 4", "héllo wörld ✓ 日本"])
-def test_with_a_real_tokenizer(text: str) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(weights_dir())
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    detokenizer = Detokenizer(Tokenizer(tokenizer), tokenizer.encode("What is this?"))
-    assert "".join([detokenizer.push(i) for i in ids] + [detokenizer.flush()]) == tokenizer.decode(ids)
 
 
 def test_tokens_that_are_not_shown_cost_nothing_later() -> None:

@@ -151,12 +151,6 @@ def test_a_long_list_of_pieces_goes_in_several_calls(served: Served) -> None:
     assert all(byte == 4 * index % 251 for index, byte in enumerate(data))
 
 
-def test_more_than_a_region_has_is_not_read_from_it(served: Served) -> None:
-    with pytest.raises(TransferError):
-        served.here.read(served.region, [(0, memoryview(bytearray(SIZE))), (0, memoryview(bytearray(1)))])
-    served.works()
-
-
 def test_an_answer_without_end_is_not_waited_for() -> None:
     """The address of an instance that was lost may be another process's by now."""
     listener = socket.create_server(("127.0.0.1", 0))
