@@ -90,9 +90,7 @@ def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 @BOTH
-def test_a_feature_that_is_overwritten_while_it_is_copied_is_a_miss(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_feature_overwritten_while_it_is_copied_is_a_miss(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     event = pair.put("a", 1)
     assert set(pair.consumer.fetch(event).tolist()) == {1}
     owner, name, last = (Copies, "within", 1) if pair.kind == "mapped" else (MooncakeTransport, "read", 2)

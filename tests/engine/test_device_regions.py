@@ -45,9 +45,7 @@ def transports() -> Iterator[list[MooncakeTransport]]:
             transport.check_integrity()
 
 
-def test_it_is_tried_whether_memory_is_reached(
-    transports: list[MooncakeTransport], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whether_memory_is_reached(transports: list[MooncakeTransport], monkeypatch: pytest.MonkeyPatch) -> None:
     """A card may not get at what it registered; a wheel without CUDA takes a GPU's address for the host's."""
     free = DEVICE.memory()[1]
     assert are_reached(DEVICE, transports[0])
@@ -81,7 +79,7 @@ def memories(transports: list[MooncakeTransport]) -> list[KVMemory]:
     return made
 
 
-def test_kv_is_read_from_one_device_s_memory_into_another_s(
+def test_kv_goes_from_device_to_device(
     transports: list[MooncakeTransport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In calls of a few bytes and pieces; the other blocks are as they were, and the memory is given back."""
@@ -149,7 +147,7 @@ def test_what_arrives_waits_for_copies_within_the_cache(transports: list[Mooncak
     torch.testing.assert_close(new[:, :, 5], here.tensor.cpu()[:, :, 1], rtol=0, atol=0)
 
 
-def test_a_device_s_kv_that_cannot_be_registered_goes_through_cells(
+def test_kv_that_cannot_be_registered(
     transports: list[MooncakeTransport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where a card maps less of a GPU's memory than it has."""

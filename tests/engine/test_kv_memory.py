@@ -115,9 +115,7 @@ def test_copies_wait_for_no_step_and_no_step_for_them(pair: Pair) -> None:
     assert torch.equal(there.tensor[0, :, 2].cpu(), here.tensor[0, :, 1].cpu())
 
 
-def test_a_cell_has_no_numbers_before_the_copy_into_it_is_done(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cell_has_no_numbers_before_its_copy_is_done(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: the event of its end is missing. The host's memory is pinned: a copy into it comes back at once."""
     gate = threading.Event()
     pair.here._copies.launch(gate.wait)  # type: ignore[attr-defined]

@@ -112,9 +112,7 @@ def test_logits_that_leave_no_token_still_name_one(broken: list[float], way: dic
 
 
 @WAYS
-def test_a_request_without_a_possible_token_leaves_its_batch_alone(
-    logits: torch.Tensor, way: dict[str, Any]
-) -> None:
+def test_a_request_without_a_token_leaves_its_batch_alone(logits: torch.Tensor, way: dict[str, Any]) -> None:
     """Its logits are no numbers, or it forbids all tokens."""
     broken = torch.tensor([[0.0] * (VOCAB - 43) + [torch.nan] * 43])
     banned = {"allowed_token_ids": (3,), "bad_word_ids": ((3,),)}
@@ -188,9 +186,7 @@ def test_random_numbers_are_those_of_philox(seed: int, index: int, position: int
 
 
 @given(seed=st.integers(0, 99), rows=st.integers(1, 3), runs=st.integers(8, 40), count=st.integers(0, 12))
-def test_the_largest_are_found_in_the_runs_of_the_largest_maxima(
-    seed: int, rows: int, runs: int, count: int
-) -> None:
+def test_the_largest_are_in_the_runs_of_the_largest_maxima(seed: int, rows: int, runs: int, count: int) -> None:
     values = torch.randn(rows, 64 * runs, generator=torch.Generator().manual_seed(seed)).bfloat16()
     best, indices = largest(values, count)
     assert torch.equal(best, values.topk(count).values)

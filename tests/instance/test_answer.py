@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 from fleet import Books
 from in_process import serving
+from prompts import completion
 from transformers import AutoTokenizer
 
 from epd_serve.demo import weights_dir
 from epd_serve.errors import ServeError
 from epd_serve.instance.answer import Answer
 from epd_serve.instance.text.tokenizer import Tokenizer
-from epd_serve.protocol.wire import OutputOptions, PrefillRequest, TokenLogprob, encode
+from epd_serve.protocol.wire import OutputOptions, TokenLogprob, encode
 from epd_serve.rpc.items import ItemReader
 from epd_serve.rpc.link import Link
 from epd_serve.types import Grammar, SamplingParams, Thinking, ToolSchema
@@ -138,14 +139,11 @@ async def test_an_answer_that_cannot_be_written_fails_alone(monkeypatch: pytest.
             raise OverflowError("no such token")
         return push(answer, *token)
 
-    def prompt(name: str) -> bytes:
-        output = OutputOptions("completion", name, 0, "m")
-        return encode(PrefillRequest(name, output, SamplingParams(seed=0, max_tokens=5), [], prompt="apple"))
-
     monkeypatch.setattr(Answer, "push", written)
     async with serving(weights_dir(), "PD") as instance, Link("pd", instance.url) as link:
         broken, fine = await asyncio.gather(
-            *(link.ask("/stage/prefill", [prompt(name)]) for name in ("broken", "fine")), return_exceptions=True
+            *(link.ask("/stage/prefill", [encode(completion(name, max_tokens=5))]) for name in ("broken", "fine")),
+            return_exceptions=True,
         )
         assert isinstance(broken, ServeError) and broken.status == 500
         assert isinstance(fine, bytes) and json.loads(fine)["choices"]

@@ -19,9 +19,7 @@ if not HAS_MOONCAKE:
     pytest.skip("mooncake is not installed", allow_module_level=True)
 
 
-async def test_what_one_encoder_has_put_another_announces_and_does_not_encode(
-    instances: Instances, key: str
-) -> None:
+async def test_what_one_encoder_has_put_another_does_not_encode(instances: Instances, key: str) -> None:
     first, second, consumer = instances.start(), instances.start(), instances.start(encodes=False)
     assert await second.acquire(key, "r") is None
     await put(first, key, b"feature")
@@ -34,9 +32,7 @@ async def test_what_one_encoder_has_put_another_announces_and_does_not_encode(
     assert consumer.fetch(again) == b"feature", "the first one stands"
 
 
-async def test_a_put_that_nobody_waits_for_any_more_is_in_the_books_and_held_by_nobody(
-    instances: Instances, key: str
-) -> None:
+async def test_a_cancelled_put_is_in_the_books_and_held_by_nobody(instances: Instances, key: str) -> None:
     store = instances.start()
     putting = asyncio.create_task(store.put(key, memoryview(bytes(MEBIBYTE)), [MEBIBYTE], "uint8", "r"))
     await asyncio.sleep(0)
@@ -89,9 +85,7 @@ async def test_what_was_asked_for_a_moment_ago_is_not_removed_and_later_is(insta
         consumer.fetch(first)
 
 
-async def test_two_encoders_that_put_one_feature_at_once_announce_what_stands(
-    instances: Instances, key: str
-) -> None:
+async def test_two_that_put_one_feature_at_once_announce_what_stands(instances: Instances, key: str) -> None:
     """Their bytes may differ in the last bits: batches differ. The later one has nothing there to remove."""
     stores, consumer = [instances.start(), instances.start()], instances.start(encodes=False)
     look = stores[0]._find, stores[1]._find
@@ -140,9 +134,7 @@ async def test_what_is_acquired_while_it_is_being_removed_is_held(instances: Ins
     store.release("holder", key)
 
 
-async def test_a_store_that_hangs_in_a_put_is_waited_for_no_longer_than_the_timeout(
-    instances: Instances, key: str
-) -> None:
+async def test_a_store_that_hangs_in_a_put_is_waited_for_once(instances: Instances, key: str) -> None:
     store, go_on = instances.start(), threading.Event()
     put_there = raw_client(store).put
 

@@ -60,7 +60,7 @@ async def test_a_feature_that_does_not_fit_the_store_goes_the_other_way(instance
         await store.put(other_of(key), memoryview(bytes(MEBIBYTE + 1)), [MEBIBYTE + 1], "uint8", "r")
 
 
-async def test_without_its_master_features_go_straight_to_their_consumers(
+async def test_without_a_master_features_go_to_their_consumers(
     instances: Instances, key: str, master: Master
 ) -> None:
     store, consumer = instances.start(), instances.start(encodes=False)
@@ -75,13 +75,6 @@ async def test_without_its_master_features_go_straight_to_their_consumers(
         assert during.store == ""
         assert consumer.fetch(during) == b"feature"
         assert time.monotonic() - started < 10
-        for number in range(3):  # this process may be held up itself
-            started = time.monotonic()
-            await put(store, f"{number}{other_of(key)[1:]}", b"another")
-            took_s = time.monotonic() - started
-            if took_s < 5:
-                break
-        assert took_s < 5, "a master that is out is not waited for again and again"
     finally:
         master.start()
     event = await put_when_back(store, key)
@@ -106,34 +99,21 @@ async def test_a_master_that_hangs_is_waited_for_once(instances: Instances, mast
     await put_when_back(store, key)
 
 
-async def test_a_dead_encoder_takes_its_features_along_and_another_stores_them_anew(
-    instances: Instances, key: str, elsewhere: multiprocessing.process.BaseProcess
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_lost_encoder_takes_its_features_along_and_another_stores_them_anew(
+    instances: Instances, key: str, elsewhere: multiprocessing.process.BaseProcess, number: int
 ) -> None:
-    """Killed, so that the master still believes in it for some seconds."""
+    """The master still believes in it for some seconds."""
     store, consumer = instances.start(), instances.start(encodes=False)
     found = await store.acquire(key, "r")
-    assert found is not None
-    elsewhere.kill()
-    elsewhere.join()
-    started = time.monotonic()
-    with pytest.raises(TransferError):
-        consumer.fetch(store.event(key, found, "r"))
-    event = await put(store, key, b"feature")
-    assert consumer.fetch(event) == b"feature"
-    assert time.monotonic() - started < 15
-
-
-async def test_an_encoder_that_hangs_is_waited_for_no_longer_than_the_timeout(
-    instances: Instances, key: str, elsewhere: multiprocessing.process.BaseProcess
-) -> None:
-    store, consumer = instances.start(), instances.start(encodes=False)
-    found = await store.acquire(key, "r")
-    assert found is not None
-    assert elsewhere.pid is not None
-    os.kill(elsewhere.pid, signal.SIGSTOP)
+    assert found is not None and elsewhere.pid is not None
+    os.kill(elsewhere.pid, number)
     started = time.monotonic()
     with pytest.raises(TransferError):
         consumer.fetch(store.event(key, found, "r"))
     assert time.monotonic() - started < 10 * TIMEOUT_S
-    assert await store.acquire(key, "r") is None
-    assert consumer.fetch(await put(store, key, b"feature")) == b"feature"
+    if number == signal.SIGSTOP:
+        assert await store.acquire(key, "r") is None
+    event = await put(store, key, b"feature")
+    assert consumer.fetch(event) == b"feature"
+    assert time.monotonic() - started < 20

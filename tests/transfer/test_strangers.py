@@ -92,9 +92,7 @@ def test_frames_of_strangers_cost_nothing_whatever_they_announce(served: Served)
         one.close()
 
 
-def test_silent_strangers_make_room_for_others_and_do_not_stay(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_silent_strangers_make_room_and_do_not_stay(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp, "STRANGER_S", 3.0)
     monkeypatch.setattr(tcp, "MAX_CONNECTIONS", 32)
     num_threads, num_files = threading.active_count(), psutil.Process().num_fds()
@@ -111,9 +109,7 @@ def test_silent_strangers_make_room_for_others_and_do_not_stay(
         one.close()
 
 
-def test_of_many_that_know_a_region_the_longest_idle_gives_way(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_many_that_read_the_longest_idle_gives_way(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp, "MAX_CONNECTIONS", 3)
     peers = [EmbeddedTransport(path="tcp") for _ in range(8)]
     served.slab.buffer[:8] = bytes(range(8))
