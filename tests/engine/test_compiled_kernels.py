@@ -1,4 +1,4 @@
-"""Triton compiles a kernel for each combination of dtypes, divisibilities and ones: a warm-up asks for all of them.
+"""Triton compiles a kernel for each dtype and divisibility of its arguments: the warm-up asks for all of them.
 
 A process of its own notes these keys on a chip of tests: in this one the kernels may be the interpreter's.
 """
