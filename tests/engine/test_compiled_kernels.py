@@ -1,6 +1,8 @@
-"""Triton compiles a kernel for each dtype and divisibility of its arguments: the warm-up asks for all of them.
+"""Triton compiles a kernel for each combination of dtypes, divisibilities and ones among its arguments: all that
+requests ask for must have been asked for by the steps before an instance is ready.
 
-A process of its own notes these keys on a chip of tests: in this one the kernels may be the interpreter's.
+A process of its own asks Triton for these keys, on a chip of tests and without compiling: in this one the
+kernels may be the interpreter's.
 """
 
 from __future__ import annotations
@@ -10,7 +12,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,20 +82,14 @@ def _main(path: Path, graphs: str) -> None:
         _, specialization, chosen = binder(*raw, **options)
         keys.add((kernel.__name__, repr((specialization, sorted(chosen.items())))))
 
-    def asking(name: str, ask: Callable[..., Any]) -> Callable[..., Any]:
-        def operator(self: ChipOps, *args: Any) -> Any:
-            ask(*args)
-            return getattr(ChipOps, name)(self, *args)
-
-        return operator
-
     class NotingOps(ChipOps):
         """Asks for Triton's kernels, and computes by others."""
 
         compiled_by = TritonOps.compiled_by
-        write_kv = asking("write_kv", triton_layers.write_kv)
-        swiglu = asking("swiglu", triton_layers.swiglu)
-        rms_norm = asking("rms_norm", lambda hidden, *args: triton_layers.rms_norm(hidden, None, *args))
+
+        def write_kv(self, *args: Any) -> None:
+            triton_layers.write_kv(*args)
+            super().write_kv(*args)
 
         def attend(self, query: Any, key: Any, value: Any, kv_layer: Any, plan: Any, scale: float) -> Any:
             meta = plan.meta
@@ -103,6 +98,10 @@ def _main(path: Path, graphs: str) -> None:
                 rows = query[: meta.num_decodes]
                 triton_decode.paged_decode(rows, kv_layer, table, lengths, scale, cores=132)
             return super().attend(query, key, value, kv_layer, plan, scale)
+
+        def rms_norm(self, hidden: Any, weight: Any, epsilon: float) -> Any:
+            triton_layers.rms_norm(hidden, None, weight, epsilon)
+            return super().rms_norm(hidden, weight, epsilon)
 
         def add_rms_norm(self, hidden: Any, residual: Any, weight: Any, epsilon: float) -> Any:
             triton_layers.rms_norm(hidden, residual, weight, epsilon)
@@ -114,6 +113,10 @@ def _main(path: Path, graphs: str) -> None:
                 triton_layers.rotate(states, cos, sin)
             rotated = super().rotary(query, key, cos, sin)
             return tuple(states.contiguous() for states in rotated)
+
+        def swiglu(self, gate_up: Any) -> Any:
+            triton_layers.swiglu(gate_up)
+            return super().swiglu(gate_up)
 
         def draw(self, scores: Any, counters: Any, limits: Any) -> Any:
             TritonOps.draw(scores, counters, limits)
