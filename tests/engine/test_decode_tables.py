@@ -73,17 +73,3 @@ def test_inputs_are_those_of_the_sequences(name: str, events: list[tuple[str, in
             assert row[:used] == one.blocks[:used]
         assert not table[len(batch) :].cpu().any()
         assert positions.tolist()[: len(batch)] == [one.length - 1 + one.delta for one in batch]
-
-
-def test_an_ordinary_step_names_new_blocks_alone() -> None:
-    """A step of 256 sequences takes a block for one in sixteen of them; nothing grows with contexts."""
-    host = DecodeTables(16, 256)
-    lens = [8000 + row for row in range(256)]
-    tables = [list(range(600)) for _ in lens]
-    sizes = []
-    for _ in range(20):
-        change = host.change(tables, lens, [0] * 256)
-        sizes.append(sum(len(blocks) for _, _, blocks in change.writes))
-        lens = [length + 1 for length in lens]
-    assert change.seats is None and sizes[0] > 500 * 256
-    assert sizes[1:] == [16] * 19

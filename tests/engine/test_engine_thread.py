@@ -1,14 +1,10 @@
-"""The engine's thread: the device's work comes first; the benchmark of this thread in small."""
+"""The engine's thread: the device's work comes first."""
 
 from __future__ import annotations
-
-import json
-from pathlib import Path
 
 import pytest
 from engine_cells import BLOCK_SIZE, Cells, Runner, Step
 
-from benchmarks import engine_thread
 from epd_serve.cache.block_pool import BlockPool
 from epd_serve.engine.engine import Engine, EngineEvent, EngineHooks, FailureEvent
 from epd_serve.engine.step_loop import StepLoop
@@ -53,12 +49,3 @@ def test_tokens_are_handed_out_when_the_device_has_its_work(monkeypatch: pytest.
     assert journal.notes == (
         ["work", "token", "failure"] if fails else ["work", "work", "token", "work", *["token"] * 2]
     )
-
-
-def test_steps_are_those_of_all_sequences(tmp_path: Path) -> None:
-    output = tmp_path / "result.json"
-    argv = ["--sequences", "3", "--contexts", "20", "9000", "--steps", "40", "--output", str(output)]
-    engine_thread.main(argv)
-    cells = json.loads(output.read_text())["cells"]
-    assert [(one["sequences"], one["context"]) for one in cells] == [(3, 20), (3, 9000)]
-    assert all(0 < one["cpu_ms_per_step"] < 1000 for one in cells)

@@ -24,22 +24,7 @@ from epd_serve.types import Role
 
 LAYOUT = wire.KVLayout(num_layers=3, num_kv_heads=4, head_dim=2, block_size=2, dtype="float32", model="m")
 NUM_BLOCKS = 9
-
-
-def test_saved_blocks_come_back_elsewhere() -> None:
-    transport = EmbeddedTransport(path="shm")
-    memory = KVMemory(LAYOUT, NUM_BLOCKS, get_device("cpu"), transport)
-    cache = memory.tensor
-    cache.copy_(torch.randn(cache.shape))
-    old = cache.clone()
-    saved = memory.save([3, 1, 7])
-    cache[:, :, [1, 3, 7]] = 0.0  # others have them now
-    memory.restore(saved, 1, [3, 5])
-    torch.testing.assert_close(cache[:, :, [3, 5]], old[:, :, [1, 7]], rtol=0, atol=0)
-    untouched = [2, 4, 6, 8]
-    torch.testing.assert_close(cache[:, :, untouched], old[:, :, untouched], rtol=0, atol=0)
-    assert not cache[:, :, [1, 7]].any()
-    transport.close()
+OPTIONS = InstanceOptions(name="pd0", role=Role.parse("PD"), model=Path("m"), served_model_name="m", device="cpu")
 
 
 def test_kv_goes_from_device_to_device_through_few_cells() -> None:
@@ -86,8 +71,8 @@ def pair() -> Iterator[Pair]:
     transport.close()
 
 
-def test_kv_goes_from_one_device_s_memory_into_another_s(pair: Pair) -> None:
-    """From any blocks to any others, in any layers, and nothing through the host."""
+def test_kv_goes_from_one_device_s_memory_into_another_s_until_it_is_given_back(pair: Pair) -> None:
+    """From any blocks to any others, in any layers. Its owner waits: a peer may still read."""
     here, there = pair.here, pair.there
     assert there.maps(here.region)
     there.read_mapped(here.region, range(1, 3), [3, 1, 7], [5, 17, 1])
@@ -95,6 +80,9 @@ def test_kv_goes_from_one_device_s_memory_into_another_s(pair: Pair) -> None:
     torch.testing.assert_close(new[1:, :, [5, 17, 1]], old[1:, :, [3, 1, 7]], rtol=0, atol=0)
     others = [block for block in range(2 * NUM_BLOCKS) if block not in (5, 17, 1)]
     assert not new[:1].any() and not new[:, :, others].any()
+    here.release(pair.transport)
+    with pytest.raises(TransferError):
+        there.read_mapped(here.region, range(1), [1], [2])
 
 
 def test_memory_is_mapped_only_where_both_sides_share(pair: Pair) -> None:
@@ -127,9 +115,7 @@ def test_copies_wait_for_no_step_and_no_step_for_them(pair: Pair) -> None:
     assert torch.equal(there.tensor[0, :, 2].cpu(), here.tensor[0, :, 1].cpu())
 
 
-def test_a_cell_has_no_numbers_before_the_copy_into_it_is_done(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cell_has_no_numbers_before_its_copy_is_done(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: the event of its end is missing. The host's memory is pinned: a copy into it comes back at once."""
     gate = threading.Event()
     pair.here._copies.launch(gate.wait)  # type: ignore[attr-defined]
@@ -143,33 +129,18 @@ def test_a_cell_has_no_numbers_before_the_copy_into_it_is_done(
         assert not cell.isnan().any()
 
 
-def test_memory_is_given_back_when_nobody_maps_it(pair: Pair) -> None:
-    """Its owner waits: others would get memory that a peer still reads."""
-    here, there = pair.here, pair.there
-    assert there.maps(here.region)
-    here.release(pair.transport)
-    with pytest.raises(TransferError):
-        there.read_mapped(here.region, range(1), [1], [2])
-
-
 def test_the_kv_of_an_accelerator_fits_beside_step_and_features() -> None:
-    options = InstanceOptions(
-        name="pd0", role=Role.parse("PD"), model=Path("m"), served_model_name="m", device="cuda:0"
-    )
     free = 1 << 30
-    small = options.model_copy(update={"feature_cache_bytes": free // 10})
+    small = OPTIONS.model_copy(update={"device": "cuda:0", "feature_cache_bytes": free // 10})
     nbytes = num_kv_blocks(small, LAYOUT, "cuda", free, lambda: free // 4) * block_nbytes(LAYOUT)
     assert 0.59 * free < nbytes <= 0.6 * free, "95 % without the step's and the features'"
 
 
 def test_states_have_room_beside_the_usual_kv() -> None:
     """Of four sequences on a CPU; a size that is given must hold one."""
-    options = InstanceOptions(
-        name="pd0", role=Role.parse("PD"), model=Path("m"), served_model_name="m", device="cpu"
-    )
     layout = msgspec.structs.replace(LAYOUT, state_blocks=500)
-    assert num_kv_blocks(options, layout, "cpu", 0, int) == num_kv_blocks(options, LAYOUT, "cpu", 0, int) + 2000
-    small = options.model_copy(update={"kv_cache_bytes": 500 * block_nbytes(layout)})
+    assert num_kv_blocks(OPTIONS, layout, "cpu", 0, int) == num_kv_blocks(OPTIONS, LAYOUT, "cpu", 0, int) + 2000
+    small = OPTIONS.model_copy(update={"kv_cache_bytes": 500 * block_nbytes(layout)})
     with pytest.raises(ValueError, match="which are 564 blocks, 500 of them for the recurrent state"):
         num_kv_blocks(small, layout, "cpu", 0, int)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from device.registry import get_device
 from epd_serve.engine.computing import ALL_FORBIDDEN, NO_TOKEN, SampledToken
-from epd_serve.engine.sampling.sampler import DrawNumbers, Row, Sampler, largest
+from epd_serve.engine.sampling.sampler import Row, Sampler, largest
 from epd_serve.engine.sampling.sampler import draw as draw_sorted
 from epd_serve.sched.sequence import Sequence
 from epd_serve.types import SamplingParams
@@ -86,19 +86,6 @@ def test_the_host_waits_for_no_device_before_it_reads(logits: torch.Tensor) -> N
     assert [expected[place].token_id for place in (0, 1, 5)] == [7, 3, 5]
 
 
-def test_numbers_of_draws_are_those_of_the_rows_however_they_go_on() -> None:
-    kept, device = DrawNumbers(), torch.device("cpu")
-    rows = [
-        Row(sequence([0] * n, seed=n << 63, temperature=0.1 * n, top_k=n), index) for n, index in ((1, 0), (0, 2))
-    ]
-    for tokens, chosen in ((1, rows), (1, rows), (0, rows), (2, rows), (1, rows[:1]), (1, rows[1:])):
-        for row in rows:
-            row.sequence.output_ids.extend([0] * tokens)
-        counters, limits = kept.of(chosen, device)
-        assert counters.numpy().view(np.uint64).tolist() == [list(row.counters) for row in chosen]
-        assert limits[:, 3].tolist() == [row.sampling.top_k for row in chosen] and limits[:, 0].min() > 0
-
-
 def test_a_token_depends_on_seed_index_and_position_only(logits: torch.Tensor) -> None:
     def tokens(**kwargs: Any) -> list[int]:
         return [draw(logits, sequence(output=[0] * i, temperature=1.0, **kwargs))[0] for i in range(20)]
@@ -108,33 +95,31 @@ def test_a_token_depends_on_seed_index_and_position_only(logits: torch.Tensor) -
     assert len(set(tokens())) > 3, "positions draw different numbers"
 
 
+WAYS = pytest.mark.parametrize(
+    "way", [{"temperature": 0.0}, {}, {"top_p": 0.5}, {"min_p": 0.1}, {"top_k": 3}, {"logprobs": 1}], ids=str
+)
+
+
 @pytest.mark.parametrize("broken", [[-torch.inf] * VOCAB, [torch.inf] + [0.0] * 49])
-@pytest.mark.parametrize("way", [{}, {"top_p": 0.5}, {"min_p": 0.1}, {"top_k": 3}, {"temperature": 0.01}], ids=str)
+@WAYS
 def test_logits_that_leave_no_token_still_name_one(broken: list[float], way: dict[str, Any]) -> None:
     drawn = sequence(**{"temperature": 1.0, **way})
     [token] = draw(torch.tensor([broken]), drawn)
     assert 0 <= token < VOCAB
-    [token] = draw_sorted(torch.tensor([broken]), [Row(drawn, 0)]).tolist()
-    assert 0 <= token < VOCAB
+    if drawn.sampling.temperature:
+        [token] = draw_sorted(torch.tensor([broken]), [Row(drawn, 0)]).tolist()
+        assert 0 <= token < VOCAB
 
 
-@pytest.mark.parametrize("way", [{"temperature": 0.0}, {}, {"top_k": 3}, {"logprobs": 1}], ids=str)
-def test_logits_that_are_no_numbers_name_no_token(logits: torch.Tensor, way: dict[str, Any]) -> None:
-    drawn, other = sequence(**{"temperature": 1.0, **way}), sequence(temperature=0.0)
+@WAYS
+def test_a_request_without_a_token_leaves_its_batch_alone(logits: torch.Tensor, way: dict[str, Any]) -> None:
+    """Its logits are no numbers, or it forbids all tokens."""
     broken = torch.tensor([[0.0] * (VOCAB - 43) + [torch.nan] * 43])
-    tokens = draw(torch.cat([broken, logits]), drawn, other)
-    assert tokens == [NO_TOKEN, int(logits.argmax())]
-
-
-@pytest.mark.parametrize("way", [{"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 3}, {"logprobs": 2}], ids=str)
-def test_a_request_that_forbids_all_tokens_leaves_its_batch_alone(
-    logits: torch.Tensor, way: dict[str, Any]
-) -> None:
     banned = {"allowed_token_ids": (3,), "bad_word_ids": ((3,),)}
-    contradictory = sequence(**{"temperature": 1.0, **banned, **way})
+    one, contradictory = (sequence(**{"temperature": 1.0, **more, **way}) for more in ({}, banned))
     drawn, bound = sequence(temperature=1.0), sequence(temperature=0.0, allowed_token_ids=(3,))
-    token, other, allowed = draw(logits, contradictory, drawn, bound)
-    assert (token, allowed) == (ALL_FORBIDDEN, 3) and [other] == draw(logits, drawn)
+    tokens = draw(torch.cat([broken, logits.expand(3, -1)]), one, contradictory, drawn, bound)
+    assert tokens == [NO_TOKEN, ALL_FORBIDDEN, *draw(logits, drawn), 3]
 
 
 def test_penalties_as_the_apis_define_them() -> None:
@@ -147,10 +132,11 @@ def test_penalties_as_the_apis_define_them() -> None:
     )
 
 
-def test_min_tokens_holds_eos_back() -> None:
+def test_min_tokens_hold_the_end_back_even_by_tokens_that_the_model_does_not_have() -> None:
     logits = torch.tensor([[9.0, 3.0, 2.0]])
-    assert draw(logits, sequence(temperature=0.0, min_tokens=2), eos=frozenset({0})) == [1]
-    assert draw(logits, sequence(output=[1, 1], temperature=0.0, min_tokens=2), eos=frozenset({0})) == [0]
+    held_back = sequence(temperature=0.0, min_tokens=2, stop_token_ids=(1, 999_999))
+    ended = sequence(output=[1, 1], temperature=0.0, min_tokens=2)
+    assert draw(logits, held_back, ended, eos=frozenset({0})) == [2, 0]
 
 
 def test_logprobs_are_those_of_the_model(logits: torch.Tensor) -> None:
@@ -165,12 +151,6 @@ def test_logprobs_are_those_of_the_model(logits: torch.Tensor) -> None:
 @pytest.mark.parametrize("temperature", [1e-10, 1e-38, 1e-46, 1e-300])
 def test_the_smallest_temperatures_choose_the_best_token(logits: torch.Tensor, temperature: float) -> None:
     assert draw(logits, sequence(temperature=temperature)) == [int(logits.argmax())]
-
-
-def test_a_stop_token_that_the_model_does_not_have_is_no_error() -> None:
-    logits = torch.tensor([[9.0, 3.0, 2.0]])
-    held_back = sequence(temperature=0.0, min_tokens=2, stop_token_ids=(1, 999_999))
-    assert draw(logits, held_back, sequence(temperature=0.0), eos=frozenset({0})) == [2, 0]
 
 
 KINDS: list[dict[str, Any]] = [
@@ -206,9 +186,7 @@ def test_random_numbers_are_those_of_philox(seed: int, index: int, position: int
 
 
 @given(seed=st.integers(0, 99), rows=st.integers(1, 3), runs=st.integers(8, 40), count=st.integers(0, 12))
-def test_the_largest_are_found_in_the_runs_of_the_largest_maxima(
-    seed: int, rows: int, runs: int, count: int
-) -> None:
+def test_the_largest_are_in_the_runs_of_the_largest_maxima(seed: int, rows: int, runs: int, count: int) -> None:
     values = torch.randn(rows, 64 * runs, generator=torch.Generator().manual_seed(seed)).bfloat16()
     best, indices = largest(values, count)
     assert torch.equal(best, values.topk(count).values)
@@ -270,17 +248,22 @@ def test_draws_keep_to_what_a_sorted_vocabulary_leaves(
             assert abs(share - exact) <= 6 * deviation + 2e-3, name
 
 
-def test_penalties_follow_a_sequence_that_grows() -> None:
-    """As if all of its output was counted anew for each token."""
+def test_penalties_and_draws_follow_sequences_that_grow_together_and_alone() -> None:
+    """As if all of the output was counted anew for each token."""
     generator = torch.Generator().manual_seed(2)
-    kinds = [{"repetition_penalty": 1.3}, {"presence_penalty": 0.7, "frequency_penalty": 0.4}]
-    growing = [sequence(prompt=[5, 5, 9], temperature=0.0, **kind) for kind in kinds]
+    kinds: list[dict[str, Any]] = [
+        {"repetition_penalty": 1.3},
+        {"presence_penalty": 0.7, "frequency_penalty": 0.4},
+        {"temperature": 0.9, "top_k": 7, "seed": 2**63 - 1},
+    ]
+    growing = [sequence(prompt=[5, 5, 9], **{"temperature": 0.0, **kind}) for kind in kinds]
     sampler = Sampler(OPS, frozenset())
-    for _ in range(80):
-        logits = torch.randn(2, VOCAB, generator=generator)
-        rows = [Row(s, 0) for s in growing]
+    for step in range(80):
+        some = growing[step % 4 :] if step % 8 in (1, 2) else growing
+        rows = [Row(s, 0) for s in some]
+        logits = torch.randn(len(rows), VOCAB, generator=generator)
         together = sampler.sample(logits, rows).read()
         assert together == sample(logits, rows)
-        for s, token in zip(growing, together, strict=True):
+        for s, token in zip(some, together, strict=True):
             s.output_ids.append(token.token_id)
     assert len(set(growing[1].output_ids)) > 10

@@ -11,17 +11,18 @@ from typing import Any
 
 import pytest
 import tiny_models
+from prompts import completion
 
 from device.emulated.timed import TimedDevice
 from epd_serve.config import InstanceOptions
 from epd_serve.config.sections import SLOConfig
-from epd_serve.engine.pace import measurements, step_timer
+from epd_serve.engine.pace import measurements
 from epd_serve.engine.pace.measurements import Measurements
 from epd_serve.engine.pace.step_limits import StepLimits
+from epd_serve.engine.pace.step_timer import StepTimer, median_s
 from epd_serve.instance.instance import Instance
-from epd_serve.protocol import wire
 from epd_serve.sched.step_sizes import StepShape
-from epd_serve.types import Role, SamplingParams
+from epd_serve.types import Role
 
 
 @pytest.fixture(scope="module")
@@ -62,61 +63,38 @@ async def started(options: InstanceOptions) -> AsyncIterator[Instance]:
         await instance.close()
 
 
+async def asked(instance: Instance, path: str) -> Any:
+    return json.loads((await instance.handlers()[path](b"")).body)
+
+
 async def budgets(instance: Instance) -> dict[str, float]:
-    route = instance.handlers()["/info"]
-    found: dict[str, float] = json.loads((await route(b"")).body)["budgets"]
+    found: dict[str, float] = (await asked(instance, "/info"))["budgets"]
     return found
 
 
-async def integrity(instance: Instance) -> dict[str, int]:
-    route = instance.handlers()["/integrity"]
-    in_use: dict[str, int] = json.loads((await route(b"")).body)
-    return in_use
-
-
 async def answer(instance: Instance, name: str, length: int) -> bytes:
-    request = wire.PrefillRequest(
-        request_id=name,
-        output=wire.OutputOptions(kind="completion", id="c", created=0, model="m"),
-        prompt=[300 + i % 97 for i in range(length)],
-        sampling=SamplingParams(seed=0, temperature=0.0, max_tokens=6, ignore_eos=True),
-        items=[],
-    )
+    request = completion(name, [300 + i % 97 for i in range(length)], max_tokens=6)
     reply = await instance.language.prefiller.prefill(request)
     assert reply.on_close is not None
     reply.on_close()
     return reply.body
 
 
-def counted(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
-    """Remembers the calls of a measurement, which goes on."""
-    calls: list[Any] = []
-    owner = step_timer.StepTimer if name == "seconds" else step_timer
-    original: Callable[..., float] = getattr(owner, name)
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[StepShape]:
+    """Steps that were measured."""
+    shapes: list[StepShape] = []
+    seconds = StepTimer.seconds
 
-    def measure(*arguments: Any) -> float:
-        calls.append(arguments[-1])
-        return original(*arguments)
+    def measure(timer: StepTimer, shape: StepShape, *arguments: Any) -> float:
+        shapes.append(shape)
+        return seconds(timer, shape, *arguments)
 
-    monkeypatch.setattr(owner, name, measure)
-    return calls
-
-
-def read_seconds(cache: Path) -> dict[str, float]:
-    (file,) = cache.rglob("*.json")
-    seconds: dict[str, float] = json.loads(file.read_text())["seconds"]
-    return seconds
+    monkeypatch.setattr(StepTimer, "seconds", measure)
+    return shapes
 
 
-def write_seconds(cache: Path, seconds: dict[str, float]) -> None:
-    (file,) = cache.rglob("*.json")
-    file.write_text(json.dumps({**json.loads(file.read_text()), "seconds": seconds}))
-
-
-async def test_without_an_slo_nothing_is_measured(
-    model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured = counted(monkeypatch, "seconds")
+async def test_without_an_slo_nothing_is_measured(model: Path, cache: Path, measured: list[StepShape]) -> None:
     for changes in ({}, {"slo": SLOConfig(ttft_ms=50.0)}):
         async with started(options(model, "PD", **changes)) as instance:
             assert await budgets(instance) == {
@@ -130,22 +108,30 @@ async def test_without_an_slo_nothing_is_measured(
     assert not any(cache.parent.rglob("*.json"))
 
 
+def slow_down(cache: Path) -> dict[str, float]:
+    """Make the steps on disk 100 times as long, and encodes 0.1 s an image; return the steps."""
+    (file,) = cache.rglob("*.json")
+    content = json.loads(file.read_text())
+    known = {key: 100 * seconds for key, seconds in content["seconds"].items() if key.startswith("step ")}
+    content["seconds"] = known | {f"encode {count}": 0.1 * count for count in range(1, 5)}
+    file.write_text(json.dumps(content))
+    return known
+
+
 async def test_budgets_come_from_the_slo_and_answers_stay(
-    model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, measured: list[StepShape]
 ) -> None:
     monkeypatch.setattr(measurements, "cpu_seconds_of_others", lambda: 0.0)  # else nothing is kept
-    measured = counted(monkeypatch, "seconds")
     async with started(options(model, "EPD", slo=SLOConfig(tpot_ms=10_000.0))) as instance:
         loose = await budgets(instance)
         expected = [await answer(instance, f"a{length}", length) for length in (5, 200)]
-        idle = await integrity(instance)
+        idle = await asked(instance, "/integrity")
     assert (loose["max_num_batched_tokens"], loose["max_num_seqs"], loose["limit_ms"]) == (256, 8, 10_000)
     assert loose["image_budget_pixels"] == 4 * IMAGE_PIXELS
     assert set(idle.values()) == {0}, "the profile left something behind"
     assert measured
     measured.clear()
-    known = {key: 100 * seconds for key, seconds in read_seconds(cache).items() if key.startswith("step ")}
-    write_seconds(cache, known | {f"encode {count}": 0.1 * count for count in range(1, 5)})
+    known = slow_down(cache)
     async with started(options(model, "EPD", slo=SLOConfig(tpot_ms=250.0))) as instance:
         assert [await answer(instance, f"a{length}", length) for length in (5, 200)] == expected
         tight = await budgets(instance)
@@ -154,7 +140,7 @@ async def test_budgets_come_from_the_slo_and_answers_stay(
     assert tight["correction"] != 1, "nothing was learnt from real steps"
 
 
-@pytest.mark.parametrize(("role", "slo"), [("PD", "tpot"), ("P", "ttft"), ("E", "ttft")])
+@pytest.mark.parametrize(("role", "slo"), [("PD", "tpot"), ("E", "ttft")])
 async def test_a_limit_that_cannot_be_met_gives_the_smallest_and_says_what_could(
     model: Path, caplog: pytest.LogCaptureFixture, role: str, slo: str
 ) -> None:
@@ -162,14 +148,11 @@ async def test_a_limit_that_cannot_be_met_gives_the_smallest_and_says_what_could
     async with started(options(model, role, slo={f"{slo}_ms": 0.001})) as instance:
         found = await budgets(instance)
         if role == "PD":
-            assert found["max_num_seqs"] == 1
+            assert (found["max_num_seqs"], found["max_num_batched_tokens"]) == (1, 16)
             assert b'"completion_tokens":6' in await answer(instance, "a", 40), "it serves all the same"
-        if role == "E":
-            assert found["image_budget_pixels"] == IMAGE_PIXELS
         else:
-            assert found["max_num_batched_tokens"] == 16
-    assert f"slo.{slo}_ms" in caplog.text
-    assert "the lowest feasible limit is" in caplog.text
+            assert found["image_budget_pixels"] == IMAGE_PIXELS
+    assert f"slo.{slo}_ms" in caplog.text and "lowest feasible limit" in caplog.text
 
 
 def limits_of(cache: Path, clock: Callable[[], float], others_s: Callable[[], float]) -> StepLimits:
@@ -196,7 +179,7 @@ def test_a_start_measures_for_seconds_and_says_where_it_keeps_them(
     assert str(file) in caplog.text
 
 
-@pytest.mark.parametrize(("busy", "is_kept"), [(0.0, True), (0.1, True), (0.9, False), (2.0, False)])
+@pytest.mark.parametrize(("busy", "is_kept"), [(0.1, True), (0.9, False)])
 def test_what_was_measured_under_load_is_measured_again(cache: Path, busy: float, is_kept: bool) -> None:
     now = [0.0]
 
@@ -209,9 +192,7 @@ def test_what_was_measured_under_load_is_measured_again(cache: Path, busy: float
 
 
 @pytest.mark.parametrize(("part", "is_kept"), [(None, True), (0.4, False)])
-def test_what_was_measured_beside_others_on_the_device_is_measured_again(
-    cache: Path, part: float | None, is_kept: bool
-) -> None:
+def test_what_was_measured_beside_others_is_measured_again(cache: Path, part: float | None, is_kept: bool) -> None:
     chosen = options(Path("model"), "P", memory_share=part)
     found = measurements.measurements(chosen, TimedDevice("h200", 0), "a")
     found.get("x", lambda: 1.5)
@@ -219,37 +200,36 @@ def test_what_was_measured_beside_others_on_the_device_is_measured_again(
     assert (cache / "profiles").is_dir() is is_kept
 
 
-# ---------------------------------------------------------------------- the file
+def test_what_is_cold_at_first_is_measured_once_it_is_warm() -> None:
+    now, num_runs = 0.0, 0
+
+    def run() -> None:
+        nonlocal now, num_runs
+        num_runs += 1
+        now += 0.009 if num_runs <= 20 else 0.006
+
+    assert median_s(run, lambda: now, least_s=0.2) == pytest.approx(0.006)
+    assert 0.4 <= now < 0.42, "so long for warming and again for measuring"
 
 
-def test_measurements_are_kept_per_combination(tmp_path: Path) -> None:
-    known = Measurements(tmp_path, {"model": "a", "threads": None})
-    assert known.get("x", lambda: 1.5) == 1.5
-    assert not known.file.exists()
-    known.save()
-    assert Measurements(tmp_path, {"model": "a", "threads": None}).get("x", lambda: 9.0) == 1.5
-    assert Measurements(tmp_path, {"model": "a", "threads": 1}).get("x", lambda: 9.0) == 9.0
-    assert [file.suffix for file in known.file.parent.iterdir()] == [".json"], "no temporary file stays"
+def test_a_file_is_of_one_combination_and_one_that_is_damaged_is_measured_again(tmp_path: Path) -> None:
+    def seconds(measured_s: float, **about: str | int | None) -> float:
+        known = Measurements(tmp_path, about)
+        found = known.get("x", lambda: measured_s)
+        known.save()
+        return found
+
+    assert [seconds(1.5, model="a"), seconds(2.5, model="b"), seconds(9.0, model="a")] == [1.5, 2.5, 1.5]
+    files = list((tmp_path / "profiles").iterdir())
+    assert [file.suffix for file in files] == [".json"] * 2, "no temporary file stays"
+    for content in (b"\xff\xfe", b'{"about": {'):
+        for file in files:
+            file.write_bytes(content)
+        assert [seconds(3.5, model="a"), seconds(9.0, model="a")] == [3.5, 3.5]
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe", b'{"about": {'])
-def test_a_damaged_file_is_measured_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes
-) -> None:
-    known = Measurements(tmp_path, {"model": "a"})
-    known.get("x", lambda: 1.5)
-    known.save()
-    known.file.write_bytes(content)
-    again = Measurements(tmp_path, {"model": "a"})
-    assert "is invalid" in caplog.text
-    assert again.get("x", lambda: 2.5) == 2.5
-    again.save()
-    assert Measurements(tmp_path, {"model": "a"}).get("x", lambda: 9.0) == 2.5
-
-
-def test_a_cache_that_cannot_be_written_is_no_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cache_that_cannot_be_written_is_no_failure(tmp_path: Path) -> None:
     (tmp_path / "profiles").write_text("a file where a folder should be")
     known = Measurements(tmp_path, {"model": "a"})
     assert known.get("x", lambda: 1.5) == 1.5
     known.save()
-    assert "cannot be written" in caplog.text

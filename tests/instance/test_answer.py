@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 from fleet import Books
 from in_process import serving
+from prompts import completion
 from transformers import AutoTokenizer
 
 from epd_serve.demo import weights_dir
 from epd_serve.errors import ServeError
 from epd_serve.instance.answer import Answer
 from epd_serve.instance.text.tokenizer import Tokenizer
-from epd_serve.protocol.wire import OutputOptions, PrefillRequest, TokenLogprob, encode
+from epd_serve.protocol.wire import OutputOptions, TokenLogprob, encode
 from epd_serve.rpc.items import ItemReader
 from epd_serve.rpc.link import Link
 from epd_serve.types import Grammar, SamplingParams, Thinking, ToolSchema
@@ -130,25 +131,6 @@ def test_reasoning_is_split_from_the_content(
     assert whole["finish_reason"] == ("tool_calls" if call else finish_reason) == chunks[-1]["finish_reason"]
 
 
-@pytest.mark.parametrize("kind", ["chat", "completion"])
-def test_token_ids_come_with_their_text(kind: Any) -> None:
-    ids = ids_of("so it is")
-    sampling = SamplingParams(seed=0, stop=("it",))
-    for stream in (True, False):
-        options = OutputOptions(kind, "1", 0, "m", stream=stream, token_ids=True)
-        answer, reader, events = Answer(TOKENIZER, options, sampling, [1, 2]), ItemReader(), b""
-        for token in ids:
-            if not answer.finished:
-                events += reader.read(answer.push(0, token, None, None))
-        bodies = [json.loads(event[6:]) for event in events.split(b"\n\n") if event]
-        bodies = bodies or [json.loads(answer.end())]
-        told = [one for body in bodies for one in body["choices"][0]["token_ids"]]
-        assert told == ids[: len(told)] and len(told) == answer.usage.completion_tokens
-        first = bodies[0] if kind == "chat" else bodies[0]["choices"][0]
-        assert first["prompt_token_ids"] == [1, 2]
-        assert bodies[-1]["choices"][0]["stop_reason"] == "it"
-
-
 async def test_an_answer_that_cannot_be_written_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     push = Answer.push
 
@@ -157,14 +139,11 @@ async def test_an_answer_that_cannot_be_written_fails_alone(monkeypatch: pytest.
             raise OverflowError("no such token")
         return push(answer, *token)
 
-    def prompt(name: str) -> bytes:
-        output = OutputOptions("completion", name, 0, "m")
-        return encode(PrefillRequest(name, output, SamplingParams(seed=0, max_tokens=5), [], prompt="apple"))
-
     monkeypatch.setattr(Answer, "push", written)
     async with serving(weights_dir(), "PD") as instance, Link("pd", instance.url) as link:
         broken, fine = await asyncio.gather(
-            *(link.ask("/stage/prefill", [prompt(name)]) for name in ("broken", "fine")), return_exceptions=True
+            *(link.ask("/stage/prefill", [encode(completion(name, max_tokens=5))]) for name in ("broken", "fine")),
+            return_exceptions=True,
         )
         assert isinstance(broken, ServeError) and broken.status == 500
         assert isinstance(fine, bytes) and json.loads(fine)["choices"]

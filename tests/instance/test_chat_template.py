@@ -34,7 +34,6 @@ EITHER = (
     "{% for p in m['content'] %}{{ p['text'] if p['type'] == 'text' else '<image>' }}{% endfor %}{% endif %}"
     "{% endfor %}"
 )
-NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + PARTS_ALONE
 
 
 def template(source: str, *tokens: str) -> ChatTemplate:
@@ -50,23 +49,17 @@ def message(role: str, *texts: str, image: bool = False) -> ChatMessage:
     return ChatMessage(role=role, content=[Part(type="image")] * image + parts)
 
 
-@pytest.mark.parametrize("source", [PARTS_ALONE, STRINGS_ALONE, EITHER])
-def test_texts_without_pictures_are_shown(source: str) -> None:
-    chat = [
-        message("system", "Be brief."),
-        message("user", "Hi!"),
-        message("assistant", "Yes?"),
-        message("user", "Go"),
-    ]
-    text = template(source).render(chat, PromptOptions())
-    assert text == "[system] Be brief.[user] Hi![assistant] Yes?[user] Go"
-
-
 @pytest.mark.parametrize(
-    ("source", "shown"), [(STRINGS_ALONE, "[user] <image>\nWhat is\nit?"), (EITHER, "[user] <image>What isit?")]
+    ("source", "shown"),
+    [
+        (PARTS_ALONE, "[user]<image> What is it?"),
+        (STRINGS_ALONE, "[user] <image>\nWhat is\nit?"),
+        (EITHER, "[user] <image>What isit?"),
+    ],
 )
-def test_a_template_that_joins_strings_gets_pictures_in_them(source: str, shown: str) -> None:
-    assert template(source).render([message("user", "What is", "it?", image=True)], PromptOptions()) == shown
+def test_texts_and_pictures_are_shown(source: str, shown: str) -> None:
+    chat = [message("system", "Be brief."), message("user", "What is", "it?", image=True)]
+    assert template(source).render(chat, PromptOptions()) == "[system] Be brief." + shown
 
 
 def test_a_file_takes_the_place_of_a_models_template(tmp_path: Path) -> None:
@@ -76,12 +69,6 @@ def test_a_file_takes_the_place_of_a_models_template(tmp_path: Path) -> None:
     shown = texts.template.render([message("user", "<|image_pad|>", image=True)], PromptOptions())
     assert shown.replace(MARK, "") == "[user] <|vision_start|><|image_pad|><|vision_end|>\n<|image_pad|>"
     assert shown.count(MARK) == 1
-
-
-def test_a_prompt_about_tools_is_shown() -> None:
-    tools = '[{"type": "function", "function": {"name": "look_up", "parameters": {}}}]'
-    text = template(PARTS_ALONE).render([message("user", "Hi!")], PromptOptions(tools=tools))
-    assert "look_up" in text and text.endswith("[user] Hi!")
 
 
 def test_a_template_that_shows_no_text_is_refused() -> None:
@@ -105,13 +92,13 @@ def test_whatever_a_template_fails_with_is_the_chats_fault(source: str) -> None:
         shown.render([message("user", "Hi!")], PromptOptions())
 
 
-EFFORT = "{% for m in messages %}{{ m['content'] }}{% endfor %} {{ reasoning_effort }}"
-
-
-@pytest.mark.parametrize(("source", "shown"), [(EFFORT, "Hi low"), (STRINGS_ALONE, "[user] Hi")])
-def test_a_template_that_reads_the_effort_gets_it(source: str, shown: str) -> None:
-    options = PromptOptions(template_kwargs='{"reasoning_effort": "low"}')
-    assert template(source).render([message("user", "Hi")], options) == shown
+def test_a_template_gets_the_options_and_tools_of_the_request() -> None:
+    effort = PromptOptions(template_kwargs='{"reasoning_effort": "low"}')
+    source = STRINGS_ALONE + " {{ reasoning_effort }}"
+    assert template(source).render([message("user", "Hi")], effort) == "[user] Hi low"
+    tools = '[{"type": "function", "function": {"name": "look_up", "parameters": {}}}]'
+    text = template(PARTS_ALONE).render([message("user", "Hi!")], PromptOptions(tools=tools))
+    assert "look_up" in text and text.endswith("[user] Hi!"), "also where it shows no tools itself"
 
 
 CALLS = (

@@ -5,11 +5,9 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
 
-from epd_serve.demo import weights_dir
 from epd_serve.engine.sampling.patterns import Patterns
-from epd_serve.instance.text.tokenizer import Detokenizer, Tokenizer
+from epd_serve.instance.text.tokenizer import Detokenizer
 
 
 class Bytes:
@@ -20,6 +18,13 @@ class Bytes:
 
     def text_of(self, token_id: int) -> str | None:
         return chr(token_id) if 0 < token_id < 0x80 else None
+
+
+class Hidden(Bytes):
+    """Token 0 is not shown."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return super().decode([i for i in token_ids if i != 0], skip_special_tokens=skip_special_tokens)
 
 
 def pieces(text: str, stop: Sequence[str] = ()) -> tuple[list[str], Detokenizer]:
@@ -38,28 +43,6 @@ def test_pieces_make_the_whole(text: str) -> None:
     out, detokenizer = pieces(text)
     assert "".join(out) == text == detokenizer.text
     assert all("\ufffd" not in piece for piece in out)
-
-
-@pytest.mark.parametrize("text", ["a red circle and a blue square", "1 2 3 4", "héllo wörld ✓ 日本"])
-def test_with_a_real_tokenizer(text: str) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(weights_dir())
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    detokenizer = Detokenizer(Tokenizer(tokenizer), tokenizer.encode("What is this?"))
-    assert "".join([detokenizer.push(i) for i in ids] + [detokenizer.flush()]) == tokenizer.decode(ids)
-
-
-def test_tokens_that_are_not_shown_cost_nothing_later() -> None:
-    decoded: list[int] = []
-
-    class Counting(Bytes):
-        def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-            decoded.append(len(token_ids))
-            return super().decode([i for i in token_ids if i != 0], skip_special_tokens=skip_special_tokens)
-
-    detokenizer = Detokenizer(Counting(), list(b"prompt"))
-    assert {detokenizer.push(0) for _ in range(500)} == {""}
-    assert max(decoded) < 10
-    assert detokenizer.push(ord("x")) == "x"
 
 
 class Texts:
@@ -150,20 +133,24 @@ def test_bytes_that_make_no_character_come_out_as_they_would_in_one_piece(ids: l
     assert text == bytes(ids).decode("utf-8", "replace") == detokenizer.text
 
 
-@pytest.mark.parametrize("decoder", [Bytes(), Fallback()])
-def test_bytes_that_never_end_are_decoded_a_few_at_a_time(decoder: Bytes | Fallback) -> None:
+@pytest.mark.parametrize(
+    ("decoder", "token", "is_shown"), [(Bytes(), 0x80, True), (Fallback(), 0x80, True), (Hidden(), 0, False)]
+)
+def test_tokens_that_make_no_character_are_decoded_a_few_at_a_time(
+    decoder: Bytes | Fallback, token: int, is_shown: bool
+) -> None:
     decoded: list[int] = []
 
     class Counting:
+        text_of = decoder.text_of
+
         def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
             decoded.append(len(token_ids))
             return decoder.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-        def text_of(self, token_id: int) -> str | None:
-            return decoder.text_of(token_id)
-
     detokenizer = Detokenizer(Counting(), [])
-    pieces = [detokenizer.push(0x80) for _ in range(500)]
+    pieces = [detokenizer.push(token) for _ in range(500)]
     assert max(decoded) < 40
-    assert "".join(pieces) + detokenizer.flush() == "\ufffd" * 500
-    assert all("".join(pieces[at : at + 20]) for at in range(0, 480, 20)), "and are shown now and then"
+    assert "".join(pieces) + detokenizer.flush() == "\ufffd" * 500 * is_shown
+    if is_shown:
+        assert all("".join(pieces[at : at + 20]) for at in range(0, 480, 20)), "they are shown now and then"

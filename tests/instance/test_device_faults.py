@@ -11,6 +11,7 @@ from chip.accelerator import ChipDevice
 from fleet import Books, wait_until
 from http_client import http_client
 from in_process import serving
+from prompts import completion
 
 from device.registry import get_device
 from epd_serve.engine.pace import step_watch
@@ -21,18 +22,6 @@ from epd_serve.protocol import wire
 from epd_serve.rpc.link import Link
 
 DEVICE = "chip:11"
-
-
-def prompt(name: str) -> bytes:
-    return wire.encode(
-        wire.PrefillRequest(
-            request_id=name,
-            output=wire.OutputOptions(kind="completion", id=name, created=0, model="tiny", stream=False),
-            sampling=wire.SamplingParams(seed=0, max_tokens=8, temperature=0.0, ignore_eos=True),
-            items=[],
-            prompt="apple",
-        )
-    )
 
 
 async def test_a_device_that_hangs_and_one_that_is_lost(
@@ -49,7 +38,7 @@ async def test_a_device_that_hangs_and_one_that_is_lost(
     ):
 
         async def ask(name: str) -> bytes:
-            return await link.ask("/stage/prefill", [prompt(name)])
+            return await link.ask("/stage/prefill", [wire.encode(completion(name, max_tokens=8))])
 
         ended = list[str]()
         for module in (instance_module, lifecycle):

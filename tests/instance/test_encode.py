@@ -6,7 +6,7 @@ import asyncio
 import gc
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -18,6 +18,7 @@ import tiny_models
 import torch
 from numpy.typing import NDArray
 from pictures import noise, png
+from program import until
 from torch import Tensor
 from towers import TowerModel
 
@@ -121,12 +122,6 @@ HERE = "http://here"
 
 def request(request_id: str, announce_to: str = "http://p", ref: wire.MediaRef = REF) -> wire.EncodeRequest:
     return wire.EncodeRequest(request_id, ref, png(PICTURE), announce_to)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(300):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 @dataclass

@@ -139,7 +139,7 @@ async def test_requests_that_hold_half_of_their_features_do_not_wait_for_each_ot
     ],
     ids=str,
 )
-async def test_a_feature_that_is_not_as_it_must_be_is_a_miss(
+async def test_a_feature_that_is_not_right_is_a_miss(
     bench: Bench, known: bool, corruption: dict[str, Any]
 ) -> None:
     if known:
@@ -259,7 +259,7 @@ async def test_a_request_is_not_given_a_feature_of_another_length(bench: Bench, 
     [(None, 9.0), (0.0, 0.0), (1.0, 0.0), (3.0, 2.0)],
     ids=["never", "before the event", "at the event", "on the way"],
 )
-async def test_what_is_exposed_is_what_the_engine_waited(
+async def test_the_engine_waited_for_what_is_exposed(
     bench: Bench, starved_at: float | None, scheduling_s: float
 ) -> None:
     """Announced at 1, here at 5, used at 10 or at once."""

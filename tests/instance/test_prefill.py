@@ -8,8 +8,10 @@ from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from hand_off import REGION, Peers, Tokenizer, handoff, transfers
+from prompts import completion
 
 from epd_serve.engine.computing import SampledToken
 from epd_serve.engine.engine import PromptEvent
@@ -127,14 +129,7 @@ class Bench:
 
     async def begin(self, items: list[wire.MediaRef] | None = None) -> asyncio.Task[Any]:
         """A prompt that the engine has, or that waits for its tokenizer."""
-        request = wire.PrefillRequest(
-            request_id="r",
-            output=wire.OutputOptions(kind="chat", id="r", created=0, model="m", stream=True),
-            sampling=SamplingParams(seed=0),
-            items=items or [],
-            prompt="x",
-            decode_url="http://d",
-        )
+        request = msgspec.structs.replace(completion("r", stream=True), items=items or [], decode_url="http://d")
         working = asyncio.create_task(self.stage.prefill(request))
         await (self.engine.busy.wait() if self.prompts.go_on.is_set() else asyncio.sleep(0.05))
         return working

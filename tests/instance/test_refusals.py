@@ -43,10 +43,3 @@ async def test_a_call_is_refused_once_however_often_it_is_asked() -> None:
     with pytest.raises(InstanceFailed):
         await calls[1]
     assert not len(refusals)
-
-
-async def test_a_timeout_of_its_own_stays_one() -> None:
-    refusals = Refusals("d0")
-    with pytest.raises(TimeoutError):
-        async with refusals.call(), asyncio.timeout(0):
-            await asyncio.sleep(1)

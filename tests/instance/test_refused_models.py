@@ -32,47 +32,37 @@ def of_few_tokens(path: Path) -> None:
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("role", ["E", "PD"])
-async def test_by_its_configuration(tmp_path: Path, role: str) -> None:
-    with pytest.raises(ValueError, match=r"text_config.is_causal is False"):
-        await started(tmp_path, role, lambda path: configure(path, "text_config", "is_causal", False))
+def not_causal(path: Path) -> None:
+    configure(path, "text_config", "is_causal", False)
 
 
-async def test_by_its_vocabulary(tmp_path: Path) -> None:
-    """One of the others would end the engine."""
-    with pytest.raises(ValueError, match=r"vocab_size is 300, but the tokenizer has \d+ tokens"):
-        await started(tmp_path, "PD", of_few_tokens)
-
-
-async def test_by_pictures_larger_than_a_step(tmp_path: Path) -> None:
-    """Their tokens see each other; those of the tiny model are nine."""
-    with pytest.raises(ValueError, match=r"tokens is 8, but .* all 9 tokens .* set it to 9 or more"):
-        await started(tmp_path, "PD", lambda path: None, kind="gemma3", max_num_batched_tokens=8)
-
-
-async def test_by_a_state_larger_than_the_pool(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"state of one sequence takes 26KiB, 26 of 8 KV blocks"):
-        await started(tmp_path, "PD", lambda path: None, kind="qwen3_5", block_size=1)
-
-
-async def started(
-    path: Path, role: str, change: Callable[[Path], None], kind: str = "qwen2_5_vl", **others: Any
+@pytest.mark.parametrize(
+    ("role", "kind", "change", "others", "message"),
+    [
+        ("E", "qwen2_5_vl", not_causal, {}, "text_config.is_causal is False"),
+        ("PD", "qwen2_5_vl", not_causal, {}, "text_config.is_causal is False"),
+        ("PD", "qwen2_5_vl", of_few_tokens, {}, r"vocab_size is 300, but the tokenizer has \d+ tokens"),
+        # tokens of its pictures attend to each other, so that a step must take all nine of one
+        ("PD", "gemma3", None, {"max_num_batched_tokens": 8}, "tokens is 8, but .* set it to 9 or more"),
+        ("PD", "qwen3_5", None, {"block_size": 1}, "state of one sequence takes 26KiB, 26 of 8 KV blocks"),
+    ],
+    ids=range(5),
+)
+async def test_it_names_the_field(
+    tmp_path: Path,
+    role: str,
+    kind: str,
+    change: Callable[[Path], None] | None,
+    others: dict[str, Any],
+    message: str,
 ) -> None:
-    model = tiny_models.make_tiny_model(kind, path / "model")
-    change(model)
-    options = InstanceOptions(
-        name="one",
-        role=Role.parse(role),
-        model=model,
-        served_model_name="tiny",
-        dtype="float32",
-        num_blocks=8,
-        **others,
-    )
-    instance = Instance(options)
-    try:
+    model = tiny_models.make_tiny_model(kind, tmp_path / "model")
+    if change is not None:
+        change(model)
+    parts: Any = {"served_model_name": "tiny", "dtype": "float32", "num_blocks": 8} | others
+    instance = Instance(InstanceOptions(name="one", role=Role.parse(role), model=model, **parts))
+    with pytest.raises(ValueError, match=message):
         await instance.start()
-    finally:
-        assert not instance.ready
-        if hasattr(instance, "_transport"):
-            instance.transport.close()
+    assert not instance.ready
+    if hasattr(instance, "transport"):
+        instance.transport.close()

@@ -51,7 +51,7 @@ KINDS: tuple[Kind, ...] = ("text", "media", "grammar")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_no_quick_item_waits_for_a_slow_one_or_for_another_kind(
+async def test_no_quick_item_waits_for_slow_or_other_ones(
     processor: RequestProcessor, gate: Gate, kind: Kind
 ) -> None:
     slow = [asyncio.create_task(processor.run(kind, 9.0, gate.work, "slow")) for _ in range(5)]
@@ -94,7 +94,7 @@ async def test_an_item_that_turns_out_to_be_slow_leaves_its_place(processor: Req
         assert processor.num_waiting == 0, "all places are free again"
 
 
-async def test_a_place_is_free_when_the_thread_of_a_cancelled_item_has_ended(
+async def test_a_place_is_free_when_the_thread_of_its_item_has_ended(
     processor: RequestProcessor, gate: Gate
 ) -> None:
     tasks = [asyncio.create_task(processor.run("text", 0.0, gate.work, str(number))) for number in range(3)]

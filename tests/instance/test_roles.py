@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ from chips import CHIP, little_memory
 from fleet import Books, wait_until
 from in_process import answering, held, language_of, serving
 from item_bodies import whole_items
+from program import until
+from prompts import completion
 
 from device.registry import get_device
 from epd_serve.config import InstanceOptions, ShapeConfig
@@ -26,28 +27,20 @@ from epd_serve.engine.emulated.digests import LAYER_BYTES
 from epd_serve.errors import Conflict, InstanceLost, InvalidRequest, ServeError, StageTimeout, Unavailable
 from epd_serve.instance import lifecycle as lifecycle_module
 from epd_serve.instance.instance import Instance
-from epd_serve.instance.lifecycle import Lifecycle, SwitchState
+from epd_serve.instance.lifecycle import SwitchState
 from epd_serve.protocol import wire
-from epd_serve.protocol.instance_state import LeaveOrder, RoleChanged, RoleOrder
+from epd_serve.protocol.instance_state import LeaveOrder, RoleOrder
 from epd_serve.rpc import items
 from epd_serve.rpc.link import MAX_BODY_BYTES, Link, LinkCall
-from epd_serve.types import Role, SamplingParams, Stage
+from epd_serve.types import Role, Stage
 
 MAX_TOKENS = 200
 ROLES = ("P", "D", "E", "PD", "E", "EPD", "D", "EP", "ED", "P")
 
 
-def request(name: str, *, n: int = 1, generated: Sequence[int] = (), max_tokens: int = MAX_TOKENS) -> bytes:
-    return wire.encode(
-        wire.PrefillRequest(
-            request_id=name,
-            output=wire.OutputOptions("completion", "r", 0, "tiny", stream=True),
-            sampling=SamplingParams(seed=7, max_tokens=max_tokens, ignore_eos=True, temperature=0.0, n=n),
-            items=[],
-            prompt="apple banana cherry " * 3,
-            generated=list(generated),
-        )
-    )
+def request(name: str, *, max_tokens: int = MAX_TOKENS, **more: Any) -> bytes:
+    made = completion(name, "apple banana cherry " * 3, stream=True, max_tokens=max_tokens, **more)
+    return wire.encode(made)
 
 
 async def read(answer: LinkCall) -> list[tuple[int, list[int], bytes]]:
@@ -63,12 +56,6 @@ async def read(answer: LinkCall) -> list[tuple[int, list[int], bytes]]:
 
 def tokens(answer: list[tuple[int, list[int], bytes]]) -> list[int]:
     return [token for _, ids, _ in answer for token in ids]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(300):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0)
 
 
 def role_settings(path: Path, **roles: Any) -> None:
@@ -160,48 +147,6 @@ async def test_an_order_is_called_back_cancelled_or_too_late(model: Path) -> Non
             await asyncio.gather(ordered, return_exceptions=True)
             assert instance.info().ready, "whoever ordered it is gone"
         await Books({"i": instance.url}).check()
-
-
-class Stages:
-    """Has one thing to do when it is first asked, and nothing afterwards."""
-
-    def __init__(self, when_asked: Callable[[], object]) -> None:
-        self.when_asked = when_asked
-        self.num_asked = 0
-
-    def check_ready(self) -> None: ...
-
-    def state_changed(self) -> None: ...
-
-    def check_role(self, role: Role) -> None: ...
-
-    def send_away(self, *, begun: bool) -> None: ...
-
-    def in_use(self) -> dict[str, int]:
-        self.num_asked += 1
-        if self.num_asked == 1:
-            self.when_asked()
-        return {"calls": int(self.num_asked == 1)}
-
-    async def rebuild(self, role: Role) -> None:
-        raise AssertionError("it was called back")
-
-
-async def test_a_call_back_in_the_moment_that_the_last_work_ends_is_heard() -> None:
-    """The loop stands still until its tick is over; then come the call-back and the tick, in this order."""
-    loop, calls = asyncio.get_running_loop(), list[asyncio.Task[RoleChanged]]()
-
-    def stand_still() -> None:
-        time.sleep(0.05)
-        calls.append(loop.create_task(lifecycle.switch(RoleOrder(role="P"))))
-
-    stages: Any = Stages(lambda: loop.call_soon(stand_still))
-    lifecycle = Lifecycle(stages, Role.parse("P"))
-    with pytest.raises(Conflict):
-        await lifecycle.switch(RoleOrder(role="D"))
-    back = await calls[0]
-    assert (back.old, back.new, str(lifecycle.role)) == ("P", "P", "P")
-    assert lifecycle.state is SwitchState.SERVING
 
 
 async def test_what_a_failed_rebuild_has_made_is_kept_or_given_back(model: Path, tmp_path: Path) -> None:

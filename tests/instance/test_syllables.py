@@ -54,14 +54,6 @@ def test_what_needs_logits_is_refused(fields: dict[str, object]) -> None:
         NoLogits().complete(SamplingParams(seed=1, **fields))  # type: ignore[arg-type]
 
 
-def test_tokens_depend_on_all_before_and_where_they_are_drawn_on_the_seed() -> None:
-    greedy, drawn = SamplingParams(seed=1, temperature=0.0), SamplingParams(seed=1)
-    assert next_token(b"a", greedy, 0, 1) == next_token(b"a", greedy, 1, 9)
-    assert next_token(b"a", greedy, 0, 1) != next_token(b"b", greedy, 0, 1)
-    assert len({next_token(b"a", drawn, index, 1) for index in range(9)}) > 5
-    assert len({next_token(b"a", SamplingParams(seed=seed), 0, 1) for seed in range(9)}) > 5
-
-
 def test_one_of_many_tokens_ends_an_answer_that_may_end() -> None:
     ended = sum(next_token(str(i).encode(), SamplingParams(seed=i), 0, 5) == END for i in range(20_000))
     assert 0.8 < ended * MEAN_ANSWER_TOKENS / 20_000 < 1.2

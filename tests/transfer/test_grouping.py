@@ -53,20 +53,6 @@ def test_groups_end_at_the_last_layer_and_only_the_first_is_smaller(num_layers: 
     assert all(size == group_size for size in sizes[1:])
 
 
-@given(
-    handshake_s=st.floats(0, 0.1),
-    bytes_per_s=st.floats(1e6, 1e11),
-    sizes=st.lists(st.integers(1, 10**8), min_size=2, max_size=60),
-)
-def test_a_link_without_noise_is_found_exactly(handshake_s: float, bytes_per_s: float, sizes: list[int]) -> None:
-    estimate = TimeEstimate()
-    estimate.observe(0, handshake_s)
-    for size in sizes:
-        estimate.observe(size, handshake_s + size / bytes_per_s)
-        predicted = estimate.base_s + size * estimate.slope_s
-        assert predicted == pytest.approx(handshake_s + size / bytes_per_s, rel=0.01, abs=1e-6)
-
-
 def test_a_link_that_changes_is_followed() -> None:
     estimate = TimeEstimate()
     for slowness in (1, 5):

@@ -223,7 +223,7 @@ def test_a_prompt_is_handed_over_while_the_next_step_is_computed() -> None:
     computed_after=st.integers(0, 8),
 )
 @settings(max_examples=60, deadline=None)
-def test_what_is_exposed_is_what_was_written_after_the_prompt(
+def test_what_is_written_after_the_prompt_is_exposed(
     writes: list[tuple[float, float]], computed_after: int
 ) -> None:
     """Each write begins some time after the one before it and takes some; the prompt ends between two of them."""

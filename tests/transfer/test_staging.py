@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from epd_serve.transfer.shared_memory import SlabAllocator
 from epd_serve.transfer.staging import CellLender, StagingArea, rounds
-from epd_serve.transfer.transport import StillCopying, TransferError, pair_spans, slab_spans
+from epd_serve.transfer.transport import StillCopying, TransferError
 
 FIRST, COUNT, QUARANTINE_S = 5, 12, 3.0
 
@@ -139,26 +138,6 @@ def test_rounds_are_small_enough_and_leave_nothing_out(first: int, count: int, n
     assert len(list(rounds(layers, num_blocks, None))) == (count * num_blocks > 0)
 
 
-@given(st.data())
-def test_bytes_of_one_place_are_laid_beside_those_of_another(data: st.DataObject) -> None:
-    """From any blocks of one slab to any blocks of another: each byte of K and V in each layer."""
-    count = data.draw(st.integers(1, 5))
-    here, there = (data.draw(st.permutations(range(7))) for _ in range(2))
-    layers = range(data.draw(st.integers(0, 2)), 3)
-    pairs = pair_spans(slab_spans(layers, here[:count], 7, 2), slab_spans(layers, there[:count], 8, 2, start=10))
-    moved = [(a + i, b + i) for a, b, nbytes in pairs for i in range(nbytes)]
-    due = [
-        (((2 * layer + half) * 7 + one) * 2 + i, 10 + ((2 * layer + half) * 8 + other) * 2 + i)
-        for layer in layers
-        for half in range(2)
-        for one, other in zip(here[:count], there[:count], strict=True)
-        for i in range(2)
-    ]
-    assert moved == due
-    with pytest.raises(TransferError, match="differ in size"):
-        pair_spans([(0, 3)], [(0, 2)])
-
-
 def test_who_waits_gets_cells_out_of_quarantine_though_nobody_else_comes() -> None:
     lender = CellLender(0, 4, quarantine_s=0.2)
     with pytest.raises(StillCopying), lender.lend(4):
@@ -167,25 +146,3 @@ def test_who_waits_gets_cells_out_of_quarantine_though_nobody_else_comes() -> No
     assert waiting.granted.wait(60)
     waiting.end()
     lender.check_integrity()
-
-
-@given(st.lists(st.tuples(st.booleans(), st.integers(1, 700)), max_size=60))
-def test_ranges_tile_the_slab(steps: list[tuple[bool, int]]) -> None:
-    allocator = SlabAllocator(4096, alignment=64)
-    live: dict[int, int] = {}
-    for allocate, size in steps:
-        if allocate:
-            offset = allocator.allocate(size)
-            if offset is not None:
-                assert offset % 64 == 0
-                assert all(offset + size <= o or o + s <= offset for o, s in live.items())
-                live[offset] = size
-        elif live:
-            offset = sorted(live)[size % len(live)]
-            del live[offset]
-            allocator.free(offset)
-        allocator.check_integrity()
-    for offset in live:
-        allocator.free(offset)
-    allocator.check_integrity()
-    assert allocator.allocate(4096) == 0

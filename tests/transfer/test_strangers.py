@@ -1,4 +1,4 @@
-"""Connections to the data plane from those that were told no region: they get little memory and little time."""
+"""Connections to the data plane from those that were told no region or lack the cluster key."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
+import msgspec
 import psutil
 import pytest
 from fleet import wait_until
@@ -18,19 +20,23 @@ from epd_serve.rpc.messages import LENGTH, OPENING, Hello, Proof, Welcome, pack
 from epd_serve.transfer import tcp
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.tcp import MAX_FRAME_BYTES, MAX_PIECES, Read, TcpPeers
-from epd_serve.transfer.transport import Slab, TransferError
+from epd_serve.transfer.transport import PeerGone, Slab, TransferError
 
 SIZE = 64 * 1024
 MIB = 1024**2
-GREETING = OPENING + bytes(pack(Hello("", ""))) + bytes(pack(Proof("")))
+HELLO = OPENING + bytes(pack(Hello("", "")))
+GREETING = HELLO + bytes(pack(Proof("")))
+KEY, OTHER = "only-this-cluster-knows", "another-cluster's-key"
+SECRET = b"[KV of somebody's prompt]!!"
 
 
 class Served:
     """A transport that offers a slab, and another one that knows it."""
 
-    def __init__(self) -> None:
-        self.here, self.there = EmbeddedTransport(path="tcp"), EmbeddedTransport(path="tcp")
+    def __init__(self, key: str | None = None) -> None:
+        self.here, self.there = (EmbeddedTransport(path="tcp", key=key) for _ in range(2))
         self.slab: Slab = self.there.allocate("slab", SIZE)
+        self.slab.buffer[: len(SECRET)] = SECRET
         self.region = self.slab.region
 
     def stranger(self, data: bytes = b"") -> socket.socket:
@@ -50,10 +56,13 @@ class Served:
 
 
 @pytest.fixture
-def served() -> Iterator[Served]:
-    served = Served()
+def served(request: pytest.FixtureRequest) -> Iterator[Served]:
+    served = Served(getattr(request, "param", None))
     yield served
     served.close()
+
+
+with_key = pytest.mark.parametrize("served", [KEY], indirect=True)
 
 
 def is_over(connection: socket.socket) -> bool:
@@ -92,9 +101,7 @@ def test_frames_of_strangers_cost_nothing_whatever_they_announce(served: Served)
         one.close()
 
 
-def test_silent_strangers_make_room_for_others_and_do_not_stay(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_silent_strangers_make_room_and_do_not_stay(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp, "STRANGER_S", 3.0)
     monkeypatch.setattr(tcp, "MAX_CONNECTIONS", 32)
     num_threads, num_files = threading.active_count(), psutil.Process().num_fds()
@@ -111,9 +118,7 @@ def test_silent_strangers_make_room_for_others_and_do_not_stay(
         one.close()
 
 
-def test_of_many_that_know_a_region_the_longest_idle_gives_way(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_many_that_read_the_longest_idle_gives_way(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp, "MAX_CONNECTIONS", 3)
     peers = [EmbeddedTransport(path="tcp") for _ in range(8)]
     served.slab.buffer[:8] = bytes(range(8))
@@ -132,12 +137,9 @@ def test_of_many_that_know_a_region_the_longest_idle_gives_way(
 def test_whatever_strangers_send_writes_nothing(served: Served, pieces: list[bytes], has_head: bool) -> None:
     before = bytes(served.slab.buffer)
     head = GREETING if has_head else b""
-    with served.stranger(head) as stranger:
-        try:
-            for piece in pieces:
-                stranger.sendall(piece)
-        except ConnectionError:
-            pass
+    with served.stranger(head) as stranger, suppress(ConnectionError):
+        for piece in pieces:
+            stranger.sendall(piece)
     served.here.read(served.region, [(0, memoryview(bytearray(8)))])
     assert bytes(served.slab.buffer) == before
 
@@ -151,10 +153,61 @@ def test_a_long_list_of_pieces_goes_in_several_calls(served: Served) -> None:
     assert all(byte == 4 * index % 251 for index, byte in enumerate(data))
 
 
-def test_more_than_a_region_has_is_not_read_from_it(served: Served) -> None:
-    with pytest.raises(TransferError):
-        served.here.read(served.region, [(0, memoryview(bytearray(SIZE))), (0, memoryview(bytearray(1)))])
-    served.works()
+def read_with(key: str | None, region: Region) -> bytes:
+    """Read the secret as a process with this key does."""
+    into, peer = bytearray(len(SECRET)), EmbeddedTransport(path="tcp", key=key)
+    try:
+        peer.read(region, [(0, memoryview(into))])
+    finally:
+        peer.close()
+    return bytes(into)
+
+
+def rest(connection: socket.socket) -> bytes:
+    """All that the other end still says, up to its end of the connection."""
+    said = b""
+    with suppress(ConnectionError):
+        while data := connection.recv(4096):
+            said += data
+    return said
+
+
+@with_key
+def test_only_who_has_the_key_reads(served: Served) -> None:
+    assert read_with(KEY, served.region) == SECRET
+    between = msgspec.structs.replace(served.region, host="localhost")
+    for key, region in ((None, served.region), (OTHER, served.region), (KEY, between)):
+        with pytest.raises(PeerGone, match=r"cluster_key|a proxy in between"):
+            read_with(key, region)
+
+
+@with_key
+@pytest.mark.parametrize("said", [HELLO + pack(Proof("")), HELLO, OPENING + pack(7), OPENING, b"", b"\7" * 50])
+def test_half_a_greeting_and_a_wrong_one_open_nothing(served: Served, said: bytes) -> None:
+    with served.stranger(said + bytes(pack(Read(served.region.name, [(0, 4)])))) as stranger:
+        with suppress(OSError):  # it may have turned us away
+            stranger.shutdown(socket.SHUT_WR)
+        assert SECRET[:4] not in rest(stranger)
+    assert read_with(KEY, served.region) == SECRET
+
+
+@with_key
+def test_no_name_goes_to_a_server_without_the_key(served: Served) -> None:
+    heard = bytearray()
+
+    def answer() -> None:
+        with listener.accept()[0] as caller:
+            caller.sendall(OPENING + pack(Welcome("", "")))
+            heard.extend(rest(caller))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=answer)
+        thread.start()
+        region = msgspec.structs.replace(served.region, port=listener.getsockname()[1])
+        with pytest.raises(PeerGone, match="does not prove"):
+            read_with(KEY, region)
+        thread.join()
+    assert heard.startswith(OPENING) and region.name.encode() not in heard
 
 
 def test_an_answer_without_end_is_not_waited_for() -> None:

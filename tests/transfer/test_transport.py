@@ -16,7 +16,7 @@ import psutil
 import pytest
 from fleet import wait_until
 from transfer_peer import Peer
-from transports import TIMEOUT_S, fill, kinds, make_transport, mooncake_options, needs_mooncake
+from transports import fill, kinds, make_transport, mooncake_options, needs_mooncake
 
 from epd_serve.launch.processes.ports import free_port
 from epd_serve.protocol.wire import Region
@@ -84,64 +84,32 @@ def test_concurrent_readers_do_not_mix(pair: tuple[Transport, Transport]) -> Non
 
 
 @pytest.mark.parametrize("kind", kinds("tcp", "mooncake"))
-def test_a_read_from_a_peer_that_stalls_ends(kind: str) -> None:
-    peer, here = Peer(kind, STALLED_BYTES), make_transport(kind)
+def test_peers_that_stall_are_given_up_and_hold_up_nobody_else(kind: str) -> None:
+    """Where one stops before the first contact, its kernel still accepts connections for it."""
+    known, unknown, fine = (Peer(kind, STALLED_BYTES) for _ in range(3))
+    here = make_transport(kind)
     mine = here.allocate("mine", STALLED_BYTES)
-    read(here, peer.region)
-    peer.signal(signal.SIGSTOP)
-    started = time.monotonic()
-    with pytest.raises(TransferError):
-        here.read(peer.region, [(0, mine.buffer)])
-    assert time.monotonic() - started < 10 * TIMEOUT_S
-    peer.kill()
-    here.close()
-
-
-@pytest.mark.parametrize("kind", kinds("tcp", "mooncake"))
-def test_a_peer_that_never_answers_holds_up_nobody_else(kind: str) -> None:
-    """It hangs before the first contact: its kernel still accepts connections for it."""
-    for _ in range(3):  # this process or the other peer may be held up itself
-        took_s = _seconds_beside_a_hanging_peer(kind)
-        if took_s < TIMEOUT_S:
-            break
-    assert took_s < TIMEOUT_S
-
-
-def _seconds_beside_a_hanging_peer(kind: str) -> float:
-    hanging, fine, here = Peer(kind), Peer(kind), make_transport(kind)
-    hanging.signal(signal.SIGSTOP)
-    failed = threading.Event()
-
-    def fail() -> None:
-        with pytest.raises(TransferError):
-            read(here, hanging.region)
-        failed.set()
-
-    started = time.monotonic()
-    thread = threading.Thread(target=fail)
-    thread.start()
     fine.fill(0, b"fine")
-    assert read(here, fine.region) == b"fine"
-    took_s = time.monotonic() - started
-    assert failed.wait(10 * TIMEOUT_S)
-    thread.join()
-    for peer in (hanging, fine):
+    read(here, known.region)
+    errors, num_read = list[Exception](), 0
+
+    def fail(peer: Peer) -> None:
+        try:
+            here.read(peer.region, [(0, mine.buffer)])
+        except TransferError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=fail, args=(peer,)) for peer in (known, unknown)]
+    for peer, thread in zip((known, unknown), threads, strict=True):
+        peer.signal(signal.SIGSTOP)
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        assert read(here, fine.region) == b"fine"
+        num_read += 1
+    assert num_read > 10 and len(errors) == 2, "the fine one is read all the while"
+    for peer in (known, unknown, fine):
         peer.kill()
     here.close()
-    return took_s
-
-
-def test_a_slab_is_no_file_that_could_be_left_in_dev_shm() -> None:
-    """Others on this machine may use the folder meanwhile, so it is asked what this process maps of it."""
-
-    def mapped() -> list[str]:
-        return [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/" in line]
-
-    before = mapped()
-    transport = EmbeddedTransport()
-    transport.allocate("slab", SIZE)
-    assert mapped() == before
-    transport.close()
 
 
 def test_what_is_read_from_a_peer_does_not_stay_in_the_readers_memory() -> None:
@@ -232,18 +200,6 @@ def test_mooncake_listens_on_the_loopback_device_alone_where_its_host_is_one() -
 def _device_of(descriptor: int) -> bytes:
     with socket.socket(fileno=os.dup(descriptor)) as listener:
         return listener.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16).rstrip(b"\0")
-
-
-@needs_mooncake
-def test_transports_that_do_not_speak_to_each_other_say_so() -> None:
-    embedded, mooncake = EmbeddedTransport(path="tcp"), MooncakeTransport(mooncake_options())
-    with pytest.raises(TransferError, match=r"embedded transport.*same kv_transfer\.transport"):
-        read(mooncake, embedded.allocate("kv", 8).region)
-    elsewhere = msgspec.structs.replace(mooncake.allocate("kv", 8).region, host_id="another")
-    with pytest.raises(TransferError, match=r"over mooncake.*same kv_transfer\.transport"):
-        read(embedded, elsewhere)
-    embedded.close()
-    mooncake.close()
 
 
 @needs_mooncake
