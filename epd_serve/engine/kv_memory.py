@@ -20,8 +20,7 @@ from device.copies import to_device
 from device.ops.linear import multiplies_halves
 from epd_serve.config import InstanceOptions
 from epd_serve.config.sizes import MIN_BLOCKS, blocks_in, in_binary_units
-from epd_serve.engine.device_regions import register
-from epd_serve.engine.mapped_memory import MappedMemory
+from epd_serve.engine.device_memory import MappedMemory, register
 from epd_serve.protocol.wire import KVLayout, Region
 from epd_serve.transfer.kv_sender import ReadableKV
 from epd_serve.transfer.shared_memory import release_mapped
@@ -327,20 +326,19 @@ def resolve_dtype(name: str, config: Any, device: Device) -> torch.dtype:
     """Return the dtype of a name; ``auto``: the checkpoint's dtype if the device supports it, otherwise bfloat16.
 
     A CPU without float16 products uses bfloat16 instead, which is several times as fast at few rows.
+
+    Raises ValueError for a dtype that the device does not support.
     """
-    if name != "auto":
-        dtype: torch.dtype = getattr(torch, name)
-        return dtype
-    declared = getattr(config, "dtype", None) or torch.float32
-    own: torch.dtype = declared if isinstance(declared, torch.dtype) else getattr(torch, declared)
-    is_slow = device.type == "cpu" and own is torch.float16 and not multiplies_halves(own)
-    return torch.bfloat16 if is_slow or own not in device.dtypes else own
-
-
-def check_dtype(dtype: torch.dtype, device: Device) -> None:
-    """Raise ValueError for a dtype that the device does not support."""
+    dtype: torch.dtype | str = name
+    if name == "auto":
+        dtype = getattr(config, "dtype", None) or torch.float32
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    assert isinstance(dtype, torch.dtype)
+    if name == "auto":
+        is_slow = device.type == "cpu" and dtype is torch.float16 and not multiplies_halves(dtype)
+        dtype = torch.bfloat16 if is_slow or dtype not in device.dtypes else dtype
     if dtype not in device.dtypes:
-        possible = " or ".join(str(possible).removeprefix("torch.") for possible in device.dtypes)
-        raise ValueError(
-            f"{device.name} does not support models in {str(dtype).removeprefix('torch.')}; set dtype: {possible}"
-        )
+        known = " or ".join(str(one).removeprefix("torch.") for one in device.dtypes)
+        named = str(dtype).removeprefix("torch.")
+        raise ValueError(f"{device.name} does not support models in {named}; set dtype: {known}")
+    return dtype

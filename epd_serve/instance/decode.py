@@ -70,6 +70,7 @@ class Decoder:
 
     Attributes:
         compiler: compiles grammars; None if the model supports none.
+        requests: those expected or being decoded, by id.
         waiting: reservations that wait for blocks, ordered by priority, then arrival.
     """
 
@@ -84,7 +85,7 @@ class Decoder:
     def __post_init__(self) -> None:
         self._reservations = ReservationTable(free=self.engine.unreserve)
         self.waiting: list[_Waiting] = []
-        self._requests: dict[str, _Request] = {}
+        self.requests: dict[str, _Request] = {}
         self._ended: Tombstones[bool] = Tombstones()
 
     @property
@@ -92,29 +93,24 @@ class Decoder:
         return len(self._reservations)
 
     @property
-    def num_expected(self) -> int:
-        """Number of requests not handed over yet."""
-        return sum(not one.generation.done() for one in self._requests.values())
-
-    @property
     def generations(self) -> list[Generation]:
         """Answers being decoded here."""
-        return [one for request_id in self._requests if (one := self.generation(request_id)) is not None]
+        return [one for request_id in self.requests if (one := self.generation(request_id)) is not None]
 
     def generation(self, request_id: str) -> Generation | None:
         """Return the answer of a request, or None before its hand-off."""
-        request = self._requests.get(request_id)
+        request = self.requests.get(request_id)
         is_here = request is not None and request.generation.done() and request.generation.exception() is None
         return request.generation.result() if request is not None and is_here else None
 
     def has_begun(self, request_id: str) -> bool:
         """Return whether a request has been handed over or has reserved blocks."""
-        request = self._requests.get(request_id)
+        request = self.requests.get(request_id)
         return (request is not None and request.generation.done()) or self._reservations.has_blocks(request_id)
 
     def drop_orphans(self, now: float = math.inf) -> None:
         """Drop hand-offs that no gateway has called for by ``now``."""
-        for request_id, request in list(self._requests.items()):
+        for request_id, request in list(self.requests.items()):
             if request.orphan_at is not None and request.orphan_at <= now:
                 self._end(request_id)
 
@@ -125,7 +121,7 @@ class Decoder:
         request_id = request.request_id
         if request_id in self._ended:
             raise Unavailable(f"request {request_id} has ended")
-        one = self._requests.setdefault(request_id, _Request(asyncio.Future(), math.inf))
+        one = self.requests.setdefault(request_id, _Request(asyncio.Future(), math.inf))
         if one.orphan_at is None:
             raise InvalidRequest(f"request {request_id} is being served already", param="request_id")
         one.orphan_at = None
@@ -137,7 +133,7 @@ class Decoder:
             raise
 
     def _end(self, request_id: str) -> None:
-        self._requests.pop(request_id, None)
+        self.requests.pop(request_id, None)
         self.engine.abort(request_id)
         self.telemetry.timeline.drop(request_id)
         self._reservations.abandon(request_id)
@@ -263,7 +259,7 @@ class Decoder:
             ],
         )
         orphan_at = time.monotonic() + ORPHAN_S
-        request = self._requests.setdefault(handoff.request_id, _Request(asyncio.Future(), orphan_at))
+        request = self.requests.setdefault(handoff.request_id, _Request(asyncio.Future(), orphan_at))
         if not request.generation.done():
             request.generation.set_result(generation)
 
@@ -314,7 +310,7 @@ class Decoder:
         self._reservations.check_integrity()
 
     def _fail(self, request_id: str, error: ServeError) -> None:
-        request = self._requests.get(request_id)
+        request = self.requests.get(request_id)
         if request is not None and not request.generation.done():
             request.generation.set_exception(error)
 

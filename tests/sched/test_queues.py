@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from epd_serve.cache.block_pool import BlockPool
 from epd_serve.sched import queues
-from epd_serve.sched.orders import Order
-from epd_serve.sched.queues import KVLostError, Queues
+from epd_serve.sched.queues import KVLostError, Order, Queues
 from epd_serve.sched.schedule import Budget, ScheduleOutput
 from epd_serve.sched.sequence import Sequence, SequenceState
 from epd_serve.sched.step_cost import StepCost, StepPace

@@ -9,7 +9,7 @@ from dataclasses import replace
 from epd_serve.cache.block_pool import BlockPool
 from epd_serve.config import InstanceOptions
 from epd_serve.engine.pace.measurements import IMAGE_SIDE, Measurements
-from epd_serve.sched.orders import Order
+from epd_serve.sched.queues import Order
 from epd_serve.sched.schedule import Budget, ScheduleOutput
 from epd_serve.sched.step_cost import ChunkPace, StepCost, StepPace, latency_limit_s, search_budget, work_done
 from epd_serve.sched.step_sizes import Limits, StepShape, size_steps
