@@ -35,6 +35,9 @@ class RequestBlocks:
     states: list[list[int]] = field(default_factory=list)
     num_cached: int = 0
 
+    def all(self) -> list[int]:
+        return self.root + [block for own in (*self.forks, *self.states) for block in own]
+
     def written(self, num_blocks: int) -> list[int]:
         """Return the blocks of a computed prompt of ``num_blocks``: its KV, then its state."""
         return self.root[:num_blocks] + (self.states[0] if self.states else [])

@@ -24,9 +24,7 @@ class DeviceBoard:
     different fields. Writes of a double are atomic; reading fields of different age at worst makes one pause too
     long or too short.
 
-    Args:
-        path: a file shared by the instances of the device; None: this instance is alone.
-        clock: the system's clock, the same in all processes.
+    ``clock``: the system's clock, the same in all processes.
     """
 
     def __init__(self, path: Path | None, slot: int, clock: Callable[[], float]) -> None:

@@ -39,10 +39,7 @@ class Cores:
     The sides of an instance are its language model (0) and its tower (1). The shared board has an entry per side:
     its process id while it computes, otherwise 0. Dead processes do not count.
 
-    Args:
-        num_threads: threads of a side that computes alone.
-        board: a file shared by the instances of the machine; None: this instance owns the threads.
-        name: name of the instance.
+    ``num_threads``: threads of a side that computes alone.
     """
 
     def __init__(self, device: BareDevice, num_threads: int, board: Path | None, name: str) -> None:
@@ -281,11 +278,7 @@ class LanguageStream(_Side):
 
 
 class DualStream:
-    """Both streams of one instance.
-
-    Attributes:
-        share: share of the device applied to this process; None: no limit.
-    """
+    """Both streams of one instance. ``share``: share of the device applied to this process; None: no limit."""
 
     def __init__(self, options: InstanceOptions, device: BareDevice) -> None:
         """Apply the share. Raises ValueError for one that the device cannot give."""

@@ -37,7 +37,7 @@ def block_nbytes(layout: KVLayout) -> int:
 
 
 class KVMemory:
-    """KVCacheMemory of a device, and the slab through which the transport accesses it.
+    """The KV of an instance: the model's blocks, and the slab through which peers access them.
 
     Block 0 is scratch. Steps run on the stream that is current at construction. Peers read announced blocks; only
     this instance writes. On a CPU the slab *is* the cache. If the transport can access device memory, the cache is
@@ -157,6 +157,7 @@ class KVMemory:
 
     @contextmanager
     def land(self, layers: range, blocks: Sequence[int]) -> Iterator[ReadableKV]:
+        """Yield the places in the slab to write blocks to; the model can read them after the context ends."""
         if self._area is None or self._registered is not None:
             if self._registered is not None and self._copied is not None:
                 self._copied.synchronize()  # it may still read freed blocks
@@ -169,6 +170,7 @@ class KVMemory:
             self.copy(layers, blocks, first, lands=True)
 
     def maps(self, region: Region) -> bool:
+        """Return whether :meth:`read_mapped` reaches the device's memory of ``region``. Blocks."""
         if self._mapped is None:
             return False
         try:
@@ -179,6 +181,7 @@ class KVMemory:
             return False
 
     def read_mapped(self, region: Region, layers: range, source: Sequence[int], blocks: Sequence[int]) -> None:
+        """Copy some layers of ``source`` blocks on ``region``'s device to ``blocks``. Raises TransferError."""
         assert self._mapped is not None, "nothing is mapped here"
         with self._mapped.reading(region) as memory:
             other = memory.view(self._dtype).view(*self._shape[:2], -1, *self._shape[3:])

@@ -25,11 +25,9 @@ _NDJSON = (b"content-type", b"application/x-ndjson")
 
 
 class Begins(Protocol):
-    """A stage that tracks which requests it has begun to compute."""
+    """A stage that tracks which requests or items it has begun to compute."""
 
-    def has_begun(self, key: str) -> bool:
-        """Return whether computation for a request or item has begun."""
-        ...
+    def has_begun(self, key: str) -> bool: ...
 
 
 class Refusals:
@@ -53,11 +51,7 @@ class Refusals:
     async def call(
         self, stage: Begins | None = None, key: str = "", *, kind: type[ServeError] = Unavailable
     ) -> AsyncGenerator[None]:
-        """Register a call while its context is open. Refusing it cancels the body and raises ``kind``.
-
-        Args:
-            stage: knows whether the request or item ``key`` has begun; None if it has.
-        """
+        """Register a call for ``key`` while its context is open. A refusal cancels the body and raises ``kind``."""
         scope = asyncio.timeout(None)
         try:
             async with scope:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from epd_serve.cache.block_pool import num_blocks_for
-from epd_serve.engine.computing import KVCacheMemory
 from epd_serve.engine.engine import Engine
 from epd_serve.errors import (
     NO_ROOM,
@@ -35,6 +34,7 @@ from epd_serve.transfer.reservation import Reservation, ReservationState, Reserv
 from epd_serve.transfer.transport import PeerGone, Piece, StillCopying, TransferError, Transport, pair_spans
 
 if TYPE_CHECKING:
+    from epd_serve.instance.loading.model import KVCacheMemory
     from epd_serve.instance.text.grammar_compiler import GrammarCompiler
 
 
@@ -43,7 +43,6 @@ class _Waiting:
     """A reservation that waits for blocks."""
 
     reservation: Reservation
-    request: wire.ReserveRequest
     arrival_s: float
     turn: asyncio.Future[None]
 
@@ -161,8 +160,8 @@ class Decoder:
             raise _ended(request.request_id)
         if reservation.state is ReservationState.PENDING:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            waiting = _Waiting(reservation, request, time.monotonic(), turn)
-            insort(self.waiting, waiting, key=lambda one: (one.request.priority, one.arrival_s))
+            waiting = _Waiting(reservation, time.monotonic(), turn)
+            insort(self.waiting, waiting, key=lambda one: (one.reservation.request.priority, one.arrival_s))
             self.grant()
             try:
                 async with asyncio.timeout(self.queue_timeout_s):
@@ -195,7 +194,7 @@ class Decoder:
         """Give free blocks to waiting reservations, in order. Call it on the event loop."""
         while self.waiting:
             waiting = self.waiting[0]
-            request, reservation, turn = waiting.request, waiting.reservation, waiting.turn
+            reservation, turn, request = waiting.reservation, waiting.turn, waiting.reservation.request
             if reservation.state is ReservationState.PENDING:
                 blocks = self.engine.reserve(
                     request.num_prompt_tokens,
@@ -247,7 +246,7 @@ class Decoder:
                 max_tokens=handoff.max_tokens,
                 positions=None,  # the prompt has been computed already
                 position_delta=handoff.position_delta,
-                block_hashes=reservation.block_hashes,
+                block_hashes=reservation.request.block_hashes,
                 constraint=constraint,
                 output_ids=list(handoff.generated),
                 num_cached=handoff.num_cached_tokens,
@@ -303,7 +302,8 @@ class Decoder:
         """Expire leases of lost prefill instances, and drop unclaimed hand-offs."""
         now = time.monotonic()
         for reservation in self._reservations.expire(now):
-            self._fail(reservation.request_id, StageTimeout("the prefill instance did not finish its KV transfer"))
+            error = StageTimeout("the prefill instance did not finish its KV transfer")
+            self._fail(reservation.request.request_id, error)
         self.drop_orphans(now)
 
     def check_integrity(self) -> None:

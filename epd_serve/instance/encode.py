@@ -84,14 +84,9 @@ class Encoder:
     Call :meth:`serve` before the first request. :meth:`load_tower` loads the tower; without it, the first item
     does, on an instance whose role does not encode (recompute when no encoder is left).
 
-    Args:
-        processor: prepares media.
-        stream: stream that the tower runs on.
-        device: the tower's device; if a failed batch finds it lost, the process ends.
+    Attributes:
         url: this instance's URL, as in ``announce_to``.
         feature_timeout_s: how long consumers wait for a feature.
-
-    Attributes:
         consumer: receives features for this instance's own requests; None if its role does not prefill.
         num_waiting_pixels: pixels of distinct items not encoded yet.
         is_held: whether items wait for :meth:`may_start`.

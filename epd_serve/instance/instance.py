@@ -255,7 +255,7 @@ class Instance:
                 load,
                 num_waiting_tokens=load.num_waiting_tokens + language.prefiller.num_preparing_tokens,
                 num_expected=sum(not one.generation.done() for one in decoder.requests.values()),
-                num_refused=sum(waiting.request.num_sequences for waiting in decoder.waiting),
+                num_refused=sum(one.reservation.request.num_sequences for one in decoder.waiting),
             )
         return msgspec.structs.replace(
             load,

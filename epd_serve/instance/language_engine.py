@@ -32,16 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class LanguageEngine(EngineHooks):
-    """Engine, prefill and decode of one instance in one role. Call ``loop.start()`` after construction.
-
-    Attributes:
-        loop: the engine's thread.
-        weights: the loaded model, which may outlive the role.
-        memory: KV memory.
-        sender: announces KV.
-        receiver: holds the features.
-        watch: detects steps that hang.
-    """
+    """Engine, prefill and decode of one instance in one role. Call ``loop.start()`` after construction."""
 
     def __init__(self, instance: Instance, weights: Language) -> None:
         """Allocate KV memory and capture graphs. Blocks. Raises ValueError if the options do not fit the model."""

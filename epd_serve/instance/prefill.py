@@ -113,7 +113,10 @@ class Prefiller:
                     num_new = 0 if sequence.hand_off else sequence.max_tokens - len(sequence.output_ids)
                     self.engine.check_fits(sequence.num_tokens, num_new, sequence.num_forked)
                     if request.decode_url is None:
-                        reply = await self._serve(sequence, answer, features)
+                        generation = Generation(answer, self.engine, self.timeline, request_id)
+                        await self._compute(sequence, generation, features)
+                        end, is_streamed = partial(self._end, request_id), answer.options.stream
+                        reply = await generation.reply(stream=is_streamed, headers=(NEXT_NONE,), on_close=end)
                     else:
                         reply = await self._hand_over(request.decode_url, sequence, answer, features)
                 note = wire.write_prompt_note(len(sequence.prompt_ids), had, sequence.num_cached or 0)
@@ -157,15 +160,6 @@ class Prefiller:
             )
         await first
         self.receiver.release(sequence.request_id)
-
-    async def _serve(self, sequence: Sequence, answer: Answer, features: asyncio.Task[None]) -> Reply:
-        """Decode the answer here."""
-        request_id = sequence.request_id
-        generation = Generation(answer, self.engine, self.timeline, request_id)
-        await self._compute(sequence, generation, features)
-        return await generation.reply(
-            stream=answer.options.stream, headers=(NEXT_NONE,), on_close=partial(self._end, request_id)
-        )
 
     async def _hand_over(
         self, decode_url: str, sequence: Sequence, answer: Answer, features: asyncio.Task[None]

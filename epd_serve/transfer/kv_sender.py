@@ -137,9 +137,6 @@ class KVSender:
     for the bytes of another.
 
     A failed or cancelled transfer announces nothing more.
-
-    Args:
-        clock: monotonic seconds, as in ``computed_at``.
     """
 
     def __init__(self, source: KVSource, sizer: GroupSizer, clock: Callable[[], float]) -> None:
@@ -156,11 +153,7 @@ class KVSender:
                 self._lane(name).jobs.put(peer)
 
     def push(self, layers: range, parts: Sequence[Part], computed: Event | None = None) -> None:
-        """Queue blocks of ``layers`` as one announcement; all parts go to one instance.
-
-        Args:
-            computed: when the device has written the blocks; None if it has.
-        """
+        """Queue blocks of ``layers``, written at ``computed``, as one announcement to one instance."""
         assert parts and parts[0].transfer.target is not None
         with self._lock:  # also held by a lane that retires
             for part in parts:

@@ -116,12 +116,7 @@ class CellLender:
 
 
 class StagingArea:
-    """The staging cells of an instance.
-
-    Args:
-        num_cells: upper limit.
-        kv_cells: cells of the whole KV cache, a second limit.
-        quarantine_s: see :class:`CellLender`.
+    """The staging cells of an instance: at most ``num_cells``, and as many as the KV cache has.
 
     Attributes:
         round_cells: cells moved at once at most.

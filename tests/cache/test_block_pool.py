@@ -15,10 +15,6 @@ def touched(pool: BlockPool) -> int:
     return pool._untouched - 1
 
 
-def all_of(blocks: RequestBlocks) -> list[int]:
-    return blocks.root + [block for own in (*blocks.forks, *blocks.states) for block in own]
-
-
 class BlockPoolMachine(RuleBasedStateMachine):
     requests = Bundle("requests")
 
@@ -52,13 +48,13 @@ class BlockPoolMachine(RuleBasedStateMachine):
         assert blocks.num_cached == expected_cached
         assert len(blocks.root) == -(-(len(prompt) + max_tokens) // BLOCK_SIZE)
         assert len(blocks.forks) == num_sequences - 1
-        owned = [b for other in self.live.values() for b in all_of(other)]
+        owned = [b for other in self.live.values() for b in other.all()]
         assert not set(blocks.root[blocks.num_cached :]) & set(owned), "a held block was handed out again"
         for block, digest in zip(blocks.root, hashes, strict=False):
             self.pool.register(block, digest)
         self.live[key] = blocks
         if touched(self.pool) > num_touched:
-            held = {block for other in self.live.values() for block in all_of(other)}
+            held = {block for other in self.live.values() for block in other.all()}
             recent = {b for when, old in self.released if self.num_requests - when <= IDLE_REQUESTS for b in old}
             assert touched(self.pool) <= len(held | recent), (
                 "fresh memory was touched beside memory in nobody's use"
@@ -68,7 +64,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
     @rule(key=consumes(requests))
     def release(self, key: int) -> None:
         if key in self.live:
-            blocks = all_of(self.live.pop(key))
+            blocks = self.live.pop(key).all()
             num_free, owned = self.pool.num_free, self.pool.num_owned(blocks)
             self.pool.release(blocks)
             self.released.append((self.num_requests, blocks))

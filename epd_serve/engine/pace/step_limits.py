@@ -26,10 +26,7 @@ class StepLimits:
     Without a limit they come from its options, and the times of earlier steps determine the chunks of a step
     (:class:`~epd_serve.sched.step_cost.ChunkPace`).
 
-    Attributes:
-        limit_s: LATENCY_max of steps and encodes; None: no limit.
-        image_budget_pixels: maximum pixels of an encode.
-        budget: limits of a step.
+    ``limit_s``: LATENCY_max of steps and encodes; None: no limit.
     """
 
     def __init__(self, options: InstanceOptions, measurements: Measurements) -> None:

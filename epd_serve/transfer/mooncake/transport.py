@@ -99,9 +99,6 @@ class MooncakeTransport:
     must first answer on a TCP connection of ours, which also proves the cluster key; Mooncake has no
     authentication.
 
-    Args:
-        key: the cluster key that both ends prove; None for no proof.
-
     Raises ValueError if mooncake is missing or cannot start.
     """
 
