@@ -51,7 +51,7 @@ class Refusals:
     async def call(
         self, stage: Begins | None = None, key: str = "", *, kind: type[ServeError] = Unavailable
     ) -> AsyncGenerator[None]:
-        """Register a call for ``key`` while its context is open. A refusal cancels the body and raises ``kind``."""
+        """Register a call for ``key`` while its context is open. Refusal cancels the body and raises ``kind``."""
         scope = asyncio.timeout(None)
         try:
             async with scope:

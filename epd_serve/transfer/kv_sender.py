@@ -16,7 +16,7 @@ from device.base import Event
 from epd_serve.protocol.wire import KVAnnouncement, KVTaken, Region, ReserveReply, SentKV
 from epd_serve.transfer.grouping import GroupSizer
 from epd_serve.transfer.staging import rounds
-from epd_serve.transfer.transport import DeviceBytes, Span, TransferError
+from epd_serve.transfer.transport import Span, TransferError
 
 logger = logging.getLogger(__name__)
 
@@ -32,18 +32,10 @@ class ReadableKV(Protocol):
 
 
 class KVSource(Protocol):
-    """The memory that outgoing KV is read from."""
+    """The memory that outgoing KV is read from. ``staged_cells``: limit of layers × blocks in a :meth:`stage`."""
 
-    @property
-    def region(self) -> Region: ...
-
-    @property
-    def buffer(self) -> memoryview | DeviceBytes: ...
-
-    @property
-    def staged_cells(self) -> int | None:
-        """Limit of layers × blocks in one call of :meth:`stage`, or None."""
-        ...
+    region: Region
+    staged_cells: int | None
 
     def stage(self, layers: range, blocks: Sequence[int]) -> AbstractContextManager[ReadableKV]:
         """Make computed blocks readable by peers within the context. May wait for staging memory."""

@@ -48,21 +48,15 @@ class StillCopying(TransferError):
 class Slab(Protocol):
     """Host memory that peers may read."""
 
-    @property
-    def region(self) -> Region: ...
-
-    @property
-    def buffer(self) -> memoryview: ...
+    region: Region
+    buffer: memoryview
 
 
 class DeviceSlab(Protocol):
     """Device memory that peers may read and that can receive reads."""
 
-    @property
-    def region(self) -> Region: ...
-
-    @property
-    def buffer(self) -> DeviceBytes: ...
+    region: Region
+    buffer: DeviceBytes
 
 
 class Transport(Protocol):
