@@ -40,10 +40,10 @@ MODEL = {"hidden": 384, "layers": 8, "heads": 12, "kv_heads": 4, "intermediate":
 class Process:
     """An instance in a process of its own."""
 
-    def __init__(self, model: Path, policy: str, tpot_ms: float | None, cache: Path) -> None:
+    def __init__(self, model: Path, tpot_ms: float | None, cache: Path) -> None:
         limit = [] if tpot_ms is None else ["--tpot-ms", str(tpot_ms)]
         command = [sys.executable, "-m", "benchmarks.batching_instance", str(model)]
-        command += ["--policy", policy, *limit]
+        command += limit
         environment = {**os.environ, "EPD_SERVE_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
         self._process = JsonProcess(command, environment)
         self.started = self._known(self._process.answer())
@@ -109,14 +109,14 @@ def summary(turn: dict[str, Any], tpot_ms: float) -> dict[str, float]:
 
 def compare(model: Path, cache: Path) -> dict[str, Any]:
     num_chats = CLIENTS["chat"]
-    unlimited = Process(model, "unlimited", None, cache)
+    unlimited = Process(model, None, cache)
     unlimited.turn(1, num_chats)
     alone = unlimited.turn(2, 4 * num_chats)["steps"]
     full = [step["seconds"] for step in alone if step["decodes"] == num_chats and not step["prefill_tokens"]]
     decode_ms = 1000 * statistics.median(full)
     tpot_ms = round(TPOT_OF_DECODE_STEP * decode_ms, 1)
     print(f"a step of {num_chats} decodes takes {decode_ms:.1f} ms; TPOT_max is {tpot_ms} ms", flush=True)
-    processes = {"stage-level": Process(model, "stage-level", tpot_ms, cache), "unlimited": unlimited}
+    processes = {"stage-level": Process(model, tpot_ms, cache), "unlimited": unlimited}
     rows: list[dict[str, Any]] = []
     disturbed: list[dict[str, Any]] = []
     all_steps: dict[str, list[dict[str, float]]] = {policy: [] for policy in processes}

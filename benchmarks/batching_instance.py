@@ -27,7 +27,7 @@ from epd_serve.types import Role, SamplingParams
 TOKENS = {"chat": (64, 96), "document": (1600, 32)}
 
 
-async def run(model: Path, policy: str, tpot_ms: float | None) -> None:
+async def run(model: Path, tpot_ms: float | None) -> None:
     """Serve the load named on each line of stdin; print its figures as a line of JSON."""
     options = InstanceOptions(
         name="pd0",
@@ -39,7 +39,7 @@ async def run(model: Path, policy: str, tpot_ms: float | None) -> None:
         threads=1,
         max_num_seqs=32,
         num_blocks=4096,
-        slo=SLOConfig(tpot_ms=tpot_ms if policy == "stage-level" else None),
+        slo=SLOConfig(tpot_ms=tpot_ms),
     )
     instance = Instance(options)
     steps: list[dict[str, float]] = []
@@ -117,12 +117,11 @@ def requests(rng: random.Random, name: str, kind: str, count: int) -> Iterator[w
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--policy", required=True)
     parser.add_argument("--tpot-ms", type=float)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     torch.set_num_threads(1)
-    asyncio.run(run(arguments.model, arguments.policy, arguments.tpot_ms))
+    asyncio.run(run(arguments.model, arguments.tpot_ms))
 
 
 if __name__ == "__main__":

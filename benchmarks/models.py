@@ -22,10 +22,6 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Config,
     Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
 )
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -43,11 +39,10 @@ class Shape:
     """Sizes of a model whose weights are drawn at random.
 
     Attributes:
-        family: "qwen2_5_vl", "qwen3_vl", or "llama", which has no tower.
-        text, vision: fields of the two configs.
+        text: fields of the text config.
+        vision: fields of Qwen2.5-VL's vision config; None: a Llama, which has no tower.
     """
 
-    family: str
     text: dict[str, Any]
     vision: dict[str, Any] | None
     tied: bool = False
@@ -69,7 +64,6 @@ def _sizes(
 _WINDOWED = {"window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]}
 SHAPES = {
     "0.5B": Shape(
-        family="qwen2_5_vl",
         text=_sizes(896, 24, 14, 2, 4864, 151_936),
         vision={
             "depth": 12,
@@ -82,25 +76,12 @@ SHAPES = {
         tied=True,
     ),
     "Qwen2.5-VL-7B": Shape(
-        family="qwen2_5_vl",
         text=_sizes(3584, 28, 28, 4, 18_944, 152_064),
         vision={"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, **_WINDOWED},
     ),
-    "Qwen3-VL-8B": Shape(
-        family="qwen3_vl",
-        text=_sizes(4096, 36, 32, 8, 12_288, 151_936) | {"head_dim": 128},
-        vision={
-            "depth": 27,
-            "hidden_size": 1152,
-            "intermediate_size": 4304,
-            "num_heads": 16,
-            "deepstack_visual_indexes": [8, 16, 24],
-        },
-    ),
-    "Llama-3-8B": Shape(family="llama", text=_sizes(4096, 32, 32, 8, 14_336, 128_256), vision=None),
-    "tiny-llama": Shape(family="llama", text=_sizes(128, 2, 4, 2, 256, 1024), vision=None, tied=True),
+    "Llama-3-8B": Shape(text=_sizes(4096, 32, 32, 8, 14_336, 128_256), vision=None),
+    "tiny-llama": Shape(text=_sizes(128, 2, 4, 2, 256, 1024), vision=None, tied=True),
     "tiny": Shape(
-        family="qwen2_5_vl",
         text=_sizes(128, 3, 4, 2, 256, 1024),
         vision={
             "depth": 2,
@@ -123,7 +104,7 @@ def make_shape(name: str, path: Path) -> Path:
     if (path / _COMPLETE).exists():
         return path
     shape = SHAPES[name]
-    config, model_class = _config(shape.family, _text(shape), shape.vision, tied=shape.tied)
+    config, model_class = _config(_text(shape), shape.vision, tied=shape.tied)
     with torch.device("meta"):
         model: Any = model_class(config).to(torch.bfloat16)
     tensors = revert_weight_conversion(model, model.state_dict())
@@ -136,8 +117,7 @@ def make_shape(name: str, path: Path) -> Path:
     config.save_pretrained(path)
     _GENERATION.save_pretrained(path)
     processor = json.loads((weights_dir() / "preprocessor_config.json").read_text())
-    patch = 16 if shape.family == "qwen3_vl" else 14
-    processor |= {"patch_size": patch, "size": {"shortest_edge": 3136, "longest_edge": 4_000_000}}
+    processor |= {"patch_size": 14, "size": {"shortest_edge": 3136, "longest_edge": 4_000_000}}
     _add_files(path, None if shape.vision is None else processor)
     return path
 
@@ -150,11 +130,8 @@ def language_model(name: str, device: str) -> Any:
     """Return transformers' model of a shape's text part on a device, in bfloat16 with random weights."""
     shape = SHAPES[name]
     ends = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 0}
-    config_class, model_class = {
-        "llama": (LlamaConfig, LlamaForCausalLM),
-        "qwen2_5_vl": (Qwen2Config, Qwen2ForCausalLM),
-        "qwen3_vl": (Qwen3Config, Qwen3ForCausalLM),
-    }[shape.family]
+    config_class: Any = LlamaConfig if shape.vision is None else Qwen2Config
+    model_class: Any = LlamaForCausalLM if shape.vision is None else Qwen2ForCausalLM
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -234,7 +211,7 @@ def make_model(
         "merge_size": 2,
     }
     text |= {"head_dim": HEAD_DIM, "max_position_embeddings": max_length}
-    config, model_class = _config("qwen2_5_vl", text, vision, tied=True)
+    config, model_class = _config(text, vision, tied=True)
     torch.manual_seed(0)
     model: Any = model_class(config)
     model.generation_config = _GENERATION
@@ -243,7 +220,7 @@ def make_model(
     return path
 
 
-def _config(family: str, text: dict[str, Any], vision: dict[str, Any] | None, *, tied: bool) -> tuple[Any, Any]:
+def _config(text: dict[str, Any], vision: dict[str, Any] | None, *, tied: bool) -> tuple[Any, Any]:
     """The config of a model, and its class."""
     ends = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 0}
     if vision is None:
@@ -256,16 +233,10 @@ def _config(family: str, text: dict[str, Any], vision: dict[str, Any] | None, *,
     head_dim = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
     section = [head_dim // 8, head_dim * 3 // 16, head_dim * 3 // 16]
     rope = {"rope_type": "default", "mrope_section": section, "rope_theta": 1e6}
-    if family == "qwen3_vl":
-        rope["mrope_interleaved"] = True
-    config_class, model_class = {
-        "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
-        "qwen3_vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
-    }[family]
-    config = config_class(
+    config = Qwen2_5_VLConfig(
         text_config=text | {"rope_parameters": rope, **ends},
         vision_config=vision | {"out_hidden_size": text["hidden_size"]},
         tie_word_embeddings=tied,
         **dict(zip(names, tokens, strict=True)),
     )
-    return config, model_class
+    return config, Qwen2_5_VLForConditionalGeneration

@@ -56,7 +56,9 @@ BELOW = 0.75
 PRECISION = 1.07
 #: Limits on TTFT and TPOT at the speed of the data sheet, in seconds: some times what an idle device needs.
 LIMITS_S = {"ascend-910b3": (0.5, 0.05), "h200": (0.2, 0.025)}
-OTHERS_S = (0.5, 0.05)
+WORKLOADS, MODEL = ("sharegpt4o-like", "visualwebinstruct-like"), "qwen2.5-vl-7b"
+#: Of each run, at least.
+REQUESTS = 80
 TOPOLOGIES = "3EPD,E-P-D,E-2PD,EP-2D,ED-2P,2E-PD,2EP-D,2ED-P,3(E-PD)"
 
 
@@ -67,9 +69,7 @@ class Cell:
     topology: str
     device: str
     workload: str
-    model: str
     bound: float
-    num_requests: int
 
     def __str__(self) -> str:
         return f"{self.device} {self.workload} {self.topology}"
@@ -78,16 +78,16 @@ class Cell:
 def deployment_of(cell: Cell, directory: Path) -> tuple[float, Evaluator, Candidate, str]:
     """The factor by which devices are slower, the simulated deployment, and the file of the same."""
     count = parse_topology(cell.topology).num_devices
-    ttft_s, tpot_s = LIMITS_S.get(cell.device, OTHERS_S)
+    ttft_s, tpot_s = LIMITS_S[cell.device]
     requests = read_load(cell.workload, rate=1.0, count=400, seed=0).requests
     real = Evaluator(
-        read_fleet(f"emulated:{cell.device} x {count}", cell.model), Goal(ttft_s=ttft_s, tpot_s=tpot_s), requests
+        read_fleet(f"emulated:{cell.device} x {count}", MODEL), Goal(ttft_s=ttft_s, tpot_s=tpot_s), requests
     )
     monolithic = Candidate(line=f"{count}EPD", pools=((0, count),))
     slowness = max(real.bound(monolithic).rate / cell.bound, 1.0)
     profile = directory / f"{cell.device}.json"
-    profile.write_bytes(slowed(DeviceTime.of(cell.model, cell.device).profile, slowness).to_json())
-    fleet = read_fleet(f"emulated:{profile} x {count}", cell.model)
+    profile.write_bytes(slowed(DeviceTime.of(MODEL, cell.device).profile, slowness).to_json())
+    fleet = read_fleet(f"emulated:{profile} x {count}", MODEL)
     judge = Evaluator(fleet, Goal(ttft_s=ttft_s * slowness, tpot_s=tpot_s * slowness, target=TARGET), requests)
     plan = Candidate(line=cell.topology, pools=((0, count),))
     found = Evaluation(candidate=plan, goodput=0.0, objective=0.0, cost=0.0, bound=judge.bound(plan))
@@ -117,9 +117,9 @@ def goodput(attained: dict[float, float]) -> float:
     return max((rate for rate, share in attained.items() if share >= TARGET), default=0.0)
 
 
-def num_requests(cell: Cell, judge: Evaluator, rate: float) -> int:
+def num_requests(judge: Evaluator, rate: float) -> int:
     """Of a run: queues must have time to grow."""
-    return max(cell.num_requests, math.ceil(rate * judge.horizon_s))
+    return max(REQUESTS, math.ceil(rate * judge.horizon_s))
 
 
 def searched(share: Callable[[float], float], bound: float) -> float:
@@ -184,7 +184,7 @@ def one_run(
     cell: Cell, judge: Evaluator, plan: Candidate, url: str, rate: float, directory: Path
 ) -> dict[str, Any]:
     """One rate, measured and simulated."""
-    count, seed, workload = num_requests(cell, judge, rate), round(1e3 * rate), load_workload(cell.workload)
+    count, seed, workload = num_requests(judge, rate), round(1e3 * rate), load_workload(cell.workload)
     records, busy = run_load(
         url,
         workload,
@@ -229,7 +229,7 @@ def go_on(cell: Cell, row: dict[str, Any], until_s: float, save: Callable[[], ob
         bound = judge.bound(plan).rate
         if "simulated" not in row["goodput"]:
             row["goodput"]["simulated"] = searched(
-                lambda rate: judge.attainment(plan, rate, num_requests(cell, judge, rate)).value, bound
+                lambda rate: judge.attainment(plan, rate, num_requests(judge, rate)).value, bound
             )
         attained = {run["rate"]: run["attained"] for run in row["runs"]}
         guess = row["goodput"]["simulated"] or 0.7 * bound
@@ -300,15 +300,11 @@ def verdicts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argument_parser(__doc__, "plan-emulated.json")
     parser.add_argument("--topologies", default=TOPOLOGIES)
-    parser.add_argument("--devices", default="ascend-910b3,h200")
-    parser.add_argument("--workloads", default="sharegpt4o-like,visualwebinstruct-like")
-    parser.add_argument("--model", default="qwen2.5-vl-7b")
     parser.add_argument("--bound", type=float, default=8.0, help="of monolithic instances, in requests a second")
-    parser.add_argument("--requests", type=int, default=80, help="of each run, at least")
     parser.add_argument("--minutes", type=float, default=math.inf)
     wanted = parser.parse_args()
     until_s = time.monotonic() + 60 * wanted.minutes
-    about = {"model": wanted.model, "bound": wanted.bound, "requests": wanted.requests}
+    about = {"model": MODEL, "bound": wanted.bound, "requests": REQUESTS}
     content: dict[str, Any] = {**about, "cells": []}
     if wanted.output.exists():
         content = json.loads(wanted.output.read_text(encoding="utf-8"))
@@ -316,16 +312,9 @@ def main() -> None:
             raise SystemExit(f"{wanted.output} is of other options than {about}: take them, or another --output")
     rows = {(row["device"], row["workload"], row["topology"]): row for row in content["cells"]}
     cells = [
-        Cell(
-            topology=line,
-            device=device,
-            workload=workload,
-            model=wanted.model,
-            bound=wanted.bound,
-            num_requests=wanted.requests,
-        )
-        for device in wanted.devices.split(",")
-        for workload in wanted.workloads.split(",")
+        Cell(topology=line, device=device, workload=workload, bound=wanted.bound)
+        for device in LIMITS_S
+        for workload in WORKLOADS
         for line in wanted.topologies.split(",")
     ]
     for cell in cells:

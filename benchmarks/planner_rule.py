@@ -15,7 +15,6 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from epd_serve.plan.strategies import enumerate_plans
 from epd_serve.sim.workloads import read_load
 from epd_serve.types import Stage
 
+DEVICE, COUNT, MODEL = "ascend-910b3", 4, "qwen2.5-vl-7b"
 TTFT_S = 2.0
 #: An idle decode step of the model on the device takes 14 ms.
 TPOTS_S = (0.1, 0.025)
@@ -59,20 +59,20 @@ def mixes() -> Iterator[Mix]:
                 yield Mix(side=896, share=share, num_output_tokens=answer, tpot_s=tpot_s)
 
 
-def judge_of(mix: Mix, device: str, count: int, model: str) -> Evaluator:
+def judge_of(mix: Mix, count: int) -> Evaluator:
     side = max(mix.side, 28)
     workload = (
         f"synthetic,image_share={mix.share:g},image_size={side}x{side},text_tokens={TEXT_TOKENS},"
         f"output_tokens={mix.num_output_tokens}"
     )
     goal = Goal(ttft_s=TTFT_S, tpot_s=mix.tpot_s)
-    fleet = read_fleet(f"{device} x {count}", model)
+    fleet = read_fleet(f"{DEVICE} x {count}", MODEL)
     return Evaluator(fleet, goal, read_load(workload, rate=1.0, count=400, seed=0).requests, least=60, most=200)
 
 
-def searched(mix: Mix, device: str, count: int, model: str) -> dict[str, Any]:
+def searched(mix: Mix) -> dict[str, Any]:
     """The best plan of either kind for one load."""
-    judge = judge_of(mix, device, count, model)
+    judge = judge_of(mix, COUNT)
     plans = [one for one in candidates(judge.fleet) if one.is_monolithic or _is_apart(one)]
     found = enumerate_plans(judge, with_batching(plans), width=3)
     best = {
@@ -96,9 +96,9 @@ def searched(mix: Mix, device: str, count: int, model: str) -> dict[str, Any]:
     }
 
 
-def bound_over(mix: Mix, device: str, count: int, model: str) -> dict[str, Any]:
+def bound_over(mix: Mix, count: int) -> dict[str, Any]:
     """The highest bound of a disaggregated plan over that of monolithic instances."""
-    judge = judge_of(mix, device, count, model)
+    judge = judge_of(mix, count)
     best: dict[bool, tuple[float, str]] = {}
     for plan in candidates(judge.fleet):
         if plan.is_monolithic or _is_apart(plan):
@@ -170,36 +170,30 @@ def draw(content: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     parser = argument_parser(__doc__, "planner-rule.json")
-    parser.add_argument("--device", default="ascend-910b3")
-    parser.add_argument("--count", type=int, default=4)
-    parser.add_argument("--model", default="qwen2.5-vl-7b")
-    parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--png", action="store_true", help="draw the plot beside the data")
     wanted = parser.parse_args()
-    devices = f"{wanted.count} x {wanted.device}"
+    devices = f"{COUNT} x {DEVICE}"
     rows: list[dict[str, Any]] = []
     if wanted.output.exists():
         before = json.loads(wanted.output.read_text(encoding="utf-8"))
-        if (before["devices"], before["model"]) == (devices, wanted.model):
-            rows = before["loads"]
+        rows = before["loads"] if (before["devices"], before["model"]) == (devices, MODEL) else []
     content: dict[str, Any] = {
         "command": typed("planner_rule"),
         "devices": devices,
         "times": "analytic, from the data sheet",
-        "model": wanted.model,
+        "model": MODEL,
         "ttft_s": TTFT_S,
         "text_tokens": TEXT_TOKENS,
         "loads": rows,
     }
     todo = [mix for mix in mixes() if not any(asdict(mix).items() <= row.items() for row in rows)]
-    search = partial(searched, device=wanted.device, count=wanted.count, model=wanted.model)
-    with ProcessPoolExecutor(wanted.processes) as pool:
-        for row in pool.map(search, todo):
+    with ProcessPoolExecutor(2) as pool:
+        for row in pool.map(searched, todo):
             rows.append(row)
             write(wanted.output, content)
             print(json.dumps(row), flush=True)
     long = [Mix(side=side, share=float(side > 0), num_output_tokens=LONG, tpot_s=TPOTS_S[1]) for side in SIDES]
-    content["bounds"] = [bound_over(mix, wanted.device, count, wanted.model) for mix in long for count in COUNTS]
+    content["bounds"] = [bound_over(mix, count) for mix in long for count in COUNTS]
     write(wanted.output, content)
     if wanted.png:
         draw(content, wanted.output.with_suffix(".png"))

@@ -49,15 +49,14 @@ class Switcher:
         refused: orders that the gateway could not let be carried out just then, by status.
     """
 
-    def __init__(self, admin_url: str, roles: dict[str, str], patience_s: float) -> None:
+    def __init__(self, admin_url: str, roles: dict[str, str]) -> None:
         self._client = httpx.AsyncClient(base_url=admin_url, timeout=None, trust_env=False)
-        self._patience_s = patience_s
         self.roles = roles
         self.done: list[dict[str, Any]] = []
         self.refused: Counter[int] = Counter()
 
     async def order(self, name: str, role: str) -> bool:
-        body = {"role": role, "deadline_s": 60, "patience_s": self._patience_s}
+        body = {"role": role, "deadline_s": 60, "patience_s": 0.2}
         answer = await self._client.post(f"/instances/{name}/role", json=body)
         if answer.status_code != 200:
             self.refused[answer.status_code] += 1
@@ -87,11 +86,11 @@ async def switch_under_load(switcher: Switcher, chaos: Chaos, count: int, loads:
             enough = len(chaos.results) + chaos.answers_between
 
 
-async def time_pairs(switcher: Switcher, runs: int) -> dict[str, dict[str, float]]:
+async def time_pairs(switcher: Switcher) -> dict[str, dict[str, float]]:
     """Seconds of one idle instance, beside the others, from each role to each other."""
     name = next(name for name, role in switcher.roles.items() if switcher.keeps_all(name, role))
     seconds: dict[str, list[float]] = {}
-    for _ in range(runs):
+    for _ in range(5):
         for role in (*TIMED, *reversed(TIMED)):
             if role != switcher.roles[name]:
                 assert await switcher.order(name, role), f"{name} → {role} was refused"
@@ -114,7 +113,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     async with started(arguments, config) as chaos:
         chaos.answers_between = max(1, arguments.requests // (arguments.switches + 2))
         roles = {name: str(handle.role) for name, handle in chaos.deployment.instances.items()}
-        switcher = Switcher(f"http://127.0.0.1:{port}", roles, arguments.patience)
+        switcher = Switcher(f"http://127.0.0.1:{port}", roles)
         await chaos.learn(streams, arguments.concurrency)
         began = time.monotonic()
         loads = asyncio.create_task(chaos.ask_all(streams, arguments.concurrency))
@@ -123,7 +122,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
         seconds = time.monotonic() - began
         await chaos.settle()
         under_load = list(switcher.done)
-        pairs = await time_pairs(switcher, arguments.runs)
+        pairs = await time_pairs(switcher)
         await switcher.close()
         report = chaos.report()
         complete = report["outcomes"][Outcome.IDENTICAL.value]
@@ -145,8 +144,6 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
 def main() -> int:
     parser = new_parser(__doc__ or "", num_requests=500)
     parser.add_argument("--switches", type=int, default=20, help="under load")
-    parser.add_argument("--runs", type=int, default=5, help="of each pair of roles, on the idle deployment")
-    parser.add_argument("--patience", type=float, default=0.2, help="seconds in which answers may end there")
     parser.add_argument("--model", default="demo", help="demo, or a transformers model directory")
     parser.add_argument("--output", type=Path, default=RESULT)
     arguments = parser.parse_args()

@@ -117,14 +117,8 @@ def _router(program: str | None, peers: Peers, logs: Path, *flags: str) -> Itera
     port, metrics = free_ports(2)
     with vllm_alone(peers, logs) as alone:
         command = [program, *flags, "--host", "127.0.0.1", "--port", str(port), "--worker-urls", alone.url]
-        command += [
-            "--policy",
-            "round_robin",
-            "--prometheus-port",
-            str(metrics),
-            "--max-payload-size",
-            str(1 << 28),
-        ]
+        command += ["--policy", "round_robin", "--prometheus-port", str(metrics)]
+        command += ["--max-payload-size", str(1 << 28)]
         with running(command, logs / "router.log") as process:
             yield _ready(process, port, logs / "router.log", [f"kill-router=kill -KILL {process.pid}"])
 
@@ -190,13 +184,11 @@ SERVERS: dict[str, Any] = {
 }
 
 
-async def verified(
-    server: Running, record: Path | None, suites: Sequence[str], directory: Path, slowness: float
-) -> Report:
+async def verified(server: Running, record: Path, directory: Path) -> Report:
     admin = admin_commands(server.admin)
-    client = Client(server.url, model="demo", record=record, admin=admin, slowness=slowness)
+    client = Client(server.url, model="demo", record=record, admin=admin, slowness=4.0)
     try:
-        return await run_checks(client, chosen(suites), directory, show=lambda one: print(one, flush=True))
+        return await run_checks(client, chosen(()), directory, show=lambda one: print(one, flush=True))
     finally:
         await client.close()
 
@@ -217,7 +209,7 @@ async def recorded(server: Running, record: Path) -> None:
         await client.close()
 
 
-def run(names: Sequence[str], suites: Sequence[str], peers: Peers, slowness: float) -> int:
+def run(names: Sequence[str], peers: Peers) -> int:
     """Verify the servers of these names; the results of others stay in the file."""
     found = json.loads(RESULT.read_text())["servers"] if RESULT.exists() else {}
     scratch = Path(tempfile.mkdtemp(prefix="epd-serve-field-"))
@@ -238,7 +230,7 @@ def run(names: Sequence[str], suites: Sequence[str], peers: Peers, slowness: flo
         logs = scratch / str(number)
         print(f"== {name}", flush=True)
         with start(name, logs) as server:
-            report = asyncio.run(verified(server, record, suites, logs, slowness))
+            report = asyncio.run(verified(server, record, logs))
         found[name] = {**found.get(name, {}), **kept(report)}
         versions = {"epd-serve": version("epd-serve"), "vllm": _version(peers.python, "vllm")}
         heading = {"command": COMMAND, "machine": machine(), "versions": versions}
@@ -284,8 +276,6 @@ def main() -> int:
     parser.add_argument("--router", help="the program vllm-router")
     parser.add_argument("--sglang-router", help="the program sglang-router")
     parser.add_argument("--only", action="append", choices=list(SERVERS))
-    parser.add_argument("--suite", action="append")
-    parser.add_argument("--slowness", type=float, default=4.0)
     arguments = parser.parse_args()
     if arguments.tables:
         print(*tables(), sep="\n")
@@ -298,7 +288,7 @@ def main() -> int:
         router=arguments.router,
         sglang_router=arguments.sglang_router,
     )
-    return run(arguments.only or list(SERVERS), arguments.suite or (), peers, arguments.slowness)
+    return run(arguments.only or list(SERVERS), peers)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ TOPOLOGIES = ("EPD", "E-P-D", "E-PD", "EP-D")
 PASSES = [(stream, concurrency) for concurrency in (4, 24) for stream in (False, True)]
 COMMAND = "python -m benchmarks.vllm_soundness --vllm-python PYTHON"
 MODEL = "benchmark"
-STORM_SIZE = 100
+STORMS, STORM_SIZE, IDLE_S = 10, 100, 60.0
 BURSTS = (200, 500)
 #: Of a burst's answers so many are asked again, one at a time.
 CHECKED = 20
@@ -114,8 +114,10 @@ def tokens_of(choice: Mapping[str, Any]) -> list[tuple[str, float]]:
     return [(one["token"], one["logprob"]) for one in (choice.get("logprobs") or {}).get("content") or ()]
 
 
-def same(left: list[Answer], right: list[Answer]) -> bool:
-    """The same words and tokens, and log-probabilities that differ by rounding alone."""
+def same(left: list[Answer] | BaseException, right: list[Answer] | BaseException) -> bool | None:
+    """The same tokens, and log-probabilities that differ by rounding alone; None where one is an error."""
+    if isinstance(left, BaseException) or isinstance(right, BaseException):
+        return None
     return len(left) == len(right) and all(
         a == b
         and [token for token, _ in tokens] == [token for token, _ in others]
@@ -192,10 +194,7 @@ async def burst(url: str, size: int) -> dict[str, Any]:
         "answered": size - len(errors),
         "refused": sum("overloaded" in one for one in errors),
         "lost": [one[:200] for one in errors if "overloaded" not in one],
-        "wrong": sum(
-            not isinstance(one, Exception) and not isinstance(other, Exception) and not same(one, other)
-            for one, other in zip(answers, again, strict=False)
-        ),
+        "wrong": [same(*pair) for pair in zip(answers, again, strict=False)].count(False),
         "took_s": round(took_s, 1),
     }
 
@@ -235,17 +234,12 @@ async def kill(deployment: LocalDeployment, name: str) -> dict[str, Any]:
                 await asyncio.sleep(0.2)
         back_s = time.monotonic() - at_s
     again = await ask_all(url, bodies, stream=True, concurrency=NUM_STREAMS)
+    judged = [same(*pair) for pair in zip(answers, expected, strict=True)]
     return {
         "instance": name,
         "ended_before": num_ended,
-        "right": sum(
-            not isinstance(one, Exception) and not isinstance(other, Exception) and same(one, other)
-            for one, other in zip(answers, expected, strict=True)
-        ),
-        "wrong": sum(
-            not isinstance(one, Exception) and not isinstance(other, Exception) and not same(one, other)
-            for one, other in zip(answers, expected, strict=True)
-        ),
+        "right": judged.count(True),
+        "wrong": judged.count(False),
         "failed": failed,
         "last_end_after_s": round(max(ended_s) - at_s, 2),
         "back_after_s": round(back_s, 1),
@@ -258,10 +252,6 @@ async def measure(
     python: str,
     bodies: list[dict[str, Any]],
     expected: Expected | None,
-    storms: int,
-    idle_s: float,
-    bursts: list[int],
-    killed: list[str],
     keep: Callable[[dict[str, Any], Expected], None],
 ) -> Expected:
     """``expected`` are the answers of a vLLM alone, which are returned; None: this one's instance gives them.
@@ -302,8 +292,7 @@ async def measure(
             for stream, concurrency in PASSES:
                 again = await ask_all(instance.url, bodies, stream=stream, concurrency=concurrency)
                 expected = [
-                    one if one and not isinstance(other, Exception) and same(one, other) else None
-                    for one, other in zip(expected, again, strict=True)
+                    one if one and same(one, other) else None for one, other in zip(expected, again, strict=True)
                 ]
             name = instance.name
             row["not_compared"] = [number for number, one in enumerate(expected) if one is None]
@@ -313,13 +302,13 @@ async def measure(
             told["mismatches"] = [
                 [number, wanted, one]
                 for number, (one, wanted) in enumerate(zip(answers, expected, strict=True))
-                if not isinstance(one, Exception) and wanted is not None and not same(one, wanted)
+                if wanted is not None and same(one, wanted) is False
             ]
         keep(row, expected)
-        row["storms_idle_after_s"] = [round(await storm(deployment, bodies, seed), 2) for seed in range(storms)]
+        row["storms_idle_after_s"] = [round(await storm(deployment, bodies, seed), 2) for seed in range(STORMS)]
         await asyncio.sleep(5)
         before, began = cpu_s(running), time.monotonic()
-        await asyncio.sleep(idle_s)
+        await asyncio.sleep(IDLE_S)
         lasted = time.monotonic() - began
         row["idle_percent_of_a_core"] = {
             name: round(100 * (spent - before[name]) / lasted, 2) for name, spent in cpu_s(running).items()
@@ -328,11 +317,11 @@ async def measure(
             name: round(sum(one.memory_full_info().pss for one in ones) / 1e9, 2) for name, ones in running.items()
         }
         keep(row, expected)
-        for size in bursts:
+        for size in BURSTS:
             row.setdefault("bursts", []).append(await burst(deployment.gateway_url, size))
             keep(row, expected)
         for name in deployment.instances:
-            if name[:-1] in killed:
+            if name[:-1] in ("e", "p", "d"):
                 row.setdefault("kills", []).append(await kill(deployment, name))
                 keep(row, expected)
     row["took_s"] = round(time.monotonic() - start)
@@ -351,7 +340,7 @@ def summary(row: dict[str, Any]) -> str:
 
 async def run(arguments: argparse.Namespace) -> None:
     """Writes the results after each part; with answers of an earlier run, beside the rows that are there."""
-    bodies, results, answers = questions(), RESULTS / arguments.results, arguments.answers
+    bodies, results, answers = questions(), RESULTS / "vllm-soundness-cpu.json", arguments.answers
     rows: dict[str, dict[str, Any]] = {}
     expected: Expected | None = None
     topologies = arguments.topologies
@@ -376,17 +365,7 @@ async def run(arguments: argparse.Namespace) -> None:
         write(results, report)
 
     for topology in topologies:
-        expected = await measure(
-            topology,
-            arguments.vllm_python,
-            bodies,
-            expected,
-            arguments.storms,
-            arguments.idle_s,
-            arguments.bursts,
-            arguments.kills,
-            keep,
-        )
+        expected = await measure(topology, arguments.vllm_python, bodies, expected, keep)
         print(summary(rows[topology]), flush=True)
 
 
@@ -397,11 +376,6 @@ def main() -> None:
     parser.add_argument(
         "--answers", type=Path, help="keeps the answers of vLLM alone, so that topologies can be run one at a time"
     )
-    parser.add_argument("--storms", type=int, default=10)
-    parser.add_argument("--bursts", type=int, nargs="*", default=BURSTS, help="requests at once")
-    parser.add_argument("--kills", nargs="*", default=["e", "p", "d"], help="roles an instance of which is killed")
-    parser.add_argument("--idle-s", type=float, default=60.0)
-    parser.add_argument("--results", default="vllm-soundness-cpu.json", help="file name in benchmarks/results")
     arguments = parser.parse_args()
     asyncio.run(run(arguments))
 

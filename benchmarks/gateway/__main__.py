@@ -40,10 +40,8 @@ def main() -> None:
         chosen.append(vllm_epd(options.vllm_proxy, options.python))
     if options.vllm_router is not None:
         chosen.append(vllm_router(options.vllm_router))
-    cells = [cell for cell in CELLS if options.cells is None or any(part in cell.name for part in options.cells)]
-    chosen = [peer for peer in chosen if options.peers is None or peer.name in options.peers]
     with tempfile.TemporaryDirectory(prefix="epd-serve-gateway-") as directory:
-        report = measure(chosen, cells, Path(directory), options.rounds)
+        report = measure(chosen, Path(directory), options.rounds)
     print(table(report))
     if options.out is not None:
         write(options.out.with_suffix(".json"), report)
@@ -58,15 +56,13 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--vllm-router", help="program of the package vllm-router")
     parser.add_argument("--rounds", type=int, default=3, help="interleaved; medians are taken")
-    parser.add_argument("--cells", nargs="+", help="only those whose name has one of these parts")
-    parser.add_argument("--peers", nargs="+", help="only these")
     parser.add_argument("--out", type=Path, help="data goes to OUT.json, the table to OUT.md")
     return parser.parse_args()
 
 
-def measure(chosen: list[Peer], cells: list[Cell], directory: Path, rounds: int) -> dict[str, Any]:
+def measure(chosen: list[Peer], directory: Path, rounds: int) -> dict[str, Any]:
     """Run every cell on every gateway in turn, ``rounds`` times; medians by cell and gateway."""
-    runs = measure_each(chosen, cells, directory, rounds)
+    runs = measure_each(chosen, directory, rounds)
     return {
         "machine": machine(),
         "rounds": rounds,
@@ -76,9 +72,7 @@ def measure(chosen: list[Peer], cells: list[Cell], directory: Path, rounds: int)
     }
 
 
-def measure_each(
-    chosen: list[Peer], cells: list[Cell], directory: Path, rounds: int
-) -> dict[str, dict[str, list[Figures]]]:
+def measure_each(chosen: list[Peer], directory: Path, rounds: int) -> dict[str, dict[str, list[Figures]]]:
     """The figures of each round, by cell and gateway."""
     runs: dict[str, dict[str, list[Figures]]] = {}
     compile_programs(directory)
@@ -99,7 +93,7 @@ def measure_each(
             wait_until_served(port, bodies["1 image"].read_bytes(), log)
             running_peers[peer.name] = (port, tree)
         for number in range(rounds):
-            for cell in cells:
+            for cell in CELLS:
                 for name, (port, tree) in running_peers.items():
                     _set_gap(stages.decode[0], cell.gap_ms)
                     figures = _run(cell, port, tree, directory, bodies[cell.body])

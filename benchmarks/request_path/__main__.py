@@ -25,12 +25,12 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import RESULTS, ROOT, argument_parser, write
+from benchmarks.common import ROOT, argument_parser, write
 from benchmarks.topologies import image_message
 from epd_serve.config import change_config, load_config
 from epd_serve.launch.deployment import LocalDeployment
 
-RESULT = RESULTS / "request-path.json"
+ROUNDS = 5
 #: What is done when the client has its answer belongs to the request.
 _END_S = 0.1
 
@@ -140,13 +140,10 @@ def way(entries: list[Entry]) -> list[str]:
 
 
 def main() -> None:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=RESULT)
-    options = parser.parse_args()
-    summaries = [summary(idle, busy) for idle, busy in asyncio.run(record(options.rounds))]
+    options = argument_parser(__doc__, "request-path.json").parse_args()
+    summaries = [summary(idle, busy) for idle, busy in asyncio.run(record(ROUNDS))]
     best = min(summaries, key=lambda row: (row["functions"], row["files"]))
-    write(options.out, best)
+    write(options.output, best)
     table = Table("one image request of 4 tokens through E-P-D", "lowest", "of all rounds")
     for name in [name for name, figure in best.items() if isinstance(figure, int)]:
         table.add_row(name, str(best[name]), str([row[name] for row in summaries]))

@@ -1,13 +1,14 @@
 """Matrix products with fixed weights, in the device's fastest layout.
 
-On CPUs with hardware support for the weights' two-byte dtype, oneDNN keeps its own packed copy: callers should
-drop their reference to the weights. On other CPUs, and in float32, a custom kernel multiplies few rows. Many rows
-are multiplied in float32, by a part of the weight at a time, because torch's bfloat16 and float16 products take
-several times as long.
+On CPUs oneDNN keeps its own packed copy of weights in float32 (x86), and in a two-byte dtype that the hardware
+multiplies: callers should drop their reference to the weights. On other CPUs a custom kernel multiplies few rows.
+Many rows are multiplied in float32, by a part of the weight at a time, because torch's bfloat16 and float16
+products take several times as long.
 """
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from functools import partial
 from typing import Literal
@@ -151,6 +152,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = module.in_features, module.out_features
         self._multiply = linear(module.weight.detach(), None if module.bias is None else module.bias.detach())
+        self.weight = module.weight.new_empty(0)  # models read its dtype
 
     def forward(self, states: Tensor) -> Tensor:
         return self._multiply(states)
@@ -186,7 +188,11 @@ def pack_modules(model: nn.Module) -> None:
 
 
 def _packs(weight: Tensor) -> bool:
-    return weight.device.type == "cpu" and multiplies_halves(weight.dtype)
+    if weight.device.type != "cpu":
+        return False
+    if weight.dtype == torch.float32:
+        return torch._C._has_mkldnn and platform.machine() == "x86_64"
+    return multiplies_halves(weight.dtype)
 
 
 def _takes_rows(weight: Tensor) -> bool:

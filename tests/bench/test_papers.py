@@ -11,7 +11,6 @@ import pytest
 from benchmarks.common import write
 from benchmarks.papers.__main__ import EXPERIMENTS
 from benchmarks.papers.measure import Deployment, Limits, Load, Rows, go_on, judged, read, sheet
-from benchmarks.papers.triinfer import goodput
 from epd_serve.bench.types import Failure, Record
 
 SHAPE, KIND = "qwen2.5-vl-7b", "ascend-910b3"
@@ -61,12 +60,6 @@ def test_figures_are_in_the_papers_units() -> None:
     assert found["effective"]["500/50"] == pytest.approx(11 / 2.5 / 2)
     once_late = answer(4, at_s=0.0, ttft_s=0.9, gaps_s=[0.04] * 19 + [5.0])
     assert gaps.kept_by(once_late, 1.0) and not wide.kept_by(once_late, 1.0)
-
-
-def test_goodput_lies_where_a_tenth_is_lost() -> None:
-    assert goodput({4: 1.0, 8: 0.95, 12: 0.85}) == (pytest.approx(10), True)
-    assert goodput({4: 0.5, 8: 0.1}) == (4, False)
-    assert goodput({4: 1.0, 8: 0.9}) == (8, False)
 
 
 def row(one: Deployment, load: Load) -> dict[str, Any]:

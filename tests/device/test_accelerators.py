@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import chip.chip  # noqa: F401 - makes its device known
 import pytest
 import torch
-from attention_contract import (
-    Batch,
-    Layers,
-    Segments,
-    batches,
-    check_layers,
-    check_segments,
-    check_step,
-    layers,
-    segments,
-)
+from attention_contract import batches, check, layers, segments
 from hypothesis import HealthCheck, given, settings
 
 from device.base import Device
@@ -29,9 +20,10 @@ NAMES.append("chip:0")
 EACH = pytest.mark.parametrize("name", NAMES)
 EACH_DTYPE = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 # Kernels are compiled for some of these shapes: a few constants, many lengths.
-SHAPES = {"block_sizes": [16, 128], "head_dims": [64, 128], "kv_heads": [2]}
-CASES = settings(
-    max_examples=40 if len(NAMES) > 1 else 10, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+CASES = (
+    batches(block_sizes=[16, 128], head_dims=[64, 128], kv_heads=[2], groups=[1, 4, 7, 8], max_context=300)
+    | segments(head_dims=[64, 72, 80, 96, 128])
+    | layers(head_dims=[64, 128], widths=[64, 896, 4864])
 )
 
 
@@ -39,13 +31,6 @@ CASES = settings(
 def opened(name: str) -> Device:
     device = get_device(name)
     device.activate()
-    return device
-
-
-def computing(name: str, dtype: torch.dtype) -> Device:
-    device = opened(name)
-    if dtype not in device.dtypes:
-        pytest.skip(f"{name} does not compute in {dtype}")
     return device
 
 
@@ -58,29 +43,13 @@ def test_a_device_that_works_is_not_lost(name: str) -> None:
 
 @EACH
 @EACH_DTYPE
-@given(batch=batches(**SHAPES, groups=[1, 4, 7, 8], max_context=300))
-@CASES
-def test_steps_equal_the_oracle(name: str, dtype: torch.dtype, batch: Batch) -> None:
-    device = computing(name, dtype)
-    check_step(device.ops, batch, dtype, device.torch_device, TOLERANCES[dtype])
-
-
-@EACH
-@EACH_DTYPE
-@given(case=segments(head_dims=[64, 72, 80, 96, 128]))
-@CASES
-def test_encode_equals_the_oracle(name: str, dtype: torch.dtype, case: Segments) -> None:
-    device = computing(name, dtype)
-    check_segments(device.ops, case, dtype, device.torch_device, TOLERANCES[dtype])
-
-
-@EACH
-@EACH_DTYPE
-@given(case=layers(head_dims=[64, 128], widths=[64, 896, 4864]))
-@CASES
-def test_layers_equal_the_oracle(name: str, dtype: torch.dtype, case: Layers) -> None:
-    device = computing(name, dtype)
-    check_layers(device.ops, case, dtype, device.torch_device, TOLERANCES[dtype])
+@given(case=CASES)
+@settings(max_examples=120 if len(NAMES) > 1 else 30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_operators_equal_the_oracle(name: str, dtype: torch.dtype, case: Any) -> None:
+    device = opened(name)
+    if dtype not in device.dtypes:
+        pytest.skip(f"{name} does not compute in {dtype}")
+    check(device.ops, case, dtype, device.torch_device, TOLERANCES[dtype])
 
 
 @EACH
@@ -88,7 +57,7 @@ def test_the_self_test_passes(name: str) -> None:
     assert [(r.check, r.detail) for r in check_device(opened(name)) if not r.passed] == []
 
 
-@EACH
+@pytest.mark.parametrize("name", ["cpu", *NAMES])
 def test_graphs_of_several_sizes_share_a_runner(name: str) -> None:
     device = opened(name)
     buffers = {size: torch.zeros(size, device=device.torch_device) for size in (1, 4)}
@@ -100,6 +69,11 @@ def test_graphs_of_several_sizes_share_a_runner(name: str) -> None:
             buffer.fill_(number)
             runner.update(size, [1] * size)
             assert runner.replay(size).tolist() == [2 * number + 1] * size
+    for wrong in (lambda: runner.replay(8), lambda: runner.update(8, [1] * 8)):
+        with pytest.raises(KeyError):
+            wrong()
+    with pytest.raises(ValueError, match="pad them to 4"):
+        runner.update(4, [1, 1])
 
 
 @EACH

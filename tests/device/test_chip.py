@@ -57,30 +57,3 @@ def test_the_device_reads_pinned_memory_when_it_comes_to_it_and_ordinary_memory_
     ordinary.fill_(7)
     assert from_pinned.tolist() == [7, 7], "the copy was still under way"
     assert from_ordinary.tolist() == [0, 0]
-
-
-def test_a_graph_replays_what_was_captured_over_what_its_buffers_hold(device: ChipDevice) -> None:
-    device.chip.launch_s = 0.0
-    buffer, factor = torch.ones(2, device=device.torch_device), 2.0
-    runner = device.graph_runner()
-    runner.capture(2, lambda: buffer * factor)
-    factor = 3.0  # a number of the host is as it was
-    buffer.fill_(5)
-    runner.update(2, [1, 1])
-    assert runner.replay(2).tolist() == [10.0, 10.0]
-
-
-def test_memory_ends_and_comes_back() -> None:
-    device = get_device("chip:14")
-    total, free = device.memory()
-    assert total == free == 24_000_000_000
-    device.set_memory_fraction(0.001)
-    kept = torch.empty(20_000_000, dtype=torch.uint8, device=device.torch_device)
-    with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 9\.54 MiB on chip:14"):
-        torch.empty(10_000_000, dtype=torch.uint8, device=device.torch_device)
-    half = kept[:10_000_000]
-    del kept
-    assert device.headroom() == 4_000_000, "a view keeps all of it"
-    del half
-    assert device.headroom() == 24_000_000
-    device.set_memory_fraction(1.0)

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torch import Tensor
 
 from device.base import PartitionStrength
 from device.cpu import CpuDevice
@@ -74,29 +73,6 @@ def test_shares_divide_the_cores(device: CpuDevice) -> None:
 def test_shares_outside_the_device_are_refused(device: CpuDevice, share: float, start: float) -> None:
     with pytest.raises(ValueError, match="with a sum of at most 1"):
         device.apply_share(share, start)
-
-
-def test_the_eager_runner_calls_the_step_over_its_buffers(device: CpuDevice) -> None:
-    runner = device.graph_runner()
-    buffer = torch.zeros(4)
-    calls: list[int] = []
-
-    def step() -> Tensor:
-        calls.append(1)
-        return buffer * 2
-
-    runner.capture(4, step)
-    assert not runner.captures
-    assert not calls, "nothing is recorded, so nothing needs a warm-up"
-    buffer.fill_(3.0)
-    runner.update(4, [1, 1, 1, 1])
-    assert runner.replay(4).tolist() == [6.0] * 4
-    with pytest.raises(KeyError):
-        runner.replay(8)
-    with pytest.raises(KeyError):
-        runner.update(8, [1] * 8)
-    with pytest.raises(ValueError, match="pad them to 4"):
-        runner.update(4, [1, 1])
 
 
 def use_memory(num_bytes: int) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from device.base import AttnMeta
 from device.ops.cpu import CpuOps
 from device.ops.cpu_kernels import FOR_ALL, amx_kernels, cpu_kernels, library_path
-from device.ops.linear import Product
+from device.ops.linear import Product, linear
 
 needs_amx = pytest.mark.skipif(amx_kernels() is None, reason="no AMX or no g++")
 needs_compiler = pytest.mark.skipif(cpu_kernels() is None, reason="no g++")
@@ -26,25 +26,27 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=s
 
 
 def _close(actual: Tensor, exact: Tensor) -> None:
-    tolerance = 1e-2 if actual.dtype == torch.bfloat16 else 1e-5
+    tolerance = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-5}[actual.dtype]
     assert float((actual.double() - exact.double()).abs().max()) <= tolerance * float(exact.abs().max())
 
 
-@DTYPES
-@pytest.mark.parametrize("rows", [1, 16, 17, 32, 33])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [1, 7, 16, 17, 33, 300])
 @pytest.mark.parametrize("activation", ["none", "swish", "gelu_tanh"])
 def test_products_with_what_follows_them(dtype: torch.dtype, rows: int, activation: str) -> None:
     torch.manual_seed(0)
     # rows of the input that lie apart, and a width that fills no last strip
     states = torch.randn(rows, 200).to(dtype)[:, :160]
     weight, bias, other = (torch.randn(*shape).to(dtype) for shape in ((150, 160), (150,), (rows, 150)))
-    product = Product(weight, bias)
-    exact = F.linear(states.double(), weight.double(), bias.double())
+    plain = F.linear(states.double(), weight.double())
+    exact = plain + bias.double()
     exact = {"none": exact, "swish": F.silu(exact), "gelu_tanh": F.gelu(exact, approximate="tanh")}[activation]
+    product = Product(weight, bias)
     for result, wanted in (
         (product(states, activation), exact),
         (product(states, activation, add=other), exact + other),
         (product(states, activation, multiply=other), exact * other),
+        (linear(weight)(states[None])[0], plain),
     ):
         _close(result, wanted)
 
@@ -60,29 +62,6 @@ def test_weights_in_another_layout_are_left_to_onednn() -> None:
     for_one_row = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
     assert kernels.packed_address(for_one_row, weight) is None
     assert kernels.packed_address(packed, torch.randn(96, 48).bfloat16()) is None
-
-
-@needs_compiler
-@DTYPES
-@pytest.mark.parametrize("head_dim", [32, 80, 128])
-def test_norms_and_rotation_of_states_inside_a_wider_product(head_dim: int, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    ops, exact = CpuOps(), ReferenceOps()
-    states = torch.randn(5, 9, head_dim).to(dtype)
-    query, key, _ = torch.split(states, [4, 3, 2], dim=1)
-    weight, angles = torch.randn(head_dim).to(dtype), torch.rand(5, head_dim // 2).repeat(1, 2)
-    _close(ops.rms_norm(key, weight, 1e-6), exact.rms_norm(key, weight, 1e-6))
-    for rotated, wanted in zip(
-        ops.rotary(query, key, angles.cos(), angles.sin()),
-        exact.rotary(query, key, angles.cos(), angles.sin()),
-        strict=True,
-    ):
-        _close(rotated, wanted)
-    flat = states.flatten(1)
-    wide, residual = torch.randn(flat.shape[1]).to(dtype), torch.randn_like(flat)
-    normed, total = ops.add_rms_norm(flat, residual, wide, 1e-6)
-    assert torch.equal(total, flat + residual)
-    _close(normed, exact.rms_norm(total, wide, 1e-6))
 
 
 @needs_compiler

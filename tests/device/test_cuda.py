@@ -83,48 +83,18 @@ def test_a_device_whose_context_is_broken_is_lost() -> None:
 def test_varlen_is_adapted_to_each_torch() -> None:
     calls: list[dict[str, Any]] = []
 
-    def torch_2_10(
-        q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, is_causal: bool
-    ) -> None: ...
+    def torch_2_11(*states: Any, scale: Any = None, window_size: Any) -> None:
+        calls.append({"window_size": window_size, "scale": scale, "max": states[5:]})
 
-    def torch_2_11(
-        q: Any,
-        k: Any,
-        v: Any,
-        cu_q: Any,
-        cu_k: Any,
-        max_q: int,
-        max_k: int,
-        *,
-        scale: Any = None,
-        window_size: Any,
-    ) -> Tensor:
-        calls.append({"window_size": window_size, "scale": scale, "max": (max_q, max_k)})
-        return torch.zeros(1)
-
-    def torch_2_13(
-        q: Any,
-        k: Any,
-        v: Any,
-        cu_q: Any,
-        cu_k: Any,
-        max_q: int,
-        max_k: int,
-        *,
-        scale: Any = None,
-        window_size: Any,
-        enable_gqa: bool = False,
-    ) -> Tensor:
+    def torch_2_13(*states: Any, scale: Any = None, window_size: Any, enable_gqa: bool = False) -> None:
         calls.append({"window_size": window_size, "enable_gqa": enable_gqa})
-        return torch.zeros(1)
 
-    assert adapt_varlen(torch_2_10) is None
+    assert adapt_varlen(lambda q, k, v, cu_q, cu_k, max_q, max_k, is_causal: None) is None
     nothing = torch.zeros(1)
-    for function in (torch_2_11, torch_2_13):
+    for function, causal in ((torch_2_11, True), (torch_2_13, True), (torch_2_13, False)):
         varlen = adapt_varlen(function)
         assert varlen is not None
-        varlen(nothing, nothing, nothing, nothing, nothing, 3, 5, scale=0.5, causal=True)
-    varlen(nothing, nothing, nothing, nothing, nothing, 3, 5, scale=0.5, causal=False)
+        varlen(nothing, nothing, nothing, nothing, nothing, 3, 5, scale=0.5, causal=causal)
     assert calls == [
         {"window_size": (-1, 0), "scale": 0.5, "max": (3, 5)},
         {"window_size": (-1, 0), "enable_gqa": True},

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from device.ops.linear import PackedLinear, gated_linear, linear, pack_modules
+from device.ops.linear import PackedLinear, gated_linear, pack_modules
 from device.ops.plain import PlainOps
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -18,19 +18,6 @@ def _close(actual: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> Non
     assert actual.dtype == dtype
     scale = float(exact.abs().max())
     assert float((actual.double() - exact).abs().max()) <= TOLERANCE[dtype] * scale
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [1, 7, 32, 65, 300])
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_linear(dtype: torch.dtype, rows: int, has_bias: bool) -> None:
-    torch.manual_seed(0)
-    states, weight, bias = (torch.randn(*shape).to(dtype) for shape in ((rows, 99), (130, 99), (130,)))
-    exact = F.linear(states.double(), weight.double(), bias.double() if has_bias else None)
-    product = linear(weight, bias if has_bias else None)
-    del weight
-    _close(product(states), exact, dtype)
-    _close(product(states[None])[0], exact, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -8,7 +8,6 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,21 +63,6 @@ def test_two_processes_use_the_same_memory(name: str) -> None:
         pass
 
 
-def test_a_handle_goes_with_its_memory(device: ChipDevice) -> None:
-    _, free = device.memory()
-    memory, handle = device.share_memory(1 << 20)
-    assert memory.tolist()[:2] == [0, 0]
-    assert device.memory()[1] == free - (1 << 20)
-    with device.map_memory(handle):
-        assert device.memory()[1] == free - (1 << 20), "its owner alone has it"
-    num_files = len(list(Path("/proc/self/fd").iterdir()))
-    del memory
-    device.synchronize()
-    assert device.memory()[1] == free and len(list(Path("/proc/self/fd").iterdir())) < num_files
-    with pytest.raises(ValueError, match="cannot be mapped"), device.map_memory(handle):
-        pass
-
-
 def test_memory_that_launched_work_uses_is_not_unmapped(device: ChipDevice) -> None:
     own, handle = device.share_memory(8)
     gate = threading.Event()
@@ -90,22 +74,6 @@ def test_memory_that_launched_work_uses_is_not_unmapped(device: ChipDevice) -> N
     gate.set()
     device.synchronize()
     assert own.tolist() == [1] * 8
-
-
-def test_the_device_reads_memory_that_is_pinned_in_place_when_it_comes_to_it(device: ChipDevice) -> None:
-    memory, gate = torch.zeros(8), threading.Event()
-    copies = []
-    for unpin in (device.pin_in_place(memory), None):
-        device.current_stream().launch(gate.wait)  # type: ignore[attr-defined]
-        copies.append(memory[4:].to(device.torch_device, non_blocking=True))
-        memory.fill_(7)
-        gate.set()
-        device.synchronize()
-        memory.fill_(0)
-        gate.clear()
-        if unpin is not None:
-            unpin()
-    assert [copy.tolist() for copy in copies] == [[7] * 4, [0] * 4]
 
 
 def test_a_cpu_s_memory_is_no_device_s() -> None:

@@ -168,14 +168,6 @@ async def test_the_pool_is_whole_again_after_its_process_is_killed(patient_pool:
     assert (await decode(patient_pool)).size == (120, 90)
 
 
-async def test_who_leaves_ends_the_decoding(patient_pool: DecoderPool) -> None:
-    slow = asyncio.create_task(decode(patient_pool, endless(scans=100), (4000, 3000)))
-    await one_decoder()
-    slow.cancel()
-    await asyncio.gather(slow, return_exceptions=True)
-    await until_idle()
-
-
 async def test_many_at_once_leave_no_process(patient_pool: DecoderPool) -> None:
     await decode(patient_pool)
     num_open = psutil.Process().num_fds()

@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import tiny_models
+import torch
 from engine_bench import EngineBench
 from pictures import noise
 from reference import Reference
 
+from device.registry import get_device
 from epd_serve.models.checkpoint_config import read_config
+from epd_serve.models.language import LanguageModel
 from epd_serve.sched.schedule import Budget
 
 
@@ -26,6 +29,7 @@ def changed(kind: str, path: Path, part: str, name: str, value: Any) -> Path:
 
 
 _LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 256}
 _WINDOWED = {"mrope_section": [4, 6, 6], "rope_type": "default", "rope_theta": 1e3}
 
 
@@ -36,6 +40,8 @@ _WINDOWED = {"mrope_section": [4, 6, 6], "rope_type": "default", "rope_theta": 1
         ("llava", "text_config", "rope_parameters", _LINEAR),
         ("qwen2_5_vl", "text_config", "rope_parameters", _WINDOWED),
         ("qwen2_5_vl", "vision_config", "fullatt_block_indexes", [0, 2]),
+        ("llama", "", "rope_parameters", _YARN),
+        ("llama", "", "hidden_act", "gelu_pytorch_tanh"),
         ("qwen3_moe", "", "norm_topk_prob", False),
         ("gemma3", "text_config", "query_pre_attn_scalar", 64),
         ("llava", "vision_config", "hidden_act", "relu"),
@@ -88,3 +94,15 @@ def test_a_field_that_is_not_honoured_is_refused_by_name(
     path = changed(kind, tmp_path / "model", part, name, value)
     with pytest.raises(ValueError, match=name):
         read_config(path)
+
+
+def test_an_unknown_language_model_is_refused(tmp_path: Path) -> None:
+    path = changed("llava", tmp_path / "model", "text_config", "model_type", "gemma")
+    with pytest.raises(ValueError, match="does not run the language model 'gemma'"):
+        LanguageModel(path, torch.float32, get_device("cpu"))
+
+
+def test_a_window_bounds_the_context(tmp_path: Path) -> None:
+    """Inside its window, sliding attention is full attention."""
+    path = changed("mistral", tmp_path / "model", "", "sliding_window", 50)
+    assert LanguageModel(path, torch.float32, get_device("cpu")).max_model_len == 50

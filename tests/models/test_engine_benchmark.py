@@ -10,9 +10,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from transformers import AutoConfig  # noqa: E402
 
-from benchmarks.engine import Worker, floors, table  # noqa: E402
+from benchmarks.engine import Worker  # noqa: E402
 from epd_serve.demo import weights_dir  # noqa: E402
 
 
@@ -29,12 +28,3 @@ def test_a_worker_answers_with_times_and_a_missing_engine_with_the_reason() -> N
     assert absent.failure is not None and "there_is_no_such_engine" in absent.failure
     assert absent.ask(stage="generate") is None
     absent.close()
-
-
-def test_the_roofline_is_the_slower_of_reading_and_multiplying() -> None:
-    config = AutoConfig.from_pretrained(weights_dir())
-    reading = floors(config, 1, {"read_gb_s": 1.0, "gemm_gflop_s": 1e9})["decode"]
-    multiplying = floors(config, 32, {"read_gb_s": 1e9, "gemm_gflop_s": 1.0})["decode"]
-    assert multiplying == pytest.approx(32 * reading)  # two bytes and two operations a weight
-    row = {"stage": "decode", "batch": 1, "engine": "native", "tokens_cpu_s": 1234.5, "of_roofline": 0.7}
-    assert "| m | decode | 1 | 1,234 | – | 70% |" in table({"m": {"rows": [row]}}, ["native", "vllm"])

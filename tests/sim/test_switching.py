@@ -49,15 +49,6 @@ def test_switches_lose_no_request(orders: list[tuple[int, str]]) -> None:
         assert states == (["SERVING", "DRAINING", "REBUILDING"] * len(states))[: len(states)]
 
 
-def test_steps_of_rebuilt_instances_count() -> None:
-    orders = [(0, "D"), (1, "EPD")]  # encoders, which had no language model
-    switching = Switching(Scripted(orders), interval_s=0.1, num_blocks=1 << 12)
-    outcome = run(START, requests(80, 6.0, factor=2), switching)
-    steps = {name: one.language.num_steps for name, one in outcome.instances.items() if one.language is not None}
-    assert str(outcome.instances["e0"].spec.role) == "D" and steps["e0"]
-    assert outcome.num_steps == sum(steps.values())
-
-
 def test_table_6_of_epd() -> None:
     """The paper: latency 2.2 times and TPOT 2.4 times lower, and 5E1P2D becomes 2E1P5D."""
     every = requests(200, 3.0, seed=1)

@@ -1,11 +1,11 @@
 """The contract of ``device.base.AttentionOps``: hypothesis draws cases, and backends are compared with the oracle.
 
-A backend's test file draws with the limits of its hardware and calls the checks::
+A backend's test file draws with the limits of its hardware::
 
-    @given(batch=batches(block_sizes=[16, 128], head_dims=[64, 128]))
-    def test_steps(batch): check_step(ops, batch, torch.float16, device, 1e-2)
+    @given(case=batches(block_sizes=[16, 128], head_dims=[64, 128]) | segments() | layers())
+    def test_operators(case): check(ops, case, torch.float16, device, 1e-2)
 
-Each check makes random inputs, rounds them to the dtype, runs the backend on its device and the oracle in float32
+The check makes random inputs, rounds them to the dtype, runs the backend on its device and the oracle in float32
 on the CPU. It raises AssertionError where an error, as a fraction of 1 + the expected magnitude, is too large.
 """
 
@@ -126,6 +126,13 @@ def layers(
         layout=draw(st.sampled_from(layouts)),
         seed=draw(SEEDS),
     )
+
+
+def check(
+    ops: AttentionOps, case: Batch | Segments | Layers, dtype: torch.dtype, device: torch.device, tolerance: float
+) -> None:
+    of_case = {Batch: check_step, Segments: check_segments, Layers: check_layers}[type(case)]
+    of_case(ops, case, dtype, device, tolerance)  # type: ignore[operator]
 
 
 def check_step(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from epd_serve.bench.run import Run
 from epd_serve.bench.types import SLO, Failure, Record, RunSettings
@@ -12,16 +13,15 @@ from epd_serve.bench.types import SLO, Failure, Record, RunSettings
 NUM_TOKENS, GAP_S = 5, 0.01
 
 
-def good(index: int, scheduled_s: float, *, ttft_s: float = 0.1, modality: str = "text") -> Record:
-    """An answer of five tokens, 10 ms apart; sent 1 ms late, the role's chunk 20 ms before the first token."""
-    sent_s = scheduled_s + 0.001
+def good(index: int, at_s: float, *, ttft_s: float = 0.1, gap_s: float = GAP_S, **more: Any) -> Record:
+    """An answer of five tokens; sent 1 ms late, the role's chunk 20 ms before the first token."""
+    sent_s = at_s + 0.001
     first_s = sent_s + ttft_s
-    times = [first_s + GAP_S * number for number in range(NUM_TOKENS)]
+    times = [first_s + gap_s * number for number in range(NUM_TOKENS)]
     return Record(
         index=index,
         workload="mine",
-        modality=modality,
-        scheduled_s=scheduled_s,
+        **{"modality": "text", "scheduled_s": at_s, **more},
         sent_s=sent_s,
         first_chunk_s=first_s - 0.02,
         first_token_s=first_s,

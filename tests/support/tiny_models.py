@@ -63,7 +63,7 @@ _QWEN3_5: dict[str, Any] = {
 _QWEN3_5_MOE = {**_QWEN3_5, **_EXPERTS, "shared_expert_intermediate_size": 32}
 #: Kinds without a tower, with fields that differ from their text config's usual ones.
 TEXT_KINDS: dict[str, dict[str, Any]] = {
-    "llama": {"attention_bias": True},
+    "llama": {"attention_bias": True, "mlp_bias": True},
     "mistral": {"sliding_window": None},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 48},
