@@ -24,7 +24,7 @@ import torch
 
 from device.registry import get_device
 from epd_serve.engine.device_features import DeviceFeatureStore
-from epd_serve.engine.device_regions import are_reached
+from epd_serve.engine.device_memory import are_reached
 from epd_serve.engine.kv_memory import KVMemory
 from epd_serve.instance.decode import read_kv
 from epd_serve.protocol import wire

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from collections.abc import Sequence as AbstractSequence
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import msgspec
 
-from epd_serve.protocol.wire import KVLayout, Region, TokenLogprob
-from epd_serve.sched.block_tables import BlockMemory
+from epd_serve.protocol.wire import TokenLogprob
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sched.sequence import Sequence
-from epd_serve.transfer.kv_sender import KVSource, ReadableKV
 
 #: Placeholder for a token that cannot be chosen because the logits are NaN.
 NO_TOKEN = -1
@@ -63,44 +59,4 @@ class Runner(Protocol):
             on_layer: called on this thread once the work that writes a layer's KV is launched.
             before: the step whose tokens replace the placeholders.
         """
-        ...
-
-
-class KVCacheMemory(BlockMemory, KVSource, Protocol):
-    """The KV of an instance: the model's blocks, and the slab through which peers access them.
-
-    Attributes:
-        region: the slab's address for peers. buffer: the slab in this process.
-        staged_cells: maximum layers × blocks to land at once, if the slab is not the cache itself.
-        num_staged: layers × blocks in transit through the slab.
-    """
-
-    layout: KVLayout
-    num_blocks: int
-
-    @property
-    def num_staged(self) -> int: ...
-
-    def maps(self, region: Region) -> bool:
-        """Return whether :meth:`read_mapped` reaches the device's memory of ``region``. Blocks."""
-        ...
-
-    def read_mapped(
-        self, region: Region, layers: range, source: AbstractSequence[int], blocks: AbstractSequence[int]
-    ) -> None:
-        """Copy some layers of ``source`` blocks on ``region``'s device to ``blocks``. Blocks.
-
-        Raises TransferError.
-        """
-        ...
-
-    def land(self, layers: range, blocks: AbstractSequence[int]) -> AbstractContextManager[ReadableKV]:
-        """Yield the places in the slab to write blocks of some layers to. May wait for free cells.
-
-        The model can read the blocks after the context ends without an error.
-        """
-        ...
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless the slab's accounting balances."""
         ...

@@ -1,4 +1,4 @@
-"""A device shared by several instances: their shares, and the board that publishes their activity."""
+"""The board by which instances on one device publish their activity."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from device.base import BareDevice
-from epd_serve.config import InstanceOptions
-from epd_serve.protocol.instance_state import AppliedShare
 from epd_serve.sched.token_time import Slack
 
 _SLOTS, _FIELDS = 64, 8
@@ -27,24 +24,14 @@ class DeviceBoard:
     different fields. Writes of a double are atomic; reading fields of different age at worst makes one pause too
     long or too short.
 
-    Args:
-        path: a file shared by the instances of the device; None: this instance is alone.
-        clock: the system's clock, the same in all processes.
+    ``clock``: the system's clock, the same in all processes.
     """
 
     def __init__(self, path: Path | None, slot: int, clock: Callable[[], float]) -> None:
         """Raises OSError if the file cannot be created."""
         self._clock = clock
-        self._map: mmap.mmap | None = None
-        memory: bytearray | mmap.mmap = bytearray(_SLOTS * _FIELDS * 8)
-        if path is not None:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-            try:
-                os.ftruncate(descriptor, len(memory))
-                memory = self._map = mmap.mmap(descriptor, len(memory))
-            finally:
-                os.close(descriptor)
-        self._values = memoryview(memory).cast("d")
+        self._memory = shared_board(path, _SLOTS * _FIELDS * 8)
+        self._values = memoryview(self._memory).cast("d")
         self._slots = [self._values[at : at + _FIELDS] for at in range(0, len(self._values), _FIELDS)]
         self._own = self._slots[slot]
         for field in range(_FIELDS):  # clear the state of an earlier process that may have died
@@ -55,8 +42,8 @@ class DeviceBoard:
         self.encode_ends()
         for view in (*self._slots, self._values):
             view.release()
-        if self._map is not None:
-            self._map.close()
+        if isinstance(self._memory, mmap.mmap):
+            self._memory.close()
 
     # ------------------------------------------------------------------ written by decodes
 
@@ -103,17 +90,13 @@ class DeviceBoard:
         return self._own[_SINCE] > 0
 
 
-def apply_share(options: InstanceOptions, device: BareDevice) -> AppliedShare | None:
-    """Limit this process to its share of compute and memory. Return the share; None if unlimited.
-
-    Raises ValueError for a share that the device cannot give.
-    """
-    applied: AppliedShare | None = None
-    if (whole := options.device_share) is not None:
-        partition = device.apply_share(whole.share, whole.start)
-        applied = AppliedShare(whole.share, partition.strength, list(partition.mechanisms))
-        if options.threads is not None:
-            device.set_threads(options.threads)
-    if options.memory_share is not None:
-        device.set_memory_fraction(options.memory_share)
-    return applied
+def shared_board(path: Path | None, nbytes: int) -> bytearray | mmap.mmap:
+    """Map a file shared by several instances, or return private memory without one. Raises OSError."""
+    if path is None:
+        return bytearray(nbytes)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        os.ftruncate(descriptor, nbytes)
+        return mmap.mmap(descriptor, nbytes)
+    finally:
+        os.close(descriptor)

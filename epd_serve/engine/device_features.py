@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from device.base import Device
-from epd_serve.engine.device_regions import register
-from epd_serve.engine.mapped_memory import MappedMemory
+from epd_serve.engine.device_memory import MappedMemory, register
 from epd_serve.protocol.wire import FeatureEvent, Region
 from epd_serve.transfer.feature_store import (
     FeatureBooks,

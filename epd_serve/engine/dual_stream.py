@@ -8,25 +8,57 @@ divide the cores: two teams of all threads would wait for each other at every ba
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from zlib import crc32
 
 from device.base import BareDevice, Stream
 from epd_serve.config import InstanceOptions
-from epd_serve.engine.cores import Cores
-from epd_serve.engine.device_board import DeviceBoard, apply_share
+from epd_serve.engine.device_board import DeviceBoard, shared_board
+from epd_serve.protocol.instance_state import AppliedShare
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sched.token_time import Slack, pause_s
 
 #: Priority of the language model's stream; the tower's is 0.
 _LANGUAGE_PRIORITY = -1
 _SMOOTHING = 0.3
+#: Instances that can share a board of cores.
+_CORE_SLOTS = 1024
 #: Longest wait of an assistant's step for encodes, so that its sequences finish under any load of images.
 _MAX_HOLD_S = 1.0
 #: Most tokens in a layer of an encode batch under a limit on the time per token.
 _TOKENS_PER_LAYER = 2
+
+
+class Cores:
+    """Threads of an instance on a CPU: an equal part for each computing side of all instances.
+
+    The sides of an instance are its language model (0) and its tower (1). The shared board has an entry per side:
+    its process id while it computes, otherwise 0. Dead processes do not count.
+
+    ``num_threads``: threads of a side that computes alone.
+    """
+
+    def __init__(self, device: BareDevice, num_threads: int, board: Path | None, name: str) -> None:
+        """Raises OSError if the file cannot be created."""
+        self._device = device
+        self._num_threads = num_threads
+        self._pids = memoryview(shared_board(board, _CORE_SLOTS * 2 * 8)).cast("q")
+        self._first = 2 * (crc32(name.encode()) % _CORE_SLOTS)
+        self._pids[self._first] = self._pids[self._first + 1] = 0
+
+    def begin(self, side: int) -> None:
+        """Mark a side as computing on this thread and set its number of threads."""
+        self._pids[self._first + side] = own = os.getpid()
+        pids = filter(None, self._pids.tolist())
+        num_sides = sum(pid == own or Path(f"/proc/{pid}").exists() for pid in pids)
+        self._device.set_threads(max(1, self._num_threads // num_sides))
+
+    def end(self, side: int) -> None:
+        self._pids[self._first + side] = 0
 
 
 class _Side:
@@ -63,6 +95,7 @@ class TowerStream(_Side):
         share: fraction of the multiprocessors; None: no limit.
 
     Attributes:
+        hurries: set while the instance shuts down: encodes no longer pause for decodes.
         paused_s: total seconds that running encodes have paused for decodes.
         is_wanted: True while items are being prepared, waiting or encoded.
         least_pixel_bytes: minimum memory per pixel of a batch without a graph; a graph's is already allocated.
@@ -89,7 +122,7 @@ class TowerStream(_Side):
         self._sleep = sleep
         self._resumed_s = self.paused_s = 0.0
         self._num_layers = 0
-        self._is_encoding = self._hurries = self.is_wanted = False
+        self._is_encoding = self.hurries = self.is_wanted = False
         self._pixel_bytes: float | None = None
         self.least_pixel_bytes = 0.0
         self._pixel_layer_s: float | None = None
@@ -129,7 +162,7 @@ class TowerStream(_Side):
         begun = now = self._clock()
         piece_s = begun - self._resumed_s
         while (
-            not self._hurries
+            not self.hurries
             and (wait_s := pause_s(self._board.slack(), piece_s=piece_s, paused_s=now - begun)) > 0
         ):
             self._board.encode_ends()
@@ -139,14 +172,6 @@ class TowerStream(_Side):
         self._resumed_s = now
         if not self._board.encodes_here:
             self._board.encode_begins()
-
-    def hurry(self) -> None:
-        """Stop pausing for decodes because the instance is shutting down. Any thread."""
-        self._hurries = True
-
-    @property
-    def _beside_steps(self) -> bool:
-        return self._language is not None and self._language.is_busy
 
     # ------------------------------------------------------------------ asked on the event loop
 
@@ -170,11 +195,9 @@ class TowerStream(_Side):
 
         An item that does not fit may start once the language model is idle, because no more memory would be freed.
         """
-        return (
-            self._pixel_bytes is None
-            or not self._beside_steps
-            or num_pixels * self._pixel_bytes <= self._device.headroom()
-        )
+        if self._pixel_bytes is None or self._language is None or not self._language.is_busy:
+            return True
+        return num_pixels * self._pixel_bytes <= self._device.headroom()
 
 
 class LanguageStream(_Side):
@@ -206,19 +229,17 @@ class LanguageStream(_Side):
         self.is_busy = False
         self.tower: TowerStream | None = None
 
-    def wait_for_encodes(self) -> None:
-        """Let an assistant's encodes go first: return when none is waiting, or after a second."""
-        if self.tower is None or not self.tower.is_wanted:
-            return
-        self.idle()
-        end_s = self._clock() + _MAX_HOLD_S
-        while self.tower.is_wanted and self._clock() < end_s:
-            time.sleep(0.002)
-
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Compute a step within this context; call :meth:`stepped` afterwards unless it fails."""
-        self.wait_for_encodes()
+        """Compute a step within this context; call :meth:`stepped` afterwards unless it fails.
+
+        An assistant's encodes go first, for at most a second.
+        """
+        if self.tower is not None and self.tower.is_wanted:
+            self.idle()
+            end_s = self._clock() + _MAX_HOLD_S
+            while self.tower.is_wanted and self._clock() < end_s:
+                time.sleep(0.002)
         self.is_busy = True
         self._take_cores()
         if self.slack is not None and self._last_s is None:
@@ -231,9 +252,8 @@ class LanguageStream(_Side):
 
     def stepped(self, output: ScheduleOutput, seconds: float, num_running: int) -> None:
         """Record a step of ``seconds`` after which ``num_running`` sequences continue."""
-        goes_on = bool(output.decodes) and num_running > 0
-        self.is_busy = goes_on
-        if not goes_on:
+        self.is_busy = bool(output.decodes) and num_running > 0
+        if not self.is_busy:
             self._leave_cores()
         if self.slack is None:
             return
@@ -242,7 +262,7 @@ class LanguageStream(_Side):
             since_last = seconds if self._last_s is None else now - self._last_s
             self.slack = self.slack.after(since_last, encoded_s - self._encoded_s)
         self._encoded_s = encoded_s
-        if goes_on:
+        if self.is_busy:
             self._last_s = now
             self._board.decodes(self.slack)
         else:
@@ -258,14 +278,18 @@ class LanguageStream(_Side):
 
 
 class DualStream:
-    """Both streams of one instance.
-
-    Attributes:
-        share: share of the device applied to this process; None: no limit.
-    """
+    """Both streams of one instance. ``share``: share of the device applied to this process; None: no limit."""
 
     def __init__(self, options: InstanceOptions, device: BareDevice) -> None:
-        self.share = apply_share(options, device)
+        """Apply the share. Raises ValueError for one that the device cannot give."""
+        self.share: AppliedShare | None = None
+        if (whole := options.device_share) is not None:
+            partition = device.apply_share(whole.share, whole.start)
+            self.share = AppliedShare(whole.share, partition.strength, list(partition.mechanisms))
+            if options.threads is not None:
+                device.set_threads(options.threads)
+        if options.memory_share is not None:
+            device.set_memory_fraction(options.memory_share)
         cores = None
         if device.type == "cpu" and options.threads is not None:
             cores = Cores(device, options.threads, options.core_board, options.name)

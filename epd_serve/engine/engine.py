@@ -20,8 +20,7 @@ from epd_serve.errors import InvalidRequest, ServeError
 from epd_serve.protocol.instance_state import Load
 from epd_serve.protocol.wire import TokenLogprob
 from epd_serve.sched.block_tables import BlockMemory
-from epd_serve.sched.orders import Order
-from epd_serve.sched.queues import KVLostError, Queues
+from epd_serve.sched.queues import KVLostError, Order, Queues
 from epd_serve.sched.schedule import Budget, ScheduleOutput
 from epd_serve.sched.sequence import PLACEHOLDER, FinishReason, Sequence, SequenceState
 from epd_serve.sched.step_cost import StepCost
@@ -266,24 +265,20 @@ class Engine:
         """Return the next step, possibly empty; its sequences keep their blocks until it ends."""
         stepping = in_flight.sequences if in_flight is not None else []
         with self._changed:
-            while (output := self._plan()) is None:
-                pass
+            while True:
+                try:
+                    output = self.queues.plan(self._clock())
+                    break
+                except KVLostError as error:  # fail its request and plan again
+                    logger.exception("the KV of request %s is lost", error.request_id)
+                    self.abort(error.request_id)
+                    failure = ServeError(f"the request's KV is lost: {error.__cause__}")
+                    self._hooks.emit([FailureEvent(error.request_id, failure)])
+                    self._hooks.freed()
             self._stepping = frozenset(stepping if output is in_flight else (*output.sequences, *stepping))
             if output.admitted or output.preempted:
                 self._hooks.freed()  # a place in the queue for blocks, or blocks
         return output
-
-    def _plan(self) -> ScheduleOutput | None:
-        """Return the next step; None if a request lost its KV and failed, so that planning must be repeated."""
-        try:
-            return self.queues.plan(self._clock())
-        except KVLostError as error:
-            logger.exception("the KV of request %s is lost", error.request_id)
-            self.abort(error.request_id)
-            failure = ServeError(f"the request's KV is lost: {error.__cause__}")
-            self._hooks.emit([FailureEvent(error.request_id, failure)])
-            self._hooks.freed()
-            return None
 
     def advance(self, output: ScheduleOutput, *, placeholders: bool) -> None:
         """Count the tokens of a launched step as computed; ``placeholders``: append one for each sampled token."""

@@ -20,8 +20,7 @@ from device.copies import to_device
 from device.ops.linear import multiplies_halves
 from epd_serve.config import InstanceOptions
 from epd_serve.config.sizes import MIN_BLOCKS, blocks_in, in_binary_units
-from epd_serve.engine.device_regions import register
-from epd_serve.engine.mapped_memory import MappedMemory
+from epd_serve.engine.device_memory import MappedMemory, register
 from epd_serve.protocol.wire import KVLayout, Region
 from epd_serve.transfer.kv_sender import ReadableKV
 from epd_serve.transfer.shared_memory import release_mapped
@@ -38,7 +37,7 @@ def block_nbytes(layout: KVLayout) -> int:
 
 
 class KVMemory:
-    """KVCacheMemory of a device, and the slab through which the transport accesses it.
+    """The KV of an instance: the model's blocks, and the slab through which peers access them.
 
     Block 0 is scratch. Steps run on the stream that is current at construction. Peers read announced blocks; only
     this instance writes. On a CPU the slab *is* the cache. If the transport can access device memory, the cache is
@@ -158,6 +157,7 @@ class KVMemory:
 
     @contextmanager
     def land(self, layers: range, blocks: Sequence[int]) -> Iterator[ReadableKV]:
+        """Yield the places in the slab to write blocks to; the model can read them after the context ends."""
         if self._area is None or self._registered is not None:
             if self._registered is not None and self._copied is not None:
                 self._copied.synchronize()  # it may still read freed blocks
@@ -170,6 +170,7 @@ class KVMemory:
             self.copy(layers, blocks, first, lands=True)
 
     def maps(self, region: Region) -> bool:
+        """Return whether :meth:`read_mapped` reaches the device's memory of ``region``. Blocks."""
         if self._mapped is None:
             return False
         try:
@@ -180,6 +181,7 @@ class KVMemory:
             return False
 
     def read_mapped(self, region: Region, layers: range, source: Sequence[int], blocks: Sequence[int]) -> None:
+        """Copy some layers of ``source`` blocks on ``region``'s device to ``blocks``. Raises TransferError."""
         assert self._mapped is not None, "nothing is mapped here"
         with self._mapped.reading(region) as memory:
             other = memory.view(self._dtype).view(*self._shape[:2], -1, *self._shape[3:])
@@ -327,20 +329,19 @@ def resolve_dtype(name: str, config: Any, device: Device) -> torch.dtype:
     """Return the dtype of a name; ``auto``: the checkpoint's dtype if the device supports it, otherwise bfloat16.
 
     A CPU without float16 products uses bfloat16 instead, which is several times as fast at few rows.
+
+    Raises ValueError for a dtype that the device does not support.
     """
-    if name != "auto":
-        dtype: torch.dtype = getattr(torch, name)
-        return dtype
-    declared = getattr(config, "dtype", None) or torch.float32
-    own: torch.dtype = declared if isinstance(declared, torch.dtype) else getattr(torch, declared)
-    is_slow = device.type == "cpu" and own is torch.float16 and not multiplies_halves(own)
-    return torch.bfloat16 if is_slow or own not in device.dtypes else own
-
-
-def check_dtype(dtype: torch.dtype, device: Device) -> None:
-    """Raise ValueError for a dtype that the device does not support."""
+    dtype: torch.dtype | str = name
+    if name == "auto":
+        dtype = getattr(config, "dtype", None) or torch.float32
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    assert isinstance(dtype, torch.dtype)
+    if name == "auto":
+        is_slow = device.type == "cpu" and dtype is torch.float16 and not multiplies_halves(dtype)
+        dtype = torch.bfloat16 if is_slow or dtype not in device.dtypes else dtype
     if dtype not in device.dtypes:
-        possible = " or ".join(str(possible).removeprefix("torch.") for possible in device.dtypes)
-        raise ValueError(
-            f"{device.name} does not support models in {str(dtype).removeprefix('torch.')}; set dtype: {possible}"
-        )
+        known = " or ".join(str(one).removeprefix("torch.") for one in device.dtypes)
+        named = str(dtype).removeprefix("torch.")
+        raise ValueError(f"{device.name} does not support models in {named}; set dtype: {known}")
+    return dtype

@@ -145,10 +145,10 @@ class DeviceTables:
     def __init__(self, device: torch.device, *, num_seats: int, max_blocks: int, block_size: int) -> None:
         self._device, self._block_size, self.max_blocks = device, block_size, max_blocks
         self._table = torch.zeros(num_seats + 1, max_blocks, dtype=torch.int32, device=device)
-        nobody = np.array([[num_seats], [1], [0], [0]], np.int64)
-        self._nobodies = np.repeat(nobody, num_seats, axis=1)
+        padding = np.array([[num_seats], [1], [0], [0]], np.int64)
+        self._padding = np.repeat(padding, num_seats, axis=1)
         # seat, context, position delta, tokens a step: [4, num_seats]
-        self._batch = torch.from_numpy(self._nobodies).to(device, copy=True)
+        self._batch = torch.from_numpy(self._padding).to(device, copy=True)
         self._spare_slots = torch.arange(num_seats, device=device) % block_size
 
     def update(self, change: TableChange, context_lens: Sequence[int]) -> None:
@@ -165,7 +165,7 @@ class DeviceTables:
             where, values = to_device(torch.tensor([cells, new]), self._device)
             self._table.view(-1).index_copy_(0, where, values.int())
         if change.seats is not None:
-            batch, count = self._nobodies.copy(), len(change.seats)
+            batch, count = self._padding.copy(), len(change.seats)
             batch[0, :count], batch[2, :count], batch[3, :count] = change.seats, change.position_deltas, 1
             batch[1, :count] = context_lens
             batch[1, :count] -= 1

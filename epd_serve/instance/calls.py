@@ -19,18 +19,15 @@ from epd_serve.types import Stage
 
 if TYPE_CHECKING:
     from epd_serve.instance.instance import Instance
-    from epd_serve.instance.text.prompt import PromptProcessor
 
 _DONE = Reply()
 _NDJSON = (b"content-type", b"application/x-ndjson")
 
 
 class Begins(Protocol):
-    """A stage that tracks which requests it has begun to compute."""
+    """A stage that tracks which requests or items it has begun to compute."""
 
-    def has_begun(self, key: str) -> bool:
-        """Return whether computation for a request or item has begun."""
-        ...
+    def has_begun(self, key: str) -> bool: ...
 
 
 class Refusals:
@@ -54,11 +51,7 @@ class Refusals:
     async def call(
         self, stage: Begins | None = None, key: str = "", *, kind: type[ServeError] = Unavailable
     ) -> AsyncGenerator[None]:
-        """Register a call while its context is open. Refusing it cancels the body and raises ``kind``.
-
-        Args:
-            stage: knows whether the request or item ``key`` has begun; None if it has.
-        """
+        """Register a call for ``key`` while its context is open. Refusal cancels the body and raises ``kind``."""
         scope = asyncio.timeout(None)
         try:
             async with scope:
@@ -94,7 +87,7 @@ class CleanUps:
 
     async def cancel(self) -> None:
         """Cancel all tasks and wait for them."""
-        for task in list(self._tasks):
+        for task in self._tasks:
             task.cancel()
         await self.finish()
 
@@ -111,33 +104,24 @@ class ControlCalls:
 
     def handlers(self) -> dict[str, Handler]:
         """Return the handlers by path."""
+        state = ("/health", "/health/live", "/info", "/integrity", "/metrics", "/reports", "/role", "/leave")
+        kv = ("/kv/reserve", "/kv/announce", "/kv/renew", "/kv/complete", "/kv/cancel")
         return {
-            "/health": self._health,
-            "/health/live": self._live,
-            "/info": self._info,
-            "/integrity": self._integrity,
-            "/metrics": self._metrics,
-            "/reports": self._reports,
-            "/role": self._role,
-            "/leave": self._leave,
             "/stage/encode": self._encode,
             "/stage/prefill": self._prefill,
             "/stage/decode": self._decode,
             "/prompt/tokenize": self._tokenize,
             "/prompt/detokenize": self._detokenize,
             "/feature/event": self._feature_event,
-            "/kv/reserve": self._kv_reserve,
-            "/kv/announce": self._kv_announce,
-            **{path: partial(self._kv, path) for path in ("/kv/renew", "/kv/complete", "/kv/cancel")},
+            **{path: partial(self._kv, path) for path in kv},
+            **{path: partial(self._state, path) for path in state},
         }
-
-    # ------------------------------------------------------------------ stages
 
     async def _encode(self, body: bytes) -> Reply:
         instance, request = self._instance, wire.decode(body, wire.EncodeRequest)
         encoder, mm_hash = instance.encoder, request.ref.mm_hash  # every role has an encoder, as a last resort
         is_own = request.announce_to == instance.url  # last resort for a prompt of this instance
-        if not (is_own and request.request_id in instance.serving(Stage.PREFILL).prefiller):
+        if not (is_own and request.request_id in instance.serving(Stage.PREFILL).prefiller.requests):
             instance.check_accepting()
         instance.telemetry.add_call(request.request_id, request.traceparent, mm_hash)
         instance.reports.add_call(Stage.ENCODE, request.request_id)
@@ -171,20 +155,17 @@ class ControlCalls:
         self._instance.reports.add_call(stage, request.request_id)
 
     async def _tokenize(self, body: bytes) -> Reply:
-        prompts, request = self._prompts, wire.decode(body, wire.TokenizeRequest)
+        prompts = self._instance.serving(Stage.PREFILL).prefiller.prompts
+        request = wire.decode(body, wire.TokenizeRequest)
         cost_s = S_PER_CHARACTER * prompts.check_size(request)
         reply = await self._instance.processor.run("text", cost_s, prompts.tokenize, request)
         return Reply(body=wire.encode(reply))
 
     async def _detokenize(self, body: bytes) -> Reply:
         tokens = wire.decode(body, wire.DetokenizeRequest).tokens
-        cost_s = S_PER_CHARACTER * len(tokens)
-        text = await self._instance.processor.run("text", cost_s, self._prompts.detokenize, tokens)
+        prompts, cost_s = self._instance.serving(Stage.PREFILL).prefiller.prompts, S_PER_CHARACTER * len(tokens)
+        text = await self._instance.processor.run("text", cost_s, prompts.detokenize, tokens)
         return Reply(body=wire.encode(wire.DetokenizeReply(text)))
-
-    @property
-    def _prompts(self) -> PromptProcessor:
-        return self._instance.serving(Stage.PREFILL).prefiller.prompts
 
     async def _feature_event(self, body: bytes) -> Reply:
         receiver, event = self._instance.serving(Stage.PREFILL).receiver, wire.decode(body, wire.FeatureEvent)
@@ -192,60 +173,52 @@ class ControlCalls:
         await receiver.receive(event)
         return _DONE
 
-    async def _kv_reserve(self, body: bytes) -> Reply:
-        self._instance.check_accepting()
-        decoder = self._instance.serving(Stage.DECODE).decoder
-        async with self._instance.refusals.call():
-            return Reply(body=wire.encode(await decoder.reserve(wire.decode(body, wire.ReserveRequest))))
-
     async def _kv(self, path: str, body: bytes) -> Reply:
+        if path == "/kv/reserve":
+            self._instance.check_accepting()
         decoder = self._instance.serving(Stage.DECODE).decoder
-        if path == "/kv/complete":
-            await decoder.complete(wire.decode(body, wire.Handoff))
-        else:
-            ref = wire.decode(body, wire.TransferRef)
-            decoder.renew(ref) if path == "/kv/renew" else decoder.cancel(ref)
+        match path:
+            case "/kv/reserve":
+                async with self._instance.refusals.call():
+                    return Reply(body=wire.encode(await decoder.reserve(wire.decode(body, wire.ReserveRequest))))
+            case "/kv/announce":
+                return Reply(body=wire.encode(await decoder.read_kv(wire.decode(body, wire.KVAnnouncement))))
+            case "/kv/complete":
+                await decoder.complete(wire.decode(body, wire.Handoff))
+            case "/kv/renew":
+                decoder.renew(wire.decode(body, wire.TransferRef))
+            case _:
+                decoder.cancel(wire.decode(body, wire.TransferRef))
         return _DONE
 
-    async def _kv_announce(self, body: bytes) -> Reply:
-        decoder = self._instance.serving(Stage.DECODE).decoder
-        return Reply(body=wire.encode(await decoder.read_kv(wire.decode(body, wire.KVAnnouncement))))
-
-    # ------------------------------------------------------------------ its state
-
-    async def _health(self, body: bytes) -> Reply:
-        self._instance.check_ready()
-        return Reply(headers=(JSON,), body=b'{"status":"ok"}')
-
-    async def _live(self, body: bytes) -> Reply:
-        """Succeed even while the instance loads or drains, because a restart would not help."""
-        return Reply(headers=(JSON,), body=b'{"status":"live"}')
-
-    async def _info(self, body: bytes) -> Reply:
-        return Reply(headers=(JSON,), body=msgspec.json.encode(self._instance.info()))
-
-    async def _integrity(self, body: bytes) -> Reply:
-        """Check the integrity of all caches and return the counts in use, all zero on an idle instance."""
-        self._instance.check_ready()
-        try:
-            self._instance.check_integrity()
-        except AssertionError as error:
-            raise ServeError(f"integrity check failed: {error}", code="integrity") from error
-        return Reply(headers=(JSON,), body=msgspec.json.encode(self._instance.in_use()))
-
-    async def _metrics(self, body: bytes) -> Reply:
-        self._instance.check_ready()
-        headers = ((b"content-type", CONTENT_TYPE.encode()),)
-        return Reply(headers=headers, body=self._instance.render_metrics())
-
-    async def _reports(self, body: bytes) -> Reply:
-        self._instance.check_started()
-        return Reply(headers=(_NDJSON,), stream=self._instance.reports.stream())
-
-    async def _role(self, body: bytes) -> Reply:
-        order = wire.decode(body, instance_state.RoleOrder)
-        return Reply(body=wire.encode(await self._instance.lifecycle.switch(order)))
-
-    async def _leave(self, body: bytes) -> Reply:
-        order = wire.decode(body, instance_state.LeaveOrder)
-        return Reply(body=wire.encode(await self._instance.lifecycle.leave(order)))
+    async def _state(self, path: str, body: bytes) -> Reply:
+        """Answer about the instance's state, or change it."""
+        instance = self._instance
+        match path:
+            case "/health":
+                instance.check_ready()
+                return Reply(headers=(JSON,), body=b'{"status":"ok"}')
+            case "/health/live":  # even while the instance loads or drains, because a restart would not help
+                return Reply(headers=(JSON,), body=b'{"status":"live"}')
+            case "/info":
+                return Reply(headers=(JSON,), body=msgspec.json.encode(instance.info()))
+            case "/integrity":  # with the counts in use, all zero on an idle instance
+                instance.check_ready()
+                try:
+                    instance.check_integrity()
+                except AssertionError as error:
+                    raise ServeError(f"integrity check failed: {error}", code="integrity") from error
+                return Reply(headers=(JSON,), body=msgspec.json.encode(instance.in_use()))
+            case "/metrics":
+                instance.check_ready()
+                headers = ((b"content-type", CONTENT_TYPE.encode()),)
+                return Reply(headers=headers, body=instance.render_metrics())
+            case "/reports":
+                instance.check_started()
+                return Reply(headers=(_NDJSON,), stream=instance.reports.stream())
+            case "/role":
+                role = wire.decode(body, instance_state.RoleOrder)
+                return Reply(body=wire.encode(await instance.lifecycle.switch(role)))
+            case _:
+                leave = wire.decode(body, instance_state.LeaveOrder)
+                return Reply(body=wire.encode(await instance.lifecycle.leave(leave)))

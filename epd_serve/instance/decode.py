@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from epd_serve.cache.block_pool import num_blocks_for
-from epd_serve.engine.computing import KVCacheMemory
 from epd_serve.engine.engine import Engine
 from epd_serve.errors import (
     NO_ROOM,
@@ -35,6 +34,7 @@ from epd_serve.transfer.reservation import Reservation, ReservationState, Reserv
 from epd_serve.transfer.transport import PeerGone, Piece, StillCopying, TransferError, Transport, pair_spans
 
 if TYPE_CHECKING:
+    from epd_serve.instance.loading.model import KVCacheMemory
     from epd_serve.instance.text.grammar_compiler import GrammarCompiler
 
 
@@ -43,7 +43,6 @@ class _Waiting:
     """A reservation that waits for blocks."""
 
     reservation: Reservation
-    request: wire.ReserveRequest
     arrival_s: float
     turn: asyncio.Future[None]
 
@@ -70,6 +69,7 @@ class Decoder:
 
     Attributes:
         compiler: compiles grammars; None if the model supports none.
+        requests: those expected or being decoded, by id.
         waiting: reservations that wait for blocks, ordered by priority, then arrival.
     """
 
@@ -84,7 +84,7 @@ class Decoder:
     def __post_init__(self) -> None:
         self._reservations = ReservationTable(free=self.engine.unreserve)
         self.waiting: list[_Waiting] = []
-        self._requests: dict[str, _Request] = {}
+        self.requests: dict[str, _Request] = {}
         self._ended: Tombstones[bool] = Tombstones()
 
     @property
@@ -92,29 +92,24 @@ class Decoder:
         return len(self._reservations)
 
     @property
-    def num_expected(self) -> int:
-        """Number of requests not handed over yet."""
-        return sum(not one.generation.done() for one in self._requests.values())
-
-    @property
     def generations(self) -> list[Generation]:
         """Answers being decoded here."""
-        return [one for request_id in self._requests if (one := self.generation(request_id)) is not None]
+        return [one for request_id in self.requests if (one := self.generation(request_id)) is not None]
 
     def generation(self, request_id: str) -> Generation | None:
         """Return the answer of a request, or None before its hand-off."""
-        request = self._requests.get(request_id)
+        request = self.requests.get(request_id)
         is_here = request is not None and request.generation.done() and request.generation.exception() is None
         return request.generation.result() if request is not None and is_here else None
 
     def has_begun(self, request_id: str) -> bool:
         """Return whether a request has been handed over or has reserved blocks."""
-        request = self._requests.get(request_id)
+        request = self.requests.get(request_id)
         return (request is not None and request.generation.done()) or self._reservations.has_blocks(request_id)
 
     def drop_orphans(self, now: float = math.inf) -> None:
         """Drop hand-offs that no gateway has called for by ``now``."""
-        for request_id, request in list(self._requests.items()):
+        for request_id, request in list(self.requests.items()):
             if request.orphan_at is not None and request.orphan_at <= now:
                 self._end(request_id)
 
@@ -125,7 +120,7 @@ class Decoder:
         request_id = request.request_id
         if request_id in self._ended:
             raise Unavailable(f"request {request_id} has ended")
-        one = self._requests.setdefault(request_id, _Request(asyncio.Future(), math.inf))
+        one = self.requests.setdefault(request_id, _Request(asyncio.Future(), math.inf))
         if one.orphan_at is None:
             raise InvalidRequest(f"request {request_id} is being served already", param="request_id")
         one.orphan_at = None
@@ -137,7 +132,7 @@ class Decoder:
             raise
 
     def _end(self, request_id: str) -> None:
-        self._requests.pop(request_id, None)
+        self.requests.pop(request_id, None)
         self.engine.abort(request_id)
         self.telemetry.timeline.drop(request_id)
         self._reservations.abandon(request_id)
@@ -165,8 +160,8 @@ class Decoder:
             raise _ended(request.request_id)
         if reservation.state is ReservationState.PENDING:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            waiting = _Waiting(reservation, request, time.monotonic(), turn)
-            insort(self.waiting, waiting, key=lambda one: (one.request.priority, one.arrival_s))
+            waiting = _Waiting(reservation, time.monotonic(), turn)
+            insort(self.waiting, waiting, key=lambda one: (one.reservation.request.priority, one.arrival_s))
             self.grant()
             try:
                 async with asyncio.timeout(self.queue_timeout_s):
@@ -199,7 +194,7 @@ class Decoder:
         """Give free blocks to waiting reservations, in order. Call it on the event loop."""
         while self.waiting:
             waiting = self.waiting[0]
-            request, reservation, turn = waiting.request, waiting.reservation, waiting.turn
+            reservation, turn, request = waiting.reservation, waiting.turn, waiting.reservation.request
             if reservation.state is ReservationState.PENDING:
                 blocks = self.engine.reserve(
                     request.num_prompt_tokens,
@@ -251,7 +246,7 @@ class Decoder:
                 max_tokens=handoff.max_tokens,
                 positions=None,  # the prompt has been computed already
                 position_delta=handoff.position_delta,
-                block_hashes=reservation.block_hashes,
+                block_hashes=reservation.request.block_hashes,
                 constraint=constraint,
                 output_ids=list(handoff.generated),
                 num_cached=handoff.num_cached_tokens,
@@ -263,7 +258,7 @@ class Decoder:
             ],
         )
         orphan_at = time.monotonic() + ORPHAN_S
-        request = self._requests.setdefault(handoff.request_id, _Request(asyncio.Future(), orphan_at))
+        request = self.requests.setdefault(handoff.request_id, _Request(asyncio.Future(), orphan_at))
         if not request.generation.done():
             request.generation.set_result(generation)
 
@@ -307,14 +302,15 @@ class Decoder:
         """Expire leases of lost prefill instances, and drop unclaimed hand-offs."""
         now = time.monotonic()
         for reservation in self._reservations.expire(now):
-            self._fail(reservation.request_id, StageTimeout("the prefill instance did not finish its KV transfer"))
+            error = StageTimeout("the prefill instance did not finish its KV transfer")
+            self._fail(reservation.request.request_id, error)
         self.drop_orphans(now)
 
     def check_integrity(self) -> None:
         self._reservations.check_integrity()
 
     def _fail(self, request_id: str, error: ServeError) -> None:
-        request = self._requests.get(request_id)
+        request = self.requests.get(request_id)
         if request is not None and not request.generation.done():
             request.generation.set_exception(error)
 

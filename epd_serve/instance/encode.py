@@ -84,17 +84,13 @@ class Encoder:
     Call :meth:`serve` before the first request. :meth:`load_tower` loads the tower; without it, the first item
     does, on an instance whose role does not encode (recompute when no encoder is left).
 
-    Args:
-        processor: prepares media.
-        stream: stream that the tower runs on.
-        device: the tower's device; if a failed batch finds it lost, the process ends.
+    Attributes:
         url: this instance's URL, as in ``announce_to``.
         feature_timeout_s: how long consumers wait for a feature.
-
-    Attributes:
         consumer: receives features for this instance's own requests; None if its role does not prefill.
         num_waiting_pixels: pixels of distinct items not encoded yet.
         is_held: whether items wait for :meth:`may_start`.
+        tower: None before it is loaded; the next item loads it again after it was set to None.
         watch: detects batches that hang.
     """
 
@@ -111,7 +107,7 @@ class Encoder:
         self._family = self.model.family
         self.consumer: FeatureReceiver | None = None
         self._loop = asyncio.get_running_loop()
-        self._tower: Any = None
+        self.tower: Any = None
         self._tower_thread = ThreadPoolExecutor(1, thread_name_prefix="tower")
         self._flights: dict[str, _Flight] = {}
         self._waiting: list[_Item] = []
@@ -127,11 +123,6 @@ class Encoder:
     def num_waiting(self) -> int:
         return len(self._flights)
 
-    @property
-    def num_parameters(self) -> int:
-        """Number of loaded tower parameters; 0 before the tower is loaded."""
-        return 0 if self._tower is None else self._tower.num_parameters
-
     def has_begun(self, mm_hash: str) -> bool:
         """Return whether a requested item is in the tower or already encoded."""
         return mm_hash not in self._flights or mm_hash in self._in_tower
@@ -141,10 +132,6 @@ class Encoder:
         assert not self._flights, "an encode is running"
         self._off_device: set[str] = set()  # consumers that cannot read this device's memory
         self._store, self._budget = store, image_budget_pixels
-
-    def unload_tower(self) -> None:
-        """Free the tower's memory; the next item loads the tower again."""
-        self._tower = None
 
     async def load_tower(self, limits: StepLimits | None = None) -> None:
         """Load the tower; with ``limits``, also measure the pixel budget of a batch."""
@@ -158,12 +145,12 @@ class Encoder:
 
     def batch_bytes(self) -> int:
         """Encode the largest batch of images and return its peak memory in bytes. Nothing else may run. Blocks."""
-        if self._tower is None or "image" not in self._family.token_ids:
+        if self.tower is None or "image" not in self._family.token_ids:
             return 0
         area = self._family.num_pixels((IMAGE_SIDE, IMAGE_SIDE))
         count = max(1, self._budget // area)
         with self.stream.encoding(count * area):
-            self._tower.encode([self._family.blank_inputs((IMAGE_SIDE, IMAGE_SIDE))] * count, on_device=True)
+            self.tower.encode([self._family.blank_inputs((IMAGE_SIDE, IMAGE_SIDE))] * count, on_device=True)
         return self.stream.batch_bytes(count * area)
 
     def may_start(self) -> bool:
@@ -177,7 +164,7 @@ class Encoder:
 
     async def close(self) -> None:
         self.is_held = False
-        self.stream.hurry()
+        self.stream.hurries = True
         self._loop_task.cancel()
         with suppress(asyncio.CancelledError):
             await self._loop_task
@@ -344,11 +331,11 @@ class Encoder:
         return features, (start, end)
 
     def _loaded_tower(self) -> Any:
-        if self._tower is None:
+        if self.tower is None:
             with self.stream.loading():
-                self._tower = self.model.tower(self.stream.between_layers)
-            self.stream.least_pixel_bytes = self._tower.pixel_bytes
-        return self._tower
+                self.tower = self.model.tower(self.stream.between_layers)
+            self.stream.least_pixel_bytes = self.tower.pixel_bytes
+        return self.tower
 
 
 async def _with_room(put: Callable[[], Awaitable[StoredFeature | None]]) -> StoredFeature:

@@ -136,7 +136,7 @@ class Instance:
         if self._weights is not None and role.has_language_model:
             language = await asyncio.to_thread(LanguageEngine, self, self._weights)
             logger.info("KV memory allocated")
-            await asyncio.to_thread(language.start)
+            await asyncio.to_thread(language.loop.start)
             logger.info("engine warmed up")
             self.language, self.encoder.consumer = language, language.receiver
 
@@ -211,7 +211,7 @@ class Instance:
             ready=self.is_accepting,
             load=self.load(),
             parameters={
-                "tower": self.encoder.num_parameters,
+                "tower": 0 if self.encoder.tower is None else self.encoder.tower.num_parameters,
                 "language_model": language.weights.num_parameters if language else 0,
             },
             share=self.streams.share,
@@ -247,9 +247,18 @@ class Instance:
         )
 
     def load(self) -> instance_state.Load:
-        """Return the current load. The instance must be ready."""
+        """Return the current load, including requests that have not reached the engine yet. It must be ready."""
+        load = instance_state.Load()
+        if (language := self.language) is not None:
+            load, decoder = language.engine.load(), language.decoder
+            load = msgspec.structs.replace(
+                load,
+                num_waiting_tokens=load.num_waiting_tokens + language.prefiller.num_preparing_tokens,
+                num_expected=sum(not one.generation.done() for one in decoder.requests.values()),
+                num_refused=sum(one.reservation.request.num_sequences for one in decoder.waiting),
+            )
         return msgspec.structs.replace(
-            self.language.load() if self.language else instance_state.Load(),
+            load,
             num_waiting_encodes=self.encoder.num_waiting,
             num_waiting_pixels=self.encoder.num_waiting_pixels,
             mean_output_tokens=self.telemetry.rates.mean_output_tokens,
@@ -272,8 +281,18 @@ class Instance:
             "encodes": self.encoder.num_waiting,
             "preparations": self.processor.num_waiting,
         }
-        if self.language is not None:
-            in_use |= {**self.language.in_use(), "timeline": self.telemetry.timeline.num_requests}
+        if (language := self.language) is not None:
+            load = language.engine.load()
+            in_use |= {
+                "blocks": load.total_blocks - load.free_blocks,
+                "sequences": load.num_running + load.num_waiting,
+                "reservations": language.decoder.num_reservations,
+                "staged": language.memory.num_staged,
+                "feature_owners": language.receiver.num_owners,
+                "prompts": len(language.prefiller.requests),
+                "answers": len(language.decoder.generations),
+                "timeline": self.telemetry.timeline.num_requests,
+            }
         return in_use
 
     def render_metrics(self) -> bytes:
@@ -335,7 +354,7 @@ class Instance:
                 await _close([self._weights])
                 self._weights = None
         if options.resident == "role" and not role.encodes:
-            self.encoder.unload_tower()
+            self.encoder.tower = None
         if lends or old.sizes.feature_cache_bytes != options.sizes.feature_cache_bytes:
             await asyncio.to_thread(self.store.close)
             self.store = await self._new_store()

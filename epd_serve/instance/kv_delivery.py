@@ -8,8 +8,8 @@ import uuid
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
-from epd_serve.engine.computing import KVCacheMemory
 from epd_serve.engine.engine import Engine, EngineEvent, FailureEvent, PromptEvent
 from epd_serve.errors import DECODE_DRAINING, DRAINING, PEER_UNREACHABLE, InstanceFailed, ServeError, Unavailable
 from epd_serve.instance.calls import CleanUps, Refusals
@@ -20,6 +20,9 @@ from epd_serve.sched.sequence import Sequence
 from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer
 from epd_serve.transfer.transport import PeerGone, TransferError
 
+if TYPE_CHECKING:
+    from epd_serve.instance.loading.model import KVCacheMemory
+
 _CANCEL_TIMEOUT_S = 5.0
 
 
@@ -27,11 +30,8 @@ _CANCEL_TIMEOUT_S = 5.0
 class Transfers:
     """Objects that all hand-overs of an instance share while it keeps its role.
 
-    Attributes:
-        sender: announces KV.
-        memory: holds the KV that decode instances read.
-        refusals: end hand-overs while the instance drains.
-        lease_s: how long a decode instance keeps blocks without a renewal.
+    ``refusals`` end hand-overs while the instance drains. A decode instance keeps blocks for ``lease_s`` without a
+    renewal.
     """
 
     engine: Engine

@@ -8,8 +8,6 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from epd_serve.cache.block_pool import BlockPool
 from epd_serve.engine.engine import Engine, EngineEvent, EngineHooks, FailureEvent
 from epd_serve.engine.pace.step_watch import StepWatch
@@ -21,7 +19,6 @@ from epd_serve.instance.feature_receiver import FeatureReceiver
 from epd_serve.instance.kv_delivery import Transfers
 from epd_serve.instance.lifecycle import end_if_lost, end_process
 from epd_serve.instance.prefill import Prefiller
-from epd_serve.protocol import instance_state
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.transfer.grouping import GroupSizer
 from epd_serve.transfer.kv_sender import KVSender
@@ -35,15 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class LanguageEngine(EngineHooks):
-    """Engine, prefill and decode of one instance in one role. Call :meth:`start` after construction.
-
-    Attributes:
-        weights: the loaded model, which may outlive the role.
-        memory: KV memory.
-        sender: announces KV.
-        receiver: holds the features.
-        watch: detects steps that hang.
-    """
+    """Engine, prefill and decode of one instance in one role. Call ``loop.start()`` after construction."""
 
     def __init__(self, instance: Instance, weights: Language) -> None:
         """Allocate KV memory and capture graphs. Blocks. Raises ValueError if the options do not fit the model."""
@@ -73,7 +62,7 @@ class LanguageEngine(EngineHooks):
             sender=self.sender,
             order=limits.order(pool),
         )
-        self._loop = StepLoop(
+        self.loop = StepLoop(
             self.engine,
             runner,
             self,
@@ -88,7 +77,7 @@ class LanguageEngine(EngineHooks):
             stream=instance.streams.language.stream,
             runs_ahead=instance.device.type != "cpu",
             watch=self.watch,
-            warm_up=partial(self._warm_up, runner, num_blocks),
+            warm_up=partial(weights.warm_up, runner, options.sizes.max_num_batched_tokens),
         )
         telemetry = instance.telemetry
         self.receiver = factory("features", FeatureReceiver)(
@@ -127,43 +116,11 @@ class LanguageEngine(EngineHooks):
             queue_timeout_s=options.queue_timeout_s,
         )
 
-    def start(self) -> None:
-        """Start the engine's thread. Blocks while it warms up."""
-        self._loop.start()
-
-    def _warm_up(self, runner: Any, num_blocks: int) -> None:
-        self.weights.warm_up(runner, self._instance.options.sizes.max_num_batched_tokens)
-        for block in range(num_blocks, self.memory.num_blocks):
-            self.memory.copy_block(0, block)  # measured steps kept their recurrent state there
-
     def close(self) -> None:
         """Stop the engine; the weights stay. Blocks."""
         self.receiver.close()
-        self._loop.close()
+        self.loop.close()
         self.sender.close()
-
-    def load(self) -> instance_state.Load:
-        """Return the engine's load, including requests that have not reached it yet."""
-        load = self.engine.load()
-        return msgspec.structs.replace(
-            load,
-            num_waiting_tokens=load.num_waiting_tokens + self.prefiller.num_preparing_tokens,
-            num_expected=self.decoder.num_expected,
-            num_refused=sum(waiting.request.num_sequences for waiting in self.decoder.waiting),
-        )
-
-    def in_use(self) -> dict[str, int]:
-        """Return counts of resources in use, by kind; all zero while idle."""
-        load = self.engine.load()
-        return {
-            "blocks": load.total_blocks - load.free_blocks,
-            "sequences": load.num_running + load.num_waiting,
-            "reservations": self.decoder.num_reservations,
-            "staged": self.memory.num_staged,
-            "feature_owners": self.receiver.num_owners,
-            "prompts": len(self.prefiller),
-            "answers": len(self.decoder.generations),
-        }
 
     # ------------------------------------------------------------------ for the engine
 
@@ -206,7 +163,8 @@ class LanguageEngine(EngineHooks):
     def _dispatch(self, events: list[EngineEvent]) -> None:
         for event in events:
             request_id = event.request_id if isinstance(event, FailureEvent) else event.sequence.request_id
-            receiver = self.decoder.generation(request_id) or self.prefiller.receiver_of(request_id)
+            prompt = self.prefiller.requests.get(request_id)
+            receiver = self.decoder.generation(request_id) or (prompt.receiver if prompt is not None else None)
             if receiver is None:
                 continue
             try:

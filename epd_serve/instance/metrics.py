@@ -33,9 +33,6 @@ class InstanceMetrics:
     the part before the end of the prompt; for a feature, the part before the engine could have used it.
 
     All series except those of links exist from the start at 0, so that graphs are continuous.
-
-    Args:
-        stores: the feature stores to count.
     """
 
     def __init__(self, stores: tuple[FeatureStoreKind, ...] = ("embedded",)) -> None:

@@ -52,6 +52,7 @@ class Prefiller:
 
     Attributes:
         compiler: compiles grammars; None if the model supports none.
+        requests: those being served, by id.
     """
 
     engine: Engine
@@ -63,35 +64,23 @@ class Prefiller:
     timeline: Timeline
 
     def __post_init__(self) -> None:
-        self._requests: dict[str, _Prompt] = {}
-
-    def __len__(self) -> int:
-        """Return the number of requests being served."""
-        return len(self._requests)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._requests
-
-    def receiver_of(self, request_id: str) -> Generation | KVDelivery | None:
-        """Return the receiver of a request's engine events, or None."""
-        request = self._requests.get(request_id)
-        return None if request is None else request.receiver
+        self.requests: dict[str, _Prompt] = {}
 
     def has_begun(self, request_id: str) -> bool:
         """Return whether computation of the prompt has begun."""
-        request = self._requests.get(request_id)
+        request = self.requests.get(request_id)
         sequence = None if request is None else request.sequence
         return sequence is not None and sequence.state is not SequenceState.WAITING
 
     @property
     def num_preparing_tokens(self) -> int:
         """Estimated tokens of prompts not submitted to the engine yet."""
-        return sum(one.num_tokens for one in self._requests.values() if one.sequence is None)
+        return sum(one.num_tokens for one in self.requests.values() if one.sequence is None)
 
     @property
     def generations(self) -> list[Generation]:
         """Answers being decoded here."""
-        return [one.receiver for one in self._requests.values() if isinstance(one.receiver, Generation)]
+        return [one.receiver for one in self.requests.values() if isinstance(one.receiver, Generation)]
 
     async def prefill(self, request: wire.PrefillRequest) -> Reply:
         """Compute the prompt and return the answer as soon as the first token is there.
@@ -99,10 +88,10 @@ class Prefiller:
         Raises InvalidRequest, StageTimeout (a feature did not arrive in time), InstanceFailed (D is lost).
         """
         request_id = request.request_id
-        if request_id in self._requests:
+        if request_id in self.requests:
             raise InvalidRequest(f"request {request_id} is being served already", param="request_id")
         num_characters = self.prompts.check_size(request)
-        self._requests[request_id] = _Prompt(self.prompts.estimate(request, num_characters))
+        self.requests[request_id] = _Prompt(self.prompts.estimate(request, num_characters))
         try:
             items = self.prompts.segments(request.items)
             here = self.receiver.expect(request_id, items)  # first, since features may be here already
@@ -124,7 +113,10 @@ class Prefiller:
                     num_new = 0 if sequence.hand_off else sequence.max_tokens - len(sequence.output_ids)
                     self.engine.check_fits(sequence.num_tokens, num_new, sequence.num_forked)
                     if request.decode_url is None:
-                        reply = await self._serve(sequence, answer, features)
+                        generation = Generation(answer, self.engine, self.timeline, request_id)
+                        await self._compute(sequence, generation, features)
+                        end, is_streamed = partial(self._end, request_id), answer.options.stream
+                        reply = await generation.reply(stream=is_streamed, headers=(NEXT_NONE,), on_close=end)
                     else:
                         reply = await self._hand_over(request.decode_url, sequence, answer, features)
                 note = wire.write_prompt_note(len(sequence.prompt_ids), had, sequence.num_cached or 0)
@@ -154,7 +146,7 @@ class Prefiller:
         self, sequence: Sequence, receiver: Generation | KVDelivery, features: asyncio.Task[None]
     ) -> None:
         """Submit a prompt; return at its first event. Raises StageTimeout if its features arrive too late."""
-        request = self._requests[sequence.request_id]
+        request = self.requests[sequence.request_id]
         request.receiver = receiver
         self.engine.submit(sequence, receiver.transfer if isinstance(receiver, KVDelivery) else None)
         request.sequence = sequence
@@ -168,15 +160,6 @@ class Prefiller:
             )
         await first
         self.receiver.release(sequence.request_id)
-
-    async def _serve(self, sequence: Sequence, answer: Answer, features: asyncio.Task[None]) -> Reply:
-        """Decode the answer here."""
-        request_id = sequence.request_id
-        generation = Generation(answer, self.engine, self.timeline, request_id)
-        await self._compute(sequence, generation, features)
-        return await generation.reply(
-            stream=answer.options.stream, headers=(NEXT_NONE,), on_close=partial(self._end, request_id)
-        )
 
     async def _hand_over(
         self, decode_url: str, sequence: Sequence, answer: Answer, features: asyncio.Task[None]
@@ -252,7 +235,7 @@ class Prefiller:
         return Reply(headers=(*content, NEXT_NONE), body=body + answer.end(), on_close=on_close)
 
     def _end(self, request_id: str) -> None:
-        if self._requests.pop(request_id, None) is not None:
+        if self.requests.pop(request_id, None) is not None:
             self.engine.abort(request_id)
             self.timeline.drop(request_id)
             self.receiver.release(request_id)

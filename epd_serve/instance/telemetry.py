@@ -16,18 +16,7 @@ from epd_serve.telemetry.trace_file import TraceWriter
 
 
 class InstanceTelemetry:
-    """All measurements of an instance.
-
-    Args:
-        name: name of the instance.
-        stores: the feature stores to count operations of.
-        trace: directory for trace files, or None.
-
-    Attributes:
-        spans: spans of request stages, steps, batches and preparations; metrics and traces subscribe.
-        timeline: stages of each request.
-        rates: rates of the stages, for routing.
-    """
+    """All measurements of an instance: metrics and traces subscribe to spans of stages, steps and batches."""
 
     def __init__(
         self, name: str, *, stores: tuple[FeatureStoreKind, ...] = ("embedded",), trace: Path | None = None

@@ -163,7 +163,7 @@ class StepPace:
             self._ratio += _GAIN * (ratio - self._ratio)
 
 
-#: Time of a step without an SLO, so that decodes advance twice a second beside long prompts.
+#: Time of a step without an SLO, so that decodes advance twice a second next to long prompts.
 TARGET_S = 0.5
 _MOST_CHANGE = 4
 

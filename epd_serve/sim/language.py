@@ -9,8 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from epd_serve.cache.block_pool import BlockPool
-from epd_serve.sched.orders import Order
-from epd_serve.sched.queues import Queues
+from epd_serve.sched.queues import Order, Queues
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sched.sequence import Sequence, SequenceState
 from epd_serve.sched.step_cost import StepPace, StepWork

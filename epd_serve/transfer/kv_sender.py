@@ -16,7 +16,7 @@ from device.base import Event
 from epd_serve.protocol.wire import KVAnnouncement, KVTaken, Region, ReserveReply, SentKV
 from epd_serve.transfer.grouping import GroupSizer
 from epd_serve.transfer.staging import rounds
-from epd_serve.transfer.transport import DeviceBytes, Span, TransferError
+from epd_serve.transfer.transport import Span, TransferError
 
 logger = logging.getLogger(__name__)
 
@@ -32,18 +32,10 @@ class ReadableKV(Protocol):
 
 
 class KVSource(Protocol):
-    """The memory that outgoing KV is read from."""
+    """The memory that outgoing KV is read from. ``staged_cells``: limit of layers × blocks in a :meth:`stage`."""
 
-    @property
-    def region(self) -> Region: ...
-
-    @property
-    def buffer(self) -> memoryview | DeviceBytes: ...
-
-    @property
-    def staged_cells(self) -> int | None:
-        """Limit of layers × blocks in one call of :meth:`stage`, or None."""
-        ...
+    region: Region
+    staged_cells: int | None
 
     def stage(self, layers: range, blocks: Sequence[int]) -> AbstractContextManager[ReadableKV]:
         """Make computed blocks readable by peers within the context. May wait for staging memory."""
@@ -137,9 +129,6 @@ class KVSender:
     for the bytes of another.
 
     A failed or cancelled transfer announces nothing more.
-
-    Args:
-        clock: monotonic seconds, as in ``computed_at``.
     """
 
     def __init__(self, source: KVSource, sizer: GroupSizer, clock: Callable[[], float]) -> None:
@@ -156,11 +145,7 @@ class KVSender:
                 self._lane(name).jobs.put(peer)
 
     def push(self, layers: range, parts: Sequence[Part], computed: Event | None = None) -> None:
-        """Queue blocks of ``layers`` as one announcement; all parts go to one instance.
-
-        Args:
-            computed: when the device has written the blocks; None if it has.
-        """
+        """Queue blocks of ``layers``, written at ``computed``, as one announcement to one instance."""
         assert parts and parts[0].transfer.target is not None
         with self._lock:  # also held by a lane that retires
             for part in parts:

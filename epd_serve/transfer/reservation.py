@@ -26,21 +26,14 @@ class ReservationState(Enum):
 
 @dataclass(slots=True, kw_only=True)
 class Reservation:
-    transfer_id: str
-    request_id: str
-    block_hashes: list[bytes]
-    lease_s: float
+    request: ReserveRequest
     deadline: float
     state: ReservationState = ReservationState.PENDING
     blocks: RequestBlocks | None = None
 
 
 class ReservationTable:
-    """All reservations of a decode instance. Not thread-safe; the clock is passed in as ``now``.
-
-    Args:
-        free: returns blocks to the pool.
-    """
+    """All reservations of a decode instance. Not thread-safe; the clock is passed in as ``now``."""
 
     def __init__(self, free: Callable[[RequestBlocks], None]) -> None:
         self._free = free
@@ -58,27 +51,21 @@ class ReservationTable:
         if transfer_id in self._ended:
             return None
         if transfer_id not in self._live:
-            self._live[transfer_id] = Reservation(
-                transfer_id=transfer_id,
-                request_id=request.request_id,
-                block_hashes=request.block_hashes,
-                lease_s=request.lease_s,
-                deadline=now + request.lease_s,
-            )
+            self._live[transfer_id] = Reservation(request=request, deadline=now + request.lease_s)
         return self._live[transfer_id]
 
     def grant(self, reservation: Reservation, blocks: RequestBlocks, now: float) -> None:
         assert reservation.state is ReservationState.PENDING
         reservation.state = ReservationState.GRANTED
         reservation.blocks = blocks
-        reservation.deadline = now + reservation.lease_s
+        reservation.deadline = now + reservation.request.lease_s
 
     def renew(self, transfer_id: str, now: float) -> bool:
         """Extend the lease; return False if the reservation has ended."""
         reservation = self._live.get(transfer_id)
         if reservation is None or reservation.state is not ReservationState.GRANTED:
             return False
-        reservation.deadline = now + reservation.lease_s
+        reservation.deadline = now + reservation.request.lease_s
         return True
 
     def begin_read(self, transfer_id: str, blocks: Sequence[int]) -> bool:
@@ -96,7 +83,7 @@ class ReservationTable:
     def end_read(self, transfer_id: str, given_up_at: float | None = None) -> None:
         """End a read; bytes of one that timed out may arrive for another lease."""
         if given_up_at is not None:
-            self._late.append((given_up_at + self._live[transfer_id].lease_s, transfer_id))
+            self._late.append((given_up_at + self._live[transfer_id].request.lease_s, transfer_id))
             return
         self._reading[transfer_id] -= 1
         if not self._reading[transfer_id]:
@@ -125,7 +112,8 @@ class ReservationTable:
 
     def has_blocks(self, request_id: str) -> bool:
         """Return whether a reservation of the request is GRANTED."""
-        return any(r.request_id == request_id and r.state is ReservationState.GRANTED for r in self._live.values())
+        granted = (r for r in self._live.values() if r.state is ReservationState.GRANTED)
+        return any(r.request.request_id == request_id for r in granted)
 
     def release(self, transfer_id: str) -> None:
         """Free the blocks once no read into them is under way. Idempotent, also before :meth:`open`."""
@@ -142,7 +130,7 @@ class ReservationTable:
 
     def abandon(self, request_id: str) -> None:
         """Release all reservations of a request."""
-        for transfer_id in [r.transfer_id for r in self._live.values() if r.request_id == request_id]:
+        for transfer_id in [name for name, r in self._live.items() if r.request.request_id == request_id]:
             self.release(transfer_id)
 
     def expire(self, now: float) -> list[Reservation]:
@@ -153,7 +141,7 @@ class ReservationTable:
             self.end_read(transfer_id)
         wanted = [r for r in self._live.values() if r.deadline <= now and r.state is ReservationState.GRANTED]
         for reservation in wanted:
-            self.release(reservation.transfer_id)
+            self.release(reservation.request.transfer_id)
         return wanted
 
     def check_integrity(self) -> None:
@@ -167,8 +155,8 @@ class ReservationTable:
 
     def _end(self, reservation: Reservation, state: ReservationState) -> None:
         reservation.state = state
-        del self._live[reservation.transfer_id]
-        self._ended.add(reservation.transfer_id, state)
+        del self._live[reservation.request.transfer_id]
+        self._ended.add(reservation.request.transfer_id, state)
 
 
 V = TypeVar("V")

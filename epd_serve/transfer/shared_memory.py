@@ -15,7 +15,6 @@ import threading
 import time
 import uuid
 import weakref
-from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -197,55 +196,37 @@ class SlabAllocator:
     def __init__(self, capacity: int, alignment: int = 64) -> None:
         self.capacity = capacity // alignment * alignment
         self._alignment = alignment
-        self._free_by_offset: dict[int, int] = {0: self.capacity}
-        self._offsets = [0]
-        self._used: dict[int, int] = {}
-
-    @property
-    def num_used(self) -> int:
-        return len(self._used)
+        self._holes: dict[int, int] = {0: self.capacity}  # sizes by offset
+        self.used: dict[int, int] = {}
 
     def allocate(self, nbytes: int) -> int | None:
         """Return the offset of a free range of at least ``nbytes``; None if no hole is large enough."""
         size = -(-max(nbytes, 1) // self._alignment) * self._alignment
-        holes = [(hole, offset) for offset, hole in self._free_by_offset.items() if hole >= size]
-        if not holes:
+        fitting = [(hole, offset) for offset, hole in self._holes.items() if hole >= size]
+        if not fitting:
             return None
-        hole, offset = min(holes)
-        self._remove_hole(offset)
+        hole, offset = min(fitting)
+        del self._holes[offset]
         if hole > size:
-            self._add_hole(offset + size, hole - size)
-        self._used[offset] = size
+            self._holes[offset + size] = hole - size
+        self.used[offset] = size
         return offset
 
     def free(self, offset: int) -> None:
-        size = self._used.pop(offset)
-        index = bisect_left(self._offsets, offset)
-        if index < len(self._offsets) and self._offsets[index] == offset + size:
-            size += self._remove_hole(offset + size)
-        if index > 0:
-            before = self._offsets[index - 1]
-            if before + self._free_by_offset[before] == offset:
-                size += self._remove_hole(before)
-                offset = before
-        self._add_hole(offset, size)
+        size = self.used.pop(offset)
+        size += self._holes.pop(offset + size, 0)
+        before = next((start for start, hole in self._holes.items() if start + hole == offset), None)
+        if before is not None:
+            size, offset = size + self._holes[before], before
+        self._holes[offset] = size
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless used ranges and merged holes cover the slab exactly."""
-        ranges = sorted([*self._used.items(), *self._free_by_offset.items()])
+        ranges = sorted([*self.used.items(), *self._holes.items()])
         position = 0
         for offset, size in ranges:
             assert offset == position, f"gap or overlap at {position}"
             position = offset + size
         assert position == self.capacity, "the end of the slab is missing"
-        assert sorted(self._free_by_offset) == self._offsets, "the index of holes is stale"
-        for left, right in zip(self._offsets, self._offsets[1:], strict=False):
-            assert left + self._free_by_offset[left] < right, "neighbouring holes were not merged"
-
-    def _add_hole(self, offset: int, size: int) -> None:
-        self._free_by_offset[offset] = size
-        insort(self._offsets, offset)
-
-    def _remove_hole(self, offset: int) -> int:
-        del self._offsets[bisect_left(self._offsets, offset)]
-        return self._free_by_offset.pop(offset)
+        ends = {offset + size for offset, size in self._holes.items()}
+        assert ends.isdisjoint(self._holes), "neighbouring holes were not merged"

@@ -86,7 +86,7 @@ class CellLender:
         """Raise AssertionError unless each cell is either free or lent once."""
         with self._changed:
             self._free.check_integrity()
-            assert self._free.num_used == self._num_lent + len(self._quarantined), "cells are lost"
+            assert len(self._free.used) == self._num_lent + len(self._quarantined), "cells are lost"
 
     def _take(self, count: int, timeout_s: float) -> int:
         turn, until = object(), self._clock() + timeout_s
@@ -116,12 +116,7 @@ class CellLender:
 
 
 class StagingArea:
-    """The staging cells of an instance.
-
-    Args:
-        num_cells: upper limit.
-        kv_cells: cells of the whole KV cache, a second limit.
-        quarantine_s: see :class:`CellLender`.
+    """The staging cells of an instance: at most ``num_cells``, and as many as the KV cache has.
 
     Attributes:
         round_cells: cells moved at once at most.
@@ -144,11 +139,10 @@ class StagingArea:
         self.arriving.check_integrity()
 
 
-def rounds(layers: range, num_blocks: int, most_cells: int | None) -> Iterator[tuple[range, range]]:
+def rounds(layers: range, num_blocks: int, most_cells: int) -> Iterator[tuple[range, range]]:
     """Cut layers × blocks into parts of at most ``most_cells`` cells: (layers, indices of blocks)."""
-    most = len(layers) * num_blocks if most_cells is None else most_cells
-    num_layers = max(most // max(num_blocks, 1), 1)
+    num_layers = max(most_cells // max(num_blocks, 1), 1)
     for first_layer in range(layers.start, layers.stop, num_layers):
         part = range(first_layer, min(first_layer + num_layers, layers.stop))
-        for first in range(0, num_blocks, max(most, 1)):
-            yield part, range(first, min(first + most, num_blocks))
+        for first in range(0, num_blocks, most_cells):
+            yield part, range(first, min(first + most_cells, num_blocks))

@@ -78,11 +78,7 @@ def data_endpoint(host: str, port: int) -> Endpoint:
 
 
 class TcpPeers:
-    """Reads regions of other processes over pooled connections.
-
-    Args:
-        key: the cluster key that both ends prove; None for no proof.
-    """
+    """Reads regions of other processes over pooled connections."""
 
     def __init__(self, timeout_s: float, key: str | None = None) -> None:
         self._timeout_s = timeout_s
@@ -175,14 +171,9 @@ class _Peer:
 
 
 class TcpServer:
-    """Serves slabs of this process, one thread for each connection.
+    """Serves slabs of this process, found by ``lookup``, with one thread for each connection.
 
-    Args:
-        lookup: returns the slab of a name.
-        timeout_s: limit of a peer's pauses within an answer.
-        port: 0 chooses one.
-        advertise: address that peers connect to, by default ``host``.
-        key: the cluster key that both ends prove; None for no proof.
+    The other arguments are those of :class:`~epd_serve.transfer.embedded.EmbeddedTransport`.
     """
 
     def __init__(

@@ -48,21 +48,15 @@ class StillCopying(TransferError):
 class Slab(Protocol):
     """Host memory that peers may read."""
 
-    @property
-    def region(self) -> Region: ...
-
-    @property
-    def buffer(self) -> memoryview: ...
+    region: Region
+    buffer: memoryview
 
 
 class DeviceSlab(Protocol):
     """Device memory that peers may read and that can receive reads."""
 
-    @property
-    def region(self) -> Region: ...
-
-    @property
-    def buffer(self) -> DeviceBytes: ...
+    region: Region
+    buffer: DeviceBytes
 
 
 class Transport(Protocol):
@@ -112,9 +106,8 @@ def slab_spans(
     *,
     start: int = 0,
     first_layer: int = 0,
-    planes: int = 2,
 ) -> list[Span]:
-    """Return the spans of ``blocks`` in memory [layers, planes, num_blocks, size], merged where adjacent.
+    """Return the spans of ``blocks`` in memory [layers, K and V, num_blocks, size], merged where adjacent.
 
     Args:
         start: offset of that memory, in bytes.
@@ -127,7 +120,7 @@ def slab_spans(
         else:
             runs.append([block, 1])
     spans: list[Span] = []
-    for plane in range(planes * (layers.start - first_layer), planes * (layers.stop - first_layer)):
+    for plane in range(2 * (layers.start - first_layer), 2 * (layers.stop - first_layer)):
         for block, count in runs:
             offset = start + (plane * num_blocks + block) * size
             if spans and sum(spans[-1]) == offset:

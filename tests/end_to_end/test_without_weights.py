@@ -194,9 +194,9 @@ async def test_kv_that_was_never_copied_is_noticed(parts: Deployment, name: str)
 async def test_kv_is_not_there_before_its_layer_is_computed(parts: Deployment) -> None:
     """Groups of layers are sent by somebody who does not wait for the device."""
     language = parts.instances["p1"].language
-    assert language is not None and language._loop._push is not None
-    object.__setattr__(language._loop._push, "record_event", CpuEvent)
-    runner: Any = language._loop._runner
+    assert language is not None and language.loop._push is not None
+    object.__setattr__(language.loop._push, "record_event", CpuEvent)
+    runner: Any = language.loop._runner
     runner.cost = lambda work: (1.0, WHOLE)  # however late its threads are
     assert "does not match its tokens" in await refusal(parts, 11)
 

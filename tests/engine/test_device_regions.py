@@ -15,7 +15,7 @@ from chips import CHIP
 from transports import DEVICE_OPTIONS, mooncake_options, needs_mooncake
 
 from device.registry import get_device
-from epd_serve.engine.device_regions import are_reached
+from epd_serve.engine.device_memory import are_reached
 from epd_serve.engine.kv_memory import KVMemory, block_nbytes
 from epd_serve.instance.decode import read_kv
 from epd_serve.protocol import wire

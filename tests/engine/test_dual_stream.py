@@ -16,9 +16,8 @@ from pictures import noise
 from tiny_models import make_tiny_model
 
 from device.registry import get_device
-from epd_serve.engine.cores import Cores
 from epd_serve.engine.device_board import DeviceBoard
-from epd_serve.engine.dual_stream import LanguageStream, TowerStream
+from epd_serve.engine.dual_stream import Cores, LanguageStream, TowerStream
 from epd_serve.models.loader import load_family
 from epd_serve.models.tower import Tower
 from epd_serve.sched.schedule import ScheduleOutput
@@ -106,7 +105,7 @@ def test_the_end_of_the_instance_ends_the_pause() -> None:
 
     def sleep(seconds: float) -> None:
         waited.append(seconds)
-        rig.tower.hurry()
+        rig.tower.hurries = True
 
     rig.tower._sleep = sleep
     with rig.tower.encoding(1000):
@@ -169,7 +168,7 @@ def test_cores_are_divided_among_the_sides_that_compute_in_all_instances(tmp_pat
 
 def test_an_instance_that_died_while_it_computed_leaves_its_cores(tmp_path: Path) -> None:
     code = "import sys; from pathlib import Path; from device.registry import get_device;"
-    code += "from epd_serve.engine.cores import Cores; "
+    code += "from epd_serve.engine.dual_stream import Cores; "
     code += "Cores(get_device('cpu'), 1, Path(sys.argv[1]), 'p0').begin(0)"
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "cores")], check=True)
     before = torch.get_num_threads()

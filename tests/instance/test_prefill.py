@@ -165,7 +165,7 @@ async def test_a_transfer_that_was_stopped_is_not_completed(bench: Bench) -> Non
     """Whatever made the renewal fail: D may still take a hand-over, and some of the KV was not read."""
     working = await bench.begin()
     sequence, transfer = bench.engine.submitted[0]
-    receiver = bench.stage.receiver_of("r")
+    receiver = bench.stage.requests["r"].receiver
     assert receiver is not None
     receiver.feed(PromptEvent(sequence, [(SampledToken(5), None)]))
     reply = await working

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from sequences import sequence
 
 from epd_serve.cache.block_pool import BlockPool
-from epd_serve.sched.orders import PATIENCE, Order
+from epd_serve.sched.queues import PATIENCE, Order
 from epd_serve.sched.schedule import Budget
 from epd_serve.sched.step_cost import StepCost
 

@@ -8,8 +8,7 @@ from sequences import sequence
 
 from epd_serve.cache.block_pool import BlockPool
 from epd_serve.sched import queues
-from epd_serve.sched.orders import Order
-from epd_serve.sched.queues import KVLostError, Queues
+from epd_serve.sched.queues import KVLostError, Order, Queues
 from epd_serve.sched.schedule import Budget
 from epd_serve.sched.sequence import SequenceState
 from epd_serve.sched.step_cost import StepCost, StepPace

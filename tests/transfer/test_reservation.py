@@ -135,7 +135,7 @@ class ReservationMachine(RuleBasedStateMachine):
         overdue = {name for name, deadline in self.leases.items() if deadline <= self.now}
         over = [name for until, name in self.late if until <= self.now]
         self.late = [one for one in self.late if one[0] > self.now]
-        assert {one.transfer_id for one in self.table.expire(self.now)} == overdue
+        assert {one.request.transfer_id for one in self.table.expire(self.now)} == overdue
         for transfer_id in over:
             self._is_read(transfer_id)
         for transfer_id in overdue:

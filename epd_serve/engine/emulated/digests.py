@@ -111,7 +111,7 @@ class DigestTower:
 
 
 class DigestMemory:
-    """KVCacheMemory of digests: blocks on the device, and a slab of cells registered with the transport.
+    """A KVMemory of digests: blocks on the device, and a slab of cells registered with the transport.
 
     ``token_bytes``: KV bytes of a token in all layers on the emulated device, which determine copy times.
     """

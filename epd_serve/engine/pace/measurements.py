@@ -27,13 +27,6 @@ MEASURE_S = 5.0
 _MOST_OTHERS = 0.25
 
 
-def cache_dir(environment: Mapping[str, str]) -> Path:
-    """Return the directory ``EPD_SERVE_CACHE``, or ``epd-serve`` in ``XDG_CACHE_HOME`` or ``~/.cache``."""
-    if own := environment.get("EPD_SERVE_CACHE"):
-        return Path(own).expanduser()
-    return Path(environment.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "epd-serve"
-
-
 def measurements(options: InstanceOptions, device: BareDevice, fingerprint: str, torch: str = "") -> Measurements:
     """Return the cached measurements of an equal instance; ``fingerprint`` identifies model and dtype."""
     about: dict[str, str | int | None] = {
@@ -52,7 +45,9 @@ def measurements(options: InstanceOptions, device: BareDevice, fingerprint: str,
     others_s = cpu_seconds_of_others if device.type == "cpu" else lambda: 0.0
     # instances on one accelerator start, and measure, at the same time
     is_alone = device.type == "cpu" or (options.device_share is None and options.memory_share is None)
-    return Measurements(cache_dir(os.environ) if is_alone else None, about, others_s=others_s)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "epd-serve"
+    cache = Path(os.environ.get("EPD_SERVE_CACHE") or cache).expanduser()
+    return Measurements(cache if is_alone else None, about, others_s=others_s)
 
 
 def cpu_seconds_of_others() -> float:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from epd_serve.cache.block_pool import BlockPool
 from epd_serve.config import InstanceOptions
 from epd_serve.engine.pace.measurements import IMAGE_SIDE, Measurements
-from epd_serve.sched.orders import Order
+from epd_serve.sched.queues import Order
 from epd_serve.sched.schedule import Budget, ScheduleOutput
 from epd_serve.sched.step_cost import ChunkPace, StepCost, StepPace, latency_limit_s, search_budget, work_done
 from epd_serve.sched.step_sizes import Limits, StepShape, size_steps
@@ -26,10 +26,7 @@ class StepLimits:
     Without a limit they come from its options, and the times of earlier steps determine the chunks of a step
     (:class:`~epd_serve.sched.step_cost.ChunkPace`).
 
-    Attributes:
-        limit_s: LATENCY_max of steps and encodes; None: no limit.
-        image_budget_pixels: maximum pixels of an encode.
-        budget: limits of a step.
+    ``limit_s``: LATENCY_max of steps and encodes; None: no limit.
     """
 
     def __init__(self, options: InstanceOptions, measurements: Measurements) -> None:

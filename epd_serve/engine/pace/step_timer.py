@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as AbstractSequence
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 
@@ -22,33 +23,25 @@ _RUNS = 3
 _GREEDY = SamplingParams(seed=0, temperature=0.0)
 
 
+@dataclass(frozen=True, eq=False)
 class StepTimer:
     """Measures steps in unused blocks: ``num_blocks``, followed by ``state_blocks``."""
 
-    def __init__(
-        self,
-        runner: LanguageRunner,
-        *,
-        num_blocks: int,
-        block_size: int,
-        num_position_axes: int,
-        state_blocks: int = 0,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._clock = clock
-        self._runner = runner
-        self._num_blocks = num_blocks
-        self._block_size = block_size
-        self._num_position_axes = num_position_axes
-        self._states = [list(range(num_blocks, num_blocks + state_blocks))] if state_blocks else []
+    runner: LanguageRunner
+    _: KW_ONLY
+    num_blocks: int
+    block_size: int
+    num_position_axes: int
+    state_blocks: int = 0
+    clock: Callable[[], float] = time.perf_counter
 
     def seconds(self, shape: StepShape, least_s: float = 0.0) -> float:
         """Return the median time of a step (see :func:`median_s`). The pool must hold all contexts."""
-        return median_s(self.step(shape), self._clock, least_s)
+        return median_s(self.step(shape), self.clock, least_s)
 
     def step(self, shape: StepShape, sampling: SamplingParams = _GREEDY) -> Callable[[], object]:
         """Return a callable that repeats the same step."""
-        blocks = iter(range(1, self._num_blocks))
+        blocks = iter(range(1, self.num_blocks))
         decodes = [self._sequence(blocks, context - 1, 1, sampling) for context in shape.contexts]
         for sequence in decodes:
             sequence.output_ids.append(sequence.prompt_ids.pop())
@@ -56,7 +49,7 @@ class StepTimer:
         output = ScheduleOutput(decodes=decodes, prefills=prefills)
 
         def run() -> None:
-            step = self._runner.launch(output, {})
+            step = self.runner.launch(output, {})
             step.sample()
             step.read()
 
@@ -71,23 +64,24 @@ class StepTimer:
         for count, context in compiled_by:
             chunks = prompts_of(count, longest)
             shape = StepShape(num_decodes=1 if context else 0, context=context, chunks=chunks)
-            has_room = shape.num_blocks(self._block_size) < self._num_blocks
+            has_room = shape.num_blocks(self.block_size) < self.num_blocks
             if has_room and count <= max_num_tokens and context <= longest:
                 self.step(shape, sampling)()
 
     def _sequence(
         self, blocks: Iterator[int], num_computed: int, count: int, sampling: SamplingParams
     ) -> Sequence:
-        length = num_computed + count
+        length, behind = num_computed + count, self.num_blocks
         return Sequence(
             request_id="profile",
             prompt_ids=[0] * length,
             sampling=sampling,
             max_tokens=1,
-            positions=torch.arange(length).expand(self._num_position_axes, -1),
+            positions=torch.arange(length).expand(self.num_position_axes, -1),
             num_computed=num_computed,
-            blocks=[next(blocks) for _ in range(-(-length // self._block_size))],
-            states=self._states,  # shared by all, because the contents are never read
+            blocks=[next(blocks) for _ in range(-(-length // self.block_size))],
+            # shared by all, because the contents are never read
+            states=[list(range(behind, behind + self.state_blocks))] if self.state_blocks else [],
             state=SequenceState.RUNNING,
         )
 

@@ -31,11 +31,7 @@ class StepWatch:
 
     @contextmanager
     def step(self, kind: Hashable) -> Iterator[None]:
-        """Compute a step within this context, on the thread of the steps.
-
-        Args:
-            kind: steps of one kind take about the same time.
-        """
+        """Compute a step within this context. Steps of one ``kind`` take about the same time."""
         began_s, mean_s = self._clock(), self._mean_s.get(kind)
         self._step = object(), mean_s
         try:

@@ -175,10 +175,15 @@ class _Calls:
             rules = ["start: FREE | opened more", f"FREE: {free}", opened, *rules]
         rules.append(f"call: {' | '.join(f'call_{i}' for i in range(len(grammar.tools)))}")
         for i, tool in enumerate(grammar.tools):
+            schema = json.loads(tool.parameters)
             rules.append(
                 f"call_{i}: {self._text(tool.name + format.after_name)} args_{i} {self._text(format.end)}"
             )
-            rules += self._tagged(i, tool) if format.key else [f"args_{i}: {_arguments(tool)}"]
+            rules += (
+                self._tagged(i, tool, schema)
+                if format.key
+                else [f"args_{i}: {_json(schema, is_strict=tool.strict, objects_only=True)}"]
+            )
         if format.key:
             end = _regex(format.after_value)
             if self._spelling.match(format.after_value):
@@ -189,9 +194,9 @@ class _Calls:
             rules.append(r"KEY: /[\w.-]+/")
         return rules
 
-    def _tagged(self, number: int, tool: ToolSchema) -> list[str]:
+    def _tagged(self, number: int, tool: ToolSchema, schema: dict[str, Any]) -> list[str]:
         """Return the rules of a tool's parameters, in the order of its schema."""
-        schema, format = json.loads(tool.parameters), self._format
+        format = self._format
         declared, required = schema.get("properties"), schema.get("required") or ()
         if not isinstance(declared, dict):
             if schema.get("additionalProperties") is False:
@@ -231,10 +236,6 @@ class _Calls:
 def _regex(text: str) -> str:
     """Return a regular expression that matches a text, for use between slashes."""
     return re.escape(text).replace("\\\n", "\\n").replace("/", "\\/")
-
-
-def _arguments(tool: ToolSchema) -> str:
-    return _json(json.loads(tool.parameters), is_strict=tool.strict, objects_only=True)
 
 
 def _content(grammar: Grammar) -> str:

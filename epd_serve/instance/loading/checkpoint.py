@@ -15,8 +15,8 @@ from device.registry import get_device
 from epd_serve.config import InstanceOptions
 from epd_serve.config.model_files import check_model_files
 from epd_serve.engine.device_features import DeviceFeatureStore
-from epd_serve.engine.device_regions import are_reached
-from epd_serve.engine.kv_memory import check_dtype, naming_memory, resolve_dtype
+from epd_serve.engine.device_memory import are_reached
+from epd_serve.engine.kv_memory import naming_memory, resolve_dtype
 from epd_serve.engine.pace.measurements import Measurements, measurements
 from epd_serve.engine.pace.step_timer import encode_seconds
 from epd_serve.instance.loading.language_weights import LanguageWeights
@@ -59,7 +59,6 @@ class CheckpointModel:
         self.path: Path = options.model
         self.family: Family = load_family(self.path)
         self.torch_dtype = resolve_dtype(options.dtype, self.family.config, device)
-        check_dtype(self.torch_dtype, device)
         self.location, self.dtype = str(self.path), str(self.torch_dtype).removeprefix("torch.")
         self.fingerprint = media_fingerprint(self.path, self.dtype)
         self.producer = f"{device.type}: {device.ops.name}"

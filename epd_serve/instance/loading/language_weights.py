@@ -157,6 +157,9 @@ class LanguageWeights:
         """Run all kinds of steps once, on the engine's thread, before anything uses the KV memory."""
         timer = self._timer(runner, self.memory.layout, self.memory.num_blocks)
         timer.warm_up(self._model.device.ops.compiled_by, max_num_tokens, self.max_model_len)
+        num_blocks = self.memory.num_blocks
+        for block in range(num_blocks - self.memory.layout.state_blocks, num_blocks):
+            self.memory.copy_block(0, block)  # measured steps kept their recurrent state there
 
     def forget(self, transport: Transport) -> None:
         """Free the KV memory once no process maps it. No writes may be pending. Blocks."""

@@ -9,6 +9,8 @@ from epd_serve.config import InstanceOptions, ShapeConfig
 from epd_serve.config.model_files import check_max_model_len
 
 if TYPE_CHECKING:
+    from epd_serve.engine.emulated.digests import DigestMemory
+    from epd_serve.engine.kv_memory import KVMemory
     from epd_serve.instance.loading.checkpoint import CheckpointModel
     from epd_serve.instance.loading.language_weights import LanguageWeights
     from epd_serve.instance.loading.shape_model import ShapeLanguage, ShapeModel
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     InstanceModel = CheckpointModel | ShapeModel
     #: Language model, which outlives a role switch: weights, texts, KV memory.
     Language = LanguageWeights | ShapeLanguage
+    KVCacheMemory = KVMemory | DigestMemory
 
 
 def open_device(options: InstanceOptions) -> BareDevice:
@@ -31,10 +34,7 @@ def open_device(options: InstanceOptions) -> BareDevice:
 
 
 def open_model(options: InstanceOptions, device: Any) -> InstanceModel:
-    """Open a model for the device from :func:`open_device`. Blocks.
-
-    Raises ValueError for an unsupported model.
-    """
+    """Open a model for the device from :func:`open_device`. Blocks. Raises ValueError for an unsupported model."""
     if isinstance(options.model, ShapeConfig):
         from epd_serve.instance.loading.shape_model import ShapeModel
 

@@ -49,9 +49,9 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._literals = literals
         self._placeholders = placeholders
-        beside = path / "chat_template.json"  # older checkpoints have a separate file
-        if not tokenizer.chat_template and beside.exists():
-            tokenizer.chat_template = json.loads(beside.read_text())["chat_template"]
+        separate = path / "chat_template.json"  # of older checkpoints
+        if not tokenizer.chat_template and separate.exists():
+            tokenizer.chat_template = json.loads(separate.read_text())["chat_template"]
         if isinstance(tokenizer.chat_template, str):
             check_template(tokenizer.chat_template, path)
         shown, shown_of_parts = self._num_shown(as_parts=False), self._num_shown(as_parts=True)

@@ -38,11 +38,6 @@ class RequestProcessor:
     An executor has one thread per place, so slow items do not delay quick ones, and kinds do not delay each other.
     Items are served in order.
 
-    Args:
-        num_threads: number of places for quick media.
-        queue_timeout_s: longest wait for a place.
-        spans: receives a span for each processed item.
-
     Attributes:
         num_waiting: number of items that wait for a place.
         free: names of free places, by kind and slowness.
@@ -99,12 +94,7 @@ class RequestProcessor:
 
 
 class Place:
-    """A place for the work of one item.
-
-    Attributes:
-        name: name for traces; "" while no place is taken.
-        is_slow: whether it is a slow place.
-    """
+    """A place for the work of one item. ``name``: for traces; "" while no place is taken."""
 
     def __init__(self, processor: RequestProcessor, kind: Kind, timeout_s: float) -> None:
         self._processor = processor

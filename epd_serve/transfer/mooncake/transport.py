@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -97,9 +98,6 @@ class MooncakeTransport:
     The engine waits a minute for the first answer of a hung process and blocks all other transfers. So a new peer
     must first answer on a TCP connection of ours, which also proves the cluster key; Mooncake has no
     authentication.
-
-    Args:
-        key: the cluster key that both ends prove; None for no proof.
 
     Raises ValueError if mooncake is missing or cannot start.
     """
@@ -227,23 +225,18 @@ class MooncakeTransport:
             yield _Batch(self.engine, peer, self._staging, self._options.timeout_s, held)
 
 
+@dataclass(eq=False, slots=True)
 class _Batch:
-    """Reads to do in one engine call, and their staged memory. A full batch runs by itself.
+    """Reads to do in one engine call, and their staged memory. A full batch runs by itself."""
 
-    Args:
-        patience_s: seconds to wait for the pool.
-        held: parts taken from the pool.
-    """
-
-    def __init__(self, engine: Engine, peer: str, pool: StagingPool, patience_s: float, held: ExitStack) -> None:
-        self._engine = engine
-        self._peer = peer
-        self._pool = pool
-        self._patience_s = patience_s
-        self._copies: list[tuple[int, int, int]] = []  # local address, remote address, length
-        self._nbytes = 0
-        self._fills: list[tuple[memoryview, memoryview]] = []
-        self._held = held
+    _engine: Engine
+    _peer: str
+    _pool: StagingPool
+    _patience_s: float  # for memory of the pool
+    _held: ExitStack  # memory taken from the pool
+    _copies: list[tuple[int, int, int]] = field(default_factory=list)  # local address, remote address, length
+    _nbytes: int = 0
+    _fills: list[tuple[memoryview, memoryview]] = field(default_factory=list)
 
     def add(self, here: int, there: int, nbytes: int) -> None:
         """Add a read into registered memory."""
@@ -260,7 +253,7 @@ class _Batch:
         self._nbytes += fills.nbytes
 
     def run(self) -> None:
-        """Do all reads and free the staged memory. Raises TransferError."""
+        """Do all reads and free the staged memory."""
         copies, self._copies, self._nbytes = self._copies, [], 0
         fills, self._fills = self._fills, []
         with self._held.pop_all():
