@@ -80,7 +80,7 @@ def test_events_of_a_stream_tell_its_end() -> None:
     made.forwarded(b'data: {"choices":[{"delta":{"content":"a"},"finish_reason":null}]}\n\n')
     made.forwarded(b'data: {"choices":[{"delta":{},"finish_reason":"stop"}]}\n\n')
     made.forwarded(b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":2}}\n\ndata: [DONE]\n\n')
-    made.streamed_all(None)
+    made.end_answer(None)
     made.status, made.end_s = 200, time.monotonic()
     made.complete()
     assert (made.finish_reason, made.prompt_tokens, made.output_tokens) == ("stop", 7, 2)
