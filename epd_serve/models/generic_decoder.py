@@ -138,10 +138,10 @@ class GenericDecoder:
         for run in step.runs(reach):
             num_seen = run.mask.shape[1]
             keys, values = (_gather(pages, run.blocks, planes)[:num_seen] for pages in kv_layer.unbind(1))
-            states = [one.transpose(0, 1)[None] for one in (query[run.rows], keys, values)]
-            is_grouped = states[0].shape[1] != states[1].shape[1]
+            own, keys, values = (one.transpose(0, 1)[None] for one in (query[run.rows], keys, values))
+            is_grouped = own.shape[1] != keys.shape[1]
             attended = F.scaled_dot_product_attention(
-                *states, attn_mask=run.mask, scale=scale, enable_gqa=is_grouped
+                own, keys, values, attn_mask=run.mask, scale=scale, enable_gqa=is_grouped
             )
             output[run.rows] = attended[0].transpose(0, 1)
         return output[None], None
