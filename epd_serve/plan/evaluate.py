@@ -368,6 +368,12 @@ def _repeated(requests: Sequence[SimRequest], count: int) -> list[SimRequest]:
     return found
 
 
+def under_way(jobs: Sequence[Job]) -> list[int]:
+    """Return for each request the number of earlier ones that were still running at its arrival."""
+    ends = sorted(math.inf if job.finish_s is None else job.finish_s for job in jobs)
+    return [number - bisect_left(ends, job.sent_s) for number, job in enumerate(jobs)]
+
+
 def is_steady(jobs: Sequence[Job]) -> bool:
     """Return whether the last third of the requests met no more others than the first third, except by chance.
 
@@ -381,8 +387,7 @@ def is_steady(jobs: Sequence[Job]) -> bool:
     if not stays:
         return False
     full = bisect_left([job.sent_s for job in jobs], jobs[0].sent_s + 1.5 * fmean(stays))
-    ends = sorted(math.inf if job.finish_s is None else job.finish_s for job in jobs)
-    numbers = [number - bisect_left(ends, job.sent_s) for number, job in enumerate(jobs)][full:]
+    numbers = under_way(jobs)[full:]
     third = len(numbers) // 3
     if not third:
         return True
