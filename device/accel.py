@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from device import base, host
-from device.base import DeviceLost, EagerRunner, Partition
+from device.base import DeviceLost, Partition, check_share
 from device.ops.plain import PlainOps
-from device.shares import check_share
 from device.transport import TRANSPORTS
 
 
@@ -88,9 +87,6 @@ class AcceleratorDevice(host.HostPart):
 
     def record_event(self) -> base.Event:
         return self.current_stream().record_event()
-
-    def graph_runner(self) -> base.GraphRunner:
-        return EagerRunner()
 
     def pin_memory(self, tensor: Tensor) -> Tensor:
         return tensor.pin_memory()

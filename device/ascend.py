@@ -20,9 +20,8 @@ from torch import Tensor
 from device import base
 from device.accel import AcceleratorDevice
 from device.ascend_limits import parse_visible_devices
-from device.base import DeviceUnavailable, Partition, PartitionStrength, check_update
+from device.base import DeviceUnavailable, Partition, PartitionStrength, check_share, check_update
 from device.ops.ascend import AscendOps, Layout
-from device.shares import check_share
 
 VISIBLE_DEVICES = "ASCEND_RT_VISIBLE_DEVICES"
 ATTENTION_LAYOUT = "EPD_ASCEND_ATTENTION_LAYOUT"
@@ -184,7 +183,7 @@ class NPUGraphRunner(base.GraphRunner):
         check_update(size, decode_context_lens, self._captured)
         entry = self._captured[size]
         if entry.replayed is not None:
-            # A replay clears the events that it passes; wait, lest it clears those recorded next.
+            # A replay clears the events that it passes; wait, so that it clears none of the next ones.
             entry.replayed.synchronize()
         entry.graph.update(cpu_update_input=[{self._lengths_argument: list(decode_context_lens)}])
         entry.is_bound = True

@@ -26,6 +26,13 @@ class DeviceLost(RuntimeError):
     """The device is lost to this process: work launched on it will never finish."""
 
 
+def check_share(share: float, start: float) -> None:
+    """Raise ValueError unless ``start`` and ``share`` lie within the device, both as fractions of 1."""
+    # Thirds written as decimals may add up to slightly above 1.
+    if not (0 < share <= 1 and start >= 0 and start + share <= 1 + 1e-6):
+        raise ValueError(f"share {share} from {start}: both are fractions of the device, with a sum of at most 1")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttnMeta:
     """One step's batch: ``num_decodes`` decode tokens (one per sequence), then the prefill chunks back to back.

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
+
 import psutil
 import torch
 from torch import Tensor
 
 from device import base, host
-from device.base import DeviceUnavailable, EagerRunner, Partition, PartitionStrength
+from device.base import DeviceUnavailable, Partition, PartitionStrength, check_share
 from device.ops.cpu import CpuOps
-from device.shares import check_share
 from device.transport import TRANSPORTS
 
 
 class CpuEvent:
-    """Event protocol for work that is done by the time it is recorded."""
+    """Stream and Event protocols for work that the calling thread does at once."""
+
+    def synchronize(self) -> None:
+        return
 
     def record(self, stream: base.Stream | None = None) -> None:
         return
@@ -25,25 +29,13 @@ class CpuEvent:
     def query(self) -> bool:
         return True
 
-    def synchronize(self) -> None:
-        return
-
-
-class CpuStream:
-    """Stream protocol for work that the calling thread does at once."""
-
-    __slots__ = ()
-
-    def synchronize(self) -> None:
-        return
-
     def wait_event(self, event: base.Event) -> None:
         event.synchronize()
 
     def record_event(self, event: base.Event | None = None) -> base.Event:
         return event or CpuEvent()
 
-    def __enter__(self) -> CpuStream:
+    def __enter__(self) -> CpuEvent:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -62,10 +54,10 @@ class CpuDevice(host.HostPart):
     partition = Partition(strength=PartitionStrength.COOPERATIVE, mechanisms=("threads", "core affinity"))
 
     def __init__(self) -> None:
-        self._cores = host.usable_cores()
+        self._cores = sorted(os.sched_getaffinity(0))
         self.cores: int | None = len(self._cores)
         self.description = host.processor_name()
-        self._stream = CpuStream()
+        self._stream = CpuEvent()
         self.ops: base.AttentionOps = CpuOps()
 
     def apply_share(self, share: float, start: float = 0.0) -> Partition:
@@ -87,37 +79,27 @@ class CpuDevice(host.HostPart):
     def headroom(self) -> int:
         return psutil.virtual_memory().available
 
-    def reset_peak_memory(self) -> int:
-        return host.reset_peak_memory()
-
-    def peak_memory(self) -> int:
-        return host.peak_memory()
+    reset_peak_memory = staticmethod(host.reset_peak_memory)
+    peak_memory = staticmethod(host.peak_memory)
 
     def set_memory_fraction(self, fraction: float) -> None:
         raise ValueError("the CPU's allocator cannot cap memory: bound the sizes of the caches instead")
 
-    def activate(self) -> None:
-        return
-
     def synchronize(self) -> None:
         return
 
-    def check(self) -> None:
-        return
+    activate = check = synchronize
 
     def stream(self, priority: int = 0, share: float | None = None) -> base.Stream:
         if share is not None:
             raise ValueError("a CPU cannot limit a stream to a share, only threads: remove tower_share")
-        return CpuStream()
+        return CpuEvent()
 
     def current_stream(self) -> base.Stream:
         return self._stream
 
     def record_event(self) -> base.Event:
         return CpuEvent()
-
-    def graph_runner(self) -> base.GraphRunner:
-        return EagerRunner()
 
     def pin_memory(self, tensor: Tensor) -> Tensor:
         return tensor

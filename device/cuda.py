@@ -21,10 +21,9 @@ from torch import Tensor
 
 from device import base, cuda_ipc, mps
 from device.accel import AcceleratorDevice
-from device.base import DeviceUnavailable, Partition, PartitionStrength, check_update
+from device.base import DeviceUnavailable, Partition, PartitionStrength, check_share, check_update
 from device.ops.cuda import CudaOps
 from device.ops.varlen import find_varlen
-from device.shares import check_share
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +59,9 @@ class CudaGraphRunner:
     def capture(self, size: int, step: Callable[[], Tensor]) -> None:
         with torch.cuda.device(self._device):
             # Lazy set-up (cuBLAS workspaces, autotuning) must happen before the capture, off the capturing stream.
-            current, side = torch.accelerator.current_stream(), self._side_stream()
+            # A graph's kernels keep the priority of their capture: this thread's.
+            current = torch.accelerator.current_stream()
+            side = torch.Stream(self._device, priority=torch.cuda.current_stream().priority)
             side.wait_stream(current)
             with side:
                 for _ in range(_WARM_UP_RUNS):
@@ -97,10 +98,6 @@ class CudaGraphRunner:
         self._open[-1].graph.capture_end()
         self._open[-1].then = between
         self._begin()
-
-    def _side_stream(self) -> torch.Stream:
-        """Return a stream of this thread's priority, because a graph's kernels keep their capture's priority."""
-        return torch.Stream(self._device, priority=torch.cuda.current_stream().priority)
 
     def update(self, size: int, decode_context_lens: Sequence[int]) -> None:
         """Check the arguments only: a CUDA graph reads its lengths from the device."""

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from device import base
 from device.transport import TRANSPORTS
 
 
@@ -38,26 +39,25 @@ class HostPart:
     def set_threads(self, threads: int, cores: Sequence[int] | None = None) -> None:
         set_threads(threads, cores)
 
-
-def usable_cores() -> list[int]:
-    """Return the cores that this process may run on, ascending."""
-    return sorted(os.sched_getaffinity(0))
+    def graph_runner(self) -> base.GraphRunner:
+        return base.EagerRunner()
 
 
 def processor_name() -> str:
     """Return the processor's model name from Linux, or its architecture if Linux has none."""
-    return _processor("model name") or os.uname().machine
+    return _read_field("/proc/cpuinfo", "model name") or os.uname().machine
 
 
 def processor_features() -> str:
     """Return the processor's instruction sets as Linux lists them; empty if it does not."""
-    return _processor("flags")
+    return _read_field("/proc/cpuinfo", "flags")
 
 
-def _processor(field: str) -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith(field):
-            return line.partition(":")[2].strip()
+def _read_field(file: str, field: str) -> str:
+    for line in Path(file).read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == field:
+            return value.strip()
     return ""
 
 
@@ -69,35 +69,27 @@ def set_threads(threads: int, cores: Sequence[int] | None = None) -> None:
     if threads < 1:
         raise ValueError(f"{threads} threads: an instance needs at least 1")
     if cores is not None:
-        _pin(cores)
+        known = range(os.cpu_count() or 1)
+        if not cores or not set(cores) <= set(known):
+            raise ValueError(f"cores {list(cores)}: choose from 0 to {known[-1]}")
+        # The system call binds a single thread, so bind each running thread.
+        for task in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(ProcessLookupError):  # the thread has ended since the listing
+                os.sched_setaffinity(int(task.name), cores)
     torch.set_num_threads(threads)
-
-
-def _pin(cores: Sequence[int]) -> None:
-    known = range(os.cpu_count() or 1)
-    foreign = [core for core in cores if core not in known]
-    if foreign or not cores:
-        raise ValueError(f"cores {list(cores)}: choose from 0 to {known[-1]}")
-    # The system call binds a single thread, so bind each running thread.
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(ProcessLookupError):  # a thread that has ended since the listing
-            os.sched_setaffinity(int(task.name), cores)
 
 
 def reset_peak_memory() -> int:
     """Reset :func:`peak_memory` if the system permits it. Returns the bytes in use now."""
     with contextlib.suppress(OSError):  # the peak then covers the process's whole life: an upper bound
         Path("/proc/self/clear_refs").write_text("5")
-    return _memory("VmRSS")
+    return _read_memory("VmRSS")
 
 
 def peak_memory() -> int:
     """Return the peak of this process's memory in bytes since :func:`reset_peak_memory`."""
-    return _memory("VmHWM")
+    return _read_memory("VmHWM")
 
 
-def _memory(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) << 10
-    return 0
+def _read_memory(field: str) -> int:
+    return int((_read_field("/proc/self/status", field) or "0").split()[0]) << 10

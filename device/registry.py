@@ -78,6 +78,7 @@ def _report(backend: _Backend, kind: str, index: int) -> DeviceReport:
     except RuntimeError as error:  # from the driver: memory full, device in an error state or taken
         reason = f"it does not open: {error}"
         return DeviceReport(name=f"{kind}:{index}", kind=kind, available=False, reason=reason)
+    has_rdma = _RDMA_DEVICES.is_dir() and any(_RDMA_DEVICES.iterdir())
     return DeviceReport(
         name=device.name,
         kind=device.type,
@@ -90,11 +91,5 @@ def _report(backend: _Backend, kind: str, index: int) -> DeviceReport:
         attention=device.ops.name,
         graphs=device.graph_runner().name,
         partition=device.partition,
-        transports=_protocols(device),
+        transports=tuple(one for one in device.transport.mooncake_protocols if one != "rdma" or has_rdma),
     )
-
-
-def _protocols(device: Device) -> tuple[str, ...]:
-    """Return Mooncake's protocols supported by this machine's hardware."""
-    has_rdma = _RDMA_DEVICES.is_dir() and any(_RDMA_DEVICES.iterdir())
-    return tuple(one for one in device.transport.mooncake_protocols if one != "rdma" or has_rdma)

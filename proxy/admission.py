@@ -250,8 +250,3 @@ class Admission:
             keys.append((hash_key(settings.api_key), Holder("default")))
         self.authenticator = Authenticator(keys)
         self.queue = AdmissionQueue(gateway.max_in_flight, gateway.max_queue, gateway.queue_timeout_s)
-
-    def enter(self, holder: Holder) -> Visit:
-        """Admit a request before its body is read. Raises Overloaded over the key's limit."""
-        holder.enter()
-        return Visit(holder, self.queue)

@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Self
 
 from device import base
-from device.base import DeviceUnavailable, Partition, PartitionStrength
+from device.base import DeviceUnavailable, Partition, PartitionStrength, check_share
 from device.datasheets import emulated_kind, emulated_sheet
 from device.emulated.timeline import WHOLE, Demand, Operation, Timeline, TimelineStream, sleep_exactly
 from device.present import EMULATED_MEMORY
-from device.shares import check_share
 
 TYPE = "emulated"
 

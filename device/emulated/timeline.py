@@ -32,8 +32,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from device.base import DeviceLost
-from device.shares import check_share
+from device.base import DeviceLost, check_share
 
 #: Environment variable with the path of the file of injected faults: see :class:`Faults`.
 EMULATED_FAULTS = "EPD_SERVE_EMULATED_FAULTS"
@@ -138,10 +137,10 @@ def rates(running: Sequence[Running]) -> list[float]:
     ]
 
 
-def _scarcity(one: Running, beside: Sequence[Running], compute: Sequence[float], share: float) -> float:
+def _scarcity(one: Running, group: Sequence[Running], compute: Sequence[float], share: float) -> float:
     """Return the slowdown of ``one`` among the operations (itself included) that divide a share of compute."""
-    before = sum([part for other, part in zip(beside, compute, strict=True) if other.priority < one.priority])
-    equal = sum([part for other, part in zip(beside, compute, strict=True) if other.priority == one.priority])
+    before = sum([part for other, part in zip(group, compute, strict=True) if other.priority < one.priority])
+    equal = sum([part for other, part in zip(group, compute, strict=True) if other.priority == one.priority])
     return max(1.0, equal / max(share - before, _LEAST * share))
 
 
@@ -199,7 +198,7 @@ class Timeline:
         self._process = os.getpid(), _born(os.getpid()) or 0, next(_SERIALS)
         self._checked_s = -math.inf
         self._numbers = count()
-        self._streams: weakref.WeakSet[TimelineStream] = weakref.WeakSet()
+        self.streams: weakref.WeakSet[TimelineStream] = weakref.WeakSet()
         self._ended: deque[int] = deque()  # numbers of garbage-collected streams; no lock here
         self._board = _Board(None if directory is None else Path(directory, f"{name}.timeline"))
 
@@ -213,7 +212,7 @@ class Timeline:
         stream = TimelineStream(self, priority, next(self._numbers), share)
         weakref.finalize(stream, self._ended.append, stream.number).atexit = False
         with self.lock:
-            self._streams.add(stream)
+            self.streams.add(stream)
         return stream
 
     def check(self) -> Fault:
@@ -223,11 +222,6 @@ class Timeline:
             self._is_lost = True
             raise DeviceLost(f"{self.name} is lost: launched work will never finish")
         return fault
-
-    def drive_queues(self) -> float:
-        """Begin the next operation of each stream. Returns the time of the next call."""
-        with self.lock:
-            return min([stream.drive() for stream in list(self._streams) if stream.has_next], default=math.inf)
 
     def begin(self, operation: Operation, stream: TimelineStream) -> None:
         """Start an operation on the device; ``operation.begin_s`` is now or slightly earlier."""
@@ -240,8 +234,8 @@ class Timeline:
             priority=stream.priority,
         )
         with self._now() as (now_s, rows):
-            beside = [copy(one) for one in rows if not one.end_s]
-            advance([*beside, row], operation.begin_s, now_s)
+            others = [copy(one) for one in rows if not one.end_s]
+            advance([*others, row], operation.begin_s, now_s)
             rows.append(row)
 
     def poll(self, stream: TimelineStream) -> tuple[bool, float]:
@@ -252,8 +246,8 @@ class Timeline:
                 rows.remove(own)
                 return True, own.end_s
             own = copy(own)
-            beside = [copy(one) for one in rows if one.stream != own.stream or one.process != own.process]
-            advance([own, *beside], now_s, math.inf)
+            others = [copy(one) for one in rows if one.stream != own.stream or one.process != own.process]
+            advance([own, *others], now_s, math.inf)
             return False, own.end_s
 
     @contextmanager
@@ -307,7 +301,11 @@ class Operation:
         timeline = self.stream.timeline
         give_up_s = math.inf if timeout_s is None else timeline.clock() + timeout_s
         while True:
-            end_s = min(self.stream.drive(self), timeline.drive_queues())
+            end_s = self.stream.drive(self)
+            with timeline.lock:  # begin the next operation of each stream
+                for stream in list(timeline.streams):
+                    if stream.has_next:
+                        end_s = min(end_s, stream.drive())
             now_s = timeline.clock()
             if self.is_done or now_s >= give_up_s:
                 return self.is_done

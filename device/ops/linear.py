@@ -45,7 +45,10 @@ class Product:
         self._bias = bias
         self._width = len(weight)
         self._is_packed = _packs(weight)
-        self._weight = _reorder(weight) if self._is_packed else weight
+        self._weight = weight
+        if self._is_packed:
+            pack = torch.ops.mkldnn._reorder_linear_weight
+            self._weight = pack(weight.detach().contiguous(), _PACKED_FOR_ROWS)
         kernels = amx_kernels() if self._is_packed and weight.dtype == torch.bfloat16 else None
         self._address = None if kernels is None else kernels.packed_address(self._weight, weight)
         self._kernels = kernels
@@ -212,11 +215,6 @@ def multiplies_halves(dtype: torch.dtype) -> bool:
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return dtype == torch.float16 and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-
-
-def _reorder(weight: Tensor) -> Tensor:
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _PACKED_FOR_ROWS)
-    return packed
 
 
 #: Classes of transformers and torch.

@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from math import sqrt
+from math import inf, sqrt
 
 from epd_serve.autoscale.instance_load import InstanceLoad
 from epd_serve.autoscale.pressure import Limits, Sample, StageLoad, capacities, load_of, sample
@@ -115,7 +115,7 @@ class Controller:
         self._soon_s: float | None = None
         self._samples: deque[_At] = deque()
         self._serving: frozenset[tuple[str, Role]] = frozenset()
-        self._since_s = self._ordered_s = float("-inf")
+        self._since_s = self._ordered_s = -inf
         self._order: Order | None = None  # until it takes effect, or its deadline
         self._from: Role | None = None
         self._roles: dict[str, Role] = {}
@@ -138,9 +138,10 @@ class Controller:
 
     def decide(self, now_s: float, instances: Sequence[InstanceLoad]) -> Decision:
         """Decide on the state at ``now_s``, which never decreases."""
-        if self._is_starting and (missing := self._missing(instances)):
-            names = " and ".join(_NAMES[stage] for stage in missing)
-            return Decision(at_s=now_s, kind=Kind.STARTING, reason=f"no instance has served {names} yet")
+        served = {stage for one in instances if one.is_serving for stage in one.role.stages}
+        if self._is_starting and (missing := [_NAMES[stage] for stage in self._stages if stage not in served]):
+            reason = f"no instance has served {' and '.join(missing)} yet"
+            return Decision(at_s=now_s, kind=Kind.STARTING, reason=reason)
         self._is_starting = False
         loads, recent = self._observe(now_s, instances)
         kind, reason, order = self._judge(now_s, instances, loads, recent)
@@ -214,7 +215,10 @@ class Controller:
         if move is None:
             return Kind.NOTHING_HELPS, f"{late}; {why_not}", None
         order = Order(instance=move.instance.name, role=move.role)
-        self._take(now_s, move, order, here, worst)
+        self._ordered_s = self._since_s = now_s
+        self._layout = _layout([one.role for one in here])
+        self._left[self._layout] = (now_s, worst)
+        self._order, self._from = order, move.instance.role
         reason = (
             f"{late}: {order.instance} switches from {move.instance.role} to {order.role}; the predicted total "
             f"pressure falls from {move.before:.2f} to {move.after:.2f} ({_describe(move.pressures)})"
@@ -242,10 +246,6 @@ class Controller:
             )
             for stage in self._stages
         }
-
-    def _missing(self, instances: Sequence[InstanceLoad]) -> list[Stage]:
-        served = {stage for one in instances if one.is_serving for stage in one.role.stages}
-        return [stage for stage in self._stages if stage not in served]
 
     def _notice_other_switches(self, now_s: float, instances: Sequence[InstanceLoad]) -> None:
         """Start the cooldown for switches ordered by others; forget refusals of removed instances."""
@@ -288,18 +288,19 @@ class Controller:
                     donors[one.role] = one
             for donor in donors.values():
                 others = [one.role for one in here if one is not donor]
-                if not self._keeps_floor(donor.role, role, others):
-                    is_held = True
+                given = donor.role.stages & self._needed
+                if not all(any(stage in one.stages for one in others) for stage in given):
+                    is_held = True  # nothing would serve a stage during the switch
                     continue
                 after, pressures = _predict([*others, role], loads, ahead_s)
                 helped = [stage for stage in late if pressures[stage] < expected[stage]]
                 if after > (1 - HYSTERESIS) * before or not helped:
                     continue
                 most = max(1.0, *(expected[stage] for stage in helped))
-                given = donor.role.stages & self._needed
                 if any(_is_overloaded(stage, pressures, expected, most) for stage in given):
                     continue
-                if not self._may_return(now_s, [*others, role], worst):
+                left_s, left_worst = self._left.get(_layout([*others, role]), (-inf, 0.0))
+                if now_s - left_s <= _FORGET_S and worst <= left_worst * (1 + HYSTERESIS):
                     is_back = True
                     continue
                 if best is None or after < best.after:
@@ -311,23 +312,6 @@ class Controller:
         if is_held:
             return None, "every helpful switch would leave a stage without an instance"
         return None, f"no switch is predicted to gain {HYSTERESIS:.0%}"
-
-    def _keeps_floor(self, old: Role, new: Role, others: Sequence[Role]) -> bool:
-        """Return whether the other instances cover this one's stages during the switch."""
-        lost = old.stages & self._needed
-        return all(any(stage in role.stages for role in others) for stage in lost)
-
-    def _may_return(self, now_s: float, roles: Sequence[Role], worst: float) -> bool:
-        left = self._left.get(_layout(roles))
-        if left is None or now_s - left[0] > _FORGET_S:
-            return True
-        return worst > left[1] * (1 + HYSTERESIS)
-
-    def _take(self, now_s: float, move: _Move, order: Order, here: Sequence[InstanceLoad], worst: float) -> None:
-        self._ordered_s = self._since_s = now_s
-        self._layout = _layout([one.role for one in here])
-        self._left[self._layout] = (now_s, worst)
-        self._order, self._from = order, move.instance.role
 
 
 def _tail(samples: Sequence[_At], since_s: float) -> Sequence[_At]:

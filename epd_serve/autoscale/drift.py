@@ -60,11 +60,13 @@ class DriftDetector:
             return []
         self._num_new = 0
         before, after = _figures(self._before), _figures(list(self._newest))
-        drifts = [
-            f"{name} went from {fmean(values):.3g} to {fmean(after[name]):.3g}"
-            for name, values in before.items()
-            if _differ(values, after[name])
-        ]
+        drifts = []
+        for name, old in before.items():
+            # by ratio and by Welch's statistic, so that bursts and outliers are not drift
+            new, (low, high) = after[name], sorted((fmean(old), fmean(after[name])))
+            error = sqrt(pvariance(old) / len(old) + pvariance(new) / len(new))
+            if high >= FACTOR * low and high - low > _CERTAINTY * error:
+                drifts.append(f"{name} went from {fmean(old):.3g} to {fmean(new):.3g}")
         if drifts:
             self._before, self._newest = list(self._newest), deque(maxlen=WINDOW)
         return drifts
@@ -77,10 +79,3 @@ def _figures(requests: Sequence[ServedRequest]) -> dict[str, list[float]]:
         "images per request": [float(one.images) for one in requests],
         "seconds between requests": [b.end_s - a.end_s for a, b in itertools.pairwise(requests)],
     }
-
-
-def _differ(before: Sequence[float], after: Sequence[float]) -> bool:
-    """Compare two means by ratio and by Welch's statistic, so that bursts and outliers are not drift."""
-    low, high = sorted((fmean(before), fmean(after)))
-    error = sqrt(pvariance(before) / len(before) + pvariance(after) / len(after))
-    return high >= FACTOR * low and high - low > _CERTAINTY * error

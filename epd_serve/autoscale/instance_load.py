@@ -42,9 +42,6 @@ class InstanceLoad:
     kv_used: float = 0.0
     sent: Mapping[Stage, float] = field(default_factory=dict)
 
-    def pending_s(self, stage: Stage) -> float:
-        return self.queue_s.get(stage, 0.0)
-
 
 def instance_loads(table: InstanceTable) -> list[InstanceLoad]:
     """Return every instance with a known role, in the order of the deployment.
@@ -91,19 +88,6 @@ def _part_without_images(records: Sequence[InstanceRecord], num_encodes: int) ->
     return min(by_pixels, num_encodes / num_prompts, 1.0)
 
 
-def _places(record: InstanceRecord) -> float:
-    """Return how many more sequences the instance could decode now."""
-    assert record.info is not None
-    most = record.info.budgets.get("max_num_seqs", math.inf)
-    is_full = record.load.num_refused or _used(record) > _FULL
-    return 0.0 if is_full else max(most - record.load.num_running, 0.0)
-
-
-def _used(record: InstanceRecord) -> float:
-    load = record.load
-    return 1 - load.free_blocks / load.total_blocks if load.total_blocks else 0.0
-
-
 def _load_of(record: InstanceRecord, *, held_up: float, own: float, has_images: float) -> InstanceLoad:
     """Estimate one instance's pending work.
 
@@ -113,7 +97,11 @@ def _load_of(record: InstanceRecord, *, held_up: float, own: float, has_images: 
         has_images: share of prompt tokens that do not wait for images.
     """
     load, costs, role = record.load, record.costs, record.role
-    assert role is not None
+    assert role is not None and record.info is not None
+    kv_used = 1 - load.free_blocks / load.total_blocks if load.total_blocks else 0.0
+    places = max(record.info.budgets.get("max_num_seqs", math.inf) - load.num_running, 0.0)
+    if load.num_refused or kv_used > _FULL:
+        places = 0.0
     queue_s: dict[Stage, float] = {}
     if role.encodes and costs.encode is not PRIOR_ENCODE:
         queue_s[Stage.ENCODE] = record.encode_s
@@ -122,7 +110,7 @@ def _load_of(record: InstanceRecord, *, held_up: float, own: float, has_images: 
     decodes = role.decodes and costs.decode is not PRIOR_DECODE
     num_decoding = float(load.num_running) if decodes else 0.0
     if decodes:
-        waiting = held_up + (0.0 if role.prefills else max(load.num_waiting - _places(record), 0.0))
+        waiting = held_up + (0.0 if role.prefills else max(load.num_waiting - places, 0.0))
         batch = max(num_decoding, 1.0)
         queue_s[Stage.DECODE] = waiting * costs.mean_output_tokens * costs.step_s(batch) / batch
     base_s = costs.step_s(0)
@@ -134,7 +122,7 @@ def _load_of(record: InstanceRecord, *, held_up: float, own: float, has_images: 
         num_decoding=num_decoding,
         step=StageRate(base_s, costs.step_s(1) - base_s),
         output_tokens=costs.mean_output_tokens,
-        kv_used=_used(record),
+        kv_used=kv_used,
         sent={Stage.ENCODE: record.sent_encode_s, Stage.DECODE: record.sent_sequences},
     )
 

@@ -68,9 +68,10 @@ class Sample:
 def sample(stage: Stage, instances: Sequence[InstanceLoad], sent: float = 0.0) -> Sample:
     """Sum up the serving instances of the stage; others finish their own pending work."""
     here = [one for one in instances if one.is_serving and stage in one.role.stages]
-    queue_s = sum(one.pending_s(stage) for one in here)
+    waits_s = [one.queue_s.get(stage, 0.0) for one in here]
+    queue_s = sum(waits_s)
     if stage is not Stage.DECODE or not here:
-        num_busy = sum(one.pending_s(stage) > 0 for one in here)
+        num_busy = sum(wait_s > 0 for wait_s in waits_s)
         return Sample(num_instances=len(here), num_busy=num_busy, queue_s=queue_s, sent=sent)
     busy = [(one.num_decoding, one.step.seconds(one.num_decoding)) for one in here if one.num_decoding > 0]
     return Sample(
@@ -184,7 +185,10 @@ def load_of(
             more = max(_slope([(at_s, one.num_sequences) for at_s, one in samples]), 0.0)
             tokens_per_s *= 1 + more * ahead_s / fmean(one.num_sequences for one in every)
         tokens_per_s = max(tokens_per_s, sent_per_s * newest.output_tokens)
-        demand = tokens_per_s / _most_tokens_per_s(newest.step, limits.tpot_s)
+        step = newest.step  # a step may take twice as long as with one sequence if no batch keeps the limit
+        longest_s = max(limits.tpot_s, 2 * step.seconds(1))
+        most = max((longest_s - step.base_s) / step.unit_s, 1.0) / longest_s if step.unit_s > 0 else 1e9
+        demand = tokens_per_s / most
     else:
         demand = max(fmean(one.num_busy for one in past) + growth, sent_per_s + error_per_s)
     return StageLoad(
@@ -218,15 +222,6 @@ def capacities(roles: Sequence[Role], loads: Mapping[Stage, StageLoad]) -> dict[
             else:
                 given[stage] += loads[stage].demand / demand if demand else 1 / len(stages)
     return given
-
-
-def _most_tokens_per_s(step: StageRate, tpot_s: float) -> float:
-    """Return the tokens per second of one instance within the limit.
-
-    If no batch keeps the limit, a step may take twice as long as with one sequence.
-    """
-    longest = max(tpot_s, 2 * step.seconds(1))
-    return max((longest - step.base_s) / step.unit_s, 1.0) / longest if step.unit_s > 0 else 1e9
 
 
 def _per_s(window: Sequence[tuple[float, Sample]]) -> tuple[float, float]:

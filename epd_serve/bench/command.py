@@ -226,7 +226,7 @@ def _check_load(settings: RunSettings) -> None:
         raise ValueError("--time-scale needs --arrivals trace")
     if settings.duration_s is not None:
         if arrivals.kind not in RATED:
-            raise ValueError(f"arrivals {settings.arrivals} have no rate; give --num-requests, not --duration")
+            raise ValueError(f"arrivals {settings.arrivals} lack a rate; give --num-requests, not --duration")
         settings.num_requests = max(1, math.ceil(arrivals.rate * settings.duration_s))
 
 

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 #: Accepted codecs, by FFmpeg name, in addition to PCM ("pcm_...").
 CODECS = frozenset(("mp3", "flac", "vorbis", "opus", "aac", "alac"))
-#: Client's format name → FFmpeg's.
-FORMATS = {"wav": "wav", "mp3": "mp3", "flac": "flac", "ogg": "ogg"}
 _MAX_RATE, _MAX_CHANNELS = 384_000, 8
 #: Limit for floating-point samples. Full scale is 1, or 2**31 in files that store integers as floats.
 _LOUDEST = 1e10
@@ -50,7 +48,7 @@ def read_audio_facts(data: bytes, limits: AudioLimits) -> AudioFacts:
     exceeds a limit; TooLarge if it has too many bytes.
     """
     av, kind = load_pyav("sounds"), _kind(data, limits.max_bytes)
-    if limits.format and kind != FORMATS[limits.format]:
+    if limits.format and kind != limits.format:
         raise InvalidRequest(f"the audio has format {kind}, but the request says {limits.format}")
     if kind == "wav":
         _check_whole(data)

@@ -103,7 +103,7 @@ class VideoFactsJob(msgspec.Struct, frozen=True, tag=True):
         if self.list_fps is not None:
             _limit_memory(_ROOM_BYTES + 4 * len(data))
             return read_list(unpack_frames(data), self.list_fps, self.limits)
-        _limit_memory(_video_bytes(data, self.limits.max_pixels))
+        _limit_memory(_FFMPEG_ROOM_BYTES + 2 * len(data) + self.limits.max_pixels * _BYTES_PER_FRAME_PIXEL)
         return read_facts(data, self.limits)
 
 
@@ -127,8 +127,9 @@ class VideoJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_at_once: int
 
     def work(self, data: bytes, memory: mmap.mmap, connection: socket.socket) -> None:
-        num_bytes, count = CHANNELS * self.facts.width * self.facts.height, 0
-        _limit_memory(_video_bytes(data, self.facts.width * self.facts.height))
+        num_pixels, count = self.facts.width * self.facts.height, 0
+        num_bytes = CHANNELS * num_pixels
+        _limit_memory(_FFMPEG_ROOM_BYTES + 2 * len(data) + num_pixels * _BYTES_PER_FRAME_PIXEL)
         for frame in read_frames(data, self.facts, self.indices):
             if count == self.num_at_once:
                 _hand_over(connection, count)
@@ -175,7 +176,22 @@ class GrammarJob(msgspec.Struct, frozen=True, tag=True):
     libraries: ClassVar[bytes] = b"llguidance"
 
     def work(self, data: bytes, memory: mmap.mmap, connection: socket.socket) -> Compiled:
-        return _compile(msgspec.json.decode(data, type=list[str]))
+        import llguidance  # not installed at the gateway, which compiles no grammars
+
+        start_s, texts = time.process_time(), msgspec.json.decode(data, type=list[str])
+        _limit_memory(_GRAMMAR_ROOM_BYTES + _BYTES_PER_CHARACTER * sum(map(len, texts)))
+        tokenizer, limits = llguidance.LLTokenizer("byte"), llguidance.LLParserLimits(step_lexer_fuel=_WALK_FUEL)
+        problems: dict[int, Problem] = {}
+        for position, text in enumerate(texts):
+            matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=limits)
+            is_complex = not matcher.is_error()
+            if is_complex:
+                _walk(matcher, tokenizer)
+            if matcher.is_error():
+                problems[position] = Problem(grammar_problem(matcher.get_error()), is_complex)
+            if len(problems) > _MAX_PROBLEMS:
+                raise InvalidRequest(f"{len(problems)} schemas or patterns cannot be enforced", code="too_complex")
+        return Compiled(problems, time.process_time() - start_s)
 
 
 AnyJob = PictureJob | SizeJob | VideoFactsJob | AudioFactsJob | VideoJob | AudioJob | GrammarJob
@@ -281,7 +297,13 @@ def _fork(connection: socket.socket, area: int) -> int:
             if memory is None or len(memory) != assignment.area_bytes:
                 memory = mmap.mmap(area, assignment.area_bytes)
             signal.setitimer(signal.ITIMER_PROF, assignment.cpu_s)
-            answer = _work(assignment.job, memory[: assignment.num_bytes], memory, connection)
+            answer: Told
+            try:
+                answer = Done(assignment.job.work(memory[: assignment.num_bytes], memory, connection))
+            except InvalidRequest as error:
+                answer = Refused(error.message, error.code)
+            except MemoryError:
+                answer = Refused("it needs far more memory than its size justifies", "too_complex")
             signal.setitimer(signal.ITIMER_PROF, 0)
             _limit_memory(None)
             _tell(connection, answer)
@@ -289,43 +311,11 @@ def _fork(connection: socket.socket, area: int) -> int:
         os._exit(0)
 
 
-def _work(job: AnyJob, data: bytes, memory: mmap.mmap, connection: socket.socket) -> Told:
-    try:
-        return Done(job.work(data, memory, connection))
-    except InvalidRequest as error:
-        return Refused(error.message, error.code)
-    except MemoryError:
-        return Refused("it needs far more memory than its size justifies", "too_complex")
-
-
 def _hand_over(connection: socket.socket, count: int) -> None:
     """Announce frames, and return when the client has read them."""
     _tell(connection, Frames(count))
     if not connection.recv(MESSAGE_BYTES):
         os._exit(0)
-
-
-def _video_bytes(data: bytes, num_pixels: int) -> int:
-    return _FFMPEG_ROOM_BYTES + 2 * len(data) + num_pixels * _BYTES_PER_FRAME_PIXEL
-
-
-def _compile(texts: list[str]) -> Compiled:
-    import llguidance  # not installed at the gateway, which compiles no grammars
-
-    start_s = time.process_time()
-    _limit_memory(_GRAMMAR_ROOM_BYTES + _BYTES_PER_CHARACTER * sum(map(len, texts)))
-    tokenizer, limits = llguidance.LLTokenizer("byte"), llguidance.LLParserLimits(step_lexer_fuel=_WALK_FUEL)
-    problems: dict[int, Problem] = {}
-    for position, text in enumerate(texts):
-        matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=limits)
-        is_complex = not matcher.is_error()
-        if is_complex:
-            _walk(matcher, tokenizer)
-        if matcher.is_error():
-            problems[position] = Problem(grammar_problem(matcher.get_error()), is_complex)
-        if len(problems) > _MAX_PROBLEMS:
-            raise InvalidRequest(f"{len(problems)} schemas or patterns cannot be enforced", code="too_complex")
-    return Compiled(problems, time.process_time() - start_s)
 
 
 def _walk(matcher: Any, tokenizer: Any) -> None:

@@ -169,8 +169,10 @@ class DecoderPool:
                         await room.enter_async_context(self._units)
             with await self._run(task, place) as worker:
                 yield worker.pixels(size)[0]
-                if worker.can_go_on and len(self._idle) < self._num_kept:
-                    self._idle.append(worker.keep())
+                is_light = not worker.is_nice and len(worker.area) <= _KEPT_BYTES
+                if is_light and len(self._idle) < self._num_kept:
+                    worker.is_kept = True
+                    self._idle.append(worker)
 
     async def size(self, data: bytes, *, cpu_s: float) -> tuple[int, int]:
         """Read the size of an image (:func:`epd_serve.media.picture.pixel_size`) within ``cpu_s`` CPU seconds."""
@@ -183,10 +185,7 @@ class DecoderPool:
         )
 
     async def audio_facts(self, data: bytes, limits: AudioLimits, *, cpu_s: float) -> AudioFacts:
-        """Decode an audio file for its facts (:func:`epd_serve.media.audio.read_audio_facts`).
-
-        ``cpu_s`` limits its CPU seconds.
-        """
+        """Decode an audio file for its facts within ``cpu_s`` CPU seconds (:mod:`epd_serve.media.audio`)."""
         return await self._result(_Task("audio", data, 0, AudioFactsJob(limits), cpu_s), AudioFacts)
 
     async def samples(
@@ -281,29 +280,34 @@ class DecoderPool:
                 break
             worker.close()
         else:
-            worker = self._fork(task.job)
+            assert self._control is not None
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            worker = _Worker(ours)
+            with theirs:
+                try:
+                    given = [theirs.fileno(), worker.descriptor]
+                    socket.send_fds(self._control, [task.job.libraries], given)
+                except OSError as error:
+                    worker.close()
+                    raise Unavailable("cannot start a process to decode media", code="decoder_lost") from error
         try:
             num_bytes = max(len(task.data), task.num_bytes)
             if len(task.data) > _LARGE_BYTES:
                 await asyncio.to_thread(worker.write, task.data, num_bytes)
             else:
                 worker.write(task.data, num_bytes)
-            worker.give(len(task.data), cpu_s, niceness, task.job)
+            worker.is_nice = bool(niceness)
+            assignment = Assignment(
+                num_bytes=len(task.data),
+                area_bytes=len(worker.area),
+                cpu_s=cpu_s,
+                niceness=niceness,
+                job=task.job,
+            )
+            worker.tell(msgspec.msgpack.encode(assignment))
         except BaseException:
             worker.close()
             raise
-        return worker
-
-    def _fork(self, job: AnyJob) -> _Worker:
-        assert self._control is not None
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        worker = _Worker(ours)
-        with theirs:
-            try:
-                socket.send_fds(self._control, [job.libraries], [theirs.fileno(), worker.descriptor])
-            except OSError as error:
-                worker.close()
-                raise Unavailable("cannot start a process to decode media", code="decoder_lost") from error
         return worker
 
 
@@ -373,7 +377,8 @@ class _Worker:
     Attributes:
         descriptor: file descriptor of the shared memory.
         told: its last answer; None after a timeout.
-        can_go_on: it may decode another image.
+        is_nice: it yields to other processes.
+        is_kept: it outlives its context.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -384,29 +389,20 @@ class _Worker:
         fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
         self._area: mmap.mmap | None = None
         self.told: Told | None = None
-        self._is_kept = self._is_nice = False
+        self.is_kept = self.is_nice = False
 
     def __enter__(self) -> Self:
-        self._is_kept = False
+        self.is_kept = False
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not self._is_kept:
+        if not self.is_kept:
             self.close()
 
     @property
     def area(self) -> mmap.mmap:
         assert self._area is not None, "write() comes first"
         return self._area
-
-    @property
-    def can_go_on(self) -> bool:
-        return not self._is_nice and len(self.area) <= _KEPT_BYTES
-
-    def keep(self) -> Self:
-        """Keep the worker alive beyond its context."""
-        self._is_kept = True
-        return self
 
     def close(self) -> None:
         """Kill the worker; its memory lives as long as it is referenced. Idempotent."""
@@ -422,14 +418,6 @@ class _Worker:
             os.ftruncate(self.descriptor, num_bytes)
             self._area = mmap.mmap(self.descriptor, num_bytes)
         self._area[: len(data)] = data
-
-    def give(self, num_bytes: int, cpu_s: float, niceness: int, job: AnyJob) -> None:
-        """Assign a job on the file in the shared memory."""
-        self._is_nice = bool(niceness)
-        assignment = Assignment(
-            num_bytes=num_bytes, area_bytes=len(self.area), cpu_s=cpu_s, niceness=niceness, job=job
-        )
-        self.tell(msgspec.msgpack.encode(assignment))
 
     def tell(self, message: bytes) -> None:
         with suppress(OSError):  # the worker has ended; its answer will say how

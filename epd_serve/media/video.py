@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from PIL import Image
 
 from epd_serve.errors import InvalidRequest, TooLarge
 from epd_serve.media.picture import MediaLimits, open_image, pixel_size
@@ -136,7 +135,12 @@ def read_frames(data: bytes, facts: VideoFacts, indices: Sequence[int]) -> Itera
     import numpy as np  # not installed at the gateway, which decodes no frames
 
     if facts.is_list:
-        for image in _listed(data, facts, indices):
+        frames = unpack_frames(data)
+        limits = MediaLimits(max_pixels=facts.width * facts.height, max_bytes=len(data))
+        for index in indices:
+            image = open_image(frames[index], limits)
+            if image.size != (facts.width, facts.height):
+                raise InvalidRequest(f"frame {index} of the video has {image.size} pixels, unlike its header")
             yield np.asarray(image)
         return
     av = load_pyav("videos")
@@ -193,16 +197,6 @@ def _decoded(av: Any, data: bytes, kind: str, facts: VideoFacts, first: int | No
             if number == start:
                 yield number, frame
                 start += 1
-
-
-def _listed(data: bytes, facts: VideoFacts, indices: Sequence[int]) -> Iterator[Image.Image]:
-    frames = unpack_frames(data)
-    for index in indices:
-        limits = MediaLimits(max_pixels=facts.width * facts.height, max_bytes=len(data))
-        image = open_image(frames[index], limits)
-        if image.size != (facts.width, facts.height):
-            raise InvalidRequest(f"frame {index} of the video has {image.size} pixels, unlike its header")
-        yield image
 
 
 def _kind(data: bytes, max_bytes: int) -> str:

@@ -44,7 +44,7 @@ class AudioProcessor:
         return float(self.extractor.n_samples / self.rate)
 
     def check(self, tower: Any) -> None:
-        """Raise ValueError for an extractor that is not the tower's."""
+        """Raise ValueError if the extractor does not fit the tower."""
         self.check_kind()
         if self.extractor.feature_size != tower.num_mel_bins:
             raise ValueError(
@@ -151,7 +151,6 @@ class ConformerAudio(AudioProcessor):
         return _MOST_SAMPLES / self.rate
 
     def check(self, tower: Any) -> None:
-        """Raise ValueError for an extractor that is not the tower's."""
         self.check_kind()
         if self.extractor.padding_side != "right":
             raise ValueError(
@@ -189,7 +188,6 @@ class WaveAudio(ConformerAudio):
     max_seconds = math.inf
 
     def check(self, tower: Any) -> None:
-        """Raise ValueError for an extractor that is not the tower's."""
         self.check_kind()
         if (found := self.extractor.audio_samples_per_token) != tower.audio_embed_dim:
             raise ValueError(

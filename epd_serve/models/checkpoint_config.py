@@ -137,7 +137,7 @@ def _check_declared(where: str, config: Any, honoured: frozenset[str]) -> Iterat
     _check_quantised(where, config)
     if not of_layers(config) <= (_OF_LAYERS if "per_layer_config" in honoured else set()):
         raise ValueError(
-            f"{where}per_layer_config: layers must be alike; the native engine has no values by layer"
+            f"{where}per_layer_config: layers must be alike; the native engine does not run per-layer values"
         )
     declared = {field.name: field for field in fields(config)}
     for name, value in vars(config).items():

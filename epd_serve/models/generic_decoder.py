@@ -138,8 +138,12 @@ class GenericDecoder:
         for run in step.runs(reach):
             num_seen = run.mask.shape[1]
             keys, values = (_gather(pages, run.blocks, planes)[:num_seen] for pages in kv_layer.unbind(1))
-            states = (query[run.rows].transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1))
-            output[run.rows] = _masked(*states, run.mask, scale).transpose(0, 1)
+            own, keys, values = (one.transpose(0, 1)[None] for one in (query[run.rows], keys, values))
+            is_grouped = own.shape[1] != keys.shape[1]
+            attended = F.scaled_dot_product_attention(
+                own, keys, values, attn_mask=run.mask, scale=scale, enable_gqa=is_grouped
+            )
+            output[run.rows] = attended[0].transpose(0, 1)
         return output[None], None
 
     def _write(self, key: Tensor, value: Tensor, kv_layer: Tensor, planes: _Planes) -> None:
@@ -155,15 +159,8 @@ class GenericDecoder:
                 context.on_layer(index)
 
 
-#: Of the device's own attention on GPUs.
+#: Widest heads of the device's own attention on GPUs.
 _MAX_HEAD_DIM = 256
-
-
-def _masked(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Attend from [heads, T, head_dim] to [KV heads, S, head_dim] where a mask [T, S] allows it."""
-    is_grouped = len(query) != len(keys)
-    states = query[None], keys[None], values[None]
-    return F.scaled_dot_product_attention(*states, attn_mask=mask, scale=scale, enable_gqa=is_grouped)[0]
 
 
 def _planes(config: Any, without: Sequence[int]) -> tuple[dict[int, _Planes], tuple[int, int]]:
@@ -173,7 +170,9 @@ def _planes(config: Any, without: Sequence[int]) -> tuple[dict[int, _Planes], tu
         (one.num_key_value_heads, getattr(one, "head_dim", None) or one.hidden_size // one.num_attention_heads)
         for one in own
     ]
-    sources = _sources(config)
+    modes = getattr(config, "kv_sharing_modes", None) or []  # layers that read K and V of an earlier layer
+    stores = {config.layer_types[index]: index for index, mode in enumerate(modes) if mode == "store"}
+    sources = {index: stores[config.layer_types[index]] for index, mode in enumerate(modes) if mode == "reuse"}
     kept = [index for index in range(config.num_hidden_layers) if index not in without]
     width = math.gcd(*(math.prod(shapes[index]) for index in kept))
     planes: dict[int, _Planes] = {}
@@ -186,13 +185,6 @@ def _planes(config: Any, without: Sequence[int]) -> tuple[dict[int, _Planes], tu
         first += planes[index].count
     plain = next((shapes[index] for index in kept if math.prod(shapes[index]) == width), (1, width))
     return planes, plain
-
-
-def _sources(config: Any) -> dict[int, int]:
-    """Map layers that read K and V of an earlier layer to that layer."""
-    modes = getattr(config, "kv_sharing_modes", None) or []
-    stores = {config.layer_types[index]: index for index, mode in enumerate(modes) if mode == "store"}
-    return {index: stores[config.layer_types[index]] for index, mode in enumerate(modes) if mode == "reuse"}
 
 
 def _gather(pages: Tensor, blocks: Tensor, planes: _Planes) -> Tensor:

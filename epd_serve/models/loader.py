@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -48,19 +48,15 @@ def load_family(path: Path) -> Family:
             extractor = AutoFeatureExtractor.from_pretrained(path, local_files_only=True)
             family.audio = family.read_audio(extractor, config)
             family.token_ids["audio"] = config.audio_token_id
-        _check_processor(path / "processor_config.json", family.processor_fields)
+        file, fields = path / "processor_config.json", family.processor_fields
+        content = json.loads(file.read_text(encoding="utf-8")) if fields and file.exists() else {}
+        for name, expected in fields.items():  # they determine the tokens of an item
+            if (found := content.get(name, expected)) != expected:
+                raise ValueError(f"{name} of {file.name} is {found!r}; by config.json it is {expected!r}")
         family.check()
     except (ValueError, OSError) as error:  # OSError: a missing file
         raise ValueError(f"{path}: {error}") from error
     return family
-
-
-def _check_processor(file: Path, fields: Mapping[str, Any]) -> None:
-    """Raise ValueError if processor_config.json implies other tokens of an item."""
-    content = json.loads(file.read_text(encoding="utf-8")) if fields and file.exists() else {}
-    for name, expected in fields.items():
-        if (found := content.get(name, expected)) != expected:
-            raise ValueError(f"{name} of processor_config.json is {found!r}; by config.json it is {expected!r}")
 
 
 def _shows_videos(path: Path) -> bool:

@@ -1,8 +1,8 @@
 """Recurrent states of a language model's layers, stored in KV blocks of the sequence.
 
-A layer with a state instead of K and V computes one sequence at a time, or one token of each of several. Its state
-is read from the sequence's blocks before and written back after. The blocks are allocated at admission, so states
-are counted, forked, saved, sent and freed like KV, without additional memory.
+A layer with a state instead of K and V computes one sequence at a time, or one token for several sequences. Its
+state is read from the sequence's blocks before and written back after. The blocks are allocated at admission, so
+states are counted, forked, saved, sent and freed like KV, without additional memory.
 """
 
 from __future__ import annotations

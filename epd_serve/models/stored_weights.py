@@ -41,12 +41,13 @@ class _File:
         weakref.finalize(self, os.close, self._descriptor)
 
     def map(self, name: str, ranges: list[slice]) -> Tensor:
+        """Return a view of the file's pages, which stay mapped until the last such view is freed."""
         if self._kept is None:
             self._kept = safe_open(self._path, framework="pt")
         part: Tensor = self._kept.get_slice(name)[tuple(ranges) or ...]
         return part
 
-    def read(self, name: str, ranges: list[slice], *, pinned: bool) -> Tensor:
+    def read(self, name: str, ranges: list[slice], *, pinned: bool = False) -> Tensor:
         entry = self.tensors[name]
         shape, dtype = entry["shape"], _DTYPES.get(entry["dtype"])
         is_whole = all(part == slice(0, size) for part, size in zip(ranges[1:], shape[1:], strict=True))
@@ -66,23 +67,6 @@ class _File:
         return part
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Location of a weight in a file."""
-
-    file: _File
-    name: str
-
-    def read(self, ranges: list[slice], *, stays: bool = False, pinned: bool = False) -> Tensor:
-        """Read a part of it, with ``pinned`` into pinned memory.
-
-        With ``stays``, return a view of the file's pages, which stay mapped until the last such view is freed.
-        """
-        if stays:
-            return self.file.map(self.name, ranges)
-        return self.file.read(self.name, ranges, pinned=pinned)
-
-
 class StoredWeight(Tensor):
     """A weight, or a range of it in each dimension, which torch sees on the device ``meta``.
 
@@ -90,15 +74,18 @@ class StoredWeight(Tensor):
     the given device, all others into ``home``.
     """
 
-    place: _Place
+    file: _File
+    name_in_file: str
     ranges: list[slice]
     home: torch.device
 
     @staticmethod
-    def __new__(cls, place: _Place, ranges: list[slice], dtype: torch.dtype, home: torch.device) -> StoredWeight:
+    def __new__(
+        cls, file: _File, name: str, ranges: list[slice], dtype: torch.dtype, home: torch.device
+    ) -> StoredWeight:
         shape = [one.stop - one.start for one in ranges]
         made: StoredWeight = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("meta"))
-        made.place, made.ranges, made.home = place, ranges, home
+        made.file, made.name_in_file, made.ranges, made.home = file, name, ranges, home
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -114,31 +101,22 @@ class StoredWeight(Tensor):
         return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"StoredWeight({self.place.name}, {tuple(self.shape)}, {self.dtype})"
+        return f"StoredWeight({self.name_in_file}, {tuple(self.shape)}, {self.dtype})"
 
     def part(self, ranges: list[slice] | None = None, dtype: torch.dtype | None = None) -> StoredWeight:
         """Return it, or a range of it, in that dtype."""
-        return StoredWeight(self.place, ranges or self.ranges, dtype or self.dtype, self.home)
+        return StoredWeight(self.file, self.name_in_file, ranges or self.ranges, dtype or self.dtype, self.home)
 
     def read(self, device: torch.device) -> Tensor:
         """Return its values on a device; on the host, the file's pages themselves if dtypes agree."""
         if device.type == "cpu" and all(self.shape):
-            return self.place.read(self.ranges, stays=True).to(self.dtype)
+            return self.file.map(self.name_in_file, self.ranges).to(self.dtype)
         target = torch.empty(self.shape, dtype=self.dtype, device=device)
         pinned = device.type in ("cuda", "npu")
         for here, piece in self._pieces():  # torch keeps a pinned piece alive until its copy ends
-            target[here].copy_(piece.place.read(piece.ranges, pinned=pinned), non_blocking=pinned)
+            source = self.file.read(self.name_in_file, piece.ranges, pinned=pinned)
+            target[here].copy_(source, non_blocking=pinned)
         return target
-
-    def equals(self, other: StoredWeight) -> bool:
-        """Return whether both have the same values."""
-        if self.shape != other.shape or self.dtype != other.dtype:
-            return False
-        pairs = zip(self._pieces(), other._pieces(), strict=True)
-        return all(
-            torch.equal(*(piece.place.read(piece.ranges) for piece in pair))
-            for pair in ((one, another) for (_, one), (_, another) in pairs)
-        )
 
     def _pieces(self) -> Iterator[tuple[slice, StoredWeight]]:
         """Yield pieces along its first dimension, one at a time in host memory."""
@@ -173,9 +151,14 @@ def _to(
 
 
 def _equal(one: Tensor, other: Tensor) -> bool | None:
-    if isinstance(one, StoredWeight) and isinstance(other, StoredWeight):
-        return one.equals(other)
-    return None
+    if not (isinstance(one, StoredWeight) and isinstance(other, StoredWeight)):
+        return None
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    pairs = zip(one._pieces(), other._pieces(), strict=True)
+    return all(
+        torch.equal(*(piece.file.read(piece.name_in_file, piece.ranges) for _, piece in pair)) for pair in pairs
+    )
 
 
 _OWN: dict[str, Callable[..., Any]] = {
@@ -191,7 +174,8 @@ _OWN: dict[str, Callable[..., Any]] = {
 class Listed:
     """A weight in the form that transformers loads: it takes all of it and converts device and dtype."""
 
-    place: _Place
+    file: _File
+    name: str
     shape: list[int]
     home: torch.device
 
@@ -199,7 +183,7 @@ class Listed:
         return self
 
     def to(self, device: Any, dtype: torch.dtype) -> StoredWeight:
-        return StoredWeight(self.place, [slice(0, size) for size in self.shape], dtype, self.home)
+        return StoredWeight(self.file, self.name, [slice(0, size) for size in self.shape], dtype, self.home)
 
 
 def listed_weights(path: Path, home: torch.device) -> dict[str, Listed]:
@@ -214,10 +198,10 @@ def listed_weights(path: Path, home: torch.device) -> dict[str, Listed]:
     listed: dict[str, Listed] = {}
     for file in files:
         if not file.is_file():
-            raise ValueError(f"{file}: there is no such file; weights are read from safetensors files alone")
+            raise ValueError(f"{file}: file not found; weights are read from safetensors files alone")
         stored = _File(file)
         for name, entry in stored.tensors.items():
-            listed[name] = Listed(_Place(stored, name), entry["shape"], home)
+            listed[name] = Listed(stored, name, entry["shape"], home)
     return listed
 
 

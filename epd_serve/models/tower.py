@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -20,7 +19,7 @@ from device.base import AttentionOps, Device
 from device.copies import to_device
 from device.ops.linear import Product, activated_linear, fused, gated_linear, pack_modules
 from epd_serve.models.families import family_of
-from epd_serve.models.family import TRIED_SECONDS, TRIED_SIZES, Family, Size, TowerInputs, picture, sound
+from epd_serve.models.family import TRIED_SECONDS, TRIED_SIZES, Family, TowerInputs, picture, sound
 from epd_serve.models.loader import ModelPart, attend_by, load_part, num_parameters
 from epd_serve.models.stored_weights import read_weights
 from epd_serve.models.tower_graphs import LONGEST, TowerGraphs, size_tensors
@@ -28,27 +27,24 @@ from epd_serve.protocol.wire import MediaRef
 
 logger = logging.getLogger(__name__)
 
-#: Sizes of the test images of a tower: one wide, one tall.
-_TRIED_SIZES = TRIED_SIZES[1:]
-
 
 class TowerAttention:
     """A tower's attention function, in transformers' convention, over ``ops.encode``.
 
     Its name contains "flash", which makes transformers pass all images of a batch at once with their borders,
     instead of looping over them.
+
+    Attributes:
+        borders: host values of borders on the device, which avoids reading them back.
+        captured: longest segment by the borders of graphs, which change at each replay.
     """
 
     def __init__(self, ops: AttentionOps) -> None:
         self.name = f"epd_flash_{id(self):x}"
         self._ops = ops
-        self._borders: Any = WeakTensorKeyDictionary()
-        self._captured: Any = WeakTensorKeyDictionary()
+        self.borders: Any = WeakTensorKeyDictionary()
+        self.captured: Any = WeakTensorKeyDictionary()
         ALL_ATTENTION_FUNCTIONS.register(self.name, self)
-
-    def install(self, tower: nn.Module) -> None:
-        """Make every attention layer of the tower call this function."""
-        attend_by(tower, self.name)
 
     def __call__(
         self,
@@ -84,21 +80,13 @@ class TowerAttention:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, borders: Tensor, scale: float) -> Tensor:
         """Attend [T, H, D] within segments. Borders, the same in all layers, are read from the device once."""
-        if borders in self._captured:
+        if borders in self.captured:
             encode = self._ops.encode_captured(query.dtype)
             assert encode is not None, "graphs require a captured operator"
-            return encode(query, key, value, borders, self._captured[borders], scale)
-        if borders not in self._borders:
-            self.knows(borders, borders.tolist())
-        return self._ops.encode(query, key, value, self._borders[borders], scale)
-
-    def knows(self, borders: Tensor, host: list[int]) -> None:
-        """Record the host values of borders on the device, which avoids reading them back."""
-        self._borders[borders] = host
-
-    def captures(self, borders: Tensor, longest: int) -> None:
-        """Mark borders as a graph's, changing at each replay, with segments of up to ``longest`` tokens."""
-        self._captured[borders] = longest
+            return encode(query, key, value, borders, self.captured[borders], scale)
+        if borders not in self.borders:
+            self.borders[borders] = borders.tolist()
+        return self._ops.encode(query, key, value, self.borders[borders], scale)
 
 
 class _MaskedInput(Exception):
@@ -137,7 +125,7 @@ class Tower:
         """
         model = read_weights(load_part(path, ModelPart.TOWER, dtype, device.torch_device), device.torch_device)
         attention = TowerAttention(device.ops)
-        attention.install(model)
+        attend_by(model, attention.name)
         self._model: Any = model
         self.num_parameters = num_parameters(model)
         self._device, self._record_event = device.torch_device, device.record_event
@@ -162,7 +150,7 @@ class Tower:
         is_capturable = self._visual is not None and self.uses_device_attention and runner.cuts
         if graph_sizes and is_capturable and device.ops.encode_captured(dtype) is not None:
             with torch.inference_mode():
-                self._graphs = TowerGraphs(self._visual, attention.captures, device, runner, dtype, graph_sizes)
+                self._graphs = TowerGraphs(self._visual, attention.captured, device, runner, dtype, graph_sizes)
             self.pixel_bytes = self._graphs.pixel_bytes
 
     def _try(self, family: Family, attention: TowerAttention) -> None:
@@ -177,7 +165,7 @@ class Tower:
             expected = [self.encode([item])[0] for item in batch]
             self.uses_device_attention = bool(features) and all(map(_agree, features, expected))
             if self.uses_device_attention:
-                attention.install(self._model)
+                attend_by(self._model, attention.name)
             else:
                 logger.warning("the tower uses torch's attention: the device's attention gives different features")
                 features = expected
@@ -219,7 +207,11 @@ class Tower:
             tensors = size_tensors(self._visual, grid)
             if self._graphs is not None and (rows := self._graphs.run(inputs[values], tensors)) is not None:
                 return list(torch.split(rows, (grid.prod(-1) // self._visual.spatial_merge_size**2).tolist()))
-            known = {"image_grid_thw": grid, **self._on_device(tensors)}
+            known = {"image_grid_thw": grid}
+            known |= {name: to_device(tensor, self._device) for name, tensor in tensors.items()}
+            for name in LONGEST.keys() & tensors.keys():
+                self._attention.borders[known[name]] = tensors[name].tolist()
+                known[LONGEST[name]] = int(tensors[name].diff().max())
         inputs = {name: to_device(tensor, self._device) for name, tensor in inputs.items()} | known
         output = self._features(self._model, inputs)
         features = [feature.reshape(-1, feature.shape[-1]) for feature in output.pooler_output]
@@ -233,30 +225,18 @@ class Tower:
             features = [torch.cat((feature, part), dim=-1) for feature, part in zip(features, parts, strict=True)]
         return [feature.contiguous() for feature in features]
 
-    def _on_device(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
-        """Return the arguments of a tower call without a graph."""
-        arguments: dict[str, Any] = {name: to_device(tensor, self._device) for name, tensor in tensors.items()}
-        for name in LONGEST.keys() & tensors.keys():
-            self._attention.knows(arguments[name], tensors[name].tolist())
-            arguments[LONGEST[name]] = int(tensors[name].diff().max())
-        return arguments
-
 
 def _tried(family: Family) -> Iterator[tuple[MediaRef, TowerInputs]]:
     """Yield reproducible random items; audio of two lengths, which may need padding."""
     if "image" in family.token_ids:
-        for size in _TRIED_SIZES:
-            yield picture(size), family.preprocess(_pattern(size))
+        for size in TRIED_SIZES[1:]:  # one wide, one tall
+            pixels = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+            yield picture(size), family.preprocess(pixels)
     if family.audio is not None:
         for seconds in TRIED_SECONDS:
             item = sound(seconds, family.audio.rate)
             noise = np.random.default_rng(0).uniform(-1, 1, item.num_samples).astype(np.float32)
             yield item, family.audio.inputs(noise)
-
-
-def _pattern(size: Size) -> NDArray[np.uint8]:
-    """Return a reproducible random image of that width and height."""
-    return np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
 
 
 def _agree(feature: Tensor, expected: Tensor) -> bool:

@@ -6,7 +6,7 @@ arguments, so they are computed on the host and a graph reads them from buffers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import MutableMapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -55,7 +55,7 @@ class TowerGraphs:
     work on single patches, or on groups that become one token.
 
     Args:
-        attend_captured: registers borders of graphs and their longest segment with the tower's attention.
+        longest_of: longest segment by the borders of graphs, for the tower's attention.
 
     Attributes:
         pixel_bytes: memory per pixel of an eager batch of the largest size.
@@ -64,7 +64,7 @@ class TowerGraphs:
     def __init__(
         self,
         visual: Any,
-        attend_captured: Callable[[Tensor, int], None],
+        longest_of: MutableMapping[Tensor, int],
         device: Device,
         graphs: GraphRunner,
         dtype: torch.dtype,
@@ -91,7 +91,7 @@ class TowerGraphs:
                 longest = size
                 if name == "cu_window_seqlens":
                     longest = min((visual.window_size // visual.patch_size) ** 2, size)
-                attend_captured(arguments[name], longest)
+                longest_of[arguments[name]] = longest
                 arguments[LONGEST[name]] = longest
             graphs.capture(size, partial(self._step, size))
         self.pixel_bytes = (device.peak_memory() - in_use) / (most * patches.patch_size**2)

@@ -16,7 +16,7 @@ from epd_serve.plan.evaluate import Evaluator, Goal
 from epd_serve.plan.explain import Recommendation, recommend
 from epd_serve.plan.pools import Fleet, read_fleet
 from epd_serve.plan.space import MOST_SEQS, Candidate, candidates, with_batching
-from epd_serve.plan.strategies import Found, cheapest, enumerate_plans, tpe
+from epd_serve.plan.strategies import WIDTH, Found, cheapest, enumerate_plans, tpe
 from epd_serve.sim.workloads import read_load
 
 #: Up to this many plans are searched exhaustively; a search takes seconds.
@@ -113,9 +113,7 @@ def search(evaluator: Evaluator, wanted: Wanted) -> Found:
     every = plans(evaluator.fleet, wanted, fewer=evaluator.goal.beta > 0)
     if wanted.strategy == "tpe":
         return tpe(evaluator, every, trials=wanted.trials, seed=wanted.seed)
-    if len(every) <= _MAX_EXHAUSTIVE:
-        return enumerate_plans(evaluator, every, width=None)
-    return enumerate_plans(evaluator, every)
+    return enumerate_plans(evaluator, every, width=None if len(every) <= _MAX_EXHAUSTIVE else WIDTH)
 
 
 def plans(fleet: Fleet, wanted: Wanted, *, fewer: bool) -> list[Candidate]:

@@ -134,7 +134,11 @@ def read_fleet(devices: str, model: str = "") -> Fleet:
     shape = planned_shape(model)
     pools: list[Pool] = []
     used: dict[str, int] = {}
-    prices = [one.price if one.price is not None else _sheet_price(one) for one in file.pools]
+    sheets = [DEVICE_SPECS.get(_sheet(one.device).lower()) for one in file.pools]
+    prices = [
+        sheet.price if one.price is None and sheet is not None else one.price
+        for one, sheet in zip(file.pools, sheets, strict=True)
+    ]
     is_priced = None not in prices
     if not is_priced and any(one.price is not None for one in file.pools):
         (lacks, *_) = (one.device for one, price in zip(file.pools, prices, strict=True) if price is None)
@@ -240,11 +244,6 @@ def _read_profile(path: Path, shape: ModelShape) -> Profile:
 
 def _sheet(device: str) -> str:
     return device.removeprefix(_EMULATED)
-
-
-def _sheet_price(pool: _PoolFile) -> float | None:
-    known = DEVICE_SPECS.get(_sheet(pool.device).lower())
-    return None if known is None else known.price
 
 
 def _kind(device: str) -> Kind:

@@ -36,7 +36,7 @@ class Candidate:
 
     @property
     def topology(self) -> Topology:
-        return _parsed(self.line)
+        return _parse_cached(self.line)
 
     @property
     def placed(self) -> tuple[str, tuple[tuple[int, int], ...]]:
@@ -91,9 +91,7 @@ class Candidate:
         ]
 
 
-@lru_cache(maxsize=4096)
-def _parsed(line: str) -> Topology:
-    return parse_topology(line)
+_parse_cached = lru_cache(maxsize=4096)(parse_topology)
 
 
 def _counted(count: int, unit: str) -> str:

@@ -12,7 +12,7 @@ from epd_serve.plan.space import Candidate
 from epd_serve.sim.simulator import NoWay
 
 #: Number of plans to simulate, starting from the highest bound.
-_WIDTH = 5
+WIDTH = 5
 #: Relative precision of goodput in an enumeration.
 _COARSE = 1.5 * PRECISION
 
@@ -30,7 +30,7 @@ class Found:
         return self.ranking[0]
 
 
-def enumerate_plans(evaluator: Evaluator, candidates: Sequence[Candidate], *, width: int | None = _WIDTH) -> Found:
+def enumerate_plans(evaluator: Evaluator, candidates: Sequence[Candidate], *, width: int | None = WIDTH) -> Found:
     """Rank plans by bound and search the ``width`` best topologies (None: all) with all batching options.
 
     The first plan's goodput is found by search. Every other plan is simulated at the rate that it must exceed, and
@@ -81,7 +81,7 @@ def cheapest(evaluator: Evaluator, candidates: Sequence[Candidate], rate: float)
             by_cost.setdefault(one.cost(evaluator.fleet), []).append((not one.is_monolithic, -limit, one))
     for cost in sorted(by_cost):
         tried = sorted(by_cost[cost], key=lambda each: each[:2])
-        for *_, one in tried[:_WIDTH]:
+        for *_, one in tried[:WIDTH]:
             if evaluator.sustains(one, rate):
                 return evaluator.evaluate(one, at_least=rate, precision=_COARSE)
     return None

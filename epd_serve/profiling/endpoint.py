@@ -59,27 +59,42 @@ def profile_endpoint(
 
     Raises ValueError for a server that does not answer or is not vLLM.
     """
-    shape, server = shape_of(model), _Server.describe(url)
+    shape = shape_of(model)
+    card = json.loads(_read_page(url, "/v1/models"))["data"][0]
+    max_model_len = card.get("max_model_len") or 1 << 31
+    figures = read_figures(_read_page(url, "/metrics"))
+    num_kv_tokens = figures.num_blocks * figures.block_size
+    if not num_kv_tokens:
+        raise ValueError(
+            f"{url}/metrics lacks vllm:cache_config_info: --endpoint needs a vLLM server; profile native "
+            "instances without it"
+        )
+    version = json.loads(_read_page(url, "/version"))["version"]
     with tempfile.TemporaryDirectory(prefix="epd-serve-profile-") as folder:
-        ask = _Client(url=url, folder=Path(folder), progress=progress, model=server.model)
+        ask = _Client(url=url, folder=Path(folder), progress=progress, model=card["id"])
         prompts = [
             ask(_text_load(count, _PROMPT_OUTPUT), NUM_REQUESTS)
             for count in PROMPTS
-            if count + _PROMPT_OUTPUT + _MARGIN <= server.max_model_len
+            if count + _PROMPT_OUTPUT + _MARGIN <= max_model_len
         ]
         decodes = [
             (count, ask(_text_load(context, _DECODE_OUTPUT), count, f"closed:{count}"))
             for count in DECODES
             for context in CONTEXTS
-            if context + _DECODE_OUTPUT + _MARGIN <= server.max_model_len
-            and count * (context + _DECODE_OUTPUT + _MARGIN) <= server.num_tokens
+            if context + _DECODE_OUTPUT + _MARGIN <= max_model_len
+            and count * (context + _DECODE_OUTPUT + _MARGIN) <= num_kv_tokens
         ]
+        image_load = _text_load(_TEXT, _PROMPT_OUTPUT, 1)
         pictures = [
-            (side, count, ask(f"{_image_load(side, _PROMPT_OUTPUT)},images={count}", NUM_REQUESTS))
+            (side, count, ask(f"{image_load},image_size={side}x{side},images={count}", NUM_REQUESTS))
             for side in (SIDES if shape.vision is not None else ())
             for count in IMAGES
         ]
-    steps = [_decode_sample(count, records) for count, records in decodes]
+    steps: list[Sample] = []
+    for count, records in decodes:
+        gap_s = median(_step_s(one) for one in records)
+        context = median((one.num_prompt_tokens or 1) + one.num_output_tokens / 2 for one in records)
+        steps.append(("decode", [float(count), float(count), count * context, 0.0], max(gap_s, _MIN_S)))
     tokens, ttft_s = zip(*(_first_token(records) for records in prompts), strict=True)
     request_s = max(ttft_s[0] - min(seconds for _, work, seconds in steps if work[1] == 1), 0.0)
     prefills: list[Sample] = [
@@ -93,8 +108,8 @@ def profile_endpoint(
         sizes,
         kind="measured",
         device=device,
-        description=f"vLLM {server.version} at {url}, over HTTP",
-        software={"epd-serve": __version__, "vllm": server.version},
+        description=f"vLLM {version} at {url}, over HTTP",
+        software={"epd-serve": __version__, "vllm": version},
         dtype="float32" if shape.value_bytes == 4 else "bfloat16",
         step=(_step_line(prefills, steps),),
         decode=decode_lines(steps),
@@ -102,10 +117,15 @@ def profile_endpoint(
         compute_share=1.0,
         bandwidth_share=1.0,
         request_s=request_s,
-        memory_bytes=server.num_tokens * shape.kv_token_bytes + sizes.language_bytes + sizes.tower_bytes,
+        memory_bytes=num_kv_tokens * shape.kv_token_bytes + sizes.language_bytes + sizes.tower_bytes,
         link_bytes_per_s=UNKNOWN_LINK if sheet is None else sheet.link_bytes_per_s,
     )
-    encodes = [_encode_sample(side, count, records, known) for side, count, records in pictures]
+    encodes: list[Sample] = []
+    for side, count, records in pictures:
+        num_tokens, first_s = _first_token(records)
+        rest_s = known.request_s + known.step_s(num_tokens, 1, 0, num_tokens**2)  # of the request and its prompt
+        pixels = float(known.resized([side * side])[0])
+        encodes.append(("encode", [float(count), pixels], max(first_s - rest_s, _MIN_S)))
     if encodes:
         known = msgspec.structs.replace(known, encode=(encode_line(encodes),))
     residuals = {"encode": residual(encodes, lambda work: encode_s(known, work))} if encodes else {}
@@ -149,19 +169,9 @@ def _text_load(num_tokens: int, num_output: int, image_share: int = 0) -> str:
     return f"synthetic,text_tokens={num_tokens},output_tokens={num_output},image_share={image_share}"
 
 
-def _image_load(side: int, num_output: int) -> str:
-    return f"{_text_load(_TEXT, num_output, 1)},image_size={side}x{side}"
-
-
 def _first_token(records: Sequence[Record]) -> tuple[float, float]:
     """Return the median prompt tokens and seconds to the first token."""
     return median(one.num_prompt_tokens or 1 for one in records), median(one.ttft_s or 0.0 for one in records)
-
-
-def _decode_sample(count: int, records: Sequence[Record]) -> Sample:
-    gap_s = median(_step_s(one) for one in records)
-    context = median((one.num_prompt_tokens or 1) + one.num_output_tokens / 2 for one in records)
-    return "decode", [float(count), float(count), count * context, 0.0], max(gap_s, _MIN_S)
 
 
 def _step_s(record: Record) -> float:
@@ -169,14 +179,6 @@ def _step_s(record: Record) -> float:
     times_s = record.token_times_s[len(record.token_times_s) // 2 :]
     num_tokens = (len(times_s) - 1) * record.num_output_tokens / len(record.token_times_s)
     return (times_s[-1] - times_s[0]) / num_tokens
-
-
-def _encode_sample(side: int, count: int, records: Sequence[Record], profile: Profile) -> Sample:
-    """Return the time to the first token without that of the request and its prompt."""
-    tokens, ttft_s = _first_token(records)
-    rest_s = profile.request_s + profile.step_s(tokens, 1, 0, tokens**2)
-    pixels = float(profile.resized([side * side])[0])
-    return "encode", [float(count), pixels], max(ttft_s - rest_s, _MIN_S)
 
 
 def _step_line(prefills: Sequence[Sample], decodes: Sequence[Sample]) -> Line:
@@ -188,32 +190,6 @@ def _step_line(prefills: Sequence[Sample], decodes: Sequence[Sample]) -> Line:
         [[1.0, work[1], work[2]] for _, work, _ in decodes], [seconds for *_, seconds in decodes]
     )
     return Line(base_s=base_s, token_s=token_s, sequence_s=sequence_s, context_s=context_s, pair_s=pair_s)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Server:
-    """``num_tokens``: capacity of its KV cache."""
-
-    model: str
-    version: str
-    max_model_len: int
-    num_tokens: int
-
-    @classmethod
-    def describe(cls, url: str) -> _Server:
-        card = json.loads(_read_page(url, "/v1/models"))["data"][0]
-        figures = read_figures(_read_page(url, "/metrics"))
-        if not figures.num_blocks:
-            raise ValueError(
-                f"{url}/metrics lacks vllm:cache_config_info: --endpoint needs a vLLM server; profile native "
-                "instances without it"
-            )
-        return cls(
-            model=card["id"],
-            version=json.loads(_read_page(url, "/version"))["version"],
-            max_model_len=card.get("max_model_len") or 1 << 31,
-            num_tokens=figures.num_blocks * figures.block_size,
-        )
 
 
 def _read_page(url: str, path: str) -> str:

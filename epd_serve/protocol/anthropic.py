@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from pydantic import BeforeValidator, Field, model_validator
 
 from epd_serve.protocol.openai import fields
+from epd_serve.protocol.openai.chunks import Usage
 from epd_serve.protocol.openai.fields import Integer, MessageModel
 from epd_serve.protocol.openai.messages import MAX_MESSAGES, MAX_PARTS
 from epd_serve.protocol.openai.responses import TranslatedCall
@@ -289,12 +290,11 @@ def _stop(choice: dict[str, Any]) -> dict[str, Any]:
 
 def _usage(usage: dict[str, Any]) -> dict[str, Any]:
     """Return Anthropic's counts, where ``input_tokens`` excludes cached tokens."""
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    thought = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
+    counts = Usage.of(usage)
     return {
-        "input_tokens": usage["prompt_tokens"] - cached,
-        "cache_read_input_tokens": cached,
+        "input_tokens": counts.prompt_tokens - counts.cached_tokens,
+        "cache_read_input_tokens": counts.cached_tokens,
         "cache_creation_input_tokens": 0,
-        "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"thinking_tokens": thought},
+        "output_tokens": counts.completion_tokens,
+        "output_tokens_details": {"thinking_tokens": counts.reasoning_tokens},
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 
 
@@ -92,19 +93,14 @@ class SimDevice:
             if rate != one.rate or not one.version:
                 one.done_s = min(one.done_s + (self._clock.now - one.since_s) * one.rate, one.work_s)
                 one.since_s, one.rate = self._clock.now, rate
-                self._schedule_end(one)
+                one.version += 1
+                self._clock.after((one.work_s - one.done_s) / rate, partial(self._end, one, one.version))
 
-    def _schedule_end(self, activity: Activity) -> None:
-        activity.version += 1
-        version = activity.version
-
-        def end() -> None:
-            if activity.version != version:
-                return
-            self._active.remove(activity)
-            if not self._active:
-                self.busy_s += self._clock.now - self._busy_since
-            self._share()
-            activity.on_end()
-
-        self._clock.after((activity.work_s - activity.done_s) / activity.rate, end)
+    def _end(self, activity: Activity, version: int) -> None:
+        if activity.version != version:  # another end is scheduled
+            return
+        self._active.remove(activity)
+        if not self._active:
+            self.busy_s += self._clock.now - self._busy_since
+        self._share()
+        activity.on_end()

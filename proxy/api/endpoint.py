@@ -66,7 +66,8 @@ class Endpoint:
                 headers.get(b"authorization"), headers.get(b"x-api-key")
             )
             record.key = holder.name
-            visit = gateway.admission.enter(holder)
+            holder.enter()
+            visit = Visit(holder, gateway.admission.queue)
         except ServeError as error:
             await client.send_error(error)
             gateway.observer.finish(record, error.status, error)
@@ -200,7 +201,8 @@ class GenerationEndpoint(Endpoint):
             await sink.finish()
             return
         answer = await (serve_whole(fleet, jobs[0]) if len(jobs) == 1 else whole_several(fleet, jobs))
-        record.answered(answer)
+        record.forwarded(answer)
+        record.end_answer(None)
         client.answered = True
         if translation is None:
             await client.send_json(200, answer)

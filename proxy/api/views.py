@@ -8,6 +8,7 @@ from typing import Literal
 
 from fastapi import APIRouter, Depends, Request, Response, Security
 from fastapi.responses import PlainTextResponse
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, Field
 
 from epd_serve.errors import InvalidRequest, ModelNotFound, Unavailable
@@ -16,7 +17,6 @@ from epd_serve.types import Role, Stage
 from proxy.admission import Authenticator
 from proxy.api.routes import bearer, error_answers
 from proxy.gateway import Gateway
-from proxy.observe.metrics import CONTENT_TYPE
 
 
 def key_required(authenticator: Authenticator) -> Callable[[Request], Awaitable[None]]:
@@ -140,6 +140,6 @@ def health_router(gateway: Gateway) -> APIRouter:
     @router.get("/metrics", response_class=PlainTextResponse)
     async def exposition() -> Response:
         text = gateway.observer.metrics.render(fleet.table, queue.num_running, queue.num_waiting)
-        return Response(text, media_type=CONTENT_TYPE)
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     return router

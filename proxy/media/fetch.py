@@ -68,12 +68,6 @@ class _Protocol(ResponseHandler):
                 return
 
 
-class _Connector(aiohttp.TCPConnector):
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._factory: Any = partial(_Protocol, loop=self._loop)
-
-
 @dataclass(slots=True, eq=False)
 class _Download:
     task: asyncio.Task[bytes]
@@ -99,14 +93,16 @@ class MediaFetcher:
         return self
 
     def _new_session(self, socket_factory: Any) -> aiohttp.ClientSession:
+        connector: Any = aiohttp.TCPConnector(
+            resolver=Lookups(),
+            limit=MAX_CONNECTIONS,
+            limit_per_host=MAX_PER_HOST,
+            use_dns_cache=False,
+            socket_factory=socket_factory,
+        )
+        connector._factory = partial(_Protocol, loop=connector._loop)
         return aiohttp.ClientSession(
-            connector=_Connector(
-                resolver=Lookups(),
-                limit=MAX_CONNECTIONS,
-                limit_per_host=MAX_PER_HOST,
-                use_dns_cache=False,
-                socket_factory=socket_factory,
-            ),
+            connector=connector,
             timeout=aiohttp.ClientTimeout(total=None),  # _download() sets the timeout
             cookie_jar=aiohttp.DummyCookieJar(),
             # no compression, so that the size limit counts real bytes
@@ -168,7 +164,9 @@ class MediaFetcher:
     async def _get(self, url: str) -> bytes:
         location = self._checked(url, url)
         for _ in range(_MAX_REDIRECTS + 1):
-            proxy = self._proxy_of(location)
+            proxy = None
+            if self._media.trust_env and not proxy_bypass(location.host or ""):
+                proxy = getproxies().get(location.scheme)
             session = self._direct if proxy is None else self._by_proxy
             async with session.get(location, proxy=proxy, allow_redirects=False) as response:
                 if response.status in _REDIRECTS and "location" in response.headers:
@@ -225,12 +223,6 @@ class MediaFetcher:
             raise InvalidRequest(f"{_quote(url)}: {problem}")
         path = quote(_ORIGIN.sub("", text, count=1), safe=_SENT_AS_IS)
         return URL(f"{location.origin()}{path}", encoded=True)
-
-    def _proxy_of(self, location: URL) -> str | None:
-        """Return the environment's proxy for the URL, if it applies."""
-        if not self._media.trust_env or proxy_bypass(location.host or ""):
-            return None
-        return getproxies().get(location.scheme)
 
     def _new_socket(self, info: tuple[Any, ...]) -> socket.socket:
         """Create the socket for one address; the connector calls this before connecting."""

@@ -6,14 +6,12 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from epd_serve.routing.table import InstanceRecord
 from epd_serve.telemetry.metrics import VllmGauges
 from epd_serve.types import Stage
 from proxy.observe.record import SOURCES, STAGES, RequestRecord
 
-CONTENT_TYPE = CONTENT_TYPE_LATEST
 #: From a cached answer of a tiny model to a long generation on a busy device.
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0)

@@ -24,7 +24,7 @@ _USAGE = re.compile(
     rb'(?:, ?"total_tokens": ?\d+, ?"prompt_tokens_details": ?\{"cached_tokens": ?(\d+))?'
 )
 _REASON = re.compile(rb'"finish_reason": ?"([a-z_]+)"')
-#: Literal beginnings of these, to search from the end.
+#: Literal beginnings of the two patterns, to search from the end.
 _USAGE_AT, _REASONS_AT = b'"usage"', (b'"finish_reason":"', b'"finish_reason": "')
 #: More than the last events with finish reason, usage and end.
 _TAIL_BYTES = 2048
@@ -100,8 +100,8 @@ class RequestRecord(msgspec.Struct, eq=False):
     pace: Pace | None = None
     _last: bytes | memoryview = b""
     _before_last: bytes | memoryview = b""
-    #: The last events of each streamed answer, and what counts its tokens.
-    _streams: list[tuple[bytes | memoryview, bytes | memoryview, Callable[[], int] | None]] = []
+    #: The last two events of each answer, and its tokens, if known.
+    _answers: list[tuple[bytes | memoryview, bytes | memoryview, int | None]] = []
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
@@ -129,44 +129,35 @@ class RequestRecord(msgspec.Struct, eq=False):
         self.spans.append(span)
         return span
 
-    def attempt_failed(self, request_id: str) -> None:
-        """End the attempt's open spans as failed."""
-        for span in self.spans:
-            if span.request_id == request_id:
-                span.end(failed=True)
-
     def forwarded(self, events: bytes | memoryview) -> None:
-        """Record streamed events that are sent to the client."""
+        """Record events, or a whole answer, on the way to the client."""
         self._before_last, self._last = self._last, events
         if self.pace is not None:
             self.pace.mark()
 
-    def streamed_all(self, count: Callable[[], int] | None) -> None:
-        """Record the end of a streamed answer; ``count`` returns its tokens, if known. Several prompts add up."""
-        self._streams.append((self._before_last, self._last, count))
+    def end_answer(self, num_tokens: int | None) -> None:
+        """Record the end of an answer; ``num_tokens`` if known. Several prompts add up."""
+        self._answers.append((self._before_last, self._last, num_tokens))
         self._before_last = self._last = b""
-
-    def answered(self, body: bytes) -> None:
-        self._streams.append((b"", body, None))
 
     def complete(self) -> None:
         """Derive durations, counts and sources; call once, after the end."""
         assert self.end_s is not None
         self.duration_s = self.end_s - self.arrived_s
-        for before, last, count in self._streams:
+        for before, last, num_tokens in self._answers:
             tail = bytes(before[-_TAIL_BYTES:]) + bytes(last[-_TAIL_BYTES:])
             reason = _REASON.match(tail, max(0, *[tail.rfind(one) for one in _REASONS_AT]))
             if reason is not None:
                 self.finish_reason = reason[1].decode()
             usage = _USAGE.match(tail, max(0, tail.rfind(_USAGE_AT)))
-            if count is not None:
-                self.output_tokens = (self.output_tokens or 0) + count()
+            if num_tokens is not None:
+                self.output_tokens = (self.output_tokens or 0) + num_tokens
             elif usage is not None:
                 self.output_tokens = int(usage[2])
             if usage is not None:
                 self.prompt_tokens = int(usage[1])
                 self.cached_tokens = int(usage[3]) if usage[3] else None
-        self._streams.clear()
+        self._answers.clear()
         if self.ttft_s is not None and self.output_tokens is not None and self.output_tokens > 1:
             self.tpot_s = (self.duration_s - self.ttft_s) / (self.output_tokens - 1)
         for span in self.spans:

@@ -55,9 +55,6 @@ class EventSink(msgspec.Struct, eq=False):
         self.ended = last
         return self.outlet.write(events, last=last)
 
-    async def drain(self) -> None:
-        await self.outlet.drain()
-
     async def finish(self) -> None:
         """End the stream and wait until the client has received it."""
         if not self.ended:
@@ -96,10 +93,6 @@ class Streamed(msgspec.Struct, eq=False):
     def begun(self) -> bool:
         """True once the client has received a part of the answer."""
         return self.sink.started
-
-    def num_tokens(self) -> int:
-        """Count the tokens of all choices that came in items."""
-        return sum([len(reader.tokens) for reader in self.readers])
 
     def generated(self) -> list[int] | None:
         """Return the tokens sent to the client; None if unknown or of several choices."""
@@ -150,13 +143,13 @@ class Streamed(msgspec.Struct, eq=False):
 
         try:
             while not await answer.forward(relay) and failure is None:
-                await sink.drain()
+                await sink.outlet.drain()
         except ServeError:
-            await sink.drain()
+            await sink.outlet.drain()
             if failure is None and not self.complete:  # else the instance reported the cause before
                 raise
         else:
-            await sink.drain()
+            await sink.outlet.drain()
         if failure is not None and not self.complete:
             raise CallFailed(stage, failure, began=True)
 

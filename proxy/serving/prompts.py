@@ -72,7 +72,7 @@ class _Strand:
         return self._into.write(events) if events else True
 
     async def drain(self) -> None:
-        await self._into.drain()
+        await self._into.outlet.drain()
 
     def _keep(self, event: bytes) -> bool:
         """Return whether the event is the usage or the end, and keep the usage."""

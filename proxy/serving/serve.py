@@ -38,7 +38,8 @@ async def serve_stream(fleet: Fleet, job: Job, sink: EventSink) -> None:
     try:
         await _serve(fleet, job, answer)
     finally:
-        job.record.streamed_all(answer.num_tokens if answer.known and answer.readers else None)
+        is_counted = answer.known and answer.readers
+        job.record.end_answer(sum([len(one.tokens) for one in answer.readers]) if is_counted else None)
 
 
 async def serve_whole(fleet: Fleet, job: Job) -> bytes:
@@ -80,7 +81,9 @@ async def _serve(fleet: Fleet, job: Job, answer: Streamed | Whole) -> None:
             if answer.complete:
                 return
             retry.fail_attempt(route, failure, begun=answer.begun, generated=answer.generated())
-            record.attempt_failed(attempt.request_id)
+            for span in record.spans:
+                if span.request_id == attempt.request_id:
+                    span.end(failed=True)
         finally:
             fleet.watchers.discard(attempt)
             await attempt.close()

@@ -49,8 +49,8 @@ def test_prompts_wait_where_they_are_held_up(
     at_p: dict[str, Any], at_d: dict[str, Any], prefill_s: float, decode_s: float
 ) -> None:
     prefill, decode = instance_loads(table(p0=dict(at_p), d0=dict(at_d)))
-    assert prefill.pending_s(Stage.PREFILL) == pytest.approx(prefill_s)
-    assert decode.pending_s(Stage.DECODE) == pytest.approx(decode_s)
+    assert prefill.queue_s.get(Stage.PREFILL, 0.0) == pytest.approx(prefill_s)
+    assert decode.queue_s.get(Stage.DECODE, 0.0) == pytest.approx(decode_s)
 
 
 #: Three prompts of 100 tokens each, of which an image of 7840 pixels has 80.
@@ -76,7 +76,7 @@ def test_unencoded_images_are_not_in_ps_queue(num_encodes: int, num_pixels: int,
     assert info is not None
     made.update("p0", msgspec.structs.replace(info, tokens_per_pixel=80 / 7840), contains=0)
     _, prefill, _ = instance_loads(made)
-    assert prefill.pending_s(Stage.PREFILL) == pytest.approx(part * 0.31)
+    assert prefill.queue_s.get(Stage.PREFILL, 0.0) == pytest.approx(part * 0.31)
 
 
 def test_unmeasured_work_adds_no_pressure() -> None:
@@ -90,9 +90,9 @@ def test_unmeasured_work_adds_no_pressure() -> None:
             made.update(name, instance_info(name, load=said, budgets={"max_num_seqs": 1}), contains=0)
         encode, prefill, decode = instance_loads(made)
         return [
-            encode.pending_s(Stage.ENCODE),
-            prefill.pending_s(Stage.PREFILL),
-            decode.pending_s(Stage.DECODE),
+            encode.queue_s.get(Stage.ENCODE, 0.0),
+            prefill.queue_s.get(Stage.PREFILL, 0.0),
+            decode.queue_s.get(Stage.DECODE, 0.0),
             decode.num_decoding,
         ]
 

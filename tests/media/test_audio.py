@@ -16,7 +16,7 @@ from places import FakePlace
 from sounds import LIMITS, Sound, encoded, sound, tune
 
 from epd_serve.errors import InvalidRequest
-from epd_serve.media.audio import FORMATS, read_audio_facts, read_samples
+from epd_serve.media.audio import read_audio_facts, read_samples
 from epd_serve.media.decoder_pool import DecoderPool
 from epd_serve.media.picture import MediaLimits
 from epd_serve.types import AudioFacts
@@ -43,7 +43,7 @@ async def pool() -> AsyncIterator[DecoderPool]:
 )
 async def test_facts_and_samples_of_each_format(pool: DecoderPool, kind: str, rate: int, channels: int) -> None:
     data = sound(1, 2.3, rate, channels, kind)
-    limits = replace(LIMITS, format=kind if kind in FORMATS else "")
+    limits = replace(LIMITS, format=kind if kind in ("wav", "mp3", "flac", "ogg") else "")
     facts = await pool.audio_facts(data, limits, cpu_s=5.0)
     assert (facts.rate, facts.channels) == (rate, channels)
     assert facts.duration_s == pytest.approx(2.3, abs=0.06), "encoders pad"

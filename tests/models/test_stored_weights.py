@@ -37,14 +37,17 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The bytes of each read from a file."""
     sizes: list[int] = []
-    read = stored_weights._Place.read
 
-    def counted(place: Any, ranges: list[slice], **options: bool) -> Tensor:
-        part = read(place, ranges, **options)
-        sizes.append(part.nbytes)
-        return part
+    def counting(read: Any) -> Any:
+        def counted(*given: Any, **options: bool) -> Tensor:
+            part: Tensor = read(*given, **options)
+            sizes.append(part.nbytes)
+            return part
 
-    monkeypatch.setattr(stored_weights._Place, "read", counted)
+        return counted
+
+    for name in ("read", "map"):
+        monkeypatch.setattr(stored_weights._File, name, counting(getattr(stored_weights._File, name)))
     yield sizes
 
 

@@ -136,7 +136,7 @@ class Gemma4(Family):
         self.check_tower(longest)
         if self.config.text_config.use_bidirectional_attention == "all":
             raise ValueError(
-                "text_config.use_bidirectional_attention is 'all'; an answer attends to what is before it"
+                "text_config.use_bidirectional_attention is 'all'; an answer attends only to earlier tokens"
             )
         if self.config.text_config.pad_token_id is None:
             raise ValueError("text_config.pad_token_id is missing; it stands for media among embeddings by layer")

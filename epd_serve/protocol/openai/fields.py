@@ -147,8 +147,8 @@ def _first_fault(refusal: ValidationError) -> ErrorDetails:
     error, *more = refusal.errors(include_url=False)
     if error["type"] == "missing":  # a misspelt field or a wrong type explains a missing field
         causes = ("extra_forbidden", "literal_error")
-        beside = (one for one in more if one["type"] in causes and one["loc"][:-1] == error["loc"][:-1])
-        error = next(beside, error)
+        found = (one for one in more if one["type"] in causes and one["loc"][:-1] == error["loc"][:-1])
+        error = next(found, error)
     if error["type"] == "literal_error" and isinstance(error["input"], dict):
         # the union member that accepts an object gives the better error
         error = next((one for one in more if one["loc"][: len(error["loc"]) - 1] == error["loc"][:-1]), error)

@@ -105,12 +105,13 @@ class MediaIoKwargs(RequestModel):
     video: VideoFrames | None = Field(None, description="Frames to read from each video.")
 
 
-def _as_url(value: Any) -> Any:
-    """Wrap a bare URL in an object."""
-    return {"url": value} if isinstance(value, str) else value
-
-
-UrlOrText = Annotated[MediaUrl | None, BeforeValidator(_as_url, json_schema_input_type=MediaUrl | str | None)]
+UrlOrText = Annotated[
+    MediaUrl | None,
+    BeforeValidator(
+        lambda value: {"url": value} if isinstance(value, str) else value,
+        json_schema_input_type=MediaUrl | str | None,
+    ),
+]
 #: Part type → modality of its item.
 MODALITY_OF: dict[str, Modality] = {
     "image_url": "image",
@@ -205,14 +206,15 @@ def media_of(
 ) -> list[MediaSource]:
     """Return the media items in chat order. Raises InvalidRequest for contradictory options."""
     sampling, processing = AS_THE_MODEL, ""
-    if kwargs is not None and kwargs.do_sample_frames and reading is not None and _chooses_frames(reading.video):
+    read = None if reading is None else reading.video
+    chooses_frames = read is not None and (read.num_frames not in (None, -1) or read.fps is not None)
+    if kwargs is not None and kwargs.do_sample_frames and chooses_frames:
         raise InvalidRequest(
             "mm_processor_kwargs: do_sample_frames samples from all frames of the file; remove num_frames and fps "
             "from media_io_kwargs",
             param="mm_processor_kwargs.do_sample_frames",
         )
     if reading is not None or kwargs is not None:
-        read = None if reading is None else reading.video
         sampling = VideoSampling(
             num_frames=None if read is None else read.num_frames,
             fps=None if read is None else read.fps,
@@ -246,10 +248,6 @@ def media_of(
                 )
             )
     return sources
-
-
-def _chooses_frames(video: VideoFrames | None) -> bool:
-    return video is not None and (video.num_frames not in (None, -1) or video.fps is not None)
 
 
 def processing_of(kwargs: ProcessorKwargs | None, messages: Sequence[Message]) -> str:

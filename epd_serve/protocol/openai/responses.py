@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
 from epd_serve.errors import InvalidRequest
+from epd_serve.protocol.openai.chunks import Usage
 from epd_serve.protocol.openai.fields import (
     WIRE_INTEGERS,
     Integer,
@@ -42,14 +43,13 @@ class InputPart(MessageModel):
     detail: Literal["auto", "high", "low"] | None = Field(None, description="low: scale down to 512x512 pixels.")
 
 
-def _as_parts(content: Any) -> Any:
-    return [{"type": "input_text", "text": content}] if isinstance(content, str) else content
-
-
 Content = Annotated[
     list[InputPart],
     Field(min_length=1, max_length=MAX_PARTS, fail_fast=True, description="A text, or a list of parts."),
-    BeforeValidator(_as_parts, json_schema_input_type=str | list[InputPart]),
+    BeforeValidator(
+        lambda content: [{"type": "input_text", "text": content}] if isinstance(content, str) else content,
+        json_schema_input_type=str | list[InputPart],
+    ),
 ]
 
 
@@ -140,17 +140,16 @@ class ResponsesNoEffect(NoEffect):
 Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 
 
-def _as_items(value: Any) -> Any:
-    return [{"role": "user", "content": value}] if isinstance(value, str) else value
-
-
 class ResponsesRequest(CommonRequest, ResponsesNoEffect):
     """Body of ``POST /v1/responses``."""
 
     input: Annotated[
         list[InputItem],
         Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True, description="A text, or the conversation."),
-        BeforeValidator(_as_items, json_schema_input_type=str | list[InputItem]),
+        BeforeValidator(
+            lambda value: [{"role": "user", "content": value}] if isinstance(value, str) else value,
+            json_schema_input_type=str | list[InputItem],
+        ),
     ]
     instructions: str | None = Field(None, description="The system message.")
     max_output_tokens: Integer | None = Field(None, ge=1, lt=WIRE_INTEGERS, description="Maximum tokens.")
@@ -456,12 +455,11 @@ class ResponseBuilder:
 
 
 def _usage(usage: dict[str, Any]) -> dict[str, Any]:
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    thought = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
+    counts = Usage.of(usage)
     return {
-        "input_tokens": usage["prompt_tokens"],
-        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
-        "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": thought},
+        "input_tokens": counts.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": counts.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": counts.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": counts.reasoning_tokens},
         "total_tokens": usage["total_tokens"],
     }

@@ -340,15 +340,10 @@ def is_object(arguments: str) -> bool:
         return False
 
 
-def call_id(answer_id: str, choice: int, index: int) -> str:
-    """Return a call's id, equal on all instances that serve the answer."""
-    return f"call_{answer_id.rpartition('-')[2]}_{choice}_{index}"
-
-
 def call_object(answer_id: str, choice: int, index: int, name: str, arguments: str) -> dict[str, Any]:
-    """Return a call in the OpenAI API's format."""
-    function = {"name": name, "arguments": arguments}
-    return {"id": call_id(answer_id, choice, index), "type": "function", "function": function}
+    """Return a call in the OpenAI API's format, with the same id on all instances that serve the answer."""
+    call_id = f"call_{answer_id.rpartition('-')[2]}_{choice}_{index}"
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _overlap(text: str, marker: str) -> int:

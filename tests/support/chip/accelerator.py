@@ -16,9 +16,16 @@ from chip.tensors import ChipTensor, add_chip, mapped_memory, pin, pinned, share
 from torch import Tensor
 
 from device import base, host
-from device.base import AttentionPlan, AttnMeta, EncodeCaptured, Partition, PartitionStrength, check_update
+from device.base import (
+    AttentionPlan,
+    AttnMeta,
+    EncodeCaptured,
+    Partition,
+    PartitionStrength,
+    check_share,
+    check_update,
+)
 from device.ops.plain import PlainOps
-from device.shares import check_share
 
 #: Of each chip.
 MEMORY_BYTES = 24_000_000_000
