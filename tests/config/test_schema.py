@@ -61,14 +61,22 @@ def test_deployment_files_load_and_are_what_their_names_say(file: Path) -> None:
 
 def test_a_role_overrides_single_settings() -> None:
     config = parse_config(
-        "instances: {threads: 4, num_blocks: 100, kv_transfer: {transport: tcp, group_layers: 2}}\n"
-        "roles: {E: {threads: 1}, D: {kv_cache_bytes: 1GiB, kv_transfer: {group_layers: auto}}}"
+        "instances: {threads: 4, num_blocks: 100, kv_transfer: {transport: tcp, group_layers: 2},"
+        " batching: {order: slack}}\nslo: {ttft_ms: 900, tpot_ms: 40}\n"
+        "roles: {E: {threads: 1}, D: {kv_cache_bytes: 1GiB, kv_transfer: {group_layers: auto},"
+        " batching: {order: fcfs}}}"
     )
     encode, prefill, decode = (config.settings_for(role) for role in "EPD")
     assert (encode.threads, encode.num_blocks) == (1, 100)
     assert (prefill.threads, prefill.num_blocks, prefill.kv_transfer.group_layers) == (4, 100, 2)
     assert (decode.num_blocks, decode.kv_cache_bytes) == (None, 2**30)
     assert (decode.kv_transfer.transport, decode.kv_transfer.group_layers) == ("tcp", "auto")
+    assert (prefill.batching.order, decode.batching.order) == ("slack", "fcfs")
+    vllm = parse_config(
+        "engine: vllm\ninstances: {engine_args: {seed: 1, max-logprobs: 9}}\nroles: {P: {engine_args: {seed: 2}}}"
+    )
+    assert vllm.settings_for("P").engine_args == {"seed": 2, "max_logprobs": 9}
+    assert vllm.settings_for("D").engine_args == {"seed": 1, "max_logprobs": 9}
 
 
 def test_every_setting_reaches_the_instance() -> None:
@@ -78,19 +86,33 @@ def test_every_setting_reaches_the_instance() -> None:
         for name, field in InstanceSettings.model_fields.items()
         if isinstance(field.default, int | float | None) and not isinstance(field.default, bool)
     }
-    values |= {"memory_share": 0.25, "share": 0.5}
-    values |= {"tower_share": 0.75}
+    values |= {"memory_share": 0.25, "share": 0.5, "tower_share": 0.75}
     values.pop("kv_cache_bytes", None)  # the same thing as num_blocks
     values.pop("resident")  # a word
-    config = DeploymentConfig.model_validate(
-        {"instances": {**values, "kv_transfer": {"transport": "shm", "group_layers": 4}}}
-    )
+    config = DeploymentConfig.model_validate({"instances": values, "mooncake": {"devices": "mlx5_0"}})
     options = config.options_for(config.placement()[1], device="cpu", port=9001, threads=values["threads"])
     assert len(values) > 10
     assert {name: getattr(options, name) for name in values} == values
-    assert (options.kv_transfer.transport, options.kv_transfer.group_layers) == ("shm", 4)
     assert (options.name, str(options.role), options.port, options.dtype) == ("p0", "P", 9001, "auto")
-    assert options.served_model_name == "demo"
+    assert options.mooncake.devices == "mlx5_0"
+
+
+@pytest.mark.parametrize(
+    ("text", "uses", "starts", "told"),
+    [
+        ("mooncake: {devices: mlx5_0}", False, False, "here:2"),
+        ("instances: {kv_transfer: {transport: mooncake}}", True, False, "here:2"),
+        ("feature_store: mooncake", True, True, "here:2"),
+        ("{feature_store: mooncake, mooncake: {master: 'store:50051'}}", True, False, "store:50051"),
+    ],
+)
+def test_a_mooncake_master_is_started_where_a_store_names_none(
+    text: str, uses: bool, starts: bool, told: str
+) -> None:
+    config = parse_config(text)
+    assert (config.uses_mooncake, config.starts_master) == (uses, starts)
+    options = config.options_for(config.placement()[0], device="cpu", port=1, threads=1, master="here:2")
+    assert options.mooncake.master == told
 
 
 def test_only_epd_beside_others_assists() -> None:
