@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from device import cpu, registry
+from device import registry
 from device.cpu import CpuDevice
 from device.ops.cpu import CpuOps
 from epd_serve import cli
@@ -89,15 +89,11 @@ def test_a_gateway_has_the_instances_of_its_flags_or_its_file(
         (("proxy", "--instance", "e0"), "write NAME=URL"),
         (("proxy", "--instance", "e0=http://a:1", "--instance", "e0=http://a:2"), "e0 is given twice"),
         (("instance", "--name", "x", "--role", "EX"), "role 'EX': 'X' is no stage"),
-        (
-            ("instance", "--name", "x", "--role", "E", "--model", "/no/model"),
-            "/no/model is not a directory with a config.json",
-        ),
+        (("instance", "--name", "x", "--role", "E", "--model", "/no/model"), "/no/model is not a directory"),
         (("instance", "--role", "P"), "an instance needs --name and --role"),
         (("instance", "--name", "p0", "--role", "P", "--host", "0.0.0.0"), "add --advertise ADDRESS"),
         (("up", "/no/such/file.yaml"), "/no/such/file.yaml: No such file or directory"),
         (("up", "--topology", "E"), "command line: topology: topology 'E', position 2: no instance prefills"),
-        (("up", "--model", "/no/model"), "/no/model is not a directory"),
         (("up", "/no/model"), "/no/model is not a directory"),
         (("up", "one", "two"), "takes one model or deployment file"),
         (("up", "one", "--model", "two"), "give one of them"),
@@ -106,6 +102,7 @@ def test_a_gateway_has_the_instances_of_its_flags_or_its_file(
         (("up", "--enforce-eager"), "instances.engine_args"),
         (("up", "--engine", "vllm"), "engine is a key of a deployment file"),
         (("up", "--dtype", "half"), "command line: dtype: "),
+        (("key", "new", "a b"), "a b"),
         (("serve", "one"), "serve: here it is 'epd-serve up MODEL'"),
         (("stop",), "'epd-serve down'"),
     ],
@@ -120,27 +117,19 @@ def test_what_a_user_got_wrong_is_one_clean_message(
     assert "Traceback" not in captured.err
 
 
-@pytest.mark.parametrize("broken", ["", "operators", "opening"])
+@pytest.mark.parametrize("broken", [False, True])
 def test_devices_are_shown_and_checked(
-    broken: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    broken: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def open_device(index: int) -> None:
-        raise RuntimeError("the device is busy")
-
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(registry, "KINDS", ("cpu", "npu"))
     monkeypatch.setattr(CpuDevice, "dtypes", (torch.float32,))
-    if broken == "operators":
+    if broken:
         monkeypatch.setattr(CpuOps, "swiglu", lambda ops, gate_up: gate_up[..., : gate_up.shape[-1] // 2])
-    if broken == "opening":
-        monkeypatch.setattr(cpu, "open_device", open_device)
-    assert run(monkeypatch, "devices") == 0
-    assert "passed" not in capsys.readouterr().out
-    assert run(monkeypatch, "devices", "--check") == (1 if broken else 0)
+    assert run(monkeypatch, "devices", "--check") == broken
     output = capsys.readouterr().out
-    assert "npu" in output and "not available" in output
-    assert output.count("FAILED") == (broken == "operators")
-    assert broken == "opening" or "transport: TCP" in output
+    assert "npu" in output and "not available" in output and "transport: TCP" in output
+    assert output.count("FAILED") == broken
 
 
 LEAN = """
@@ -161,10 +150,8 @@ HEAVY = {"torch", "transformers", "numpy"}
 @pytest.mark.parametrize(
     ("module", "arguments", "others"),
     [
-        ("import proxy.main", ["proxy", "--help"], HEAVY),
-        ("import epd_serve.launch.up", ["up", "--help"], HEAVY),
+        ("import proxy.main, epd_serve.launch.up", ["topology", "E-P-D"], HEAVY),
         ("", ["up", "--help"], HEAVY | {"aiohttp", "rich"}),
-        ("", ["topology", "E-P-D"], HEAVY),
         ("", ["--help"], HEAVY | {"aiohttp", "pydantic", "rich"}),
     ],
 )
@@ -200,8 +187,3 @@ def test_up_takes_a_model_with_options_in_the_words_of_vllm(
     for words in ('"served_model_name": "tiny"', '"max_model_len": 1000', '"dtype": "float32"', " on cpu,"):
         assert words in shown, shown
     assert str(weights_dir()) in shown and "secret" not in shown
-
-
-@pytest.mark.parametrize("command", [(), ("up",), ("key", "new")])
-def test_h_is_help(monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]) -> None:
-    assert run(monkeypatch, *command, "-h") == 0
