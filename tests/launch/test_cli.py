@@ -151,7 +151,7 @@ HEAVY = {"torch", "transformers", "numpy"}
     ("module", "arguments", "others"),
     [
         ("import proxy.main, epd_serve.launch.up", ["topology", "E-P-D"], HEAVY),
-        ("", ["up", "--help"], HEAVY | {"aiohttp", "rich"}),
+        ("", ["up", "-h"], HEAVY | {"aiohttp", "rich"}),
         ("", ["--help"], HEAVY | {"aiohttp", "pydantic", "rich"}),
     ],
 )
