@@ -219,25 +219,3 @@ async def test_without_room_at_d_requests_queue_and_are_then_told_to_come_back(f
     assert int(answer.headers["retry-after"]) > 0
     await fleet.recovered()
     assert await fleet.text(long_text(22))
-
-
-@pytest.mark.slow
-async def test_a_client_may_leave_at_any_step(fleet: Fleet) -> None:
-    """Encoding, fetching, queueing, computing, writing, handing over, decoding."""
-    slots = asyncio.Semaphore(3)
-
-    async def leave(number: int) -> bool:
-        parts = noise(100 + number, (160, 120))
-        body = chat(f"{number} " + "apple " * 60, parts, max_tokens=40, ignore_eos=True, stream=number % 2 == 0)
-        async with slots:
-            try:
-                async with asyncio.timeout(0.04 * number):
-                    await fleet.ask(body)
-            except TimeoutError:
-                return True
-        return False
-
-    left = await asyncio.gather(*(leave(number) for number in range(40)))
-    assert sum(left) > 20
-    await fleet.recovered()
-    assert await fleet.text(picture(1))

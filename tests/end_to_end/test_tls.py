@@ -13,9 +13,7 @@ from fleet import deployed
 from http_client import http_client
 from pictures import noise
 
-from epd_serve.config import ConfigError, load_config
 from epd_serve.errors import InstanceLost
-from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.rpc.http import HttpPool, HttpServer
 from epd_serve.rpc.tls import TlsFiles
 
@@ -52,18 +50,3 @@ async def test_answers_over_tls_are_those_of_one_instance(tmp_path: Path) -> Non
     over = {"kv_transfer": {"transport": "tcp"}}
     alone = await _answers("EPD")
     assert await _answers("E-P-D", cluster_key=KEY, tls=tls, instances=over) == alone
-
-
-def test_certificates_that_do_not_pass_are_named_before_anything_starts(tmp_path: Path) -> None:
-    authority = Authority(tmp_path)
-    file = tmp_path / "deployment.yaml"
-    for days, ip, words in ((-1, "127.0.0.1", "has expired"), (2, "10.9.8.7", "IP address mismatch")):
-        authority.files("n1", days=days, ip=ip)
-        file.write_text(
-            "tls: {ca: ca.pem, cert: ca-n1.pem, key: ca-n1.key}\ngateway: {port: 0}\ninstances: {base_port: 0}\n"
-        )
-        with pytest.raises(ValueError, match=f"ca-n1.pem is not accepted: .*{words}"):
-            LocalDeployment(load_config(file))
-    file.write_text("tls: {ca: ca.pem}\n")
-    with pytest.raises(ConfigError, match="cert"):
-        load_config(file)
