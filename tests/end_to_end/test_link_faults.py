@@ -29,13 +29,16 @@ LONG = "apple " * 200
 BYTES_PER_S = 600_000
 
 
+FIELDS: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True}
+
+
 def long_text(number: int, **fields: Any) -> dict[str, Any]:
     """No two have a prefix in common, of which a cache could have the KV already."""
-    return chat(f"{number} {LONG}", **({"max_tokens": 12, "ignore_eos": True} | fields))
+    return chat(f"{number} {LONG}", **FIELDS, **fields)
 
 
-def picture(number: int, **fields: Any) -> dict[str, Any]:
-    return chat("What is in it?", noise(number, (160, 120)), **({"max_tokens": 12, "ignore_eos": True} | fields))
+def picture(number: int) -> dict[str, Any]:
+    return chat("What is in it?", noise(number, (160, 120)), **FIELDS)
 
 
 @dataclass
@@ -74,14 +77,6 @@ class Fleet:
                 return True
             await asyncio.sleep(0.01)
         return False
-
-    async def until(self, name: str, condition: Callable[[dict[str, int]], bool]) -> None:
-        """Wait until what an instance holds fulfils a condition."""
-        async with asyncio.timeout(150):
-            while True:
-                if condition(await self.held(name)):
-                    return
-                await asyncio.sleep(0.01)
 
     async def recovered(self) -> None:
         """All run again, the gateway knows, and nothing is held anywhere."""
@@ -125,6 +120,10 @@ def being_written(held: dict[str, int]) -> bool:
     return held["reservations"] == 1 and held["blocks"] > 0
 
 
+def has_a_feature(held: dict[str, int]) -> bool:
+    return held["features_held"] == 1
+
+
 @pytest.mark.parametrize("victim", ["p0", "d0"])
 async def test_after_a_death_in_the_middle_of_a_kv_transfer_the_replacement_answers(
     fleet: Fleet, victim: str
@@ -159,7 +158,7 @@ async def test_an_encoder_that_dies_after_its_event(fleet: Fleet) -> None:
     old = fleet.pid("e0")
     fleet.kill("p0", signal.SIGSTOP)
     asked = asyncio.create_task(fleet.text(picture(2)))
-    await fleet.until("e0", lambda held: held["features_held"] == 1)
+    assert await fleet.is_seen("e0", has_a_feature, asked)
     fleet.kill("e0")
     await asyncio.sleep(0.3)
     fleet.kill("p0", signal.SIGCONT)
@@ -174,7 +173,7 @@ async def test_an_encoder_that_dies_after_its_event(fleet: Fleet) -> None:
 async def test_an_encoder_that_dies_while_its_feature_is_fetched(fleet: Fleet) -> None:
     for number in (3, 30, 31, 32):
         asked = asyncio.create_task(fleet.text(picture(number)))
-        if is_seen := await fleet.is_seen("e0", lambda held: held["features_held"] == 1, asked):
+        if is_seen := await fleet.is_seen("e0", has_a_feature, asked):
             break
     assert is_seen
     await asyncio.sleep(0.05)
