@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import tiny_models
-from chat import data_url
+from chat import chat
 from fleet import Books, deployed, gateway
 from http_client import http_client
-from pictures import noise, png
+from pictures import noise
 from PIL import Image
 from reference import Reference
 
@@ -31,18 +31,10 @@ NUM_TOKENS = 12
 
 
 def body_of(text: str, images: tuple[Image.Image, ...], thinks: bool, with_tools: bool) -> dict[str, Any]:
-    parts: list[dict[str, Any]] = [
-        {"type": "image_url", "image_url": {"url": data_url(png(one))}} for one in images
-    ]
-    return {
-        "messages": [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}],
-        "chat_template_kwargs": {"enable_thinking": thinks},
-        **({"tools": [TOOL], "tool_choice": "none"} if with_tools else {}),
-        "max_tokens": NUM_TOKENS,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
+    tools: dict[str, Any] = {"tools": [TOOL], "tool_choice": "none"} if with_tools else {}
+    template = {"chat_template_kwargs": {"enable_thinking": thinks}}
+    fields = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "return_token_ids": True}
+    return chat(text, *images, model="tested", **tools, **template, **fields)
 
 
 @pytest.mark.parametrize("kind", tiny_models.STATE_KINDS)
@@ -63,20 +55,15 @@ async def test_tokens_equal_generate_in_each_topology(kind: str, tmp_path: Path)
             ):
 
                 async def ask(number: int, client: Any = client) -> list[int]:
-                    body = body_of(*ASKED[number])
-                    if number % 2:
-                        answer = await client.post("/v1/chat/completions", json=body)
-                        assert answer.status_code == 200, answer.text
-                        ids: list[int] = answer.json()["choices"][0]["token_ids"]
-                        return ids
-                    ids = []
-                    async with client.stream(
-                        "POST", "/v1/chat/completions", json={**body, "stream": True}
-                    ) as answer:
-                        async for line in answer.aiter_lines():
-                            if line.startswith("data: {"):
-                                ids += json.loads(line[6:])["choices"][0]["token_ids"]
-                    return ids
+                    body = {**body_of(*ASKED[number]), "stream": number % 2 == 0}
+                    answer = await client.post("/v1/chat/completions", json=body)
+                    assert answer.status_code == 200, answer.text
+                    if not body["stream"]:
+                        return list(answer.json()["choices"][0]["token_ids"])
+                    events = [
+                        json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")
+                    ]
+                    return [token for event in events for token in event["choices"][0]["token_ids"]]
 
                 numbers = [ASKED.index(one) for one in asked]
                 answers = await asyncio.gather(*map(ask, numbers))

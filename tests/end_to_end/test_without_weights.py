@@ -161,8 +161,7 @@ async def refusal(one: Deployment, number: int) -> str:
     """The error that a question gets."""
     status, body = await one.post("/v1/chat/completions", question(number))
     assert status == 500, body
-    message: str = body["error"]["message"]
-    return message
+    return str(body["error"]["message"])
 
 
 async def test_kv_that_goes_bad_gives_no_answer_but_a_named_error(parts: Deployment) -> None:
@@ -267,15 +266,8 @@ async def test_processes_that_die_and_change_roles(
 
 async def test_instances_on_one_device_start_side_by_side_each_in_its_part_of_the_memory() -> None:
     states: list[tuple[str, ProcessState]] = []
-    config = DeploymentConfig.model_validate(
-        {
-            "topology": "(E-P-D)",
-            "devices": ["emulated:h200:0"],
-            "model": SHAPE,
-            "gateway": {"port": 0},
-            "instances": {"base_port": 0},
-        }
-    )
+    ports = {"gateway": {"port": 0}, "instances": {"base_port": 0}}
+    config = DeploymentConfig(topology="(E-P-D)", devices=["emulated:h200:0"], model=SHAPE, **ports)
     one = LocalDeployment(config, on_change=lambda process: states.append((process.spec.name, process.state)))
     async with one:
         kv = {name: (await figures(one.instances[name].url))["total_blocks"] for name in ("p0", "d0")}
