@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -32,26 +32,35 @@ from epd_serve.rpc.http import HttpServer
 from epd_serve.rpc.server import Reply
 from epd_serve.types import Role, SamplingParams
 
-#: None: it is silent.
-Talk = Callable[[asyncio.StreamWriter], Awaitable[None]] | None
+Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]
 
 
 @asynccontextmanager
 async def server(talk: Talk) -> AsyncIterator[int]:
-    """The port of a server that says what ``talk`` does."""
-    ended = asyncio.Event()
+    """The port of a server that says what ``talk`` does, on one connection after the other."""
+    open_ones: set[asyncio.Task[None]] = set()
 
     async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        await (ended.wait() if talk is None else talk(writer))
-        writer.close()
+        task = asyncio.current_task()
+        assert task is not None
+        open_ones.add(task)
+        try:
+            await reader.readuntil(b"\r\n\r\n")
+            await talk(reader, writer)
+        except asyncio.CancelledError:
+            pass
+        finally:
+            open_ones.discard(task)
+            writer.close()
 
     listening = await asyncio.start_server(take, "127.0.0.1", 0)
     try:
         yield listening.sockets[0].getsockname()[1]
     finally:
-        ended.set()
         listening.close()
+        for task in list(open_ones):
+            task.cancel()
+        await asyncio.gather(*open_ones, return_exceptions=True)
 
 
 def target(role: str, **fields: Any) -> VllmTarget:
@@ -59,11 +68,15 @@ def target(role: str, **fields: Any) -> VllmTarget:
 
 
 def answering(body: bytes) -> Talk:
-    async def talk(writer: asyncio.StreamWriter) -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
         await writer.drain()
 
     return talk
+
+
+async def silence(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await asyncio.Event().wait()
 
 
 EVENTS = b'data: {"choices":[{"index":0}]}\n\n'
@@ -101,7 +114,7 @@ async def forwarded(port: int, rewrite: Any = None, room: int = 1000) -> tuple[b
 async def test_an_error_event_is_one_however_it_is_cut(size: int, rewrites: bool) -> None:
     body = EVENTS + ERROR
 
-    async def talk(writer: asyncio.StreamWriter) -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % (len(body) + 14))
         for start in range(0, len(body), size):
             writer.write(body[start : start + size])
@@ -136,7 +149,7 @@ async def test_what_is_no_answer_is_the_instances_failure() -> None:
 
 @pytest.mark.parametrize(
     ("talk", "words"),
-    [(None, "said nothing"), (answering(b"[]"), "no answer of Mooncake"), (answering(b"<html>"), "no answer")],
+    [(silence, "said nothing"), (answering(b"[]"), "no answer of Mooncake"), (answering(b"<html>"), "no answer")],
 )
 async def test_a_bootstrap_server_that_tells_no_engine_is_a_lost_instance(
     talk: Talk, words: str, monkeypatch: pytest.MonkeyPatch

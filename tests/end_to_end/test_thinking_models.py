@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import tiny_models
 from chat import chat
@@ -37,6 +38,16 @@ def body_of(text: str, images: tuple[Image.Image, ...], thinks: bool, with_tools
     return chat(text, *images, model="tested", **tools, **template, **fields)
 
 
+async def ids_of(client: httpx.AsyncClient, number: int) -> list[int]:
+    """The tokens of an answer; every other one is streamed."""
+    body = {**body_of(*ASKED[number]), "stream": number % 2 == 0}
+    answer = await client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+    parts = lines if body["stream"] else [answer.text]
+    return [token for part in parts for token in json.loads(part)["choices"][0]["token_ids"]]
+
+
 @pytest.mark.parametrize("kind", tiny_models.STATE_KINDS)
 async def test_tokens_equal_generate_in_each_topology(kind: str, tmp_path: Path) -> None:
     path = tiny_models.make_tiny_model(kind, tmp_path / kind, thinks=True)
@@ -48,24 +59,9 @@ async def test_tokens_equal_generate_in_each_topology(kind: str, tmp_path: Path)
     async with deployed("E-P-D-PD-EPD", path, instances={"max_num_batched_tokens": 13}) as deployment:
         for topology, names in TOPOLOGIES.items():
             urls = {name: deployment.instances[name].url for name in names}
-            asked = [one for one in ASKED if topology != "P-D" or not one[1]]
-            async with (
-                gateway(urls, config={"gateway": {"probe_timeout_s": 60}}) as url,
-                http_client(url) as client,
-            ):
-
-                async def ask(number: int, client: Any = client) -> list[int]:
-                    body = {**body_of(*ASKED[number]), "stream": number % 2 == 0}
-                    answer = await client.post("/v1/chat/completions", json=body)
-                    assert answer.status_code == 200, answer.text
-                    if not body["stream"]:
-                        return list(answer.json()["choices"][0]["token_ids"])
-                    events = [
-                        json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")
-                    ]
-                    return [token for event in events for token in event["choices"][0]["token_ids"]]
-
-                numbers = [ASKED.index(one) for one in asked]
-                answers = await asyncio.gather(*map(ask, numbers))
-                assert answers == [expected[number] for number in numbers], topology
-                await Books(urls).check()
+            numbers = [number for number, one in enumerate(ASKED) if topology != "P-D" or not one[1]]
+            config = {"gateway": {"probe_timeout_s": 60}}
+            async with gateway(urls, config=config) as url, http_client(url) as client:
+                answers = await asyncio.gather(*(ids_of(client, number) for number in numbers))
+            assert answers == [expected[number] for number in numbers], topology
+            await Books(urls).check()

@@ -69,14 +69,16 @@ def test_a_gateway_has_the_instances_of_its_flags_or_its_file(
     file.write_text("{topology: E-PD, gateway: {host: 127.0.0.9, port: 1234}, instances: {base_port: 7000}}")
     calls = fake_module(monkeypatch, "proxy.main", "run_gateway")
     named = ("--instance", "e0=http://a:1", "--instance", "pd0=http://b:2/")
-    assert run(monkeypatch, "proxy", "--config", str(file), *named) == 0
-    _, instances, *address, path, _ = calls.pop()
-    assert (path, address) == (file, ["127.0.0.9", 1234])
-    assert instances == [("e0", "http://a:1"), ("pd0", "http://b:2")]
-    assert run(monkeypatch, "proxy", "--config", str(file), "--host", "0.0.0.0", "--port", "0") == 0
-    _, instances, *address, _, _ = calls.pop()
-    assert instances == [("e0", "http://127.0.0.1:7000"), ("pd0", "http://127.0.0.1:7001")]
-    assert address == ["0.0.0.0", 0]
+    for flags, told, address in (
+        (named, [("e0", "http://a:1"), ("pd0", "http://b:2")], ["127.0.0.9", 1234]),
+        (
+            ("--host", "0.0.0.0", "--port", "0"),
+            [("e0", "http://127.0.0.1:7000"), ("pd0", "http://127.0.0.1:7001")],
+            ["0.0.0.0", 0],
+        ),
+    ):
+        assert run(monkeypatch, "proxy", "--config", str(file), *flags) == 0
+        assert calls.pop()[1:4] == (told, *address)
     file.write_text("{topology: E-PD, instances: {base_port: 0}}")
     assert run(monkeypatch, "proxy", "--config", str(file)) == 2
     assert "--instance NAME=URL" in capsys.readouterr().err

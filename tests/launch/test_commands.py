@@ -1,15 +1,20 @@
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from told import told
 
-from epd_serve.config import DeploymentConfig, parse_config
+from epd_serve.config import DeploymentConfig, InstanceOptions, parse_config
 from epd_serve.config.shares import DeviceShare
 from epd_serve.launch.commands import gateway_spec, instance_specs
 from epd_serve.launch.dry_run import dry_run
 from epd_serve.launch.processes.ports import Ports
 from epd_serve.launch.processes.process import ProcessSpec
+
+
+def told(command: Sequence[str]) -> InstanceOptions:
+    """The options in the command line of an instance's process."""
+    return InstanceOptions.model_validate_json(command[command.index("--options") + 1])
 
 
 def specs(

@@ -10,30 +10,15 @@ import sys
 import psutil
 import pytest
 from fleet import wait_until
-from told import told
 from transports import needs_mooncake
 
 from epd_serve.config import parse_config
-from epd_serve.launch.commands import instance_specs, master_spec
+from epd_serve.launch.commands import master_spec
 from epd_serve.launch.deployment import LocalDeployment
-from epd_serve.launch.processes.ports import Ports, choose_ports
+from epd_serve.launch.processes.ports import choose_ports
 from epd_serve.transfer.mooncake import engine as mooncake
 
 STORE = "feature_store: mooncake\ninstances: {base_port: 0}\ngateway: {port: 0}"
-PORTS = Ports(gateway=80, instances=(1, 2, 3), master=(50051, 50052))
-
-
-@needs_mooncake
-def test_the_master_listens_where_the_instances_do_and_each_is_told_so() -> None:
-    config = parse_config(STORE)
-    spec = master_spec(config, PORTS, {})
-    assert spec is not None
-    assert {"--rpc_address=127.0.0.1", "--rpc_port=50051", "--metrics_host=127.0.0.1"} <= set(spec.command)
-    assert spec.url == "http://127.0.0.1:50052"
-    assert spec.stops == "last", "instances give their segments back to it"
-    for instance in instance_specs(config, PORTS, {}):
-        options = told(instance.command)
-        assert (options.feature_store, options.mooncake.master) == ("mooncake", "127.0.0.1:50051")
 
 
 @pytest.mark.parametrize("text", [STORE, "instances: {kv_transfer: {transport: mooncake}}"])
@@ -51,6 +36,7 @@ def test_a_master_ends_with_the_process_that_started_it() -> None:
     ports = choose_ports(config)
     spec = master_spec(config, ports, dict(os.environ))
     assert spec is not None and ports.master is not None
+    assert spec.stops == "last", "instances give their segments back to it"
     starter = (
         "import subprocess, sys\n"
         f"command = {list(spec.command)!r}\n"
