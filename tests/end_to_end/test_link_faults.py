@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -198,23 +197,3 @@ async def test_a_decode_instance_that_stalls_in_the_middle_of_a_transfer(fleet: 
     assert answer.status_code == 200, answer.text
     await fleet.recovered()
     assert await fleet.text(long_text(5))
-
-
-@pytest.mark.slow
-async def test_without_room_at_d_requests_queue_and_are_then_told_to_come_back(fleet: Fleet) -> None:
-    for first in (20, 23, 26, 29):  # where this process is held up, there is room again when it asks
-        held = [asyncio.create_task(fleet.ask(long_text(number))) for number in (first, first + 1)]
-        await fleet.is_seen("d0", lambda books: books["blocks"] > 70, *held)  # the two prompts alone
-        asked_at = time.monotonic()
-        answer = await fleet.ask(long_text(first + 2))
-        assert time.monotonic() - asked_at < 20, "not the request's own time limit"
-        others = [one.status_code for one in await asyncio.gather(*held)]
-        assert others == [200, 200] or time.monotonic() - asked_at > LEASE_S
-        if answer.status_code != 200 and others == [200, 200]:
-            break
-    assert others == [200, 200]
-    assert answer.status_code == 503, answer.text
-    assert answer.json()["error"]["code"] == "no_room"
-    assert int(answer.headers["retry-after"]) > 0
-    await fleet.recovered()
-    assert await fleet.text(long_text(22))

@@ -37,9 +37,8 @@ class MemoryMachine(RuleBasedStateMachine):
         if kept is not None:
             self.held[owner, name] = name.encode() * kept.nbytes
         else:
-            assert (
-                sum(len(one) for one in {key[1]: v for key, v in self.held.items()}.values()) + size > CAPACITY / 3
-            )
+            in_use = {name: len(data) for (_, name), data in self.held.items()}
+            assert sum(in_use.values()) + size > CAPACITY / 3
 
     @rule(name=st.sampled_from("abcdef"), owner=st.sampled_from("xyz"))
     def acquire(self, name: str, owner: str) -> None:
