@@ -94,9 +94,7 @@ async def running() -> AsyncIterator[Fleet]:
     async with (
         deployed(
             "E-P-D",
-            gateway={"queue_timeout_s": 0.5},
             instances={"lease_s": LEASE_S, "feature_timeout_s": 12},
-            roles={"D": {"num_blocks": 80}},
             baselines={"bandwidth": BYTES_PER_S, "latency_ms": 200},
             backoff_s=0.1,
         ) as deployment,

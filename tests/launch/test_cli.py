@@ -39,25 +39,21 @@ def test_an_instance_is_what_its_flags_and_its_file_say(monkeypatch: pytest.Monk
     calls = fake_module(monkeypatch, "epd_serve.instance.main", "run_instance", end_process=lambda: None)
     bare = ("instance", "--name", "e0", "--role", "E")
     assert run(monkeypatch, *bare) == 0
-    defaults = InstanceOptions(
-        name="e0", role=Role.parse("E"), model=weights_dir(), served_model_name="demo", dtype="auto"
-    )
-    assert calls.pop() == (defaults,)
+    defaults = {"name": "e0", "role": Role.parse("E"), "model": weights_dir(), "served_model_name": "demo"}
+    assert calls.pop() == (InstanceOptions(**defaults, dtype="auto"),)
     file = tmp_path / "deployment.yaml"
     file.write_text(
         "{topology: 2E-PD, served_model_name: tiny, slo: {tpot_ms: 50}, instances: {host: 10.0.0.1, threads: 2},"
         " roles: {E: {share: 0.5, feature_cache_bytes: 1MiB}}}"
     )
     flags = ("--config", str(file), "--port", "9000", "--device", "npu:1", "--join", "http://127.0.0.1:8001")
-    assert run(monkeypatch, *bare, *flags) == 0
-    [chosen] = calls.pop()
-    assert (chosen.port, chosen.device, chosen.join) == (9000, "npu:1", ("http://127.0.0.1:8001",))
-    assert (chosen.host, chosen.threads, chosen.served_model_name) == ("10.0.0.1", 2, "tiny")
-    assert (chosen.feature_cache_bytes, chosen.slo.tpot_ms) == (1 << 20, 50)
-    assert (chosen.device_share, chosen.dtype) == (DeviceShare(share=0.5, start=0.0), "auto")
-    assert run(monkeypatch, *bare, *flags, "--host", "10.0.0.2", "--threads", "7", "--model", "demo") == 0
-    [chosen] = calls.pop()
-    assert (chosen.host, chosen.threads, chosen.served_model_name) == ("10.0.0.2", 7, "tiny")
+    named = {"port": 9000, "device": "npu:1", "join": ("http://127.0.0.1:8001",), "served_model_name": "tiny"}
+    of_file = {"feature_cache_bytes": 1 << 20, "device_share": DeviceShare(share=0.5, start=0.0), "dtype": "auto"}
+    for more, host, threads in (((), "10.0.0.1", 2), (("--host", "10.0.0.2", "--threads", "7"), "10.0.0.2", 7)):
+        assert run(monkeypatch, *bare, *flags, *more) == 0
+        [chosen] = calls.pop()
+        expected = named | of_file | {"host": host, "threads": threads}
+        assert {name: getattr(chosen, name) for name in expected} == expected and chosen.slo.tpot_ms == 50
     assert run(monkeypatch, "instance", "--options", chosen.to_json()) == 0
     assert calls.pop() == (chosen,)
 
@@ -158,23 +154,15 @@ HEAVY = {"torch", "transformers", "numpy"}
     ],
 )
 def test_a_command_imports_only_what_it_needs(module: str, arguments: list[str], others: set[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LEAN.format(module=module, arguments=arguments, others=others)],
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
+    program = LEAN.format(module=module, arguments=arguments, others=others)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr
 
 
 def test_instances_without_torch_say_what_to_install() -> None:
     program = "import sys; sys.modules['torch'] = None\nfrom epd_serve.cli import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", program, "instance", "--name", "e0", "--role", "E"],
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
+    command = [sys.executable, "-c", program, "instance", "--name", "e0", "--role", "E"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
     assert done.returncode == 2, done.stderr
     assert done.stderr == "epd-serve: torch is not installed; run in epd-serve's clone: pip install '.[native]'\n"
 
