@@ -100,7 +100,6 @@ def test_a_gateway_has_the_instances_of_its_flags_or_its_file(
         (("up", "--enforce-eager"), "instances.engine_args"),
         (("up", "--engine", "vllm"), "engine is a key of a deployment file"),
         (("up", "--dtype", "half"), "command line: dtype: "),
-        (("key", "new", "a b"), "a b"),
         (("serve", "one"), "serve: here it is 'epd-serve up MODEL'"),
         (("stop",), "'epd-serve down'"),
     ],
