@@ -64,6 +64,16 @@ def known(server: HttpServer, request: PrefillRequest, prompt: list[int] | None 
     return call
 
 
+def usage(completion_tokens: int, prompt_tokens: int = 3) -> bytes:
+    counts = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
+    counts["total_tokens"] = prompt_tokens + completion_tokens
+    return b"data: " + msgspec.json.encode({"created": 77, "choices": [], "usage": counts})
+
+
+def tokens_of(items: list[tuple[int, list[int], bytes]]) -> list[tuple[int, list[int]]]:
+    return [(choice, tokens) for choice, tokens, _ in items]
+
+
 def texts(events: bytes) -> list[str]:
     told = [one.removeprefix(b"data: ") for one in events.split(b"\n\n") if one and b"[DONE]" not in one]
     answers = [msgspec.json.decode(one) for one in told]
@@ -80,39 +90,16 @@ async def test_tokens_are_out_with_their_text(server: HttpServer) -> None:
         chunk("a", [1]),
         chunk("", [2]),  # the first part of a character
         chunk("é", [3]),
-        chunk("", [4]),
-        chunk("z", [5], "length"),
-        b'data: {"created":77,"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":5,"total_tokens":8}}',
+        chunk("z", [4], "length"),
+        usage(4),
         b"data: [DONE]",
     ]
     frames = [call.passed(event) for event in said]
-    assert [bool(frame) for frame in frames] == [False, True, False, True, False, False, False, True]
+    assert [bool(frame) for frame in frames] == [False, True, False, True, False, False, True]
     whole = whole_items(b"".join(frames))
-    assert [(choice, tokens) for choice, tokens, _ in whole] == [(0, [1]), (0, [2, 3]), (END, [4, 5])]
-    assert [texts(events) for _, _, events in whole] == [["", "a"], ["", "é"], ["", "z"]]
+    assert tokens_of(whole) == [(0, [1]), (0, [2, 3]), (END, [4])]
+    assert [texts(events) for _, _, events in whole] == [["", "a"], ["", "é"], ["z"]]
     assert whole[-1][2].endswith(b"data: [DONE]\n\n")
-    call.close()
-
-
-async def test_merged_tokens_are_out_with_the_next_whole_character(server: HttpServer) -> None:
-    """vLLM makes one event of several tokens where its reader lags: the text may end before the last of them."""
-    call = known(server, asked())
-    said = [
-        chunk(None, prompt_token_ids=PROMPT),
-        chunk("a", [1, 2]),  # and the first part of é
-        chunk("é", [3]),
-        chunk("b", [4, 5]),  # and the first part of 語
-        chunk("", [6]),
-        chunk("語", [7]),
-        chunk("c", [8]),
-        chunk("d", [9, 10]),
-    ]
-    whole = whole_items(b"".join(map(call.passed, said)))
-    assert [(choice, tokens) for choice, tokens, _ in whole] == [(0, [1, 2, 3]), (0, [4, 5, 6, 7]), (0, [8])]
-    assert [texts(events) for _, _, events in whole] == [["", "a", "é"], ["b", "", "語"], ["c"]]
-    end = whole_items(call.passed(chunk("", [], "length")) + call.passed(b"data: [DONE]"))
-    assert [(choice, tokens) for choice, tokens, _ in end] == [(END, [9, 10])]
-    assert texts(end[0][2]) == ["d", ""]
     call.close()
 
 
@@ -128,27 +115,29 @@ async def test_an_answer_whose_tokens_never_come_alone_comes_in_pieces(
 
 @given(text=st.text("aé語🙂", min_size=1, max_size=4), data=st.data())
 async def test_what_is_out_is_what_counts(text: str, data: st.DataObject) -> None:
-    """Tokens are bytes; however they are merged, those of all frames make the text of all frames.
+    """Tokens are bytes; however vLLM merges them, those of all frames make the text of all frames.
 
     But for those of a reader that lags for ever, which are let go in the middle of a character.
     """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vllm_stream, "_MOST_HELD", 4 * len(text))
-        await _frames_are_whole(text, data)
-
-
-async def _frames_are_whole(text: str, data: st.DataObject) -> None:
     call = known(HttpServer("d0", "http://127.0.0.1:1", HttpPool()), asked())
-    tokens, out, counted, shown = list(text.encode()), b"", 0, 0
-    while counted < len(tokens):
-        counted += data.draw(st.integers(1, min(3, len(tokens) - counted)))
-        so_far = bytes(tokens[:counted]).decode(errors="ignore")
-        begin = sum(len(ids) for _, ids, _ in whole_items(out)) + len(call._tokens)
-        out += call.passed(chunk(so_far[shown:], tokens[begin:counted]))
-        shown = len(so_far)
+    tokens, out, before, shown = list(text.encode()), b"", 0, 0
+
+    def check() -> str:
         frames = whole_items(out)
         said = "".join(one for _, _, events in frames for one in texts(events))
         assert bytes(token for _, ids, _ in frames for token in ids) == said.encode()
+        return said
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm_stream, "_MOST_HELD", 4 * len(text))
+        while before < len(tokens):
+            counted = before + data.draw(st.integers(1, min(3, len(tokens) - before)))
+            so_far = bytes(tokens[:counted]).decode(errors="ignore")
+            out += call.passed(chunk(so_far[shown:], tokens[before:counted]))
+            before, shown = counted, len(so_far)
+            check()
+        out += call.passed(chunk("", [], "length")) + call.passed(b"data: [DONE]")
+    assert check() == text
 
 
 async def test_the_rest_of_an_answer_is_without_its_opening(server: HttpServer) -> None:
@@ -157,12 +146,11 @@ async def test_the_rest_of_an_answer_is_without_its_opening(server: HttpServer) 
         chunk(None, prompt_token_ids=[*PROMPT, 1, 2]),
         chunk("b", [3]),
         chunk("", [4], "stop"),
-        b'data: {"created":77,"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":2,"total_tokens":7}}',
+        usage(2, prompt_tokens=5),
         b"data: [DONE]",
     ]
     whole = whole_items(b"".join(map(call.passed, said)))
-    assert [(choice, tokens) for choice, tokens, _ in whole] == [(0, [3]), (END, [4])]
-    assert texts(whole[0][2]) == ["b"]
+    assert tokens_of(whole) == [(0, [3]), (END, [4])] and texts(whole[0][2]) == ["b"]
     assert b'"usage":{"prompt_tokens":3,"completion_tokens":4,"total_tokens":7}' in whole[1][2]
     call.close()
 
@@ -191,18 +179,17 @@ async def test_an_answer_that_is_computed_again_is_shown_from_where_it_broke_off
         chunk("a", [2]),
         chunk("b", [3]),
         chunk("cd", [4], "stop"),
-        b'data: {"created":77,"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":4,"total_tokens":7}}',
+        usage(4),
         b"data: [DONE]",
     ]
     call = replayed(server, asked())
     whole = whole_items(b"".join(map(call.passed, said)))
-    assert [(choice, tokens) for choice, tokens, _ in whole] == [(0, [1]), (0, [2]), (0, [3]), (END, [4])]
+    assert tokens_of(whole) == [(0, [1]), (0, [2]), (0, [3]), (END, [4])]
+    assert b'"usage":{"prompt_tokens":3,"completion_tokens":4,"total_tokens":7}' in whole[-1][2]
     call.close()
     for seam in range(1, 4):
         call = replayed(server, asked([1, 2, 3][:seam]))
-        rest = whole_items(b"".join(map(call.passed, said)))
-        assert rest == whole[seam:]
-        assert b'"usage":{"prompt_tokens":3,"completion_tokens":4,"total_tokens":7}' in rest[-1][2]
+        assert whole_items(b"".join(map(call.passed, said))) == whole[seam:]
         call.close()
 
 
@@ -236,7 +223,7 @@ async def test_an_error_comes_behind_what_is_out(server: HttpServer) -> None:
     call = known(server, asked())
     frames = call.passed(chunk("a", [1])) + call.passed(chunk("", [2]))
     frames += call.failed(b'data: {"error":{"message":"the engine is dead","code":500}}')
-    assert [(choice, tokens) for choice, tokens, _ in whole_items(frames)] == [(0, [1]), (ERROR, [])]
+    assert tokens_of(whole_items(frames)) == [(0, [1]), (ERROR, [])]
     reader = ItemReader()
     reader.read(frames)
     assert reader.error is not None and b"the engine is dead" in reader.error
@@ -246,14 +233,12 @@ async def test_an_error_comes_behind_what_is_out(server: HttpServer) -> None:
 @pytest.mark.parametrize(
     ("fields", "may"),
     [
-        ({}, True),
         ({"temperature": 0.7, "logprobs": True, "stop_token_ids": [3], "repetition_penalty": 1.2}, True),
         ({"prompt": "hi"}, True),
         ({"prompt": [1, 2]}, True),
         ({"stream": False}, False),
         ({"n": 2}, False),
         ({"stop": "x"}, False),
-        ({"presence_penalty": 0.5}, False),
         ({"frequency_penalty": 0.5}, False),
         ({"bad_words": ["x"]}, False),
         ({"response_format": {"type": "json_object"}}, False),
@@ -286,12 +271,10 @@ def test_limits_shrink_by_what_was_generated(generated: list[int], min_tokens: i
 
 
 def test_prompts_are_given_as_tokens() -> None:
-    body: dict[str, Any] = {"messages": [], "kv_transfer_params": {"do_remote_decode": True}}
-    give_tokens(body, [1, 2])
-    assert body == {"messages": [], "kv_transfer_params": {"do_remote_decode": True, "prompt_token_ids": [1, 2]}}
-    body = {"messages": []}
-    give_tokens(body, [1, 2])
-    assert body["kv_transfer_params"] == {"prompt_token_ids": [1, 2]}
+    for transfer in ({}, {"do_remote_decode": True}):
+        body: dict[str, Any] = {"messages": [], **({"kv_transfer_params": {**transfer}} if transfer else {})}
+        give_tokens(body, [1, 2])
+        assert body == {"messages": [], "kv_transfer_params": {**transfer, "prompt_token_ids": [1, 2]}}
     body = {"prompt": "hi", "add_special_tokens": False}
     give_tokens(body, [1, 2])
     assert body == {"prompt": [1, 2]}

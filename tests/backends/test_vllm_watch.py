@@ -79,17 +79,11 @@ async def instance(server: Server, role: str = "PD") -> AsyncIterator[VllmInstan
         yield VllmInstances(connections, {name: target(role)}).connect(name, f"http://127.0.0.1:{server.port}")
 
 
-async def test_a_step_that_takes_long_is_no_death(serving: Any) -> None:
-    """Its counters stand still, with a request."""
+async def test_a_long_step_is_no_death_and_a_silent_server_is_lost_at_once(serving: Any) -> None:
     async with serving(running=1, tokens=5) as server, instance(server) as calls:
         await calls.info()
         for _ in range(3):
-            await calls.probe(PROMPT_S)
-
-
-async def test_a_server_that_says_nothing_is_lost_at_once(serving: Any) -> None:
-    async with serving() as server, instance(server) as calls:
-        await calls.info()
+            await calls.probe(PROMPT_S)  # with a request, its counters stand still
         server.answers.clear()
         with pytest.raises(StageTimeout, match="does not answer within"):
             await calls.probe(0.3)
@@ -107,14 +101,11 @@ async def test_a_server_that_reads_a_burst_of_calls_may_answer_later(serving: An
             await calls.probe(0.2)
 
 
-async def test_an_engine_that_stands_still_for_minutes_is_stuck() -> None:
-    watch = EngineWatch("d0")
-    server = Server(running=1, tokens=5)
-    watch.look(server.figures(), 1000.0)
-    watch.look(server.figures(), 1000.0 + STUCK_S)
-    server.tokens += 1
-    watch.look(server.figures(), 1001.0 + STUCK_S)
-    watch.look(server.figures(), 1000.0 + 2 * STUCK_S)
+def test_an_engine_that_stands_still_for_minutes_is_stuck() -> None:
+    watch, server = EngineWatch("d0"), Server(running=1, tokens=5)
+    for after_s, num_tokens in ((0, 0), (STUCK_S, 0), (STUCK_S + 1, 1), (2 * STUCK_S, 0)):
+        server.tokens += num_tokens
+        watch.look(server.figures(), 1000.0 + after_s)
     with pytest.raises(StageTimeout, match="computed nothing"):
         watch.look(server.figures(), 1002.0 + 2 * STUCK_S)
 

@@ -19,18 +19,8 @@ def model(tmp_path: Path) -> Path:
     return Path(shutil.copytree(weights_dir(), tmp_path / "model"))
 
 
-def cut(model: Path) -> None:
-    file = model / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-
-
-def cut_in_header(model: Path) -> None:
-    file = model / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:50])
-
-
-def pointer(model: Path) -> None:
-    (model / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n")
+def weights(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    return lambda model: (file := model / "model.safetensors").write_bytes(change(file.read_bytes()))
 
 
 def sharded(model: Path) -> None:
@@ -39,8 +29,7 @@ def sharded(model: Path) -> None:
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
 
 
-def test_a_model_is_taken(model: Path) -> None:
-    check_model_files(model)
+def test_shards_with_their_index_are_taken(model: Path) -> None:
     (model / "model.safetensors").rename(model / "model-00001-of-00001.safetensors")
     index = {"weight_map": {"a": "model-00001-of-00001.safetensors"}}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -68,9 +57,9 @@ def test_the_files_that_transformers_reads_are_looked_at_alone(model: Path) -> N
         (lambda model: (model / "tokenizer.json").unlink(), "tokenizer.json"),
         (lambda model: (model / "chat_template.jinja").write_text("{{"), "chat template"),
         (lambda model: (model / "model.safetensors").unlink(), "model.safetensors"),
-        (cut, "model.safetensors"),
-        (cut_in_header, "model.safetensors"),
-        (pointer, "model.safetensors"),
+        (weights(lambda data: data[:-100]), "model.safetensors"),
+        (weights(lambda data: data[:50]), "model.safetensors"),
+        (weights(lambda _: b"version https://git-lfs.github.com/spec/v1\nsize 9\n"), "model.safetensors"),
         (sharded, "model-00002-of-00002.safetensors"),
     ],
 )

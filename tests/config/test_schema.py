@@ -8,27 +8,6 @@ from epd_serve.config import DeploymentConfig, InstanceSettings, deployment_sche
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 FILES = sorted(DEPLOY.glob("*.yaml"), key=lambda file: file.name)
-#: Files that show something other than a topology.
-EXAMPLES = {
-    "cpu-mooncake.yaml",
-    "ascend-e-p-d.yaml",
-    "ascend-e-pd-cuda.yaml",
-    "vllm-ascend-openpangu-vl-7b.yaml",
-    "vllm-ascend-qwen3-vl-8b.yaml",
-    "vllm-cpu.yaml",
-    "vllm-cuda-qwen2.5-vl-7b.yaml",
-    "vllm-cuda-qwen3-vl-8b.yaml",
-}
-
-
-def file_name(topology: str) -> str:
-    """The rule of deploy/README.md: small letters, '_' between instances that share a device."""
-    depth, letters = 0, []
-    for character in topology.lower():
-        depth += {"(": 1, ")": -1}.get(character, 0)
-        if character not in "()":
-            letters.append("_" if character == "-" and depth else character)
-    return f"cpu-{''.join(letters)}.yaml"
 
 
 def test_the_schema_is_valid_and_agrees_with_the_loader_on_bad_files() -> None:
@@ -40,35 +19,33 @@ def test_the_schema_is_valid_and_agrees_with_the_loader_on_bad_files() -> None:
             parse_config(text)
 
 
-def test_every_documented_topology_has_a_file() -> None:
-    documented = ("EPD", "EP-D", "E-P-D", "(E-P)-D", "(E-D)-P", "(E-PD)", "ED-P", "2E-P-D")
-    assert {file.name for file in FILES} == {file_name(topology) for topology in documented} | EXAMPLES
-    readme = (DEPLOY / "README.md").read_text()
-    for topology in documented:
-        assert f"| `{file_name(topology)}` | `{topology}` |" in readme
-    assert all(f"`{name}`" in readme for name in EXAMPLES)
-
-
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_deployment_files_load_and_are_what_their_names_say(file: Path) -> None:
+def test_deployment_files_load_and_are_in_the_readme(file: Path) -> None:
     text = file.read_text()
     assert text.startswith("# yaml-language-server: $schema=schema.json\n")
-    config = load_config(file)
-    assert file.name in EXAMPLES | {file_name(str(config.topology))}
-    assert f"topology: {config.topology}\n" in text
+    assert f"topology: {load_config(file).topology}\n" in text
+    assert f"`{file.name}`" in (DEPLOY / "README.md").read_text()
     jsonschema.validate(YAML(typ="safe", pure=True).load(text), deployment_schema())
 
 
 def test_a_role_overrides_single_settings() -> None:
     config = parse_config(
-        "instances: {threads: 4, num_blocks: 100, kv_transfer: {transport: tcp, group_layers: 2}}\n"
-        "roles: {E: {threads: 1}, D: {kv_cache_bytes: 1GiB, kv_transfer: {group_layers: auto}}}"
+        "instances: {threads: 4, num_blocks: 100, kv_transfer: {transport: tcp, group_layers: 2},"
+        " batching: {order: slack}}\nslo: {ttft_ms: 900, tpot_ms: 40}\n"
+        "roles: {E: {threads: 1}, D: {kv_cache_bytes: 1GiB, kv_transfer: {group_layers: auto},"
+        " batching: {order: fcfs}}}"
     )
     encode, prefill, decode = (config.settings_for(role) for role in "EPD")
     assert (encode.threads, encode.num_blocks) == (1, 100)
     assert (prefill.threads, prefill.num_blocks, prefill.kv_transfer.group_layers) == (4, 100, 2)
     assert (decode.num_blocks, decode.kv_cache_bytes) == (None, 2**30)
     assert (decode.kv_transfer.transport, decode.kv_transfer.group_layers) == ("tcp", "auto")
+    assert (prefill.batching.order, decode.batching.order) == ("slack", "fcfs")
+    vllm = parse_config(
+        "engine: vllm\ninstances: {engine_args: {seed: 1, max-logprobs: 9}}\nroles: {P: {engine_args: {seed: 2}}}"
+    )
+    assert vllm.settings_for("P").engine_args == {"seed": 2, "max_logprobs": 9}
+    assert vllm.settings_for("D").engine_args == {"seed": 1, "max_logprobs": 9}
 
 
 def test_every_setting_reaches_the_instance() -> None:
@@ -78,19 +55,33 @@ def test_every_setting_reaches_the_instance() -> None:
         for name, field in InstanceSettings.model_fields.items()
         if isinstance(field.default, int | float | None) and not isinstance(field.default, bool)
     }
-    values |= {"memory_share": 0.25, "share": 0.5}
-    values |= {"tower_share": 0.75}
+    values |= {"memory_share": 0.25, "share": 0.5, "tower_share": 0.75}
     values.pop("kv_cache_bytes", None)  # the same thing as num_blocks
     values.pop("resident")  # a word
-    config = DeploymentConfig.model_validate(
-        {"instances": {**values, "kv_transfer": {"transport": "shm", "group_layers": 4}}}
-    )
+    config = DeploymentConfig.model_validate({"instances": values, "mooncake": {"devices": "mlx5_0"}})
     options = config.options_for(config.placement()[1], device="cpu", port=9001, threads=values["threads"])
     assert len(values) > 10
     assert {name: getattr(options, name) for name in values} == values
-    assert (options.kv_transfer.transport, options.kv_transfer.group_layers) == ("shm", 4)
     assert (options.name, str(options.role), options.port, options.dtype) == ("p0", "P", 9001, "auto")
-    assert options.served_model_name == "demo"
+    assert options.mooncake.devices == "mlx5_0"
+
+
+@pytest.mark.parametrize(
+    ("text", "uses", "starts", "told"),
+    [
+        ("mooncake: {devices: mlx5_0}", False, False, "here:2"),
+        ("instances: {kv_transfer: {transport: mooncake}}", True, False, "here:2"),
+        ("feature_store: mooncake", True, True, "here:2"),
+        ("{feature_store: mooncake, mooncake: {master: 'store:50051'}}", True, False, "store:50051"),
+    ],
+)
+def test_a_mooncake_master_is_started_where_a_store_names_none(
+    text: str, uses: bool, starts: bool, told: str
+) -> None:
+    config = parse_config(text)
+    assert (config.uses_mooncake, config.starts_master) == (uses, starts)
+    options = config.options_for(config.placement()[0], device="cpu", port=1, threads=1, master="here:2")
+    assert options.mooncake.master == told
 
 
 def test_only_epd_beside_others_assists() -> None:

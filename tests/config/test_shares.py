@@ -3,7 +3,6 @@
 import pytest
 
 from epd_serve.config import parse_config
-from epd_serve.config.shares import DeviceShare
 
 
 def shares(text: str) -> dict[str, tuple[float, float]]:
@@ -36,7 +35,6 @@ def test_numbers_stand_and_the_rest_goes_to_the_others_in_the_group_alone() -> N
         ),
         ("roles: {E: {share: 1}}", r"\(e0 1\) leave nothing to d0; lower them"),
         ("roles: {E: {share: 1.5}}", "share"),
-        ("roles: {E: {share: most}}", "share"),
         ("roles: {E: {share: 0}}", "share"),
     ],
 )
@@ -56,17 +54,3 @@ def test_parts_of_the_memory_that_do_not_fit_are_refused(roles: str, message: st
     config = parse_config(f"topology: (P-D)\ndevices: [cuda:0]\nroles: {{{roles}}}")
     with pytest.raises(ValueError, match=message):
         config.memory_shares(config.placement())
-
-
-def test_a_share_and_the_limit_of_decodes_reach_the_instance() -> None:
-    config = parse_config("topology: (E-D)-P\nslo: {tpot_ms: 40}")
-    options = config.options_for(
-        config.placement()[1],
-        device="cpu",
-        port=9001,
-        threads=1,
-        share=DeviceShare(share=0.5, start=0.25),
-        device_board="/tmp/board:1",
-    )
-    assert (options.device_share, options.slo.tpot_ms) == (DeviceShare(share=0.5, start=0.25), 40)
-    assert options.device_board == "/tmp/board:1"

@@ -18,11 +18,8 @@ GB = 10**9
     ("device", "memory_gb", "num_seqs"),
     [
         ("cuda", 85, 256),  # H100, as it says of itself: 79.6 GiB
-        ("cuda", 80, 256),
-        ("cuda", 141, 256),
         ("cuda", 192, 512),
         ("cuda", 24, 64),
-        ("cuda", 8, 16),
         ("cuda", 1, 16),
         ("emulated", 141, 256),
         ("cpu", 512, 64),

@@ -5,14 +5,6 @@ from epd_serve.config.vllm import connectors
 from proxy.settings import GatewaySettings
 
 
-def test_flags_of_a_role_go_over_those_of_all() -> None:
-    config = parse_config(
-        "engine: vllm\ninstances: {engine_args: {seed: 1, max-logprobs: 9}}\nroles: {P: {engine_args: {seed: 2}}}"
-    )
-    assert config.settings_for("P").engine_args == {"seed": 2, "max_logprobs": 9}
-    assert config.settings_for("D").engine_args == {"seed": 1, "max_logprobs": 9}
-
-
 @pytest.mark.parametrize(
     ("text", "chosen"),
     [
@@ -20,7 +12,6 @@ def test_flags_of_a_role_go_over_those_of_all() -> None:
         ("devices: ['cuda:0', 'cuda:1', 'cuda:2']", ("store", "nixl")),
         ("devices: ['npu:0', 'npu:1', 'npu:2']", ("file", "mooncake")),
         ("devices: ['npu:0', 'cuda:0', 'cuda:1']", ("file", "nixl")),
-        ("topology: EPD", (None, None)),
         ("topology: E-PD", ("store", None)),
         ("topology: EP-D\nvllm: {kv: nixl}", (None, "nixl")),
     ],

@@ -41,15 +41,16 @@ specification.loader.exec_module(generate)
 COMMANDS: dict[str, Any] = dict(generate.commands(typer.main.get_command(app), "epd-serve"))
 
 
+@pytest.mark.parametrize("path", ["docs/reference/options.md", "docs/reference/cli.md", "deploy/schema.json"])
+def test_generated_pages_are_current(path: str) -> None:
+    assert (ROOT / path).read_text(encoding="utf-8") == generate.pages()[path], "run: python docs/generate.py"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Block:
     mark: str
     language: str
     text: str
-
-    @property
-    def runs(self) -> bool:
-        return self.language in ("sh", "python") and not self.mark
 
 
 def blocks(page: Path) -> list[Block]:
@@ -78,30 +79,25 @@ def parse(words: Sequence[str]) -> None:
     assert list(words[1:]) in ([], ["--version"], ["--help"]), f"there is no command {shlex.join(words)}"
 
 
-def named(pages: Sequence[Path]) -> list[str]:
-    return [page.name for page in pages]
+def name(page: Path) -> str:
+    return page.name
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named(PAGES))
-def test_every_command_parses(page: Path) -> None:
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_command_parses_and_every_deployment_file_is_right(page: Path) -> None:
     for block in blocks(page):
         assert block.language in ("sh", "python", "yaml", "json", "text"), f"{page.name}: {block}"
         assert re.fullmatch(r"|slow|needs: \w+|file: [\w.]+", block.mark), f"{page.name}: {block.mark}"
         for words in commands(block.text) if block.language == "sh" else ():
             parse(words)
+        if block.language == "yaml" and not block.mark.startswith("file"):
+            parse_config(block.text)
     for span in re.findall(r"`(epd-serve [^`]*)`", FENCE.sub("", page.read_text())):
         try:
             parse(shlex.split(span))
         except Exception as error:  # typer keeps its classes of errors to itself
             if type(error).__name__ != "MissingParameter":  # the text names a command and leaves out what it needs
                 raise
-
-
-@pytest.mark.parametrize("page", PAGES, ids=named(PAGES))
-def test_every_deployment_file_is_right(page: Path) -> None:
-    for block in blocks(page):
-        if block.language == "yaml" and not block.mark.startswith("file"):
-            parse_config(block.text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,16 +157,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
     assert up.returncode == 0, output.read_text()
 
 
-RUN = [page for page in PAGES if any(block.runs for block in blocks(page))]
-SLOW = [page for page in PAGES if any(block.mark == "slow" for block in blocks(page))]
-
-
-@pytest.mark.parametrize("page", RUN, ids=named(RUN))
-def test_commands_run(desk: Desk, page: Path) -> None:
-    desk.run(page, "")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("page", SLOW, ids=named(SLOW))
-def test_slow_commands_run(desk: Desk, page: Path) -> None:
-    desk.run(page, "slow")
+@pytest.mark.parametrize("mark", ["", pytest.param("slow", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_commands_run(desk: Desk, page: Path, mark: str) -> None:
+    desk.run(page, mark)

@@ -40,24 +40,16 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_files_and_options_of_a_page_exist(page: Path) -> None:
     for path, anchor in LINK.findall(CODE.sub("", page.read_text())):
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), f"{page}: no {path}"
         assert not anchor or anchor in anchors(target), f"{page}: {path} has no heading #{anchor}"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_files_that_are_named_exist(page: Path) -> None:
     missing = {name for name in NAMED.findall(page.read_text()) if not (ROOT / name).exists()}
     modules = [ROOT / name.replace(".", "/") for name in MODULE.findall(page.read_text())]
     files = ((module.with_suffix(".py"), module / "__main__.py") for module in modules)
     missing |= {str(module) for module, package in files if not module.is_file() and not package.is_file()}
     assert missing == set()
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_options_that_are_named_exist(page: Path) -> None:
     assert {path for path in OPTION.findall(page.read_text()) if not is_option(DeploymentConfig, path)} == set()
 
 

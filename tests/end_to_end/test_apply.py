@@ -29,16 +29,11 @@ def topology(line: str, more: str = "") -> DeploymentConfig:
     return parse_config(f"topology: {line}\n{PORTS}{more}")
 
 
-def started() -> LocalDeployment:
-    return LocalDeployment(
-        topology("E-P-D"), ready_timeout_s=300, backoff=lambda: Backoff(first_s=0.1, limit_s=0.1)
-    )
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def deployment() -> AsyncIterator[LocalDeployment]:
-    """One deployment that the first two tests change, in their order."""
-    async with started() as deployment:
+    """One deployment that all tests change, in their order."""
+    backoff = lambda: Backoff(first_s=0.1, limit_s=0.1)  # noqa: E731
+    async with LocalDeployment(topology("E-P-D"), ready_timeout_s=300, backoff=backoff) as deployment:
         yield deployment
 
 
@@ -80,13 +75,8 @@ def test_no_request_notices_a_ring_of_topologies(tmp_path: Path, monkeypatch: py
     report = json.loads(output.read_text())
     assert code == 0 and report["passed"], json.dumps(report, indent=2)
     assert set(report["steps"]) == {"start", "switch", "stop"}
-    assert [sorted(one["instances"].values()) for one in report["applies"]] == [
-        ["D", "E", "P"],
-        ["ED", "P"],
-        ["EPD"],
-        ["D", "E", "E", "P"],
-        ["D", "E", "P"],
-    ]
+    roles = [" ".join(sorted(one["instances"].values())) for one in report["applies"]]
+    assert roles == ["D E P", "ED P", "EPD", "D E E P", "D E P"]
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -106,23 +96,19 @@ async def test_a_failed_start_changes_nothing_and_the_next_file_is_taken(deploym
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_the_command_says_its_steps_and_what_is_wrong(deployment: LocalDeployment, tmp_path: Path) -> None:
-    async def apply(text: str, *options: str) -> tuple[int, str]:
-        file = tmp_path / "new.yaml"
-        file.write_text(text)
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "epd_serve.cli", "apply", str(file), *options),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-        )
+    async def run(*arguments: str) -> tuple[int | None, str]:
+        pipes = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.STDOUT}
+        command = (sys.executable, "-m", "epd_serve.cli", *arguments)
+        process = await asyncio.create_subprocess_exec(*command, **pipes)
         output, _ = await process.communicate()
-        assert process.returncode is not None
         return process.returncode, output.decode()
 
-    status = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "epd_serve.cli", "status"), stdout=asyncio.subprocess.PIPE
-    )
-    said, _ = await status.communicate()
-    assert status.returncode == 0 and said.count(b" ready ") == 4, said.decode()
+    async def apply(text: str, *options: str) -> tuple[int | None, str]:
+        (tmp_path / "new.yaml").write_text(text)
+        return await run("apply", str(tmp_path / "new.yaml"), *options)
+
+    code, said = await run("status")
+    assert code == 0 and said.count(" ready ") == 4, said
     assert await apply(f"topology: 2E-2P-D\n{PORTS}", "--dry-run") == (
         0,
         'topology: "E-2P-D" -> "2E-2P-D"\nstart e1 (E)\n',
@@ -141,12 +127,9 @@ async def test_the_command_says_its_steps_and_what_is_wrong(deployment: LocalDep
 
 
 @pytest.mark.slow
-async def test_options_of_the_gateway_bring_another_one_and_cut_no_stream() -> None:
-    async with started() as deployment:
-        await _replace_the_gateway(deployment)
-
-
-async def _replace_the_gateway(deployment: LocalDeployment) -> None:
+@pytest.mark.asyncio(loop_scope="module")
+async def test_options_of_the_gateway_bring_another_one_and_cut_no_stream(deployment: LocalDeployment) -> None:
+    await deployment.apply(topology("E-P-D"))
     url = f"{deployment.gateway_url}/v1/completions"
     body = BODY | {"prompt": "Count to 99.", "max_tokens": 600, "ignore_eos": True, "stream": True}
     limits = httpx.Limits(max_keepalive_connections=4)
@@ -201,12 +184,9 @@ def at(words: str, act: Callable[[], None]) -> Callable[[str], None]:
 
 
 @pytest.mark.slow
-async def test_processes_that_die_meanwhile() -> None:
-    async with started() as deployment:
-        await _kill_processes(deployment)
-
-
-async def _kill_processes(deployment: LocalDeployment) -> None:
+@pytest.mark.asyncio(loop_scope="module")
+async def test_processes_that_die_meanwhile(deployment: LocalDeployment) -> None:
+    await deployment.apply(topology("E-P-D"))
     await deployment.apply(topology("2E-P-D"), at("start e1", lambda: kill(deployment, "p0")))
     assert roles(deployment) == ["D", "E", "E", "P"] and await comes_to_serve(deployment)
     await deployment.apply(topology("E-P-2D"), at("switch", lambda: kill(deployment, "gateway")))

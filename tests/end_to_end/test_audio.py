@@ -21,7 +21,6 @@ from clips import Clip, clip
 from fleet import Books, deployed, figures
 from http_client import http_client
 from identity import CHATS, Question, ask, generated
-from pictures import noise, png
 from reference import Reference
 from sounds import Sound, encoded, sound
 
@@ -78,17 +77,12 @@ GOOD = sound(7, 2.0)
 
 @cache
 def hostile() -> dict[str, tuple[str, str]]:
+    """Each is refused at another place; tests/media has many more."""
+    silence = encoded(np.zeros((1, 120 * 16_000), np.int16), 16_000, "flac")
     return {
-        "empty": ("data:audio/wav;base64,", "empty"),
-        "text": (data_url(b"no sound, but text", "audio/wav"), "not readable audio"),
-        "a picture": (data_url(png(noise(1)), "audio/wav"), "not readable audio"),
         "called a picture": (data_url(GOOD, "image/wav"), "only audio/... is supported; send it as image_url"),
         "cut": (data_url(GOOD[: len(GOOD) // 2], "audio/wav"), "truncated"),
-        "two minutes of silence": (
-            data_url(encoded(np.zeros((1, 120 * 16_000), np.int16), 16_000, "flac"), "audio/flac"),
-            "limit of 60 s",
-        ),
-        "a video without sound": (data_url(clip(0, 12), "audio/mp4"), "no audio stream"),
+        "two minutes of silence": (data_url(silence, "audio/flac"), "limit of 60 s"),
         "longer than the model takes": (data_url(sound(0, 5.0), "audio/wav"), "at most 4 s at a time"),
         "short": (data_url(sound(0, 0.01), "audio/wav"), "too short for a token"),
         "large": (data_url(bytes(MAX_BYTES + 10), "audio/wav"), f"at most {MAX_BYTES}"),
@@ -99,17 +93,13 @@ def hostile() -> dict[str, tuple[str, str]]:
 async def test_hostile_sounds_are_refused_by_part(deployment: LocalDeployment) -> None:
     async def check(client: httpx.AsyncClient, kind: str) -> None:
         url, words = hostile()[kind]
-        parts = [
-            {"type": "text", "text": "What is said?"},
-            Sound(GOOD).part,
-            {"type": "audio_url", "audio_url": {"url": url}},
-        ]
+        parts = [Sound(GOOD).part, {"type": "audio_url", "audio_url": {"url": url}}]
         answer = await client.post(CHATS, json={"messages": [{"role": "user", "content": parts}]})
         error = answer.json()["error"]
         assert answer.status_code == (413 if kind == "large" else 400), answer.text
         assert words in error["message"], (kind, error)
         if kind not in ("longer than the model takes", "short"):  # P says so, of all items together
-            assert error["param"] == "messages[0].content[2].audio_url.url", (kind, error)
+            assert error["param"] == "messages[0].content[1].audio_url.url", (kind, error)
 
     async with http_client(deployment.gateway_url) as client, asyncio.timeout(60):
         await asyncio.gather(*(check(client, kind) for kind in hostile()))
@@ -159,26 +149,17 @@ async def test_a_file_is_transcribed_as_openai_does(deployment: LocalDeployment,
     assert (events[-1]["type"], events[-1]["usage"]) == ("transcript.text.done", answer["usage"])
 
 
-@pytest.mark.parametrize(
-    ("fields", "file", "param", "words"),
-    [
-        ({}, GOOD[: len(GOOD) // 2], "file", "truncated"),
-        ({}, b"", "file", "empty"),
-        ({"response_format": "srt"}, GOOD, "response_format", "'json' or 'text'"),
-        ({"timestamp_granularities[]": "word"}, GOOD, "timestamp_granularities[]", "unknown field"),
-        ({"temperature": "hot"}, GOOD, "temperature", "valid number"),
-        ({"model": "tested"}, None, "file", "is required"),
-    ],
-)
-async def test_forms_that_cannot_be_are_refused(
-    deployment: LocalDeployment, fields: dict[str, str], file: bytes | None, param: str, words: str
-) -> None:
-    files: dict[str, Any] = {name: (None, value) for name, value in fields.items()}
-    if file is not None:
-        files["file"] = ("a.wav", file)
+async def test_forms_that_cannot_be_are_refused(deployment: LocalDeployment) -> None:
+    path = "/v1/audio/transcriptions"
     async with http_client(deployment.gateway_url) as client:
-        answer = await client.post("/v1/audio/transcriptions", files=files)
-        no_form = await client.post("/v1/audio/transcriptions", json={"file": "x"})
-    error = answer.json()["error"]
-    assert answer.status_code == 400 and error["param"] == param and words in error["message"], error
+        for fields, file, param in (
+            ({}, GOOD[: len(GOOD) // 2], "file"),
+            ({"response_format": "srt"}, GOOD, "response_format"),
+            ({"timestamp_granularities[]": "word"}, GOOD, "timestamp_granularities[]"),
+            ({"model": "tested"}, None, "file"),
+        ):
+            files: dict[str, Any] = {name: (None, value) for name, value in fields.items()}
+            answer = await client.post(path, files=files | ({"file": ("a.wav", file)} if file else {}))
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+        no_form = await client.post(path, json={"file": "x"})
     assert no_form.status_code == 400 and "multipart/form-data" in no_form.json()["error"]["message"]

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import tiny_models
 from chat import chat
-from chip.accelerator import ChipOps
-from chip.chip import Chip
 from fleet import figures
 from in_process import Deployment, deployment
 from pictures import noise
@@ -26,12 +24,21 @@ from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.types import Role
 
 FIELDS: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True, "skip_special_tokens": False, "logprobs": True}
+OPTIONS = {"device": "chip:2", "block_size": 8, "max_num_batched_tokens": 40}
 #: All instances are in the test's process, which a busy machine keeps from answering for a while.
 UNWATCHED_S = 300
 
 
-async def check_answers(one: Deployment, reference: Reference, asked: list[tuple[str, list[Any]]]) -> None:
+ASKED: list[tuple[str, list[Any]]] = [
+    ("What is this?", [noise(1)]),
+    ("Repeat: " + "apple banana " * 20, []),
+    ("Say apple", []),
+]
+
+
+async def check_answers(one: Deployment, reference: Reference, *asked: tuple[str, list[Any]]) -> None:
     """Ask all texts with their pictures at once: the tokens are those of ``generate``, nothing is held."""
+    asked = asked or tuple(ASKED)
     answers = await asyncio.gather(
         *(one.post("/v1/chat/completions", chat(text, *images, **FIELDS)) for text, images in asked)
     )
@@ -44,44 +51,30 @@ async def check_answers(one: Deployment, reference: Reference, asked: list[tuple
     await one.settle()
 
 
-class Copied:
-    """The threads and the streams on which KV and features are copied, and the streams of attention."""
+HOST_COPIES: tuple[tuple[type, str], ...] = ((KVMemory, "copy"), (Copies, "to_host"), (Copies, "to_device"))
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.threads: dict[str, set[int]] = {}
-        self.streams: dict[str, set[Any]] = {}
-        self.attention: set[Any] = set()
-        self._inside = threading.local()
-        self._watch(monkeypatch, KVMemory, "copy")
-        for name in ("to_host", "to_device"):
-            self._watch(monkeypatch, Copies, name)
-        self._watch(monkeypatch, EmbeddedTransport, "read")
-        copy, attend = Chip.copy, ChipOps.attend
 
-        def copied(chip: Chip, work: Any, held: object) -> None:
-            if name := getattr(self._inside, "name", ""):
-                self.streams.setdefault(name, set()).add(chip.current())
-            copy(chip, work, held)
+def host_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for part, name in HOST_COPIES:
+        monkeypatch.setattr(part, name, None)
 
-        def attended(ops: ChipOps, *arguments: Any) -> Any:
-            self.attention.add(ops.chip.current())
-            return attend(ops, *arguments)
 
-        monkeypatch.setattr(Chip, "copy", copied)
-        monkeypatch.setattr(ChipOps, "attend", attended)
+def copying_threads(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[int]]:
+    """The threads on which KV and features will have been copied, by the name of the function that does it."""
+    threads: dict[str, set[int]] = {}
 
-    def _watch(self, monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
+    def watch(owner: type, name: str) -> None:
         inner = getattr(owner, name)
 
         def watched(*arguments: Any, **keywords: Any) -> Any:
-            self.threads.setdefault(name, set()).add(threading.get_ident())
-            outer, self._inside.name = getattr(self._inside, "name", ""), name
-            try:
-                return inner(*arguments, **keywords)
-            finally:
-                self._inside.name = outer
+            threads.setdefault(name, set()).add(threading.get_ident())
+            return inner(*arguments, **keywords)
 
         monkeypatch.setattr(owner, name, watched)
+
+    for owner, name in (*HOST_COPIES, (EmbeddedTransport, "read")):
+        watch(owner, name)
+    return threads
 
 
 @pytest.mark.slow
@@ -91,17 +84,14 @@ async def test_kv_goes_through_host_memory_that_is_far_smaller(
 ) -> None:
     """All answers at once, each through the same few cells many times; a recurrent state as well.
 
-    No copy of KV or a feature runs on the event loop, or in the stream of the engine.
+    No copy of KV or a feature runs on the event loop.
     """
     model = tiny_models.make_tiny_model(kind, tmp_path / "model")
     reference = Reference(model)
-    asked = [("What is this?", [noise(1)]), ("Repeat: " + "apple banana " * 20, []), ("Say apple", [])]
-    transfer = {"transport": "tcp"}
-    options = {"device": "chip:2", "block_size": 8, "max_num_batched_tokens": 40, "kv_transfer": transfer}
-    options["staging_bytes"] = 32 << 10
-    copied = Copied(monkeypatch)
+    options = OPTIONS | {"kv_transfer": {"transport": "tcp"}, "staging_bytes": 32 << 10}
+    threads = copying_threads(monkeypatch)
     async with deployment(model, "E", "P", "D", options=options, probe_timeout_s=UNWATCHED_S) as one:
-        await check_answers(one, reference, asked)
+        await check_answers(one, reference)
         for instance in one.instances.values():
             if instance.language is None:
                 continue
@@ -110,10 +100,8 @@ async def test_kv_goes_through_host_memory_that_is_far_smaller(
             moved = await figures(instance.url)
             if instance.options.role.decodes:
                 assert moved["kv_bytes_total"] > 3 * memory.region.nbytes
-    assert copied.threads.keys() >= {"copy", "to_host", "to_device", "read"} and copied.attention
-    assert threading.get_ident() not in set().union(*copied.threads.values())
-    assert copied.streams.keys() >= {"copy", "to_host", "to_device"}
-    assert copied.attention.isdisjoint(set().union(*copied.streams.values()))
+    assert threads.keys() == {"copy", "to_host", "to_device", "read"}
+    assert threading.get_ident() not in set().union(*threads.values())
 
 
 @pytest.mark.slow
@@ -124,14 +112,10 @@ async def test_features_and_kv_go_from_device_to_device(
     """None of it through the host; also once the decode instance has had another role and other memory."""
     model = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
     reference = Reference(model)
-    asked = [("What is this?", [noise(1)]), ("Repeat: " + "apple banana " * 20, []), ("Say apple", [])]
-    options = {"device": "chip:2", "block_size": 8, "max_num_batched_tokens": 40}
-    monkeypatch.setattr(KVMemory, "copy", None)  # between the device and the host's cells
-    monkeypatch.setattr(Copies, "to_host", None)
-    monkeypatch.setattr(Copies, "to_device", None)
-    async with deployment(model, *roles, options=options, probe_timeout_s=UNWATCHED_S) as one:
+    host_copies_nothing(monkeypatch)
+    async with deployment(model, *roles, options=OPTIONS, probe_timeout_s=UNWATCHED_S) as one:
         decode = list(one.instances.values())[-1]
-        await check_answers(one, reference, asked)
+        await check_answers(one, reference)
         before = mapped()
         assert len(before) == len(roles) - 1, "P's KV, and E's features where E is apart"
         used = decode.device.memory()
@@ -139,7 +123,7 @@ async def test_features_and_kv_go_from_device_to_device(
         assert len(mapped()) == len(roles) - 2, "an encode instance maps the KV of P"
         await decode.rebuild(Role.parse("D"))
         assert decode.device.memory()[1] >= used[1]
-        await check_answers(one, reference, asked)
+        await check_answers(one, reference)
         assert mapped() == before
         assert (await figures(decode.url))["kv_bytes_total"] > 0, "D reads"
 
@@ -152,17 +136,14 @@ async def test_mooncake_reads_features_and_kv_where_they_are(
     """As between hosts: nothing is mapped, and the host copies nothing; also after a change of role."""
     model = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
     reference = Reference(model)
-    asked = [("What is this?", [noise(1)]), ("Repeat: " + "apple banana " * 20, []), ("Say apple", [])]
-    transfer = {"transport": "mooncake"}
-    options = {"device": "chip:2", "block_size": 8, "max_num_batched_tokens": 40, "kv_transfer": transfer}
-    for part, name in ((KVMemory, "copy"), (Copies, "to_host"), (Copies, "to_device")):
-        monkeypatch.setattr(part, name, None)
+    options = OPTIONS | {"kv_transfer": {"transport": "mooncake"}}
+    host_copies_nothing(monkeypatch)
     async with deployment(model, "E", "P", "D", options=options, probe_timeout_s=UNWATCHED_S) as one:
         for again in (False, True):
             if again:
                 await one.instances["d2"].rebuild(Role.parse("E"))
                 await one.instances["d2"].rebuild(Role.parse("D"))
-            await check_answers(one, reference, asked)
+            await check_answers(one, reference)
             assert not mapped()
             moved = {name: await figures(instance.url) for name, instance in one.instances.items()}
             assert moved["d2"]["kv_bytes_total"] > 0, "D reads"
@@ -179,27 +160,18 @@ async def test_features_go_by_the_host_where_the_device_is_not_reached(
 ) -> None:
     """The consumer does not map the encoder's device, or nobody may map it."""
     model = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
-    tokens = (reference := Reference(model)).generate("What is this?", [noise(1)], max_tokens=6)
+    reference = Reference(model)
     encoder = {**consumer, "device": "chip:2"}
     of = {"e0": encoder, "pd1": {"device": "chip:2", **consumer}}
     async with deployment(model, "E", "PD", of=of, probe_timeout_s=UNWATCHED_S) as one:
         for _ in range(2):
-            status, answer = await one.post("/v1/chat/completions", chat("What is this?", noise(1), **FIELDS))
-            assert status == 200, answer
-            chosen = answer["choices"][0]["logprobs"]["content"]
-            found = [bytes(token["bytes"]).decode(errors="replace") for token in chosen]
-            assert found == [reference.tokenizer.decode([token]) for token in tokens]
-        await one.settle()
+            await check_answers(one, reference, ASKED[0])
         encoded = await figures(one.instances["e0"].url)
         assert encoded["encodes_total"] and not mapped()
         assert (await figures(one.instances["pd1"].url)).get("encodes_total", 0) == 0, "P encodes nothing itself"
 
 
-def mapped(*pids: int) -> set[str]:
-    """The memory of devices that is mapped by more instances than its owner: in this process, or in these."""
-    names = re.findall(r"/memfd:(chip-\w+)", "".join(maps_of(pid) for pid in pids or ("self",)))
-    return {name for name, count in Counter(names).items() if count > 1}
-
-
-def maps_of(pid: object) -> str:
-    return Path(f"/proc/{pid}/maps").read_text()
+def mapped() -> set[str]:
+    """The memory of devices that is mapped by more instances than its owner, all in this process."""
+    counts = Counter(re.findall(r"/memfd:(chip-\w+)", Path("/proc/self/maps").read_text()))
+    return {name for name, count in counts.items() if count > 1}

@@ -14,7 +14,7 @@ import httpx
 import openai
 import psutil
 import pytest
-from chat import data_url
+from chat import chat
 from fleet import Books, is_up, wait_until
 from http_client import http_client
 from transports import needs_mooncake
@@ -34,7 +34,7 @@ FILES = [
     )
     for file in sorted((ROOT / "deploy").glob("cpu-*.yaml"))
 ]
-PICTURE = data_url((ROOT / "docs" / "images" / "three-shapes.png").read_bytes())
+PICTURE = (ROOT / "docs" / "images" / "three-shapes.png").read_bytes()
 GIB = 1 << 30
 
 
@@ -42,13 +42,8 @@ def shared_memory() -> set[Path]:
     return set(Path("/dev/shm").iterdir())
 
 
-def check_shared_memory(before: set[Path]) -> None:
-    """No more is there than before, but for what others on this machine use meanwhile, or are about to."""
-    wait_until(lambda: not left_behind(before), "no shared memory is left")
-
-
 def left_behind(before: set[Path]) -> set[Path]:
-    """Files that no process has mapped, by inode: a semaphore is mapped under an earlier name than its own."""
+    """New files that no process has mapped, by inode: a semaphore is mapped under an earlier name than its own."""
     new: dict[Path, int] = {}
     for path in shared_memory() - before:
         with suppress(FileNotFoundError):
@@ -68,9 +63,7 @@ async def test_each_deployment_answers_the_questions_of_the_readme(
     changes = {"gateway": {"port": 0}, "instances": {"base_port": 0}, "trace": str(tmp_path)}
     config = change_config(load_config(file), changes)
     before = shared_memory()
-    started = time.monotonic()
     async with LocalDeployment(config, ready_timeout_s=300) as deployment:
-        ready_s = time.monotonic() - started
         pids = [process.pid for process in deployment.processes]
         async with http_client() as control:
             for handle in deployment.instances.values():
@@ -80,41 +73,21 @@ async def test_each_deployment_answers_the_questions_of_the_readme(
         async with openai.AsyncOpenAI(
             base_url=f"{deployment.gateway_url}/v1", api_key="-", http_client=http_client()
         ) as client:
-            for question, answer in (
-                ("What color is the circle?", "red"),
-                ("Where is the blue square?", "right"),
-                ("How many shapes are there?", "3"),
+            for question, answer, *pictures in (
+                ("What color is the circle?", "red", PICTURE),
+                ("Where is the blue square?", "right", PICTURE),
+                ("How many shapes are there?", "3", PICTURE),
+                ("What is the capital of France?", "Paris"),
             ):
-                reply = await client.chat.completions.create(
-                    model="demo",
-                    temperature=0,
-                    messages=[
-                        {
-                            "role": "user",
-                            "content": [
-                                {"type": "image_url", "image_url": {"url": PICTURE}},
-                                {"type": "text", "text": question},
-                            ],
-                        }
-                    ],
-                )
+                reply = await client.chat.completions.create(**chat(question, *pictures))
                 assert reply.choices[0].message.content == answer
-            words = await client.chat.completions.create(
-                model="demo",
-                temperature=0,
-                messages=[{"role": "user", "content": "What is the capital of France?"}],
-            )
-            assert words.choices[0].message.content == "Paris"
         rss = sum(psutil.Process(pid).memory_info().rss for pid in pids)
-        print(
-            f"{config.topology}: ready in {ready_s:.1f} s, {rss / GIB:.2f} GiB resident in {len(pids)} processes"
-        )
         assert rss < 3 * GIB or len(pids) > 4
-        await Books({name: handle.url for name, handle in deployment.instances.items()}).check()
+        await Books.of(deployment).check()
         stopping = time.monotonic()
     assert time.monotonic() - stopping < 30
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
-    check_shared_memory(before)
+    wait_until(lambda: not left_behind(before), "no shared memory is left")
     check_stages(tmp_path, config.topology.num_instances)
 
 
@@ -133,7 +106,6 @@ def check_stages(traces: Path, num_instances: int) -> None:
     assert first.stages["encode_execute"] > 0 and first.stages["ep_migration"] > 0
     assert [other.stages["encode_execute"] for other in (*others, text)] == [0, 0, 0], "the store had it"
     assert all(request.stages["prefill_execute"] > 0 for request in requests)
-    print(f"not in any stage: {', '.join(f'{share:.1%}' for share in rest)}")
     assert min(rest) < 0.5, "the rest is calls and the answer's way"
 
 
@@ -162,12 +134,8 @@ def test_instances_and_gateway_can_be_started_by_hand(tmp_path: Path) -> None:
         try:
             wait_until(lambda: is_up(f"http://127.0.0.1:{port}/health"), "the gateway is ready")
             body = {"model": "demo", "prompt": "Say apple", "max_tokens": 2}
-            assert (
-                httpx.post(
-                    f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=150, verify=False
-                ).status_code
-                == 200
-            )
+            answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=150, verify=False)
+            assert answer.status_code == 200, answer.text
         finally:
             gateway.terminate()
             instance.terminate()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +22,6 @@ from epd_serve.launch.processes.ports import free_port
 ROLES = {"D": {"max_num_seqs": 1}}
 #: Of the first token's time a stage may take half: many answers, and more than one takes when the machine is busy.
 SLO = {"ttft_ms": 1500, "tpot_ms": 60000}
-ELASTIC = {"cooldown_s": 1}
 PROMPTS = ("The red circle is", "apple banana cherry", "Where is it?")
 NUM_CLIENTS = 20
 
@@ -76,30 +74,19 @@ class Site:
             is_enough = True
 
 
-@asynccontextmanager
-async def site() -> AsyncIterator[Site]:
-    port = free_port("127.0.0.1")
-    async with (
-        deployed(
-            "2E-P-D",
-            gateway={"admin": {"port": port}},
-            instances={"num_blocks": 512},
-            slo=SLO,
-            roles=ROLES,
-            elastic=ELASTIC,
-        ) as deployment,
-        http_client() as client,
-    ):
-        yield Site(deployment, f"http://127.0.0.1:{port}", client)
-
-
 def ordered(decisions: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [one for one in decisions if one["order"] is not None]
 
 
 @pytest.mark.slow
 async def test_a_late_decode_gets_an_encoder_and_no_answer_notices() -> None:
-    async with site() as here:
+    port = free_port("127.0.0.1")
+    settings = {"slo": SLO, "roles": ROLES, "elastic": {"cooldown_s": 1}, "instances": {"num_blocks": 512}}
+    async with (
+        deployed("2E-P-D", gateway={"admin": {"port": port}}, **settings) as deployment,
+        http_client() as client,
+    ):
+        here = Site(deployment, f"http://127.0.0.1:{port}", client)
         for prompt in PROMPTS:
             await here.complete(prompt)
         picture = chat("What is it?", noise(1), max_tokens=4)

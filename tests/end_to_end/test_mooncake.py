@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 import tiny_models
-from chat import chat
 from fleet import Books, deployed, figures
 from http_client import http_client
-from identity import token_texts
+from identity import Question, ask, generated
 from pictures import noise
 from reference import Reference
 from transports import HAS_MOONCAKE
@@ -24,8 +23,6 @@ if not HAS_MOONCAKE:
 
 from mooncake_master import Master
 
-MAX_TOKENS = 12
-
 
 class Service:
     """A deployment whose answers are compared with what transformers generates."""
@@ -35,23 +32,9 @@ class Service:
         self._reference = reference
 
     async def check(self, *seeds: int) -> None:
-        images = [noise(seed, (60 + seed, 90)) for seed in seeds]
-        expected = self._reference.generate("What is this?", images, max_tokens=MAX_TOKENS)
-        body = chat(
-            "What is this?",
-            *images,
-            model="tested",
-            max_tokens=MAX_TOKENS,
-            ignore_eos=True,
-            logprobs=True,
-            skip_special_tokens=False,
-        )
+        question = Question("What is this?", tuple(noise(seed, (60 + seed, 90)) for seed in seeds))
         async with http_client(self.deployment.gateway_url) as client:
-            answer = await client.post("/v1/chat/completions", json=body)
-        assert token_texts(answer) == [self._reference.tokenizer.decode([i]) for i in expected]
-
-    async def check_books(self) -> None:
-        await Books.of(self.deployment).check()
+            assert await ask(client, question) == generated(self._reference, question)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +75,7 @@ async def test_a_deployment_starts_its_own_master_and_answers_as_ever(model: Pat
         await service.check(2, 3)
         os.kill(deployment.processes[0].pid, signal.SIGCONT)
         await service.check(3, 4)
-        await service.check_books()
+        await Books.of(deployment).check()
 
 
 @pytest.mark.slow
@@ -108,6 +91,6 @@ async def test_a_given_master_may_die_and_come_back(model: Path) -> None:
             await service.check(4)
             master.start()
             await service.check(1, 5)
-            await service.check_books()
+            await Books.of(deployment).check()
     finally:
         master.kill()

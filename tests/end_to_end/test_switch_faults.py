@@ -41,10 +41,6 @@ class Site:
         self.text = ""
         self.num_asked: Counter[str] = Counter()
 
-    @property
-    def instances(self) -> dict[str, str]:
-        return {name: one.url for name, one in self.deployment.instances.items()}
-
     async def order(self, role: str, **limits: Any) -> tuple[int, str]:
         """Status and text; 0 where the gateway is gone."""
         body = {"role": role, "deadline_s": 3600, "patience_s": 0, **limits}
@@ -60,7 +56,7 @@ class Site:
             while True:
                 info: dict[str, Any] = {}
                 try:
-                    answer = await self.client.get(f"{self.instances[MOVER]}/info")
+                    answer = await self.client.get(f"{self.deployment.instances[MOVER].url}/info")
                     if answer.status_code == 200:
                         info = answer.json()
                 except httpx.TransportError:
@@ -126,14 +122,8 @@ class Site:
         """KV that somebody may still announce keeps the instance from being empty, for as long as this lasts."""
         config = json.loads((weights_dir() / "config.json").read_text())["text_config"]
         info = await self.until(ready=True)
-        layout = wire.KVLayout(
-            num_layers=config["num_hidden_layers"],
-            num_kv_heads=config["num_key_value_heads"],
-            head_dim=config["head_dim"],
-            block_size=info["block_size"],
-            dtype=info["dtype"],
-            model=info["media_fingerprint"],
-        )
+        sizes = (config[name] for name in ("num_hidden_layers", "num_key_value_heads", "head_dim"))
+        layout = wire.KVLayout(*sizes, info["block_size"], info["dtype"], info["media_fingerprint"])
         nowhere = wire.Region(name="kv", nbytes=1, host_id="h", pid=1, fd=1, host="", port=0)
         reserve = wire.ReserveRequest("t", "r", 8, 8, 1, [], layout, 3600, nowhere)
         await peers.call(info["url"], "/kv/reserve", reserve)
@@ -238,4 +228,4 @@ async def test_whatever_dies_during_a_switch_the_deployment_serves() -> None:
         await asyncio.gather(*asking, return_exceptions=True)
         await peers.close()
         assert min(here.num_asked[url] for url in here.urls) > 10
-        await Books(here.instances).check()
+        await Books.of(here.deployment).check()

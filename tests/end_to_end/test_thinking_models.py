@@ -7,12 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import tiny_models
-from chat import data_url
+from chat import chat
 from fleet import Books, deployed, gateway
 from http_client import http_client
-from pictures import noise, png
+from pictures import noise
 from PIL import Image
 from reference import Reference
 
@@ -31,18 +32,20 @@ NUM_TOKENS = 12
 
 
 def body_of(text: str, images: tuple[Image.Image, ...], thinks: bool, with_tools: bool) -> dict[str, Any]:
-    parts: list[dict[str, Any]] = [
-        {"type": "image_url", "image_url": {"url": data_url(png(one))}} for one in images
-    ]
-    return {
-        "messages": [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}],
-        "chat_template_kwargs": {"enable_thinking": thinks},
-        **({"tools": [TOOL], "tool_choice": "none"} if with_tools else {}),
-        "max_tokens": NUM_TOKENS,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
+    tools: dict[str, Any] = {"tools": [TOOL], "tool_choice": "none"} if with_tools else {}
+    template = {"chat_template_kwargs": {"enable_thinking": thinks}}
+    fields = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "return_token_ids": True}
+    return chat(text, *images, model="tested", **tools, **template, **fields)
+
+
+async def ids_of(client: httpx.AsyncClient, number: int) -> list[int]:
+    """The tokens of an answer; every other one is streamed."""
+    body = {**body_of(*ASKED[number]), "stream": number % 2 == 0}
+    answer = await client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+    parts = lines if body["stream"] else [answer.text]
+    return [token for part in parts for token in json.loads(part)["choices"][0]["token_ids"]]
 
 
 @pytest.mark.parametrize("kind", tiny_models.STATE_KINDS)
@@ -56,29 +59,9 @@ async def test_tokens_equal_generate_in_each_topology(kind: str, tmp_path: Path)
     async with deployed("E-P-D-PD-EPD", path, instances={"max_num_batched_tokens": 13}) as deployment:
         for topology, names in TOPOLOGIES.items():
             urls = {name: deployment.instances[name].url for name in names}
-            asked = [one for one in ASKED if topology != "P-D" or not one[1]]
-            async with (
-                gateway(urls, config={"gateway": {"probe_timeout_s": 60}}) as url,
-                http_client(url) as client,
-            ):
-
-                async def ask(number: int, client: Any = client) -> list[int]:
-                    body = body_of(*ASKED[number])
-                    if number % 2:
-                        answer = await client.post("/v1/chat/completions", json=body)
-                        assert answer.status_code == 200, answer.text
-                        ids: list[int] = answer.json()["choices"][0]["token_ids"]
-                        return ids
-                    ids = []
-                    async with client.stream(
-                        "POST", "/v1/chat/completions", json={**body, "stream": True}
-                    ) as answer:
-                        async for line in answer.aiter_lines():
-                            if line.startswith("data: {"):
-                                ids += json.loads(line[6:])["choices"][0]["token_ids"]
-                    return ids
-
-                numbers = [ASKED.index(one) for one in asked]
-                answers = await asyncio.gather(*map(ask, numbers))
-                assert answers == [expected[number] for number in numbers], topology
-                await Books(urls).check()
+            numbers = [number for number, one in enumerate(ASKED) if topology != "P-D" or not one[1]]
+            config = {"gateway": {"probe_timeout_s": 60}}
+            async with gateway(urls, config=config) as url, http_client(url) as client:
+                answers = await asyncio.gather(*(ids_of(client, number) for number in numbers))
+            assert answers == [expected[number] for number in numbers], topology
+            await Books(urls).check()

@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,15 +54,15 @@ class Fleet:
     def _url(self) -> str:
         return f"http://{self.hosts[_GATEWAY].ip}"
 
-    async def start(self, name: str, host: str | None = None) -> None:
-        """An instance, on the host of its name unless another is given."""
-        ip = self.hosts[host or name].ip
+    async def start(self, name: str) -> None:
+        """An instance, on the host of its name."""
+        ip = self.hosts[name].ip
         role = name.rstrip("0123456789").upper()
         join = ["--join", f"{self._url}:{_ADMIN_PORT}"] if self._joined else []
         command = ["epd_serve.cli", "instance", "--name", name, "--role", role, "--host", ip]
         command += ["--port", str(_INSTANCE_PORT), "--threads", "1", "--config", str(self.file), *join]
         command += ["--device", "emulated:h200:0"]
-        await self.hosts[host or name].start(name, command, **_KEYS)
+        await self.hosts[name].start(name, command, **_KEYS)
 
     async def start_unit(self, host: str, command: Sequence[str]) -> RunningProcess:
         """The command of a pod, as Kubernetes would write it there, with the gateway's address for its name."""
@@ -84,10 +84,6 @@ class Fleet:
             samples = [line.rsplit(" ", 1) for line in (await answer.text()).splitlines()]
         return sum(float(value) for series, value in samples if "stage_seconds_count" in series)
 
-    def log(self, name: str) -> str:
-        """The lines that a program has written."""
-        return (self.file.parent / f"{name}.log").read_text()
-
     def held(self, name: str) -> dict[str, int]:
         """The blocks and features that an instance holds, as its own host sees it."""
         host = self.hosts[name]
@@ -99,19 +95,14 @@ class Fleet:
         held: dict[str, int] = json.loads(host.run(lambda: asyncio.run(ask())))
         return held
 
-    async def until(self, condition: Callable[[dict[str, dict[str, Any]]], bool]) -> None:
-        """Wait for a condition on the instances."""
+    async def ready(self, *names: str) -> None:
         async with asyncio.timeout(300):
             while True:
-                try:
-                    if condition(await self.instances()):
+                with suppress(aiohttp.ClientError):
+                    here = await self.instances()
+                    if all(name in here and here[name]["ready"] for name in names):
                         return
-                except aiohttp.ClientError:
-                    pass
                 await asyncio.sleep(0.05)
-
-    async def ready(self, *names: str) -> None:
-        await self.until(lambda here: all(name in here and here[name]["ready"] for name in names))
 
     async def ask(self, body: dict[str, Any]) -> tuple[int, str, float]:
         """Status, text (or what was wrong), seconds."""

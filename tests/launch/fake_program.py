@@ -25,7 +25,7 @@ from epd_serve.lifeline import die_with_parent
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("command", choices=("instance", "proxy"))
+    parser.add_argument("command")
     parser.add_argument("--name", default="gateway")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8100)

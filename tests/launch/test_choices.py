@@ -69,11 +69,6 @@ def test_the_layout_follows_from_machine_and_model(
     assert choose_layout(config) == (config, ""), "what is named stays"
 
 
-@pytest.mark.parametrize(("devices", "topology"), [("[cuda:0]", "EPD"), ("[npu x 2]", "EP-D"), ("[cpu]", "E-P-D")])
-def test_the_topology_follows_from_devices_that_are_named(devices: str, topology: str) -> None:
-    assert str(parse_config(f"devices: {devices}").topology) == topology
-
-
 def test_gpus_that_this_torch_cannot_use_are_named(
     here: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

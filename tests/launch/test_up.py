@@ -69,10 +69,8 @@ def test_ready_says_what_to_type_and_a_signal_stops_everything(fakes: Any, numbe
     with up(fakes, d0="loading") as process:
         text = read_until(process, "Chat: ")
         assert fakes.alive == NAMES
-        assert re.search(r"e0 +starting \(E on cpu\)", text)
-        assert re.search(r"d0 +loading", text)
+        assert re.search(r"e0 +starting \(E on cpu\)", text) and re.search(r"d0 +loading", text)
         assert "serves model 'demo' as E-P-D" in text
-        assert "chat/completions" in text
         process.send_signal(number)
         output, errors = process.communicate(timeout=300)
         assert (process.returncode, errors) == (0, "")
@@ -98,9 +96,6 @@ def test_detached_it_returns_with_the_code_of_what_failed(fakes: Any) -> None:
     with up(fakes, "--detach", p0="die") as process:
         output, _ = process.communicate(timeout=300)
         assert process.returncode == 1 and "p0 died" in output
-    with up(fakes, "--detach", "--model", "/none") as process:
-        _, errors = process.communicate(timeout=300)
-        assert process.returncode == 2 and errors.startswith("epd-serve: model '/none'")
     assert fakes.alive == set()
 
 
@@ -131,24 +126,6 @@ def test_a_second_signal_ends_deaf_processes_at_once(fakes: Any, monkeypatch: py
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=300)
     assert fakes.alive == set()
-
-
-def test_what_dies_after_ready_is_started_again_and_that_is_said(fakes: Any) -> None:
-    with up(fakes) as process:
-        read_until(process, "Chat: ")
-        before = dict(fakes.pids)
-        for victim in ("d0", "gateway"):
-            os.kill(before[victim], signal.SIGSEGV)
-            output = read_until(process, f"{victim} died")
-            assert f"{victim} died: killed by SIGSEGV. Starting it again in 1 s; its log is /" in output
-            read_until(process, f"{victim:<8} ready")
-        assert {name for name, pid in fakes.pids.items() if pid != before[name]} == {"d0", "gateway"}
-        assert fakes.alive == NAMES
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=300)
-        assert process.returncode == 0
-    assert fakes.alive == set()
-    assert list(fakes.folder.glob("logs/*/d0.log")), "the log of the death is lost"
 
 
 def test_killing_the_supervisor_takes_its_processes_along(fakes: Any) -> None:

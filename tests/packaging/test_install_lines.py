@@ -9,8 +9,10 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -57,6 +59,18 @@ def requirements(*extras: str) -> set[str]:
     return {one.name for one in found} - {"epd-serve"} | {
         name for one in own for name in requirements(*one.extras)
     }
+
+
+@pytest.mark.parametrize("name", ["device", "epd_serve", "proxy"])
+def test_each_top_level_package_is_ours_alone(name: str) -> None:
+    """Another distribution with a ``device`` would shadow ours."""
+    top_level = {one.name: one.read_text("top_level.txt") or "" for one in metadata.distributions()}
+    assert {owner for owner, names in top_level.items() if name in names.split()} == {"epd-serve"}
+    assert (ROOT / name / "py.typed").exists()
+
+
+def test_the_base_install_asks_for_no_torch() -> None:
+    assert requirements() and requirements().isdisjoint({"torch", "transformers", "numpy"})
 
 
 #: Of extras that name other machines' packages; what imports them runs there.

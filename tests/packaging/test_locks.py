@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
-EXTRAS = {"base": (), "docs": ("docs",)}
+LOCKS = ("base", "docs")
 STALE = "run: python requirements/lock.py (see CONTRIBUTING.md)"
 
 
@@ -23,25 +23,19 @@ def pins(text: str) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("name", EXTRAS)
-def test_a_lock_is_current(name: str) -> None:
+@pytest.mark.parametrize("name", LOCKS)
+def test_a_lock_is_current_and_every_entry_has_hashes_and_no_address(name: str) -> None:
     text = (ROOT / "requirements" / f"{name}.lock").read_text()
     locked, constrained = pins(text), pins((ROOT / "constraints.txt").read_text())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [] if name == "docs" else list(project["dependencies"])  # the site is built without this project
-    for extra in EXTRAS[name]:
-        wanted += project["optional-dependencies"][extra]
+    # the site is built without this project
+    wanted = project["optional-dependencies"]["docs"] if name == "docs" else project["dependencies"]
     for requirement in map(Requirement, wanted):
         version = locked.get(canonicalize_name(requirement.name))
         assert version is not None and version in requirement.specifier, f"{requirement}: {STALE}"
     assert {
         name: version for name, version in locked.items() if constrained.get(name, version) != version
     } == {}, STALE
-
-
-@pytest.mark.parametrize("name", EXTRAS)
-def test_every_entry_has_hashes_and_no_address(name: str) -> None:
-    text = (ROOT / "requirements" / f"{name}.lock").read_text()
     entries = re.split(r"^(?=[A-Za-z0-9])", text, flags=re.MULTILINE)[1:]
     assert len(entries) > 20
     for entry in entries:

@@ -125,6 +125,12 @@ def ask_all(url: str, bodies: list[dict[str, Any]], *, stream: bool = False) -> 
         return list(threads.map(lambda body: ask(url, body, stream=stream), bodies))
 
 
+def check_all(url: str, bodies: list[dict[str, Any]], expected: list[Tokens], *, stream: bool = False) -> None:
+    answers = ask_all(url, bodies, stream=stream)
+    wrong = [pair for pair in zip(answers, expected, strict=True) if not same(*pair)]
+    assert not wrong, wrong
+
+
 def figures(url: str) -> dict[str, float]:
     """vLLM's metrics, by name and by source or event where they have one."""
     found: dict[str, float] = {}

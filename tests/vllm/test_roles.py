@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from vllm_runs import Deployment, ask_all, figures, same, up
+from vllm_runs import Deployment, ask_all, check_all, figures, up
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(2400)]
 EXTERNAL = "prompt_tokens_by_source_total external_kv_transfer"
@@ -36,11 +36,7 @@ def test_p_and_d_change_places_under_load_and_the_rest_is_started_before_others_
         pids = {name: deployment.pid(name) for name in deployment.urls}
         expected = ask_all(deployment.urls["d0"], asked)  # by itself it is vLLM alone
 
-        def check() -> None:
-            answers = ask_all(deployment.url, asked)
-            wrong = [index for index, pair in enumerate(zip(answers, expected, strict=True)) if not same(*pair)]
-            assert not wrong, [(index, answers[index], expected[index]) for index in wrong]
-
+        check = partial(check_all, deployment.url, asked, expected)
         assert switch(deployment, "p0", "D") == 409, "it is the only P"
         assert switch(deployment, "e0", "P") == 400
         with ThreadPoolExecutor(1) as thread:

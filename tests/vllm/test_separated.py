@@ -22,7 +22,7 @@ import psutil
 import pytest
 from chat import chat
 from pictures import noise
-from vllm_runs import MODEL, Deployment, Tokens, ask, ask_all, figures, same, streamed_tokens, up
+from vllm_runs import MODEL, Deployment, Tokens, ask, check_all, figures, same, streamed_tokens, up
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 EXTERNAL = "prompt_tokens_by_source_total external_kv_transfer"
@@ -62,9 +62,7 @@ def features(deployment: Deployment, name: str, event: str) -> float:
 def test_answers_are_those_of_vllm_alone(
     stream: bool, deployment: Deployment, asked: list[dict[str, Any]], expected: list[Tokens]
 ) -> None:
-    answers = ask_all(deployment.url, asked, stream=stream)
-    wrong = [index for index, (a, b) in enumerate(zip(answers, expected, strict=True)) if not same(a, b)]
-    assert not wrong, [(index, answers[index], expected[index]) for index in wrong]
+    check_all(deployment.url, asked, expected, stream=stream)
     for name in DECODES:
         assert figures(deployment.urls[name])[EXTERNAL] > 0, f"{name} has computed the prompts itself"
     for name in deployment.urls:
@@ -254,8 +252,7 @@ def test_the_dead_come_back(
     for name in deployment.urls:
         deployment.wait_until(partial(deployment.is_ready, name), f"{name} is back")
     assert sum(deployment.pid(name) != pid for name, pid in pids.items()) == 3
-    answers = ask_all(deployment.url, asked)
-    assert all(same(a, b) for a, b in zip(answers, expected, strict=True))
+    check_all(deployment.url, asked, expected)
     assert same(ask(deployment.url, picture(LOST)), ANSWERS[LOST]), "E encodes as P did"
     assert features(deployment, "p0", "encoded") == 0
 

@@ -11,7 +11,7 @@ from chat import data_url
 from sounds import sound
 from tiny_audio import TINY_AUDIO
 from tiny_models import make_tiny_model
-from vllm_runs import MODEL, ask_all, figures, monolith, same, up
+from vllm_runs import MODEL, ask_all, check_all, figures, monolith, up
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -36,7 +36,7 @@ def test_answers_are_those_of_vllm_alone(python: str, tmp_path: Path, monkeypatc
     assert len({token for answer in expected for token, _ in answer}) > 4
     with up(python, "E-P-D", model, tmp_path) as deployment:
         for stream in (False, True):
-            assert all(map(same, ask_all(deployment.url, bodies, stream=stream), expected))
+            check_all(deployment.url, bodies, expected, stream=stream)
         assert figures(deployment.urls["e0"])["epd_serve_features_total encoded"] == len(bodies)
         assert figures(deployment.urls["p0"])["epd_serve_features_total fetched"] == len(bodies)
         for name in deployment.urls:

@@ -37,9 +37,8 @@ class MemoryMachine(RuleBasedStateMachine):
         if kept is not None:
             self.held[owner, name] = name.encode() * kept.nbytes
         else:
-            assert (
-                sum(len(one) for one in {key[1]: v for key, v in self.held.items()}.values()) + size > CAPACITY / 3
-            )
+            in_use = {name: len(data) for (_, name), data in self.held.items()}
+            assert sum(in_use.values()) + size > CAPACITY / 3
 
     @rule(name=st.sampled_from("abcdef"), owner=st.sampled_from("xyz"))
     def acquire(self, name: str, owner: str) -> None:
@@ -98,34 +97,27 @@ def peers(now: list[float]) -> Peers:
     return Peers(lambda: now[0])
 
 
-def test_a_request_waits_until_its_feature_is_here(peers: Peers) -> None:
-    assert not peers.announced.is_settled("engine-r", "r", "a")
+def test_a_request_waits_for_its_feature_or_its_withdrawal_or_gives_a_late_one_up(
+    peers: Peers, now: list[float]
+) -> None:
+    announced = peers.announced
+    assert not announced.is_settled("engine-r", "r", "a")
     peers.announce("a")
-    assert peers.announced.is_settled("engine-r", "r", "a")
-    assert peers.announced.hold("engine-r", "a")
-    found = peers.announced.locate("a", "engine-r")
+    assert announced.is_settled("engine-r", "r", "a") and announced.hold("engine-r", "a")
+    found = announced.locate("a", "engine-r")
     assert found is not None
     data = bytearray(found[1].nbytes)
     peers.transports[1].read(found[0], [(found[1].offset, memoryview(data))])
     assert data == b"feature"
-    peers.announced.forget("engine-r")
-    peers.announced.check_integrity()
-
-
-def test_only_the_withdrawn_request_stops_waiting(peers: Peers) -> None:
-    peers.announced.withdraw("r", "a")
-    assert peers.announced.is_settled("engine-r", "r", "a")
-    assert not peers.announced.hold("engine-r", "a")
-    assert not peers.announced.is_settled("engine-s", "s", "a")
-
-
-def test_a_feature_that_is_late_is_given_up(peers: Peers, now: list[float]) -> None:
-    assert not peers.announced.is_settled("engine-r", "r", "a")
+    announced.forget("engine-r")
+    announced.withdraw("r", "b")
+    assert announced.is_settled("engine-r", "r", "b") and not announced.hold("engine-r", "b")
+    assert not announced.is_settled("engine-s", "s", "b"), "another request"
     now[0] = 9.9
-    assert not peers.announced.is_settled("engine-r", "r", "a")
+    assert not announced.is_settled("engine-s", "s", "b")
     now[0] = 10.0
-    assert peers.announced.is_settled("engine-r", "r", "a")
-    assert not peers.announced.hold("engine-r", "a")
+    assert announced.is_settled("engine-s", "s", "b") and not announced.hold("engine-s", "b")
+    announced.check_integrity()
 
 
 def test_a_feature_larger_than_the_cache_is_encoded_here(now: list[float]) -> None:
@@ -149,19 +141,13 @@ def test_a_present_feature_is_kept_for_its_announced_request(peers: Peers) -> No
 
 def test_waiting_ends_when_a_feature_arrives(peers: Peers) -> None:
     """So that vLLM need not step again and again for nothing."""
-    for arrive in (
-        lambda: peers.announce("a"),
-        lambda: peers.announced.withdraw("r", "b"),
-    ):
+    for arrive in (lambda: peers.announce("a"), lambda: peers.announced.withdraw("r", "b")):
         thread = threading.Timer(0.05, arrive)
         began = time.monotonic()
         thread.start()
         peers.announced.wait(60)
         assert time.monotonic() - began < 30
         thread.join()
-    began = time.monotonic()
-    peers.announced.wait(0.05)  # nothing new
-    assert time.monotonic() - began >= 0.05
 
 
 def test_features_are_announced_and_withdrawn_over_links(peers: Peers, caplog: pytest.LogCaptureFixture) -> None:
