@@ -34,7 +34,7 @@ _AGAIN_S = 0.1
 #: The gateway is starting again, or the instance is on its way to another role.
 _PASSING = frozenset({409, 429, 502, 503})
 #: Values of these options are never shown.
-_SECRETS = frozenset({"api_key", "cluster_key", "key", "hash"})
+_SECRETS = frozenset({"cluster_key", "key", "hash"})
 #: Options that a running deployment can change. A prefix ends with a dot.
 _CHANGEABLE = ("topology", "devices", "roles", "instances.", "slo.", "gateway.")
 _FIXED = ("instances.host", "gateway.host", "gateway.port", "gateway.admin.")
@@ -71,7 +71,7 @@ def check_open_api(old: DeploymentConfig, new: DeploymentConfig) -> list[str]:
 
     Raises ValueError where the gateway listens beyond the loopback interface.
     """
-    if not old.gateway.needs_key or new.gateway.needs_key:
+    if not old.gateway.api_keys or new.gateway.api_keys:
         return []
     where = f"{old.gateway.host} port {old.gateway.port}"
     if not is_loopback(old.gateway.host):

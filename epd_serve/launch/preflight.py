@@ -44,7 +44,6 @@ def check_deployment(config: DeploymentConfig, environment: Mapping[str, str]) -
 
 def _check_secrets(config: DeploymentConfig) -> None:
     config.read_cluster_key()
-    read_secret(config.gateway.api_key, "gateway.api_key")
     read_secret(config.gateway.admin.key, "gateway.admin.key")
 
 

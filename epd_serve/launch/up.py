@@ -105,7 +105,7 @@ def ready_text(config: DeploymentConfig, url: str, log_dir: Path, stops: str = "
     )
     body = {"model": config.model_name, "messages": [{"role": "user", "content": question}]}
     header, variable = "", ""
-    if config.gateway.needs_key:
+    if config.gateway.api_keys:
         header, variable = '-H "Authorization: Bearer $API_KEY" ', 'OPENAI_API_KEY="$API_KEY" '
     return (
         f"\nReady: {url}/v1 serves model {config.model_name!r} as {config.topology}. {stops}\n"

@@ -17,6 +17,7 @@ from http_client import http_client
 
 from benchmarks import apply_ring, chaos
 from epd_serve.config import DeploymentConfig, change_config, parse_config
+from epd_serve.config.keys import hash_key
 from epd_serve.launch.apply import ApplyStopped
 from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.launch.processes.supervisor import Backoff
@@ -157,12 +158,13 @@ async def _replace_the_gateway(deployment: LocalDeployment) -> None:
             assert (await anext(lines)).startswith("data: ")
             before = {process.pid for process in deployment.processes}
             lines_said: list[str] = []
-            changed = change_config(deployment.config, {"gateway": {"max_body_bytes": 2000, "api_key": "secret"}})
+            keys = [{"name": "alice", "hash": hash_key("secret")}]
+            changed = change_config(deployment.config, {"gateway": {"max_body_bytes": 2000, "api_keys": keys}})
             asking = asyncio.create_task(_ask_until_refused(client, url))
             await deployment.apply(changed, lines_said.append)
             assert lines_said == [
                 "gateway.max_body_bytes: 67108864 -> 2000",
-                "gateway.api_key: none -> a secret",
+                "gateway.api_keys: none -> alice",
                 "replace gateway",
             ]
             key = {"authorization": "Bearer secret", "content-type": "application/json"}

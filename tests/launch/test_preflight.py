@@ -171,7 +171,6 @@ def test_ctrl_c_inside_a_callback_of_the_interpreter_is_not_lost() -> None:
 @pytest.mark.parametrize(
     ("text", "option"),
     [
-        ("gateway: {api_key: {env: EPD_SERVE_NOT_SET}}", "gateway.api_key"),
         ("gateway: {admin: {port: 1, key: {file: DIR/none}}}", "gateway.admin.key"),
         ("cluster_key: {env: EPD_SERVE_NOT_SET}", "cluster_key"),
         ("chat_template: DIR/none", "chat_template"),

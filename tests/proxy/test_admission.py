@@ -6,7 +6,6 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from epd_serve.config.gateway import KeyLimits
 from epd_serve.errors import InvalidRequest, Overloaded
 from proxy.admission import AdmissionQueue, Holder, Visit, VisitState
 
@@ -81,7 +80,7 @@ TestAdmission = AdmissionMachine.TestCase
 
 
 def test_the_limit_of_a_key_counts_choices():
-    holder = Holder("a", KeyLimits(max_concurrent=4))
+    holder = Holder("a", max_concurrent=4)
     holder.enter()
     with pytest.raises(InvalidRequest) as too_many:
         holder.count_choices(5)

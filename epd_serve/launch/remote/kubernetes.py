@@ -28,7 +28,7 @@ from epd_serve.topology.placement import place_units
 Manifest = dict[str, Any]
 
 _MANIFESTS = Path(__file__).parent / "manifests"
-_MODELS, _FEATURES, _API_KEY = "/models", "/features", "EPD_SERVE_API_KEY"
+_MODELS, _FEATURES = "/models", "/features"
 #: The ports of manifests/*.yaml.
 _HTTP, _ADMIN, _STORE = 8000, 8001, 50051
 #: Beyond what a process needs by itself until its container is killed; the gateway's service looks away first.
@@ -58,7 +58,7 @@ class Values(BaseModel):
         namespace: None: that of ``kubectl apply``.
         gateway_image: None: as image.
         gateways: replicas of the gateway.
-        secret: holds admin, cluster, api and hf-token, as needed.
+        secret: holds admin, cluster and hf-token, as needed.
         model_claim: has the models' directories.
         cache_claim: for the hub's cache; None: each pod downloads anew.
         feature_claim: ReadWriteMany, for features of NPUs.
@@ -142,8 +142,6 @@ class _Cluster:
         gateway: Manifest = {**(own.get("gateway") or {})}
         gateway |= {"host": "0.0.0.0", "port": _HTTP, "instances": {}}
         gateway["admin"] = {"host": "0.0.0.0", "port": _ADMIN, "key": {"env": ADMIN_KEY}}
-        if config.gateway.api_key is not None:
-            gateway["api_key"] = {"env": _API_KEY}
         instances = {**(own.get("instances") or {}), "base_port": BASE_PORT}
         instances.pop("host", None)
         made = {**own, "gateway": gateway, "instances": instances}
@@ -168,7 +166,6 @@ class _Cluster:
         docs[0]["data"]["deployment.yaml"] = LiteralScalarString(text.getvalue())
         [container] = _pod(docs[1])["containers"]
         container["env"] += [] if self._is_vllm else [self._key(CLUSTER_KEY, "cluster")]
-        container["env"] += [] if self._config.gateway.api_key is None else [self._key(_API_KEY, "api")]
         return [*docs, *self._budget("gateway", count)]
 
     def _instances(self, unit: int, part: str, members: Sequence[InstancePlacement], count: int) -> list[Manifest]:
