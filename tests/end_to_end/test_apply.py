@@ -31,9 +31,7 @@ def topology(line: str, more: str = "") -> DeploymentConfig:
 
 
 def started() -> LocalDeployment:
-    return LocalDeployment(
-        topology("E-P-D"), ready_timeout_s=300, backoff=lambda: Backoff(first_s=0.1, limit_s=0.1)
-    )
+    return LocalDeployment(topology("E-P-D"), ready_timeout_s=300, backoff=Backoff(first_s=0.1, limit_s=0.1))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -95,13 +93,13 @@ async def test_a_failed_start_changes_nothing_and_the_next_file_is_taken(deploym
     with pytest.raises(ApplyStopped) as stopped:
         await deployment.apply(topology("E-2P-D", "roles: {P: {num_blocks: 100000000000000}}"))
     assert "died: exit code" in str(stopped.value)
-    assert "serves on with e0 (E), p0 (P), d0 (D)" in str(stopped.value)
+    assert "keeps serving with e0 (E), p0 (P), d0 (D)" in str(stopped.value)
     assert roles(deployment) == ["D", "E", "P"] and await serves(deployment)
     first, second = await asyncio.gather(
         deployment.apply(topology("E-2P-D")), deployment.apply(topology("EPD")), return_exceptions=True
     )
     assert first is None
-    assert isinstance(second, ValueError) and "another apply is under way" in str(second)
+    assert isinstance(second, ValueError) and "another apply is running" in str(second)
     assert roles(deployment) == ["D", "E", "P", "P"] and await serves(deployment)
 
 
@@ -134,7 +132,7 @@ async def test_the_command_says_its_steps_and_what_is_wrong(deployment: LocalDep
     assert roles(deployment) == ["D", "EP", "P"] and await serves(deployment)
     for text, message in (
         ("topology: E-P\n", "new.yaml:1: topology"),
-        (f"feature_store: mooncake\n{PORTS}", "a change of feature_store needs another start"),
+        (f"feature_store: mooncake\n{PORTS}", "a change of feature_store needs a restart"),
     ):
         code, said = await apply(text)
         assert code == 2 and message in said and "Traceback" not in said, said
@@ -175,7 +173,7 @@ async def _replace_the_gateway(deployment: LocalDeployment) -> None:
             rest = [line async for line in lines if line]
             assert rest[-1] == "data: [DONE]", "the old gateway has finished its stream"
         assert len(before & {process.pid for process in deployment.processes}) == 3, "the instances stayed"
-        with pytest.raises(ValueError, match="needs another start"):
+        with pytest.raises(ValueError, match="needs a restart"):
             await deployment.apply(change_config(deployment.config, {"dtype": "bfloat16"}))
         lines_said.clear()
         await deployment.apply(topology("E-P-D"), lines_said.append)

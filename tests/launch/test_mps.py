@@ -70,7 +70,7 @@ async def test_a_deployment_has_its_own_daemon_before_its_instances(
     client = ProcessSpec(  # with an instance's variables, as there is no GPU
         name="client", label="", command=(sys.executable, "-c", CLIENT), environment=encode.environment
     )
-    supervisor = Supervisor([daemon_spec, client], tmp_path, backoff=lambda: Backoff(first_s=0.1))
+    supervisor = Supervisor([daemon_spec, client], tmp_path, backoff=Backoff(first_s=0.1))
     try:
         supervisor.start()
         await supervisor.wait_ready(30)
@@ -140,7 +140,7 @@ def test_shares_without_mps_are_refused_and_no_shares_need_none(
 def test_a_running_deployment_gets_no_shares_that_nothing_would_give(
     config: DeploymentConfig, environment: dict[str, str], tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match="shares of a GPU need MPS, which does not run here"):
+    with pytest.raises(ValueError, match="shares of a GPU need MPS, which is not running"):
         check_mps(config, environment, config.placement())
     check_mps(config, environment, ())
     running = environment | {mps.PIPES: str(tmp_path)}

@@ -112,14 +112,14 @@ def test_a_mistake_is_a_sentence_before_anything_is_imported_or_starts(option: l
     file.write_text("{topology: EPD, gateway: {port: 0}, instances: {tower_share: 0.3}}")
     command = [sys.executable, "-c", PROGRAM, "up", str(file), *option]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert "epd0: cpu limits no tower" in done.stderr and "Traceback" not in done.stderr
+    assert "epd0: cpu does not support tower_share" in done.stderr and "Traceback" not in done.stderr
     assert done.stderr.endswith("IMPORTED\n") and done.returncode == 2
 
 
 @pytest.mark.parametrize(
     ("devices", "variables", "words"),
     [
-        (["cuda:0", "cuda:2"], {}, "cuda:2: this machine shows cuda:0 to cuda:1 alone"),
+        (["cuda:0", "cuda:2"], {}, "cuda:2: this machine has only cuda:0 to cuda:1"),
         (
             ["cuda:0", "cuda:1"],
             {"CUDA_VISIBLE_DEVICES": "7"},
@@ -145,7 +145,7 @@ def test_weights_that_a_gpu_cannot_hold_are_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(preflight, "accelerators", lambda kind: Accelerators(memory_bytes=(100 << 20,)))
     check_deployment(DeploymentConfig(topology="(E-PD)", devices=["cuda:0"]), {})
     small = DeploymentConfig(topology="(E-PD)", devices=["cuda:0"], roles={"E": {"memory_share": 0.05}})
-    with pytest.raises(ValueError, match=r"e0: .* its part of the 100MiB of cuda:0 is 0\.05; .* memory_share"):
+    with pytest.raises(ValueError, match=r"e0: .* its part \(0\.05\) of the 100MiB of cuda:0; .* memory_share"):
         check_deployment(small, {})
 
 
