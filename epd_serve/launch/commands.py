@@ -103,8 +103,8 @@ def prepare_instances(
     """Return the native instances of ``placement``, those of one machine, in its order.
 
     ``directory``: for files that instances on one device share; None: they share none. ``master``: address of the
-    deployment's mooncake_master. Raises ValueError for a missing model, or for too few streams or graph tasks on an
-    NPU.
+    deployment's mooncake_master. Raises ValueError for a missing model, or for an NPU with too few streams or
+    graph tasks.
     """
     num_ranks = sum(instance.tensor_parallel for instance in placement)
     shares, memory = config.device_shares(placement), config.memory_shares(placement)

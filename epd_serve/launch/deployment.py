@@ -129,7 +129,7 @@ class LocalDeployment:
 
     @property
     def processes(self) -> tuple[ManagedProcess, ...]:
-        """The mooncake_master and MPS, if any, instances in placement order, the gateway, and autoscale, if any."""
+        """All processes: services, instances in placement order, the gateway, ``epd-serve autoscale``."""
         return self._supervisor.processes
 
     @property

@@ -32,6 +32,6 @@ def download(model: str) -> None:
         name = named.repo.rpartition("/")[2]
         raise ValueError(
             f"model {model!r} cannot be downloaded: {error}\nTry again: complete files are kept. Or run "
-            f"'{named.command} --local-dir {name}' on a machine that reaches the hub, copy that directory here, and "
-            f"run 'epd-serve up ./{name}'"
+            f"'{named.command} --local-dir {name}' on a machine that reaches the hub, copy the directory here, "
+            f"and run 'epd-serve up ./{name}'"
         ) from error

@@ -20,8 +20,8 @@ from epd_serve.rpc.cluster import CLUSTER_KEY
 def dry_run(config: DeploymentConfig, file: Path | None, environment: Mapping[str, str]) -> Iterator[str]:
     """Yield a comment and a command for each process.
 
-    ``file``: None for the default deployment. vLLM's lines may be for another machine, so a comment names what this
-    one lacks. Raises ValueError if this machine's vLLM is unsuitable or a port is taken.
+    ``file``: None for the default deployment. vLLM's lines may be for another machine, so a comment names what
+    this one lacks. Raises ValueError if this machine's vLLM is unsuitable or a port is taken.
     """
     config = resolved(config)
     ports = choose_ports(config)

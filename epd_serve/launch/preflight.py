@@ -62,8 +62,8 @@ def _check_model(config: DeploymentConfig) -> None:
     content = read_model_config(path)
     if content.get("model_type") in TEXT and any(not one.role.has_language_model for one in config.placement()):
         raise ValueError(
-            f"topology {config.topology} has a separate E, but models of the family {content['model_type']!r} take "
-            "only text; write topology: P-D (--topology P-D), or PD for one instance"
+            f"topology {config.topology} has a separate E, but models of the family {content['model_type']!r} "
+            "take only text; write topology: P-D (--topology P-D), or PD for one instance"
         )
     if config.engine == "vllm":
         _check_memory(config, {"tower": 0, "language": 0}, 0)
@@ -135,9 +135,9 @@ def _check_memory(config: DeploymentConfig, weights: Mapping[str, int], number_b
         room = None if device == CPU or part is None else _memory_of(device)
         if room is not None and part is not None and nbytes > room * part:
             raise ValueError(
-                f"{placed.name}: its weights and kv_cache_bytes take {in_binary_units(nbytes)}, more than its part "
-                f"({part:g}) of the {in_binary_units(room)} of {device}; write a larger memory_share (or share) for "
-                "its role, a smaller kv_cache_bytes, or more devices"
+                f"{placed.name}: its weights and kv_cache_bytes take {in_binary_units(nbytes)}, more than its "
+                f"part ({part:g}) of the {in_binary_units(room)} of {device}; write a larger memory_share (or "
+                "share) for its role, a smaller kv_cache_bytes, or more devices"
             )
     for device, nbytes in kept.items():
         room = _memory_of(device)

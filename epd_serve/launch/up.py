@@ -34,8 +34,8 @@ async def run_up(
     """Start the deployment, show its progress and first commands, and run it until a signal or a death.
 
     ``reasons``: the choices made for the user; ``writer``: that of :func:`fork_launcher`. Returns the exit code: 0
-    after a signal, 1 after a final death. A second signal kills everything. Raises ValueError for a taken port or a
-    missing model.
+    after a signal, 1 after a final death. A second signal kills everything. Raises ValueError for a taken port or
+    a missing model.
     """
 
     def say(text: str) -> None:

@@ -121,7 +121,7 @@ async def test_a_daemon_of_somebody_else_is_used_and_not_ended(
     await until(lambda: daemon(theirs))
     used = with_mps(config, theirs, tmp_path, config.placement())
     assert used == theirs and mps_spec(used, tmp_path) is None
-    assert mps_note(config, theirs, config.placement()) == f"MPS: on, by the daemon of {tmp_path / 'theirs'}"
+    assert mps_note(config, theirs, config.placement()) == f"MPS: on, by the daemon in {tmp_path / 'theirs'}"
     assert lives(daemon(theirs))
 
 

@@ -23,7 +23,7 @@ _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 @dataclass(frozen=True, kw_only=True)
 class Ports:
-    """The ports of a deployment; ``master``: those of a mooncake_master and of its HTTP server, if it starts one."""
+    """The ports of a deployment; ``master``: of its mooncake_master, if any, for RPC and HTTP."""
 
     gateway: int
     instances: tuple[int, ...]

@@ -18,7 +18,7 @@ GRACES_S = {"first": 5.5, "then": 3.5, "last": 0.5}
 
 
 class Backoff(NamedTuple):
-    """Delays before a restart: ``first_s``, doubled up to ``limit_s``; again ``first_s`` after ``well_after_s``."""
+    """Delays of restarts: ``first_s``, doubled up to ``limit_s``; reset after ``well_after_s`` of readiness."""
 
     first_s: float = 1.0
     limit_s: float = 30.0
@@ -153,7 +153,8 @@ class Supervisor:
     async def replace(self, spec: ProcessSpec, timeout_s: float) -> None:
         """Replace the process of the same name; return when the new one is ready.
 
-        The old one finishes its work (SIGQUIT), without a time limit. Raises as :meth:`add`; the old one then stays.
+        The old one finishes its work (SIGQUIT), without a time limit. Raises as :meth:`add`; the old one then
+        stays.
         """
         old = next(one for one in self.processes if one.spec.name == spec.name)
         await self.add(spec, timeout_s)

@@ -298,8 +298,10 @@ _KEYS = ("do_normalize", "do_rescale", "image_mean", "image_std")
 
 
 def media_flags(model: Path) -> dict[str, bool]:
-    """Return flags of vllm serve for media: accept a request's processor options, which the gateway limits, and let
-    transformers normalise pixels if the model's files do not say how."""
+    """Return vLLM's flags for media: it accepts a request's processor options, which the gateway limits.
+
+    transformers normalises pixels if the model's files do not say how.
+    """
     found = {"trust_request_mm_kwargs": True}
     image_processor = _read(model / "preprocessor_config.json")
     processor = _read(model / "processor_config.json").get("image_processor") or {}
