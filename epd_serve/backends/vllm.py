@@ -230,15 +230,16 @@ class VllmInstance(VllmServer):
 
     async def encode(self, request: wire.EncodeRequest, *, trace_id: str) -> wire.EncodeReply:
         """Encode an item, or let an instance that prefills encode it with its prompt."""
-        ref, exchange = request.ref, self._others.exchanges.get(request.request_id)
+        ref = request.ref
         if self.target.role.has_language_model:
             if self.target.takes_features and self.target.features == "store":  # end P's wait
                 withdrawn = wire.FeatureWithdrawn(request.request_id, ref.mm_hash)
                 address = self.address(FEATURE_PORT)
                 async with self._others.connections.link(self.name, f"http://{address}") as link:
                     await link.ask("/feature/withdraw", [wire.encode(withdrawn)])
-            _end_wait(exchange, ref.mm_hash)
+            self._end_wait(request)
             return wire.EncodeReply(cached=False, num_tokens=0)
+        exchange = self._others.exchanges.get(request.request_id)
         model = (exchange.request.output.model if exchange is not None else "") or await self.model_name()
         body = vllm_chat.encode_body(model, ref, request.media)
         prefill = self._others.by_url.get(request.announce_to)
@@ -256,7 +257,7 @@ class VllmInstance(VllmServer):
         finally:
             del self._encodes[key]
         about = (answer.get("ec_transfer_params") or {}).get(ref.mm_hash, {})
-        _end_wait(self._others.exchanges.get(request.request_id), ref.mm_hash)
+        self._end_wait(request)
         return wire.EncodeReply(cached=bool(about.get("cached")), num_tokens=int(about.get("tokens", 0)))
 
     def prefill(self, request: wire.PrefillRequest, *, trace_id: str, media: Sequence[bytes] = ()) -> StageCall:
@@ -264,8 +265,7 @@ class VllmInstance(VllmServer):
         decodes = self if request.decode_url is None else self._others.by_url.get(request.decode_url, self)
         continues = decodes.target.continues and can_continue(request)
         exchange = _Exchange(rest_of(request) if continues else request, media, self, continues)
-        # One transfer cannot feed several choices that are sampled apart, and KV lacks the prompt's log-
-        # probabilities.
+        # one transfer cannot feed several choices that are sampled apart; KV lacks the prompt's log-probabilities
         several = request.sampling.n > vllm_chat.num_copies(request.sampling)
         exchange.is_for_d = request.decode_url is not None and (several or vllm_chat.needs_whole_prompt(request))
         if self.target.takes_features:
@@ -412,6 +412,13 @@ class VllmInstance(VllmServer):
         host = f"[{parts.hostname}]" if ":" in str(parts.hostname) else parts.hostname
         return f"{host}:{(parts.port or 80) + offset}"
 
+    def _end_wait(self, request: wire.EncodeRequest) -> None:
+        """Record that P need not wait for an item any more."""
+        if (exchange := self._others.exchanges.get(request.request_id)) is not None:
+            exchange.awaited.discard(request.ref.mm_hash)
+            if not exchange.awaited:
+                exchange.encoded.set()
+
     def _answer_call(self, exchange: _Exchange, body: dict[str, Any], prompt: list[int] | None) -> VllmCall:
         """Return the call for an answer; ``prompt``: the tokens before it, if it is the rest of an answer."""
         request = exchange.request
@@ -431,14 +438,6 @@ class VllmInstance(VllmServer):
         if output.first_index or copies > 1 or exchange.prefill is not self:
             call.rewrite = rewrite
         return call
-
-
-def _end_wait(exchange: _Exchange | None, mm_hash: str) -> None:
-    """Record that P need not wait for an item any more."""
-    if exchange is not None:
-        exchange.awaited.discard(mm_hash)
-        if not exchange.awaited:
-            exchange.encoded.set()
 
 
 def _multiply(answer: dict[str, Any], copies: int, first_index: int) -> None:
