@@ -69,7 +69,7 @@ def main() -> int:
             # Operators of the graph engine are set up at their first use, and none is used.
             "ACL_OP_INIT_MODE": "1",
             "EPD_ASCEND_STUBS": "1",
-            # The emulated graph records what goes through torch's dispatcher, which the C++ operators of CPUs bypass.
+            # The emulated graph records calls through torch's dispatcher; our C++ operators bypass it.
             "EPD_SERVE_CPU_KERNELS": "0",
             "EPD_OLDER_TORCH_NPU": older,
         }
