@@ -223,8 +223,9 @@ class VllmInstance(VllmServer):
 
     async def reports(self) -> AsyncGenerator[instance_state.Report, None]:
         """Raise InvalidRequest: vLLM sends no reports, so the caller asks for its info instead."""
-        raise InvalidRequest(f"instance {self.name} sends no reports")
-        yield
+        if self.url:
+            raise InvalidRequest(f"instance {self.name} sends no reports")
+        yield instance_state.Report(load=instance_state.Load())
 
     # ------------------------------------------------------------------ the stages
 

@@ -170,8 +170,9 @@ class PrefillAnswer:
             self.prompt_note = write_prompt_note(num_prompt_tokens, (), num_cached)
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        return
-        yield b""
+        chunks: tuple[bytes, ...] = ()
+        for chunk in chunks:
+            yield chunk
 
     async def forward(self, write: Callable[[bytes], bool]) -> bool:
         return True
