@@ -179,7 +179,7 @@ def test_a_part_counts_its_own_devices_and_bears_its_own_names(tmp_path: Path) -
     emulated = parse_config("{topology: E-2P-D, devices: ['emulated:h200 x 4'], model: {shape_of: qwen2.5-vl-7b}}")
     (spec,) = prepare_unit(emulated, unit_placement(emulated, 1, "p-1"), "10.0.0.8", {}, tmp_path).specs
     assert json.loads(spec.command[spec.command.index("--options") + 1])["device"] == "emulated:h200:0"
-    with pytest.raises(ValueError, match="no replica 0 of a unit 7"):
+    with pytest.raises(ValueError, match="lacks replica 0 of unit 7"):
         unit_placement(config, 7, "x")
 
 

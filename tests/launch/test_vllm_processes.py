@@ -221,7 +221,7 @@ def changed(found: VllmFound, **fields: Any) -> VllmFound:
     [
         ({"vllm": ""}, [], "/x/python lacks vLLM; install it there"),
         ({"vllm": "0.19.0"}, [], r"vLLM 0\.19\.0 of /x/python is too old; install 0\.20 or newer"),
-        ({"vllm": "0.27.1"}, ["store"], r"vLLM 0\.27\.1 of /x/python cannot hand .* install 0\.32 or newer"),
+        ({"vllm": "0.27.1"}, ["store"], r"vLLM 0\.27\.1 of /x/python cannot send .* install 0\.32 or newer"),
         ({}, ["nixl"], "nixl is missing in /x/python"),
         ({}, ["mooncake"], "mooncake is missing in /x/python"),
     ],
