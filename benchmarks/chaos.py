@@ -226,7 +226,7 @@ async def started(
         keep_logs=True,
         hang_timeout_s=hang_timeout_s,
         ready_timeout_s=180,
-        backoff=lambda: Backoff(first_s=0.2, limit_s=0.2),  # many deaths are wanted here
+        backoff=Backoff(first_s=0.2, limit_s=0.2),  # many deaths are wanted here
     ) as deployment:
         client = Client(deployment.gateway_url)
         await client.meet()

@@ -12,8 +12,7 @@ from typing import ClassVar
 
 import msgspec
 
-from epd_serve.config.gateway import KeyLimits
-from epd_serve.config.keys import HASH_PREFIX, hash_key
+from epd_serve.config.keys import HASH_PREFIX
 from epd_serve.errors import InvalidRequest, Overloaded, ServeError
 from proxy.settings import GatewaySettings
 
@@ -39,16 +38,16 @@ class Holder:
         num_active: choices of requests in progress.
     """
 
-    __slots__ = ("limits", "name", "num_active")
+    __slots__ = ("max_concurrent", "name", "num_active")
 
-    def __init__(self, name: str, limits: KeyLimits | None = None) -> None:
+    def __init__(self, name: str, max_concurrent: int | None = None) -> None:
         self.name = name
-        self.limits = limits or KeyLimits()
+        self.max_concurrent = max_concurrent
         self.num_active = 0
 
     def enter(self) -> None:
         """Count a request until :meth:`leave`. Raises Overloaded over the limit."""
-        most = self.limits.max_concurrent
+        most = self.max_concurrent
         if most is not None and self.num_active >= most:
             raise Overloaded(
                 f"this API key has {self.num_active} requests in progress, its limit (each choice counts as one)",
@@ -61,7 +60,7 @@ class Holder:
 
         Raises Overloaded over the key's limit, InvalidRequest for a request that exceeds it alone.
         """
-        most = self.limits.max_concurrent
+        most = self.max_concurrent
         if most is not None and num_choices > most:
             raise InvalidRequest(
                 f"this API key may have {most} choices in progress; this request asks for {num_choices}",
@@ -245,8 +244,7 @@ class Admission:
 
     def __init__(self, settings: GatewaySettings) -> None:
         gateway = settings.gateway
-        keys = [(key.hash, Holder(key.name, key)) for key in gateway.api_keys]
-        if settings.api_key is not None:
-            keys.append((hash_key(settings.api_key), Holder("default")))
-        self.authenticator = Authenticator(keys)
+        self.authenticator = Authenticator(
+            (key.hash, Holder(key.name, key.max_concurrent)) for key in gateway.api_keys
+        )
         self.queue = AdmissionQueue(gateway.max_in_flight, gateway.max_queue, gateway.queue_timeout_s)

@@ -129,7 +129,7 @@ def create_app(
     app.include_router(health_router(gateway))
     app.include_router(dashboard_router(gateway))
     install_cors(app, config.gateway.cors)
-    if settings.is_local and not config.gateway.needs_key:
+    if settings.is_local and not config.gateway.api_keys:
         app.add_middleware(LocalGuard)
     install_error_handlers(app)
     return app

@@ -21,7 +21,7 @@ class GatewaySettings:
 
     Attributes:
         host: listening address.
-        api_key, admin_key, cluster_key: secrets in plain text.
+        admin_key, cluster_key: secrets in plain text.
         tls: files for calling instances and serving the admin API; None: no TLS.
         poll_interval_s: interval between questions to an instance without reports.
         startup_wait_s: time after the start in which requests wait for loading instances.
@@ -29,7 +29,6 @@ class GatewaySettings:
 
     config: DeploymentConfig = field(default_factory=DeploymentConfig)
     host: str = "127.0.0.1"
-    api_key: str | None = field(default=None, repr=False)
     admin_key: str | None = field(default=None, repr=False)
     cluster_key: str | None = field(default=None, repr=False)
     tls: TlsFiles | None = None
@@ -47,7 +46,6 @@ class GatewaySettings:
         return cls(
             config=config,
             host=host,
-            api_key=read_secret(config.gateway.api_key, "gateway.api_key"),
             admin_key=read_secret(config.gateway.admin.key, "gateway.admin.key"),
             cluster_key=cluster_key,
             tls=tls,
@@ -69,7 +67,7 @@ class GatewaySettings:
         The default allows it only for this machine's users; with API keys, others come through a reverse proxy.
         """
         chosen = self.gateway.media.allow_private
-        return self.is_local and not self.gateway.needs_key if chosen is None else chosen
+        return self.is_local and not self.gateway.api_keys if chosen is None else chosen
 
     @cached_property
     def encode_timeout_s(self) -> float:

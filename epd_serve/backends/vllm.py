@@ -1,7 +1,7 @@
-"""Stage calls to vLLM's OpenAI servers, with the EC and KV connectors in between.
+"""Stage calls to vLLM's OpenAI servers, which exchange features and KV by connectors.
 
-A stage call of ours is one request of theirs: a picture to E, the prompt with ``max_tokens: 1`` to P, the whole
-request to D, all at once where the connectors allow it. D's events are the client's; P's one token is thrown away.
+A stage call is one request to vLLM: a picture to E, the prompt with ``max_tokens: 1`` to P, the whole request to
+D, all at once if the connectors allow it. The client gets D's events; P's token is dropped.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from epd_serve.backends.vllm_stream import (
     KnownTokens,
     ReplayedTokens,
     can_be_replayed,
-    can_go_on,
-    give_tokens,
+    can_continue,
     rest_of,
+    set_prompt_tokens,
 )
 from epd_serve.errors import Conflict, InstanceFailed, InstanceLost, InvalidRequest, StageTimeout
 from epd_serve.protocol import instance_state, wire
@@ -34,62 +34,60 @@ from epd_serve.rpc.http import HttpServer
 from epd_serve.topology.remembered import remember_role, remembered_role
 from epd_serve.types import Role
 
-#: That are passed on; vLLM itself says which its model takes.
+#: All are passed on; vLLM refuses those that its model does not take.
 _MODALITIES = ("image", "video", "audio")
-#: By which a server may be later for each call that it has: it reads them, pictures too, on the loop that answers.
+#: Additional time to answer a probe for each open call: vLLM reads requests on the event loop that answers.
 _CALL_S = 0.1
-#: Between two looks at an instance that is to become empty.
-_LOOK_S = 0.1
+#: Interval between two checks of an instance that should become empty.
+_CHECK_S = 0.1
 
 
 @dataclass(eq=False)
 class _Exchange:
-    """A request between its P and its D."""
+    """A request shared by its P and its D.
+
+    Attributes:
+        continues: whether the answer depends only on its tokens, so that its beginning can be part of the prompt.
+        answered: P's parameters of its KV; None if D computes the prompt itself.
+        awaited: items whose features P lacks.
+        encoded: set when ``awaited`` is empty.
+        is_for_d: whether D computes the prompt itself.
+        num_cached: prompt tokens in P's prefix cache; None: D's own count is right.
+    """
 
     request: wire.PrefillRequest
     media: Sequence[bytes]
     prefill: VllmInstance
-    #: Whether the answer hangs on its tokens alone: what there is of it is a part of the prompt then.
-    behind: bool
-    #: What P says of its KV; None where D computes the prompt itself.
+    continues: bool
     answered: asyncio.Future[dict[str, Any] | None] = field(default_factory=lambda: asyncio.Future())
-    #: Items whose features P still waits for.
     awaited: set[str] = field(default_factory=set)
     encoded: asyncio.Event = field(default_factory=asyncio.Event)
-    #: Whether D computes the prompt itself.
     is_for_d: bool = False
-    #: Prompt tokens that P says were in its prefix cache; None: D's own word counts.
     num_cached: int | None = None
 
-    def tell_cached(self, usage: dict[str, Any] | None) -> None:
-        """Have the usage of D's answer count what P found in its prefix cache: D got all KV from P."""
+    def correct_usage(self, usage: dict[str, Any] | None) -> None:
+        """Set the cached tokens of D's answer to P's count: D got all KV from P."""
         if usage and self.num_cached is not None:
             usage["prompt_tokens_details"] = {"cached_tokens": min(self.num_cached, usage["prompt_tokens"])}
 
-    def settle(self, mm_hash: str) -> None:
-        self.awaited.discard(mm_hash)
-        if not self.awaited:
-            self.encoded.set()
-
 
 class VllmInstances:
-    """All :class:`VllmInstance` of a caller; the calls of one request share state here."""
+    """All :class:`VllmInstance` of a caller, and the state that the calls of a request share."""
 
     def __init__(
         self, connections: NativeConnections, targets: Mapping[str, VllmTarget], directory: Path | None = None
     ) -> None:
-        """``directory`` keeps the roles of instances that have another one than the topology says."""
+        """``directory``: keeps the roles of switched instances."""
         self.connections = connections
         self.targets = targets
         self.directory = directory
-        #: Those that leave go with their calls.
         self.by_url: WeakValueDictionary[str, VllmInstance] = WeakValueDictionary()
         self.exchanges: dict[str, _Exchange] = {}
 
     def connect(self, name: str, url: str, role: str | None = None) -> VllmInstance:
-        """Make the instance's object; one that the topology does not name is as those of its ``role`` there.
+        """Return the instance's object; a name outside the topology takes the target of its ``role``.
 
-        Raises ValueError where the deployment's topology has neither.
+        Raises ValueError if the topology has neither.
         """
         remembered = None if self.directory is None else remembered_role(self.directory, name)
         given = self.targets.get(name)
@@ -120,19 +118,19 @@ class VllmInstance(VllmServer):
         self._bootstrap: HttpServer | None = None
         self._ordered = target.role
 
-    # ------------------------------------------------------------------ how it is
+    # ------------------------------------------------------------------ state
 
     async def info(self) -> instance_state.InstanceInfo:
-        """The instance's info.
+        """Return the instance's info, after warming up a new process.
 
-        The first call to a process warms it up. Raises InstanceLost also for other servers' answers.
+        Raises InstanceLost also for answers of other servers.
         """
         models, figures = await asyncio.gather(self.ask_json("/v1/models"), self.figures())
         try:
             model = models["data"][0]
             name, length = str(model["id"]), int(model["max_model_len"] or 0)
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise InstanceLost(f"{self.url}/v1/models is no answer of vLLM ({error!r})") from error
+            raise InstanceLost(f"{self.url}/v1/models is not an answer of vLLM ({error!r})") from error
         if self._warm != figures.started_at:
             await self.warm_up(name)
             self._warm = figures.started_at
@@ -161,15 +159,14 @@ class VllmInstance(VllmServer):
 
     @property
     def _num_calls(self) -> int:
-        """Calls of this caller that are open there."""
+        """The open calls of this caller."""
         return len(self._prompts) + len(self._encodes) + self._num_decodes
 
     async def probe(self, timeout_s: float) -> None:
-        """Return where the server answers in time and its engine does not hang. Raises ServeError.
+        """Return if the server answers in time and its engine does not hang. Raises ServeError.
 
-        vLLM's counters move when a step ends, and a step may take long: the first of its kind compiles. So the
-        engine is judged by minutes (:class:`EngineWatch`). A server that gets a burst of calls answers nobody
-        while it reads them.
+        vLLM's counters change when a step ends, and a step that compiles takes long, so the engine is judged by
+        minutes (:class:`EngineWatch`).
         """
         timeout_s += _CALL_S * self._num_calls
         try:
@@ -181,19 +178,19 @@ class VllmInstance(VllmServer):
             self._engine.look(self._seen, asyncio.get_running_loop().time())
 
     async def switch(self, order: instance_state.RoleOrder) -> instance_state.RoleChanged:
-        """Use it in another role, once it is empty where the two have no stage in common; its process goes on."""
+        """Use the same process in another role, once it is empty if the two roles share no stage."""
         began, old, role = asyncio.get_running_loop().time(), self.target.role, Role.parse(order.role)
         if role not in self.target.roles:
             possible = ", ".join(sorted(str(one) for one in self.target.roles - {self.target.role}))
             raise InvalidRequest(
-                f"instance {self.name} of vLLM can become {possible or 'no other role'}, and not {role}; "
-                "apply a file with the roles that you want, which starts others first",
+                f"vLLM's instance {self.name} can become {possible or 'nothing else'}, but not {role}; 'epd-serve "
+                "apply' with a file of these roles starts other instances first",
                 param="role",
             )
         self._ordered = role
         if old.stages.isdisjoint(role.stages):
             try:
-                await self._is_empty(order.deadline_s, role)
+                await self._wait_empty(order.deadline_s, role)
             except BaseException:
                 self._ordered = old
                 raise
@@ -205,45 +202,46 @@ class VllmInstance(VllmServer):
 
     async def leave(self, order: instance_state.LeaveOrder) -> instance_state.Left:
         began = asyncio.get_running_loop().time()
-        await self._is_empty(order.deadline_s, self._ordered)
+        await self._wait_empty(order.deadline_s, self._ordered)
         return instance_state.Left(asyncio.get_running_loop().time() - began)
 
-    async def _is_empty(self, deadline_s: float, ordered: Role) -> None:
-        """Return when it has no request and no block. Raises Conflict where it is called back meanwhile."""
+    async def _wait_empty(self, deadline_s: float, ordered: Role) -> None:
+        """Return when all requests and blocks are gone. Raises Conflict if another role is ordered."""
         try:
             async with asyncio.timeout(deadline_s):
                 while True:
                     figures = await self.figures()
                     if self._ordered != ordered:
-                        raise Conflict(f"instance {self.name} was called back; it serves {self._ordered}")
+                        raise Conflict(f"the switch of {self.name} was cancelled; it serves {self._ordered}")
                     if not (figures.num_running or figures.num_waiting or figures.kv_usage or self._num_calls):
                         return
-                    await asyncio.sleep(_LOOK_S)
+                    await asyncio.sleep(_CHECK_S)
         except TimeoutError as error:
             raise StageTimeout(
                 f"instance {self.name} still had requests after {deadline_s:g} s; it serves {self.target.role}"
             ) from error
 
     async def reports(self) -> AsyncGenerator[instance_state.Report, None]:
-        """Raise InvalidRequest: vLLM makes no reports, so the caller asks for its info instead."""
+        """Raise InvalidRequest: vLLM sends no reports, so the caller asks for its info instead."""
         if self.url:
-            raise InvalidRequest(f"instance {self.name} makes no reports")
+            raise InvalidRequest(f"instance {self.name} sends no reports")
         yield instance_state.Report(load=instance_state.Load())
 
     # ------------------------------------------------------------------ the stages
 
     async def encode(self, request: wire.EncodeRequest, *, trace_id: str) -> wire.EncodeReply:
-        """Have an item encoded; an instance that prefills is asked to encode it itself, with its prompt."""
+        """Encode an item, or let an instance that prefills encode it with its prompt."""
         ref = request.ref
         if self.target.role.has_language_model:
-            if self.target.takes_features and self.target.features == "store":  # P need not wait any more
+            if self.target.takes_features and self.target.features == "store":  # end P's wait
                 withdrawn = wire.FeatureWithdrawn(request.request_id, ref.mm_hash)
                 address = self.address(FEATURE_PORT)
                 async with self._others.connections.link(self.name, f"http://{address}") as link:
                     await link.ask("/feature/withdraw", [wire.encode(withdrawn)])
-            self._settle(request)
+            self._end_wait(request)
             return wire.EncodeReply(cached=False, num_tokens=0)
-        model = self._model_of(request) or await self.model_name()
+        exchange = self._others.exchanges.get(request.request_id)
+        model = (exchange.request.output.model if exchange is not None else "") or await self.model_name()
         body = vllm_chat.encode_body(model, ref, request.media)
         prefill = self._others.by_url.get(request.announce_to)
         if prefill is not None and prefill.target.features == "store":
@@ -259,16 +257,18 @@ class VllmInstance(VllmServer):
             answer = await self.post(vllm_chat.CHAT, body, request.request_id)
         finally:
             del self._encodes[key]
-        told = (answer.get("ec_transfer_params") or {}).get(ref.mm_hash, {})
-        self._settle(request)
-        return wire.EncodeReply(cached=bool(told.get("cached")), num_tokens=int(told.get("tokens", 0)))
+        about = (answer.get("ec_transfer_params") or {}).get(ref.mm_hash, {})
+        self._end_wait(request)
+        return wire.EncodeReply(cached=bool(about.get("cached")), num_tokens=int(about.get("tokens", 0)))
 
     def prefill(self, request: wire.PrefillRequest, *, trace_id: str, media: Sequence[bytes] = ()) -> StageCall:
-        """Begin the whole request where this instance decodes it too; else the prompt, after a notice to D."""
+        """Begin the whole request if this instance also decodes it, otherwise its prompt."""
         decodes = self if request.decode_url is None else self._others.by_url.get(request.decode_url, self)
-        behind = decodes.target.continues and can_go_on(request)
-        exchange = _Exchange(rest_of(request) if behind else request, media, self, behind)
-        exchange.is_for_d = request.decode_url is not None and _is_for_d_alone(request)
+        continues = decodes.target.continues and can_continue(request)
+        exchange = _Exchange(rest_of(request) if continues else request, media, self, continues)
+        # one transfer cannot feed several choices that are sampled apart; KV lacks the prompt's log-probabilities
+        several = request.sampling.n > vllm_chat.num_copies(request.sampling)
+        exchange.is_for_d = request.decode_url is not None and (several or vllm_chat.needs_whole_prompt(request))
         if self.target.takes_features:
             exchange.awaited = {ref.mm_hash for ref in request.items}
         if not exchange.awaited:
@@ -287,7 +287,7 @@ class VllmInstance(VllmServer):
 
         async def steps(work: Work) -> Any:
             try:
-                if self.target.features == "file":  # it is looked for when the prompt is scheduled, and only then
+                if self.target.features == "file":  # vLLM looks for it only when it schedules the prompt
                     await exchange.encoded.wait()
                 compute = self._answer if request.decode_url is None else self._compute_prompt
                 return await compute(work, exchange)
@@ -301,7 +301,7 @@ class VllmInstance(VllmServer):
         return Work(steps, over)
 
     async def _compute_prompt(self, work: Work, exchange: _Exchange) -> PrefillAnswer:
-        """Have P compute the prompt and keep its KV for D, if it comes from there."""
+        """Let P compute the prompt and keep its KV for D, unless D computes the prompt."""
         request = exchange.request
         if exchange.is_for_d:
             exchange.answered.set_result(None)
@@ -309,7 +309,7 @@ class VllmInstance(VllmServer):
         body = vllm_chat.prefill_body(request, exchange.media)
         body |= self._expected(exchange)
         body["kv_transfer_params"] = self._hand_over(request)
-        prompt = await self._go_on(exchange, body, work)
+        prompt = await self._continue(exchange, body, work)
         answer = await self.post(vllm_chat.path_of(request), body, request.request_id, work)
         exchange.answered.set_result(answer.get("kv_transfer_params") or {})
         usage = answer.get("usage") or {}
@@ -317,24 +317,24 @@ class VllmInstance(VllmServer):
         exchange.num_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         return PrefillAnswer(count and count - (len(request.generated) if prompt else 0), exchange.num_cached)
 
-    async def _go_on(self, exchange: _Exchange, body: dict[str, Any], work: Work) -> list[int] | None:
-        """Append the generated tokens to a body's prompt; return that prompt, or None where it is unchanged."""
+    async def _continue(self, exchange: _Exchange, body: dict[str, Any], work: Work) -> list[int] | None:
+        """Append the generated tokens to a body's prompt; return that prompt, or None if it is unchanged."""
         request = exchange.request
-        if not request.generated or not exchange.behind:
+        if not request.generated or not exchange.continues:
             return None
         prompt = request.prompt
         if not isinstance(prompt, list):
             asked = vllm_chat.prompt_body(request, ())
             prompt = (await self.post("/tokenize", asked, request.request_id, work))["tokens"]
         tokens = [*prompt, *request.generated]
-        give_tokens(body, tokens)
+        set_prompt_tokens(body, tokens)
         return tokens
 
     def decode(self, request: wire.DecodeRequest, *, trace_id: str) -> StageCall:
-        """Begin the decode of a request whose prefill was given to P just before."""
+        """Begin the decode of a request whose prefill has begun at P."""
         exchange = self._others.exchanges.get(request.request_id)
         if exchange is None:
-            raise InstanceFailed(f"instance {self.name} was given a request that no instance prefills")
+            raise InstanceFailed(f"instance {self.name} got a request that no instance prefills")
 
         async def steps(work: Work) -> Any:
             return await self._answer(work, exchange, await self._take_over(exchange))
@@ -352,16 +352,16 @@ class VllmInstance(VllmServer):
             body |= self._expected(exchange)
         if kv is not None:
             body["kv_transfer_params"] = kv
-        call = self._answer_call(exchange, body, await self._go_on(exchange, body, work))
-        work.holds(call)
+        call = self._answer_call(exchange, body, await self._continue(exchange, body, work))
+        work.own(call)
         call.send()
         await call.opened
         return call
 
-    # ------------------------------------------------------------------ what connectors are told
+    # ------------------------------------------------------------------ parameters of connectors
 
     def _expected(self, exchange: _Exchange) -> dict[str, Any]:
-        """The word to P that features are on their way."""
+        """Return the fields that make P wait for features."""
         if not (self.target.takes_features and self.target.features == "store" and exchange.request.items):
             return {}
         names = [ref.mm_hash for ref in exchange.request.items]
@@ -376,27 +376,22 @@ class VllmInstance(VllmServer):
         return {**params, **nothing}
 
     async def _take_over(self, exchange: _Exchange) -> dict[str, Any] | None:
-        """Parameters by which D finds the KV; None where it computes the prompt itself."""
+        """Return the parameters by which D finds the KV; None if it computes the prompt itself."""
         if exchange.is_for_d:
             await asyncio.shield(exchange.answered)
             return None
         prefill, transfer_id = exchange.prefill, exchange.request.request_id
         params: dict[str, Any] = {"do_remote_decode": False, "do_remote_prefill": True, "transfer_id": transfer_id}
         if self.target.pulls:
-            told = await asyncio.shield(exchange.answered)
-            if told is None:
-                return None
-            if not told.get("do_remote_prefill"):
-                raise InstanceFailed(f"instance {prefill.name} did not say where its KV lies")
-            return told
+            answered = await asyncio.shield(exchange.answered)
+            if answered is not None and not answered.get("do_remote_prefill"):
+                raise InstanceFailed(f"instance {prefill.name} did not return the address of its KV")
+            return answered
         bootstrap = f"http://{prefill.address(KV_PORT)}"
         return {**params, "remote_bootstrap_addr": bootstrap, "remote_engine_id": await prefill.engine_id()}
 
     async def engine_id(self) -> str:
-        """The instance's id at Mooncake's bootstrap server.
-
-        Raises InstanceLost where the server does not state one.
-        """
+        """Return the instance's id at Mooncake's bootstrap server. Raises InstanceLost without one."""
         if self._engine_id is None or self._engine_id[0] != self._warm:
             if self._bootstrap is None:
                 self._bootstrap = HttpServer(
@@ -406,60 +401,48 @@ class VllmInstance(VllmServer):
             try:
                 engine_id = next(iter(answer.values()))["engine_id"]
             except (AttributeError, LookupError, TypeError, StopIteration) as error:
-                raise InstanceLost(f"{self._bootstrap.url}/query is no answer of Mooncake ({error!r})") from error
+                raise InstanceLost(
+                    f"{self._bootstrap.url}/query is not an answer of Mooncake ({error!r})"
+                ) from error
             self._engine_id = (self._warm or 0.0, str(engine_id))
         return self._engine_id[1]
 
     def address(self, offset: int) -> str:
-        """``host:port`` of the instance's server at an offset from its HTTP port."""
+        """Return ``host:port`` of the instance's server at an offset from its HTTP port."""
         parts = urlsplit(self.url)
         host = f"[{parts.hostname}]" if ":" in str(parts.hostname) else parts.hostname
         return f"{host}:{(parts.port or 80) + offset}"
 
-    def _settle(self, request: wire.EncodeRequest) -> None:
+    def _end_wait(self, request: wire.EncodeRequest) -> None:
+        """Record that P need not wait for an item any more."""
         if (exchange := self._others.exchanges.get(request.request_id)) is not None:
-            exchange.settle(request.ref.mm_hash)
-
-    def _model_of(self, request: wire.EncodeRequest) -> str:
-        exchange = self._others.exchanges.get(request.request_id)
-        return "" if exchange is None else exchange.request.output.model
+            exchange.awaited.discard(request.ref.mm_hash)
+            if not exchange.awaited:
+                exchange.encoded.set()
 
     def _answer_call(self, exchange: _Exchange, body: dict[str, Any], prompt: list[int] | None) -> VllmCall:
-        """``prompt`` is set for the rest of an answer: all that comes before it."""
+        """Return the call for an answer; ``prompt``: the tokens before it, if it is the rest of an answer."""
         request = exchange.request
         path, output = vllm_chat.path_of(request), request.output
-        request_id = output.id.partition("-")[2] or request.request_id  # vLLM makes the answer's id of it
+        request_id = output.id.partition("-")[2] or request.request_id  # vLLM derives the answer's id from it
         if can_be_replayed(request):
-            call_type = KnownTokens if exchange.behind else ReplayedTokens
-            framed = call_type(self.server, path, body | {"return_token_ids": True}, request_id)
-            framed.for_request(request, prompt)
-            framed.rewrite_usage = exchange.tell_cached
-            return framed
-        call = self.call(path, body, request_id)
+            call_type = KnownTokens if exchange.continues else ReplayedTokens
+            return call_type(self.server, path, body, request_id, request, prompt, exchange.correct_usage)
+        call = VllmCall(self.server, path, body, request_id)
         copies = vllm_chat.num_copies(request.sampling)
 
         def rewrite(answer: dict[str, Any]) -> None:
             if output.first_index or copies > 1:
                 _multiply(answer, copies, output.first_index)
-            exchange.tell_cached(answer.get("usage"))
+            exchange.correct_usage(answer.get("usage"))
 
         if output.first_index or copies > 1 or exchange.prefill is not self:
             call.rewrite = rewrite
         return call
 
 
-def _is_for_d_alone(request: wire.PrefillRequest) -> bool:
-    """Whether D computes the prompt itself.
-
-    One transfer cannot feed several choices that are drawn apart, and KV does not contain the log-probabilities of
-    the prompt's tokens.
-    """
-    is_several = request.sampling.n > vllm_chat.num_copies(request.sampling)
-    return is_several or vllm_chat.needs_whole_prompt(request)
-
-
 def _multiply(answer: dict[str, Any], copies: int, first_index: int) -> None:
-    """Each choice as often as it was asked for, counted from ``first_index``."""
+    """Repeat each choice ``copies`` times, with indices from ``first_index``."""
     answer["choices"] = [
         {**choice, "index": first_index + choice["index"] + copy}
         for copy in range(copies)

@@ -1,4 +1,4 @@
-"""Calls to a vLLM server, and their answers as the gateway reads them."""
+"""Calls to a vLLM server, and their answers for the gateway."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from epd_serve.rpc.http import HttpServer
 from epd_serve.rpc.link import MAX_BODY_BYTES
 
 _ERROR = b'data: {"error"'
-#: Words of a 500 by which vLLM means that the model's chat template has no place for an item of that modality.
+#: vLLM's 500 for a chat template without a place for an item's modality.
 _NO_PLACE = re.compile(r"Failed to apply prompt replacement for mm_items\['(\w+)'\]")
 DATA = b"data: "
 END_OF_EVENT = b"\n\n"
@@ -33,35 +33,31 @@ class _Envelope(msgspec.Struct):
 
 
 def error_of(status: int, body: bytes, name: str) -> ServeError:
-    """An error answer of vLLM as ours; its own 5xx are failures of the instance, which another may not have."""
+    """Convert an error answer of vLLM; most 5xx are failures of the instance that others may not have."""
     try:
-        told = msgspec.json.decode(body, type=_Envelope).error
+        error = msgspec.json.decode(body, type=_Envelope).error
     except msgspec.MsgspecError:
-        told = VllmError(body[:200].decode("utf-8", "replace") or "nothing")
+        error = VllmError(body[:200].decode("utf-8", "replace") or "nothing")
     if status in (429, 503):
-        return (Overloaded if status == 429 else Unavailable)(told.message, param=told.param)
+        return (Overloaded if status == 429 else Unavailable)(error.message, param=error.param)
     if status < 500:
-        return InvalidRequest(told.message, param=told.param)
-    if placeless := _NO_PLACE.search(told.message):
-        return InvalidRequest(f"the chat template of this model has no place for media of the kind {placeless[1]}")
-    return InstanceFailed(f"instance {name} answered {status}: {told.message}")
+        return InvalidRequest(error.message, param=error.param)
+    if unplaced := _NO_PLACE.search(error.message):
+        return InvalidRequest(f"the chat template of this model does not support {unplaced[1]} items")
+    return InstanceFailed(f"instance {name} answered {status}: {error.message}")
 
 
 class VllmCall:
-    """An HTTP call, and the Answer that it opens with: OpenAI's bytes without a word on tokens.
-
-    Attributes:
-        opened: as of :class:`epd_serve.backends.base.StageCall`, once it is sent.
-    """
+    """An HTTP call (:class:`epd_serve.backends.base.StageCall`) and its Answer, OpenAI's bytes without tokens."""
 
     framed = False
     decode_follows = False
     prompt_note = ""
-    #: What has to be put right in each object on its way: choices' index and the answer's id.
+    #: Corrects each object of the answer: indices and usage.
     rewrite: Callable[[dict[str, Any]], None] | None = None
     opened: asyncio.Task[VllmCall]
     _answer: aiohttp.ClientResponse | None = None
-    #: The beginning of an event whose end has not come yet.
+    #: Beginning of an incomplete event.
     _rest = b""
     _closed = False
 
@@ -74,9 +70,8 @@ class VllmCall:
         self._headers = {"content-type": "application/json", REQUEST_ID_HEADER: request_id}
 
     def send(self) -> None:
-        """Send the call."""
         self.opened = asyncio.create_task(self._open())
-        self.opened.add_done_callback(lambda opened: opened.cancelled() or opened.exception())  # nobody has to ask
+        self.opened.add_done_callback(lambda opened: opened.cancelled() or opened.exception())  # retrieved
 
     async def _open(self) -> VllmCall:
         answer = self._answer = await self.server.send(
@@ -89,7 +84,7 @@ class VllmCall:
         return self
 
     async def ask(self) -> bytes:
-        """Send the call, return the whole body and close the call. Raises ServeError."""
+        """Return the whole body. Raises ServeError."""
         try:
             self.send()
             await self.opened
@@ -98,7 +93,7 @@ class VllmCall:
             self.close()
 
     def close(self) -> None:
-        """Break the call off unless its answer has been read to the end. Idempotent."""
+        """Cancel the call unless its answer is complete. Idempotent."""
         self._closed = True
         if hasattr(self, "opened"):
             self.opened.cancel()
@@ -143,14 +138,14 @@ class VllmCall:
         return True
 
     def passed(self, event: bytes) -> bytes:
-        """The bytes to pass on for an event, which comes without its end. Raises InstanceFailed."""
-        told = event.removeprefix(DATA)
-        if self.rewrite is not None and told.strip() != DONE:
-            event = DATA + self._rewritten(told)
+        """Return the bytes to forward for an event without its final line feeds. Raises InstanceFailed."""
+        data = event.removeprefix(DATA)
+        if self.rewrite is not None and data.strip() != DONE:
+            event = DATA + self._rewritten(data)
         return event + END_OF_EVENT
 
     def failed(self, event: bytes) -> bytes:
-        """The bytes to pass on for an error event. Raises InstanceFailed where the event reports it."""
+        """Return the bytes to forward for an error event, or raise its error."""
         raise error_of(500, event.removeprefix(DATA), self.server.name)
 
     def _rewritten(self, data: bytes) -> bytes:
@@ -164,7 +159,7 @@ class VllmCall:
 
 
 class PrefillAnswer:
-    """P's answer: P has computed the prompt, and the answer's text comes from D. The body is empty."""
+    """P's empty answer after it has computed the prompt: the text comes from D."""
 
     framed = True
     decode_follows = True
@@ -184,31 +179,31 @@ class PrefillAnswer:
 
 
 class Work:
-    """A stage call (:class:`epd_serve.backends.base.StageCall`) whose answer takes more than one step to get.
+    """A stage call (:class:`epd_serve.backends.base.StageCall`) of several HTTP calls.
 
-    ``steps`` may open HTTP calls; they are closed with this one if they are given to ``holds``.
+    ``steps`` passes them to :meth:`own`, which closes them with this call.
     """
 
     def __init__(
         self, steps: Callable[[Work], Coroutine[Any, Any, Any]], on_close: Callable[[], None] = lambda: None
     ) -> None:
-        self._held: list[VllmCall] = []
+        self._calls: list[VllmCall] = []
         self._on_close = on_close
         self._closed = False
         self.opened: asyncio.Future[Any] = asyncio.get_running_loop().create_task(steps(self))
-        self.opened.add_done_callback(lambda opened: opened.cancelled() or opened.exception())  # nobody has to ask
+        self.opened.add_done_callback(lambda opened: opened.cancelled() or opened.exception())  # retrieved
 
-    def holds(self, call: VllmCall) -> None:
+    def own(self, call: VllmCall) -> None:
         if self._closed:
             call.close()
         else:
-            self._held.append(call)
+            self._calls.append(call)
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
         self.opened.cancel()
-        for call in self._held:
+        for call in self._calls:
             call.close()
         self._on_close()

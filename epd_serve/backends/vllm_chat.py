@@ -1,11 +1,11 @@
-"""A request of the gateway as the body that vLLM's OpenAI server takes."""
+"""Bodies for vLLM's OpenAI server."""
 
 from __future__ import annotations
 
 import io
 import secrets
 import wave
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -13,13 +13,13 @@ import pybase64
 from PIL import Image
 
 from epd_serve.media.video import unpack_frames
-from epd_serve.protocol.wire import ChatMessage, MediaRef, OutputOptions, Part, PrefillRequest, PromptOptions
+from epd_serve.protocol.wire import ChatMessage, MediaRef, OutputOptions, PrefillRequest, PromptOptions
 from epd_serve.types import AS_THE_MODEL, SAMPLING_DEFAULTS, Grammar, Modality, SamplingParams
 
 BYTES_PER_TOKEN = 4
 WARM_UP_PIXELS = 112
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
-#: Sampling parameters that have the same name there, with the values that mean nothing.
+#: Sampling parameters of the same name in vLLM, with their neutral values.
 _SAME: dict[str, Any] = {
     "min_tokens": 0,
     "ignore_eos": False,
@@ -28,7 +28,7 @@ _SAME: dict[str, Any] = {
     **SAMPLING_DEFAULTS,
 }
 
-#: Fields that only vLLM has and that the prompt is made with; the others are D's alone.
+#: Fields only for vLLM that change the prompt; the others are for D.
 _OF_PROMPT = frozenset({"reasoning_effort"})
 
 Body = dict[str, Any]
@@ -39,7 +39,7 @@ def path_of(request: PrefillRequest) -> str:
 
 
 def prompt_body(request: PrefillRequest, media: Sequence[bytes]) -> Body:
-    """The fields of a body from which the prompt is made; P and D must be given the same ones."""
+    """Return the fields that determine the prompt, the same for P and D."""
     body: Body = {
         "model": request.output.model,
         **media_options(request.items),
@@ -55,7 +55,7 @@ def prompt_body(request: PrefillRequest, media: Sequence[bytes]) -> Body:
 
 
 def answer_body(request: PrefillRequest, media: Sequence[bytes]) -> Body:
-    """The whole request, for the instance that decodes it."""
+    """Return the body of the whole request, for the instance that decodes it."""
     body = prompt_body(request, media)
     body |= _sampling(request.sampling, is_chat=request.messages is not None)
     body |= _output(request.output) | only_vllm(request)
@@ -67,43 +67,42 @@ def answer_body(request: PrefillRequest, media: Sequence[bytes]) -> Body:
 
 
 def only_vllm(request: PrefillRequest) -> Body:
-    """The request's fields that only vLLM has."""
+    """Return the request's fields that only vLLM has."""
     fields: Body = msgspec.json.decode(request.output.for_vllm) if request.output.for_vllm else {}
     return fields
 
 
 def needs_whole_prompt(request: PrefillRequest) -> bool:
-    """Whether the decoding instance must compute the prompt itself, as its log-probabilities are wanted."""
+    """Return whether D must compute the prompt itself, for its log-probabilities."""
     scores_prompt = request.output.echo and request.sampling.logprobs is not None
     return scores_prompt or "prompt_logprobs" in only_vllm(request)
 
 
 def prefill_body(request: PrefillRequest, media: Sequence[bytes]) -> Body:
-    """The body for an instance that computes the prompt alone: its one token is thrown away.
+    """Return the body for an instance that computes only the prompt; its single token is dropped.
 
-    vLLM's connectors hand no KV over where that token ends the answer.
+    vLLM's connectors would not transfer KV if that token ended the answer.
     """
     body = prompt_body(request, media)
     if "tools" in body:
-        body["tool_choice"] = "none"  # they are part of the prompt; what is called is seen at D
+        body["tool_choice"] = "none"  # part of the prompt, but called at D
     limit = "max_tokens" if request.messages is None else "max_completion_tokens"
     return body | {limit: 1, "temperature": 0.0, "ignore_eos": True, "stream": False}
 
 
 def encode_body(model: str, ref: MediaRef, media: bytes) -> Body:
-    """One item and nothing else, for an instance that encodes. Raises as :func:`prompt_body`."""
+    """Return the body for an instance that encodes one item."""
     message = {"role": "user", "content": [media_part(ref, media)]}
     return {"model": model, "stream": False, "messages": [message], **media_options([ref])}
 
 
 def media_part(ref: MediaRef, media: bytes) -> Body:
-    """An item as a part of a message, with its hash, so that all instances give the feature the same name."""
+    """Return an item as a part of a message, with its hash, by which all instances name the feature."""
     kind = f"{ref.modality}_url"
     return {"type": kind, kind: {"url": _data_url(ref, media)}, "uuid": ref.mm_hash}
 
 
 def _data_url(ref: MediaRef, media: bytes) -> str:
-    """The labels are for readers, but for that of a frame list: the bytes themselves are looked at."""
     if ref.modality == "image":
         kind = "image/png" if media.startswith(b"\x89PNG") else "image/jpeg"
     elif ref.modality == "audio":
@@ -115,7 +114,7 @@ def _data_url(ref: MediaRef, media: bytes) -> str:
 
 
 def media_options(refs: Sequence[MediaRef]) -> Body:
-    """The options of a request's items, all of which have the same; E, P and D make the same of them."""
+    """Return the options of a request's items, which have the same ones, as E, P and D get them."""
     asked = next((ref.sampling for ref in refs if ref.modality == "video"), AS_THE_MODEL)
     body: Body = {}
     if processing := next((ref.processing for ref in refs), ""):
@@ -127,33 +126,24 @@ def media_options(refs: Sequence[MediaRef]) -> Body:
     return body
 
 
-def _message(message: ChatMessage, items: Any) -> Body:
-    told: Body = {"role": message.role}
+def _message(message: ChatMessage, items: Iterator[tuple[MediaRef, bytes]]) -> Body:
+    body: Body = {"role": message.role}
     if len(message.content) == 1 and message.content[0].type == "text":
-        told["content"] = message.content[0].text
+        body["content"] = message.content[0].text
     elif message.content:
-        told["content"] = [_part(part, items) for part in message.content]
+        body["content"] = [
+            {"type": "text", "text": part.text} if part.type == "text" else media_part(*next(items))
+            for part in message.content
+        ]
     else:
-        told["content"] = None if message.tool_calls else ""
+        body["content"] = None if message.tool_calls else ""
     if message.tool_calls:
-        told["tool_calls"] = [
+        body["tool_calls"] = [
             {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": one.arguments}}
             for one in message.tool_calls
         ]
-    if message.tool_call_id:
-        told["tool_call_id"] = message.tool_call_id
-    if message.name:
-        told["name"] = message.name
-    if message.reasoning:
-        told["reasoning"] = message.reasoning
-    return told
-
-
-def _part(part: Part, items: Any) -> Body:
-    if part.type == "text":
-        return {"type": "text", "text": part.text}
-    ref, media = next(items)
-    return media_part(ref, media)
+    optional = {"tool_call_id": message.tool_call_id, "name": message.name, "reasoning": message.reasoning}
+    return body | {name: value for name, value in optional.items() if value}
 
 
 def _prompting(options: PromptOptions, *, is_chat: bool) -> Body:
@@ -176,7 +166,7 @@ def _prompting(options: PromptOptions, *, is_chat: bool) -> Body:
 
 
 def num_copies(sampling: SamplingParams) -> int:
-    """The number of choices that one answer of vLLM serves: greedy ones are all the same, and it makes but one."""
+    """Return the number of choices that one choice of vLLM serves: all of them if they are greedy."""
     return sampling.n if sampling.greedy else 1
 
 
@@ -234,7 +224,7 @@ def _grammar(grammar: Grammar, num_tools: int) -> Body:
 
 
 def size_of(request: PrefillRequest) -> int:
-    """The approximate number of a prompt's tokens, without its pictures."""
+    """Return the approximate number of a prompt's text tokens."""
     if isinstance(request.prompt, list):
         return len(request.prompt)
     if request.prompt is not None:
@@ -244,10 +234,9 @@ def size_of(request: PrefillRequest) -> int:
 
 
 def trial_body(model: str, modality: Modality, *, is_new: bool) -> Body:
-    """A picture or a sound to warm up with, or to see whether an instance computes; the store keeps and counts
-    nothing of it.
+    """Return a request with a picture or sound to warm up with, which the store neither keeps nor counts.
 
-    ``is_new``: no instance has seen it before. Otherwise it is always the same one.
+    ``is_new``: whether it differs from earlier ones.
     """
     file = io.BytesIO()
     if modality == "image":

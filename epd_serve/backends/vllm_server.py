@@ -1,4 +1,4 @@
-"""One vLLM server: its HTTP calls, its figures, its tokenizer, and whether its engine works."""
+"""One vLLM server: its HTTP calls, its metrics, its tokenizer, and a watch of its engine."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ from epd_serve.rpc.http import HttpServer
 from epd_serve.types import Modality, Role, SamplingParams
 
 INFO_TIMEOUT_S = 10.0
-#: The first request of a process compiles and allocates what later ones find.
+#: The first request of a process compiles and allocates.
 WARM_UP_TIMEOUT_S = 300.0
 
-#: Name of requests that are no client's.
+#: Request id of the gateway's own requests.
 _TRIAL = "warm-up"
-#: Modalities to warm up with, the first that the model takes.
+#: Modalities to warm up with; the first that the model takes is used.
 _TRIED: tuple[Modality, ...] = ("image", "audio")
 _GREEDY = SamplingParams(seed=0, temperature=0.0)
-#: Requests after which a decoding process has compiled what its sampler needs: functions of vLLM's compile for one
-#: sequence, and again for more.
+#: Requests that make a decoding process compile its sampler, for one sequence and for several.
 _FIRST_USES: tuple[dict[str, Any], ...] = (
     {"logprobs": 1},
     {"logprobs": 1, "n": 2, "temperature": 1.0, "top_p": 0.9, "top_k": 8, "seed": 0},
@@ -52,7 +51,7 @@ class VllmServer:
 
     async def tokenize(self, request: TokenizeRequest, *, trace_id: str) -> TokenizeReply:
         if request.items:
-            raise InvalidRequest("tokenize: vLLM counts the tokens of text alone; leave out the media")
+            raise InvalidRequest("tokenize: vLLM counts only tokens of text; remove the media")
         prefill = wire.PrefillRequest(
             request_id=trace_id,
             output=wire.OutputOptions(kind="chat", id="", created=0, model=await self.model_name()),
@@ -80,7 +79,7 @@ class VllmServer:
     # ------------------------------------------------------------------ HTTP
 
     async def warm_up(self, model: str) -> None:
-        """Have a fresh process compute all that compiles or allocates at its first use. Raises ServeError."""
+        """Send a new process the requests that make it compile and allocate. Raises ServeError."""
         bodies: list[dict[str, Any]] = []
         if self.target.role.decodes:
             bodies += [_short_completion(model) | fields for fields in _FIRST_USES]
@@ -90,7 +89,7 @@ class VllmServer:
                     for body in (_short_completion(model), *bodies):
                         await self.post(vllm_chat.COMPLETION, body, _TRIAL)
                 for modality in _TRIED:
-                    with contextlib.suppress(InvalidRequest):  # the model takes none
+                    with contextlib.suppress(InvalidRequest):  # not supported by the model
                         body = vllm_chat.trial_body(model, modality, is_new=self.target.features != "file")
                         await self.post(vllm_chat.CHAT, body, _TRIAL)
                         break
@@ -104,46 +103,45 @@ class VllmServer:
         return read_figures((await self.get("/metrics")).decode("utf-8", "replace"))
 
     async def ask_json(self, path: str, server: HttpServer | None = None) -> Any:
-        """Get a path and decode its JSON; ``server``: another one of the instance."""
+        """Get a path and decode its JSON; ``server``: another server of the instance."""
         try:
             return msgspec.json.decode(await self.get(path, server))
         except msgspec.MsgspecError as error:
-            raise InstanceLost(f"{(server or self.server).url}{path} is no answer of vLLM ({error})") from error
+            raise InstanceLost(
+                f"{(server or self.server).url}{path} is not an answer of vLLM ({error})"
+            ) from error
 
     async def get(self, path: str, server: HttpServer | None = None) -> bytes:
         try:
             async with asyncio.timeout(INFO_TIMEOUT_S):
                 return await VllmCall(server or self.server, path).ask()
         except TimeoutError as error:
-            raise InstanceLost(f"instance {self.name} said nothing in {INFO_TIMEOUT_S:g} s") from error
+            raise InstanceLost(f"instance {self.name} did not answer within {INFO_TIMEOUT_S:g} s") from error
 
     async def post(
         self, path: str, body: dict[str, Any], request_id: str, work: Work | None = None
     ) -> dict[str, Any]:
-        call = self.call(path, body, request_id)
+        call = VllmCall(self.server, path, body, request_id)
         if work is not None:
-            work.holds(call)
+            work.own(call)
         try:
             answer: dict[str, Any] = msgspec.json.decode(await call.ask())
         except msgspec.MsgspecError as error:
             raise InstanceLost(f"instance {self.name} gave an unreadable answer ({error})") from error
         return answer
 
-    def call(self, path: str, body: dict[str, Any], request_id: str) -> VllmCall:
-        return VllmCall(self.server, path, body, request_id)
-
 
 def _short_completion(model: str) -> dict[str, Any]:
     return {"model": model, "prompt": [1], "max_tokens": 2, "temperature": 0, "ignore_eos": True}
 
 
-#: An engine that has requests and moves none of its counters for so long is stuck. The first step of its kind
-#: compiles, and the counters move when a step ends.
+#: Time without progress after which an engine with requests is stuck. Its counters change at the end of a step,
+#: and a step may compile first.
 STUCK_S = 300.0
 
 
 class EngineWatch:
-    """The watch of one instance."""
+    """Detects a stuck engine by its metrics."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -151,7 +149,7 @@ class EngineWatch:
         self._moved_at = 0.0
 
     def look(self, figures: VllmFigures, now: float) -> None:
-        """Judge the engine by its figures. Raises StageTimeout where it is stuck."""
+        """Raise StageTimeout if the engine is stuck."""
         progress = (figures.started_at, figures.progress)
         if progress != self._progress or not figures.num_running:
             self._progress, self._moved_at = progress, now
@@ -168,17 +166,17 @@ _SUMMED = {
     "vllm:num_requests_waiting",
     "vllm:kv_cache_usage_perc",
 }
-#: No figure of an instance comes near to it; what is beyond is none.
+#: Larger numbers are invalid.
 _MOST = 1e12
 
 
 @dataclass(frozen=True, kw_only=True)
 class VllmFigures:
-    """The figures of one instance; a figure that its page lacks is 0.
+    """The metrics of one instance; missing ones are 0.
 
     Attributes:
-        started_at: Unix time of its start, which names the process.
-        progress: tokens and requests that it has finished since then: it grows with the steps that end.
+        started_at: Unix time of its start, which identifies the process.
+        progress: finished tokens and requests, which grow with each step.
     """
 
     started_at: float
@@ -190,10 +188,7 @@ class VllmFigures:
     kv_usage: float
 
     def load(self, *, num_waiting_tokens: int, num_waiting_encodes: int, num_waiting_pixels: int) -> Load:
-        """The load as the gateway's policies read it.
-
-        The caller adds the contents of the queue, which vLLM does not report.
-        """
+        """Return the load for the gateway; the caller adds the waiting work, which vLLM does not report."""
         return Load(
             num_running=self.num_running,
             num_waiting=self.num_waiting,
@@ -206,7 +201,7 @@ class VllmFigures:
 
 
 def read_figures(text: str) -> VllmFigures:
-    """Read Prometheus' text format; lines that do not parse are skipped."""
+    """Parse Prometheus' text format, skipping invalid lines."""
     sums: dict[str, float] = dict.fromkeys(_SUMMED, 0.0)
     info: dict[str, str] = {}
     started_at, num_engines = 0.0, 0
@@ -243,12 +238,12 @@ def _count(text: str | None) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class VllmTarget:
-    """A vLLM instance as the deployment file describes it; vLLM does not know its role.
+    """A vLLM instance of the deployment file; vLLM itself does not know its role.
 
     Attributes:
-        features, kv: connectors that hand them on; None where nothing is handed on.
-        pulls: whether D asks for KV only once P has answered, with the parameters in P's answer.
-        continues: whether the rest of an answer, computed apart, equals the same part of the whole.
+        features, kv: its connectors, if any.
+        pulls: whether D requests KV only after P's answer, with the parameters in it.
+        continues: whether the rest of an answer, computed apart, equals that of the whole.
     """
 
     role: Role
@@ -262,7 +257,7 @@ class VllmTarget:
 
     @property
     def roles(self) -> frozenset[Role]:
-        """The roles that its process can have."""
+        """The possible roles of its process."""
         return roles_of(self.role, Connectors(features=self.features, kv=self.kv, pulls=self.pulls))
 
     @property
@@ -271,5 +266,5 @@ class VllmTarget:
 
     @property
     def media_fingerprint(self) -> str:
-        """A hash of everything but the media that decides a feature."""
+        """A hash of everything, except the media, that determines a feature."""
         return blake3(f"vllm {self.model_path} {self.dtype}".encode()).hexdigest()

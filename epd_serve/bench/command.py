@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -206,8 +206,7 @@ def _compare(
                     model=candidate.config.model_name,
                     num_devices=candidate.num_devices,
                 )
-                keyed = replace(session, api_key=candidate.api_key or session.api_key)
-                runs += keyed.measure_rates(folder, wanted, rates)
+                runs += session.measure_rates(folder, wanted, rates)
         except ValueError as error:
             output.say(str(error), style="red")
             failed.append(candidate.label)

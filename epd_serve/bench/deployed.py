@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from epd_serve.config import DeploymentConfig, change_config, load_config
-from epd_serve.config.gateway import read_secret
 
 _READY = re.compile(r"^Ready: (http://\S+)/v1 ", re.MULTILINE)
 _READY_TIMEOUT_S = 900.0
@@ -39,10 +38,6 @@ class Candidate:
     def num_devices(self) -> int:
         """Distinct devices; a CPU that all instances share is one."""
         return len({device for instance in self.config.placement() for device in instance.devices})
-
-    @property
-    def api_key(self) -> str | None:
-        return read_secret(self.config.gateway.api_key, "gateway.api_key")
 
 
 def read_candidates(files: Sequence[Path]) -> list[Candidate]:

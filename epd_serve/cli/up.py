@@ -13,6 +13,7 @@ import typer
 from epd_serve.cli import ended_by_ctrl_c
 from epd_serve.cli.flags import Host, On, Port, model_of, ray_address
 from epd_serve.config import DeploymentConfig, change_config, load_config
+from epd_serve.config.keys import hash_key
 from epd_serve.config.sections import VLLM_FLAGS
 from epd_serve.imports import uncollected
 from epd_serve.launch.detach import fork_launcher
@@ -47,7 +48,7 @@ def up(
     served_model_name: Annotated[str | None, typer.Option(help="Override the file's.")] = None,
     api_key: Annotated[
         str | None,
-        typer.Option(help="Override the file's gateway.api_key; visible to local users in the process list."),
+        typer.Option(help="Replaces the file's gateway.api_keys; visible to local users in the process list."),
     ] = None,
     dry: Annotated[
         bool, typer.Option("--dry-run", help="Print every command line and its environment; start nothing.")
@@ -68,10 +69,11 @@ def up(
         if model is not None:
             raise ValueError(f"{target} and --model {model} are two models; give one of them")
         file, model = None, target
+    keys = None if api_key is None else [{"name": "default", "hash": hash_key(api_key)}]
     config = change_config(
         load_config(file) if file else DeploymentConfig(),
         _given(
-            gateway=_given(host=host, port=port, api_key=api_key),
+            gateway=_given(host=host, port=port, api_keys=keys),
             instances=_given(base_port=base_port, max_model_len=max_model_len),
             topology=topology,
             model=None if model is None else model_of(model),

@@ -67,21 +67,16 @@ def read_secret(secret: str | SecretSource | None, key: str) -> str | None:
     return text
 
 
-class KeyLimits(Section):
-    """Limits of an API key."""
-
-    max_concurrent: int | None = Field(
-        default=None, ge=1, description="Concurrent choices of all its requests; null: no limit."
-    )
-
-
-class ApiKeyConfig(KeyLimits):
+class ApiKeyConfig(Section):
     """One API key, identified by its hash."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$", description="Name in logs and metrics.")
     hash: str = Field(
         pattern=r"^sha256:[0-9a-f]{64}$",
         description="sha256: and 64 hex digits, as printed by 'epd-serve key new NAME'.",
+    )
+    max_concurrent: int | None = Field(
+        default=None, ge=1, description="Concurrent choices of all its requests; null: no limit."
     )
 
 
@@ -187,12 +182,9 @@ class GatewayConfig(Section):
         "The duration of steps is not limited.",
     )
     media: MediaConfig = MediaConfig()
-    api_key: Secret | None = Field(
-        default=None,
-        repr=False,
-        description="Bearer token that clients must send: text, {env: VARIABLE} or {file: PATH}.",
+    api_keys: tuple[ApiKeyConfig, ...] = Field(
+        default=(), description="Keys by hash; clients send one of them as bearer token. []: everybody is served."
     )
-    api_keys: tuple[ApiKeyConfig, ...] = Field(default=(), description="Keys by hash, each with its own limits.")
     admin: AdminConfig = AdminConfig()
     access_log: Annotated[str, Field(min_length=1), AfterValidator(_resolve_log)] | None = Field(
         default=None,
@@ -204,11 +196,6 @@ class GatewayConfig(Section):
         description='Origins whose web pages may call the API from a browser, as in ["https://chat.example.com"]; '
         '["*"] for all. []: none.',
     )
-
-    @property
-    def needs_key(self) -> bool:
-        """True if clients must send an API key."""
-        return self.api_key is not None or bool(self.api_keys)
 
     @model_validator(mode="after")
     def _keys_differ(self) -> GatewayConfig:

@@ -47,7 +47,7 @@ VLLM_FLAGS = {
     "gpu_memory_utilization": "instances.memory_share, or instances.share for instances in parentheses",
     "ec_transfer_config": "the topology, which decides where encoder output goes",
     "kv_transfer_config": "vllm.kv",
-    "api_key": "gateway.api_key",
+    "api_key": "gateway.api_keys",
     "uds": "instances.base_port",
     "data_parallel_size": "a count in the topology, as in 2P",
     "pipeline_parallel_size": "the topology's @tp",

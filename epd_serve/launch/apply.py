@@ -1,4 +1,4 @@
-"""``epd-serve apply``: changes a deployment while it serves, by starts, role switches and stops.
+"""``epd-serve apply``: change a serving deployment by starting, switching and stopping instances.
 
 The gateway's admin API carries out switches and stops. A change of the gateway's own options starts another
 gateway on the same listening socket; the old one ends after its last stream.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,30 +26,30 @@ from epd_serve.protocol.addresses import is_loopback
 from epd_serve.rpc.admin import AdminClient, AdminRefused, AdminUnreachable
 from epd_serve.topology.change import Part, Step, StepKind, plan_change
 
-#: Limit of one step: weights of any size may have to be read from a disk.
+#: Limit of one step, which may read large weights from a slow disk.
 _STEP_S = 600.0
-#: Answers that run at an instance may end there for this long, then they continue at other instances.
+#: Time for running answers to finish at an instance before others continue them.
 _PATIENCE_S = 1.0
-_AGAIN_S = 0.1
-#: The gateway is starting again, or the instance is on its way to another role.
+_RETRY_S = 0.1
+#: Statuses while the gateway is starting again, or the instance is switching to another role.
 _PASSING = frozenset({409, 429, 502, 503})
-#: Values of these options are never shown.
-_SECRETS = frozenset({"api_key", "cluster_key", "key", "hash"})
+#: Options whose values are never shown.
+_SECRETS = frozenset({"cluster_key", "key"})
 #: Options that a running deployment can change. A prefix ends with a dot.
 _CHANGEABLE = ("topology", "devices", "roles", "instances.", "slo.", "gateway.")
 _FIXED = ("instances.host", "gateway.host", "gateway.port", "gateway.admin.")
-#: Options that the gateway takes from its instances, so that it stays when they change.
+#: Options that the gateway reads from its instances; their change does not replace it.
 _OF_INSTANCES = ("topology", "devices", "roles", "instances.")
 
 
 class ApplyStopped(ValueError):
-    """A step failed. The steps before it stay, the deployment serves, and another apply continues from there."""
+    """A step failed. Earlier steps stay, the deployment serves, and another apply continues from there."""
 
 
 def changed_options(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (option, line) for each option that differs, as in ``gateway.max_queue: 4096 -> 10``.
+    """Yield (option, line) for each changed option of two dumped deployments.
 
-    ``old`` and ``new`` are deployments as ``model_dump(mode="json")`` has them.
+    A line reads ``gateway.max_queue: 4096 -> 10``.
     """
     if isinstance(old, dict) and isinstance(new, dict):
         for key in old | new:
@@ -67,19 +67,19 @@ def _shown(path: str, value: Any) -> str:
 
 
 def check_open_api(old: DeploymentConfig, new: DeploymentConfig) -> list[str]:
-    """Return a warning where the new deployment no longer asks for an API key.
+    """Return a warning if the new deployment no longer requires an API key.
 
-    Raises ValueError where the gateway listens beyond the loopback interface.
+    Raises ValueError if the gateway listens beyond the loopback interface.
     """
-    if not old.gateway.needs_key or new.gateway.needs_key:
+    if not old.gateway.api_keys or new.gateway.api_keys:
         return []
     where = f"{old.gateway.host} port {old.gateway.port}"
     if not is_loopback(old.gateway.host):
         raise ValueError(
-            f"the file has no API key, and the API at {where} would be open to everybody who reaches it: add "
+            f"without API keys in the file, the API at {where} would be open to everybody who can reach it: add "
             "gateway.api_keys; to open the API, stop the deployment and start it from the file"
         )
-    return [f"THE API BECOMES OPEN: the file has no API key; every user of this machine reaches {where}"]
+    return [f"THE API BECOMES OPEN: without API keys in the file, every user of this machine can use {where}"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ class Plan:
 
     Attributes:
         lines: changed options and warnings, for people.
-        to_start: the instances of the starting steps, by name.
+        to_start: the instances to start, by name.
         replaces_gateway: whether an option of the gateway itself changes.
     """
 
@@ -100,7 +100,7 @@ class Plan:
 
     def shown(self) -> list[str]:
         gateway = ["replace gateway"] if self.replaces_gateway else []
-        return [*self.lines, *map(str, self.steps), *gateway] or ["nothing has to change"]
+        return [*self.lines, *map(str, self.steps), *gateway] or ["nothing to change"]
 
 
 class Applier:
@@ -114,11 +114,11 @@ class Applier:
 
     @property
     def config(self) -> DeploymentConfig:
-        """The deployment that runs."""
+        """The running deployment."""
         return self._record.config
 
     def plan(self, config: DeploymentConfig) -> Plan:
-        """Plan the change to ``config``. Raises ValueError for a change that is impossible."""
+        """Plan the change to ``config``. Raises ValueError for an impossible change."""
         record, old = self._record, self._record.config
         if any(one.num_starts < 2 and not one.ready.is_set() for one in self._supervisor.processes):
             raise ValueError("the deployment is still starting; wait until it is ready")
@@ -137,13 +137,13 @@ class Applier:
             other.append("the connectors that hand on features and KV")
         if other:
             raise ValueError(
-                f"a change of {', '.join(other)} needs another start: stop the deployment and start it anew"
+                f"a change of {', '.join(other)} needs a restart: stop the deployment and start it again"
             )
         lines += [*check_open_api(old, config), *changes.values()]
         check_mps(config, record.environment, config.placement())
-        record.look()
+        record.read_roles()
         prepared = record.prepare(config, config.placement(), [1] * len(config.placement()))
-        change = plan_change([*map(_part, record.live.values())], [*map(_part, prepared)])
+        change = plan_change(_parts(record.live.values()), _parts(prepared))
         return Plan(
             config=config,
             lines=lines,
@@ -153,7 +153,7 @@ class Applier:
         )
 
     def _prepare_new(self, config: DeploymentConfig, names: tuple[str, ...]) -> Mapping[str, Prepared]:
-        """Prepare the new instances of ``config``, with ports and numbers that none of the others has."""
+        """Prepare the new instances of ``config``, with unused ports and numbers."""
         record, placement, ports = self._record, [], []
         taken = {one.options.port for one in record.live.values()} | {record.ports.gateway}
         numbers = {one.placement.index for one in record.live.values()}
@@ -174,18 +174,17 @@ class Applier:
         return {one.options.name: one for one in prepared if one.options.name not in record.live}
 
     async def apply(self, config: DeploymentConfig, say: Callable[[str], None] = lambda text: None) -> None:
-        """Return when the deployment is as ``config`` describes it; ``say`` is called with each line and step.
+        """Change the deployment to ``config``; ``say`` is called with each line and step.
 
-        Raises ValueError for a change that is impossible, also while another change is under way, and ApplyStopped
-        where a step failed.
+        Raises ValueError for an impossible change or during another one, and ApplyStopped if a step fails.
         """
         if self._task is not None and not self._task.done():
-            raise ValueError("another apply is under way; wait for its end")
+            raise ValueError("another apply is running; wait for its end")
         self._task = asyncio.create_task(self._apply(config, say))
-        await asyncio.shield(self._task)  # a caller that leaves stops no change midway
+        await asyncio.shield(self._task)  # a caller that leaves does not stop a change midway
 
     async def close(self) -> None:
-        """Give up the change under way: the deployment ends."""
+        """Cancel the current change."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -201,7 +200,7 @@ class Applier:
             for number, doing in enumerate(plan.steps, start=1):
                 say(f"step {number} of {len(plan.steps)}: {doing}")
                 async with asyncio.timeout(_STEP_S):
-                    await self._take(doing, plan)
+                    await self._carry_out(doing, plan)
             if plan.replaces_gateway:
                 doing = "replace gateway"
                 say(doing)
@@ -210,14 +209,14 @@ class Applier:
         except (AdminRefused, ProcessDied, TimeoutError, OSError) as error:
             gateway = {"gateway": old.model_dump(exclude_unset=True).get("gateway", {})}
             record.config = old if not plan.replaces_gateway else change_config(plan.config, gateway)
-            record.look()
+            record.read_roles()
             now = ", ".join(f"{name} ({one.options.role})" for name, one in record.live.items())
             raise ApplyStopped(
-                f"{doing} failed: {str(error) or 'it took too long'}\nThe deployment serves on with {now}; "
+                f"{doing} failed: {str(error) or 'it took too long'}\nThe deployment keeps serving with {now}; "
                 "apply a file again to continue from there"
             ) from error
 
-    async def _take(self, step: Step, plan: Plan) -> None:
+    async def _carry_out(self, step: Step, plan: Plan) -> None:
         record, order = self._record, {"deadline_s": _STEP_S, "patience_s": _PATIENCE_S}
         if step.kind is StepKind.START:
             record.add(plan.to_start[step.name])
@@ -226,35 +225,36 @@ class Applier:
             except BaseException:
                 record.remove(step.name)
                 raise
-            await self._tell_instances()
+            await self._send_instances()
             while True:
-                shown = await self._order("GET", "/instances")
+                shown = await self._ask_gateway("GET", "/instances")
                 if any(one["name"] == step.name and one["state"] == "up" for one in shown["instances"]):
                     return
-                await asyncio.sleep(_AGAIN_S)
+                await asyncio.sleep(_RETRY_S)
         if step.kind is StepKind.SWITCH:
-            await self._order("POST", f"/instances/{step.name}/role", order | {"role": str(step.role)})
-            record.look()
+            await self._ask_gateway("POST", f"/instances/{step.name}/role", order | {"role": str(step.role)})
+            record.read_roles()
             return
         process = next(one for one in self._supervisor.processes if one.spec.name == step.name)
         if process.state is ProcessState.READY:
-            await self._order("POST", f"/instances/{step.name}/leave", order)
+            await self._ask_gateway("POST", f"/instances/{step.name}/leave", order)
         record.remove(step.name)
-        await self._tell_instances()
+        await self._send_instances()
         await self._supervisor.remove(step.name)
 
-    async def _tell_instances(self) -> None:
-        """Tell the gateway which instances there are; one that starts again reads the file."""
+    async def _send_instances(self) -> None:
+        """Send the list of instances to the gateway, and write it to the file that a restarted gateway reads."""
         record = self._record
         record.write_gateway_file()
         instances = {
             name: {"url": record.spec(name).url, "role": str(one.options.role)}
             for name, one in record.live.items()
         }
-        await self._order("PUT", "/instances", {"topology": str(record.config.topology), "instances": instances})
+        body = {"topology": str(record.config.topology), "instances": instances}
+        await self._ask_gateway("PUT", "/instances", body)
 
-    async def _order(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Return the gateway's answer; an order is repeated while what is in its way may pass."""
+    async def _ask_gateway(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        """Return the gateway's answer, repeating the call after failures that may pass."""
         while True:
             try:
                 return await self._admin.ask(method, path, body, _STEP_S)
@@ -263,23 +263,25 @@ class Applier:
             except AdminRefused as refusal:
                 if refusal.status not in _PASSING:
                     raise
-            await asyncio.sleep(_AGAIN_S)
+            await asyncio.sleep(_RETRY_S)
 
 
-def _part(one: Prepared) -> Part:
-    options = one.options
-    return Part(
-        name=options.name,
-        role=options.role,
-        kind=one.kind,
-        settings=one.settings,
-        devices=one.placement.devices,
-        roles=one.roles,
-    )
+def _parts(instances: Iterable[Prepared]) -> list[Part]:
+    return [
+        Part(
+            name=one.options.name,
+            role=one.options.role,
+            kind=one.kind,
+            settings=one.settings,
+            devices=one.placement.devices,
+            roles=one.roles,
+        )
+        for one in instances
+    ]
 
 
 async def serve_applies(path: Path, applier: Applier) -> asyncio.Server:
-    """Serve ``epd-serve apply`` at a Unix socket, whose directory its user alone can enter: lines of JSON."""
+    """Serve ``epd-serve apply`` at a Unix socket in a directory of this user, in lines of JSON."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         def say(text: str, **more: Any) -> None:
@@ -306,9 +308,9 @@ async def serve_applies(path: Path, applier: Applier) -> asyncio.Server:
 
 
 async def ask_apply(path: Path, request: Mapping[str, Any], say: Callable[[str], None]) -> None:
-    """Have a launcher apply ``request``: ``config`` (None: the running one), ``changes``, ``dry_run``.
+    """Send ``request`` to a launcher: ``config`` (None: the running one), ``changes``, ``dry_run``.
 
-    Raises ValueError with its reason for a refusal, and where it ends.
+    Raises ValueError with the launcher's reason, or if the launcher ends.
     """
     try:
         reader, writer = await asyncio.open_unix_connection(path, limit=1 << 24)

@@ -12,15 +12,11 @@ from epd_serve.models.families import TEXT
 _NAMES = {"cuda": "GPUs", "npu": "NPUs"}
 
 
-#: The deployment, and a sentence on what was chosen; "" for nothing.
-Choice = tuple[DeploymentConfig, str]
+def choose_layout(config: DeploymentConfig) -> tuple[DeploymentConfig, str]:
+    """Choose this machine's GPUs or NPUs, otherwise the CPU, and a topology for the model and the devices.
 
-
-def choose_layout(config: DeploymentConfig) -> Choice:
-    """Choose all GPUs or NPUs that are here, else the CPU, and a topology that fits the model and the devices.
-
-    The built-in model is made for the CPU, and a model without weights names its devices. Raises ConfigError where
-    the topology of the file needs more devices than there are.
+    Returns the deployment and a sentence on the choice, "" for none. The built-in model runs on the CPU, and a
+    model without weights names its devices. Raises ConfigError if the file's topology needs more devices.
     """
     if isinstance(config.model, ShapeConfig) or config.model == DEMO_MODEL:
         return config, ""
@@ -36,14 +32,14 @@ def choose_layout(config: DeploymentConfig) -> Choice:
         sizes = {1: "PD", 2: "P-D", 3: "P-D"} if is_text else {1: "EPD", 2: "EP-D", 3: "E-P-D"}
         topology = sizes[min(several, 3)]
         changes["topology"] = topology
-        reasons.append(f"topology: {topology}" + (" (the model takes text alone)" if is_text else ""))
+        reasons.append(f"topology: {topology}" + (" (a text-only model)" if is_text else ""))
     if not changes:
         return config, ""
     return change_config(config, changes, source="devices: auto"), ", ".join(reasons)
 
 
 def _takes_text_alone(config: DeploymentConfig) -> bool:
-    """Return whether the checkpoint is of a family without a tower; False where it cannot be read."""
+    """Return whether the checkpoint's family has no tower; False if it cannot be read."""
     try:
         return read_model_config(model_path(config.checkpoint)).get("model_type") in TEXT
     except ValueError:
@@ -51,8 +47,8 @@ def _takes_text_alone(config: DeploymentConfig) -> bool:
 
 
 def _devices_here(config: DeploymentConfig) -> tuple[tuple[str, ...], str]:
-    """Return the devices of this machine, and the reason for them."""
-    why = "there is no GPU and no NPU here"
+    """Return the devices of this machine, and the reason for the choice."""
+    why = "this machine has no GPU or NPU"
     for kind, name in _NAMES.items():
         if count := len(accelerators(kind).memory_bytes):
             lack = "" if config.engine == "vllm" else torch_lacks(kind)
@@ -62,8 +58,8 @@ def _devices_here(config: DeploymentConfig) -> tuple[tuple[str, ...], str]:
     return ("cpu",), why
 
 
-def choose_engine(config: DeploymentConfig) -> Choice:
-    """Choose vLLM on GPUs and NPUs where it is installed and knows the model, else the native engine."""
+def choose_engine(config: DeploymentConfig) -> tuple[DeploymentConfig, str]:
+    """Choose vLLM on GPUs and NPUs if it is installed and supports the model, otherwise the native engine."""
     if config.engine != "auto":
         return config, ""
     if against := _against_vllm(config):
@@ -76,28 +72,30 @@ def choose_engine(config: DeploymentConfig) -> Choice:
 
 
 def _against_vllm(config: DeploymentConfig) -> str:
-    """The reason against vLLM; "" for none."""
+    """Return the reason against vLLM, or ""."""
     kinds = {device.partition(":")[0] for one in config.placement() for device in one.devices}
     if others := kinds - {"cuda", "npu"}:
-        return f"vLLM is chosen for GPUs and NPUs, and the devices are {', '.join(sorted(others))}"
+        return f"vLLM is only chosen for GPUs and NPUs, not for {', '.join(sorted(others))}"
     if config.model == DEMO_MODEL:
-        return "the built-in model is the native engine's"
+        return "vLLM does not run the built-in model"
     from epd_serve.launch.vllm.process import check_engines
 
     try:
         chosen = change_config(config, {"engine": "vllm"})
         content = read_model_config(model_path(config.checkpoint))
         engines = check_engines(chosen)
-    except ValueError as error:  # no vLLM, one that does not fit, or an option of the native engine alone
+    except ValueError as error:  # no suitable vLLM, or an option for the native engine only
         return str(error)
     if all(one.lists(content) for one in engines.values()):
         return ""
-    names = ", ".join(map(str, content.get("architectures") or ())) or "the model, whose config.json names none"
-    return f"the vLLM that is installed here does not know {names}"
+    names = (
+        ", ".join(map(str, content.get("architectures") or ())) or "a model without architectures in config.json"
+    )
+    return f"the installed vLLM does not support {names}"
 
 
 def choose_all(config: DeploymentConfig) -> tuple[DeploymentConfig, list[str]]:
-    """Return the deployment with its layout and its engine chosen, and the reasons."""
+    """Return the deployment with its layout and engine chosen, and the reasons."""
     config, layout = choose_layout(config)
     config, engine = choose_engine(config)
     return config, [reason for reason in (layout, engine) if reason]

@@ -26,23 +26,23 @@ from epd_serve.topology import InstancePlacement
 from epd_serve.transfer.mooncake.engine import check_installed, master_command
 from epd_serve.types import Role
 
-#: The directory of the MPS daemon, below that of the deployment's files, and what it takes to quit.
+#: Subdirectory of the MPS daemon, and its time to end.
 _MPS, _MPS_GRACE_S = "mps", 3.0
 
-#: How this program is started again. -P: a user's directory is no place to import "device" or "proxy" from.
+#: Starts this program. -P: do not import "device" or "proxy" from the user's directory.
 PROGRAM = (sys.executable, "-P", "-m", "epd_serve.cli")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedInstance:
-    """One native instance of a deployment before there is a process of it.
+    """A native instance before its start.
 
     Attributes:
-        variables: variables that its devices need.
+        variables: environment variables for its devices.
         group: roles of the instances in its parentheses; () outside parentheses.
-        deployment: what it has in common with the other instances.
-        chose_threads: whether the number of its threads merely follows from that of all instances.
-        chose_memory: whether its part of the device's memory merely follows from who else is there.
+        deployment: the options common to all instances.
+        chose_threads, chose_memory: whether its threads, and its part of the device's memory, only follow from the
+            number of instances.
     """
 
     placement: InstancePlacement
@@ -53,12 +53,12 @@ class PreparedInstance:
     chose_threads: bool
     chose_memory: bool
 
-    #: Roles to which it can be switched; None: all.
+    #: Possible roles; None: all.
     roles: ClassVar[None] = None
 
     @property
     def kind(self) -> Hashable:
-        """All that the process keeps for as long as it lives."""
+        """Everything that the process cannot change."""
         chosen = {"threads"} if self.chose_threads else set()
         chosen |= {"memory_share"} if self.chose_memory else set()
         own = self.options.model_dump_json(include={*OF_PROCESS, "device_share"} - chosen)
@@ -66,7 +66,7 @@ class PreparedInstance:
 
     @property
     def settings(self) -> str:
-        """The settings of its role."""
+        """The settings that change with its role."""
         return self.options.model_dump_json(include=InstanceSettings.model_fields.keys() - OF_PROCESS)
 
     def switched(self, role: Role, settings: InstanceSettings) -> PreparedInstance:
@@ -74,7 +74,7 @@ class PreparedInstance:
         return replace(self, options=with_settings(self.options, role, settings))
 
     def spec(self, config: DeploymentConfig, environment: Mapping[str, str]) -> ProcessSpec:
-        """Its process; ``environment`` as of :func:`with_trust`."""
+        """Return its process; ``environment`` comes from :func:`with_trust`."""
         options, devices = self.options, self.placement.devices
         return ProcessSpec(
             name=options.name,
@@ -100,11 +100,11 @@ def prepare_instances(
     directory: Path | None = None,
     master: str | None = None,
 ) -> tuple[PreparedInstance, ...]:
-    """The native instances of ``placement``, those of one machine, in its order.
+    """Return the native instances of ``placement``, those of one machine, in its order.
 
-    ``directory`` takes the files that instances on one device share; without it they know nothing of each other.
-    ``master`` is the address of the mooncake_master that the deployment starts. Raises ValueError where the model
-    is not there, or an NPU has too few streams or graph tasks.
+    ``directory``: for files that instances on one device share; None: they share none. ``master``: address of the
+    deployment's mooncake_master. Raises ValueError for a missing model, or for an NPU with too few streams or
+    graph tasks.
     """
     num_ranks = sum(instance.tensor_parallel for instance in placement)
     shares, memory = config.device_shares(placement), config.memory_shares(placement)
@@ -147,13 +147,20 @@ def prepare_instances(
                 chose_memory=settings.memory_share is None,
             )
         )
-    _check_npus(prepared)
+    sharing: dict[str, dict[str, InstanceUse]] = {}
+    for one in prepared:
+        for npu in (device for device in one.placement.devices if device.startswith("npu:")):
+            sharing.setdefault(npu, {})[one.placement.name] = _npu_use(one.options)
+    for uses in sharing.values():
+        check_colocation(uses)
     return tuple(prepared)
 
 
 def with_trust(config: DeploymentConfig, environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of the gateway and all instances, with what they know each other by: the cluster's key,
-    which they keep even if its file holds another one by now, and the files of their certificates."""
+    """Return the environment with the cluster key and the paths of the certificates.
+
+    Processes started later get the same key even if its file has changed.
+    """
     key, tls = config.read_cluster_key(), config.read_tls()
     return {**environment, **({CLUSTER_KEY: key} if key else {}), **(tls.environment if tls else {})}
 
@@ -171,10 +178,9 @@ def with_mps(
     directory: Path,
     placement: Sequence[InstancePlacement],
 ) -> dict[str, str]:
-    """The environment, with the variables of an MPS daemon of its own where shares of GPUs need one.
+    """Return the environment, with the variables of a new MPS daemon if shares of GPUs need one and none runs.
 
-    A daemon that runs already is used. ``directory`` takes the files of the other one. Raises ValueError where it
-    cannot be started.
+    ``directory``: for the daemon's files. Raises ValueError if it cannot be started.
     """
     if not _parts_gpus(config, placement) or mps.is_running(environment):
         return dict(environment)
@@ -184,13 +190,13 @@ def with_mps(
 def check_mps(
     config: DeploymentConfig, environment: Mapping[str, str], placement: Sequence[InstancePlacement]
 ) -> None:
-    """Raise ValueError where a deployment that runs would get shares of a GPU, and MPS does not run."""
+    """Raise ValueError if a running deployment would get shares of a GPU without MPS."""
     if _parts_gpus(config, placement) and not mps.is_running(environment):
-        raise ValueError("shares of a GPU need MPS, which does not run here; start the deployment anew")
+        raise ValueError("shares of a GPU need MPS, which is not running; restart the deployment")
 
 
 def mps_spec(environment: Mapping[str, str], directory: Path) -> ProcessSpec | None:
-    """The process that keeps the daemon which :func:`with_mps` has chosen; None: it has chosen none."""
+    """Return the process that runs the daemon of :func:`with_mps`, if any."""
     if environment.get(mps.PIPES) != str(directory / _MPS):
         return None
     return ProcessSpec(
@@ -207,22 +213,22 @@ def mps_spec(environment: Mapping[str, str], directory: Path) -> ProcessSpec | N
 def mps_note(
     config: DeploymentConfig, environment: Mapping[str, str], placement: Sequence[InstancePlacement]
 ) -> str:
-    """Return a sentence on MPS for processes that share GPUs; "" where none do."""
+    """Return a sentence on MPS for processes that share GPUs; "" without any."""
     shared = [one for one in placement if one.shares_device_with and one.devices[0].startswith("cuda:")]
     if not shared:
         return ""
     if mps.is_running(environment):
-        return f"MPS: on, by the daemon of {mps.pid_file(environment).parent}"
+        return f"MPS: on, by the daemon in {mps.pid_file(environment).parent}"
     if _parts_gpus(config, placement):
-        return f"MPS: comes with 'epd-serve up', for the shares of GPUs; by hand: {mps.PIPES}=DIR {mps.CONTROL} -d"
+        return f"MPS: 'epd-serve up' starts it for the shares of GPUs; by hand: {mps.PIPES}=DIR {mps.CONTROL} -d"
     where = ", ".join(dict.fromkeys(device for one in shared for device in one.devices))
-    return f"MPS: off, so the instances on {where} take turns there; write shares, as in instances: {{share: 0.5}}"
+    return f"MPS: off, so the instances on {where} take turns; set shares, as in instances: {{share: 0.5}}"
 
 
 def instance_specs(
     config: DeploymentConfig, ports: Ports, environment: Mapping[str, str], directory: Path | None = None
 ) -> tuple[ProcessSpec, ...]:
-    """One process for each instance of a deployment on one machine; as :func:`prepare_instances`."""
+    """Return a process for each instance of a deployment on one machine; see :func:`prepare_instances`."""
     master = master_address(config, ports)
     prepared = prepare_instances(config, config.placement(), ports.instances, environment, directory, master)
     environment = with_trust(config, environment)
@@ -230,14 +236,14 @@ def instance_specs(
 
 
 def master_address(config: DeploymentConfig, ports: Ports) -> str | None:
-    """The address of the mooncake_master that belongs to a deployment."""
+    """Return the address of the deployment's own mooncake_master, if any."""
     return f"{config.instances.host}:{ports.master[0]}" if ports.master else None
 
 
 def master_spec(config: DeploymentConfig, ports: Ports, environment: Mapping[str, str]) -> ProcessSpec | None:
-    """The mooncake_master's process; None where the deployment needs none or names one.
+    """Return the process of the deployment's own mooncake_master, if any.
 
-    Raises ValueError where mooncake is missing, also if instances alone need it.
+    Raises ValueError if the deployment needs mooncake, which is missing.
     """
     if config.uses_mooncake:
         check_installed()
@@ -263,12 +269,12 @@ def gateway_spec(
     environment: Mapping[str, str],
     admin: Path,
 ) -> ProcessSpec:
-    """Return the gateway's process; ``environment`` as of :func:`with_trust`.
+    """Return the gateway's process.
 
     Args:
-        port: its port.
-        listener: descriptor of the socket that listens there, which the next gateway will have, too.
-        config_file: holds ``config``, command-line changes included, with the instances by name.
+        listener: descriptor of the socket that listens at ``port``, which later gateways inherit, too.
+        config_file: ``config`` with command-line changes and the instances by name.
+        environment: from :func:`with_trust`.
         admin: the Unix socket of its admin API.
     """
     command = [*PROGRAM, "proxy", "--config", str(config_file), "--admin-path", str(admin)]
@@ -281,7 +287,7 @@ def gateway_spec(
         url=url_of(config.gateway.host, port),
         socket=admin,
         pass_fds=(listener,),
-        # P encodes where no encoder is ready, and would load the tower for it: the first image finds an encoder.
+        # wait for an encoder, or P would load the tower for the first image
         first_health="/health?role=EPD" if any(one.role.encodes for one in config.placement()) else "/health",
         stops="first",
         grace_s=config.instances.drain_s + 1.5,
@@ -289,7 +295,7 @@ def gateway_spec(
 
 
 def autoscale_spec(config_file: Path, environment: Mapping[str, str], admin: Path) -> ProcessSpec:
-    """The process of ``epd-serve autoscale``; arguments as of :func:`gateway_spec`."""
+    """Return the process of ``epd-serve autoscale``; see :func:`gateway_spec` for the arguments."""
     command = (*PROGRAM, "autoscale", str(config_file), "--socket", str(admin))
     return ProcessSpec(
         name="autoscale",
@@ -303,9 +309,9 @@ def autoscale_spec(config_file: Path, environment: Mapping[str, str], admin: Pat
 def _common(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         **environment,
-        "HF_HUB_OFFLINE": "1",  # the model is a directory; nothing may be looked up elsewhere
+        "HF_HUB_OFFLINE": "1",  # the model is a local directory
         "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONUNBUFFERED": "1",  # a dying process's last words reach its log
+        "PYTHONUNBUFFERED": "1",  # the last lines of a dying process reach its log
         "PYTHONFAULTHANDLER": "1",
     }
 
@@ -317,17 +323,16 @@ def threads_of(
     environment: Mapping[str, str],
     share: DeviceShare | None,
 ) -> int:
-    """The threads of an instance: those that are wished for it, else the number of cores in its share.
+    """Return the threads of an instance: the configured number, otherwise the number of cores in its share.
 
-    Without a share, the user's OMP_NUM_THREADS if it is a number, else an equal part of the cores this process may
-    use.
+    Without a share: OMP_NUM_THREADS, otherwise an equal part of the cores available to this process.
     """
     wished, given = settings.threads, environment.get("OMP_NUM_THREADS", "")
     if share is not None:
         threads = max(1, round(share.share * num_cores()))
         if wished is None or instance.devices[0] != "cpu":
             return wished or threads
-        return min(wished, threads)  # more would take turns on the share's cores
+        return min(wished, threads)  # more would only take turns on the share's cores
     if wished is not None:
         return wished
     if given.isdecimal() and int(given) > 0:
@@ -336,7 +341,7 @@ def threads_of(
 
 
 def _device_boards(placement: Sequence[InstancePlacement], directory: Path) -> dict[str, str]:
-    """``path:slot`` for instances in one pair of parentheses, where one encodes beside a language model."""
+    """Return ``path:slot`` by name for instances in parentheses that combine an encoder and a language model."""
     boards: dict[str, str] = {}
     for instance in placement:
         group = sorted((instance.name, *instance.shares_device_with))
@@ -348,28 +353,19 @@ def _device_boards(placement: Sequence[InstancePlacement], directory: Path) -> d
 
 
 def hccl_variables(placement: InstancePlacement) -> dict[str, str]:
-    """Variables of an instance on NPUs, none of one on other devices."""
+    """Return the variables of an instance on NPUs; none on other devices."""
     return hccl_environment(placement.index) if placement.devices[0].startswith("npu:") else {}
 
 
-def _check_npus(instances: Sequence[PreparedInstance]) -> None:
-    """Raise ValueError where the instances on one NPU need more streams or graph tasks than it has."""
-    sharing: dict[str, dict[str, InstanceUse]] = {}
-    for one in instances:
-        for npu in (device for device in one.placement.devices if device.startswith("npu:")):
-            sharing.setdefault(npu, {})[one.placement.name] = _use(one.options)
-    for uses in sharing.values():
-        check_colocation(uses)
-
-
-def _use(options: InstanceOptions) -> InstanceUse:
+def _npu_use(options: InstanceOptions) -> InstanceUse:
+    """Return the streams and graph tasks of an instance on an NPU."""
     if not options.role.has_language_model:
         return InstanceUse(num_streams=1)
-    assert isinstance(options.model, Path), "an NPU is no emulated device"
+    assert isinstance(options.model, Path)
     config = read_model_config(options.model)
     text = config.get("text_config", config)
     return InstanceUse(
-        num_streams=2,  # the default one, and the one on which graphs are updated
+        num_streams=2,  # the default one, and one for graph updates
         num_graphs=len(decode_graph_sizes(options.sizes.max_num_seqs)) if options.role.decodes else 0,
         num_layers=text["num_hidden_layers"],
     )

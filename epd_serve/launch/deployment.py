@@ -1,4 +1,4 @@
-"""A whole deployment on this machine: instances and gateway, as processes."""
+"""A deployment on this machine: the processes of its instances and its gateway."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from epd_serve.types import Role
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceHandle:
-    """A running instance as its callers need it."""
+    """A running instance."""
 
     name: str
     role: Role
@@ -38,11 +38,11 @@ class LocalDeployment:
     """Starts a deployment and stops it again::
 
         async with LocalDeployment(config, ready_timeout_s=60) as deployment:
-            ...  # ask deployment.gateway_url
+            ...  # send requests to deployment.gateway_url
 
     Attributes:
-        gateway_url: ``http://host:port`` as reached from this machine; the API is below ``/v1``.
-        log_dir: holds one log file for each process.
+        gateway_url: ``http://host:port`` for this machine; the API is below ``/v1``.
+        log_dir: contains a log file for each process.
     """
 
     def __init__(
@@ -53,17 +53,17 @@ class LocalDeployment:
         keep_logs: bool = False,
         ready_timeout_s: float | None = None,
         hang_timeout_s: float = HANG_TIMEOUT_S,
-        backoff: Callable[[], Backoff] = Backoff,
+        backoff: Backoff = Backoff(),  # noqa: B008 - immutable
         on_change: Callable[[ManagedProcess], None] = lambda process: None,
         on_death: Callable[[ProcessDied, float], None] = lambda death, delay_s: None,
     ) -> None:
-        """Choose ports and prepare all command lines; nothing is started yet.
+        """Choose ports and prepare all command lines.
 
         Args:
-            file: by which ``epd-serve down`` and ``epd-serve logs`` find the deployment.
+            file: the deployment file, by which ``epd-serve down`` and ``epd-serve logs`` find the deployment.
             keep_logs: whether the logs stay after :meth:`stop` even if no process died.
 
-        Raises ValueError where a port is taken or the model or a package is not there.
+        Raises ValueError if a port is taken or the model or a package is missing.
         """
         config = resolved(config)
         check_deployment(config, os.environ)
@@ -88,7 +88,7 @@ class LocalDeployment:
         try:
             specs = record.begin(config.placement())
         except BaseException:
-            self._give_back(keep_logs=False)
+            self._close(keep_logs=False)
             raise
         gateway = record.next_gateway()
         self.gateway_url = gateway.url
@@ -124,18 +124,17 @@ class LocalDeployment:
 
     @property
     def config(self) -> DeploymentConfig:
-        """The deployment that was started, or applied last."""
+        """The deployment as started or last applied."""
         return self._record.config
 
     @property
     def processes(self) -> tuple[ManagedProcess, ...]:
-        """The mooncake_master and MPS if it has them, instances in placement order, the gateway and, where it is
-        enabled, ``epd-serve autoscale``."""
+        """All processes: services, instances in placement order, the gateway, ``epd-serve autoscale``."""
         return self._supervisor.processes
 
     @property
     def instances(self) -> dict[str, InstanceHandle]:
-        """The started instances by name, with the roles that ``apply`` has given them."""
+        """The started instances by name, with their current roles."""
         live = self._record.live
         return {
             name: InstanceHandle(name=name, role=live[name].options.role, url=process.spec.url, pid=process.pid)
@@ -149,39 +148,39 @@ class LocalDeployment:
         return self._record.admin
 
     async def start(self) -> None:
-        """Start all processes; returns before they are ready."""
+        """Start all processes, without waiting until they are ready."""
         self._control = await serve_applies(self._run.run.control, self._applier)
         self._supervisor.start()
 
     async def wait_ready(self) -> None:
-        """Return when instances and gateway are ready. Raises ProcessDied, or TimeoutError after the limit."""
+        """Return when all processes are ready. Raises ProcessDied, or TimeoutError after ``ready_timeout_s``."""
         await self._supervisor.wait_ready(self._ready_timeout_s)
 
     async def wait_failure(self) -> ProcessDied:
-        """Return when a process has died for good, with which and why."""
+        """Return the death of the first process that is not restarted."""
         return await self._supervisor.wait_failure()
 
     async def apply(self, config: DeploymentConfig, say: Callable[[str], None] = lambda text: None) -> None:
         """Change the deployment while it serves (docs/guide/apply.md), as ``epd-serve apply`` does.
 
-        ``say`` is called with each line and step. Raises ValueError for a change that cannot be made, ApplyStopped
-        for one that stopped midway: the deployment serves on with the instances that it has then.
+        ``say`` is called with each line and step. Raises ValueError for an impossible change, ApplyStopped if a
+        step fails; the deployment then keeps serving with the instances that it has.
         """
         await self._applier.apply(config, say)
 
     async def stop(self) -> None:
-        """End all processes within 10 s, the gateway first and a mooncake_master last."""
+        """End all processes, the gateway first and a mooncake_master last."""
         if self._control is not None:
             self._control.close()
         await self._applier.close()
         await self._supervisor.stop()
         died = any(process.state is ProcessState.DIED for process in self.processes)
-        self._give_back(keep_logs=self._keep_logs or died or self._supervisor.num_deaths > 0)
+        self._close(keep_logs=self._keep_logs or died or self._supervisor.num_deaths > 0)
 
     def kill(self) -> None:
-        """End all processes at once. :meth:`stop` must still be awaited."""
+        """Kill all processes. :meth:`stop` must still be awaited."""
         self._supervisor.kill()
 
-    def _give_back(self, *, keep_logs: bool) -> None:
+    def _close(self, *, keep_logs: bool) -> None:
         self._listener.close()
         self._run.close(keep_logs=keep_logs)

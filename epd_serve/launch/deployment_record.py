@@ -1,4 +1,4 @@
-"""The launcher's record of the instances that it runs."""
+"""The launcher's record of its instances."""
 
 from __future__ import annotations
 
@@ -26,20 +26,18 @@ from epd_serve.topology import InstancePlacement
 from epd_serve.topology.remembered import remember_role, remembered_role, role_file
 
 Prepared = PreparedInstance | VllmProcess
-#: In the launcher's directory.
-GATEWAY_FILE = "deployment.yaml"
 
 
 @dataclass(slots=True, kw_only=True)
 class DeploymentRecord:
-    """The deployment at this moment; each instance with its present options.
+    """The current state of a deployment; each instance with its current options.
 
     Attributes:
-        config: the deployment that was started, or applied last.
-        directory: of the launcher, with the files that the processes share.
+        config: the deployment as started or last applied.
+        directory: the launcher's, with files that the processes share.
         live: all instances by name.
-        engines: what is known of the vLLM of each interpreter.
-        listener: descriptor of the socket at which the gateways listen, one after the other; -1: there is none.
+        engines: the vLLM of each interpreter, once asked.
+        listener: descriptor of the listening socket of the successive gateways.
     """
 
     config: DeploymentConfig
@@ -48,18 +46,18 @@ class DeploymentRecord:
     directory: Path
     live: dict[str, Prepared] = field(default_factory=dict)
     engines: dict[str, VllmFound] = field(default_factory=dict)
-    listener: int = -1
+    listener: int | None = None
     _num_gateways: int = 0
 
     @property
     def admin(self) -> Path:
-        """The socket of the gateway's admin API; a link to that of the present gateway."""
+        """The socket of the gateway's admin API; a link to the current gateway's."""
         return self.directory / "admin"
 
     def begin(self, placement: Sequence[InstancePlacement]) -> list[ProcessSpec]:
-        """Return the processes of the instances; an MPS daemon, where they need one, comes first.
+        """Return the processes of the instances, after that of an MPS daemon if they need one.
 
-        Raises ValueError where the model or a package is not there.
+        Raises ValueError if the model or a package is missing.
         """
         write_role_settings(self.directory, self.config)
         self.environment = with_mps(self.config, self.environment, self.directory, placement)
@@ -71,18 +69,18 @@ class DeploymentRecord:
     def prepare(
         self, config: DeploymentConfig, placement: Sequence[InstancePlacement], ports: Sequence[int]
     ) -> Sequence[Prepared]:
-        """Prepare the instances of a deployment. Raises ValueError where they cannot be started here."""
+        """Prepare the instances of a deployment. Raises ValueError if they cannot be started here."""
         if config.engine == "vllm":
             return prepare_vllm(config, placement, ports, self.environment, self.directory, self.engines)
         master = master_address(config, self.ports)
         return prepare_instances(config, placement, ports, self.environment, self.directory, master)
 
     def spec(self, name: str) -> ProcessSpec:
-        """Return the process of an instance, with the role that it has now."""
+        """Return the process of an instance in its current role."""
         return self.live[name].spec(self.config, self.environment)
 
     def add(self, instance: Prepared) -> None:
-        """Add an instance that is about to be started, perhaps with a name that another had before."""
+        """Add an instance before its start; its name may have been used before."""
         name = instance.options.name
         role_file(self.directory, name).unlink(missing_ok=True)
         if isinstance(instance, VllmProcess):  # vLLM does not know its role
@@ -93,15 +91,16 @@ class DeploymentRecord:
         role_file(self.directory, name).unlink(missing_ok=True)
         self.live.pop(name, None)
 
-    def look(self) -> None:
-        """Take over the roles to which instances were switched."""
+    def read_roles(self) -> None:
+        """Update the roles of instances that were switched."""
         for name, instance in self.live.items():
             role = remembered_role(self.directory, name)
             if role is not None and role != instance.options.role:
                 self.live[name] = instance.switched(role, self.config.settings_for(str(role)))
 
     def next_gateway(self) -> ProcessSpec:
-        """Return the process of another gateway, and have the link to the admin socket lead to its own."""
+        """Return the process of another gateway, and redirect the link to its admin socket."""
+        assert self.listener is not None
         self._num_gateways += 1
         own, link = self.directory / f"admin.{self._num_gateways}", self.directory / "admin.new"
         link.symlink_to(own.name)
@@ -110,30 +109,23 @@ class DeploymentRecord:
             self.config, self.ports.gateway, self.listener, self.write_gateway_file(), self.environment, own
         )
 
-    def gateway_config(self, config: DeploymentConfig) -> str:
-        """Return the gateway's configuration as JSON: ``config`` with the present instances.
-
-        The cluster key stays in the gateway's environment.
-        """
-        whole = change_config(config, {"gateway": {"instances": None}})
-        if config.cluster_key is not None:
-            whole = change_config(whole, {"cluster_key": None})
-        urls = {name: self.spec(name).url for name in self.live}
-        whole = change_config(whole, {"gateway": {"instances": urls}})
-        return whole.model_dump_json(exclude_unset=True)
-
     def write_gateway_file(self) -> Path:
-        """Write the gateway's file, replacing it in one step."""
-        file = self.directory / GATEWAY_FILE
+        """Replace the gateway's file: the configuration with the current instances, without the cluster key."""
+        without: dict[str, Any] = {"gateway": {"instances": None}}
+        if self.config.cluster_key is not None:
+            without["cluster_key"] = None
+        urls = {name: self.spec(name).url for name in self.live}
+        config = change_config(change_config(self.config, without), {"gateway": {"instances": urls}})
+        file = self.directory / "deployment.yaml"
         new = file.with_suffix(".part")
-        new.touch(mode=0o600)  # it may hold the API key
-        new.write_text(self.gateway_config(self.config), encoding="utf-8")  # JSON is YAML
+        new.touch(mode=0o600)  # it may contain secrets
+        new.write_text(config.model_dump_json(exclude_unset=True), encoding="utf-8")  # JSON is YAML
         new.replace(file)
         return file
 
 
 def resolved(config: DeploymentConfig) -> DeploymentConfig:
-    """Return the config with its engine chosen and with absolute paths: the gateway reads it elsewhere."""
+    """Return the config with its engine chosen and absolute paths, as the gateway reads it elsewhere."""
     config, _ = choose_all(config)
     changes: dict[str, Any] = {}
     for key in ("trace", "chat_template"):

@@ -1,4 +1,4 @@
-"""``epd-serve up --dry-run``: what would be started, as lines for a shell or another supervisor."""
+"""``epd-serve up --dry-run``: print the commands of a deployment, for a shell or another supervisor."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ from epd_serve.launch.vllm.process import check_engines, connectors_of, engine_n
 from epd_serve.protocol.addresses import url_of
 from epd_serve.rpc.cluster import CLUSTER_KEY
 
-_PARENT = "--parent-pid"
-
 
 def dry_run(config: DeploymentConfig, file: Path | None, environment: Mapping[str, str]) -> Iterator[str]:
-    """Lines: a comment and a command for each process. Nothing is started.
+    """Yield a comment and a command for each process.
 
-    ``file`` is the deployment file, None for the default deployment. The lines of vLLM may be for another machine:
-    what this one lacks is a comment. Raises ValueError where this machine's vLLM does not fit, or a port is taken.
+    ``file``: None for the default deployment. vLLM's lines may be for another machine, so a comment names what
+    this one lacks. Raises ValueError if this machine's vLLM is unsuitable or a port is taken.
     """
     config = resolved(config)
     ports = choose_ports(config)
@@ -37,9 +35,8 @@ def dry_run(config: DeploymentConfig, file: Path | None, environment: Mapping[st
             own = {name: value for name, value in spec.environment.items() if environment.get(name) != value}
             if own.pop(CLUSTER_KEY, None) is not None:
                 yield f"# {CLUSTER_KEY}: the deployment's cluster_key, in the environment"
-            command = spec.command[: spec.command.index(_PARENT)] if _PARENT in spec.command else spec.command
             yield f"\n# {spec.name}: {spec.label}"
-            yield shell_line(command, own)
+            yield shell_line(spec.command[: spec.command.index("--parent-pid")], own)
     yield f"\n# gateway: OpenAI API at http://{config.gateway.host}:{ports.gateway}/v1"
     flags = ["--config", str(file) if file else "DEPLOYMENT.yaml"]
     if not config.instances.base_port and config.gateway.instances is None:
@@ -56,7 +53,7 @@ def _vllm(config: DeploymentConfig, ports: tuple[int, ...], environment: Mapping
         yield f"# {engine_names(found)}"
         if not all(one.epd_serve for one in found.values()):
             path = "PLUGIN_PATH"
-            yield "# PLUGIN_PATH: a directory with the packages epd_serve and device, or install epd-serve there"
+            yield "# PLUGIN_PATH: a directory with the packages epd_serve and device; or install epd-serve there"
     except NoVllm as error:
         yield f"# not checked on this machine: {error}"
     try:

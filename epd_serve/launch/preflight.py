@@ -1,4 +1,4 @@
-"""Faults of a deployment that this machine shows before a process of it starts; without torch, in milliseconds."""
+"""Find a deployment's faults before any of its processes starts; without torch, in milliseconds."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory
 
 
 def check_deployment(config: DeploymentConfig, environment: Mapping[str, str]) -> None:
-    """Raise ValueError with a line for each fault of the model, and of this machine's devices, memory and ports.
+    """Raise ValueError with a line for each fault of the model, devices, memory, secrets and ports.
 
-    vLLM itself is checked where its command lines are made.
+    vLLM is checked when its command lines are made.
     """
     faults = list(device_faults(config, environment))
     for check in (_check_model, _check_secrets, _check_tls, choose_ports):
@@ -44,7 +44,6 @@ def check_deployment(config: DeploymentConfig, environment: Mapping[str, str]) -
 
 def _check_secrets(config: DeploymentConfig) -> None:
     config.read_cluster_key()
-    read_secret(config.gateway.api_key, "gateway.api_key")
     read_secret(config.gateway.admin.key, "gateway.admin.key")
 
 
@@ -54,7 +53,7 @@ def _check_tls(config: DeploymentConfig) -> None:
 
 
 def _check_model(config: DeploymentConfig) -> None:
-    """Raise ValueError for a model that cannot be served as the deployment has it; vLLM checks its own."""
+    """Raise ValueError for a model that the deployment cannot serve; vLLM checks its own."""
     if isinstance(config.model, ShapeConfig):
         return
     path = model_path(config.model)
@@ -63,8 +62,8 @@ def _check_model(config: DeploymentConfig) -> None:
     content = read_model_config(path)
     if content.get("model_type") in TEXT and any(not one.role.has_language_model for one in config.placement()):
         raise ValueError(
-            f"topology {config.topology} has E by itself, and the family {content['model_type']!r} takes text "
-            f"alone: there is nothing to encode; write topology: P-D (--topology P-D), or PD for one instance"
+            f"topology {config.topology} has a separate E, but models of the family {content['model_type']!r} "
+            "take only text; write topology: P-D (--topology P-D), or PD for one instance"
         )
     if config.engine == "vllm":
         _check_memory(config, {"tower": 0, "language": 0}, 0)
@@ -74,7 +73,7 @@ def _check_model(config: DeploymentConfig) -> None:
         if any(isinstance(part, dict) and part.get("quantization_config") is not None for part in parts):
             raise ValueError(f"{path}: {QUANTISED}")
     elif why := refusal(content):
-        raise ValueError(f"{path}: {why}. Where vLLM knows it, write engine: vllm (docs/guide/vllm.md)")
+        raise ValueError(f"{path}: {why}. If vLLM knows it, write engine: vllm (docs/guide/vllm.md)")
     weights = check_model_files(path)
     positions = (content.get("text_config") or content).get("max_position_embeddings")
     for settings in (config.settings_for(str(one.role)) for one in config.placement()):
@@ -92,7 +91,7 @@ def _dtype(config: DeploymentConfig, content: Mapping[str, Any]) -> str:
 
 
 def device_faults(config: DeploymentConfig, environment: Mapping[str, str]) -> Iterator[str]:
-    """Yield a sentence for each kind of device, or device, that this machine or this Python does not have."""
+    """Yield a sentence for each device that this machine or this Python lacks, and for unsupported limits."""
     devices = dict.fromkeys(device for placed in config.placement() for device in placed.devices)
     for kind in dict.fromkeys(device.partition(":")[0] for device in devices):
         own = [device for device in devices if device.partition(":")[0] == kind]
@@ -106,22 +105,22 @@ def device_faults(config: DeploymentConfig, environment: Mapping[str, str]) -> I
     for placed in config.placement():
         limited = placed.role.has_language_model and config.settings_for(str(placed.role)).tower_share is not None
         if limited and not placed.devices[0].startswith(("cuda", "emulated")):
-            yield f"{placed.name}: {placed.devices[0]} limits no tower to a part of it; leave tower_share out"
+            yield f"{placed.name}: {placed.devices[0]} does not support tower_share; remove it"
 
 
 def _absent(device: str, environment: Mapping[str, str]) -> str:
-    """Return the reason why one device is not there though others of its kind are; "" where it is."""
+    """Return why a device is absent though others of its kind are present; "" if it is present."""
     try:
         visibility([device], environment)
     except ValueError as error:
         return str(error)
     kind, _, index = device.partition(":")
     count = len(accelerators(kind).memory_bytes)
-    return "" if int(index) < count else f"{device}: this machine shows {kind}:0 to {kind}:{count - 1} alone"
+    return "" if int(index) < count else f"{device}: this machine has only {kind}:0 to {kind}:{count - 1}"
 
 
 def _check_memory(config: DeploymentConfig, weights: Mapping[str, int], number_bytes: int) -> None:
-    """Raise ValueError for a device that has no room for the weights and KV caches of its instances."""
+    """Raise ValueError for a device without room for the weights and KV caches of its instances."""
     kept: dict[str, int] = {}
     placement = config.placement()
     memory = {} if config.engine == "vllm" else config.memory_shares(placement)
@@ -136,17 +135,17 @@ def _check_memory(config: DeploymentConfig, weights: Mapping[str, int], number_b
         room = None if device == CPU or part is None else _memory_of(device)
         if room is not None and part is not None and nbytes > room * part:
             raise ValueError(
-                f"{placed.name}: its weights and kv_cache_bytes take {in_binary_units(nbytes)}, and its part of "
-                f"the {in_binary_units(room)} of {device} is {part:g}; write a larger memory_share (or share) for "
-                "its role, a smaller kv_cache_bytes, or more devices"
+                f"{placed.name}: its weights and kv_cache_bytes take {in_binary_units(nbytes)}, more than its "
+                f"part ({part:g}) of the {in_binary_units(room)} of {device}; write a larger memory_share (or "
+                "share) for its role, a smaller kv_cache_bytes, or more devices"
             )
     for device, nbytes in kept.items():
         room = _memory_of(device)
         if room is not None and nbytes > room:
             raise ValueError(
-                f"{device}: the weights and kv_cache_bytes of its instances take {in_binary_units(nbytes)}, "
-                f"and it has {in_binary_units(room)}; write a smaller kv_cache_bytes, dtype: auto, a smaller "
-                "model, or more devices"
+                f"{device}: the weights and kv_cache_bytes of its instances take {in_binary_units(nbytes)} of "
+                f"{in_binary_units(room)}; write a smaller kv_cache_bytes, dtype: auto, a smaller model, or more "
+                "devices"
             )
 
 

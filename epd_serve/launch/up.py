@@ -1,4 +1,4 @@
-"""``epd-serve up``: run a deployment in the foreground until Ctrl-C; what dies is started again."""
+"""``epd-serve up``: run a deployment in the foreground until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import json
 import os
 import shlex
 import signal
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -32,15 +31,15 @@ async def run_up(
     file: Path | None,
     writer: int | None = None,
 ) -> int:
-    """Start, show progress, say what to type next, and stay until a signal or a death.
+    """Start the deployment, show its progress and first commands, and run it until a signal or a death.
 
-    ``reasons`` say what was chosen in place of the file; ``writer`` is that of :func:`fork_launcher`. Returns the
-    exit code: 0 after a signal, 1 when a process died for good. A second signal ends everything at once. Raises
-    ValueError where a port is taken or the model is not there.
+    ``reasons``: the choices made for the user; ``writer``: that of :func:`fork_launcher`. Returns the exit code: 0
+    after a signal, 1 after a final death. A second signal kills everything. Raises ValueError for a taken port or
+    a missing model.
     """
 
     def say(text: str) -> None:
-        """Print text unchanged, long lines unbroken so that they can be copied."""
+        """Print text unchanged, without breaking long lines, so that they can be copied."""
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def show(process: ManagedProcess) -> None:
@@ -48,48 +47,37 @@ async def run_up(
         say(f"{process.spec.name:<8} {process.state}{label}, {process.elapsed_s:.1f} s")
 
     def show_death(death: ProcessDied, delay_s: float) -> None:
-        say(f"{death.end}. Starting it again in {delay_s:g} s; its log is {death.log_file}")
+        say(f"{death.end}. Restarting it in {delay_s:g} s; its log is {death.log_file}")
 
     for line in (*reasons, *(f"note: {note}" for note in notes(config))):
         say(line)
     stop = asyncio.Event()
     deployment = LocalDeployment(config, file=file, keep_logs=True, on_change=show, on_death=show_death)
-    with _handled(_SIGNALS, lambda: deployment.kill() if stop.is_set() else stop.set()):
-        try:
-            await deployment.start()
-            await run_until(stop, deployment.wait_ready())
-            if not stop.is_set():
-                stops = "Ctrl-C stops." if writer is None else "'epd-serve down' stops it."
-                say(ready_text(deployment.config, deployment.gateway_url, deployment.log_dir, stops))
-                if writer is not None:
-                    leave_terminal(writer, deployment.log_dir)
-                if (death := await run_until(stop, deployment.wait_failure())) is not None:
-                    raise death
-            say(f"Stopping{await _pending(deployment)}. Another Ctrl-C ends everything at once.")
-        except ProcessDied as death:
-            say(f"{death}\nStopping the others.")
-            return 1
-        finally:
-            await deployment.stop()
+    for number in _SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+            handler = lambda: deployment.kill() if stop.is_set() else stop.set()  # noqa: E731
+            asyncio.get_running_loop().add_signal_handler(number, handler)
+    try:
+        await deployment.start()
+        await run_until(stop, deployment.wait_ready())
+        if not stop.is_set():
+            stops = "Ctrl-C stops it." if writer is None else "'epd-serve down' stops it."
+            say(ready_text(deployment.config, deployment.gateway_url, deployment.log_dir, stops))
+            if writer is not None:
+                leave_terminal(writer, deployment.log_dir)
+            if (death := await run_until(stop, deployment.wait_failure())) is not None:
+                raise death
+        say(f"Stopping{await _pending(deployment)}. Press Ctrl-C again to end everything at once.")
+    except ProcessDied as death:
+        say(f"{death}\nStopping the others.")
+        return 1
+    finally:
+        await deployment.stop()
     return 0
 
 
-@contextmanager
-def _handled(signals: tuple[signal.Signals, ...], handler: Callable[[], None]) -> Iterator[None]:
-    loop = asyncio.get_running_loop()
-    # nohup has SIGHUP ignored, so that the program outlives its terminal.
-    signals = tuple(n for n in signals if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN)
-    for number in signals:
-        loop.add_signal_handler(number, handler)
-    try:
-        yield
-    finally:
-        for number in signals:
-            loop.remove_signal_handler(number)
-
-
 async def _pending(deployment: LocalDeployment) -> str:
-    """Return the requests that the deployment's end waits for, in words; "" where there are none."""
+    """Describe the requests to wait for; "" without any."""
     try:
         shown = await AdminClient(deployment.admin_socket).ask("GET", "/requests", timeout_s=1.0)
     except (AdminError, TimeoutError):  # it is still starting
@@ -98,14 +86,14 @@ async def _pending(deployment: LocalDeployment) -> str:
     return f": {count} request{'s' * (count > 1)} may take {waits_s:g} s to finish" if count else ""
 
 
-def ready_text(config: DeploymentConfig, url: str, log_dir: Path, stops: str = "Ctrl-C stops.") -> str:
-    """Return the places of API, dashboard and logs, and commands to paste; their API key is ``$API_KEY``."""
+def ready_text(config: DeploymentConfig, url: str, log_dir: Path, stops: str) -> str:
+    """Return the addresses of API, dashboard and logs, and commands to paste, with ``$API_KEY`` as the key."""
     question = (
         "What is the capital of France?" if config.model == DEMO_MODEL else "How many legs do two spiders have?"
     )
     body = {"model": config.model_name, "messages": [{"role": "user", "content": question}]}
     header, variable = "", ""
-    if config.gateway.needs_key:
+    if config.gateway.api_keys:
         header, variable = '-H "Authorization: Bearer $API_KEY" ', 'OPENAI_API_KEY="$API_KEY" '
     return (
         f"\nReady: {url}/v1 serves model {config.model_name!r} as {config.topology}. {stops}\n"
@@ -117,22 +105,22 @@ def ready_text(config: DeploymentConfig, url: str, log_dir: Path, stops: str = "
 
 
 def notes(config: DeploymentConfig) -> Iterator[str]:
-    """Yield notes on parts of the deployment that have no effect, and on requests that it cannot serve."""
+    """Yield notes on settings without effect, and on requests that the deployment cannot serve."""
     placement = config.placement()
     used = {device for instance in placement for device in instance.devices}
-    yield from (f"device {device} stays unused" for device in config.devices if device not in used)
+    yield from (f"device {device} is unused" for device in config.devices if device not in used)
     roles = {str(instance.role) for instance in placement}
-    yield from (f"roles.{role} has no effect: no instance has it" for role in config.roles if role not in roles)
+    yield from (f"roles.{role} is unused: no instance has this role" for role in config.roles if role not in roles)
     if isinstance(config.model, ShapeConfig):
-        yield "the model has no weights: answers are made of hashes, times are those of emulated devices"
+        yield "the model lacks weights: answers are derived from hashes, times are those of emulated devices"
     elif config.model != DEMO_MODEL and not chat_template(model_path(config.model), config.chat_template):
-        yield "the model has no chat template: chats are refused, /v1/completions works; set chat_template"
+        yield "the model lacks a chat template: chats are refused, /v1/completions works; set chat_template"
     if note_on_mps := mps_note(config, os.environ, placement):
         yield note_on_mps
 
 
 class Terminal(Console):
-    """The console for a deployment's output; it falls silent when its reader ends (``epd-serve up | head``)."""
+    """The console for a deployment's output, silent once its reader has ended (``epd-serve up | head``)."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True

@@ -197,7 +197,7 @@ vllm:num_requests_running{engine="1"} NaN
             500,
             b'{"error":{"message":"Failed to apply prompt replacement for mm_items[\'video\'][0]"}}',
             InvalidRequest,
-            "no place for media of the kind video",
+            "does not support video items",
         ),
         (503, b"busy", Unavailable, "busy"),
         (404, b"", InvalidRequest, "nothing"),

@@ -149,7 +149,11 @@ async def test_what_is_no_answer_is_the_instances_failure() -> None:
 
 @pytest.mark.parametrize(
     ("talk", "words"),
-    [(silence, "said nothing"), (answering(b"[]"), "no answer of Mooncake"), (answering(b"<html>"), "no answer")],
+    [
+        (silence, "did not answer"),
+        (answering(b"[]"), "not an answer of Mooncake"),
+        (answering(b"<html>"), "not an answer"),
+    ],
 )
 async def test_a_bootstrap_server_that_tells_no_engine_is_a_lost_instance(
     talk: Talk, words: str, monkeypatch: pytest.MonkeyPatch
@@ -198,6 +202,6 @@ async def test_a_d_that_is_given_up_leaves_p_its_answer() -> None:
         await asyncio.sleep(0)  # both wait: P for E, D for P
         waiting.close()
         await asyncio.sleep(0)
-        others.exchanges["r"].settle("a")
+        others.exchanges["r"].encoded.set()
         assert isinstance(await call.opened, PrefillAnswer)
         call.close()

@@ -16,9 +16,9 @@ from epd_serve.backends.vllm_stream import (
     KnownTokens,
     ReplayedTokens,
     can_be_replayed,
-    can_go_on,
-    give_tokens,
+    can_continue,
     rest_of,
+    set_prompt_tokens,
 )
 from epd_serve.errors import InstanceFailed
 from epd_serve.protocol.openai.generation import ChatCompletionRequest, CompletionRequest
@@ -59,9 +59,7 @@ def chunk(text: str | None, tokens: list[int] | None = None, finish: str | None 
 
 
 def known(server: HttpServer, request: PrefillRequest, prompt: list[int] | None = None) -> KnownTokens:
-    call = KnownTokens(server, "/v1/chat/completions")
-    call.for_request(request, prompt)
-    return call
+    return KnownTokens(server, "/v1/chat/completions", {}, "r", request, prompt)
 
 
 def usage(completion_tokens: int, prompt_tokens: int = 3) -> bytes:
@@ -166,9 +164,7 @@ async def test_a_server_that_begins_the_answer_anew_is_not_forwarded(
 
 
 def replayed(server: HttpServer, request: PrefillRequest) -> ReplayedTokens:
-    call = ReplayedTokens(server, "/v1/chat/completions")
-    call.for_request(request, None)
-    return call
+    return ReplayedTokens(server, "/v1/chat/completions", {}, "r", request, None)
 
 
 async def test_an_answer_that_is_computed_again_is_shown_from_where_it_broke_off(server: HttpServer) -> None:
@@ -197,9 +193,9 @@ async def test_an_answer_that_is_computed_again_is_shown_from_where_it_broke_off
     ("events", "why"),
     [
         ([chunk("a", [1]), chunk("x", [9])], "another answer"),
-        ([chunk("a", [1]), chunk("bc", [2, 3])], "in other parts"),
-        ([chunk("a", [1], "stop")], "ends the answer before"),
-        ([chunk("a", [1]), b'data: {"choices":[]}'], "ends the answer before"),
+        ([chunk("a", [1]), chunk("bc", [2, 3])], "into other events"),
+        ([chunk("a", [1], "stop")], "a shorter answer"),
+        ([chunk("a", [1]), b'data: {"choices":[]}'], "a shorter answer"),
     ],
 )
 async def test_another_answer_is_not_forwarded(events: list[bytes], why: str, server: HttpServer) -> None:
@@ -246,15 +242,15 @@ async def test_an_error_comes_behind_what_is_out(server: HttpServer) -> None:
         ({"prompt": "hi", "echo": True}, False),
     ],
 )
-def test_only_what_hangs_on_the_tokens_alone_can_go_on(fields: dict[str, Any], may: bool) -> None:
-    assert can_go_on(asked(**fields)) is may
+def test_only_what_hangs_on_the_tokens_alone_can_continue(fields: dict[str, Any], may: bool) -> None:
+    assert can_continue(asked(**fields)) is may
 
 
 def test_with_pictures_and_tools_the_whole_answer_is_computed_again() -> None:
     plain = asked()
     tools = replace(plain, prompting=replace(plain.prompting, tools="[]"))
     for request in (replace(plain, items=[MediaRef(mm_hash="a", width=2, height=2)]), tools, asked(stop="x")):
-        assert can_be_replayed(request) and not can_go_on(request)
+        assert can_be_replayed(request) and not can_continue(request)
     assert not any(can_be_replayed(asked(**fields)) for fields in ({"n": 2}, {"stream": False}))
     assert not can_be_replayed(asked(prompt="hi", echo=True))
 
@@ -273,8 +269,8 @@ def test_limits_shrink_by_what_was_generated(generated: list[int], min_tokens: i
 def test_prompts_are_given_as_tokens() -> None:
     for transfer in ({}, {"do_remote_decode": True}):
         body: dict[str, Any] = {"messages": [], **({"kv_transfer_params": {**transfer}} if transfer else {})}
-        give_tokens(body, [1, 2])
+        set_prompt_tokens(body, [1, 2])
         assert body == {"messages": [], "kv_transfer_params": {**transfer, "prompt_token_ids": [1, 2]}}
     body = {"prompt": "hi", "add_special_tokens": False}
-    give_tokens(body, [1, 2])
+    set_prompt_tokens(body, [1, 2])
     assert body == {"prompt": [1, 2]}

@@ -24,18 +24,19 @@ def test_a_new_key_fits_into_a_deployment_file() -> None:
 
 def test_secrets_come_from_the_environment_or_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "deployment.yaml"
-    file.write_text("gateway: {api_key: {env: A_KEY}, admin: {port: 8001, key: {file: admin.key}}}")
-    gateway = load_config(file).gateway
-    with pytest.raises(ValueError, match=r"gateway\.api_key: the environment variable A_KEY holds nothing"):
-        read_secret(gateway.api_key, "gateway.api_key")
+    file.write_text("{cluster_key: {env: A_KEY}, gateway: {admin: {port: 8001, key: {file: admin.key}}}}")
+    config = load_config(file)
+    gateway = config.gateway
+    with pytest.raises(ValueError, match="cluster_key: the environment variable A_KEY holds nothing"):
+        read_secret(config.cluster_key, "cluster_key")
     monkeypatch.setenv("A_KEY", "one")
-    assert read_secret(gateway.api_key, "gateway.api_key") == "one"
+    assert read_secret(config.cluster_key, "cluster_key") == "one"
     with pytest.raises(ValueError, match=r"admin\.key cannot be read: No such file"):
         read_secret(gateway.admin.key, "gateway.admin.key")
     (tmp_path / "admin.key").write_text(" two\n")
     assert read_secret(gateway.admin.key, "gateway.admin.key") == "two"
     again = parse_config(load_config(file).model_dump_json(exclude_unset=True))  # as the gateway's process gets it
-    assert again.gateway.admin.key == gateway.admin.key and again.gateway.api_key == gateway.api_key
+    assert again.gateway.admin.key == gateway.admin.key and again.cluster_key == config.cluster_key
 
 
 def test_the_cluster_key_is_a_secret_like_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from http_client import http_client
 
 from benchmarks import apply_ring, chaos
 from epd_serve.config import DeploymentConfig, change_config, parse_config
+from epd_serve.config.keys import hash_key
 from epd_serve.launch.apply import ApplyStopped
 from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.launch.processes.supervisor import Backoff
@@ -32,7 +33,7 @@ def topology(line: str, more: str = "") -> DeploymentConfig:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def deployment() -> AsyncIterator[LocalDeployment]:
     """One deployment that all tests change, in their order."""
-    backoff = lambda: Backoff(first_s=0.1, limit_s=0.1)  # noqa: E731
+    backoff = Backoff(first_s=0.1, limit_s=0.1)
     async with LocalDeployment(topology("E-P-D"), ready_timeout_s=300, backoff=backoff) as deployment:
         yield deployment
 
@@ -84,13 +85,13 @@ async def test_a_failed_start_changes_nothing_and_the_next_file_is_taken(deploym
     with pytest.raises(ApplyStopped) as stopped:
         await deployment.apply(topology("E-2P-D", "roles: {P: {num_blocks: 100000000000000}}"))
     assert "died: exit code" in str(stopped.value)
-    assert "serves on with e0 (E), p0 (P), d0 (D)" in str(stopped.value)
+    assert "keeps serving with e0 (E), p0 (P), d0 (D)" in str(stopped.value)
     assert roles(deployment) == ["D", "E", "P"] and await serves(deployment)
     first, second = await asyncio.gather(
         deployment.apply(topology("E-2P-D")), deployment.apply(topology("EPD")), return_exceptions=True
     )
     assert first is None
-    assert isinstance(second, ValueError) and "another apply is under way" in str(second)
+    assert isinstance(second, ValueError) and "another apply is running" in str(second)
     assert roles(deployment) == ["D", "E", "P", "P"] and await serves(deployment)
 
 
@@ -119,7 +120,7 @@ async def test_the_command_says_its_steps_and_what_is_wrong(deployment: LocalDep
     assert roles(deployment) == ["D", "EP", "P"] and await serves(deployment)
     for text, message in (
         ("topology: E-P\n", "new.yaml:1: topology"),
-        (f"feature_store: mooncake\n{PORTS}", "a change of feature_store needs another start"),
+        (f"feature_store: mooncake\n{PORTS}", "a change of feature_store needs a restart"),
     ):
         code, said = await apply(text)
         assert code == 2 and message in said and "Traceback" not in said, said
@@ -140,12 +141,13 @@ async def test_options_of_the_gateway_bring_another_one_and_cut_no_stream(deploy
             assert (await anext(lines)).startswith("data: ")
             before = {process.pid for process in deployment.processes}
             lines_said: list[str] = []
-            changed = change_config(deployment.config, {"gateway": {"max_body_bytes": 2000, "api_key": "secret"}})
+            keys = [{"name": "alice", "hash": hash_key("secret")}]
+            changed = change_config(deployment.config, {"gateway": {"max_body_bytes": 2000, "api_keys": keys}})
             asking = asyncio.create_task(_ask_until_refused(client, url))
             await deployment.apply(changed, lines_said.append)
             assert lines_said == [
                 "gateway.max_body_bytes: 67108864 -> 2000",
-                "gateway.api_key: none -> a secret",
+                "gateway.api_keys: none -> alice",
                 "replace gateway",
             ]
             key = {"authorization": "Bearer secret", "content-type": "application/json"}
@@ -156,7 +158,7 @@ async def test_options_of_the_gateway_bring_another_one_and_cut_no_stream(deploy
             rest = [line async for line in lines if line]
             assert rest[-1] == "data: [DONE]", "the old gateway has finished its stream"
         assert len(before & {process.pid for process in deployment.processes}) == 3, "the instances stayed"
-        with pytest.raises(ValueError, match="needs another start"):
+        with pytest.raises(ValueError, match="needs a restart"):
             await deployment.apply(change_config(deployment.config, {"dtype": "bfloat16"}))
         lines_said.clear()
         await deployment.apply(topology("E-P-D"), lines_said.append)

@@ -35,7 +35,6 @@ async def test_secrets_are_shown_nowhere(tmp_path: Path, monkeypatch: pytest.Mon
     for name in ("admin", "cluster"):
         (tmp_path / name).write_text(SECRETS[name])
     monkeypatch.setenv("HF_TOKEN", SECRETS["huggingface"])
-    monkeypatch.setenv("EPD_SERVE_API_KEY", SECRETS["plain"])
     shown = tmp_path / "shown"
     shown.mkdir()
     admin = free_port("127.0.0.1")
@@ -44,8 +43,7 @@ async def test_secrets_are_shown_nowhere(tmp_path: Path, monkeypatch: pytest.Mon
         deployed(
             "E-P-D",
             gateway={
-                "api_key": {"env": "EPD_SERVE_API_KEY"},
-                "api_keys": [{"name": "alice", "hash": hash_key(SECRETS["alice"])}],
+                "api_keys": [{"name": name, "hash": hash_key(SECRETS[name])} for name in ("plain", "alice")],
                 "admin": {"port": admin, "key": {"file": str(tmp_path / "admin")}},
                 "access_log": str(shown / "access.log"),
             },

@@ -123,7 +123,7 @@ def test_the_deployment_of_this_machine_needs_no_port(
     assert shown == {"deployment": "127.0.0.1:8123", **ANSWERS["/instances"], "requests": ANSWERS["/requests"]}
     assert run(monkeypatch, capsys, "switch", "e0", "D").startswith("e0: E → D in 0.250 s")
     said = run(monkeypatch, capsys, "status", "--deployment", "9000")
-    assert said == "epd-serve: no deployment of this user is called 9000; those that run: 127.0.0.1:8123\n"
+    assert said == "epd-serve: no running deployment of this user is called 9000; running: 127.0.0.1:8123\n"
 
 
 @pytest.mark.parametrize(

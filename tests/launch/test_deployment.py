@@ -9,7 +9,7 @@ from epd_serve.launch.processes import supervisor
 from epd_serve.launch.processes.process import ProcessDied, ProcessState
 
 pytestmark = pytest.mark.usefixtures("fake_program")
-CONFIG = "topology: (E-P)-D\ninstances: {base_port: 0}\ngateway: {port: 0, api_key: secret}"
+CONFIG = "topology: (E-P)-D\ninstances: {base_port: 0}\ngateway: {port: 0}"
 
 
 async def test_the_gateway_reads_the_deployment_as_it_is_from_a_file_of_the_owner() -> None:

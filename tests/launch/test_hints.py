@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from epd_serve.config import DeploymentConfig, change_config
+from epd_serve.config.keys import hash_key
 from epd_serve.launch.up import ready_text
 
 
@@ -19,8 +20,8 @@ def test_the_printed_command_sends_what_it_shows(needs_key: bool, tmp_path: Path
     curl.chmod(0o755)
     config = change_config(DeploymentConfig(), {"served_model_name": "it's"})
     if needs_key:
-        config = change_config(config, {"gateway": {"api_key": "secret"}})
-    text = ready_text(config, "http://h:1", tmp_path)
+        config = change_config(config, {"gateway": {"api_keys": [{"name": "a", "hash": hash_key("secret")}]}})
+    text = ready_text(config, "http://h:1", tmp_path, "")
     [command] = [line.removeprefix("Ask: ") for line in text.splitlines() if line.startswith("Ask: ")]
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "API_KEY": "sk-1"}
     sent = subprocess.run(

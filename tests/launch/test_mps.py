@@ -67,7 +67,7 @@ async def test_a_deployment_has_its_own_daemon_before_its_instances(
     client = ProcessSpec(  # with an instance's variables, as there is no GPU
         name="client", label="", command=(sys.executable, "-c", CLIENT), environment=encode.environment
     )
-    supervisor = Supervisor([daemon_spec, client], tmp_path, backoff=lambda: Backoff(first_s=0.1))
+    supervisor = Supervisor([daemon_spec, client], tmp_path, backoff=Backoff(first_s=0.1))
     try:
         supervisor.start()
         await supervisor.wait_ready(30)
@@ -118,7 +118,7 @@ async def test_a_daemon_of_somebody_else_is_used_and_not_ended(
     await until(lambda: daemon(theirs) > 0)
     used = with_mps(config, theirs, tmp_path, config.placement())
     assert used == theirs and mps_spec(used, tmp_path) is None
-    assert mps_note(config, theirs, config.placement()) == f"MPS: on, by the daemon of {tmp_path / 'theirs'}"
+    assert mps_note(config, theirs, config.placement()) == f"MPS: on, by the daemon in {tmp_path / 'theirs'}"
     assert lives(daemon(theirs))
 
 
@@ -137,7 +137,7 @@ def test_shares_without_mps_are_refused_and_no_shares_need_none(
 def test_a_running_deployment_gets_no_shares_that_nothing_would_give(
     config: DeploymentConfig, environment: dict[str, str], tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match="shares of a GPU need MPS, which does not run here"):
+    with pytest.raises(ValueError, match="shares of a GPU need MPS, which is not running"):
         check_mps(config, environment, config.placement())
     check_mps(config, environment, ())
     running = environment | {mps.PIPES: str(tmp_path)}

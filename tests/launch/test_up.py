@@ -74,7 +74,7 @@ def test_ready_says_what_to_type_and_a_signal_stops_everything(fakes: Any, numbe
         process.send_signal(number)
         output, errors = process.communicate(timeout=300)
         assert (process.returncode, errors) == (0, "")
-        assert "Stopping. Another Ctrl-C ends everything at once." in output
+        assert "Stopping. Press Ctrl-C again" in output
     assert fakes.alive == set()
     [run] = (fakes.folder / "logs").iterdir()
     assert {file.name for file in run.iterdir()} == {"run.json", *(f"{name}.log" for name in NAMES)}
@@ -122,7 +122,7 @@ def test_a_second_signal_ends_deaf_processes_at_once(fakes: Any, monkeypatch: py
     with up(fakes, gateway="deaf", e0="deaf", p0="deaf") as process:
         read_until(process, "Chat: ")
         process.send_signal(signal.SIGINT)
-        read_until(process, "Another Ctrl-C")
+        read_until(process, "Press Ctrl-C again")
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=300)
     assert fakes.alive == set()

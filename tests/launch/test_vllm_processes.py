@@ -210,9 +210,9 @@ def changed(found: VllmFound, **fields: Any) -> VllmFound:
 @pytest.mark.parametrize(
     ("fields", "needs", "words"),
     [
-        ({"vllm": ""}, [], "/x/python has no vLLM; install it there"),
+        ({"vllm": ""}, [], "/x/python lacks vLLM; install it there"),
         ({"vllm": "0.19.0"}, [], r"vLLM 0\.19\.0 of /x/python is too old; install 0\.20 or newer"),
-        ({"vllm": "0.27.1"}, ["store"], r"vLLM 0\.27\.1 of /x/python cannot hand .* install 0\.32 or newer"),
+        ({"vllm": "0.27.1"}, ["store"], r"vLLM 0\.27\.1 of /x/python cannot send .* install 0\.32 or newer"),
         ({}, ["nixl"], "nixl is missing in /x/python"),
         ({}, ["mooncake"], "mooncake is missing in /x/python"),
         ({"vllm_ascend": "0.23.0", "vllm": "0.33.0"}, ["vllm_ascend"], "vLLM 0.23.0"),
@@ -246,7 +246,7 @@ def test_the_interpreter_that_is_named_is_asked(tmp_path: Path) -> None:
     assert found.python == sys.version.split()[0]
     with pytest.raises(ValueError, match="does not run"):
         find_vllm(tmp_path / "nothing")
-    with pytest.raises(ValueError, match="/bin/true is no Python"):
+    with pytest.raises(ValueError, match="/bin/true is not a Python"):
         find_vllm("/bin/true")
 
 

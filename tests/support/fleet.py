@@ -67,7 +67,7 @@ async def deployed(
             **settings,
         }
     )
-    backoff = lambda: Backoff(first_s=backoff_s, limit_s=backoff_s)  # noqa: E731
+    backoff = Backoff(first_s=backoff_s, limit_s=backoff_s)
     with ablated(**(baselines or {})):
         made = LocalDeployment(config, ready_timeout_s=300, keep_logs=keep_logs, backoff=backoff)
     async with made as deployment:

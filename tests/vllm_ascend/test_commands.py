@@ -78,7 +78,7 @@ def test_the_pair_fits_and_another_does_not(vendor_python: str, found: VllmFound
     assert found.vllm.startswith("0.23.0") and found.vllm_ascend == "0.23.0"
     check_found(found, python=vendor_python, needs=["vllm_ascend"])
     for change in ({"vllm_ascend": "0.22.1"}, {"vllm": "0.24.0"}):
-        with pytest.raises(ValueError, match="install the pair that belongs together"):
+        with pytest.raises(ValueError, match="install a matching pair"):
             check_found(msgspec.structs.replace(found, **change), python=vendor_python, needs=["vllm_ascend"])
 
 
@@ -87,5 +87,5 @@ def test_the_connector_that_does_not_load_there_is_refused(
 ) -> None:
     (fault,) = vendor("load_connectors.py", {"store": "features"}).values()
     assert fault
-    with pytest.raises(ValueError, match=r"vLLM 0\.23\.0.* cannot hand encoder output from E to P"):
+    with pytest.raises(ValueError, match=r"vLLM 0\.23\.0.* cannot send encoder output from E to P"):
         check_found(found, python=vendor_python, needs=["store"])

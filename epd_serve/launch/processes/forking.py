@@ -1,6 +1,6 @@
-"""Processes forked from multiprocessing's fork server, which has imported what instances run.
+"""Instances forked from multiprocessing's fork server, which has imported their modules.
 
-They start at once and share the memory of the modules. The server never computes and opens no device.
+They start at once and share the modules' memory. The server neither computes nor opens a device.
 """
 
 from __future__ import annotations
@@ -15,25 +15,24 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from epd_serve.config import DeploymentConfig, ShapeConfig
 
-#: How an instance's heap is kept: in huge pages (weights are read faster), one heap for all threads, and nothing
-#: given back between steps, which would only fault it in again. A user's own GLIBC_TUNABLES take its place.
+#: Heap of an instance: huge pages, which load weights faster; one heap for all threads; no memory returned between
+#: steps, as it would be faulted in again. A user's own GLIBC_TUNABLES replace these.
 HEAP_TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1" + "".join(
     f":glibc.malloc.{limit}_threshold={1 << 30}" for limit in ("mmap", "trim")
 )
 #: Modules of all instances.
 _MODULES = ("epd_serve.cli.instance", "epd_serve.instance.main")
-#: Read when libraries are loaded, so the server has them for all: a fork has no threads but its own. torch looks
-#: for GPUs without a call of CUDA, after which no fork could use it.
+#: Libraries read these when they are loaded, in the server: one thread, as threads do not survive a fork; torch
+#: looks for GPUs without a CUDA call, after which no fork could use CUDA.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 class ForkedProcess:
-    """A forked process: the part of ``asyncio.subprocess.Process`` that a supervisor uses."""
+    """A forked process with the interface of ``asyncio.subprocess.Process`` that a supervisor uses."""
 
     def __init__(self, process: ForkServerProcess) -> None:
         assert process.pid is not None
@@ -53,23 +52,20 @@ class ForkedProcess:
     async def wait(self) -> int:
         await self._ended.wait()
         code = self._process.exitcode
-        assert code is not None, "its sentinel says that it has ended"
+        assert code is not None
         return code
 
 
 def can_fork(config: DeploymentConfig, devices: Collection[str]) -> bool:
-    """Return whether native instances on these devices are forked: CUDA allows it before its first call.
+    """Return whether native instances on these devices are forked.
 
-    torch_npu says nothing of that.
+    CUDA allows it before its first call; torch_npu does not document it.
     """
     return isinstance(config.model, ShapeConfig) or not any(one.startswith("npu") for one in devices)
 
 
 def preload(config: DeploymentConfig) -> None:
-    """Start the fork server where instances of the deployment need it; nothing happens where it runs already.
-
-    It imports what they run, which takes most of the time of a start.
-    """
+    """Start the fork server, if the deployment needs it and it is not running. Imports take most of its start."""
     devices = [one.devices for one in config.placement()]
     if config.engine == "vllm" or not any(can_fork(config, own) for own in devices):
         return
@@ -90,7 +86,7 @@ def preload(config: DeploymentConfig) -> None:
 
 
 async def fork(name: str, command: Sequence[str], environment: Mapping[str, str], log_file: Path) -> ForkedProcess:
-    """Start ``python -P -m MODULE ARGUMENTS`` with an environment of its own. Raises OSError."""
+    """Run ``python -P -m MODULE ARGUMENTS`` with its own environment. Raises OSError."""
     context = multiprocessing.get_context("forkserver")
     process = context.Process(target=_run, args=(name, command, dict(environment), str(log_file)))
     await asyncio.to_thread(process.start)  # waits until the server has imported its modules
@@ -101,7 +97,12 @@ def _run(name: str, command: Sequence[str], environment: Mapping[str, str], log_
     """Run a command in the forked process."""
     launcher = multiprocessing.parent_process()
     assert launcher is not None
-    threading.Thread(target=_end_with, args=(launcher,), daemon=True).start()
+
+    def end_with_launcher() -> None:  # which is not the parent
+        launcher.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=end_with_launcher, daemon=True).start()
     os.setsid()
     Path("/proc/self/comm").write_text(f"epd-serve {name}")  # for lists of processes; its command is the server's
     log = os.open(log_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
@@ -111,13 +112,7 @@ def _run(name: str, command: Sequence[str], environment: Mapping[str, str], log_
     os.environ.clear()
     os.environ.update(environment)
     arguments = list(command[4:])
-    if "--parent-pid" in arguments:  # dies with the fork server, too
+    if "--parent-pid" in arguments:  # end with the fork server, too
         arguments[arguments.index("--parent-pid") + 1] = str(os.getppid())
     sys.argv = [command[3], *arguments]
     runpy.run_module(command[3], run_name="__main__", alter_sys=True)
-
-
-def _end_with(launcher: BaseProcess) -> None:
-    """Kill this process when the launcher ends, which is not its parent."""
-    launcher.join()
-    os.kill(os.getpid(), signal.SIGKILL)

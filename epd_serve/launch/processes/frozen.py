@@ -1,4 +1,4 @@
-"""Imported last in the fork server: garbage collection in a fork then leaves the shared objects uncopied."""
+"""Imported last in the fork server: garbage collection in a fork then does not copy the shared objects."""
 
 import gc
 

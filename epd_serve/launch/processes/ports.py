@@ -15,19 +15,15 @@ from epd_serve.config.vllm import PORTS_PER_INSTANCE
 
 _TRIES = 50
 _BACKLOG = 2048
-#: Mooncake's transfer engines take two ports each at random from 15000 to 17000.
+#: Mooncake's transfer engines take two random ports each from 15000 to 17000.
 _LOWEST = 17_001
-#: The ports that a host gives to outgoing connections, of which any may be one.
+#: The range of ports of outgoing connections.
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ports:
-    """The ports of a deployment.
-
-    Attributes:
-        master: ports of a mooncake_master and of its HTTP server, where the deployment starts one.
-    """
+    """The ports of a deployment; ``master``: of its mooncake_master, if any, for RPC and HTTP."""
 
     gateway: int
     instances: tuple[int, ...]
@@ -35,13 +31,13 @@ class Ports:
 
 
 def choose_ports(config: DeploymentConfig) -> Ports:
-    """Return the ports of gateway, instances and master; free ones where the deployment says 0.
+    """Return the ports of gateway, instances and master; free ones in place of 0.
 
-    Raises ValueError where a port is taken, or an address is none of this machine.
+    Raises ValueError if a port is taken or an address does not belong to this machine.
     """
     gateway, admin, host = config.gateway, config.gateway.admin, config.instances.host
     base, each = config.instances.base_port, ports_each(config)
-    with ExitStack() as held:  # all are held until the last is chosen, so that none is chosen twice
+    with ExitStack() as held:  # hold each until the last is chosen, so that none is chosen twice
         gateway_port = _bind(held, gateway.host, gateway.port, 1, "gateway (gateway.port)")
         if admin.port is not None:
             _bind(held, admin.host, admin.port, 1, "admin plane (gateway.admin.port)")
@@ -57,10 +53,7 @@ def choose_ports(config: DeploymentConfig) -> Ports:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return the gateway's listening socket, which all gateways of a deployment inherit, one after the other.
-
-    Raises ValueError where the address cannot be listened on.
-    """
+    """Return the gateway's listening socket, which successive gateways inherit. Raises ValueError."""
     with ExitStack() as held:
         listener = _bind_one(held, host, port, "gateway (gateway.port)")
         held.pop_all()
@@ -76,7 +69,7 @@ def free_port(host: str) -> int:
 def next_port(config: DeploymentConfig, taken: Collection[int], user: str) -> int:
     """Return a port for one more instance: the first free one from ``instances.base_port`` on, or any for 0.
 
-    Raises ValueError where there is none.
+    Raises ValueError without a free one.
     """
     host, base, each = config.instances.host, config.instances.base_port, ports_each(config)
     for port in range(base, 65536, each) if base else [0] * _TRIES:
@@ -84,19 +77,18 @@ def next_port(config: DeploymentConfig, taken: Collection[int], user: str) -> in
             chosen = _bind(held, host, port, each, user)
             if all(abs(chosen - one) >= each for one in taken):
                 return chosen
-    raise ValueError(f"there is no free port for {user} on {host}; set instances.base_port to another one")
+    raise ValueError(f"no port on {host} is free for {user}; change instances.base_port")
 
 
 def ports_each(config: DeploymentConfig) -> int:
-    """The number of ports in a row that an instance takes."""
+    """Return the number of consecutive ports of an instance."""
     return PORTS_PER_INSTANCE if config.engine == "vllm" else 1
 
 
 def _bind(held: ExitStack, host: str, port: int, count: int, user: str) -> int:
-    """Bind ``count`` ports in a row and return the first; 0 chooses them.
+    """Bind ``count`` consecutive ports and return the first; ``port`` 0 draws it. Raises ValueError.
 
-    Below the ports that the host gives to other programs: their server binds them only a while later.
-    Raises ValueError.
+    Drawn ports are below those of outgoing connections, which could take them before the server binds.
     """
     for tries_left in range(0 if port else _TRIES, -1, -1):
         first = port or _draw(count)
@@ -113,7 +105,7 @@ def _bind(held: ExitStack, host: str, port: int, count: int, user: str) -> int:
 
 
 def _draw(count: int) -> int:
-    """Draw the first of ``count`` ports in a row."""
+    """Draw the first of ``count`` consecutive ports."""
     try:
         end = max(int(_EPHEMERAL.read_text().split()[0]), _LOWEST + 1000)
     except (OSError, ValueError):
@@ -124,14 +116,13 @@ def _draw(count: int) -> int:
 def _bind_one(held: ExitStack, host: str, port: int, user: str) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = held.enter_context(socket.socket(family, socket.SOCK_STREAM))
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the servers do: a recent owner is no obstacle
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the servers do, for ports closed recently
     try:
         bound.bind((host, port))
-        bound.listen(_BACKLOG)  # with SO_REUSEADDR two that only are bound may have one port
+        bound.listen(_BACKLOG)  # with SO_REUSEADDR, several sockets could merely bind the port
     except (OSError, OverflowError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        in_use = (
-            "; set another port, or 0 for any free one" if getattr(error, "errno", 0) == errno.EADDRINUSE else ""
-        )
-        raise ValueError(f"{user} cannot listen on {host} port {port}: {reason}{in_use}") from error
+        in_use = getattr(error, "errno", 0) == errno.EADDRINUSE
+        hint = "; set another port, or 0 for any free one" if in_use else ""
+        raise ValueError(f"{user} cannot listen on {host} port {port}: {reason}{hint}") from error
     return bound

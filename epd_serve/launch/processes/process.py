@@ -1,4 +1,4 @@
-"""One child process: its start, its readiness, its death, its next start and its end."""
+"""One child process: start, readiness, death, restart and end."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 from epd_serve.errors import InstanceUnreachable, ServeError
-from epd_serve.launch.processes.forking import fork
+from epd_serve.launch.processes.forking import ForkedProcess, fork
 from epd_serve.lifeline import CLEAN_UP_S
 from epd_serve.rpc.http import HttpPool, HttpServer
 from epd_serve.rpc.tls import tls_files
 
-#: Lines of a dead process's log that are shown.
+#: Lines of a dead process's log to show.
 TAIL_LINES = 20
 _TAIL_BYTES = 64 * 1024
 _POLL_INTERVAL_S, _POLL_TIMEOUT_S = 0.1, 2.0
-#: So many probes in a row must fail: a machine or a supervisor that was suspended misses one.
+#: Consecutive failed probes that mean a hang: after a suspension of the machine a single one may fail.
 _NUM_PROBES = 3
 _GROUP_LOOK_S = 0.02
-#: vLLM's last exceptions only point to the cause, which its log has before them; the form of an exception's line.
+#: vLLM's last exceptions refer to the cause earlier in its log; the form of an exception's line.
 _NO_CAUSE = re.compile("See root cause above|for the root cause")
 _EXCEPTION = re.compile(r"(^|\s)[\w.]+(Error|Exception|Interrupt|Exit): ")
 
@@ -39,7 +39,7 @@ class ProcessState(StrEnum):
     STOPPING = "stopping"
     STOPPED = "stopped"
     DIED = "died"
-    WAITING = "waiting"  # has died and will be started again
+    WAITING = "waiting"  # dead, and about to be restarted
 
 
 _ENDED = (ProcessState.STOPPED, ProcessState.DIED, ProcessState.WAITING)
@@ -47,24 +47,24 @@ _ENDED = (ProcessState.STOPPED, ProcessState.DIED, ProcessState.WAITING)
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessSpec:
-    """A command to run, and the server on which it will answer ``GET /health``.
+    """A command, and the server that answers its ``GET /health``.
 
     Attributes:
         name: unique; also the name of the log file.
         label: a few words for the progress display.
         environment: all variables of the process.
-        url: base URL of its HTTP server; "": it has none, and is ready once it has started.
-        socket: Unix socket at which it is asked in place of ``url``, which another process may share.
-        pass_fds: file descriptors that it inherits.
-        ready_file: exists as long as it is ready, where it has no such server; the others start only then.
-        first_health: path that is asked instead until it is ready for the first time.
-        stops: its turn when the deployment ends; the processes of the turns before it have ended by then.
-        grace_s: time that it may take to end; None: as others of its turn.
-        can_fork: whether it may be forked from a process that has loaded its modules (forking.py).
-        shares_output: whether it writes where this process writes, and not to its log.
-        is_group: whether it leads a group that ends with it by itself (``epd_serve.lifeline --group``).
-        measures: accelerators whose free memory it measures while it starts, as vLLM does; those of one start in
-            turn, as each would take the other's growth for its own. Native instances know their part beforehand.
+        url: base URL of its HTTP server; "": no server, ready once started.
+        socket: Unix socket to ask instead of ``url``, which another process may share.
+        pass_fds: inherited file descriptors.
+        ready_file: exists while a process without a server is ready; the others start only then.
+        first_health: path to ask until it is ready for the first time.
+        stops: turn in which it ends with the deployment.
+        grace_s: time to end; None: that of its turn.
+        can_fork: whether it may be forked from a process with its modules loaded (forking.py).
+        shares_output: whether it writes to this process's output instead of its log.
+        is_group: whether its process group ends with it by itself (``epd_serve.lifeline --group``).
+        measures: accelerators whose free memory it measures at its start, as vLLM does. Such processes start one
+            after another on a device, as each would count the other's memory as its own.
     """
 
     name: str
@@ -84,27 +84,17 @@ class ProcessSpec:
     measures: frozenset[str] = frozenset()
 
 
-class RunningProcess(Protocol):
-    """The part of ``asyncio.subprocess.Process`` that every kind of started process offers."""
-
-    @property
-    def pid(self) -> int: ...
-
-    @property
-    def returncode(self) -> int | None:
-        """The exit code, or minus the signal that ended it; None while it runs."""
-        ...
-
-    async def wait(self) -> int: ...
+#: A started process. ``returncode`` is the exit code, or minus the signal that ended it; None while it runs.
+RunningProcess = asyncio.subprocess.Process | ForkedProcess
 
 
 class ProcessDied(RuntimeError):
-    """A process ended that should not have.
+    """A process ended unexpectedly.
 
     Attributes:
         name: the process.
         how: "exit code 1", "killed by SIGSEGV".
-        end: "p0 died: exit code 1", or "p0 stopped" where its exit code is 0.
+        end: "p0 died: exit code 1", or "p0 stopped" for exit code 0.
         log_tail: the last lines of its output.
         log_file: all of it.
     """
@@ -120,12 +110,10 @@ class ManagedProcess:
     """A child process in a session of its own, so that a terminal's Ctrl-C does not reach it.
 
     Attributes:
-        spec: the command that it runs.
-        log_file: the file for its output, that of all its lives.
+        log_file: the file for its output, across restarts.
         state: STARTING before its start, too.
         ready: set while it is ready.
-        num_starts: number of times that it was started.
-        is_retired: whether another process has its place, and it only finishes what it has.
+        is_retired: whether another process has replaced it, and it only finishes its requests.
     """
 
     def __init__(self, spec: ProcessSpec, log_dir: Path, on_change: Callable[[ManagedProcess], None]) -> None:
@@ -161,7 +149,7 @@ class ManagedProcess:
         return (self._ready_at if self.ready.is_set() else time.monotonic()) - self._started_at
 
     async def start(self) -> None:
-        """Start the process, once more where it has died. Raises OSError where that is not possible now."""
+        """Start the process, or restart it after its death. Raises OSError."""
         self._started_at, self._hung = time.monotonic(), ""
         self.enter(ProcessState.STARTING)
         self._starting = asyncio.ensure_future(spawn(self.spec, self.log_file))
@@ -169,9 +157,9 @@ class ManagedProcess:
         self.num_starts += 1
 
     async def wait_ready(self) -> None:
-        """Return when ``GET /health`` answers 200. Raises ProcessDied when the process ends before."""
+        """Return when ``GET /health`` answers 200. Raises ProcessDied if the process ends before."""
         while (status := await self._ask(_POLL_TIMEOUT_S)) != 200:
-            if self.state is ProcessState.STARTING and status is not None:  # it listens, and is not ready
+            if self.state is ProcessState.STARTING and status is not None:  # it listens
                 self.enter(ProcessState.LOADING)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.wait_end(), _POLL_INTERVAL_S)
@@ -185,7 +173,7 @@ class ManagedProcess:
     async def wait_end_or_hang(self, hang_timeout_s: float) -> float:
         """Return when the process has ended, with the seconds for which it was ready.
 
-        A process that answers nothing for ``hang_timeout_s`` is killed.
+        Kills it if it answers nothing for ``hang_timeout_s``.
         """
         probe_s, num_failed = hang_timeout_s / _NUM_PROBES, 0
         while self.is_running:
@@ -200,30 +188,28 @@ class ManagedProcess:
         return time.monotonic() - self._ready_at
 
     async def wait_end(self) -> None:
-        """Return when the process has ended, for whatever reason, and its own children are gone too."""
+        """Return when the process and its children have ended."""
         assert self._process is not None
         await self._process.wait()
         if self.state in _ENDED:
             return
         self.ready.clear()
-        with suppress(ProcessLookupError):  # the rest of its group, right now, while its id is not used again
+        with suppress(ProcessLookupError):  # the rest of its group, before its id is reused
             deadline = time.monotonic() + CLEAN_UP_S + 1.0
-            while (
-                self.spec.is_group and time.monotonic() < deadline
-            ):  # it cleans up by itself (epd_serve.lifeline)
+            while self.spec.is_group and time.monotonic() < deadline:  # it ends its group by itself
                 os.killpg(self.pid, 0)
                 await asyncio.sleep(_GROUP_LOOK_S)
             os.killpg(self.pid, signal.SIGKILL)
         self.enter(ProcessState.STOPPED if self.state is ProcessState.STOPPING else ProcessState.DIED)
 
     def retire(self) -> None:
-        """Have the process finish what it has, in the time that this needs, and end: another one has its place."""
+        """Let a replaced process finish its requests, without a time limit, and end."""
         self.is_retired = True
         self._signal(signal.SIGQUIT)
 
     async def stop(self, grace_s: float) -> None:
-        """Ask the process to end (SIGTERM), and after ``grace_s`` seconds end it (SIGKILL)."""
-        if self._starting is not None:  # a start that was called off goes on
+        """Ask the process to end (SIGTERM), and kill it after ``grace_s`` seconds."""
+        if self._starting is not None:  # a cancelled start continues
             with suppress(OSError):
                 self._process = await self._starting
         if self._process is None:
@@ -245,13 +231,13 @@ class ManagedProcess:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """End the process and its children at once."""
+        """Kill the process and its children."""
         if self.is_running:
             with suppress(ProcessLookupError):
                 (os.kill if self.spec.is_group else os.killpg)(self.pid, signal.SIGKILL)
 
     def death(self) -> ProcessDied:
-        """Return the process's exit code or signal, with the end of its log."""
+        """Return the exit code or signal, and the end of the log."""
         assert self._process is not None
         code = self._process.returncode
         assert code is not None, "the process is still running"
@@ -259,8 +245,8 @@ class ManagedProcess:
         return ProcessDied(self.spec.name, how, self.log_tail(), self.log_file)
 
     def log_tail(self) -> list[str]:
-        """Return the last lines of the process's output: up to the exception that vLLM calls the root cause."""
-        if not self.log_file.exists():  # it was killed before it had made the file
+        """Return the last lines of the output, or those up to the exception that vLLM calls the root cause."""
+        if not self.log_file.exists():  # killed before it created the file
             return []
         with self.log_file.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
@@ -271,7 +257,7 @@ class ManagedProcess:
         return lines[-TAIL_LINES:]
 
     async def _ask(self, timeout_s: float) -> int | None:
-        """Return the status of ``GET /health``; 0 where there is no answer, None where no server listens."""
+        """Return the status of ``GET /health``; 0 without an answer, None if no server listens."""
         if not self.spec.url:
             return 200 if self.spec.ready_file is None or self.spec.ready_file.exists() else None
         path = self.spec.socket
@@ -288,7 +274,6 @@ class ManagedProcess:
             return answer.status
 
     def enter(self, state: ProcessState) -> None:
-        """Change its state; WAITING is that of one that has died, until its next :meth:`start`."""
         self.state = state
         self._on_change(self)
 

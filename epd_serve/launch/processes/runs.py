@@ -1,4 +1,4 @@
-"""The runs of this user's deployments: a directory each, with its logs and with where its launcher is found."""
+"""The runs of this user's deployments: a directory each, with logs and the addresses of the launcher's sockets."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         address: ``HOST:PORT`` of its gateway.
         pid: of its launcher.
-        sockets: directory of its sockets, and of the files that its processes share.
-        file: its deployment file, with its whole path; None: it was started without one.
+        sockets: directory of its sockets, and of files that its processes share.
+        file: absolute path of its deployment file, if any.
     """
 
     address: str
@@ -43,7 +43,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def admin(self) -> Path:
-        """The socket of the gateway's admin API; a link to that of the present gateway."""
+        """The socket of the gateway's admin API; a link to the current gateway's."""
         return Path(self.sockets) / "admin"
 
     def is_called(self, wanted: str) -> bool:
@@ -57,7 +57,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """The directory of a run of this process; a lock on it says that the run lasts."""
+    """The directory of a run, locked until the run ends."""
 
     path: Path
     run: Run
@@ -65,7 +65,7 @@ class RunDirectory:
 
     @classmethod
     def make(cls, address: str, file: Path | None) -> RunDirectory:
-        """Make a directory for a run, and remove those of old ones. Raises ValueError where none can be made."""
+        """Make a directory for a run, and remove old ones. Raises ValueError if it cannot be made."""
         try:
             log_root().mkdir(parents=True, exist_ok=True, mode=0o700)
             _prune()
@@ -82,8 +82,8 @@ class RunDirectory:
             (path / _RUN_FILE).write_bytes(msgspec.json.encode(run))
         except OSError as error:
             raise ValueError(
-                f"logs and sockets of this run have no place ({error}); set EPD_SERVE_LOG_DIR and TMPDIR to "
-                "short directories that can be written to"
+                f"cannot make directories for logs and sockets ({error}); set EPD_SERVE_LOG_DIR and TMPDIR to "
+                "writable directories with short paths"
             ) from error
         lock = os.open(path, os.O_RDONLY)
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -94,7 +94,6 @@ class RunDirectory:
         return Path(self.run.sockets)
 
     def close(self, *, keep_logs: bool) -> None:
-        """End the run: its logs may stay."""
         shutil.rmtree(self.sockets, ignore_errors=True)
         if not keep_logs:
             shutil.rmtree(self.path, ignore_errors=True)
@@ -102,7 +101,7 @@ class RunDirectory:
 
 
 def log_root() -> Path:
-    """``EPD_SERVE_LOG_DIR``, or a directory in that for the user's state."""
+    """Return ``EPD_SERVE_LOG_DIR``, or a directory below the user's state directory."""
     if own := os.environ.get("EPD_SERVE_LOG_DIR"):
         return Path(own).expanduser()
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
@@ -110,10 +109,10 @@ def log_root() -> Path:
 
 
 def all_runs() -> dict[Path, Run]:
-    """Return the runs whose logs are kept by their directories, the latest first."""
+    """Return the kept runs by directory, the latest first."""
     found: list[tuple[int, Path, Run]] = []
     for file in log_root().glob(f"*/{_RUN_FILE}"):
-        with suppress(OSError, msgspec.DecodeError):  # it is being removed, or of another version
+        with suppress(OSError, msgspec.DecodeError):  # just removed, or of another version
             found.append((file.stat().st_mtime_ns, file.parent, msgspec.json.decode(file.read_bytes(), type=Run)))
     return {directory: run for _, directory, run in sorted(found, key=itemgetter(0), reverse=True)}
 
@@ -124,10 +123,10 @@ def running() -> dict[Path, Run]:
 
 
 def find_run(wanted: str | None, preferred_port: int | None = None) -> tuple[Path, Run]:
-    """Return a run that lasts, and its directory.
+    """Return a running deployment and its directory.
 
-    ``wanted`` is its ``HOST:PORT``, its port or the file that it was started from. Without it the only one that
-    runs, of several the one with ``preferred_port``. Raises ValueError where none, or more than one, is meant.
+    ``wanted``: its ``HOST:PORT``, port or deployment file; None: the only one, or the one with ``preferred_port``.
+    Raises ValueError unless exactly one fits.
     """
     found = running()
     if not found:
@@ -138,7 +137,7 @@ def find_run(wanted: str | None, preferred_port: int | None = None) -> tuple[Pat
     else:
         chosen = [*found.items()]
     if not chosen and wanted is not None:
-        raise ValueError(f"no deployment of this user is called {wanted}; those that run: {names}")
+        raise ValueError(f"no running deployment of this user is called {wanted}; running: {names}")
     if len(chosen) != 1:
         raise ValueError(f"several deployments are running; name one with --deployment: {names}")
     return chosen[0]
@@ -159,7 +158,7 @@ def _is_running(directory: Path) -> bool:
 
 
 def _prune() -> None:
-    """Remove what killed launchers left, and all but the latest logs."""
+    """Remove the sockets of ended runs, and all but the latest logs."""
     ended = [(directory, run) for directory, run in all_runs().items() if not _is_running(directory)]
     for number, (directory, run) in enumerate(ended):
         shutil.rmtree(run.sockets, ignore_errors=True)

@@ -1,1 +1,1 @@
-"""Deployments over many machines: the part of each, and the manifests of a Kubernetes cluster."""
+"""Deployments on several machines: Kubernetes, Ray, and the part of each machine."""

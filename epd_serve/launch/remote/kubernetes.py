@@ -1,4 +1,4 @@
-"""``epd-serve render kubernetes``: a deployment file as manifests, with a workload for each device group."""
+"""``epd-serve render kubernetes``: render a deployment file as manifests, with a workload per device group."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from epd_serve.topology.placement import place_units
 Manifest = dict[str, Any]
 
 _MANIFESTS = Path(__file__).parent / "manifests"
-_MODELS, _FEATURES, _API_KEY = "/models", "/features", "EPD_SERVE_API_KEY"
+_MODELS, _FEATURES = "/models", "/features"
 #: The ports of manifests/*.yaml.
 _HTTP, _ADMIN, _STORE = 8000, 8001, 50051
-#: Beyond what a process needs by itself until its container is killed; the gateway's service looks away first.
+#: Margin before a container is killed; the gateway is first removed from its service.
 _GRACE_S, _GATEWAY_GRACE_S = 15, 20
 _LOCKED = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
 _USER = {
@@ -42,7 +42,7 @@ _USER = {
 
 
 class Resources(BaseModel):
-    """A container's requests; its accelerators follow from the topology."""
+    """A container's resource requests, without its accelerators, which follow from the topology."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -51,18 +51,18 @@ class Resources(BaseModel):
 
 
 class Values(BaseModel):
-    """The file of ``--values``: what a cluster has that no deployment file says.
+    """The file of ``--values``: a cluster's facts that a deployment file lacks.
 
     Attributes:
-        name: prefix of all names, and of the secret and the claims where these are None.
+        name: prefix of all names, also of the default secret and claims.
         namespace: None: that of ``kubectl apply``.
-        gateway_image: None: as image.
+        gateway_image: None: ``image``.
         gateways: replicas of the gateway.
-        secret: holds admin, cluster, api and hf-token, as needed.
-        model_claim: has the models' directories.
-        cache_claim: for the hub's cache; None: each pod downloads anew.
-        feature_claim: ReadWriteMany, for features of NPUs.
-        shm: size of /dev/shm of an instance's pod.
+        secret: contains admin, cluster and hf-token, as needed.
+        model_claim: volume with the models' directories.
+        cache_claim: volume for the hub's cache; None: each pod downloads the model.
+        feature_claim: ReadWriteMany volume for features of NPUs.
+        shm: size of /dev/shm in an instance's pod.
         resources: by device group, as in e, p, e-p or gateway.
         accelerators: names of device plugins.
         spare_devices: whether a rollout finds free devices; the old pod then stays until the new one is ready.
@@ -86,7 +86,7 @@ class Values(BaseModel):
 
 
 def load_values(path: Path) -> Values:
-    """Raises ValueError that names file, key and fault."""
+    """Raises ValueError with file, key and fault."""
     try:
         return Values.model_validate(YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8")) or {})
     except (OSError, ValueError, YAMLError) as error:
@@ -94,7 +94,7 @@ def load_values(path: Path) -> Values:
 
 
 def render(file: Path, values: Values) -> str:
-    """Return the manifests as YAML. Raises ValueError for a deployment that cannot run on Kubernetes as it is."""
+    """Return the manifests as YAML. Raises ValueError for a deployment that cannot run on Kubernetes."""
     yaml, text = YAML(), StringIO()
     yaml.width = 4096
     yaml.dump_all(manifests(file, values), text)
@@ -102,7 +102,7 @@ def render(file: Path, values: Values) -> str:
 
 
 def manifests(file: Path, values: Values) -> list[Manifest]:
-    """As :func:`render`, in an order in which they can be applied."""
+    """Return the manifests in the order of their application. Raises ValueError as :func:`render`."""
     config = load_config(file)
     check_portable(config)
     own = YAML(typ="safe", pure=True).load(file.read_text(encoding="utf-8")) or {}
@@ -142,8 +142,6 @@ class _Cluster:
         gateway: Manifest = {**(own.get("gateway") or {})}
         gateway |= {"host": "0.0.0.0", "port": _HTTP, "instances": {}}
         gateway["admin"] = {"host": "0.0.0.0", "port": _ADMIN, "key": {"env": ADMIN_KEY}}
-        if config.gateway.api_key is not None:
-            gateway["api_key"] = {"env": _API_KEY}
         instances = {**(own.get("instances") or {}), "base_port": BASE_PORT}
         instances.pop("host", None)
         made = {**own, "gateway": gateway, "instances": instances}
@@ -168,7 +166,6 @@ class _Cluster:
         docs[0]["data"]["deployment.yaml"] = LiteralScalarString(text.getvalue())
         [container] = _pod(docs[1])["containers"]
         container["env"] += [] if self._is_vllm else [self._key(CLUSTER_KEY, "cluster")]
-        container["env"] += [] if self._config.gateway.api_key is None else [self._key(_API_KEY, "api")]
         return [*docs, *self._budget("gateway", count)]
 
     def _instances(self, unit: int, part: str, members: Sequence[InstancePlacement], count: int) -> list[Manifest]:
@@ -194,8 +191,7 @@ class _Cluster:
         container["ports"] += [
             {"name": one.name, "containerPort": BASE_PORT + step * one.index} for one in members
         ]
-        secret = (ADMIN_KEY, "admin") if self._is_vllm else (CLUSTER_KEY, "cluster")
-        container["env"].append(self._key(*secret))
+        container["env"].append(self._key(*((ADMIN_KEY, "admin") if self._is_vllm else (CLUSTER_KEY, "cluster"))))
         if kind == "npu":
             address = {"fieldRef": {"fieldPath": "status.podIP"}}
             container["env"].append({"name": "HCCL_IF_IP", "valueFrom": address})
@@ -204,16 +200,15 @@ class _Cluster:
             cache["persistentVolumeClaim"] = {"claimName": self._values.cache_claim}
             del cache["emptyDir"]
         if self._in_directory:
-            _mount(
-                pod, "models", _MODELS, self._values.model_claim or f"{self._values.name}-models", readOnly=True
-            )
+            claim = self._values.model_claim or f"{self._values.name}-models"
+            _mount(pod, "models", _MODELS, claim, readOnly=True)
         if self._is_vllm and connectors_of(self._config).features == "file":
             container["env"].append({"name": FEATURE_DIR, "value": _FEATURES})
             _mount(pod, "features", _FEATURES, self._values.feature_claim or f"{self._values.name}-features")
         return [doc, *self._budget(part, count)]
 
     def _budget(self, part: str, count: int) -> list[Manifest]:
-        """Return a disruption budget where one pod can go while others stay."""
+        """Return a disruption budget if there are several replicas."""
         labels = self._labels(part)
         budget: Manifest = {"apiVersion": "policy/v1", "kind": "PodDisruptionBudget"}
         budget["metadata"] = {"name": f"{self._values.name}-{part}", "labels": labels}
@@ -221,7 +216,7 @@ class _Cluster:
         return [budget] if count > 1 else []
 
     def _filled(self, file: str, part: str, **more: object) -> list[Manifest]:
-        """Read a file of ``manifests/`` with its names in place."""
+        """Return a file of ``manifests/``, filled in."""
         values, wanted = self._values, self._values.resources.get(part, Resources())
         given = {"labels": self._labels(part), "user": _USER, "locked": _LOCKED, "part": part}
         given |= {"name": values.name, "image": values.image, "secret": self._secret, **wanted.model_dump()} | more

@@ -2,7 +2,7 @@
 
 A placement group has one bundle for each device group of the topology. In each bundle an actor runs ``epd-serve
 instance --unit``, whose instances join the gateway; another actor runs the gateway. Ray chooses the hosts, shows
-the devices and starts again what is lost; requests, features and KV do not pass through it.
+the devices and restarts lost actors; requests, features and KV do not pass through it.
 """
 
 from __future__ import annotations
@@ -30,24 +30,18 @@ from epd_serve.launch.commands import PROGRAM
 from epd_serve.launch.deployment_record import resolved
 from epd_serve.launch.remote.unit import check_portable
 from epd_serve.protocol.addresses import is_loopback, is_wildcard, url_of
-from epd_serve.rpc.admin import AdminClient, AdminRefused, AdminUnreachable
+from epd_serve.rpc.admin import AdminClient, AdminError
 from epd_serve.rpc.cluster import CLUSTER_KEY
 from epd_serve.topology.placement import CPU, place_units
 
 Spread = Literal["pack", "host"]
 
-#: Of all actors of epd-serve.
-NAMESPACE = "epd-serve"
-_STRATEGIES = {"pack": "PACK", "host": "SPREAD"}
-#: Resources that actors ask for by an option of their own.
-_OWN_OPTION = {"CPU": "num_cpus", "GPU": "num_gpus"}
-_GATEWAY, _ADMIN_PORT, _API_KEY = "gateway", 8001, "EPD_SERVE_API_KEY"
-_FILE = ("--config", "FILE")
-#: The resource of the head alone; a gateway takes a little of that of its node, and no CPU.
+_GATEWAY, _ADMIN_PORT = "gateway", 8001
+#: Resource of the head node. A gateway takes a little of its node's resource, and no CPU.
 _HEAD, _A_LITTLE = "node:__internal_head__", 0.001
-#: Ray may have to add nodes first; an actor may be starting; a command that ends by itself is started again.
-_PLACEMENT_TIMEOUT_S, _ANSWER_TIMEOUT_S, _AGAIN_S = 300.0, 5.0, 2.0
-#: Beyond what a process needs by itself to end.
+#: Ray may add nodes first; an actor may be starting; delay before Ray restarts an actor whose command has ended.
+_PLACEMENT_TIMEOUT_S, _ANSWER_TIMEOUT_S, _RESTART_S = 300.0, 5.0, 2.0
+#: Time for a process to end after its last request.
 _GRACE_S = 15.0
 
 
@@ -67,7 +61,7 @@ def groups(config: DeploymentConfig) -> tuple[Group, ...]:
     if config.starts_master:
         raise ValueError("feature_store: mooncake needs the address of its master; set mooncake.master")
     if config.gateway.port == 0:
-        raise ValueError("gateway.port 0 would be a port that nobody knows; write one, as in 8000")
+        raise ValueError("gateway.port: 0 would choose an unknown port on the cluster; write one, as in 8000")
     found: list[Group] = []
     for unit, replicas in enumerate(place_units(config.topology, config.devices)):
         for replica, here in enumerate(replicas):
@@ -75,27 +69,25 @@ def groups(config: DeploymentConfig) -> tuple[Group, ...]:
             resource, amount = "GPU", len(devices)
             if devices == {CPU}:
                 resource, amount = "CPU", sum(config.settings_for(str(one.role)).threads or 1 for one in here)
-            elif emulated_kind(here[0].devices[0]).startswith(
-                ("npu", "ascend")
-            ):  # an emulated one as its original
+            elif emulated_kind(here[0].devices[0]).startswith(("npu", "ascend")):
                 resource = "NPU"
             found.append(Group("-".join(one.name for one in here), unit, replica, resource, amount))
     return tuple(found)
 
 
 class Agent:
-    """An actor that runs a command of ``epd-serve`` on its host. Each ends with the other; Ray starts both again.
+    """An actor that runs a command of ``epd-serve`` on its host. Each ends with the other; Ray restarts both.
 
     Args:
         name: under which Ray shows its output.
         file: content of the deployment file.
         command: arguments, with FILE for the file's path and HOST for the address of the actor's host.
-        variables: of the environment, besides Ray's.
-        group: whose part of the host's cores it is to use; None: one.
+        keys: further environment variables.
+        group: whose part of the host's cores it uses; None: Ray's default, one.
     """
 
     def __init__(
-        self, name: str, file: str, command: Sequence[str], variables: Mapping[str, str], group: Group | None
+        self, name: str, file: str, command: Sequence[str], keys: Mapping[str, str], group: Group | None
     ) -> None:
         import ray
 
@@ -104,9 +96,11 @@ class Agent:
         path = Path(self._directory.name) / "deployment.yaml"
         path.write_text(file, encoding="utf-8")  # JSON is YAML
         words = {"FILE": str(path), "HOST": ray.util.get_node_ip_address()}
-        self._command = [*PROGRAM, *(words.get(word, word) for word in command)]
-        self._environment = {**os.environ, **variables}
-        if group is not None:  # Ray allows one thread to an actor that takes no CPU
+        # The kernel ends the process with the thread that starts it, which ends with the actor.
+        tied = (sys.executable, "-P", "-m", "epd_serve.lifeline", str(os.getpid()), *PROGRAM)
+        self._command = [*tied, *(words.get(word, word) for word in command)]
+        self._environment = {**os.environ, **keys}
+        if group is not None:
             node_id = ray.get_runtime_context().get_node_id()
             (has,) = [node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id]
             cores = num_cores() * group.amount / has[group.resource] / len(group.name.split("-"))
@@ -120,12 +114,10 @@ class Agent:
         return self._name
 
     def _run(self) -> None:
-        # The kernel ends the process with this thread, which ends with the actor.
-        tied = [sys.executable, "-P", "-m", "epd_serve.lifeline", str(os.getpid()), *self._command]
-        self._process = subprocess.Popen(tied, env=self._environment)
+        self._process = subprocess.Popen(self._command, env=self._environment)
         self._started.set()
         self._process.wait()
-        if not self._stops.wait(_AGAIN_S):
+        if not self._stops.wait(_RESTART_S):
             os._exit(1)
 
     def was_restarted(self) -> bool:
@@ -135,7 +127,7 @@ class Agent:
         return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
     def stop(self) -> None:
-        """Let the command finish what it has, and return when it has ended."""
+        """Stop the command, which finishes its requests first, and return after its end."""
         self._stops.set()
         self._process.terminate()
         self._thread.join()
@@ -143,51 +135,56 @@ class Agent:
 
 
 def up(config: DeploymentConfig, name: str, address: str, spread: Spread) -> str:
-    """Start a deployment on a Ray cluster and wait until it is ready; return what to tell the user.
+    """Start a deployment on a Ray cluster and wait until it is ready; return the text for the user.
 
     Args:
         name: of the placement group, and prefix of its actors' names.
         address: of the cluster's head; "": the cluster of this machine, or of RAY_ADDRESS.
 
-    Raises ValueError where Ray, the cluster, a key or resources are missing, or where a process dies before the
-    deployment is ready; then nothing of it is left.
+    Raises ValueError if Ray, the cluster, a key or resources are missing, or if a process dies before the
+    deployment is ready; then everything is removed again.
     """
     config = resolved(config)
-    found, keys = groups(config), _keys(config)
-    proof = CLUSTER_KEY if CLUSTER_KEY in keys else ADMIN_KEY  # with which instances join
+    found = groups(config)
+    admin_key = read_secret(config.gateway.admin.key, "gateway.admin.key") or os.environ.get(ADMIN_KEY, "").strip()
+    if not admin_key:
+        raise ValueError(f"instances of other hosts join through the admin plane: put a key into {ADMIN_KEY}")
+    keys = joining = {ADMIN_KEY: admin_key}
+    if config.engine != "vllm":
+        joining = {CLUSTER_KEY: config.read_cluster_key() or secrets.token_urlsafe(32)}
     with _connected(address, logs=True) as ray:
-        if _names(ray, name):
-            raise ValueError(f"{name} is on this cluster; 'epd-serve down --deployment FILE --on ray' ends it")
+        if _actor_names(ray, name):
+            raise ValueError(f"{name} runs on this cluster; 'epd-serve down --deployment FILE --on ray' stops it")
         nodes = [(str(one["NodeManagerAddress"]), one["Resources"]) for one in ray.nodes() if one["Alive"]]
         ip, node = config.gateway.host, f"node:{config.gateway.host}"
         if is_wildcard(ip) or is_loopback(ip):
             ip, node = next(ip for ip, resources in nodes if _HEAD in resources), _HEAD
         elif ip not in (addresses := sorted(address for address, _ in nodes)):
-            raise ValueError(f"gateway.host {ip} is no node of the cluster; there are {', '.join(addresses)}")
+            raise ValueError(f"gateway.host {ip} is not a node of the cluster; its nodes: {', '.join(addresses)}")
         port = config.gateway.admin.port or _ADMIN_PORT
-        admin, file, actors = url_of(ip, port), _file(config, ip, port), dict[str, Any]()
+        admin, file, actors = url_of(ip, port), cluster_file(config, ip, port), dict[str, Any]()
 
         def start(one: str, group: Group | None, command: Sequence[str], **options: Any) -> None:
-            options |= {"name": f"{name}/{one}", "lifetime": "detached", "max_restarts": -1}
-            known = keys if group is None else {proof: keys[proof]}
-            actors[one] = ray.remote(Agent).options(**options).remote(one, file, command, known, group)
+            options |= {"name": f"{name}/{one}", "lifetime": "detached", "max_restarts": -1, "num_cpus": 0}
+            if group is not None and group.resource in ("CPU", "GPU"):
+                options |= {f"num_{group.resource.lower()}s": options.pop("resources")[group.resource]}
+            words = (command[0], "--config", "FILE", *command[1:])
+            known = keys | joining if group is None else joining
+            actors[one] = ray.remote(Agent).options(**options).remote(one, file, words, known, group)
 
         try:
             bundles = [{group.resource: group.amount} for group in found]
-            placed = ray.util.placement_group(bundles, _STRATEGIES[spread], name=name, lifetime="detached")
+            strategy = {"pack": "PACK", "host": "SPREAD"}[spread]
+            placed = ray.util.placement_group(bundles, strategy, name=name, lifetime="detached")
             if not placed.wait(_PLACEMENT_TIMEOUT_S):
                 raise ValueError(f"the cluster has no room for {bundles}; free are {ray.available_resources()}")
-            start(_GATEWAY, None, ("proxy", *_FILE), num_cpus=0, resources={node: _A_LITTLE})
+            start(_GATEWAY, None, ("proxy",), resources={node: _A_LITTLE})
             for index, group in enumerate(found):
-                takes: dict[str, Any] = {"num_cpus": 0, "resources": {group.resource: group.amount}}
-                if group.resource in _OWN_OPTION:
-                    takes = {"num_cpus": 0, _OWN_OPTION[group.resource]: group.amount}
-                takes["scheduling_strategy"] = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-                    placed, index
-                )
                 part = ("--unit", str(group.unit), "--replica", str(group.replica))
-                start(group.name, group, ("instance", *_FILE, *part, "--host", "HOST", "--join", admin), **takes)
-            client = AdminClient(admin, {"authorization": f"Bearer {keys[ADMIN_KEY]}"})
+                command = ("instance", *part, "--host", "HOST", "--join", admin)
+                bundle = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(placed, index)
+                start(group.name, group, command, resources=bundles[index], scheduling_strategy=bundle)
+            client = AdminClient(admin, {"authorization": f"Bearer {admin_key}"})
             _wait_ready(ray, actors, client, {one.name for one in config.placement()})
         except BaseException:
             _end(ray, name, config)
@@ -200,26 +197,10 @@ def up(config: DeploymentConfig, name: str, address: str, spread: Spread) -> str
 
 
 def down(config: DeploymentConfig, name: str, address: str) -> None:
-    """End a deployment: the gateway finishes its requests, then the instances leave.
-
-    Raises ValueError where there is none of that name.
-    """
+    """Stop a deployment, after its requests are finished. Raises ValueError if there is none of that name."""
     with _connected(address, logs=False) as ray:
         if not _end(ray, name, config):
             raise ValueError(f"there is no {name} on this cluster")
-
-
-def _keys(config: DeploymentConfig) -> dict[str, str]:
-    """Return the gateway's keys by variable; the cluster's is made where there is none. Raises ValueError."""
-    admin = read_secret(config.gateway.admin.key, "gateway.admin.key") or os.environ.get(ADMIN_KEY, "").strip()
-    if not admin:
-        raise ValueError(f"instances of other hosts join through the admin plane: put a key into {ADMIN_KEY}")
-    keys = {ADMIN_KEY: admin}
-    if config.engine != "vllm":
-        keys[CLUSTER_KEY] = config.read_cluster_key() or secrets.token_urlsafe(32)
-    if (api := read_secret(config.gateway.api_key, "gateway.api_key")) is not None:
-        keys[_API_KEY] = api
-    return keys
 
 
 @contextmanager
@@ -229,10 +210,10 @@ def _connected(address: str, *, logs: bool) -> Iterator[Any]:
         import ray
         import ray.util.scheduling_strategies
 
-        ray.init(address or "auto", namespace=NAMESPACE, log_to_driver=logs, logging_level=logging.ERROR)
+        ray.init(address or "auto", namespace="epd-serve", log_to_driver=logs, logging_level=logging.ERROR)
     except ModuleNotFoundError as error:
         raise ValueError(f"--on ray: {error.name} is not installed; run: pip install '.[ray]'") from error
-    except (OSError, RuntimeError) as error:  # the latter where versions differ
+    except (OSError, RuntimeError) as error:  # RuntimeError: other versions of Ray or Python
         raise ValueError(f"--on ray: {error}; start a cluster with 'ray start --head'") from error
     try:
         yield ray
@@ -240,48 +221,45 @@ def _connected(address: str, *, logs: bool) -> Iterator[Any]:
         ray.shutdown()
 
 
-def _names(ray: Any, name: str) -> list[str]:
-    """Return the actors of a deployment, the gateway first."""
-    own = [one for one in ray.util.list_named_actors() if one.startswith(f"{name}/")]
-    return sorted(own, key=lambda one: not one.endswith(f"/{_GATEWAY}"))
-
-
-def _file(config: DeploymentConfig, ip: str, admin_port: int) -> str:
+def cluster_file(config: DeploymentConfig, ip: str, admin_port: int) -> str:
     """Return the deployment file in the cluster, without its secrets."""
-    emptied = {"instances": None, "admin": {"port": None, "key": None}, "api_key": None}
+    emptied = {"instances": None, "admin": {"port": None, "key": None}}
     whole = change_config(config, {"gateway": emptied, "cluster_key": None})
-    admin = {"host": ip, "port": admin_port, "key": {"env": ADMIN_KEY}}
-    gateway: dict[str, Any] = {"instances": {}, "admin": admin}
-    if config.gateway.api_key is not None:
-        gateway["api_key"] = {"env": _API_KEY}
+    gateway = {"instances": {}, "admin": {"host": ip, "port": admin_port, "key": {"env": ADMIN_KEY}}}
     return change_config(whole, {"gateway": gateway}).model_dump_json(exclude_unset=True)
 
 
 def _wait_ready(ray: Any, actors: Mapping[str, Any], admin: AdminClient, names: set[str]) -> None:
-    """Wait until a gateway has all instances. Raises ValueError where a process has died before."""
+    """Wait until the gateway has all instances. Raises ValueError if a process died before."""
     while True:
         for name, actor in actors.items():
             with suppress(ray.exceptions.ActorUnavailableError, ray.exceptions.GetTimeoutError):  # it is starting
                 if ray.get(actor.was_restarted.remote(), timeout=_ANSWER_TIMEOUT_S):
                     raise ValueError(f"{name} died before it was ready; its last lines are above")
-        with suppress(AdminRefused, AdminUnreachable, TimeoutError):
+        with suppress(AdminError, TimeoutError):
             shown = asyncio.run(admin.ask("GET", "/instances", timeout_s=_ANSWER_TIMEOUT_S))
             if names <= {one["name"] for one in shown["instances"] if one["ready"]}:
                 return
         time.sleep(0.3)
 
 
+def _actor_names(ray: Any, name: str) -> list[str]:
+    """Return the actors of a deployment, the gateway first."""
+    own = [one for one in ray.util.list_named_actors() if one.startswith(f"{name}/")]
+    return sorted(own, key=lambda one: not one.endswith(f"/{_GATEWAY}"))
+
+
 def _end(ray: Any, name: str, config: DeploymentConfig) -> bool:
-    """End what there is of a deployment, the gateway first; return whether there was anything."""
+    """Stop a deployment, the gateway first; return whether there was one."""
     drain_s = max(config.settings_for(str(one.role)).drain_s for one in config.placement())
-    names = _names(ray, name)
+    names = _actor_names(ray, name)
     for some in (names[:1], names[1:]):
         actors = [ray.get_actor(one) for one in some]
         if stops := [actor.stop.remote() for actor in actors]:
             ray.wait(stops, num_returns=len(stops), timeout=drain_s + _GRACE_S)
         for actor in actors:
             ray.kill(actor, no_restart=True)
-    with suppress(ValueError):  # there is none of that name
+    with suppress(ValueError):  # no placement group of that name
         ray.util.remove_placement_group(ray.util.get_placement_group(name))
         return True
     return bool(names)

@@ -1,4 +1,4 @@
-"""``epd-serve instance --unit``: the instances of one unit of the topology, as a pod and a Ray actor run them."""
+"""``epd-serve instance --unit``: the instances of one unit of the topology, in a pod or a Ray actor."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ from epd_serve.topology.placement import CPU, place_units
 
 logger = logging.getLogger(__name__)
 
-#: Port of the deployment's first instance where its file names none.
+#: Default port of the first instance.
 BASE_PORT = 8100
-#: Beyond the time for requests in progress, until a process is ended by force.
+#: Time for a process to end after its last request, before it is killed.
 _GRACE_S = 5.0
 #: Arguments of vLLM for one engine on several hosts.
 _OVER_HOSTS = {"nnodes", "node_rank", "master_addr"}
 
 
 def check_portable(config: DeploymentConfig) -> None:
-    """Raise ValueError for what is tied to one machine."""
+    """Raise ValueError for options that are limited to one machine."""
     kinds = {device.partition(":")[0] for one in config.placement() for device in one.devices}
     if config.engine == "auto" and kinds & {"cuda", "npu"}:
         raise ValueError("engine: auto looks at the machine that it is on; write engine: native or engine: vllm")
@@ -63,21 +63,21 @@ def check_portable(config: DeploymentConfig) -> None:
         tied |= {f"engine_args of {role}: {argument}": argument for argument in arguments}
     for key, value in tied.items():
         if value is not None:
-            raise ValueError(f"{key} is for one machine, and has no meaning on others; take it out of the file")
+            raise ValueError(f"{key} is for one machine only; remove it from the file")
 
 
 def unit_placement(
     config: DeploymentConfig, unit: int, name: str | None, replica: int = 0
 ) -> tuple[InstancePlacement, ...]:
-    """One replica of a unit of the topology, on devices that are counted from 0.
+    """Return the instances of one replica of a unit, on devices counted from 0.
 
-    ``name`` is that of its instance at the gateway; of several it is what theirs begin with; None: they are called
-    as in the deployment. Raises ValueError where the topology has no such unit or replica.
+    ``name``: of a single instance at the gateway, or the prefix of several; None: the names in the deployment.
+    Raises ValueError for an unknown unit or replica.
     """
     units = place_units(config.topology, config.devices)
     if unit >= len(units) or replica >= len(units[unit]):
-        there = ", ".join(f"{number} ({len(replicas)} replicas)" for number, replicas in enumerate(units))
-        raise ValueError(f"there is no replica {replica} of a unit {unit}; topology {config.topology} has {there}")
+        known = ", ".join(f"{number} ({len(replicas)} replicas)" for number, replicas in enumerate(units))
+        raise ValueError(f"topology {config.topology} lacks replica {replica} of unit {unit}; its units: {known}")
     here = units[unit][replica]
     own = list(dict.fromkeys(device for one in here for device in one.devices))
     local = {device: f"{device.rpartition(':')[0]}:{number}" for number, device in enumerate(own)} | {CPU: CPU}
@@ -101,7 +101,7 @@ class Unit:
 
     Attributes:
         config: the whole deployment, at this machine's address.
-        roles: of vLLM's instances by name; a gateway asks native ones.
+        roles: of vLLM's instances, by name; gateways ask native ones.
     """
 
     config: DeploymentConfig
@@ -116,14 +116,12 @@ def prepare_unit(
     environment: Mapping[str, str],
     directory: Path,
 ) -> Unit:
-    """Prepare instances that will listen on ``host``; ``directory`` takes their files.
+    """Prepare instances that listen on ``host``, with their files in ``directory``.
 
-    Raises ValueError for a wildcard, or where the deployment cannot be run in parts.
+    Raises ValueError for a wildcard, or for a deployment that is limited to one machine.
     """
     if is_wildcard(host):
-        raise ValueError(
-            f"{host} is no address that others could reach; write that of this machine, --host 10.0.0.7"
-        )
+        raise ValueError(f"others cannot reach {host}; write this machine's address, as in --host 10.0.0.7")
     config = choose_engine(config)[0]
     config = config.model_copy(update={"instances": config.instances.model_copy(update={"host": host})})
     if config.starts_master:
@@ -142,7 +140,7 @@ def prepare_unit(
     for number, spec in enumerate(specs):
         if (one := record.live.get(spec.name)) is None:
             continue
-        if isinstance(one, VllmProcess):  # it has a number of its own in the cluster
+        if isinstance(one, VllmProcess):  # its number must be unique in the cluster
             roles[spec.name] = str(one.options.role)
             one = replace(one, options=replace(one.options, number=crc32(spec.name.encode())))
             spec = one.spec(config, record.environment)
@@ -160,13 +158,13 @@ async def run_unit(
     gateways: Sequence[str],
     health_port: int | None,
 ) -> int:
-    """Run a unit until SIGTERM or SIGINT; returns the exit code, 1 where a process died before it was ready.
+    """Run a unit until SIGTERM or SIGINT; return the exit code, 1 if a process died for good.
 
     Args:
-        here: its instances, as of :func:`unit_placement`.
-        address: that the instances listen on, and under which others reach them.
-        gateways: URLs of the admin planes of gateways that the instances join while they are ready.
-        health_port: of ``/health/live`` and ``/health/ready``; None: there is none.
+        here: its instances, from :func:`unit_placement`.
+        address: the instances' address, to listen on and for others.
+        gateways: URLs of the admin planes of gateways that ready instances join.
+        health_port: of ``/health/live`` and ``/health/ready``; None: no such server.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s unit %(levelname)s %(message)s")
     stop = asyncio.Event()
@@ -181,7 +179,7 @@ async def run_unit(
         joined: dict[str, asyncio.Task[None]] = {}
 
         def follow(process: ManagedProcess) -> None:
-            """Have an instance join when it is ready, and leave when it no longer is."""
+            """Let an instance join while it is ready."""
             name, url = process.spec.name, process.spec.url
             logger.info("%s %s", name, process.state)
             if process.state is ProcessState.READY and url:
@@ -192,7 +190,7 @@ async def run_unit(
                 joined[name].cancel()
 
         def show_death(death: ProcessDied, delay_s: float) -> None:
-            logger.warning("%s; it is started again in %g s", death.end, delay_s)
+            logger.warning("%s; restarting it in %g s", death.end, delay_s)
 
         supervisor = Supervisor(
             unit.specs,
@@ -204,25 +202,21 @@ async def run_unit(
         if health_port is not None:
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             listener = socket.create_server((address, health_port), family=family)
-            await stack.enter_async_context(serve_app(_health_app(supervisor), listener, tls=tls))
+
+            async def answer_health(request: Request) -> Response:
+                is_well = request.url.path == "/health/live" or all(p.ready.is_set() for p in supervisor.processes)
+                return Response(status_code=200 if is_well else 503)
+
+            routes = [Route(f"/health/{path}", answer_health) for path in ("live", "ready")]
+            await stack.enter_async_context(serve_app(Starlette(routes=routes), listener, tls=tls))
         supervisor.start()
         try:
             if (death := await run_until(stop, supervisor.wait_failure())) is not None:
                 logger.error("%s", death)
                 return 1
         finally:
-            for task in joined.values():  # they leave before their processes are told to end
+            for task in joined.values():  # leave before the processes end
                 task.cancel()
             await asyncio.gather(*joined.values(), return_exceptions=True)
             await supervisor.stop()
     return 0
-
-
-def _health_app(supervisor: Supervisor) -> Starlette:
-    async def live(_: Request) -> Response:
-        return Response()
-
-    async def ready(_: Request) -> Response:
-        return Response(status_code=200 if all(one.ready.is_set() for one in supervisor.processes) else 503)
-
-    return Starlette(routes=[Route("/health/live", live), Route("/health/ready", ready)])

