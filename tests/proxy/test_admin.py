@@ -36,7 +36,7 @@ async def test_operators_see_instances_and_requests_with_their_own_key(start, ki
     async with gateway.session.get(f"{url}/requests", headers=KEY) as response:
         requests = await response.json()
     assert (requests["running"], requests["waiting"]) == (1, 0)
-    assert requests["keys"] == [{"key": "default", "active": 1}]
+    assert requests["keys"] == [{"key": "plain", "active": 1}]
     waiting.cancel()
     await gateway.settle()
     async with gateway.session.get(f"{url}/nothing", headers=KEY) as response:

@@ -1,49 +1,69 @@
 """What follows a failure: whom a request avoids, how long it waits, and what it fails with."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import pytest
 
-from epd_serve import errors
-from epd_serve.errors import InstanceFailed, InstanceLost, ServeError, Unavailable
-from epd_serve.routing.retry import MAX_ATTEMPTS, CallFailed, Retry
-from epd_serve.routing.routes import Demand, Router
+from epd_serve.errors import (
+    CHOICES_LOST,
+    DECODE_DRAINING,
+    DRAINING,
+    NO_ROOM,
+    PEER_UNREACHABLE,
+    PREPARATION_FULL,
+    REQUEST_ENDED,
+    Conflict,
+    InstanceFailed,
+    InstanceLost,
+    InvalidRequest,
+    Overloaded,
+    ServeError,
+    StageTimeout,
+    Unavailable,
+)
+from epd_serve.routing.retry import MAX_ATTEMPTS, CallFailed, ItemEncoders, Retry
+from epd_serve.routing.routes import Demand, Route, Router
+from epd_serve.routing.table import InstanceTable
 from epd_serve.types import Stage
 
 P, D = Stage.PREFILL, Stage.DECODE
 NOW_S, WAIT_S = 100.0, 10.0
 
 
-def retry_of(table, **demand):
+def retry_of(table: InstanceTable, **demand: Any) -> Retry:
     return Retry(table, Router(), "m", Demand(**demand))
 
 
-def pick(retry):
-    route = retry.pick_route(NOW_S, WAIT_S, NOW_S)
+def pick(retry: Retry, now_s: float = NOW_S, wait_s: float = WAIT_S, complete_at_s: float | None = NOW_S) -> Route:
+    route = retry.pick_route(now_s, wait_s, complete_at_s)
     assert route is not None
     return route
 
 
-def names(route):
+def names(route: Route) -> tuple[str, str]:
     return route.prefill.name, route.decode.name
 
 
 CULPRITS = [
     (P, InstanceLost("gone"), False, "p"),
     (D, InstanceLost("gone"), True, "d"),
-    (P, errors.Overloaded("full"), False, "p"),
+    (P, Overloaded("full"), False, "p"),
     (P, InstanceFailed("D failed under it"), False, "d"),
     (P, InstanceFailed("P failed"), True, "p"),
-    (P, Unavailable("D has no room", code=errors.NO_ROOM), False, "d"),
-    (P, Unavailable("D ended it", code=errors.REQUEST_ENDED), False, "d"),
-    (P, InstanceFailed("no way to D", code=errors.PEER_UNREACHABLE), True, "d"),
-    (D, errors.StageTimeout("P sent nothing"), False, "p"),
-    (D, errors.Conflict("changing"), False, "d"),
-    (P, Unavailable("P leaves", code=errors.DRAINING), False, "p"),
-    (P, InstanceFailed("D leaves", code=errors.DECODE_DRAINING), True, "d"),
+    (P, Unavailable("D has no room", code=NO_ROOM), False, "d"),
+    (P, Unavailable("D ended it", code=REQUEST_ENDED), False, "d"),
+    (P, InstanceFailed("no way to D", code=PEER_UNREACHABLE), True, "d"),
+    (D, StageTimeout("P sent nothing"), False, "p"),
+    (D, Conflict("changing"), False, "d"),
+    (P, Unavailable("P leaves", code=DRAINING), False, "p"),
+    (P, InstanceFailed("D leaves", code=DECODE_DRAINING), True, "d"),
 ]
 
 
 @pytest.mark.parametrize(("stage", "error", "began", "culprit"), CULPRITS)
-def test_the_next_attempt_avoids_the_culprit_alone(build, stage, error, began, culprit):
+def test_the_next_attempt_avoids_the_culprit_alone(build, stage, error, began, culprit) -> None:
     retry = retry_of(build("p0:P", "p1:P", "d0:D", "d1:D"))
     first = pick(retry)
     retry.fail_attempt(first, CallFailed(stage, error, began=began))
@@ -53,7 +73,7 @@ def test_the_next_attempt_avoids_the_culprit_alone(build, stage, error, began, c
         assert avoided not in (prefill, decode)
 
 
-def test_an_instance_that_failed_is_asked_again_in_its_next_life(build):
+def test_an_instance_that_failed_is_asked_again_in_its_next_life(build) -> None:
     table = build("a0:EPD")
     retry = retry_of(table)
     retry.fail_attempt(pick(retry), CallFailed(P, ServeError("out of memory")))
@@ -67,24 +87,30 @@ def test_an_instance_that_failed_is_asked_again_in_its_next_life(build):
     assert names(pick(retry)) == ("a0", "a0")
 
 
-def test_lost_connections_are_preferred_least_but_not_excluded(build):
+def test_lost_connections_are_preferred_least_but_not_excluded(build) -> None:
     table = build("p0:P", "d0:D", "d1:D")
     retry = retry_of(table)
     lost = {names(pick(retry))[1]}
     for _ in range(2):
         route = pick(retry)
-        retry.fail_attempt(route, CallFailed(P, InstanceFailed("no way", code=errors.PEER_UNREACHABLE)))
+        retry.fail_attempt(route, CallFailed(P, InstanceFailed("no way", code=PEER_UNREACHABLE)))
         lost.add(route.decode.name)
     assert lost == {"d0", "d1"}
     assert names(pick(retry))[1] in lost
 
 
-def test_attempts_are_bounded_and_planned_leaving_does_not_count(build):
+def test_the_requests_own_error_ends_it(build) -> None:
+    retry = retry_of(build("p0:P", "p1:P", "d0:D"))
+    with pytest.raises(InvalidRequest):
+        retry.fail_attempt(pick(retry), CallFailed(P, InvalidRequest("wrong")))
+
+
+def test_attempts_are_bounded_and_planned_leaving_does_not_count(build) -> None:
     table = build("a0:EPD", "a1:EPD")
     retry = retry_of(table)
     for _ in range(2 * MAX_ATTEMPTS):
         route = pick(retry)
-        retry.fail_attempt(route, CallFailed(P, Unavailable("it leaves", code=errors.DRAINING)))
+        retry.fail_attempt(route, CallFailed(P, Unavailable("it leaves", code=DRAINING)))
         assert not route.prefill.ready, "no request goes there until it says that it is ready"
         build.update(table, f"{route.prefill.name}:EPD")
     for _ in range(MAX_ATTEMPTS - 1):
@@ -93,17 +119,24 @@ def test_attempts_are_bounded_and_planned_leaving_does_not_count(build):
         retry.fail_attempt(pick(retry), CallFailed(P, InstanceLost("gone")))
 
 
-@pytest.mark.parametrize(("num_choices", "generated", "code"), [(1, None, "x"), (2, None, errors.CHOICES_LOST)])
-def test_a_stream_that_cannot_go_on_fails(build, num_choices, generated, code):
+@pytest.mark.parametrize(("num_choices", "generated", "code"), [(1, None, "x"), (2, None, CHOICES_LOST)])
+def test_a_stream_that_cannot_go_on_fails(build, num_choices, generated, code) -> None:
     retry = retry_of(build("a0:EPD", "a1:EPD"), num_sequences=num_choices)
     retry.fail_attempt(pick(retry), CallFailed(P, InstanceFailed("broken", code="x"), began=True))
-    failure = CallFailed(P, InstanceFailed("broken", code="x"), began=True)
     with pytest.raises(InstanceFailed) as failed:
+        failure = CallFailed(P, InstanceFailed("broken", code="x"), began=True)
         retry.fail_attempt(pick(retry), failure, begun=True, generated=generated)
     assert failed.value.code == code
 
 
-def test_a_request_waits_for_a_stage_that_was_there(build):
+def test_a_stream_of_one_choice_goes_on_behind_its_tokens(build) -> None:
+    retry = retry_of(build("a0:EPD", "a1:EPD"))
+    failure = CallFailed(P, InstanceLost("gone"), began=True)
+    retry.fail_attempt(pick(retry), failure, begun=True, generated=[5, 6])
+    assert retry.generated == [5, 6]
+
+
+def test_a_request_waits_for_a_stage_that_was_there(build) -> None:
     table = build("p0:P", "d0:D")
     table.mark_down("d0")
     retry = retry_of(table)
@@ -116,7 +149,7 @@ def test_a_request_waits_for_a_stage_that_was_there(build):
             retry_of(table).pick_route(NOW_S, WAIT_S, complete_at_s)
 
 
-def test_after_a_failure_it_waits_in_full_and_tells_why(build):
+def test_after_a_failure_it_waits_in_full_and_tells_why(build) -> None:
     table = build("p0:P", "d0:D")
     retry = retry_of(table)
     retry.fail_attempt(pick(retry), CallFailed(D, InstanceLost("d0 is gone")))
@@ -124,3 +157,52 @@ def test_after_a_failure_it_waits_in_full_and_tells_why(build):
     assert retry.pick_route(NOW_S + 5, WAIT_S, NOW_S - 60) is None
     with pytest.raises(InstanceLost, match=r"d0 is gone; .* within 10 s"):
         retry.pick_route(NOW_S + 15, WAIT_S, NOW_S - 60)
+
+
+# ------------------------------------------------------------------ encoders
+
+
+def item_of(build: Any, table: InstanceTable) -> ItemEncoders:
+    return ItemEncoders(build.item("x"), "messages[0]", table["e0"], 8.0)
+
+
+def asked(build: Any, table: InstanceTable, error: ServeError, *, stalls: bool = False) -> list[str]:
+    """The encoders of one item, the first included, while each of them fails."""
+    item, found = item_of(build, table), ["e0"]
+    try:
+        while True:
+            if stalls:
+                item.note_stall()
+            item.pick_next(Router(), table, table["p0"], error)
+            found.append(item.encoder.name)
+    except ServeError as ended:
+        found.append(type(ended).__name__)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("error", "stalls", "found"),
+    [
+        (ServeError("out of memory"), False, ["e0", "e1", "e2", "p0", "InstanceFailed"]),
+        (InvalidRequest("a broken picture"), False, ["e0", "InvalidRequest"]),
+        (Unavailable("busy", code=PREPARATION_FULL), False, ["e0", "e1", "e2", "Unavailable"]),
+        (Unavailable("leaves", code=DRAINING), False, ["e0", "e1", "e2", "p0", "Unavailable"]),
+        (StageTimeout("late"), True, ["e0", "e1", "p0", "InstanceFailed"]),
+    ],
+)
+def test_encoders_of_an_item_in_turn(build, error, stalls, found) -> None:
+    table = build("e0:E", "e1:E", "e2:E", "p0:P", "d0:D")
+    result = asked(build, table, error, stalls=stalls)
+    if len(found) > 3 and not stalls:
+        assert sorted(result[1:3]) == found[1:3], "the others, in the order of the item's hash"
+        result[1:3] = found[1:3]
+    elif stalls:
+        result[1] = found[1]
+    assert result == found
+
+
+def test_a_stall_takes_half_of_the_time_that_is_left(build) -> None:
+    item = item_of(build, build("e0:E", "p0:P"))
+    assert isinstance(item.note_stall(), StageTimeout) and item.patience_s == 4.0
+    item.note_stall()
+    assert item.patience_s == 2.0
