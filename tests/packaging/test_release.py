@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
 import urllib.request
 import venv
 import zipfile
@@ -27,6 +29,14 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(dist), str(clone)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return dist
+
+
+def test_one_version_is_released() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    labels = re.findall(r"image\.version=(\S+)", (ROOT / "deploy/Dockerfile").read_text())
+    newest = re.search(r"^## (\S+) - ", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None
+    assert {version, newest[1]} == set(labels)
 
 
 @pytest.mark.slow
