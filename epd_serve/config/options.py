@@ -39,7 +39,7 @@ class InstanceOptions(SharedConfig, InstanceSettings):
             (:mod:`epd_serve.config.role_files`); None: the role is not kept.
         device_memory_bytes: bytes of the device that the instance may use, known once the device is open.
         join: admin planes of gateways to join once ready; empty: the launcher registers the instance.
-        queue_timeout_s: longest wait for memory in D's KV cache before the client gets a 429.
+        queue_timeout_s: longest wait for memory in D's KV cache before the client gets a 503.
         block_size: tokens per KV block; None: 128 on an NPU, 16 elsewhere.
         staging_bytes: host memory for KV that cannot move directly between accelerators, and registered memory of
             Mooncake; larger pieces are sent in rounds.
