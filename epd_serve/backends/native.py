@@ -38,14 +38,14 @@ class NativeConnections:
     """The connections to all instances of a caller; an async context manager that closes them.
 
     Attributes:
-        http: those to servers of vLLM.
+        http: connections to vLLM's servers.
     """
 
     def __init__(self, key: str | None = None, tls: TlsFiles | None = None) -> None:
-        """``key`` and ``tls``: of the cluster, as of :class:`Link`."""
+        """``key`` and ``tls``: the cluster's, as for :class:`Link`."""
         self._key = key
         self._tls = tls
-        self._links: WeakSet[Link] = WeakSet()  # those of instances that have left go with their calls
+        self._links: WeakSet[Link] = WeakSet()  # links of removed instances vanish with their calls
         self.http = HttpPool(tls)
 
     def link(self, name: str, url: str) -> Link:
