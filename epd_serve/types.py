@@ -53,7 +53,7 @@ class Role:
         stages: list[Stage] = []
         for letter in text:
             if letter not in ("E", "P", "D"):
-                raise ValueError(f"role {text!r}: {letter!r} is no stage; use letters of E, P and D, as in 'EP'")
+                raise ValueError(f"role {text!r}: {letter!r} is not a stage; use E, P and D, as in 'EP'")
             if letter in stages:
                 raise ValueError(f"role {text!r}: stage {letter} is named twice")
             stages.append(Stage(letter))

@@ -230,7 +230,7 @@ class DeploymentConfig(SharedConfig):
             assisting != {"EPD"} or not any(r.prefills for r in helped) or not any(r.decodes for r in helped)
         ):
             raise ValueError(
-                "assist is for EPD beside other instances with P and D, as in topology: 2EPD-2PD and "
+                "assist is for EPD next to other instances with P and D, as in topology: 2EPD-2PD and "
                 "roles: {EPD: {assist: true}}"
             )
         movers = {str(one.role) for one in placement if one.role.has_language_model}

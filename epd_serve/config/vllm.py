@@ -127,4 +127,4 @@ def _check_npu(moving: Iterable[InstancePlacement], kv: KVConnector) -> None:
         for is_prefill in (True, False)
     )
     if prefill % decode:
-        raise ValueError(f"@tp{decode} of D beside @tp{prefill} of P: on NPUs P's width must be a multiple of D's")
+        raise ValueError(f"@tp{decode} of D, @tp{prefill} of P: on NPUs P's width must be a multiple of D's")

@@ -16,7 +16,7 @@ from epd_serve.types import Routing, Stage
 
 #: Typical of languages in Latin script; used before the first prompt.
 PRIOR_TOKENS_PER_CHARACTER = 0.25
-#: Costs within this many seconds count as equal, as estimates are no better.
+#: Costs within this many seconds count as equal: the precision of the estimates.
 NEAR_S = 1e-3
 
 #: HeteroServe, section 5.3: queue length above which encoders assist (τ), and an assistant's most sequences (two

@@ -86,7 +86,7 @@ def test_a_gateway_has_the_instances_of_its_flags_or_its_file(
         (("topology", "E-Q-D"), "'Q' is not a stage"),
         (("proxy", "--instance", "e0"), "write NAME=URL"),
         (("proxy", "--instance", "e0=http://a:1", "--instance", "e0=http://a:2"), "e0 is given twice"),
-        (("instance", "--name", "x", "--role", "EX"), "role 'EX': 'X' is no stage"),
+        (("instance", "--name", "x", "--role", "EX"), "role 'EX': 'X' is not a stage"),
         (("instance", "--name", "x", "--role", "E", "--model", "/no/model"), "/no/model is not a directory"),
         (("instance", "--role", "P"), "an instance needs --name and --role"),
         (("instance", "--name", "p0", "--role", "P", "--host", "0.0.0.0"), "add --advertise ADDRESS"),
