@@ -46,7 +46,7 @@ class HubModel:
         return f"hf download {self.repo}" + ("" if self.revision == "main" else f" --revision {self.revision}")
 
 
-def beside(model: str, here: Path) -> str:
+def resolve_model_name(model: str, here: Path) -> str:
     """Resolve a model name relative to ``here``: return an absolute path, or a hub name unchanged."""
     path = here / Path(model).expanduser()
     return model if HubModel.parse(model) is not None and not path.is_dir() else str(path)

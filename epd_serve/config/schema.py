@@ -22,7 +22,7 @@ from pydantic import (
 from device.datasheets import emulated_kind, is_measured, spec_of
 from epd_serve.config.elastic import ElasticConfig, RoleName
 from epd_serve.config.gateway import GatewayConfig, Secret, check_admin_key, read_secret
-from epd_serve.config.model_files import DEMO_MODEL, HubModel, beside, model_path
+from epd_serve.config.model_files import DEMO_MODEL, HubModel, model_path, resolve_model_name
 from epd_serve.config.options import InstanceOptions
 from epd_serve.config.sections import (
     FilePath,
@@ -70,7 +70,7 @@ def _resolve_model(model: object, info: ValidationInfo) -> object:
     directory: Path | None = (info.context or {}).get("directory")
     if directory is None or not isinstance(model, str) or model == DEMO_MODEL:
         return model
-    return beside(model, directory)
+    return resolve_model_name(model, directory)
 
 
 def _read_devices(value: object) -> object:
