@@ -183,7 +183,7 @@ class NPUGraphRunner(base.GraphRunner):
         check_update(size, decode_context_lens, self._captured)
         entry = self._captured[size]
         if entry.replayed is not None:
-            # A replay clears the events that it passes; wait, so that it clears none of the next ones.
+            # A replay clears the events that it passes; wait for its end before recording the next ones.
             entry.replayed.synchronize()
         entry.graph.update(cpu_update_input=[{self._lengths_argument: list(decode_context_lens)}])
         entry.is_bound = True

@@ -25,7 +25,7 @@ def show_devices(console: Console) -> list[DeviceReport]:
     """Print every device and every missing kind."""
     from device.registry import list_devices
 
-    table = Table("device", "what is there and what it can do", show_lines=True)
+    table = Table("device", "state and abilities", show_lines=True)
     reports = list_devices()
     for report in reports:
         if report.available:
@@ -42,7 +42,7 @@ def check_devices(console: Console, reports: list[DeviceReport]) -> bool:
     from device.registry import get_device
 
     passed = [_check(console, get_device(report.name)) for report in reports if report.available]
-    # A kind that is missing is named by its kind alone; a device that is there and does not open has a number.
+    # A missing kind is named without a number; a numbered device is present but does not open.
     return all(passed) and not any(report.name != report.kind for report in reports if not report.available)
 
 

@@ -154,7 +154,7 @@ def run_bench(
         return _INTERRUPTED
     if search is not None:
         _report_goodput(path, settings, search, output)
-        # a search also tries rates that are too high; only the best rate sets the exit code
+        # a search also tries excessive rates; only the best rate sets the exit code
         runs = [run for run in runs if run.settings.rate == search.attained] or runs
     return output.exit_code(runs)
 
@@ -217,7 +217,7 @@ def _compare(
 
 
 def _check_load(settings: RunSettings) -> None:
-    """Raise ValueError for arrivals that are invalid or contradict other settings."""
+    """Raise ValueError for invalid arrivals, or ones that contradict other settings."""
     arrivals = parse_arrivals(settings)
     if settings.max_concurrency is not None and arrivals.concurrency is not None:
         raise ValueError(f"arrivals {settings.arrivals} set the concurrency; leave --max-concurrency out")

@@ -110,7 +110,7 @@ def check_admin_key(admin: AdminConfig) -> None:
 
 
 class MediaConfig(Section):
-    """Media accepted by the gateway, and the hosts that it may fetch them from."""
+    """Media accepted by the gateway, and the hosts to fetch them from."""
 
     max_bytes: Bytes = Field(
         default=ByteSize(64 * 1024**2),

@@ -69,8 +69,8 @@ BatchingOrder = Literal["fcfs", "sjf", "slack"]
 FeatureStoreKind = Literal["embedded", "mooncake"]
 
 MEBIBYTE = 1024**2
-#: Time without an answer to ``GET /health`` after which a process that was ready is killed and restarted. Long
-#: steps do not delay answers: the event loop runs in another thread.
+#: Time without an answer to ``GET /health`` after which a ready process is killed and restarted. Long steps do
+#: not delay answers: the event loop runs in another thread.
 HANG_TIMEOUT_S = 30.0
 #: Minimum memory that a process must lend to Mooncake Store.
 MIN_SEGMENT_BYTES = 16 * MEBIBYTE

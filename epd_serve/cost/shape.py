@@ -260,7 +260,7 @@ _DEFAULTS: dict[str, dict[str, int]] = {
 def shape_of(model: str) -> ModelShape:
     """Return the shape of a model by its name (here or on the hub), its directory or its config.json.
 
-    Raises ValueError, which says what is missing.
+    Raises ValueError with the missing part.
     """
     if (name := _BY_HUB_NAME.get(model, model)) in KNOWN_SHAPES:
         return KNOWN_SHAPES[name]

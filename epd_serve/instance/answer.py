@@ -274,7 +274,7 @@ class Choice:
 
     @property
     def may_hold(self) -> bool:
-        """Whether the text of some tokens may be held back."""
+        """True if the text of some tokens may be held back."""
         return self.reader is not None or self._thinking is not None
 
     @property

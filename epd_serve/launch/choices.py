@@ -39,7 +39,7 @@ def choose_layout(config: DeploymentConfig) -> tuple[DeploymentConfig, str]:
 
 
 def _takes_text_alone(config: DeploymentConfig) -> bool:
-    """Return whether the checkpoint's family has no tower; False if it cannot be read."""
+    """Return whether the checkpoint's family lacks a tower; False if it cannot be read."""
     try:
         return read_model_config(model_path(config.checkpoint)).get("model_type") in TEXT
     except ValueError:

@@ -88,7 +88,7 @@ class Family:
         row_token_ids: placeholder tokens of the rows of a feature.
         both_ways_tokens: maximum tokens of a run with bidirectional attention; 0: causal attention only.
         both_ways_in_windows: True if attention is bidirectional only in sliding-window layers, within the window.
-        as_padding: fields of its configuration with tokens that are embedded as padding in an answer.
+        as_padding: configuration fields of tokens to embed as padding in an answer.
         video: sampling and layout of videos; None if unsupported.
         audio: layout of audio; None if unsupported.
     """
@@ -276,7 +276,7 @@ class SoundFamily(Family):
     modalities = ("audio",)
 
     def num_pixels(self, size: Size) -> int:
-        """Return the pixels of a silence that is about as much work as an image of that size."""
+        """Return the pixels of a silence with about the work of an image of that size."""
         assert self.audio is not None
         return self.audio.num_pixels(self._like(size))
 

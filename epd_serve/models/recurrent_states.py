@@ -31,7 +31,7 @@ class RecurrentStates:
     """Connects the stateful ``layers`` of a transformers model with the blocks of each sequence."""
 
     def __init__(self, model: Any, kv_dtype: torch.dtype) -> None:
-        """Patch these layers of a model that is on its device."""
+        """Patch these layers of a model on its device."""
         config = model.config
         kinds = getattr(config, "layer_types", None) or ()
         self.layers = [index for index, kind in enumerate(kinds) if kind == "linear_attention"]

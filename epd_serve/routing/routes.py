@@ -89,7 +89,7 @@ class Candidates(msgspec.Struct, frozen=True, kw_only=True):
         """Return the costs of all pairs of P and D; an instance that covers both stages pairs with itself.
 
         Until the first token: work queued at P (encodes included), the prefill and the KV transfer. After it: the
-        wait for KV blocks at D, the decode, and the delay that it adds to other answers.
+        wait for KV blocks at D, the decode, and its delay of other answers.
 
         Args:
             cached: whether prefixes sent to an instance before cost nothing there.

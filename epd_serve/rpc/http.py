@@ -76,10 +76,10 @@ class HttpServer:
     """A server called over HTTP.
 
     Args:
-        name: of the instance, for error messages.
+        name: the instance's name, for error messages.
         address: which of the host name's addresses to call.
 
-    Raises ValueError for a URL that is not http(s).
+    Raises ValueError unless the URL is http(s).
     """
 
     def __init__(self, name: str, url: str, pool: HttpPool, *, address: str | None = None) -> None:

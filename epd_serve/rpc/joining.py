@@ -1,4 +1,4 @@
-"""Leases of an instance at the gateways that it joins by itself."""
+"""Leases of an instance at the gateways it joins by itself."""
 
 from __future__ import annotations
 

@@ -319,13 +319,13 @@ class Link:
     """Calls to one server, as an async context manager that closes the connection.
 
     Args:
-        name: of the instance, for error messages.
+        name: the instance's name, for error messages.
         key: the cluster key that both ends prove; None for no proof.
-        service: that the server must prove to be (:mod:`epd_serve.rpc.cluster`).
+        service: the service that the server must prove to be (:mod:`epd_serve.rpc.cluster`).
         tls: the certificates for https; None expects a server with a certificate of a public CA.
         address: which of the host name's addresses to call.
 
-    Raises ValueError for a URL that is not http(s).
+    Raises ValueError unless the URL is http(s).
     """
 
     def __init__(

@@ -89,8 +89,8 @@ def drop_operation(*operation: object) -> None:
 class FeatureStore(Protocol):
     """Features by mm_hash, stored once, evicted least recently used first.
 
-    An owner (a request id) holds a feature that it puts or acquires until it releases it; held features are not
-    evicted. Methods run on one event loop, except :meth:`fetch`.
+    An owner (a request id) holds a feature from put or acquire until release; held features are not evicted.
+    Methods run on one event loop, except :meth:`fetch`.
 
     Attributes:
         on_device: whether features are put and fetched as device tensors, [nbytes] uint8.

@@ -72,7 +72,7 @@ def test_the_file_in_the_cluster_has_no_secret() -> None:
 @pytest.mark.parametrize(
     ("file", "sentence"),
     [
-        ("{engine: auto, devices: ['npu x 3']}", "engine: auto looks at the machine"),
+        ("{engine: auto, devices: ['npu x 3']}", "engine: auto inspects the local machine"),
         ("{feature_store: mooncake}", "set mooncake.master"),
         ("{gateway: {port: 0}}", "gateway.port: 0"),
         ("{slo: {ttft_ms: 9, tpot_ms: 9}, elastic: {}}", "elastic"),

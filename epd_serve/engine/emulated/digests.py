@@ -2,7 +2,7 @@
 
 A token is a hash of all tokens and images before it, identical on every instance and after every recomputation. A
 KV block holds, for each layer, a digest of everything computed up to there. A step verifies the digests of the
-blocks that it reads and fails otherwise, so KV that is lost, swapped or late never yields an answer. A digest
+blocks that it reads and fails otherwise, so lost, swapped or late KV never yields an answer. A digest
 replaces thousands of bytes; times and byte counts are those of the real model.
 """
 
@@ -230,7 +230,7 @@ class _Known:
     tail: bytes = b""
 
     def cut(self, blocks: Sequence[int]) -> None:
-        """Forget blocks that are no longer in ``blocks``."""
+        """Forget all blocks except ``blocks``."""
         count = min(len(blocks), len(self.blocks))
         if self.blocks[:count] != blocks[:count]:
             count = next(i for i in range(count) if self.blocks[i] != blocks[i])

@@ -61,7 +61,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def free_port(host: str) -> int:
-    """Return a port that was free a moment ago."""
+    """Return a port found free a moment ago."""
     with ExitStack() as held:
         return _bind(held, host, 0, 1, "server")
 

@@ -44,7 +44,7 @@ class MediaSource(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_inline(self) -> bool:
-        """Whether the request contains the item."""
+        """True if the request itself contains the item."""
         return self.url[:5].lower() == "data:"
 
 
