@@ -121,7 +121,7 @@ class StageLoad:
     def coming(self) -> float:
         """The pressure once growing decode batches reach their final size; else the measured one.
 
-        Decode lags behind its load by the length of an answer; encode and prefill do not.
+        Decode lags its load by the length of an answer; encode and prefill do not.
         """
         now = self.pressure
         if self.stage is not Stage.DECODE or not self.num_instances or self.more <= 0 or now <= _SOON:

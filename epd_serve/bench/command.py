@@ -57,7 +57,7 @@ class Output:
         self.console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
     def write(self, path: Path, runs: Sequence[Run]) -> None:
-        """Write report.html to ``path`` and print JSON, as far as wanted."""
+        """Write report.html to ``path`` and print JSON, if requested."""
         if self.report:
             try:
                 write_report(path / "report.html", runs, self.attainment)
@@ -173,7 +173,7 @@ def redraw_bench(
 
 
 def slo_of(slo: SLO, ttft_ms: float | None, tpot_ms: float | None) -> SLO:
-    """Return ``slo`` with the given limits in place of its own."""
+    """Return ``slo`` with its limits replaced by the given ones."""
     return SLO(
         ttft_ms=slo.ttft_ms if ttft_ms is None else ttft_ms, tpot_ms=slo.tpot_ms if tpot_ms is None else tpot_ms
     )

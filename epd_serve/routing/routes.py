@@ -50,7 +50,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
         fused: whether both are one instance.
         prefill_work, decode_work: the request's work at each of them.
         prefix: hashes of the prompt's prefixes, which ``prefill`` will have in its cache.
-        max_model_len: of D, if known.
+        max_model_len: D's limit, if known.
     """
 
     prefill: InstanceRecord

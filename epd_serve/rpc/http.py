@@ -77,7 +77,7 @@ class HttpServer:
 
     Args:
         name: the instance's name, for error messages.
-        address: which of the host name's addresses to call.
+        address: the host name's address to call.
 
     Raises ValueError unless the URL is http(s).
     """
@@ -151,7 +151,7 @@ class HttpServer:
 
     @contextmanager
     def _failures(self, failure: str) -> Iterator[None]:
-        """Raise InstanceLost in place of aiohttp's errors."""
+        """Replace aiohttp's errors by InstanceLost."""
         try:
             yield
         except (aiohttp.ClientError, OSError, UnicodeError) as error:

@@ -95,7 +95,7 @@ class StepCost(Line, frozen=True, kw_only=True):
 
 
 class StepMeter:
-    """The seconds and prompt tokens left in a step: ``num_tokens``, or ``num_beside`` where there are decodes.
+    """The seconds and prompt tokens left in a step: ``num_tokens``, or ``num_beside`` with decodes.
 
     Decodes always fit; the first chunk gets a least share.
     """

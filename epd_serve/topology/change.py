@@ -73,7 +73,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """The steps, and the names of the wanted instances after them, in the order of ``wanted``."""
+    """Return the steps, and the names of the wanted instances after them, in the order of ``wanted``."""
 
     steps: tuple[Step, ...]
     names: tuple[str, ...]

@@ -32,7 +32,7 @@ class StoredFeature:
 
     Attributes:
         offset: in the embedded store's slab or on the device; None in another store.
-        generation: of a feature on the device (:mod:`epd_serve.engine.device_features`); else 0.
+        generation: generation of a feature on the device (:mod:`epd_serve.engine.device_features`); else 0.
         producer: the encoder that put it in a shared store; "" for this one.
     """
 

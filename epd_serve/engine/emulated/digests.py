@@ -1,4 +1,4 @@
-"""An emulated model: digests in place of numbers, an emulated device's time in place of computation.
+"""An emulated model: digests instead of numbers, an emulated device's time instead of computation.
 
 A token is a hash of all tokens and images before it, identical on every instance and after every recomputation. A
 KV block holds, for each layer, a digest of everything computed up to there. A step verifies the digests of the

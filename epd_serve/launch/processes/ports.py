@@ -31,7 +31,7 @@ class Ports:
 
 
 def choose_ports(config: DeploymentConfig) -> Ports:
-    """Return the ports of gateway, instances and master; free ones in place of 0.
+    """Return the ports of gateway, instances and master; free ones replace 0.
 
     Raises ValueError if a port is taken or an address does not belong to this machine.
     """

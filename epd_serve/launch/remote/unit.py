@@ -101,7 +101,7 @@ class Unit:
 
     Attributes:
         config: the whole deployment, at this machine's address.
-        roles: of vLLM's instances, by name; gateways ask native ones.
+        roles: roles of vLLM's instances, by name; gateways ask native ones.
     """
 
     config: DeploymentConfig
@@ -164,7 +164,7 @@ async def run_unit(
         here: its instances, from :func:`unit_placement`.
         address: the instances' address, to listen on and for others.
         gateways: URLs of the admin planes of gateways that ready instances join.
-        health_port: of ``/health/live`` and ``/health/ready``; None: no such server.
+        health_port: port of ``/health/live`` and ``/health/ready``; None: no health server.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s unit %(levelname)s %(message)s")
     stop = asyncio.Event()

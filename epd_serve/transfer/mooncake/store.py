@@ -60,7 +60,7 @@ class MooncakeFeatureStore:
     that the store refuses, or while its master is down, goes into ``local``: no answer depends on the store.
 
     Args:
-        local: for features that the store refuses, and for all features if this instance lends no segment.
+        local: store for refused features, and for all features if this instance lends no segment.
         capacity_bytes: size of the segment.
         producer: name of this instance in its features.
     """

@@ -37,7 +37,7 @@ class MooncakeSlab:
     """A registered slab; see :class:`epd_serve.transfer.transport.Slab`.
 
     Args:
-        stands_for: registered device memory that the region describes in place of the slab's.
+        stands_for: registered device memory that the region describes instead of the slab.
     """
 
     def __init__(
