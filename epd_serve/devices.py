@@ -84,7 +84,7 @@ def _send(device: Device, path: Literal["shm", "tcp"]) -> str:
         reader.read(slab.region, [(0, memoryview(answer))])
         seconds = time.perf_counter() - started
         arrived = torch.frombuffer(answer, dtype=torch.uint8).to(device.torch_device)
-        assert torch.equal(arrived, data), "the bytes that arrived are not those that were sent"
+        assert torch.equal(arrived, data), "the received bytes differ from the sent ones"
     finally:
         owner.close()
         reader.close()

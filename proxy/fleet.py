@@ -159,7 +159,7 @@ class Fleet:
         """
         wanted = {name: one.url for name, one in instances.items()}
         if both := sorted(set(wanted) & set(self._joined)):
-            raise InvalidRequest(f"instance {both[0]} has joined by itself; choose another name")
+            raise InvalidRequest(f"instance {both[0]} has already joined; choose another name")
         wanted |= self._joined
         here = {record.name: record.url for record in self.table}
         for name in [name for name, url in here.items() if wanted.get(name) != url]:

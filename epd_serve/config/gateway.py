@@ -96,7 +96,7 @@ class AdminConfig(Section):
     def _key_where_others_come(self) -> AdminConfig:
         if self.port is not None and self.key is None and not is_loopback(self.host):
             raise ValueError(
-                f"an admin plane on {self.host} needs a key of its own; set admin.key, or listen on 127.0.0.1"
+                f"an admin plane on {self.host} needs its own key; set admin.key, or listen on 127.0.0.1"
             )
         return self
 

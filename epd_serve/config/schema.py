@@ -269,11 +269,11 @@ class DeploymentConfig(SharedConfig):
         vision = shape_of(self.model.shape_of).vision
         if vision is None and any(not one.role.has_language_model for one in placement):
             raise ValueError(
-                f"topology: {self.topology} has E by itself, and {self.model.shape_of} takes text alone"
+                f"topology: {self.topology} has a separate E, but {self.model.shape_of} takes text only"
             )
 
     def device_shares(self, placement: Sequence[InstancePlacement] | None = None) -> dict[str, DeviceShare]:
-        """Return the shares of instances by name; instances without a limit are left out.
+        """Return the shares of instances by name; omit instances without a limit.
 
         ``placement``: None: this deployment's. Raises ValueError for shares that do not fit on a device.
         """

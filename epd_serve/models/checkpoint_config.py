@@ -241,8 +241,8 @@ def _check_vision(vision: Any) -> None:
     levels = getattr(vision, "deepstack_visual_indexes", None) or ()
     if len(set(levels)) < len(levels) or not all(0 <= level < vision.depth for level in levels):
         raise ValueError(
-            f"{where}deepstack_visual_indexes is {list(levels)}; it must name different layers of the "
-            f"{vision.depth} that there are"
+            f"{where}deepstack_visual_indexes is {list(levels)}; it must name different ones of the "
+            f"{vision.depth} layers"
         )
 
 

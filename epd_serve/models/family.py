@@ -174,7 +174,7 @@ class Family:
 
     def with_options(self, asked: Mapping[str, Any]) -> Self:
         """Return the family with ``min_pixels`` or ``max_pixels`` of images. Raises ValueError if unsupported."""
-        raise ValueError(f"pictures of {self.title} have sizes of its own; leave out {', '.join(asked)}")
+        raise ValueError(f"{self.title} fixes the sizes of its pictures; leave out {', '.join(asked)}")
 
     def num_tokens(self, item: MediaRef) -> int:
         """Return the rows of an item's feature. Raises like :meth:`parts_of`."""
@@ -248,7 +248,7 @@ class Family:
         for name, expected in self.picture_fields.items():
             if (found := getattr(self.processor, name)) != expected:
                 raise ValueError(
-                    f"{name} of preprocessor_config.json is {found!r}; by config.json it is {expected!r}"
+                    f"{name} of preprocessor_config.json is {found!r}; config.json requires {expected!r}"
                 )
         if "image" in self.token_ids:
             self.check_pictures()
@@ -259,8 +259,8 @@ class Family:
             expected, made = self.num_pixels(size), self.preprocess(blank(size))["pixel_values"].numel() // 3
             if expected != made:
                 raise ValueError(
-                    f"preprocessor_config.json makes {made} pixels of a picture of {size}, where the tower of "
-                    f"config.json takes {expected}; use the files that belong together"
+                    f"preprocessor_config.json makes {made} pixels of a picture of {size}, but the tower of "
+                    f"config.json takes {expected}; use files of the same model"
                 )
 
     def positions(self, ids: Sequence[int], items: Sequence[MediaRef], model: Any) -> tuple[Tensor, int]:

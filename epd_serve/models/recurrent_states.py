@@ -115,7 +115,7 @@ class RecurrentStates:
         words, rest = divmod(block_values * self._kv_dtype.itemsize, _WORD.itemsize)
         if rest:
             raise ValueError(
-                f"block_size: K of a block has {block_values} values, where a state needs an even number"
+                f"block_size: K of a block has {block_values} values; a recurrent state needs an even number"
             )
         return words
 

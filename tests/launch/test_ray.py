@@ -189,7 +189,7 @@ def test_a_pair_and_a_decoder_live_through_a_kill_and_a_lost_node(cluster: Any, 
     assert down.returncode == 0, down.stderr
     assert _instances(base_port) == {}
     again = run("down", "--deployment", str(file), where)
-    assert again.returncode == 2 and "there is no pair on this cluster" in again.stderr
+    assert again.returncode == 2 and "this cluster runs no deployment pair" in again.stderr
 
 
 def _devices_of(node: Any) -> list[str]:

@@ -370,7 +370,7 @@ class DigestStep:
         """Verify all KV before the part, write the part's KV and choose its tokens."""
         sequence, runner = part.sequence, self._runner
         if part.token == PLACEHOLDER:
-            assert self._before is not None, "the placeholder has no earlier step"
+            assert self._before is not None, "the placeholder lacks an earlier step"
             if sequence not in self._before.tokens:  # the previous step failed
                 raise DigestError(f"request {sequence.request_id}: the previous token was not computed")
             [part.token] = self._before.tokens[sequence]

@@ -136,7 +136,7 @@ class ManagedProcess:
 
     @property
     def pid(self) -> int:
-        assert self._process is not None, "it has not started"
+        assert self._process is not None, "the process was not started"
         return self._process.pid
 
     @property

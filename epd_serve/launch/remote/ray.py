@@ -197,10 +197,10 @@ def up(config: DeploymentConfig, name: str, address: str, spread: Spread) -> str
 
 
 def down(config: DeploymentConfig, name: str, address: str) -> None:
-    """Stop a deployment, after its requests are finished. Raises ValueError if there is none of that name."""
+    """Stop a deployment, after its requests are finished. Raises ValueError if it does not exist."""
     with _connected(address, logs=False) as ray:
         if not _end(ray, name, config):
-            raise ValueError(f"there is no {name} on this cluster")
+            raise ValueError(f"this cluster runs no deployment {name}")
 
 
 @contextmanager

@@ -264,7 +264,7 @@ class _Batch:
                 limit_s = self._engine.call_limit_s
                 if time.monotonic() - started >= limit_s:  # the engine stopped waiting but may still copy
                     raise StillCopying(f"transfer with {self._peer} did not finish in {limit_s:g} s")
-                raise TransferError(f"transfer with {self._peer} failed: the peer is gone or refuses")
+                raise TransferError(f"transfer with {self._peer} failed: the peer has died or refuses")
             for data, memory in fills:
                 data[:] = memory
 
