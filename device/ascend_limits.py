@@ -94,7 +94,7 @@ def hccl_environment(process: int) -> dict[str, str]:
     Args:
         process: 0, 1, ... among the processes of this host.
 
-    Raises ValueError where the ports of the process end beyond 65535.
+    Raises ValueError if the ports of the process end beyond 65535.
     """
     offset = process * _PORTS_PER_PROCESS
     first, last = _FIRST_NPU_PORT + offset, _FIRST_NPU_PORT + offset + _PORTS_PER_PROCESS - 1

@@ -38,7 +38,7 @@ def show_devices(console: Console) -> list[DeviceReport]:
 
 
 def check_devices(console: Console, reports: list[DeviceReport]) -> bool:
-    """Run and print the self-test of each device. Returns whether all of them open and pass."""
+    """Run and print each device's self-test; return whether all devices open and pass."""
     from device.registry import get_device
 
     passed = [_check(console, get_device(report.name)) for report in reports if report.available]

@@ -308,7 +308,7 @@ class Controller:
         if best is not None:
             return best, ""
         if is_back:
-            return None, "the best switch would restore a layout that was left because of its pressure"
+            return None, "the best switch would restore a layout left because of its pressure"
         if is_held:
             return None, "every helpful switch would leave a stage without an instance"
         return None, f"no switch is predicted to gain {HYSTERESIS:.0%}"

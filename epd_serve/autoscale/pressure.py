@@ -163,7 +163,7 @@ def load_of(
     num_recent: int,
     ahead_s: float,
 ) -> StageLoad:
-    """Compute pressure from the latest samples, and growth and demand, which are noisier, from more of them.
+    """Compute pressure from the latest samples; growth and demand are noisier and use more samples.
 
     Args:
         samples: timed samples of an unchanged set of instances, newest last.

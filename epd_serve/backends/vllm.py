@@ -414,7 +414,7 @@ class VllmInstance(VllmServer):
         return f"{host}:{(parts.port or 80) + offset}"
 
     def _end_wait(self, request: wire.EncodeRequest) -> None:
-        """Record that P need not wait for an item any more."""
+        """Record that P no longer waits for an item."""
         if (exchange := self._others.exchanges.get(request.request_id)) is not None:
             exchange.awaited.discard(request.ref.mm_hash)
             if not exchange.awaited:

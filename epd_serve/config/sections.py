@@ -177,7 +177,7 @@ class InstanceSettings(Section):
         default=None,
         ge=1,
         description="CPU threads per instance, within the cores of its share; null: all cores, divided equally "
-        "among the machine's instances that are computing.",
+        "among the machine's busy instances.",
     )
     share: Annotated[float, Field(gt=0, le=1)] | None = Field(
         default=None,
@@ -197,8 +197,8 @@ class InstanceSettings(Section):
     )
     resident: Literal["role", "all"] | None = Field(
         default=None,
-        description="Weights that an instance keeps loaded. role: its stages'. all: all stages', so that it "
-        "switches roles in milliseconds. null: all on a CPU if gateway.admin or elastic may switch roles; "
+        description="Weights that stay loaded. role: those for the present role. all: those for all stages, so "
+        "that role switches take milliseconds. null: all on a CPU if gateway.admin or elastic may switch roles; "
         "otherwise role.",
     )
     assist: bool = Field(

@@ -1,4 +1,4 @@
-"""Features on the device: an encoder stores them in device memory, from where instances of its host copy them."""
+"""Features on the device: an encoder stores them in device memory; instances on its host copy them."""
 
 from __future__ import annotations
 

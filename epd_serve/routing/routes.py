@@ -30,7 +30,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         num_tokens: tokens of a prompt given as token ids.
         max_tokens: limit of each of ``num_sequences`` answers, or None.
-        prefix: prefixes of the prompt, shortest first: (characters, hash of them and their media).
+        prefix: prefixes of the prompt, shortest first: (characters, hash of text and media).
         prefix_characters: characters of the whole prompt, counting media by their names.
     """
 
@@ -48,7 +48,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         fused: whether both are one instance.
-        prefill_work, decode_work: the request's work at each of them.
+        prefill_work, decode_work: the request's work at P and at D.
         prefix: hashes of the prompt's prefixes, which ``prefill`` will have in its cache.
         max_model_len: D's limit, if known.
     """
@@ -233,7 +233,7 @@ class RoutePolicy:
     def choose_route(
         self, table: InstanceTable, model: str, *, exclude: Collection[str] = (), demand: Demand = ANY
     ) -> Route:
-        """Return P and D for one request of a model, none of them in ``exclude``; changes nothing.
+        """Return P and D for one request of a model, neither in ``exclude``; changes nothing.
 
         Raises Unavailable, which names the stage without an instance.
         """

@@ -48,7 +48,7 @@ class Activity:
 
     Attributes:
         compute, bandwidth: share of the device's peak used when alone.
-        work_s: duration when alone; ``done_s`` of it is done.
+        work_s, done_s: duration when alone, and its finished part.
     """
 
     compute: float

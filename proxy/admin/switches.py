@@ -92,7 +92,7 @@ class Switches:
             await self._update_record(record, calls)
             return seconds
         except TimeoutError as error:
-            raise StageTimeout(f"instance {name} did not report that it is empty") from error
+            raise StageTimeout(f"instance {name} did not report being empty") from error
         finally:
             self._leaving.discard(name)
             record.drains.discard(_SWITCH)
