@@ -48,7 +48,7 @@ def _takes_text_alone(config: DeploymentConfig) -> bool:
 
 def _devices_here(config: DeploymentConfig) -> tuple[tuple[str, ...], str]:
     """Return the devices of this machine, and the reason for the choice."""
-    why = "this machine lacks a GPU or NPU"
+    why = "no GPU or NPU found"
     for kind, name in _NAMES.items():
         if count := len(accelerators(kind).memory_bytes):
             lack = "" if config.engine == "vllm" else torch_lacks(kind)

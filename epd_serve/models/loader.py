@@ -117,7 +117,7 @@ def _check_weights(path: Path, info: dict[str, Any]) -> None:
     if info["mismatched_keys"]:
         name, found, expected = min(info["mismatched_keys"])
         raise ValueError(
-            f"{path}: the weight {name} has shape {list(found)}; config.json requires {list(expected)}"
+            f"{path}: the weight {name} has the shape {list(found)}; config.json requires {list(expected)}"
         )
 
 
