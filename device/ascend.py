@@ -25,7 +25,7 @@ from device.ops.ascend import AscendOps, Layout
 
 VISIBLE_DEVICES = "ASCEND_RT_VISIBLE_DEVICES"
 ATTENTION_LAYOUT = "EPD_ASCEND_ATTENTION_LAYOUT"
-"""Set to BSND where an NPU refuses the default, TND; see :class:`device.ops.ascend.AscendOps`."""
+"""Set to BSND if an NPU refuses the default, TND; see :class:`device.ops.ascend.AscendOps`."""
 #: torch_npu's names of chips without the operators: those before Atlas A2, and the small ones.
 _WITHOUT_OPERATORS = re.compile(r"Ascend(310.*|910(A|B|(Pro|Premium).*))", re.IGNORECASE)
 _PARTITION = Partition(strength=PartitionStrength.COOPERATIVE, mechanisms=("memory fraction", "device limit"))
@@ -183,7 +183,7 @@ class NPUGraphRunner(base.GraphRunner):
         check_update(size, decode_context_lens, self._captured)
         entry = self._captured[size]
         if entry.replayed is not None:
-            # A replay clears the events that it passes; wait, so that it clears none of the next ones.
+            # A replay clears the events that it passes; wait for its end before recording the next ones.
             entry.replayed.synchronize()
         entry.graph.update(cpu_update_input=[{self._lengths_argument: list(decode_context_lens)}])
         entry.is_bound = True

@@ -24,8 +24,8 @@ class InstanceUse:
     """Resources of a shared NPU that one instance takes.
 
     Attributes:
-        num_streams: streams that it opens, the default one included.
-        num_graphs: decode batch sizes that it captures.
+        num_streams: open streams, including the default one.
+        num_graphs: captured decode batch sizes.
         num_layers: attention layers in each graph; each one needs a task group and an event.
     """
 
@@ -40,7 +40,7 @@ class InstanceUse:
 
     @property
     def tasks(self) -> int:
-        """Attention calls that are updated before each replay; each has an event."""
+        """Attention calls to update before each replay; each has an event."""
         return self.num_graphs * self.num_layers
 
 
@@ -94,7 +94,7 @@ def hccl_environment(process: int) -> dict[str, str]:
     Args:
         process: 0, 1, ... among the processes of this host.
 
-    Raises ValueError where the ports of the process end beyond 65535.
+    Raises ValueError if the ports of the process end beyond 65535.
     """
     offset = process * _PORTS_PER_PROCESS
     first, last = _FIRST_NPU_PORT + offset, _FIRST_NPU_PORT + offset + _PORTS_PER_PROCESS - 1

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class DeviceUnavailable(ValueError):
-    """The named device is not on this machine; the message says what is missing and how to get it."""
+    """The named device is not on this machine; the message names the missing part and how to get it."""
 
 
 class DeviceLost(RuntimeError):
@@ -118,7 +118,7 @@ class AttentionOps(Protocol):
     """Steps that compile every form of every kernel: (prompt tokens, context of one decode or 0 for none).
     Empty if nothing is compiled."""
     draw: Draw | None = None
-    """None if the backend lacks this operator."""
+    """The operator that draws tokens; None if the backend lacks it."""
 
     def prepare(self, meta: AttnMeta, dtype: torch.dtype) -> AttentionPlan:
         """Return masks and views shared by all layers. Never reads from the device, so a graph may capture it.
@@ -244,7 +244,7 @@ class Stream(Protocol):
 
 
 class GraphRunner(Protocol):
-    """Runs a step that was captured once per padded batch size.
+    """Runs a step captured once per padded batch size.
 
     The step reads its inputs from static buffers and returns a static tensor. Per step the caller fills the
     buffers, calls ``update`` with the host's lengths, then ``replay``. A step captured in pieces (``cut``) takes
@@ -315,11 +315,11 @@ class BareDevice(Protocol):
     def apply_share(self, share: float, start: float = 0.0) -> Partition:
         """Limit this process to ``share`` of the device, beginning at ``start`` (both as fractions of 1).
 
-        Returns what was set. Raises ValueError for a share outside (0, 1] or one that ends beyond 1.
+        Return the partition. Raises ValueError for a share outside (0, 1] or one that ends beyond 1.
         """
 
     def memory(self) -> tuple[int, int]:
-        """(total, free) bytes of the device."""
+        """Return (total, free) bytes of the device."""
 
     def headroom(self) -> int:
         """Return the bytes that this process can still allocate, including cached free memory of its allocator."""
@@ -452,7 +452,7 @@ class EagerRunner(GraphRunner):
 
 
 def check_update(size: int, decode_context_lens: Sequence[int], captured: Mapping[int, object]) -> None:
-    """Raise KeyError for a size that was not captured, ValueError for a wrong number of lengths."""
+    """Raise KeyError for a size without a captured step, ValueError for a wrong number of lengths."""
     if size not in captured:
         raise KeyError(size)
     if len(decode_context_lens) != size:

@@ -1,7 +1,7 @@
 """Share GPU memory between processes of one host by CUDA IPC, through the driver's calls.
 
-torch's sharing counts users in a file and leaks memory that is never imported. Here the importer opens and closes
-explicitly, one handle serves any number of processes, and the owner waits for them before it frees.
+torch's sharing counts users in a file and leaks exported memory without an importer. Here the importer opens and
+closes explicitly, one handle serves any number of processes, and the owner waits for them before it frees.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def emulated_sheet(kind: str) -> DeviceSpec:
 
     A measured profile holds its times itself: its compute and bandwidth are NaN here.
 
-    Raises ValueError for a kind that is neither known nor the file of a profile.
+    Raises ValueError unless the kind is known or the file of a profile.
     """
     if not is_measured(kind):
         return spec_of(kind)

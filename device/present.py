@@ -76,7 +76,7 @@ def torch_lacks(kind: str) -> str:
 def visibility(devices: Sequence[str], environment: Mapping[str, str]) -> tuple[dict[str, str], str]:
     """Return the variables that show a process these devices alone, and the devices' names in that process.
 
-    Raises ValueError for devices of several kinds and for a device that is not visible here.
+    Raises ValueError for devices of several kinds and for an invisible device.
     """
     kinds = {device.partition(":")[0] for device in devices}
     if len(kinds) > 1:

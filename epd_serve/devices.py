@@ -25,7 +25,7 @@ def show_devices(console: Console) -> list[DeviceReport]:
     """Print every device and every missing kind."""
     from device.registry import list_devices
 
-    table = Table("device", "what is there and what it can do", show_lines=True)
+    table = Table("device", "state and abilities", show_lines=True)
     reports = list_devices()
     for report in reports:
         if report.available:
@@ -38,11 +38,11 @@ def show_devices(console: Console) -> list[DeviceReport]:
 
 
 def check_devices(console: Console, reports: list[DeviceReport]) -> bool:
-    """Run and print the self-test of each device. Returns whether all of them open and pass."""
+    """Run and print each device's self-test; return whether all devices open and pass."""
     from device.registry import get_device
 
     passed = [_check(console, get_device(report.name)) for report in reports if report.available]
-    # A kind that is missing is named by its kind alone; a device that is there and does not open has a number.
+    # A missing kind is named without a number; a numbered device is present but does not open.
     return all(passed) and not any(report.name != report.kind for report in reports if not report.available)
 
 
@@ -84,7 +84,7 @@ def _send(device: Device, path: Literal["shm", "tcp"]) -> str:
         reader.read(slab.region, [(0, memoryview(answer))])
         seconds = time.perf_counter() - started
         arrived = torch.frombuffer(answer, dtype=torch.uint8).to(device.torch_device)
-        assert torch.equal(arrived, data), "the bytes that arrived are not those that were sent"
+        assert torch.equal(arrived, data), "the received bytes differ from the sent ones"
     finally:
         owner.close()
         reader.close()

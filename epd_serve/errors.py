@@ -6,11 +6,11 @@
     ├── InvalidRequest          400  the request is wrong; ``param`` names the field
     │   ├── ModelNotFound       404
     │   └── TooLarge            413
-    ├── Conflict                409  something else is under way with what the request is about
+    ├── Conflict                409  another operation on the same object is under way
     ├── Unavailable             503  no instance can take the request now; trying again later may help
     │   └── Overloaded          429  a queue is full
-    ├── InstanceFailed          502  an instance died or broke off while it had the request
-    │   └── InstanceLost        502  the connection to it
+    ├── InstanceFailed          502  an instance died or stopped while it had the request
+    │   └── InstanceLost        502  the connection to it failed
     │       ├── InstanceUntrusted
     │       └── InstanceUnreachable
     └── StageTimeout            504  a stage did not answer before its deadline
@@ -35,13 +35,13 @@ class ErrorBody(msgspec.Struct, kw_only=True):
 
 
 class ErrorEnvelope(msgspec.Struct):
-    """``{"error": {...}}`` as it travels."""
+    """The body of an error response: ``{"error": {...}}``."""
 
     error: ErrorBody
 
 
 class ServeError(Exception):
-    """Base of all errors that reach a client; carries what the OpenAI error object needs."""
+    """Base of all errors that reach a client, with the fields of the OpenAI error object."""
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
@@ -55,7 +55,7 @@ class ServeError(Exception):
         code: str | None = None,
         retry_after_s: float | None = None,
     ) -> None:
-        """``retry_after_s``: when trying again may help, where that is known."""
+        """``retry_after_s``: time after which a retry may succeed, if known."""
         super().__init__(message)
         self.retry_after_s = retry_after_s
         self.message = message
@@ -63,13 +63,13 @@ class ServeError(Exception):
         self.code = code or self.default_code
 
     def with_more(self, more: str) -> Self:
-        """Return this error with ``more`` behind its message."""
+        """Return this error with ``more`` appended to its message."""
         other = type(self).__new__(type(self), f"{self.message}; {more}")  # constructors differ
         vars(other).update(vars(self), message=str(other))
         return other
 
     def body(self) -> dict[str, Any]:
-        """The JSON object ``{"error": {message, type, param, code}}`` of the OpenAI API."""
+        """Return OpenAI's JSON object ``{"error": {message, type, param, code}}``."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def to_json(self) -> bytes:
@@ -117,11 +117,11 @@ class InstanceLost(InstanceFailed):
 
 
 class InstanceUntrusted(InstanceLost):
-    """An instance's info contradicts the deployment or itself, or it has not the deployment's key."""
+    """An instance's info contradicts the deployment or itself, or it lacks the deployment's key."""
 
 
 class InstanceUnreachable(InstanceLost):
-    """No connection to an instance could be made: it has not seen the call.
+    """The connection to an instance failed, so the instance never received the call.
 
     Attributes:
         is_refused: the host answers, but no process listens on the port.
@@ -137,28 +137,27 @@ class StageTimeout(ServeError):
     type = "timeout_error"
 
 
-#: Code of the Unavailable of an instance that has no thread left to prepare a request: another may have one.
+# Codes of errors.
+#: Unavailable: all preparation threads of this instance are busy; another instance may have a free one.
 PREPARATION_FULL = "preparation_full"
-#: Code of the error of an instance that finishes what it has and takes nothing new, or serves another role by now.
-#: It has computed nothing wrong: the request goes on at another.
+#: The instance is draining or has switched roles; another instance continues the request.
 DRAINING = "draining"
-#: The same of the decode instance that a prefill instance, which stays, has asked.
+#: A prefill instance reports that the decode instance is draining.
 DECODE_DRAINING = "decode_draining"
-#: Code of the error of an instance that cannot reach the other one of a request, or be reached by it. Both may be
-#: well and reach others: what has failed is the two together.
+#: The request's two instances cannot reach each other. Both may be healthy and reach other instances.
 PEER_UNREACHABLE = "peer_unreachable"
-#: Code of the error of an instance that does not reach the device with a feature: it takes it from the host.
+#: P cannot map the device memory that holds a feature; E then offers it in host memory.
 NOT_MAPPED = "not_mapped"
-#: Code of the Unavailable of a decode instance without blocks for a request's KV.
+#: Unavailable: the decode instance lacks blocks for a request's KV.
 NO_ROOM = "no_room"
-#: Code of the Unavailable of a decode instance that is through with a request for which a prefill instance asks.
-#: What ended the request there is the answer to the call that it came with.
+#: Unavailable: a prefill instance asks for a request that the decode instance has ended. The decode call carries
+#: the cause.
 REQUEST_ENDED = "request_ended"
-#: Code of the error that ends a stream of several choices whose instance has failed: it does not go on elsewhere.
+#: The instance of a stream with several choices failed; such a stream cannot continue elsewhere.
 CHOICES_LOST = "choices_lost"
 
 _UNAUTHORIZED = 401
-#: Characters of an instance's message that are passed on.
+#: Maximum length of an instance's message in an error; longer ones are cut.
 _MAX_MESSAGE = 4000
 _BY_STATUS: dict[int, type[ServeError]] = {
     cls.status: cls
@@ -176,14 +175,14 @@ _BY_STATUS: dict[int, type[ServeError]] = {
 
 
 def error_from_response(status: int, body: bytes, *, origin: str) -> ServeError:
-    """Rebuild the error that an instance answered with.
+    """Rebuild the error that an instance returned.
 
-    That it does not know its caller (401) is a fault of the deployment, not of the request: a ServeError.
+    A 401 becomes a ServeError: the deployment's key is wrong, not the request.
 
     Args:
         status: HTTP status of the answer, 400 or above.
-        body: its body; anything but an OpenAI error object is quoted in the message.
-        origin: the instance's name, for the message where the body is no help.
+        body: body of the answer; the message quotes it unless it is an OpenAI error object.
+        origin: the instance's name, for the message if the body does not explain the error.
     """
     cls = _BY_STATUS.get(status, InvalidRequest if 400 <= status < 500 else ServeError)
     try:
@@ -198,7 +197,7 @@ def error_from_response(status: int, body: bytes, *, origin: str) -> ServeError:
 
 @contextmanager
 def needs_native() -> Iterator[None]:
-    """Turns a missing torch into what to install."""
+    """Replace the error of a missing package by a ValueError with the install command."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -1,6 +1,6 @@
-"""Parts of an instance that experiments make otherwise: a baseline of a paper registers in place of the product's.
+"""Parts of an instance that experiments replace, for example with a paper's baseline.
 
-``EPD_SERVE_PLUGINS`` names the modules to import, with commas between them; each calls :func:`register`.
+``EPD_SERVE_PLUGINS`` lists the modules to import, separated by commas; each calls :func:`register`.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ _REGISTERED: dict[Part, Any] = {}
 
 
 def register(part: Part, make: Callable[..., Any]) -> None:
-    """Have ``make`` called wherever the product would make this part from now on."""
+    """Create this part with ``make`` from now on, instead of the default."""
     _REGISTERED[part] = make
 
 
 def factory(part: Part, default: T) -> T:
-    """The maker of a part: the one that is registered, or the product's."""
+    """Return the registered factory of a part, or ``default``."""
     _import_plugins()
     found: T = _REGISTERED.get(part, default)
     return found
 
 
 def as_it_is(part: T) -> T:
-    """Change nothing: the maker of parts that only an experiment wraps."""
+    """Return the part unchanged: the default factory of parts that only experiments wrap."""
     return part
 
 

@@ -1,9 +1,9 @@
-"""A child process that cannot outlive its supervisor, however the supervisor ends.
+"""Run a command that cannot outlive its supervisor, however the supervisor ends.
 
-``python -m epd_serve.lifeline [--group] PARENT_PID COMMAND...`` becomes a command that is tied in this way.
-With ``--group`` it leads a process group, which ends with it: for programs whose children are not tied to them.
-Python's resource trackers in the group may first remove the shared memory and semaphores that were left behind.
-It may be run as a script.
+``python -m epd_serve.lifeline [--group] PARENT_PID COMMAND...`` ties itself to the parent and runs the command.
+With ``--group`` it leads a process group, which ends with it: for programs that may leave children behind.
+Python's resource trackers in the group may first remove leaked shared memory and semaphores. The file also runs as
+a script.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from contextlib import suppress
 
 _PR_SET_PDEATHSIG = 1
-#: Time that resource trackers have to clean up once the processes that they serve are gone.
+#: Time for resource trackers to clean up after the processes that they serve have ended.
 CLEAN_UP_S = 2.0
 _LOOK_S = 0.02
 _TRACKER = b"multiprocessing.resource_tracker"
@@ -25,9 +25,9 @@ _TRACKER = b"multiprocessing.resource_tracker"
 def die_with_parent(parent_pid: int) -> None:
     """Have the kernel kill this process when its parent ends (prctl(2), PR_SET_PDEATHSIG).
 
-    Called by the child itself, early, since code between fork and exec may deadlock in a threaded parent. If
-    the parent ended before the call, the process ends here. Linux ties the signal to the parent's *thread*:
-    a parent must start children from a thread that lives as long as they shall.
+    The child calls it early, since code between fork and exec may deadlock in a threaded parent. If the parent
+    ended before the call, the process ends here. Linux ties the signal to the parent's *thread*: a parent must
+    start children from a thread that outlives them.
 
     Args:
         parent_pid: the process that started this one.
@@ -38,10 +38,10 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def keep_group_together() -> None:
-    """Have all that is left of this process's group killed when it ends, also where it is killed itself.
+    """Kill the rest of this process's group when this process ends, even if it is killed.
 
-    It leads the group from here on, if it did not before. Must be called while it has one thread: it forks a
-    process that does nothing but wait, and stays in the group. A descendant with a group of its own is not found.
+    Make this process the leader of its group. Call it while the process has one thread: it forks a process that
+    waits in the group. Descendants in other groups survive.
     """
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
@@ -50,7 +50,7 @@ def keep_group_together() -> None:
         try:
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
             _tell_of_parents_end(signal.SIGUSR1)
-            for descriptor in os.listdir("/proc/self/fd"):  # noqa: PTH208 - its readers wait for no end of this process
+            for descriptor in os.listdir("/proc/self/fd"):  # noqa: PTH208 - let readers of its pipes see their end
                 os.closerange(int(descriptor), int(descriptor) + 1)
             while os.getppid() == leader:
                 signal.sigwait({signal.SIGUSR1})
@@ -60,7 +60,7 @@ def keep_group_together() -> None:
 
 
 def _end_group(group: int) -> None:
-    """Kill all others of this process's group but resource trackers, and wait until these have cleaned up.
+    """Kill all other processes of the group except resource trackers, and wait until these have cleaned up.
 
     A tracker ends by itself once no process holds its pipe open.
     """
@@ -76,7 +76,7 @@ def _end_group(group: int) -> None:
 def _members(group: int) -> dict[int, bytes]:
     """Return the command lines of the other running processes of a group."""
     found = {}
-    for name in os.listdir("/proc"):  # noqa: PTH208 - a script that stays in memory imports little
+    for name in os.listdir("/proc"):  # noqa: PTH208 - the process stays in memory: few imports
         if not name.isdecimal() or int(name) == os.getpid():
             continue
         with suppress(OSError), open(f"/proc/{name}/stat", "rb") as stat:  # noqa: PTH123
@@ -100,4 +100,4 @@ if __name__ == "__main__":
     die_with_parent(int(parent_pid))
     if with_group:
         keep_group_together()
-    os.execv(command[0], command)  # the kernel keeps the tie
+    os.execv(command[0], command)  # exec keeps the parent-death signal

@@ -1,4 +1,4 @@
-"""Words that every part shares: stages, roles and the sampling parameters of a request."""
+"""Types shared by all packages: stages, roles, sampling parameters and media."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Annotated, Literal, get_args
 
 import msgspec
 
-#: How P and D are chosen: the pair that costs the fewest seconds; in turn; the cheaper of two at random; the
-#: cheapest where the beginning of a prompt that P knows costs nothing.
+#: How to choose P and D: the pair with the lowest cost in seconds; in turn; the pair with the lowest cost if a
+#: prefix cached by P costs nothing.
 Routing = Literal["least_loaded", "round_robin", "prefix_affinity"]
 
 
@@ -23,7 +23,7 @@ class Stage(StrEnum):
     PREFILL = "P"
     DECODE = "D"
 
-    #: That of the letter, in C: Enum's own is Python, and stages are keys wherever calls are counted.
+    #: The hash of the letter, computed in C: stages are keys in hot paths, and Enum's hash is Python code.
     __hash__ = str.__hash__
 
 
@@ -49,11 +49,11 @@ class Role:
 
     @classmethod
     def parse(cls, text: str) -> Role:
-        """Read ``"E"``, ``"PD"``, ``"EPD"`` ... Raises ValueError that says what is wrong."""
+        """Parse ``"E"``, ``"PD"``, ``"EPD"`` ... Raises ValueError for other texts."""
         stages: list[Stage] = []
         for letter in text:
             if letter not in ("E", "P", "D"):
-                raise ValueError(f"role {text!r}: {letter!r} is no stage; use letters of E, P and D, as in 'EP'")
+                raise ValueError(f"role {text!r}: {letter!r} is not a stage; use E, P and D, as in 'EP'")
             if letter in stages:
                 raise ValueError(f"role {text!r}: stage {letter} is named twice")
             stages.append(Stage(letter))
@@ -85,7 +85,7 @@ class Role:
 class ToolSchema(msgspec.Struct, frozen=True, omit_defaults=True):
     """A function that the model may call; ``parameters`` is the text of a JSON schema.
 
-    ``strict``: a schema is refused that cannot be enforced in full.
+    ``strict``: refuse a schema that cannot be enforced in full.
     """
 
     name: str
@@ -97,12 +97,13 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The form that an answer must have.
 
     Attributes:
-        kind, text: of the content: "json" and a schema, "regex", "choice" and a JSON list of strings; "" for free.
-        strict: a schema in ``text`` is refused that cannot be enforced in full.
-        param: the request's field that asks for it, for errors.
-        tools: functions that may be called in place of the content, or behind it where that is free.
-        must_call, parallel: whether one call is needed; whether there may be more than one.
-        format: name of the text form of calls, of ``FORMATS`` in ``protocol/openai/tool_format.py``.
+        kind, text: form of the content: "json" and a schema, "regex", "choice" and a JSON list of strings; "" for
+            free text.
+        strict: refuse a schema in ``text`` that cannot be enforced in full.
+        param: the request's field that sets the grammar, for errors.
+        tools: functions that may be called instead of the content, or after free text.
+        must_call, parallel: whether the answer must contain a call; whether it may contain several.
+        format: name of the calls' text form, a key of ``FORMATS`` in ``protocol/openai/tool_format.py``.
     """
 
     kind: Literal["", "json", "regex", "choice"] = ""
@@ -116,10 +117,11 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Thinking(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The thoughts of a model before its answer, between ``<think>`` and ``</think>``, each a token of its own.
+    """The thoughts of a model before its answer, between the tokens ``<think>`` and ``</think>``.
 
     Attributes:
-        start_id, end_id: these tokens. after_ids: those between ``</think>`` and the answer.
+        start_id, end_id: ids of these tokens.
+        after_ids: ids of the tokens between ``</think>`` and the answer.
         is_open: whether the prompt ends with ``<think>``.
     """
 
@@ -130,28 +132,27 @@ class Thinking(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def grammar_problem(message: str) -> str:
-    """Shorten llguidance's error to its first line, without the place in our grammar, and the cause below it.
+    """Shorten llguidance's error to its first line, without the position in our grammar, and the cause below.
 
-    Below "regex parse error:" is the regular expression.
+    The line below "regex parse error:" is the regular expression.
     """
     first, *below = message.strip().splitlines()
     if first.endswith("error:") and below:
         first = f"{first} {below[0].strip()}:"
     causes = [line.removeprefix("error: ") for line in below if line.startswith("error: ")]
-    first = re.sub(r"^at \d+\(\d+\): |\. Enable '.*", "", first)  # the latter names options of its own
+    first = re.sub(r"^at \d+\(\d+\): |\. Enable '.*", "", first)  # the latter names llguidance's options
     return " ".join([first, *causes])[:300]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The rules by which tokens are chosen and generation stops, in the vocabulary of the OpenAI and vLLM APIs.
 
-    ``temperature == 0`` is greedy. ``max_tokens`` is None until the instance that knows the prompt length fills it
-    with the room that the context leaves. ``seed`` is always set: the sender of the request draws one.
-    ``include_stop``: a stop string stays in the text. ``bad_word_ids`` are ``bad_words`` as the instance that has
-    the tokenizer spells them. ``priority``: lower is computed earlier. ``neutral``: those of
-    :data:`SAMPLING_DEFAULTS` that the request itself sets to that value; others that have it are open, and the
-    model's generation_config.json decides. ``thinking`` is set by the instance that knows the chat template;
-    ``thinking_budget`` is the most tokens of it.
+    ``temperature == 0`` is greedy. ``max_tokens`` is None until the instance that tokenizes the prompt sets it to
+    the rest of the context. ``seed`` is always set: the sender of the request draws one. ``include_stop``: a stop
+    string stays in the text. ``bad_word_ids``: tokens of ``bad_words``, set by the instance with the tokenizer.
+    ``priority``: lower is computed earlier. ``neutral``: parameters that the request explicitly sets to their
+    value in :data:`SAMPLING_DEFAULTS`; for others with that value, the model's generation_config.json decides.
+    ``thinking`` is set by the instance with the chat template; ``thinking_budget`` limits its tokens.
     """
 
     seed: int
@@ -187,16 +188,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def penalised(self) -> bool:
-        """Whether the scores depend on the tokens seen so far."""
+        """True if the scores depend on the tokens so far."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
     def has_token_lists(self) -> bool:
-        """Whether some tokens are preferred or forbidden by their ids."""
+        """True if the request prefers or forbids some tokens by their ids."""
         return bool(self.logit_bias or self.allowed_token_ids or self.bad_word_ids)
 
 
-#: What the APIs take where neither a request nor the model's generation_config.json says anything.
+#: Defaults of the APIs, used if neither the request nor the model's generation_config.json sets a value.
 SAMPLING_DEFAULTS: dict[str, float] = {
     name: getattr(SamplingParams(seed=0), name)
     for name in (
@@ -218,8 +219,8 @@ class MediaSpan(msgspec.Struct, frozen=True):
 
     Attributes:
         offset: the first of those rows.
-        item, first: where the feature is that of a video's segment: the video's mm_hash, and the row of its
-            feature with which the segment's begins.
+        item, first: for a segment of a video: the video's mm_hash, and the row of the video's feature at which
+            the segment begins.
     """
 
     start: int
@@ -237,7 +238,7 @@ class MediaSpan(msgspec.Struct, frozen=True):
 #: The kinds of media.
 Modality = Literal["image", "video", "audio"]
 MODALITIES: tuple[Modality, ...] = get_args(Modality)
-#: Several items of a kind, in sentences.
+#: Plural of each kind, for messages.
 PLURALS: dict[str, str] = {"image": "images", "video": "videos", "audio": "sounds"}
 
 
@@ -246,9 +247,9 @@ class VideoFacts(msgspec.Struct, frozen=True):
 
     Attributes:
         width, height: pixels of a frame as displayed.
-        num_frames: of the file.
-        fps: frames a second, on average.
-        is_list: it is a frame list.
+        num_frames: frames in the file.
+        fps: mean frames per second.
+        is_list: True for a frame list.
     """
 
     width: int
@@ -263,7 +264,7 @@ class VideoFacts(msgspec.Struct, frozen=True):
 
 
 class AudioFacts(msgspec.Struct, frozen=True):
-    """A sound as its file has it: samples of each channel as decoded, samples a second, channels."""
+    """A sound as stored in its file: samples per channel, samples per second, channels."""
 
     num_samples: int
     rate: int
@@ -274,18 +275,18 @@ class AudioFacts(msgspec.Struct, frozen=True):
         return self.num_samples / self.rate
 
     def count_at(self, rate: int) -> int:
-        """Samples of each channel at another rate."""
+        """Return the samples per channel at another rate."""
         return -(-self.num_samples * rate // self.rate)
 
 
 class VideoSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The frames that a request asks for of its videos, in the words of vLLM's API; None: it does not say.
+    """A request's choice of video frames, with the names of vLLM's API; None: not set.
 
     Attributes:
-        num_frames, fps: those that are read (``media_io_kwargs``). -1: all. fps of a frame list is its own rate.
-        processor_num_frames, processor_fps, max_frames: those that the model's processor takes of a video all of
-            whose frames are read (``mm_processor_kwargs``).
-        do_sample_frames: False: the processor takes all that are read.
+        num_frames, fps: frames to read (``media_io_kwargs``); -1: all. For a frame list, fps is its frame rate.
+        processor_num_frames, processor_fps, max_frames: frames that the model's processor samples if all frames
+            are read (``mm_processor_kwargs``).
+        do_sample_frames: False: the processor uses all frames read.
     """
 
     num_frames: int | None = None
@@ -296,28 +297,28 @@ class VideoSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     do_sample_frames: bool | None = None
 
     def takes_all_read(self, video: VideoFacts) -> bool:
-        """Whether the processor takes all frames that are read, since the request chose them."""
+        """Return whether the processor uses all frames read, because the request chose them."""
         return video.is_list or self.do_sample_frames is False or self.count_read(video) < video.num_frames
 
     def count_read(self, video: VideoFacts) -> int:
-        """The number of frames that are read, as vLLM's loader counts them; the first ones of a frame list."""
+        """Return the number of frames to read, as vLLM's loader counts them; a frame list is cut after them."""
         count = video.num_frames if self.num_frames in (None, -1) else min(self.num_frames, video.num_frames)
         if self.fps is not None and not video.is_list:
             count = min(count, math.floor(video.duration_s * self.fps))
         return max(1, count)
 
 
-#: The request says nothing: the model's processor samples as its files say.
+#: No choice in the request: the model's files determine the sampling.
 AS_THE_MODEL = VideoSampling()
 
 
 class StageRate(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Seconds of one batch of a stage as measured: ``base_s + unit_s * units``.
+    """Measured time of a stage's batch, in seconds: ``base_s + unit_s * units``.
 
     Units are pixels (encode), tokens (prefill) and sequences (decode, where a batch is one step).
 
     Attributes:
-        is_fresh: whether it was measured lately.
+        is_fresh: True if measured recently.
     """
 
     base_s: Annotated[float, msgspec.Meta(ge=0, le=1e6)]
@@ -325,5 +326,5 @@ class StageRate(msgspec.Struct, frozen=True, omit_defaults=True):
     is_fresh: bool = True
 
     def seconds(self, units: float) -> float:
-        """Seconds of one batch of ``units``."""
+        """Return the time of a batch of ``units``."""
         return self.base_s + self.unit_s * units

@@ -20,7 +20,7 @@ def read_header(file: Path) -> tuple[int, dict[str, Any]]:
             start = 8 + int.from_bytes(content.read(8), "little")
             end = os.fstat(content.fileno()).st_size
             if start > end:
-                raise ValueError("it is cut off in its header")
+                raise ValueError("its header is cut off")
             tensors = json.loads(content.read(start - 8))
         tensors.pop("__metadata__", None)
         if start + max((one["data_offsets"][1] for one in tensors.values()), default=0) != end:

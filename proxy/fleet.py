@@ -91,8 +91,8 @@ class Fleet:
     """Keeps the instance table current, and adds and removes instances.
 
     The fleet asks each instance for its info, then listens to its reports; one without reports is polled. An
-    instance is up while it answers that it is ready. It is down, and its requests move elsewhere, if it is
-    unreachable or answers nothing for ``gateway.probe_timeout_s``.
+    instance is up while it reports ready. It is down, and its requests move elsewhere, if it is unreachable or
+    silent for ``gateway.probe_timeout_s``.
 
     Attributes:
         topology: the deployment's topology, for display.
@@ -155,11 +155,11 @@ class Fleet:
     def replace(self, instances: Mapping[str, Member], topology: Topology | None) -> None:
         """Replace the instances that did not join by themselves; a new URL means a new instance.
 
-        Raises InvalidRequest, without any change, for the name of an instance that has joined.
+        Raises InvalidRequest, without any change, for the name of a joined instance.
         """
         wanted = {name: one.url for name, one in instances.items()}
         if both := sorted(set(wanted) & set(self._joined)):
-            raise InvalidRequest(f"instance {both[0]} has joined by itself; choose another name")
+            raise InvalidRequest(f"instance {both[0]} has already joined; choose another name")
         wanted |= self._joined
         here = {record.name: record.url for record in self.table}
         for name in [name for name, url in here.items() if wanted.get(name) != url]:
@@ -183,7 +183,7 @@ class Fleet:
         self._joined[name] = url
 
     def leave(self, name: str, *, finishes_requests: bool = True) -> None:
-        """Remove an instance that has joined; its requests finish there or move elsewhere."""
+        """Remove a joined instance; its requests finish there or move elsewhere."""
         del self._joined[name]
         self._remove(name)
         if not finishes_requests:

@@ -66,7 +66,7 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Faults:
-    """Injected faults of all devices, from a JSON file that is reloaded when it changes.
+    """Injected faults of all devices, from a JSON file, reloaded when it changes.
 
     It maps names to :class:`Fault`'s attributes: ``{"emulated:h200:0": {"slowness": 3.0}}``; "*" is any device.
     """

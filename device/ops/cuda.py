@@ -56,7 +56,7 @@ class CudaPlan(AttentionPlan):
     """The computation chosen for each half of a step, decodes and prefills; an AttentionPlan means PlainOps."""
 
     decodes: AttentionPlan | None
-    """None without decodes, or if the kernel needs no plan."""
+    """Plan of the decodes; None without decodes, or if the kernel needs no plan."""
     prefills: PackedPrefills | DensePrefills | AttentionPlan | None
 
 

@@ -4,9 +4,9 @@ One kernel reads the scores once, with many programs per row, and stores each bl
 weights. A second kernel, with one program per row, reads only relevant blocks: for the k-th largest score, blocks
 whose maximum is among the k largest maxima; for a draw, the block that contains it.
 
-A draw from the whole distribution that top-p rejects also rejects all tokens that are not likelier; the next draw
-is from the rest. This takes about 1 - ln(top_p) draws. Radix selection, 8 bits per pass, finds the k-th largest
-score. Random numbers are Philox 4x64-10 of the row's counters.
+If top-p rejects a draw from the whole distribution, it also rejects all tokens of equal or lower probability; the
+next draw is from the rest. This takes about 1 - ln(top_p) draws. Radix selection, 8 bits per pass, finds the k-th
+largest score. Random numbers are Philox 4x64-10 of the row's counters.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators

@@ -25,7 +25,7 @@ DEADLINE_S = 30.0
 #: For this long, a layout left because of its pressure is not restored at a lower pressure.
 _FORGET_S = 300.0
 _FEWEST_SAMPLES = 3
-#: Pressure after losing an instance below which that is safe.
+#: A stage may give up an instance if its pressure then stays below this.
 _CALM = 0.5
 #: A stage predicted to exceed this pressure is treated as if it already had it.
 _SOON_LATE = 1.1
@@ -308,7 +308,7 @@ class Controller:
         if best is not None:
             return best, ""
         if is_back:
-            return None, "the best switch would restore a layout that was left because of its pressure"
+            return None, "the best switch would restore a layout left because of its pressure"
         if is_held:
             return None, "every helpful switch would leave a stage without an instance"
         return None, f"no switch is predicted to gain {HYSTERESIS:.0%}"

@@ -45,7 +45,7 @@ class DriftDetector:
         self._num_new = 0
 
     def observe(self, request: ServedRequest) -> list[str]:
-        """Take finished requests in order; return a sentence for each figure that has drifted.
+        """Take finished requests in order; return a sentence for each drifted figure.
 
         Failed requests are ignored. After a drift the newest requests become the reference.
         """

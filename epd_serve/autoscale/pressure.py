@@ -121,7 +121,7 @@ class StageLoad:
     def coming(self) -> float:
         """The pressure once growing decode batches reach their final size; else the measured one.
 
-        Decode lags behind its load by the length of an answer; encode and prefill do not.
+        Decode lags its load by the length of an answer; encode and prefill do not.
         """
         now = self.pressure
         if self.stage is not Stage.DECODE or not self.num_instances or self.more <= 0 or now <= _SOON:
@@ -163,7 +163,7 @@ def load_of(
     num_recent: int,
     ahead_s: float,
 ) -> StageLoad:
-    """Compute pressure from the latest samples, and growth and demand, which are noisier, from more of them.
+    """Compute pressure from the latest samples; growth and demand are noisier and use more samples.
 
     Args:
         samples: timed samples of an unchanged set of instances, newest last.

@@ -1,4 +1,4 @@
-"""The interface through which a caller talks to an instance, whatever engine runs behind it."""
+"""The interface to an instance, independent of its engine."""
 
 from __future__ import annotations
 
@@ -20,43 +20,43 @@ from epd_serve.protocol.wire import (
 
 
 class Answer(Protocol):
-    """A stage's answer whose status line has arrived: OpenAI's JSON or events, to be forwarded unparsed."""
+    """A stage's answer after its status line: OpenAI's JSON or events, to be forwarded unparsed."""
 
     @property
     def framed(self) -> bool:
-        """Whether the bytes are items (:mod:`epd_serve.rpc.items`), so that its tokens are known."""
+        """True if the bytes are items (:mod:`epd_serve.rpc.items`), which contain the tokens."""
 
     @property
     def decode_follows(self) -> bool:
-        """Whether D's bytes come after these (``x-epd-next: decode``)."""
+        """True if D's bytes follow these (``x-epd-next: decode``)."""
 
     @property
     def prompt_note(self) -> str:
         """P's note on the prompt (:mod:`epd_serve.protocol.wire`); "" for none."""
 
     def chunks(self) -> AsyncIterator[bytes]:
-        """Yield the body as it arrives, never empty pieces. Raises InstanceLost where it breaks off."""
+        """Yield the body as it arrives, in non-empty pieces. Raises InstanceLost if it breaks off."""
 
     async def forward(self, write: Callable[[bytes], bool]) -> bool:
-        """Hand the body to ``write`` as it arrives, until that returns False; returns whether it is complete.
+        """Pass the body to ``write`` as it arrives, until ``write`` returns False; return whether it is complete.
 
-        ``write`` is called out of the event loop's callbacks; what it raises is raised here. Raises InstanceLost
-        where the body breaks off.
+        ``write`` runs in callbacks of the event loop; its exceptions are raised here. Raises InstanceLost if the
+        body breaks off.
         """
 
 
 class StageCall(Protocol):
-    """A call that is under way. It must be closed."""
+    """A call in progress, which must be closed."""
 
     @property
     def opened(self) -> asyncio.Future[Answer]:
-        """A future that is done when the answer's head is there.
+        """A future of the answer, done when the answer's head has arrived.
 
-        It raises the exception that came in its place.
+        It raises the call's exception.
         """
 
     def close(self) -> None:
-        """Break the call off, which cancels the work, unless its answer has been read to the end. Idempotent."""
+        """End the call; cancels the work unless the answer has been read to the end. Idempotent."""
 
 
 class StageCalls(Protocol):
@@ -77,40 +77,40 @@ class StageCalls(Protocol):
         """Return the instance's info."""
 
     async def probe(self, timeout_s: float) -> None:
-        """Return where the instance's process answers; raise StageTimeout where it does not in time.
+        """Return if the instance's process answers; raise StageTimeout if it does not in time.
 
-        An instance that computes for long is well; one whose engine hangs ends by itself, or raises a ServeError.
+        A long computation does not delay the answer. A hanging engine ends its process or raises a ServeError.
         """
 
     async def switch(self, order: RoleOrder) -> RoleChanged:
-        """Have it serve another role; return when it does.
+        """Switch the instance to another role; return when it serves it.
 
-        Raises InvalidRequest for a role that it cannot have, StageTimeout where it was not empty in time.
+        Raises InvalidRequest for an impossible role, StageTimeout if the instance was not empty in time.
         """
 
     async def leave(self, order: LeaveOrder) -> Left:
-        """Return when no request is left. Raises StageTimeout where it was not empty in time."""
+        """Return when no request is left. Raises StageTimeout if the instance was not empty in time."""
 
     def reports(self) -> AsyncGenerator[Report, None]:
-        """Yield the instance's reports until it ends them. Raises InvalidRequest (404) where it makes none."""
+        """Yield the instance's reports until it ends them. Raises InvalidRequest (404) if it sends none."""
 
     async def encode(self, request: EncodeRequest, *, trace_id: str) -> EncodeReply:
         """Return once the feature is stored and announced."""
 
     async def tokenize(self, request: TokenizeRequest, *, trace_id: str) -> TokenizeReply:
-        """The tokens of a chat or prompt; for instances that prefill, as :meth:`detokenize` is."""
+        """Return the tokens of a chat or prompt. Like :meth:`detokenize`, for instances that prefill."""
 
     async def detokenize(self, request: DetokenizeRequest, *, trace_id: str) -> DetokenizeReply:
-        """The text of tokens."""
+        """Return the text of tokens."""
 
     def prefill(self, request: PrefillRequest, *, trace_id: str, media: Sequence[bytes] = ()) -> StageCall:
-        """Begin a prefill; the call is opened once the first token is there.
+        """Begin a prefill; the call opens with the first token.
 
-        ``media`` are the items' bytes, for an engine whose prompts are made from them.
+        ``media`` are the items' bytes, for an engine that makes prompts from them.
         """
 
     def decode(self, request: DecodeRequest, *, trace_id: str) -> StageCall:
         """Begin a decode.
 
-        The call is opened once the second token is there, or the whole answer if not streamed.
+        The call opens with the second token, or with the whole answer if not streamed.
         """

@@ -1,7 +1,7 @@
 """Stage calls to a native instance, in MessagePack, as listed in :mod:`epd_serve.protocol.wire`.
 
-All calls share one link (:mod:`epd_serve.rpc.link`). Info and probes make connections of their own, since the
-shared one may lead to a host that is gone.
+All calls share one link (:mod:`epd_serve.rpc.link`). Info and probes use separate connections, since the
+shared one may lead to a dead host.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class NativeConnections:
     """The connections to all instances of a caller; an async context manager that closes them.
 
     Attributes:
-        http: those to servers of vLLM.
+        http: connections to vLLM's servers.
     """
 
     def __init__(self, key: str | None = None, tls: TlsFiles | None = None) -> None:
-        """``key`` and ``tls``: of the cluster, as of :class:`Link`."""
+        """``key`` and ``tls``: the cluster's, as for :class:`Link`."""
         self._key = key
         self._tls = tls
-        self._links: WeakSet[Link] = WeakSet()  # those of instances that have left go with their calls
+        self._links: WeakSet[Link] = WeakSet()  # links of removed instances vanish with their calls
         self.http = HttpPool(tls)
 
     def link(self, name: str, url: str) -> Link:
@@ -63,7 +63,7 @@ class NativeConnections:
 
 
 class _StageCall(LinkCall):
-    """:class:`epd_serve.backends.base.StageCall`, and the Answer that it opens with."""
+    """A :class:`epd_serve.backends.base.StageCall` and its Answer."""
 
     @property
     def decode_follows(self) -> bool:
@@ -88,9 +88,9 @@ class NativeInstance:
         self.url = self._link.url
 
     async def info(self) -> instance_state.InstanceInfo:
-        """Ask for the info.
+        """Return the instance's info.
 
-        Raises InstanceLost also for an answer that is none, or that takes over INFO_TIMEOUT_S.
+        Raises InstanceLost also if the answer is invalid or takes longer than INFO_TIMEOUT_S.
         """
         try:
             async with asyncio.timeout(INFO_TIMEOUT_S), self._connections.link(self.name, self.url) as link:
@@ -101,10 +101,10 @@ class NativeInstance:
                 f"instance {self.name} at {self.url} said nothing in {INFO_TIMEOUT_S:g} s"
             ) from error
         except msgspec.MsgspecError as error:
-            raise InstanceUntrusted(f"{self.url}/info is no answer of an instance ({error})") from error
+            raise InstanceUntrusted(f"{self.url}/info returned an invalid answer ({error})") from error
 
     async def probe(self, timeout_s: float) -> None:
-        """Ask whether the process answers. A step that hangs ends it (:mod:`epd_serve.engine.pace.step_watch`)."""
+        """Check that the process answers. A hanging step ends it (:mod:`epd_serve.engine.pace.step_watch`)."""
         try:
             async with asyncio.timeout(timeout_s), self._connections.link(self.name, self.url) as link:
                 await link.ask("/health")
@@ -112,13 +112,13 @@ class NativeInstance:
             raise StageTimeout(f"instance {self.name} does not answer within {timeout_s:g} s") from error
 
     async def switch(self, order: instance_state.RoleOrder) -> instance_state.RoleChanged:
-        """Order a role; return when the instance serves it. Raises the ServeError that it answers with."""
+        """Order a role; return when the instance serves it. Raises the instance's ServeError."""
         return await self._ask("/role", [wire.encode(order)], instance_state.RoleChanged)
 
     async def leave(self, order: instance_state.LeaveOrder) -> instance_state.Left:
         """Order the instance to leave; return when nothing is left there.
 
-        Raises the ServeError that it answers with.
+        Raises the instance's ServeError.
         """
         return await self._ask("/leave", [wire.encode(order)], instance_state.Left)
 
@@ -134,8 +134,8 @@ class NativeInstance:
                     raise ValueError(f"a line of more than {_MAX_REPORT_BYTES} bytes")
                 for one in lines:
                     yield msgspec.json.decode(one, type=instance_state.Report)
-        except ValueError as error:  # of msgspec's too
-            raise InstanceUntrusted(f"{self.url}/reports are no reports of an instance ({error})") from error
+        except ValueError as error:  # msgspec's errors are ValueErrors
+            raise InstanceUntrusted(f"{self.url}/reports sent an invalid report ({error})") from error
         finally:
             call.close()
 

@@ -266,7 +266,7 @@ class VllmInstance(VllmServer):
         decodes = self if request.decode_url is None else self._others.by_url.get(request.decode_url, self)
         continues = decodes.target.continues and can_continue(request)
         exchange = _Exchange(rest_of(request) if continues else request, media, self, continues)
-        # one transfer cannot feed several choices that are sampled apart; KV lacks the prompt's log-probabilities
+        # one transfer cannot feed several sampled choices; KV lacks the prompt's log-probabilities
         several = request.sampling.n > vllm_chat.num_copies(request.sampling)
         exchange.is_for_d = request.decode_url is not None and (several or vllm_chat.needs_whole_prompt(request))
         if self.target.takes_features:
@@ -414,7 +414,7 @@ class VllmInstance(VllmServer):
         return f"{host}:{(parts.port or 80) + offset}"
 
     def _end_wait(self, request: wire.EncodeRequest) -> None:
-        """Record that P need not wait for an item any more."""
+        """Record that P no longer waits for an item."""
         if (exchange := self._others.exchanges.get(request.request_id)) is not None:
             exchange.awaited.discard(request.ref.mm_hash)
             if not exchange.awaited:

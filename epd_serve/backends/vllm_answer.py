@@ -159,7 +159,7 @@ class VllmCall:
 
 
 class PrefillAnswer:
-    """P's empty answer after it has computed the prompt: the text comes from D."""
+    """P's empty answer after the prefill: the text comes from D."""
 
     framed = True
     decode_follows = True

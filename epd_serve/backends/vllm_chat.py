@@ -166,7 +166,7 @@ def _prompting(options: PromptOptions, *, is_chat: bool) -> Body:
 
 
 def num_copies(sampling: SamplingParams) -> int:
-    """Return the number of choices that one choice of vLLM serves: all of them if they are greedy."""
+    """Return the number of choices served by one choice of vLLM: all if greedy."""
     return sampling.n if sampling.greedy else 1
 
 

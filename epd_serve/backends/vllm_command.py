@@ -1,4 +1,4 @@
-"""The command line and environment of one vLLM process. Pure: no file is read, nothing is imported from vLLM."""
+"""The command line and environment of a vLLM process. Pure: reads no files and imports nothing from vLLM."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import Any, Literal
 from epd_serve.rpc.tls import TlsFiles
 from epd_serve.types import Role
 
-#: Where an instance's other servers listen, from its HTTP port on (config.vllm.PORTS_PER_INSTANCE).
+#: Ports of an instance's other servers, as offsets from its HTTP port (config.vllm.PORTS_PER_INSTANCE).
 FEATURE_PORT, KV_PORT = 1, 2
 
 #: Read by epd_serve.vllm_plugin.spinning.
 SPIN_VARIABLE = "EPD_SERVE_SPIN_S"
 
-#: Of transfers between NPUs, in ms and in powers of two of 4 us, as vllm-ascend's guide has them (kv_pool.md).
+#: Timeouts of transfers between NPUs, from vllm-ascend's guide (kv_pool.md): HCCL's is 4 us * 2**n, others in ms.
 _NPU_TIMEOUTS = {
     "HCCL_RDMA_TIMEOUT": "17",
     "ASCEND_CONNECT_TIMEOUT": "10000",
     "ASCEND_TRANSFER_TIMEOUT": "10000",
 }
-#: Seconds for which P keeps KV that no D asks for, and for which D waits for P to compute a prompt.
+#: Seconds for which P keeps KV that no D requests, and D waits for P to compute a prompt.
 _MOONCAKE_LEASE_S = 60
 _GIB = 1 << 30
 _PLUGIN = "epd_serve.vllm_plugin"
@@ -33,14 +33,14 @@ _PLUGIN = "epd_serve.vllm_plugin"
 
 @dataclass(frozen=True, kw_only=True)
 class Connectors:
-    """The connectors by which a deployment's instances hand on features and KV; None where no instance needs one.
+    """The connectors that transfer a deployment's features and KV; None if no instance needs one.
 
     Attributes:
         features: ``store`` (epd-serve's) or ``file`` (vLLM's ECExampleConnector, through ``feature_dir``).
         kv: vLLM's MooncakeConnector (vllm-ascend's MooncakeConnectorV1) or NixlConnector.
-        pulls: whether D asks for KV only once P has answered, with the parameters in P's answer.
-        store_bytes, cache_bytes: encoder output that E keeps, and that P keeps, with ``store``.
-        feature_timeout_s: time for which P waits for encoder output before it encodes itself.
+        pulls: whether D requests KV after P has answered, with the parameters in P's answer.
+        store_bytes, cache_bytes: encoder output kept by E and by P, with ``store``.
+        feature_timeout_s: time that P waits for encoder output before it encodes the item itself.
         widths: tensor-parallel ranks of P and of D.
     """
 
@@ -55,23 +55,23 @@ class Connectors:
 
     @property
     def holds_both(self) -> bool:
-        """Whether each process with a language model can hand KV over and take it over (:func:`roles_of`)."""
+        """True if each process with a language model can both send and receive KV (:func:`roles_of`)."""
         return self.kv == "mooncake" and not self.pulls and self.features != "file"
 
 
 def moves_kv(role: Role, connectors: Connectors) -> bool:
-    """Whether an instance hands KV over or takes it over, or may come to do it."""
+    """Return whether an instance sends or receives KV, now or after a role switch."""
     can_change = connectors.holds_both and role.has_language_model
     return connectors.kv is not None and (role.prefills != role.decodes or can_change)
 
 
 def takes_features(role: Role, connectors: Connectors) -> bool:
-    """Whether an instance has a connector that takes features, where the deployment has any."""
+    """Return whether an instance consumes features, if the deployment has encoders."""
     return role.has_language_model and not role.encodes and (role.prefills or connectors.holds_both)
 
 
 def roles_of(role: Role, connectors: Connectors) -> frozenset[Role]:
-    """The roles that the process of an instance can have one after the other; it does not notice a change."""
+    """Return the roles that an instance's process can serve; it is unaware of a switch between them."""
     if not (connectors.holds_both and role.has_language_model):
         return frozenset({role})
     names = ("P", "PD", "D") if connectors.features else ("P", "PD", "D", "EP", "EPD")
@@ -84,14 +84,14 @@ class VllmOptions:
 
     Attributes:
         python: the interpreter of vLLM's environment.
-        number: number of the instance in its deployment, from 0.
+        number: index of the instance in its deployment, from 0.
         kind: kind of the device: "cpu", "cuda" or "npu".
-        visible: value of the variable that shows it its devices; "" where there is none.
-        memory_share: part of an accelerator's memory for weights and KV.
-        kv_bytes: size of the KV cache; None: the memory that is left, and 1 GiB on a CPU.
-        cores: CPU cores that an instance on a CPU is bound to; "" for none.
-        tls: the files with which its server shows a certificate and asks for one; None: it is plain.
-        arguments: further flags, by name with ``_``.
+        visible: value of the variable that limits the visible devices; "" to leave it unset.
+        memory_share: fraction of an accelerator's memory for weights and KV.
+        kv_bytes: size of the KV cache; None: the remaining memory, and 1 GiB on a CPU.
+        cores: CPU cores to bind an instance on a CPU to; "" for no binding.
+        tls: certificate files for mutual TLS; None: plain HTTP.
+        arguments: additional flags, by name with ``_``.
     """
 
     name: str
@@ -117,13 +117,13 @@ class VllmOptions:
 
 
 def command_of(options: VllmOptions) -> tuple[str, ...]:
-    """``vllm serve`` with all its flags."""
+    """Return the ``vllm serve`` command with all flags."""
     flags: dict[str, bool | int | float | str] = {
         "host": options.host,
         "port": options.port,
         "served_model_name": options.served_model_name,
         "dtype": options.dtype,
-        "enable_prompt_tokens_details": True,  # of P's prefix cache
+        "enable_prompt_tokens_details": True,  # reports P's prefix cache hits
     }
     if options.chat_template is not None:
         flags["chat_template"] = str(options.chat_template)
@@ -138,7 +138,7 @@ def command_of(options: VllmOptions) -> tuple[str, ...]:
     if (features := feature_config(options)) is not None:
         flags["ec_transfer_config"] = _json(features)
         if features["ec_role"] == "ec_producer":
-            flags["enable_prefix_caching"] = False  # an encoder has no KV cache
+            flags["enable_prefix_caching"] = False  # an encoder lacks a KV cache
     if (kv := kv_config(options)) is not None:
         flags["kv_transfer_config"] = _json(kv)
     flags |= options.arguments
@@ -153,7 +153,7 @@ def command_of(options: VllmOptions) -> tuple[str, ...]:
 
 
 def environment_of(options: VllmOptions) -> dict[str, str]:
-    """The variables that the process needs besides those of its parent."""
+    """Return the variables that the process needs in addition to its parent's."""
     variables = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -164,13 +164,13 @@ def environment_of(options: VllmOptions) -> dict[str, str]:
         variables["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, math.ceil((options.kv_bytes or _GIB) / _GIB)))
         variables["VLLM_CPU_OMP_THREADS_BIND"] = options.cores or "nobind"
         variables["OMP_NUM_THREADS"] = str(options.threads)
-        variables[SPIN_VARIABLE] = "0.0005"  # others want the cores that it would spin on for a second
+        variables[SPIN_VARIABLE] = "0.0005"  # vLLM's default of a second keeps cores from other processes
     elif options.visible:
         names = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
         variables[names[options.kind]] = options.visible
     kv = options.connectors.kv if moves_kv(options.role, options.connectors) else None
     if (options.kind == "npu" or kv == "mooncake") and options.host not in ("0.0.0.0", "::"):
-        variables["VLLM_HOST_IP"] = options.host  # it would announce the address of the default route
+        variables["VLLM_HOST_IP"] = options.host  # the default is the address of the default route
     if kv == "mooncake" and options.kind == "npu":
         variables |= _NPU_TIMEOUTS
     elif kv == "mooncake":
@@ -183,7 +183,7 @@ def environment_of(options: VllmOptions) -> dict[str, str]:
 
 
 def feature_config(options: VllmOptions) -> dict[str, Any] | None:
-    """``--ec-transfer-config``: E produces, P and PD consume; EP and EPD keep their features to themselves.
+    """Return ``--ec-transfer-config``: E produces, P and PD consume; EP and EPD do not share features.
 
     A D that may become P consumes, too.
     """
@@ -210,12 +210,12 @@ def feature_config(options: VllmOptions) -> dict[str, Any] | None:
 
 
 def kv_config(options: VllmOptions) -> dict[str, Any] | None:
-    """``--kv-transfer-config`` of roles that move KV; D computes a prompt whose KV does not come."""
+    """Return ``--kv-transfer-config`` of a role that moves KV. D recomputes a prompt if its KV fails to arrive."""
     role, connectors = options.role, options.connectors
     if not moves_kv(role, connectors):
         return None
     kv_role = "kv_both" if connectors.holds_both else "kv_producer" if role.prefills else "kv_consumer"
-    # vllm-ascend derives ports from the id. Elsewhere each start has its own: D remembers P's address by it.
+    # vllm-ascend derives ports from the id. Elsewhere vLLM draws one per start: D caches P's address by it.
     engine_id = {"engine_id": str(options.number)} if options.kind == "npu" else {}
     config = {"kv_role": kv_role, **engine_id, "kv_load_failure_policy": "recompute"}
     buffer = {"kv_buffer_device": "cpu"} if options.kind == "cpu" else {}
@@ -224,14 +224,14 @@ def kv_config(options: VllmOptions) -> dict[str, Any] | None:
 
 
 def _mooncake(options: VllmOptions) -> dict[str, Any]:
-    if options.kind == "npu":  # vllm-ascend's own, which it registers itself
+    if options.kind == "npu":  # registered by vllm-ascend
         sizes = zip(("prefill", "decode"), options.connectors.widths, strict=True)
         return {
             "kv_connector": "MooncakeConnectorV1",
             "kv_port": str(options.port + KV_PORT),
             "kv_connector_extra_config": {stage: {"dp_size": 1, "tp_size": width} for stage, width in sizes},
         }
-    if options.kind == "cpu":  # vLLM's asks for the index of an accelerator
+    if options.kind == "cpu":  # vLLM's connector needs an accelerator
         return {
             "kv_connector": "MooncakeCPUConnector",
             "kv_connector_module_path": f"{_PLUGIN}.mooncake_cpu",
@@ -241,7 +241,7 @@ def _mooncake(options: VllmOptions) -> dict[str, Any]:
 
 
 def shell_line(command: tuple[str, ...], variables: Mapping[str, str]) -> str:
-    """A line for a shell that runs the command with these variables."""
+    """Return a shell line that runs the command with these variables."""
     return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in variables.items()), shlex.join(command)])
 
 

@@ -138,7 +138,7 @@ class FramedCall(VllmCall):
         return not tokens
 
     def _correct(self, answer: dict[str, Any], choice: dict[str, Any]) -> None:
-        """Change an event to that of an unbroken answer, without token ids."""
+        """Make an event look like one of an unbroken answer, without token ids."""
         answer["created"] = self._created
         for one in (answer, choice):
             for name in ("token_ids", "prompt_token_ids"):

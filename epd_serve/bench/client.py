@@ -26,7 +26,7 @@ _MEET_TIMEOUT = aiohttp.ClientTimeout(total=60)
 def open_session(base_url: str, api_key: str | None) -> aiohttp.ClientSession:
     """Return a session without a limit on connections.
 
-    Raises ValueError for a URL that is not http(s) or contains a password.
+    Raises ValueError unless the URL is http(s), without a password.
     """
     parts = urlsplit(base_url)
     if parts.scheme not in ("http", "https") or not parts.hostname:

@@ -57,7 +57,7 @@ class Output:
         self.console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
     def write(self, path: Path, runs: Sequence[Run]) -> None:
-        """Write report.html to ``path`` and print JSON, as far as wanted."""
+        """Write report.html to ``path`` and print JSON, if requested."""
         if self.report:
             try:
                 write_report(path / "report.html", runs, self.attainment)
@@ -154,7 +154,7 @@ def run_bench(
         return _INTERRUPTED
     if search is not None:
         _report_goodput(path, settings, search, output)
-        # a search also tries rates that are too high; only the best rate sets the exit code
+        # a search also tries excessive rates; only the best rate sets the exit code
         runs = [run for run in runs if run.settings.rate == search.attained] or runs
     return output.exit_code(runs)
 
@@ -173,7 +173,7 @@ def redraw_bench(
 
 
 def slo_of(slo: SLO, ttft_ms: float | None, tpot_ms: float | None) -> SLO:
-    """Return ``slo`` with the given limits in place of its own."""
+    """Return ``slo`` with its limits replaced by the given ones."""
     return SLO(
         ttft_ms=slo.ttft_ms if ttft_ms is None else ttft_ms, tpot_ms=slo.tpot_ms if tpot_ms is None else tpot_ms
     )
@@ -217,7 +217,7 @@ def _compare(
 
 
 def _check_load(settings: RunSettings) -> None:
-    """Raise ValueError for arrivals that are invalid or contradict other settings."""
+    """Raise ValueError for invalid arrivals, or ones that contradict other settings."""
     arrivals = parse_arrivals(settings)
     if settings.max_concurrency is not None and arrivals.concurrency is not None:
         raise ValueError(f"arrivals {settings.arrivals} set the concurrency; leave --max-concurrency out")

@@ -41,7 +41,7 @@ class Candidate:
 
 
 def read_candidates(files: Sequence[Path]) -> list[Candidate]:
-    """Read deployment files. Raises ValueError for an invalid one and for one that is named twice."""
+    """Read deployment files. Raises ValueError for an invalid or repeated file."""
     if twice := sorted({str(file) for file in files if files.count(file) > 1}):
         raise ValueError(f"--compare names {', '.join(twice)} twice")
     configs = [load_config(file) for file in files]

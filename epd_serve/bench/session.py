@@ -111,7 +111,7 @@ class Session:
         return Run(path=path, settings=settings, records=records, tester=tester)
 
     async def _warm_up(self, http: aiohttp.ClientSession, settings: RunSettings, items: list[Item]) -> None:
-        """Send uncounted requests one by one. Raises ValueError if all of them fail."""
+        """Send uncounted requests one by one. Raises ValueError if all fail."""
         alone = [replace(item, index=-1 - item.index, conversation=None, turn=0) for item in items]
         runner = Runner(alone, http, msgspec.structs.replace(settings, arrivals="closed:1", rate=None))
         await runner.run()

@@ -39,7 +39,7 @@ _FIGURES = {
 def summarise(settings: RunSettings, records: Sequence[Record], tester: ClientLoad | None = None) -> Summary:
     """Return the figures of a run. Raises ValueError without records."""
     if not records:
-        raise ValueError("the run has no finished requests")
+        raise ValueError("the run finished no requests")
     total = _summarise_part(settings, records)
     modalities = sorted({record.modality for record in records})
     return Summary(
@@ -128,7 +128,7 @@ def _warn_of_tester(
     if settings.emulated:
         found.append(
             f"The devices are {settings.emulated}: queues and host work are real; step and link times come from a "
-            "data sheet or a profile, or from the CPU where that is slower."
+            "data sheet or a profile, or from the CPU if it is slower."
         )
     if total.planned_rate and total.achieved_rate < _MIN_RATE_SHARE * total.planned_rate:
         found.append(

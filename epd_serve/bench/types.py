@@ -13,14 +13,14 @@ import msgspec
 
 @dataclass(frozen=True, kw_only=True)
 class Media:
-    """An image, sound or video of a message, as bytes or as a URL that is sent unchanged."""
+    """An image, sound or video of a message, as bytes or as a URL to send unchanged."""
 
     mime: str  # such as image/jpeg; its first half names the kind of part
     data: bytes = field(default=b"", repr=False)  # sent as a base64 data URL
     url: str = ""
 
 
-#: A text, a media item, or a part of OpenAI's chat API that is sent unchanged.
+#: A text, a media item, or a part in OpenAI's chat format, sent unchanged.
 Part = str | Media | dict[str, Any]
 
 

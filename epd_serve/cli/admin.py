@@ -65,4 +65,4 @@ def ask_admin(
     except TimeoutError as error:
         raise ValueError(f"{gateway.where} has not answered in {timeout_s:g} s") from error
     except AdminUnreachable as error:
-        raise ValueError(f"{error}; the gateway may be starting, or have no gateway.admin.port") from error
+        raise ValueError(f"{error}; the gateway may be starting, or lack gateway.admin.port") from error

@@ -69,7 +69,7 @@ class Commands(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name in _OTHER_NAMES:
-            raise ValueError(f"{cmd_name}: here it is 'epd-serve {_OTHER_NAMES[cmd_name]}'")
+            raise ValueError(f"{cmd_name}: use 'epd-serve {_OTHER_NAMES[cmd_name]}'")
         example = next((group[cmd_name] for group in GROUPS.values() if cmd_name in group), None)
         return None if example is None else _load(cmd_name, example)
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from epd_serve.config import DEMO_MODEL
-from epd_serve.config.model_files import beside
+from epd_serve.config.model_files import resolve_model_name
 
 ParentPid = Annotated[int | None, typer.Option(help="End when this process, the parent, ends.", hidden=True)]
 Host = Annotated[str | None, typer.Option(help="Address of the gateway; overrides the file's.")]
@@ -43,7 +43,7 @@ def ray_address(on: str) -> str:
 
 def model_of(name: str) -> str:
     """Resolve a model name relative to the working directory, not to the file."""
-    return name if name == DEMO_MODEL else beside(name, Path.cwd())
+    return name if name == DEMO_MODEL else resolve_model_name(name, Path.cwd())
 
 
 def tie_to(parent_pid: int | None) -> None:

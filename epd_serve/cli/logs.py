@@ -26,10 +26,10 @@ def logs(
         deployment = find_run(None)[1].address
     called = (path for path, run in all_runs().items() if deployment is None or run.is_called(deployment))
     if (directory := next(called, None)) is None:
-        raise ValueError(f"{log_root()} has no logs of {deployment or 'a deployment'}; 'epd-serve up' writes them")
+        raise ValueError(f"{log_root()} lacks logs of {deployment or 'a deployment'}; 'epd-serve up' writes them")
     files = sorted(directory.glob("*.log"))
     chosen = [str(file) for file in files if name in (None, file.stem)]
     if not chosen:
         names = ", ".join(file.stem for file in files)
-        raise ValueError(f"{directory} has no log of {name!r}; it has those of {names or 'nothing'}")
+        raise ValueError(f"{directory} lacks a log of {name!r}; available: {names or 'none'}")
     os.execvp("tail", ["tail", "-n", "20" if name is None else "+1", *(["-F"] if follow else []), *chosen])

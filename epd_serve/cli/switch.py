@@ -36,5 +36,5 @@ def switch(
     else:
         typer.echo(
             f"{instance}: {changed['from']} → {changed['to']} in {changed['seconds']:.3f} s, "
-            f"{changed['drain_s']:.3f} s of it to finish running requests"
+            f"including {changed['drain_s']:.3f} s to finish running requests"
         )

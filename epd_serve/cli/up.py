@@ -132,7 +132,7 @@ def _check_words(words: Sequence[str]) -> None:
         if name in DeploymentConfig.model_fields:
             raise ValueError(f"{unknown}: {name} is a key of a deployment file (docs/reference/options.md)")
         if here := VLLM_FLAGS.get(name):
-            raise ValueError(f"{unknown}: here it is {here} (docs/guide/coming-from-vllm.md)")
+            raise ValueError(f"{unknown}: use {here} (docs/guide/coming-from-vllm.md)")
         raise ValueError(
             f"{unknown} is not an option of 'epd-serve up' (see 'epd-serve up -h'); others of 'vllm serve' go "
             "into instances.engine_args of a deployment file with engine: vllm"

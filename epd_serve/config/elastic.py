@@ -20,7 +20,7 @@ class ElasticConfig(Section):
     cooldown_s: Seconds = Field(
         default=10.0,
         description="Minimum time between two switches. The controller checks ten times as often and reacts to a "
-        "stage that is late in three consecutive checks.",
+        "stage late in three consecutive checks.",
     )
 
     @property

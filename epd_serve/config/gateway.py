@@ -96,7 +96,7 @@ class AdminConfig(Section):
     def _key_where_others_come(self) -> AdminConfig:
         if self.port is not None and self.key is None and not is_loopback(self.host):
             raise ValueError(
-                f"an admin plane on {self.host} needs a key of its own; set admin.key, or listen on 127.0.0.1"
+                f"an admin plane on {self.host} needs its own key; set admin.key, or listen on 127.0.0.1"
             )
         return self
 
@@ -110,7 +110,7 @@ def check_admin_key(admin: AdminConfig) -> None:
 
 
 class MediaConfig(Section):
-    """Media accepted by the gateway, and the hosts that it may fetch them from."""
+    """Media accepted by the gateway, and the hosts to fetch them from."""
 
     max_bytes: Bytes = Field(
         default=ByteSize(64 * 1024**2),
@@ -128,7 +128,7 @@ class MediaConfig(Section):
     allow_private: bool | None = Field(
         default=None,
         description="Whether media URLs may point into private networks. "
-        "null: only while the gateway listens on the loopback interface and has no API keys.",
+        "null: only while the gateway listens on the loopback interface without API keys.",
     )
     allowed_domains: tuple[Domain, ...] | None = Field(
         default=None,
@@ -170,7 +170,7 @@ class GatewayConfig(Section):
         default="least_loaded",
         description="How to choose P and D of a request. least_loaded: the pair with the least waiting, computing "
         "and transfer time. prefix_affinity: the same, but a prefix cached by P costs nothing. round_robin: in "
-        "turn. An image always goes to the encoder that has seen it before, unless that one is overloaded.",
+        "turn. An image goes to the encoder that saw it before, unless that encoder is overloaded.",
     )
     instances: dict[InstanceName, InstanceUrl] | None = Field(
         default=None,
@@ -183,7 +183,7 @@ class GatewayConfig(Section):
     )
     media: MediaConfig = MediaConfig()
     api_keys: tuple[ApiKeyConfig, ...] = Field(
-        default=(), description="Keys by hash; clients send one of them as bearer token. []: everybody is served."
+        default=(), description="Hashes of API keys; clients send a key as bearer token. []: no authentication."
     )
     admin: AdminConfig = AdminConfig()
     access_log: Annotated[str, Field(min_length=1), AfterValidator(_resolve_log)] | None = Field(

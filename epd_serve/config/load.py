@@ -75,7 +75,7 @@ def _faults(error: ValidationError, place: Any) -> str:
         if fault["type"] == "extra_forbidden":
             names = {**VLLM_FLAGS, "host": "gateway.host", "port": "gateway.port"}
             here = names.get(str(fault["loc"][-1]))
-            message = "unknown key" + (f"; here it is {here}" if here else "")
+            message = "unknown key" + (f"; use {here}" if here else "")
         lines.append(": ".join(filter(None, (place(fault["loc"]), key, message))))
     return "\n".join(lines)
 

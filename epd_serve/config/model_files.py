@@ -46,7 +46,7 @@ class HubModel:
         return f"hf download {self.repo}" + ("" if self.revision == "main" else f" --revision {self.revision}")
 
 
-def beside(model: str, here: Path) -> str:
+def resolve_model_name(model: str, here: Path) -> str:
     """Resolve a model name relative to ``here``: return an absolute path, or a hub name unchanged."""
     path = here / Path(model).expanduser()
     return model if HubModel.parse(model) is not None and not path.is_dir() else str(path)
@@ -98,9 +98,7 @@ def check_model_files(path: Path) -> dict[str, int]:
     """
     read_model_config(path)
     if not any((path / name).is_file() for name in _TOKENIZERS):
-        raise ValueError(
-            f"{path}: there is no {_TOKENIZERS[0]}, so the model has no tokenizer; copy it from the model"
-        )
+        raise ValueError(f"{path}: the model lacks a tokenizer ({_TOKENIZERS[0]}); copy it from the model")
     files, index = [path / "model.safetensors"], path / "model.safetensors.index.json"
     if index.is_file() and not files[0].is_file():  # transformers ignores the index if the whole file exists
         files = sorted({path / str(name) for name in dict(_read_json(index).get("weight_map") or {}).values()})
@@ -161,11 +159,11 @@ def parse_template(environment: Any, source: str) -> Any:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_bytes().decode())  # UTF-8 alone, as transformers
+        content = json.loads(file.read_bytes().decode())  # UTF-8 only, like transformers
     except OSError as error:
-        raise ValueError(f"{file}: it cannot be read: {error.strerror}") from error
+        raise ValueError(f"{file}: cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise ValueError(f"{file}: it is no JSON: {error}; {DOWNLOAD_AGAIN}") from error
+        raise ValueError(f"{file}: invalid JSON: {error}; {DOWNLOAD_AGAIN}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file}: it must be a JSON object")
     return content

@@ -22,7 +22,7 @@ from pydantic import (
 from device.datasheets import emulated_kind, is_measured, spec_of
 from epd_serve.config.elastic import ElasticConfig, RoleName
 from epd_serve.config.gateway import GatewayConfig, Secret, check_admin_key, read_secret
-from epd_serve.config.model_files import DEMO_MODEL, HubModel, beside, model_path
+from epd_serve.config.model_files import DEMO_MODEL, HubModel, model_path, resolve_model_name
 from epd_serve.config.options import InstanceOptions
 from epd_serve.config.sections import (
     FilePath,
@@ -70,7 +70,7 @@ def _resolve_model(model: object, info: ValidationInfo) -> object:
     directory: Path | None = (info.context or {}).get("directory")
     if directory is None or not isinstance(model, str) or model == DEMO_MODEL:
         return model
-    return beside(model, directory)
+    return resolve_model_name(model, directory)
 
 
 def _read_devices(value: object) -> object:
@@ -230,7 +230,7 @@ class DeploymentConfig(SharedConfig):
             assisting != {"EPD"} or not any(r.prefills for r in helped) or not any(r.decodes for r in helped)
         ):
             raise ValueError(
-                "assist is for EPD beside other instances with P and D, as in topology: 2EPD-2PD and "
+                "assist is for EPD next to other instances with P and D, as in topology: 2EPD-2PD and "
                 "roles: {EPD: {assist: true}}"
             )
         movers = {str(one.role) for one in placement if one.role.has_language_model}
@@ -269,11 +269,11 @@ class DeploymentConfig(SharedConfig):
         vision = shape_of(self.model.shape_of).vision
         if vision is None and any(not one.role.has_language_model for one in placement):
             raise ValueError(
-                f"topology: {self.topology} has E by itself, and {self.model.shape_of} takes text alone"
+                f"topology: {self.topology} has a separate E, but {self.model.shape_of} takes text only"
             )
 
     def device_shares(self, placement: Sequence[InstancePlacement] | None = None) -> dict[str, DeviceShare]:
-        """Return the shares of instances by name; instances without a limit are left out.
+        """Return the shares of instances by name; omit instances without a limit.
 
         ``placement``: None: this deployment's. Raises ValueError for shares that do not fit on a device.
         """

@@ -69,8 +69,8 @@ BatchingOrder = Literal["fcfs", "sjf", "slack"]
 FeatureStoreKind = Literal["embedded", "mooncake"]
 
 MEBIBYTE = 1024**2
-#: Time without an answer to ``GET /health`` after which a process that was ready is killed and restarted. Long
-#: steps do not delay answers: the event loop runs in another thread.
+#: Time without an answer to ``GET /health`` after which a ready process is killed and restarted. Long steps do
+#: not delay answers: the event loop runs in another thread.
 HANG_TIMEOUT_S = 30.0
 #: Minimum memory that a process must lend to Mooncake Store.
 MIN_SEGMENT_BYTES = 16 * MEBIBYTE
@@ -177,7 +177,7 @@ class InstanceSettings(Section):
         default=None,
         ge=1,
         description="CPU threads per instance, within the cores of its share; null: all cores, divided equally "
-        "among the machine's instances that are computing.",
+        "among the machine's busy instances.",
     )
     share: Annotated[float, Field(gt=0, le=1)] | None = Field(
         default=None,
@@ -197,8 +197,8 @@ class InstanceSettings(Section):
     )
     resident: Literal["role", "all"] | None = Field(
         default=None,
-        description="Weights that an instance keeps loaded. role: its stages'. all: all stages', so that it "
-        "switches roles in milliseconds. null: all on a CPU if gateway.admin or elastic may switch roles; "
+        description="Weights that stay loaded. role: those for the present role. all: those for all stages, so "
+        "that role switches take milliseconds. null: all on a CPU if gateway.admin or elastic may switch roles; "
         "otherwise role.",
     )
     assist: bool = Field(

@@ -26,10 +26,10 @@ class DeviceShare:
 def device_shares(
     instances: Sequence[InstancePlacement], wishes: Mapping[str, float | None]
 ) -> dict[str, DeviceShare]:
-    """Return the shares of instances by name; instances without a limit are left out.
+    """Return the shares of instances by name; omit instances without a limit.
 
-    Instances in one pair of parentheses share a device. If ``wishes`` names no share for any of them, there are no
-    limits. Otherwise the named shares hold, and the others divide the rest equally.
+    Instances in one pair of parentheses share a device. Without a share in ``wishes`` for any of them, all are
+    unlimited. Otherwise the named shares hold, and the others divide the rest equally.
 
     Args:
         wishes: share by role; None: none named.
@@ -66,7 +66,7 @@ def _shares_of(group: Sequence[InstancePlacement], wishes: Mapping[str, float | 
 
 
 def memory_shares(instances: Sequence[InstancePlacement], wishes: Mapping[str, float | None]) -> dict[str, float]:
-    """Return each instance's fraction of its device's memory, by name; omit instances that are alone there.
+    """Return each instance's fraction of its device's memory, by name; omit instances with a device of their own.
 
     Fractions are known before the start, so that instances need not wait for each other's weights. Configured
     fractions hold; the other instances divide the rest of 0.9, a language model getting five times a tower's.

@@ -57,8 +57,8 @@ class StepSizes:
     def of_device(cls, device: str, memory_bytes: int) -> StepSizes:
         """Return a power of two of sequences, 256 for 80 GB, and 8 MiB of feature cache for each.
 
-        A GPU's bandwidth, and with it the batch that it decodes without loss of time, grows with its memory. A
-        CPU, whose memory is unrelated to its speed, and an NPU, with few graph tasks, get 64 sequences.
+        A GPU's bandwidth, and the batch that it decodes at full speed, grow with its memory. A CPU, whose
+        memory is unrelated to its speed, and an NPU, with few graph tasks, get 64 sequences.
         """
         if device in ("cpu", "npu") or not memory_bytes:
             return cls()

@@ -114,7 +114,7 @@ def check_vllm(
         if str(settings[role].engine_args.get("mm_processor_cache_gb")) in ("0", "0.0"):
             raise ValueError(
                 f"engine_args of {role}: mm_processor_cache_gb: 0: vLLM 0.23 then numbers the pictures of each "
-                "process, in place of the hashes by which E hands them to P; leave it out"
+                "process instead of using the hashes by which E hands them to P; leave it out"
             )
 
 
@@ -127,4 +127,4 @@ def _check_npu(moving: Iterable[InstancePlacement], kv: KVConnector) -> None:
         for is_prefill in (True, False)
     )
     if prefill % decode:
-        raise ValueError(f"@tp{decode} of D beside @tp{prefill} of P: on NPUs P's width must be a multiple of D's")
+        raise ValueError(f"@tp{decode} of D, @tp{prefill} of P: on NPUs P's width must be a multiple of D's")

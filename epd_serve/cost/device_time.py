@@ -24,7 +24,7 @@ class DeviceTime:
         """Return the times of a model on a kind of device.
 
         Args:
-            model: as of :func:`~epd_serve.cost.shape.shape_of`; "" for the model of the profile.
+            model: a name for :func:`~epd_serve.cost.shape.shape_of`; "" for the model of the profile.
             kind: name of a data sheet, or file written by ``epd-serve profile``.
 
         Raises ValueError for an unknown model or kind, and for the profile of another model.

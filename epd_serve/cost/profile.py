@@ -64,7 +64,7 @@ class Residual(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The times of one model on one device, or on ``tensor_parallel`` of them.
+    """The times of one model on one device, or on ``tensor_parallel`` devices.
 
     Attributes:
         kind: "measured" on the device, or "analytic" from its data sheet.

@@ -17,13 +17,13 @@ _MAX_ASPECT = 200
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateShape:
-    """Layers with a recurrent state in place of K and V, such as gated delta nets.
+    """Layers with a recurrent state instead of K and V, such as gated delta nets.
 
     Attributes:
         num_layers: number of such layers.
-        parameters: of one layer's matrices, without its feed-forward.
-        convolution_values: of one layer's convolution state, in the model's dtype.
-        recurrent_values: of one layer's recurrent state, in float32.
+        parameters: parameters of one layer's matrices, without its feed-forward.
+        convolution_values: size of one layer's convolution state, in values of the model's dtype.
+        recurrent_values: size of one layer's recurrent state, in float32 values.
     """
 
     num_layers: int
@@ -37,7 +37,7 @@ class LanguageShape:
     """A decoder-only transformer with a gated feed-forward of three matrices.
 
     Attributes:
-        head_dim: of the layers with the narrowest heads.
+        head_dim: head size in the layers with the narrowest heads.
         states: its layers with a recurrent state, if any.
         kv_widths: values of K that a token adds to each layer with K and V; empty if all layers are alike.
     """
@@ -96,7 +96,7 @@ class VisionShape:
 
     Attributes:
         num_matrices: matrices of its feed-forward: 2, or 3 if it is gated.
-        tokens_per_image: of towers with one image size; None if tokens depend on the pixels.
+        tokens_per_image: tokens of an image for towers with one image size; None if they depend on the pixels.
         window_patches: patches that one attends to in all but ``num_full_layers`` layers; None for all of them.
         min_pixels, max_pixels: bounds to which the processor resizes an image.
     """
@@ -260,7 +260,7 @@ _DEFAULTS: dict[str, dict[str, int]] = {
 def shape_of(model: str) -> ModelShape:
     """Return the shape of a model by its name (here or on the hub), its directory or its config.json.
 
-    Raises ValueError, which says what is missing.
+    Raises ValueError with the missing part.
     """
     if (name := _BY_HUB_NAME.get(model, model)) in KNOWN_SHAPES:
         return KNOWN_SHAPES[name]
@@ -359,7 +359,7 @@ _ANY_SIZE = {"spatial_merge_size", "downsample_ratio", "scale_factor", "image_gr
 
 
 def _vision(read: _Reader, model: Mapping[str, Any]) -> VisionShape:
-    if "mm_embed_dim" in read.config:  # a projection in place of a tower, which counts as a layer
+    if "mm_embed_dim" in read.config:  # a projection instead of a tower; it counts as a layer
         width, merge = read("mm_embed_dim"), read("pooling_kernel_size", default=3)
         patch = read("patch_size", default=16)
         return VisionShape(num_layers=1, hidden=width, intermediate=width, patch_size=patch, merge=merge)

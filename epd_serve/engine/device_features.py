@@ -1,4 +1,4 @@
-"""Features on the device: an encoder stores them in device memory, from where instances of its host copy them."""
+"""Features on the device: an encoder stores them in device memory; instances on its host copy them."""
 
 from __future__ import annotations
 
@@ -347,7 +347,7 @@ class FeatureArea(FeatureBooks):
     def publish(
         self, mm_hash: str, offset: int, nbytes: int, shape: list[int], dtype: str, owner: str
     ) -> StoredFeature:
-        """Publish a feature that was copied to its place, and hold it for ``owner``."""
+        """Publish a feature copied to its place, and hold it for ``owner``."""
         self._num_features += 1
         feature = StoredFeature(
             nbytes=nbytes, shape=shape, dtype=dtype, checksum="", offset=offset, generation=self._num_features

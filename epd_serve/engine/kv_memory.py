@@ -39,7 +39,7 @@ def block_nbytes(layout: KVLayout) -> int:
 class KVMemory:
     """The KV of an instance: the model's blocks, and the slab through which peers access them.
 
-    Block 0 is scratch. Steps run on the stream that is current at construction. Peers read announced blocks; only
+    Block 0 is scratch. Steps run on the stream current at construction. Peers read announced blocks; only
     this instance writes. On a CPU the slab *is* the cache. If the transport can access device memory, the cache is
     registered, and peers on this host may map it. Otherwise KV passes through a bounded area of cells
     (:mod:`epd_serve.transfer.staging`), on the threads that move it and on a separate stream.
@@ -294,7 +294,7 @@ def num_kv_blocks(
 ) -> int:
     """Return the number of blocks for ``free_bytes`` of a device; ``measure`` returns the peak bytes of a step.
 
-    Raises ValueError for a ``kv_cache_bytes`` that is too small.
+    Raises ValueError if ``kv_cache_bytes`` is too small.
     """
     if options.num_blocks is not None:
         return options.num_blocks

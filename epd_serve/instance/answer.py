@@ -86,7 +86,7 @@ class Answer:
         if choice.held is None:
             return known[:0]
         if self.options.echo and not choice.num_tokens:
-            return known[1:]  # the first token has no log-probability
+            return known[1:]  # the first token lacks a log-probability
         waiting = [token.index for token in choice.untold(self.options.stream) if token.logprob is None]
         return known[waiting[0] :] if waiting else known[:0]
 
@@ -274,7 +274,7 @@ class Choice:
 
     @property
     def may_hold(self) -> bool:
-        """Whether the text of some tokens may be held back."""
+        """True if the text of some tokens may be held back."""
         return self.reader is not None or self._thinking is not None
 
     @property
@@ -299,7 +299,7 @@ class Choice:
             if is_shown or self._lists_all:
                 start = self._start_of(token_id if is_shown else None)
                 self.held.append(_Token(token_id, self._num_prompt_tokens + self.num_tokens, start, logprob))
-        # the token that stops generation has no text
+        # the token that stops generation is without text
         text = "" if finish_reason == "stop" else self.detokenizer.push(token_id)
         if finish_reason is not None and not self.detokenizer.stopped:
             text += self.detokenizer.flush()

@@ -41,9 +41,9 @@ class Refusals:
         return len(self._calls)
 
     def error(self, kind: type[ServeError] = Unavailable) -> ServeError:
-        """Return the error of a refused call, which another instance then serves.
+        """Return the error of a refused call, so that another instance serves it.
 
-        ``kind`` is InstanceFailed for an answer that has begun, which another instance continues.
+        ``kind`` is InstanceFailed for an answer in progress, so that another instance continues it.
         """
         return kind(f"instance {self._name} is leaving its role", code=DRAINING)
 

@@ -69,7 +69,7 @@ class Decoder:
 
     Attributes:
         compiler: compiles grammars; None if the model supports none.
-        requests: those expected or being decoded, by id.
+        requests: expected and running requests, by id.
         waiting: reservations that wait for blocks, ordered by priority, then arrival.
     """
 

@@ -238,7 +238,7 @@ class Encoder:
                 self._off_device.add(consumer)
 
     async def _encode_item(self, request: EncodeRequest) -> _Encoded:
-        """Encode an item. Requests for the same item share one encode, cancelled when the last of them leaves."""
+        """Encode an item. Requests for the same item share one encode, cancelled when the last one leaves."""
         mm_hash = request.ref.mm_hash
         flight = self._flights.get(mm_hash)
         if flight is None:

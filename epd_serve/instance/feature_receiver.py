@@ -66,7 +66,7 @@ class FeatureReceiver:
     """Fetches and holds the features of this instance's requests, by mm_hash.
 
     Call it on the event loop, except for the methods of the engine's thread. An event may precede its request; the
-    feature is then held for ORPHAN_S. A feature for a request that has ended is not fetched.
+    feature is then held for ORPHAN_S. Features of ended requests are not fetched.
 
     ``capacity_bytes`` and a limit on their number bound unneeded features; their encoder has them too. If needed
     features exceed the capacity, requests could wait for each other's room or blocks forever, so after a short
@@ -131,7 +131,7 @@ class FeatureReceiver:
     # ------------------------------------------------------------------ requests
 
     def expect(self, request_id: str, items: list[MediaRef]) -> set[str]:
-        """Register a request, hold its features that are here, and return their mm_hashes.
+        """Register a request, hold its features stored here, and return their mm_hashes.
 
         Raises InstanceFailed for a feature whose length does not match its item.
         """

@@ -166,7 +166,7 @@ class KVDelivery:
             self._heard_at = time.monotonic()
 
     async def _fenced(self) -> None:
-        """Wait until the sender has no announcement of this transfer in progress."""
+        """Wait until no announcement of this transfer is in progress."""
         passed = asyncio.Event()
         self._own.sender.fence(self.transfer, partial(self._loop.call_soon_threadsafe, passed.set))
         await passed.wait()

@@ -56,7 +56,7 @@ class Lifecycle:
 
     @property
     def is_leaving(self) -> bool:
-        """Whether it accepts nothing new because its process is about to stop."""
+        """True if the instance refuses new work because its process is about to stop."""
         return self._is_ending or self._is_draining_to_leave or self._empty is not None
 
     async def switch(self, order: instance_state.RoleOrder) -> instance_state.RoleChanged:

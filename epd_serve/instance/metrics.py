@@ -173,8 +173,8 @@ class InstanceMetrics:
         """Record the times from a feature's event to its first use (EPD-Serve Table 3).
 
         Args:
-            transmission_s: from the event to the arrival of the feature.
-            scheduling_s: from the event to the time at which the engine could have used it.
+            transmission_s: time from the event to the arrival of the feature.
+            scheduling_s: time from the event until the engine could have used the feature.
         """
         exposed_s = max(transmission_s - scheduling_s, 0.0)
         self._feature_bytes.inc(nbytes)

@@ -52,7 +52,7 @@ class Prefiller:
 
     Attributes:
         compiler: compiles grammars; None if the model supports none.
-        requests: those being served, by id.
+        requests: running requests, by id.
     """
 
     engine: Engine

@@ -24,7 +24,7 @@ _OUTLIER = 4.0
 class StageRates:
     """Rates of the stages, and mean lengths of answers and prompts.
 
-    Each method is called on only one thread; readers may see values that are one batch old.
+    Each method is called on only one thread; readers may see values from the batch before.
 
     Attributes:
         mean_output_tokens: recent mean over finished sequences; 0 before the first.

@@ -40,7 +40,7 @@ class Reports:
         self._calls.append((self._number, stage.value + request_id))
 
     def add_feature(self, mm_hash: str) -> None:
-        """Report a feature that is stored or being encoded here, to attract other requests for it."""
+        """Report a feature stored or being encoded here, to attract other requests for it."""
         self._number += 1
         self._features[mm_hash] = self._number
         self._features.move_to_end(mm_hash)

@@ -1,1 +1,1 @@
-"""Starting a deployment's processes on this machine, and stopping all of them again."""
+"""Start and stop a deployment's processes on this machine."""

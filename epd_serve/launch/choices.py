@@ -39,7 +39,7 @@ def choose_layout(config: DeploymentConfig) -> tuple[DeploymentConfig, str]:
 
 
 def _takes_text_alone(config: DeploymentConfig) -> bool:
-    """Return whether the checkpoint's family has no tower; False if it cannot be read."""
+    """Return whether the checkpoint's family lacks a tower; False if it cannot be read."""
     try:
         return read_model_config(model_path(config.checkpoint)).get("model_type") in TEXT
     except ValueError:
@@ -48,7 +48,7 @@ def _takes_text_alone(config: DeploymentConfig) -> bool:
 
 def _devices_here(config: DeploymentConfig) -> tuple[tuple[str, ...], str]:
     """Return the devices of this machine, and the reason for the choice."""
-    why = "this machine has no GPU or NPU"
+    why = "no GPU or NPU found"
     for kind, name in _NAMES.items():
         if count := len(accelerators(kind).memory_bytes):
             lack = "" if config.engine == "vllm" else torch_lacks(kind)

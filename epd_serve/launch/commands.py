@@ -274,7 +274,7 @@ def gateway_spec(
     Args:
         listener: descriptor of the socket that listens at ``port``, which later gateways inherit, too.
         config_file: ``config`` with command-line changes and the instances by name.
-        environment: from :func:`with_trust`.
+        environment: result of :func:`with_trust`.
         admin: the Unix socket of its admin API.
     """
     command = [*PROGRAM, "proxy", "--config", str(config_file), "--admin-path", str(admin)]

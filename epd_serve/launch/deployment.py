@@ -157,14 +157,14 @@ class LocalDeployment:
         await self._supervisor.wait_ready(self._ready_timeout_s)
 
     async def wait_failure(self) -> ProcessDied:
-        """Return the death of the first process that is not restarted."""
+        """Return the first death of a process without a restart."""
         return await self._supervisor.wait_failure()
 
     async def apply(self, config: DeploymentConfig, say: Callable[[str], None] = lambda text: None) -> None:
         """Change the deployment while it serves (docs/guide/apply.md), as ``epd-serve apply`` does.
 
         ``say`` is called with each line and step. Raises ValueError for an impossible change, ApplyStopped if a
-        step fails; the deployment then keeps serving with the instances that it has.
+        step fails; the deployment then keeps serving with its present instances.
         """
         await self._applier.apply(config, say)
 

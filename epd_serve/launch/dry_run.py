@@ -7,7 +7,7 @@ from pathlib import Path
 
 from epd_serve.backends.vllm_command import shell_line
 from epd_serve.config import DeploymentConfig, model_path
-from epd_serve.config.model_files import beside
+from epd_serve.config.model_files import resolve_model_name
 from epd_serve.launch.commands import instance_specs, mps_note
 from epd_serve.launch.deployment_record import resolved
 from epd_serve.launch.processes.ports import choose_ports
@@ -59,7 +59,7 @@ def _vllm(config: DeploymentConfig, ports: tuple[int, ...], environment: Mapping
     try:
         model = str(model_path(config.checkpoint))
     except ValueError as error:
-        model = beside(config.checkpoint, Path.cwd())
+        model = resolve_model_name(config.checkpoint, Path.cwd())
         yield f"# not on this machine: {error}"
     if connectors_of(config).features == "file":
         shared = "FEATURE_DIR"

@@ -44,8 +44,8 @@ class AudioLimits(msgspec.Struct, frozen=True, kw_only=True):
 def read_audio_facts(data: bytes, limits: AudioLimits) -> AudioFacts:
     """Return the facts of a file, decoding it to its end.
 
-    Raises InvalidRequest for a file that is not audio, is corrupt, has another format than the request says, or
-    exceeds a limit; TooLarge if it has too many bytes.
+    Raises InvalidRequest if the file is not audio, is corrupt, contradicts the format in the request or exceeds a
+    limit; TooLarge if it has too many bytes.
     """
     av, kind = load_pyav("sounds"), _kind(data, limits.max_bytes)
     if limits.format and kind != limits.format:
@@ -74,7 +74,7 @@ def read_audio_facts(data: bytes, limits: AudioLimits) -> AudioFacts:
 def read_samples(data: bytes, facts: AudioFacts, rate: int) -> Iterator[NDArray[np.float32]]:
     """Yield the samples at ``rate`` in pieces: the mean of all channels, from -1 to 1.
 
-    Raises InvalidRequest for a file that is corrupt or does not match its facts.
+    Raises InvalidRequest if the file is corrupt or does not match its facts.
     """
     av = load_pyav("sounds")
     found = 0
@@ -98,7 +98,7 @@ def _mean(piece: Any, channels: int) -> NDArray[np.float32]:
     with np.errstate(over="ignore", invalid="ignore"):
         mean: NDArray[np.float32] = piece.to_ndarray().reshape(-1, channels).mean(axis=1, dtype="float32")
     if not (np.abs(mean) <= _LOUDEST).all():  # also catches NaN
-        raise InvalidRequest(f"the audio has samples that are NaN or beyond {_LOUDEST:g} times full scale")
+        raise InvalidRequest(f"the audio contains NaN or samples beyond {_LOUDEST:g} times full scale")
     return mean
 
 
@@ -157,7 +157,7 @@ def _check_whole(data: bytes) -> None:
 
 
 def _check_frame(frame: Any, rate: int, channels: int) -> None:
-    """Raise InvalidRequest for a frame that is corrupt or differs from previous frames (if ``rate`` > 0)."""
+    """Raise InvalidRequest if a frame is corrupt or differs from previous frames (if ``rate`` > 0)."""
     if frame.is_corrupt:
         raise InvalidRequest("the audio is corrupt")
     found = frame.sample_rate, frame.layout.nb_channels

@@ -1,4 +1,4 @@
-"""Decode untrusted files in worker processes, forked from a process that has loaded the decoders.
+"""Decode untrusted files in worker processes, forked from a process with the decoders loaded.
 
 ``python -P -m epd_serve.media.decoder FD PARENT_PID`` forks a worker for each message on its inherited socket. A
 message names the libraries to load before forking, and carries two descriptors: the worker's socket, and the

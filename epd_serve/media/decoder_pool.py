@@ -93,7 +93,7 @@ class DecoderPool:
     starts with the first file, or with :meth:`start`. The event loop's thread must outlive the pool. The callers'
     places limit the number of workers.
 
-    All methods raise InvalidRequest for a file that is corrupt or needs too much time or memory, on any instance;
+    All methods raise InvalidRequest if the file is corrupt or needs too much time or memory, on any instance;
     Unavailable if the worker was killed from outside; StageTimeout if the worker stalled.
 
     Args:
@@ -144,7 +144,7 @@ class DecoderPool:
     async def decoded(
         self, data: bytes, size: tuple[int, int], place: Place, *, low_detail: bool = False
     ) -> AsyncGenerator[NDArray[np.uint8]]:
-        """Decode an image to [height, width, 3] uint8, in memory that is reused after the context ends.
+        """Decode an image to [height, width, 3] uint8, in memory reused after the context ends.
 
         Args:
             size: width and height from the header, or after ``low_detail`` scaling.

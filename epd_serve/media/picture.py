@@ -66,8 +66,7 @@ class MediaLimits:
 def pixel_size(data: bytes, limits: MediaLimits) -> tuple[int, int]:
     """Return the displayed (width, height) in pixels (EXIF orientation applied), from the header alone.
 
-    Raises InvalidRequest for a file that is not a supported image or has too many pixels; TooLarge if it has too
-    many bytes.
+    Raises InvalidRequest for an unsupported file or too many pixels; TooLarge for too many bytes.
     """
     with _readable(data, limits) as (image, orientation):
         width, height = image.size

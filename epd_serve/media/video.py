@@ -67,8 +67,8 @@ def unpack_frames(data: bytes) -> list[bytes]:
 def read_facts(data: bytes, limits: VideoLimits) -> VideoFacts:
     """Return the facts of a file, by reading its headers, counting its packets and decoding its first frame.
 
-    Raises InvalidRequest for a file that is not a video, is corrupt or exceeds a limit; TooLarge if it has too
-    many bytes.
+    Raises InvalidRequest if the file is not a video, is corrupt or exceeds a limit; TooLarge if it has too many
+    bytes.
     """
     av, kind = load_pyav("videos"), _kind(data, limits.max_bytes)
     with opened(av, data, kind, "video") as file:
@@ -130,7 +130,7 @@ def read_list(frames: Sequence[bytes], fps: float, limits: VideoLimits) -> Video
 def read_frames(data: bytes, facts: VideoFacts, indices: Sequence[int]) -> Iterator[NDArray[np.uint8]]:
     """Yield the frames ``indices``, in ascending order with repeats allowed, as RGB [height, width, 3].
 
-    Raises InvalidRequest for a file that is corrupt or does not match its facts.
+    Raises InvalidRequest if the file is corrupt or does not match its facts.
     """
     import numpy as np  # not installed at the gateway, which decodes no frames
 

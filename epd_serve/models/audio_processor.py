@@ -67,7 +67,7 @@ class AudioProcessor:
             raise ValueError(f"the feature extractor has dither {self.extractor.dither}; only 0 is supported")
 
     def check_length(self, item: MediaRef) -> None:
-        """Raise InvalidRequest for audio that is too long for the model, instead of truncating it."""
+        """Raise InvalidRequest for audio too long for the model, instead of truncating it."""
         if item.audio.count_at(self.rate) > self.max_seconds * self.rate:
             raise InvalidRequest(
                 f"the audio has {item.audio.duration_s:.2f} s; the model takes at most {self.max_seconds:g} s at "
@@ -82,7 +82,7 @@ class AudioProcessor:
         return count
 
     def num_tokens(self, item: MediaRef) -> int:
-        """Return the rows of the feature. Raises InvalidRequest for audio that is too short or too long."""
+        """Return the rows of the feature. Raises InvalidRequest if the audio is too short or too long."""
         count = self._num_rows(self.num_frames(item))
         if not count:
             raise InvalidRequest(

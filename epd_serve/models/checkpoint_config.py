@@ -45,7 +45,7 @@ _MROPE_MODELS = (
 )
 #: Language models run by the fused decoder.
 _FUSED = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", *_MROPE_MODELS)
-#: Fields that it honours in any of these classes. Expert layers are transformers' own.
+#: Fields that the fused decoder honours in all of these models. transformers runs expert layers.
 _TEXT_FIELDS = names(
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim",
     "hidden_act max_position_embeddings rms_norm_eps rope_parameters attention_bias mlp_bias tie_word_embeddings",
@@ -241,8 +241,8 @@ def _check_vision(vision: Any) -> None:
     levels = getattr(vision, "deepstack_visual_indexes", None) or ()
     if len(set(levels)) < len(levels) or not all(0 <= level < vision.depth for level in levels):
         raise ValueError(
-            f"{where}deepstack_visual_indexes is {list(levels)}; it must name different layers of the "
-            f"{vision.depth} that there are"
+            f"{where}deepstack_visual_indexes is {list(levels)}; it must name different ones of the "
+            f"{vision.depth} layers"
         )
 
 

@@ -88,7 +88,7 @@ class Family:
         row_token_ids: placeholder tokens of the rows of a feature.
         both_ways_tokens: maximum tokens of a run with bidirectional attention; 0: causal attention only.
         both_ways_in_windows: True if attention is bidirectional only in sliding-window layers, within the window.
-        as_padding: fields of its configuration with tokens that are embedded as padding in an answer.
+        as_padding: configuration fields of tokens to embed as padding in an answer.
         video: sampling and layout of videos; None if unsupported.
         audio: layout of audio; None if unsupported.
     """
@@ -174,7 +174,7 @@ class Family:
 
     def with_options(self, asked: Mapping[str, Any]) -> Self:
         """Return the family with ``min_pixels`` or ``max_pixels`` of images. Raises ValueError if unsupported."""
-        raise ValueError(f"pictures of {self.title} have sizes of its own; leave out {', '.join(asked)}")
+        raise ValueError(f"{self.title} fixes the sizes of its pictures; leave out {', '.join(asked)}")
 
     def num_tokens(self, item: MediaRef) -> int:
         """Return the rows of an item's feature. Raises like :meth:`parts_of`."""
@@ -248,7 +248,7 @@ class Family:
         for name, expected in self.picture_fields.items():
             if (found := getattr(self.processor, name)) != expected:
                 raise ValueError(
-                    f"{name} of preprocessor_config.json is {found!r}; by config.json it is {expected!r}"
+                    f"{name} of preprocessor_config.json is {found!r}; config.json requires {expected!r}"
                 )
         if "image" in self.token_ids:
             self.check_pictures()
@@ -259,8 +259,8 @@ class Family:
             expected, made = self.num_pixels(size), self.preprocess(blank(size))["pixel_values"].numel() // 3
             if expected != made:
                 raise ValueError(
-                    f"preprocessor_config.json makes {made} pixels of a picture of {size}, where the tower of "
-                    f"config.json takes {expected}; use the files that belong together"
+                    f"preprocessor_config.json makes {made} pixels of a picture of {size}, but the tower of "
+                    f"config.json takes {expected}; use files of the same model"
                 )
 
     def positions(self, ids: Sequence[int], items: Sequence[MediaRef], model: Any) -> tuple[Tensor, int]:
@@ -276,7 +276,7 @@ class SoundFamily(Family):
     modalities = ("audio",)
 
     def num_pixels(self, size: Size) -> int:
-        """Return the pixels of a silence that is about as much work as an image of that size."""
+        """Return the pixels of a silence with about the work of an image of that size."""
         assert self.audio is not None
         return self.audio.num_pixels(self._like(size))
 

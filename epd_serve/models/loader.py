@@ -52,7 +52,7 @@ def load_family(path: Path) -> Family:
         content = json.loads(file.read_text(encoding="utf-8")) if fields and file.exists() else {}
         for name, expected in fields.items():  # they determine the tokens of an item
             if (found := content.get(name, expected)) != expected:
-                raise ValueError(f"{name} of {file.name} is {found!r}; by config.json it is {expected!r}")
+                raise ValueError(f"{name} of {file.name} is {found!r}; config.json requires {expected!r}")
         family.check()
     except (ValueError, OSError) as error:  # OSError: a missing file
         raise ValueError(f"{path}: {error}") from error
@@ -117,7 +117,7 @@ def _check_weights(path: Path, info: dict[str, Any]) -> None:
     if info["mismatched_keys"]:
         name, found, expected = min(info["mismatched_keys"])
         raise ValueError(
-            f"{path}: the weight {name} has the shape {list(found)}; by config.json it is {list(expected)}"
+            f"{path}: the weight {name} has the shape {list(found)}; config.json requires {list(expected)}"
         )
 
 

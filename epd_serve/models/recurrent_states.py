@@ -31,7 +31,7 @@ class RecurrentStates:
     """Connects the stateful ``layers`` of a transformers model with the blocks of each sequence."""
 
     def __init__(self, model: Any, kv_dtype: torch.dtype) -> None:
-        """Patch these layers of a model that is on its device."""
+        """Patch these layers of a model on its device."""
         config = model.config
         kinds = getattr(config, "layer_types", None) or ()
         self.layers = [index for index, kind in enumerate(kinds) if kind == "linear_attention"]
@@ -115,7 +115,7 @@ class RecurrentStates:
         words, rest = divmod(block_values * self._kv_dtype.itemsize, _WORD.itemsize)
         if rest:
             raise ValueError(
-                f"block_size: K of a block has {block_values} values, where a state needs an even number"
+                f"block_size: K of a block has {block_values} values; a recurrent state needs an even number"
             )
         return words
 

@@ -104,7 +104,7 @@ class StoredWeight(Tensor):
         return f"StoredWeight({self.name_in_file}, {tuple(self.shape)}, {self.dtype})"
 
     def part(self, ranges: list[slice] | None = None, dtype: torch.dtype | None = None) -> StoredWeight:
-        """Return it, or a range of it, in that dtype."""
+        """Return the weight, or a range of it, in that dtype."""
         return StoredWeight(self.file, self.name_in_file, ranges or self.ranges, dtype or self.dtype, self.home)
 
     def read(self, device: torch.device) -> Tensor:

@@ -42,7 +42,7 @@ class VideoProcessor:
     def indices(self, item: MediaRef) -> list[int]:
         """Return the indices of the sampled frames, for a segment only those of its temporal patches.
 
-        Raises InvalidRequest for a video that is too short.
+        Raises InvalidRequest if the video is too short.
         """
         found, step = self._sampled(item), self.frames_per_patch
         part = item.part_of(-(-len(found) // step))

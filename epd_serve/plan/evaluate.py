@@ -135,8 +135,8 @@ def _device_seconds(stages: dict[Stage, float], deployment: SimDeployment, devic
 TARGET = 0.9
 #: Relative precision of a search.
 PRECISION = 0.02
-#: A result is confirmed by simulations that are this much longer, which reveals slowly growing queues, and at a
-#: slightly higher rate than reported.
+#: Factor by which confirming simulations are longer, to reveal slowly growing queues. Their rate is slightly above
+#: the reported one.
 LONGER = 10
 _HEADROOM = 1.03
 #: Relative precision of the confirmation.

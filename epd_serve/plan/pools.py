@@ -71,7 +71,7 @@ class Pool:
         return tuple(f"{kind}:{self.first + i}" for i in range(self.count))
 
     def profile(self, tensor_parallel: int) -> Profile:
-        """Return the profile for a tensor-parallel width. Raises ValueError for a width that was not measured."""
+        """Return the profile for a tensor-parallel width. Raises ValueError for an unmeasured width."""
         if self.measured is not None:
             if self.measured.tensor_parallel != tensor_parallel:
                 raise ValueError(

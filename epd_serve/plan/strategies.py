@@ -69,7 +69,7 @@ def enumerate_plans(evaluator: Evaluator, candidates: Sequence[Candidate], *, wi
 def cheapest(evaluator: Evaluator, candidates: Sequence[Candidate], rate: float) -> Evaluation | None:
     """Return the cheapest plan that sustains ``rate``, monolithic first at equal cost; None if none does.
 
-    Of each cost, the five plans with the highest bounds above ``rate`` are simulated.
+    Simulates the five plans with the highest bounds above ``rate`` at each cost.
     """
     by_cost: dict[float, list[tuple[bool, float, Candidate]]] = {}
     for one in candidates:

@@ -96,7 +96,7 @@ class MediaRef(Message, frozen=True):
             the header alone; 0 for audio.
         low_detail: ``width`` and ``height`` are the size to scale the image down to before encoding.
         num_frames, fps, is_list: video facts, as in :class:`~epd_serve.types.VideoFacts`.
-        sampling: which frames of a video to use.
+        sampling: frames of a video to use.
         processing: processor options other than frame sampling, as JSON, or "".
         num_samples, rate, channels: audio facts, as in :class:`~epd_serve.types.AudioFacts`.
         num_segments: number of independently encoded segments of a video.

@@ -16,7 +16,7 @@ from epd_serve.types import Routing, Stage
 
 #: Typical of languages in Latin script; used before the first prompt.
 PRIOR_TOKENS_PER_CHARACTER = 0.25
-#: Costs within this many seconds count as equal, as estimates are no better.
+#: Costs within this many seconds count as equal: the precision of the estimates.
 NEAR_S = 1e-3
 
 #: HeteroServe, section 5.3: queue length above which encoders assist (τ), and an assistant's most sequences (two
@@ -30,7 +30,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         num_tokens: tokens of a prompt given as token ids.
         max_tokens: limit of each of ``num_sequences`` answers, or None.
-        prefix: prefixes of the prompt, shortest first: (characters, hash of them and their media).
+        prefix: prefixes of the prompt, shortest first: (characters, hash of text and media).
         prefix_characters: characters of the whole prompt, counting media by their names.
     """
 
@@ -48,9 +48,9 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         fused: whether both are one instance.
-        prefill_work, decode_work: the request's work at each of them.
+        prefill_work, decode_work: the request's work at P and at D.
         prefix: hashes of the prompt's prefixes, which ``prefill`` will have in its cache.
-        max_model_len: of D, if known.
+        max_model_len: D's limit, if known.
     """
 
     prefill: InstanceRecord
@@ -89,7 +89,7 @@ class Candidates(msgspec.Struct, frozen=True, kw_only=True):
         """Return the costs of all pairs of P and D; an instance that covers both stages pairs with itself.
 
         Until the first token: work queued at P (encodes included), the prefill and the KV transfer. After it: the
-        wait for KV blocks at D, the decode, and the delay that it adds to other answers.
+        wait for KV blocks at D, the decode, and its delay of other answers.
 
         Args:
             cached: whether prefixes sent to an instance before cost nothing there.
@@ -233,7 +233,7 @@ class RoutePolicy:
     def choose_route(
         self, table: InstanceTable, model: str, *, exclude: Collection[str] = (), demand: Demand = ANY
     ) -> Route:
-        """Return P and D for one request of a model, none of them in ``exclude``; changes nothing.
+        """Return P and D for one request of a model, neither in ``exclude``; changes nothing.
 
         Raises Unavailable, which names the stage without an instance.
         """

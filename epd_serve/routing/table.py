@@ -37,7 +37,7 @@ class InstanceTable:
     """The instances of one deployment, by name.
 
     Args:
-        instances: (name, control URL) of each; ValueError if a name occurs twice.
+        instances: (name, control URL) pairs; ValueError if a name occurs twice.
 
     Attributes:
         num_calls: calls that this gateway has opened so far.
@@ -234,7 +234,7 @@ class InstanceTable:
         """Count an open call at ``record`` and its work until the call is closed.
 
         Args:
-            request_id: by which the instance reports the call as received.
+            request_id: id under which the instance reports the call as received.
             prefix: hashes of the prompt's prefixes, which the instance will have cached.
             again: whether the sequences were sent before, perhaps to another instance.
         """
@@ -288,14 +288,14 @@ class InstanceRecord:
     Attributes:
         url: control URL.
         info: its last answer to ``/info``, from which ``place``, ``role`` and ``stages`` are set.
-        stages: of its role; E alone if it assists.
+        stages: stages of its role; only E if it assists.
         ready: whether it answers and accepts requests.
         drains: causes that keep new requests away: the operator, a role switch.
         is_down: whether it did not answer; False once it is ready again.
         num_lives: counts changes of its process or caches, and returns after it was down.
         before: its ``/info`` before the last one, if of the same process.
         num_restarts: changes of its process.
-        load: from its last report.
+        load: load in its last report.
         costs: times of its stages.
         in_flight: this gateway's open calls, by stage.
         encoding: open encode calls by mm_hash.

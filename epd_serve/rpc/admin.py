@@ -38,7 +38,7 @@ class AdminClient:
     Args:
         where: path of its socket, or its URL.
         headers: sent with each call, such as its key.
-        tls: for https; by default the files that the environment names.
+        tls: files for https; default: the files named by the environment.
     """
 
     def __init__(

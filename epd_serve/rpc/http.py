@@ -76,10 +76,10 @@ class HttpServer:
     """A server called over HTTP.
 
     Args:
-        name: of the instance, for error messages.
-        address: which of the host name's addresses to call.
+        name: the instance's name, for error messages.
+        address: the host name's address to call.
 
-    Raises ValueError for a URL that is not http(s).
+    Raises ValueError unless the URL is http(s).
     """
 
     def __init__(self, name: str, url: str, pool: HttpPool, *, address: str | None = None) -> None:
@@ -151,7 +151,7 @@ class HttpServer:
 
     @contextmanager
     def _failures(self, failure: str) -> Iterator[None]:
-        """Raise InstanceLost in place of aiohttp's errors."""
+        """Replace aiohttp's errors by InstanceLost."""
         try:
             yield
         except (aiohttp.ClientError, OSError, UnicodeError) as error:

@@ -41,7 +41,7 @@ class ItemReader:
     """Splits received bytes into items.
 
     Attributes:
-        tokens: of all items read, in order.
+        tokens: tokens of all items read, in order.
         ended: whether an ``END`` item was read.
         error: the event of an ``ERROR`` item.
         is_over: whether either was read.

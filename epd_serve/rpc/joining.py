@@ -1,4 +1,4 @@
-"""Leases of an instance at the gateways that it joins by itself."""
+"""Leases of an instance at the gateways it joins by itself."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ async def keep_lease(
     """Join one gateway, retrying forever, and renew the instance's lease; leave when cancelled.
 
     Args:
-        name, url: of the instance.
-        headers: for the admin plane, such as its key.
-        role: of an instance that the gateway cannot ask for it.
-        key: the cluster key, proved over a link in place of ``headers``.
-        tls: for an admin plane at https.
-        address: which of the host name's addresses to call.
+        name, url: the instance's name and URL.
+        headers: headers for the admin plane, such as its key.
+        role: the instance's role, if the gateway cannot ask for it.
+        key: the cluster key, proved over a link instead of sending ``headers``.
+        tls: files for an admin plane at https.
+        address: the host name's address to call.
         lease_s: lifetime of the lease, renewed every third of it. A renewal may take as long.
     """
     incarnation = time.time_ns()

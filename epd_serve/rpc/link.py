@@ -63,7 +63,7 @@ class LinkCall:
     Attributes:
         opened: set to this call when the answer begins. Raises the server's error
             (:func:`epd_serve.errors.error_from_response`), or InstanceLost if the connection fails.
-        headers: of the answer.
+        headers: the answer's headers.
         connection: None before the call is sent and after its end.
     """
 
@@ -319,13 +319,13 @@ class Link:
     """Calls to one server, as an async context manager that closes the connection.
 
     Args:
-        name: of the instance, for error messages.
+        name: the instance's name, for error messages.
         key: the cluster key that both ends prove; None for no proof.
-        service: that the server must prove to be (:mod:`epd_serve.rpc.cluster`).
+        service: the service that the server must prove to be (:mod:`epd_serve.rpc.cluster`).
         tls: the certificates for https; None expects a server with a certificate of a public CA.
-        address: which of the host name's addresses to call.
+        address: the host name's address to call.
 
-    Raises ValueError for a URL that is not http(s).
+    Raises ValueError unless the URL is http(s).
     """
 
     def __init__(

@@ -108,7 +108,7 @@ T = TypeVar("T")
 
 
 class LinkClosed(ConnectionError):
-    """The other end is gone or sent an invalid message."""
+    """The other end closed the connection or sent an invalid message."""
 
 
 def pack(message: Any, max_bytes: int = MAX_CALL_BYTES) -> bytearray:

@@ -131,7 +131,7 @@ class LinkService:
     Attributes:
         calls: path → handler of the body.
         key: the cluster key that both ends prove; None for no proof.
-        service: that the server proves to be.
+        service: service that the server proves to be.
         own_address: returns the address (``host:port``) that callers may use besides the socket's.
         http: uvicorn's protocol for other connections.
     """

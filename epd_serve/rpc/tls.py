@@ -48,7 +48,7 @@ class TlsFiles:
         return _context(self, ssl.Purpose.SERVER_AUTH, self._changed_ns())
 
     def check(self, host: str | None) -> None:
-        """Do a TLS handshake in memory with a server that has these files at ``host``.
+        """Do a TLS handshake in memory with a server at ``host`` that uses these files.
 
         None or a wildcard address skips the check of the name. Raises ValueError if a certificate is rejected.
         """

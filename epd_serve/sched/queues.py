@@ -37,7 +37,7 @@ class Order:
       last, oldest first, so they delay no others; after ``PATIENCE * ttft_s`` they come first, so none starves.
 
     Args:
-        cost: of steps within the budget.
+        cost: cost of steps within the budget.
         ttft_s: TTFT_max, for ``slack``.
     """
 

@@ -58,7 +58,7 @@ class Sequence:
         rules: rules of the sampler, shared by all choices, opaque here.
         saved: KV of a preempted sequence, opaque here.
         wanted_logprobs: indices of known tokens to compute log-probabilities of; never the first token.
-        logprobs: those computed, opaque here.
+        logprobs: computed log-probabilities, opaque here.
     """
 
     request_id: str

@@ -95,7 +95,7 @@ class StepCost(Line, frozen=True, kw_only=True):
 
 
 class StepMeter:
-    """The seconds and prompt tokens left in a step: ``num_tokens``, or ``num_beside`` where there are decodes.
+    """The seconds and prompt tokens left in a step: ``num_tokens``, or ``num_beside`` with decodes.
 
     Decodes always fit; the first chunk gets a least share.
     """
@@ -169,17 +169,17 @@ _MOST_CHANGE = 4
 
 
 class ChunkPace:
-    """Adapts the prompt tokens beside decodes so that a step takes about ``TARGET_S``; decodes are unlimited.
+    """Adapts the prompt tokens of a step with decodes so that it takes about ``TARGET_S``; decodes are unlimited.
 
-    The chunk shrinks after a slower step and grows after a faster one that was full, by a factor of at most
+    The chunk shrinks after a slower step and grows after a faster, full one, by a factor of at most
     ``_MOST_CHANGE``, as a single step may compile or wait for a core. Without decodes a chunk is large: each one
     reads all weights and the context before it.
 
     Args:
-        num_alone: prompt tokens of a step without decodes, at least.
+        num_alone: minimum prompt tokens of a step without decodes.
 
     Attributes:
-        num_tokens: of the next chunk beside decodes, at least ``MIN_CHUNK``.
+        num_tokens: prompt tokens of the next step with decodes, at least ``MIN_CHUNK``.
     """
 
     def __init__(self, num_tokens: int, num_alone: int) -> None:

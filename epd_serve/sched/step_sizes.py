@@ -156,7 +156,7 @@ def _mixtures(num_tokens: int, num_seqs: int, context: int, longest: int) -> lis
 
 
 def fit_cost(samples: Mapping[StepWork, float]) -> StepCost:
-    """The cost without negative parts that comes closest to measured seconds, in relative terms."""
+    """Return the cost with the least relative error against measured seconds, without negative parts."""
     rows = [
         [1.0, work.num_tokens, work.num_sequences, work.decode_context, work.prefill_pairs] for work in samples
     ]

@@ -21,7 +21,7 @@ class Clock:
         self._numbers = count()
 
     def at(self, seconds: float, run: Callable[[], None]) -> None:
-        """Call ``run`` at a time, or now if that has passed."""
+        """Call ``run`` at a time, or now if it has passed."""
         heapq.heappush(self._events, (max(seconds, self.now), next(self._numbers), run))
 
     def after(self, seconds: float, run: Callable[[], None]) -> None:
@@ -36,7 +36,7 @@ class Clock:
         events = self._events
         while not until():
             if not events:
-                raise RuntimeError(f"no events are left at {self.now:.3f} s")
+                raise RuntimeError(f"no events left at {self.now:.3f} s")
             self.now, _, run = heapq.heappop(events)
             self.num_events += 1
             run()
@@ -47,8 +47,8 @@ class Activity:
     """A running step or encode batch.
 
     Attributes:
-        compute, bandwidth: share of the device's peak that it uses when alone.
-        work_s: duration when alone; ``done_s`` of it is done.
+        compute, bandwidth: share of the device's peak used when alone.
+        work_s, done_s: duration when alone, and its finished part.
     """
 
     compute: float

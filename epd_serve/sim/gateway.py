@@ -112,7 +112,7 @@ class SimGateway:
         self._clock.after(self._spec.profile.request_s, partial(self._send, job, retry))
 
     def _send(self, job: Job, retry: Retry) -> None:
-        """Call P, D and the encoders at once; retry later if a stage has no instance."""
+        """Call P, D and the encoders at once; retry later if a stage lacks an instance."""
         request, now_s = job.request, self._clock.now
         try:
             route = retry.pick_route(now_s, WAIT_S, self._complete_at_s)

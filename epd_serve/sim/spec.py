@@ -90,7 +90,7 @@ def size_steps_of(spec: SimInstanceSpec) -> tuple[Budget, StepCost]:
 
 
 class _Known:
-    """A profile that is hashed by identity."""
+    """A profile hashed by identity."""
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile

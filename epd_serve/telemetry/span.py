@@ -42,7 +42,7 @@ class Span(msgspec.Struct, eq=False):
     """Work with its start and end, in seconds of the process's monotonic clock.
 
     Attributes:
-        name: of a request's stage or of a thread's work.
+        name: a request's stage or a thread's work.
         request_id: "" for work of several requests.
         end_s: infinite until it ends.
         attributes: ``track`` is the thread of work without a request, ``instance`` the instance of a stage in the

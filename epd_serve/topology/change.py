@@ -30,9 +30,9 @@ class Part:
 
     Attributes:
         kind: everything that a running process cannot change; only an instance of this kind can replace it.
-        settings: of its role; a switch to another role applies the wanted ones.
+        settings: settings of its role; a switch to another role applies the wanted ones.
         devices: only the CPU has room for a second process of another kind.
-        roles: roles that it can switch to; None for all.
+        roles: roles available to a switch; None for all.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """The steps, and the names of the wanted instances after them, in the order of ``wanted``."""
+    """Return the steps, and the names of the wanted instances after them, in the order of ``wanted``."""
 
     steps: tuple[Step, ...]
     names: tuple[str, ...]

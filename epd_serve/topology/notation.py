@@ -5,7 +5,7 @@
     topology = unit { "-" unit }                 "-"  separates devices
     unit     = [ count ] ( member | group )
     group    = "(" member { "-" member } ")"     "()" puts isolated instances on one device
-    member   = [ count ] stages [ "@tp" width ]  letters written together are one instance
+    member   = [ count ] stages [ "@tp" width ]  adjacent letters are one instance
     stages   = one or more different letters of E, P, D
 
 Spaces are allowed around symbols. Printing is canonical: stages in data-path order, no count or width of 1, no

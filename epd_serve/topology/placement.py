@@ -21,7 +21,7 @@ class InstancePlacement:
     Attributes:
         devices: ``tensor_parallel`` device names, in the order of the deployment's list.
         shares_device_with: names of the other instances in its group.
-        index: of the instance in its deployment, from 0, which selects HCCL ports.
+        index: index of the instance in its deployment, from 0; selects HCCL ports.
     """
 
     name: str

@@ -28,7 +28,7 @@ class EmbeddedTransport:
         host: address of the TCP server.
         path: "shm" starts no TCP server; "tcp" uses TCP within a host, too; "auto" has both.
         timeout_s: limit of a TCP peer's pauses within a message.
-        port: of the TCP server; 0 chooses one.
+        port: port of the TCP server; 0 chooses one.
         advertise: address that peers connect to, by default ``host``.
         key: the cluster key that both ends of a TCP connection prove; None for no proof.
     """

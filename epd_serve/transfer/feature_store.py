@@ -32,7 +32,7 @@ class StoredFeature:
 
     Attributes:
         offset: in the embedded store's slab or on the device; None in another store.
-        generation: of a feature on the device (:mod:`epd_serve.engine.device_features`); else 0.
+        generation: generation of a feature on the device (:mod:`epd_serve.engine.device_features`); else 0.
         producer: the encoder that put it in a shared store; "" for this one.
     """
 
@@ -89,8 +89,8 @@ def drop_operation(*operation: object) -> None:
 class FeatureStore(Protocol):
     """Features by mm_hash, stored once, evicted least recently used first.
 
-    An owner (a request id) holds a feature that it puts or acquires until it releases it; held features are not
-    evicted. Methods run on one event loop, except :meth:`fetch`.
+    An owner (a request id) holds a feature from put or acquire until release; held features are not evicted.
+    Methods run on one event loop, except :meth:`fetch`.
 
     Attributes:
         on_device: whether features are put and fetched as device tensors, [nbytes] uint8.

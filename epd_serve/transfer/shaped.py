@@ -18,7 +18,7 @@ class ShapedTransport:
     """Delays reads as if each peer process were reached over one link, on which transfers queue.
 
     A transfer occupies the link for its bytes, not for its latency. The inner transport moves the bytes at once;
-    the call returns when the emulated link would have, if that is later. Errors are not delayed.
+    the call returns no earlier than over the emulated link. Errors are not delayed.
 
     Args:
         inner: closed with this transport.

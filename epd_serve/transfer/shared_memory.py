@@ -39,7 +39,7 @@ class SharedSlab:
     """Zeroed memory of this process that peers on the same host can map.
 
     Args:
-        alignment: of the memory's address, a power of two.
+        alignment: alignment of the memory's address, a power of two.
 
     Raises ValueError if the memory cannot be allocated.
     """

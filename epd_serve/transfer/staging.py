@@ -31,7 +31,7 @@ class CellLender:
     Args:
         first, count: the range of cells.
         quarantine_s: how long to hold back cells after StillCopying.
-        alignment: of runs, in cells.
+        alignment: alignment of runs, in cells.
     """
 
     def __init__(

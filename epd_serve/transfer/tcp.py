@@ -224,7 +224,7 @@ class TcpServer:
                     self._drop(peer)
 
     def _make_room(self, peer: _Peer) -> bool:
-        """Add a peer, if need be in place of an idle one; return False if all are busy."""
+        """Add a peer, replacing an idle one if necessary; return False if all are busy."""
         with self._lock:
             if len(self._peers) >= MAX_CONNECTIONS:
                 first = min(self._peers, key=lambda one: (not one.is_stranger, one.idle_since_s))

@@ -23,7 +23,7 @@ _CONNECT_TIMEOUT_S = 10.0
 _PATIENCE_S = 20.0
 #: With less than this many nats between the two likeliest tokens, rounding may choose either.
 _TIE = 0.05
-#: Gauges that are 0 in an idle server: ours, vLLM's, SGLang's and Dynamo's.
+#: Gauges with value 0 in an idle server: ours, vLLM's, SGLang's and Dynamo's.
 _IDLE_GAUGES = (
     "epd_serve_num_requests_running",
     "epd_serve_num_requests_waiting",

@@ -27,7 +27,7 @@ class Outcome(StrEnum):
     HANG = "hang"
 
 
-#: Outcomes that are wrong even during a fault.
+#: Outcomes unacceptable even during a fault.
 BAD = (Outcome.WRONG, Outcome.HANG)
 
 

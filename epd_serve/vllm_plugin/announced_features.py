@@ -58,7 +58,7 @@ class AnnouncedFeatures:
         return Reply()
 
     def is_settled(self, request_id: str, trace_id: str, mm_hash: str) -> bool:
-        """Return whether a feature is here or will not come, so that a request need not wait.
+        """Return whether a feature has arrived or will never arrive, so that a request need not wait.
 
         ``request_id`` is the engine's id of the request, ``trace_id`` that of announcements.
         """

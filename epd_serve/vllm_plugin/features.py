@@ -52,7 +52,7 @@ class StepFeatures(ECConnectorMetadata):
 
     Attributes:
         announce: on E: (request, mm_hash, the gateway's name, address of P).
-        trials: on E: features of trial requests, which are not stored.
+        trials: on E: features of trial requests, never stored.
         load: on P: location of each feature of the step.
     """
 

@@ -71,7 +71,7 @@ class Switches:
             record.drains.discard(_SWITCH)
 
     async def leave(self, name: str, order: LeaveOrder) -> float:
-        """Return when the instance is empty and can be stopped, with the seconds that it took.
+        """Return when the instance is empty and can be stopped; the result is the time taken, in seconds.
 
         Until then it gets no new requests or orders. If cancelled, it keeps serving.
 
@@ -92,7 +92,7 @@ class Switches:
             await self._update_record(record, calls)
             return seconds
         except TimeoutError as error:
-            raise StageTimeout(f"instance {name} did not report that it is empty") from error
+            raise StageTimeout(f"instance {name} did not report being empty") from error
         finally:
             self._leaving.discard(name)
             record.drains.discard(_SWITCH)

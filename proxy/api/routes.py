@@ -49,7 +49,7 @@ _ROUTES: dict[str, tuple[type[BaseModel], type[BaseModel] | str, str]] = {
 class ErrorDetail(BaseModel):
     """An error."""
 
-    message: str = Field(description="What is wrong and how to fix it.")
+    message: str = Field(description="The problem and how to fix it.")
     type: str = Field(description="Class of the error.")
     param: str | None = Field(description="The invalid field, such as messages[0].content.")
     code: str | None = Field(description="Machine-readable name.")

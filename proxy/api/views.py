@@ -124,7 +124,7 @@ def health_router(gateway: Gateway) -> APIRouter:
         missing = fleet.table.missing_stages([stage for stage in Stage if stage in wanted])
         if missing and not takes_requests:
             response.status_code = 503
-        instances = {  # ready means, as for the status, that it gets requests
+        instances = {  # ready, as in the status: receives requests
             one.name: InstanceState(role=str(one.role) if one.role else None, ready=one.state == "up")
             for one in fleet.table
         }

@@ -55,7 +55,7 @@ class RequestRecord(msgspec.Struct, eq=False):
         modality: "text" without media, "image+video" for both.
         status: HTTP status, or an internal one (proxy/api/endpoint.py); 0 while it runs.
         error: code or type of the error.
-        ttft_s: from arrival to the first token of a streamed answer.
+        ttft_s: time from arrival to the first token of a streamed answer.
         tpot_s: mean time per output token after the first, for streamed answers.
         cached_tokens: prompt tokens in P's prefix cache.
         prompt_note: P's note on the prompt (epd_serve/protocol/wire.py).

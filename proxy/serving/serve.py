@@ -246,7 +246,7 @@ class _Attempt(Struct, eq=False):
             self.interruption.fire(error)
 
     async def _explain(self, error: ServeError, *, may_ask: bool) -> CallFailed:
-        """Return the failure of P's call, or D's if that is the cause."""
+        """Return the failure of P's call, or of D's if D caused it."""
         if may_ask and _D in self._calls:
             opened = self._calls[_D][0].opened
             await asyncio.wait([opened], timeout=EXPLAIN_S)

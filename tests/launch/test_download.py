@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from epd_serve.config import DeploymentConfig, load_config, model_path
-from epd_serve.config.model_files import HubModel, beside
+from epd_serve.config.model_files import HubModel, resolve_model_name
 from epd_serve.demo import weights_dir
 from epd_serve.launch.download import download
 
@@ -70,5 +70,5 @@ def test_a_file_names_a_model_of_the_hub_or_a_directory_beside_it(tmp_path: Path
     config = load_config(file)
     assert (config.model, config.model_name) == ("acme/tiny", "acme/tiny")
     shutil.copytree(weights_dir(), tmp_path / "acme" / "tiny")
-    assert load_config(file).model == beside("acme/tiny", tmp_path) == str(tmp_path / "acme" / "tiny")
+    assert load_config(file).model == resolve_model_name("acme/tiny", tmp_path) == str(tmp_path / "acme" / "tiny")
     assert DeploymentConfig(model="acme/tiny", served_model_name="mine").model_name == "mine"

@@ -72,7 +72,7 @@ def test_the_file_in_the_cluster_has_no_secret() -> None:
 @pytest.mark.parametrize(
     ("file", "sentence"),
     [
-        ("{engine: auto, devices: ['npu x 3']}", "engine: auto looks at the machine"),
+        ("{engine: auto, devices: ['npu x 3']}", "engine: auto inspects the local machine"),
         ("{feature_store: mooncake}", "set mooncake.master"),
         ("{gateway: {port: 0}}", "gateway.port: 0"),
         ("{slo: {ttft_ms: 9, tpot_ms: 9}, elastic: {}}", "elastic"),
@@ -189,7 +189,7 @@ def test_a_pair_and_a_decoder_live_through_a_kill_and_a_lost_node(cluster: Any, 
     assert down.returncode == 0, down.stderr
     assert _instances(base_port) == {}
     again = run("down", "--deployment", str(file), where)
-    assert again.returncode == 2 and "there is no pair on this cluster" in again.stderr
+    assert again.returncode == 2 and "this cluster runs no deployment pair" in again.stderr
 
 
 def _devices_of(node: Any) -> list[str]:

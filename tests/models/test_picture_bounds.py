@@ -49,6 +49,6 @@ def test_pictures_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
 
 def test_other_families_refuse_them_by_name(tmp_path: Path) -> None:
     family = load_family(tiny_models.make_tiny_model("internvl", tmp_path / "internvl"))
-    with pytest.raises(InvalidRequest, match="sizes of its own; leave out max_pixels") as refusal:
+    with pytest.raises(InvalidRequest, match="fixes the sizes of its pictures; leave out max_pixels") as refusal:
         family.parts_of(ref((50, 40), {"max_pixels": 4}))
     assert refusal.value.param == "mm_processor_kwargs"

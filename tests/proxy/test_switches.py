@@ -25,7 +25,7 @@ async def ordered(gateway, name, **body):
 async def test_orders_that_cannot_be_are_refused_by_name(gateway):
     for name, body, status, message in (
         ("x9", {"role": "D"}, 404, "known: p0, p1, d0"),
-        ("p0", {"role": "Q"}, 400, "no stage"),
+        ("p0", {"role": "Q"}, 400, "not a stage"),
         ("p0", {}, 400, "role"),
         ("p0", {"role": "D", "deadline_s": -1}, 400, "deadline_s"),
         ("d0", {"role": "P"}, 409, "the only ready one for stage D"),

@@ -1,4 +1,4 @@
-"""Numbers and image sizes drawn from a distribution that is written as a short text.
+"""Numbers and image sizes drawn from a distribution, given as a short text.
 
 ==========================  ====================================================
 ``64``                      constant

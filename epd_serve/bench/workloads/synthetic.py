@@ -76,8 +76,8 @@ class Synthetic:
     """Generated requests, endless or a given number; turns of several conversations alternate.
 
     Settings: text_tokens, output_tokens, system_tokens (the same text before every conversation), image_size,
-    images (in the first turn), image_share (of conversations), image_reuse (share of images that are exact copies
-    of earlier ones), video_size, video_s, video_fps, audio_s, turns, think_s, ignore_eos, requests. The workloads
+    images (in the first turn), image_share (of conversations), image_reuse (share of exact copies of earlier
+    images), video_size, video_s, video_fps, audio_s, turns, think_s, ignore_eos, requests. The workloads
     ``videos`` and ``audio`` replace each image by a clip or a sound.
     """
 

@@ -1,1 +1,1 @@
-"""Engine of an emulated model: digests in place of KV, modelled times in place of work."""
+"""Engine of an emulated model: digests instead of KV, modelled times instead of work."""

@@ -1,8 +1,8 @@
-"""An emulated model: digests in place of numbers, an emulated device's time in place of computation.
+"""An emulated model: digests instead of numbers, an emulated device's time instead of computation.
 
 A token is a hash of all tokens and images before it, identical on every instance and after every recomputation. A
 KV block holds, for each layer, a digest of everything computed up to there. A step verifies the digests of the
-blocks that it reads and fails otherwise, so KV that is lost, swapped or late never yields an answer. A digest
+blocks that it reads and fails otherwise, so lost, swapped or late KV never yields an answer. A digest
 replaces thousands of bytes; times and byte counts are those of the real model.
 """
 
@@ -230,7 +230,7 @@ class _Known:
     tail: bytes = b""
 
     def cut(self, blocks: Sequence[int]) -> None:
-        """Forget blocks that are no longer in ``blocks``."""
+        """Forget all blocks except ``blocks``."""
         count = min(len(blocks), len(self.blocks))
         if self.blocks[:count] != blocks[:count]:
             count = next(i for i in range(count) if self.blocks[i] != blocks[i])
@@ -370,7 +370,7 @@ class DigestStep:
         """Verify all KV before the part, write the part's KV and choose its tokens."""
         sequence, runner = part.sequence, self._runner
         if part.token == PLACEHOLDER:
-            assert self._before is not None, "the placeholder has no earlier step"
+            assert self._before is not None, "the placeholder lacks an earlier step"
             if sequence not in self._before.tokens:  # the previous step failed
                 raise DigestError(f"request {sequence.request_id}: the previous token was not computed")
             [part.token] = self._before.tokens[sequence]

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 IMAGE_SIDE = 448
 #: Time limit for encodes, and again for steps: an SLO adds up to 10 s to a start, plus the last measurements.
 MEASURE_S = 5.0
-#: Cores that other processes may use during measurements that are cached.
+#: Maximum cores in use by other processes during a cached measurement.
 _MOST_OTHERS = 0.25
 
 

@@ -1,4 +1,4 @@
-"""Adapt JSON schemas to the grammar engine: close objects, and drop patterns that it cannot compile."""
+"""Adapt JSON schemas to the grammar engine: close objects, and drop patterns the engine cannot compile."""
 
 from __future__ import annotations
 

@@ -35,9 +35,9 @@ class Node:
 class Patterns:
     """Patterns of orderable symbols: strings, or tuples of token ids. Not thread-safe.
 
-    The automaton of Aho and Corasick (1975) finds them in a growing sequence at a cost per symbol that is
-    independent of their number and lengths. Nodes are created when they are reached, so a long pattern costs
-    nothing until a text matches its start.
+    The automaton of Aho and Corasick (1975) finds them in a growing sequence; the cost per symbol does not depend
+    on their number and lengths. Nodes are created when reached, so a long pattern costs nothing until a text
+    matches its start.
 
     Attributes:
         root: the start node, without symbols.

@@ -5,8 +5,8 @@ on another instance as if it had never moved. Temperature, min-p, top-k and top-
 
 Top-p keeps a token if the total probability of likelier tokens is below top_p, so tokens of equal probability are
 kept or dropped together. A CPU, or a device with a draw operator, avoids sorting the vocabulary: if top-p rejects
-a draw from the whole distribution, it also rejects all tokens that are not likelier, and the next draw is from the
-rest. This takes about 1 - ln(top_p) draws.
+a draw from the whole distribution, it also rejects all tokens of equal or lower probability, and the next draw is
+from the rest. This takes about 1 - ln(top_p) draws.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class ChatTemplate:
     ) -> None:
         """Check the template. ``placeholders``: text of an item by modality, for templates that join strings.
 
-        Raises ValueError for a template that is not valid Jinja or does not render message text.
+        Raises ValueError for invalid Jinja, or a template that does not render message text.
         """
         self._tokenizer = tokenizer
         self._literals = literals

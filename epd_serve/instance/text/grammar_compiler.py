@@ -71,7 +71,7 @@ class GrammarCompiler:
         Args:
             is_tried: another instance has compiled it, so skip the trial, which could fail here.
 
-        Raises InvalidRequest for a grammar that is too complex, or names the part that cannot be enforced.
+        Raises InvalidRequest if the grammar is too complex, or with the part that cannot be enforced.
         """
         num_characters = len(grammar.text) + sum(len(tool.parameters) for tool in grammar.tools)
         async with self._processor.place("grammar", _S_PER_CHARACTER * num_characters) as place:
@@ -105,7 +105,7 @@ class GrammarCompiler:
             problems.pop(len(parts), None)
             return await self._relax(grammar, parts, problems, trials)
         except InvalidRequest as error:
-            # schemas of optional tools that are not strict need not be enforced
+            # schemas of optional, non-strict tools need not be enforced
             is_free = not grammar.kind and not grammar.must_call and not any(tool.strict for tool in grammar.tools)
             if error.code == _TOO_COMPLEX and is_free:
                 return _free(grammar, range(len(grammar.tools)))

@@ -156,7 +156,7 @@ class Detokenizer:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string is complete."""
+        """True if a stop string is complete."""
         return self.stop_string is not None
 
     @property

@@ -31,7 +31,7 @@ class Ports:
 
 
 def choose_ports(config: DeploymentConfig) -> Ports:
-    """Return the ports of gateway, instances and master; free ones in place of 0.
+    """Return the ports of gateway, instances and master; free ones replace 0.
 
     Raises ValueError if a port is taken or an address does not belong to this machine.
     """
@@ -61,7 +61,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def free_port(host: str) -> int:
-    """Return a port that was free a moment ago."""
+    """Return a port found free a moment ago."""
     with ExitStack() as held:
         return _bind(held, host, 0, 1, "server")
 

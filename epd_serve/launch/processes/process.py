@@ -51,7 +51,7 @@ class ProcessSpec:
 
     Attributes:
         name: unique; also the name of the log file.
-        label: a few words for the progress display.
+        label: text for the progress display.
         environment: all variables of the process.
         url: base URL of its HTTP server; "": no server, ready once started.
         socket: Unix socket to ask instead of ``url``, which another process may share.
@@ -62,7 +62,7 @@ class ProcessSpec:
         grace_s: time to end; None: that of its turn.
         can_fork: whether it may be forked from a process with its modules loaded (forking.py).
         shares_output: whether it writes to this process's output instead of its log.
-        is_group: whether its process group ends with it by itself (``epd_serve.lifeline --group``).
+        is_group: whether its process group ends with it (``epd_serve.lifeline --group``).
         measures: accelerators whose free memory it measures at its start, as vLLM does. Such processes start one
             after another on a device, as each would count the other's memory as its own.
     """
@@ -136,7 +136,7 @@ class ManagedProcess:
 
     @property
     def pid(self) -> int:
-        assert self._process is not None, "it has not started"
+        assert self._process is not None, "the process was not started"
         return self._process.pid
 
     @property
@@ -196,7 +196,7 @@ class ManagedProcess:
         self.ready.clear()
         with suppress(ProcessLookupError):  # the rest of its group, before its id is reused
             deadline = time.monotonic() + CLEAN_UP_S + 1.0
-            while self.spec.is_group and time.monotonic() < deadline:  # it ends its group by itself
+            while self.spec.is_group and time.monotonic() < deadline:  # its group ends with it
                 os.killpg(self.pid, 0)
                 await asyncio.sleep(_GROUP_LOOK_S)
             os.killpg(self.pid, signal.SIGKILL)

@@ -26,7 +26,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         address: ``HOST:PORT`` of its gateway.
-        pid: of its launcher.
+        pid: the launcher's pid.
         sockets: directory of its sockets, and of files that its processes share.
         file: absolute path of its deployment file, if any.
     """

@@ -38,9 +38,9 @@ class Supervisor:
         finally:
             await supervisor.stop()
 
-    With ``restart``, a process that ends after it was ready is started again, while the others keep running. A
-    process that was never ready has failed for good. A process that was ready and answers nothing for
-    ``hang_timeout_s`` is killed, which counts as its death.
+    With ``restart``, a process that ends after it was ready is restarted, while the others keep running. A process
+    that ends before it was ready has failed for good. A ready process without an answer for ``hang_timeout_s`` is
+    killed, which counts as its death.
 
     It must be used from one event loop whose thread outlives the processes (see :mod:`epd_serve.lifeline`).
 
@@ -111,7 +111,7 @@ class Supervisor:
                 await all_ready
 
     async def wait_failure(self) -> ProcessDied:
-        """Return the death of the first process that is not restarted."""
+        """Return the first death of a process without a restart."""
         while True:
             changed = asyncio.create_task(self._changed.wait())
             try:

@@ -63,7 +63,7 @@ class Values(BaseModel):
         cache_claim: volume for the hub's cache; None: each pod downloads the model.
         feature_claim: ReadWriteMany volume for features of NPUs.
         shm: size of /dev/shm in an instance's pod.
-        resources: by device group, as in e, p, e-p or gateway.
+        resources: resources by device group: e, p, e-p, gateway ...
         accelerators: names of device plugins.
         spare_devices: whether a rollout finds free devices; the old pod then stays until the new one is ready.
     """

@@ -121,7 +121,7 @@ class Agent:
             os._exit(1)
 
     def was_restarted(self) -> bool:
-        """Return whether its command has ended by itself."""
+        """Return whether its command ended without being stopped."""
         import ray
 
         return bool(ray.get_runtime_context().was_current_actor_reconstructed)
@@ -138,8 +138,8 @@ def up(config: DeploymentConfig, name: str, address: str, spread: Spread) -> str
     """Start a deployment on a Ray cluster and wait until it is ready; return the text for the user.
 
     Args:
-        name: of the placement group, and prefix of its actors' names.
-        address: of the cluster's head; "": the cluster of this machine, or of RAY_ADDRESS.
+        name: name of the placement group, and prefix of its actors' names.
+        address: address of the cluster's head; "": RAY_ADDRESS, or this machine's cluster.
 
     Raises ValueError if Ray, the cluster, a key or resources are missing, or if a process dies before the
     deployment is ready; then everything is removed again.
@@ -197,10 +197,10 @@ def up(config: DeploymentConfig, name: str, address: str, spread: Spread) -> str
 
 
 def down(config: DeploymentConfig, name: str, address: str) -> None:
-    """Stop a deployment, after its requests are finished. Raises ValueError if there is none of that name."""
+    """Stop a deployment, after its requests are finished. Raises ValueError if it does not exist."""
     with _connected(address, logs=False) as ray:
         if not _end(ray, name, config):
-            raise ValueError(f"there is no {name} on this cluster")
+            raise ValueError(f"this cluster runs no deployment {name}")
 
 
 @contextmanager

@@ -47,10 +47,10 @@ _OVER_HOSTS = {"nnodes", "node_rank", "master_addr"}
 
 
 def check_portable(config: DeploymentConfig) -> None:
-    """Raise ValueError for options that are limited to one machine."""
+    """Raise ValueError for options limited to one machine."""
     kinds = {device.partition(":")[0] for one in config.placement() for device in one.devices}
     if config.engine == "auto" and kinds & {"cuda", "npu"}:
-        raise ValueError("engine: auto looks at the machine that it is on; write engine: native or engine: vllm")
+        raise ValueError("engine: auto inspects the local machine; write engine: native or engine: vllm")
     tied = {
         "tls": config.tls,
         "elastic": config.elastic,
@@ -101,7 +101,7 @@ class Unit:
 
     Attributes:
         config: the whole deployment, at this machine's address.
-        roles: of vLLM's instances, by name; gateways ask native ones.
+        roles: roles of vLLM's instances, by name; gateways ask native ones.
     """
 
     config: DeploymentConfig
@@ -118,7 +118,7 @@ def prepare_unit(
 ) -> Unit:
     """Prepare instances that listen on ``host``, with their files in ``directory``.
 
-    Raises ValueError for a wildcard, or for a deployment that is limited to one machine.
+    Raises ValueError for a wildcard, or for a deployment limited to one machine.
     """
     if is_wildcard(host):
         raise ValueError(f"others cannot reach {host}; write this machine's address, as in --host 10.0.0.7")
@@ -164,7 +164,7 @@ async def run_unit(
         here: its instances, from :func:`unit_placement`.
         address: the instances' address, to listen on and for others.
         gateways: URLs of the admin planes of gateways that ready instances join.
-        health_port: of ``/health/live`` and ``/health/ready``; None: no such server.
+        health_port: port of ``/health/live`` and ``/health/ready``; None: no health server.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s unit %(levelname)s %(message)s")
     stop = asyncio.Event()

@@ -1,4 +1,4 @@
-"""The vLLM of an environment, and the deployments that it can run."""
+"""The vLLM of an environment, and the deployments it can run."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def find_vllm(python: str | Path) -> VllmFound:
         )
         return msgspec.json.decode(answer.stdout.rpartition("\n{")[2].strip() or answer.stdout, type=VllmFound)
     except msgspec.MsgspecError:
-        raise NoVllm(f"vllm.python: {python} is not a Python; name the interpreter that has vLLM") from None
+        raise NoVllm(f"vllm.python: {python} is not a Python; name the interpreter with vLLM") from None
     except (OSError, subprocess.SubprocessError) as error:
         output = getattr(error, "stderr", "") or str(error)
         raise NoVllm(f"vllm.python: {python} does not run: {output.strip()[-300:]}") from error
 
 
 def check_found(found: VllmFound, *, python: str | Path, needs: Iterable[str] = ()) -> None:
-    """Raise ValueError unless the vLLM that was found can run a deployment; NoVllm if it is missing.
+    """Raise ValueError unless the vLLM found can run a deployment; NoVllm if it is missing.
 
     Args:
         needs: "store", the connector for encoder output, and packages: "mooncake", "nixl", "vllm_ascend".
@@ -78,7 +78,7 @@ def check_found(found: VllmFound, *, python: str | Path, needs: Iterable[str] = 
         raise NoVllm(
             f"engine: vllm, but {python} lacks vLLM; install it there (for CUDA, in epd-serve's clone: "
             "pip install '.[vllm]'; for CPUs and NPUs: docs/guide/vllm.md), "
-            "or set vllm.python to the interpreter that has it"
+            "or set vllm.python to an interpreter with vLLM"
         )
     if found.release < OLDEST:
         raise ValueError(f"vLLM {found.vllm} of {python} is too old; install {_text(OLDEST)} or newer there")

@@ -23,7 +23,7 @@ class Qwen2Audio(SoundFamily):
 
     @staticmethod
     def features(model: Any, inputs: TowerInputs) -> Any:
-        """Call tower and projector, as transformers has no function for it; padding forms its own segment."""
+        """Call tower and projector, as transformers lacks a function for both; padding forms its own segment."""
         import torch
 
         spectra, mask = inputs["input_features"], inputs["feature_attention_mask"]

@@ -67,7 +67,7 @@ def _token_entry(token: bytes, logprob: float | None) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceText:
-    """A finished choice of an answer that is not streamed."""
+    """A finished choice of a non-streamed answer."""
 
     index: int
     text: str

@@ -26,7 +26,7 @@ class MediaSource(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         param: its field in the request, for error messages.
-        sampling: which frames of a video to use.
+        sampling: frames of a video to use.
         processing: the result of :func:`processing_of`.
         low_detail: scale the image down (:data:`epd_serve.media.picture.LOW_DETAIL_PIXELS`).
         format: audio format named by the request, or "".
@@ -44,7 +44,7 @@ class MediaSource(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_inline(self) -> bool:
-        """Whether the request contains the item."""
+        """True if the request itself contains the item."""
         return self.url[:5].lower() == "data:"
 
 

@@ -44,7 +44,7 @@ class ToolFormat:
     def write(self, calls: Iterable[CalledFunction]) -> str:
         """Return calls as the model writes them.
 
-        Arguments that are not a JSON object belong to a truncated call: they are written raw, without ``end``.
+        Arguments other than a JSON object belong to a truncated call: write them raw, without ``end``.
         """
         texts = []
         for call in calls:

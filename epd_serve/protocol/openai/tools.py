@@ -93,7 +93,7 @@ def schema_text(schema: Any, param: str) -> str:
 
 
 def json_text(value: Any, param: str) -> str:
-    """Encode a JSON value. Raises InvalidRequest if that is impossible, for example for a lone surrogate."""
+    """Encode a JSON value. Raises InvalidRequest for values without an encoding, such as a lone surrogate."""
     try:
         return msgspec.json.encode(value).decode()
     except (UnicodeError, RecursionError, OverflowError) as error:

@@ -53,11 +53,11 @@ class MooncakeOptions:
 
     Attributes:
         host: address that peers connect to.
-        protocol: of the Transfer Engine: tcp, rdma, ascend.
+        protocol: the Transfer Engine's protocol: tcp, rdma, ascend.
         devices: RDMA devices to use, separated by commas; "" for all.
         staging_bytes: registered memory that stages unregistered bytes.
         timeout_s: limit of a transfer without progress, fixed by the first engine of a process.
-        alignment_bytes, max_regions: of registered memory (device.transport.TransportCapability).
+        alignment_bytes, max_regions: limits of registered memory (device.transport.TransportCapability).
         device: type of the instance's device if the protocol reaches its memory; else "".
         activate: sets the calling thread's device before each call, which the ascend protocol needs
             (ascend_direct_transport.md, "Device Setup Required").

@@ -38,7 +38,7 @@ _NUM_THREADS = 16
 _NUM_FETCHES = 16
 _READ_TRIES = 25
 _READ_RETRY_S = 0.02
-_EVICTOR = ""  # an owner that is not a request
+_EVICTOR = ""  # an owner without a request
 
 _T = TypeVar("_T")
 _Arguments = TypeVarTuple("_Arguments")
@@ -60,9 +60,9 @@ class MooncakeFeatureStore:
     that the store refuses, or while its master is down, goes into ``local``: no answer depends on the store.
 
     Args:
-        local: for features that the store refuses, and for all features if this instance lends no segment.
+        local: store for refused features, and for all features if this instance lends no segment.
         capacity_bytes: size of the segment.
-        producer: name of this instance in the features that it puts.
+        producer: name of this instance in its features.
     """
 
     on_device = False

@@ -37,7 +37,7 @@ class MooncakeSlab:
     """A registered slab; see :class:`epd_serve.transfer.transport.Slab`.
 
     Args:
-        stands_for: registered device memory that the region describes in place of the slab's.
+        stands_for: registered device memory that the region describes instead of the slab.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class MooncakeTransport:
     """One engine, one registered region for each slab, and a staging pool for unregistered bytes.
 
     The engine waits a minute for the first answer of a hung process and blocks all other transfers. So a new peer
-    must first answer on a TCP connection of ours, which also proves the cluster key; Mooncake has no
+    must first answer on a TCP connection of ours, which also proves the cluster key; Mooncake lacks
     authentication.
 
     Raises ValueError if mooncake is missing or cannot start.
@@ -192,7 +192,7 @@ class MooncakeTransport:
         return None if found is None else memoryview(bytearray(_identity(found)))
 
     def _peer(self, region: Region, pieces: Sequence[Piece]) -> str:
-        """Return the engine address of the region's process after checking that it still is this process."""
+        """Return the engine address of the region's process after checking that the process is still the same."""
         check_bounds(region, pieces)
         if self._closed:
             raise TransferError("the transport is closed")
@@ -245,7 +245,7 @@ class _Batch:
         self._nbytes += nbytes
 
     def stage(self, there: int, fills: memoryview) -> None:
-        """Add a read that is staged in the pool and copied to ``fills`` when the batch has run."""
+        """Add a read, staged in the pool and copied to ``fills`` after the batch."""
         self._run_if_full(fills.nbytes)
         staged = self._take(fills.nbytes)
         self._fills.append((fills, staged.memory))
@@ -264,7 +264,7 @@ class _Batch:
                 limit_s = self._engine.call_limit_s
                 if time.monotonic() - started >= limit_s:  # the engine stopped waiting but may still copy
                     raise StillCopying(f"transfer with {self._peer} did not finish in {limit_s:g} s")
-                raise TransferError(f"transfer with {self._peer} failed: the peer is gone or refuses")
+                raise TransferError(f"transfer with {self._peer} failed: the peer has died or refuses")
             for data, memory in fills:
                 data[:] = memory
 
