@@ -1,4 +1,4 @@
-"""What the fork server imports leaves CUDA alone: a fork of a process that has called it cannot use a GPU."""
+"""The fork server imports modules without a call of CUDA, after which no fork could use a GPU, or fails clearly."""
 
 from __future__ import annotations
 
@@ -41,3 +41,14 @@ def test_modules_of_instances_are_imported_without_a_call_of_cuda(tmp_path: Path
     before, _, after = done.stderr.partition("IMPORTED")
     assert "CALLED" not in before
     assert "CALLED" in after, "the spy sees nothing"
+
+
+def test_modules_that_cannot_be_imported_end_up_with_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision" / "__init__.py").write_text('raise RuntimeError("of another build than torch")')
+    command = [sys.executable, "-m", "epd_serve.cli", "up", "--topology", "EPD", "--port", "0"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(Path(__file__).parents[2])))}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert "of another build than torch" in done.stderr
+    assert "repair the environment" in done.stdout + done.stderr

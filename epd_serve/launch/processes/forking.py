@@ -89,7 +89,12 @@ async def fork(name: str, command: Sequence[str], environment: Mapping[str, str]
     """Run ``python -P -m MODULE ARGUMENTS`` with its own environment. Raises OSError."""
     context = multiprocessing.get_context("forkserver")
     process = context.Process(target=_run, args=(name, command, dict(environment), str(log_file)))
-    await asyncio.to_thread(process.start)  # waits until the server has imported its modules
+    try:
+        await asyncio.to_thread(process.start)  # waits until the server has imported its modules
+    except EOFError:  # torch and torchvision of different builds, for example
+        raise ChildProcessError(
+            "Python cannot import the modules of instances: repair the environment; the last error is above"
+        ) from None
     return ForkedProcess(process)
 
 
