@@ -1,4 +1,4 @@
-"""The fork server imports modules without a call of CUDA, after which no fork could use a GPU, or fails clearly."""
+"""The fork server imports modules without a call of CUDA, after which no fork can use a GPU, or fails clearly."""
 
 from __future__ import annotations
 
