@@ -108,7 +108,7 @@ def _figures(grid: Grid) -> list[Any]:
             title={
                 "text": f"<b>{name}</b>{devices}<br><sub>{subtitle}</sub>",
                 "x": 0.01,
-                "y": 0.98,
+                "y": 0.93,
                 "yanchor": "top",
             },
             template="plotly_white",
