@@ -138,7 +138,7 @@ class Client:
             if written:
                 await self._send({"type": "http.response.body", "body": b"".join(written), "more_body": True})
                 if self._ended:
-                    self.answered = True  # many clients close the connection as soon as they have the last event
+                    self.answered = True  # the server reports a disconnect once it has the end
                     await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def close(self) -> None:

@@ -4,7 +4,6 @@ import asyncio
 import json
 import re
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -48,20 +47,6 @@ async def test_a_streamed_request_with_an_image_leaves_a_line_with_its_stages(lo
     assert (stages["encode"]["instance"], stages["encode"]["feature"]) == ("e0", "encoded")
     assert all(stage["ms"] >= 0 for stage in line["stages"])
     assert "sk-observed" not in text_of(log)
-
-
-async def test_a_client_that_leaves_after_the_last_event_had_its_answer(log, observed):
-    body = json.dumps({"model": "demo", "prompt": "Count to 9.", "max_tokens": 4, "stream": True}).encode()
-    address = urlsplit(observed.url)
-    for number in range(20):
-        reader, writer = await asyncio.open_connection(address.hostname, address.port)
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: {address.netloc}\r\nauthorization: Bearer sk-observed\r\n"
-        head += f"x-request-id: left-{number}\r\ncontent-type: application/json\r\n"
-        writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
-        await reader.readuntil(b"[DONE]")
-        writer.close()
-    for number in range(20):
-        assert (await line_of(log, f"left-{number}"))["status"] == 200
 
 
 async def test_what_is_refused_is_logged_without_the_key(log, observed):

@@ -4,8 +4,14 @@ import asyncio
 import contextlib
 import json
 import socket
+import time
 
 import pytest
+
+from epd_serve.telemetry.span import join_trace
+from proxy.http.client import Client
+from proxy.http.interruption import Interruption
+from proxy.observe.record import RequestRecord
 
 BODY = {"messages": [{"role": "user", "content": "hello"}]}
 STREAM = {**BODY, "stream": True}
@@ -34,6 +40,30 @@ async def ask(peer, data):
 def is_empty(gateway):
     holders = gateway.admission.authenticator.holders
     return not gateway.admission.queue.num_in_flight and not any(one.num_active for one in holders)
+
+
+async def test_the_end_of_a_stream_is_no_departure():
+    """uvicorn reports a disconnect once an answer is complete, while the gateway still closes its calls."""
+    messages, complete = iter([{"type": "http.request", "body": b"{}"}]), asyncio.Event()
+
+    async def receive():
+        if (message := next(messages, None)) is not None:
+            return message
+        await complete.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        if not message.get("more_body", True):
+            complete.set()
+
+    client = Client({}, receive, send, RequestRecord("chat", join_trace(), "r", time.monotonic()))
+    with Interruption(client.loop) as client.running:
+        await client.body(100)
+        client.start([])
+        client.write(b"data: [DONE]\n\n", last=True)
+        await client.drain()
+        await asyncio.sleep(0.01)
+    client.close()
 
 
 async def test_what_goes_wrong_often_fills_no_log(start, kit, caplog):
