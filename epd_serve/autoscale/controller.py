@@ -138,10 +138,11 @@ class Controller:
 
     def decide(self, now_s: float, instances: Sequence[InstanceLoad]) -> Decision:
         """Decide on the state at ``now_s``, which never decreases."""
-        served = {stage for one in instances if one.is_serving for stage in one.role.stages}
-        if self._is_starting and (missing := [_NAMES[stage] for stage in self._stages if stage not in served]):
-            reason = f"no instance has served {' and '.join(missing)} yet"
-            return Decision(at_s=now_s, kind=Kind.STARTING, reason=reason)
+        if self._is_starting:
+            served = {stage for one in instances if one.is_serving for stage in one.role.stages}
+            if missing := [_NAMES[stage] for stage in self._stages if stage not in served]:
+                reason = f"no instance has served {' and '.join(missing)} yet"
+                return Decision(at_s=now_s, kind=Kind.STARTING, reason=reason)
         self._is_starting = False
         loads, recent = self._observe(now_s, instances)
         kind, reason, order = self._judge(now_s, instances, loads, recent)

@@ -212,7 +212,7 @@ class VllmInstance(VllmServer):
                 while True:
                     figures = await self.figures()
                     if self._ordered != ordered:
-                        raise Conflict(f"the switch of {self.name} was cancelled; it serves {self._ordered}")
+                        raise Conflict(f"instance {self.name} was meanwhile ordered to serve {self._ordered}")
                     if not (figures.num_running or figures.num_waiting or figures.kv_usage or self._num_calls):
                         return
                     await asyncio.sleep(_CHECK_S)

@@ -93,7 +93,7 @@ class FramedCall(VllmCall):
         request_id: str,
         request: PrefillRequest,
         prompt: list[int] | None,
-        correct_usage: Callable[[dict[str, Any]], None] = lambda usage: None,
+        correct_usage: Callable[[dict[str, Any]], None],
     ) -> None:
         super().__init__(server, path, body | {"return_token_ids": True}, request_id)
         self._prompt, self._generated, self._created = prompt, request.generated, request.output.created

@@ -69,7 +69,9 @@ def up(
         if model is not None:
             raise ValueError(f"{target} and --model {model} are two models; give one of them")
         file, model = None, target
-    keys = None if api_key is None else [{"name": "default", "hash": hash_key(api_key)}]
+    if api_key is not None and not api_key.strip():
+        raise ValueError("--api-key is empty: give a key, or omit the option")
+    keys = None if api_key is None else [{"name": "default", "hash": hash_key(api_key.strip())}]
     config = change_config(
         load_config(file) if file else DeploymentConfig(),
         _given(

@@ -51,7 +51,10 @@ class Refusals:
     async def call(
         self, stage: Begins | None = None, key: str = "", *, kind: type[ServeError] = Unavailable
     ) -> AsyncGenerator[None]:
-        """Register a call for ``key`` while its context is open. Refusal cancels the body and raises ``kind``."""
+        """Register a call for ``key`` while its context is open. Refusal cancels the body and raises ``kind``.
+
+        ``stage`` knows whether ``key`` has begun; a call without a stage counts as begun.
+        """
         scope = asyncio.timeout(None)
         try:
             async with scope:
@@ -187,8 +190,10 @@ class ControlCalls:
                 await decoder.complete(wire.decode(body, wire.Handoff))
             case "/kv/renew":
                 decoder.renew(wire.decode(body, wire.TransferRef))
-            case _:
+            case "/kv/cancel":
                 decoder.cancel(wire.decode(body, wire.TransferRef))
+            case _:
+                raise AssertionError(path)
         return _DONE
 
     async def _state(self, path: str, body: bytes) -> Reply:
@@ -219,6 +224,8 @@ class ControlCalls:
             case "/role":
                 role = wire.decode(body, instance_state.RoleOrder)
                 return Reply(body=wire.encode(await instance.lifecycle.switch(role)))
-            case _:
+            case "/leave":
                 leave = wire.decode(body, instance_state.LeaveOrder)
                 return Reply(body=wire.encode(await instance.lifecycle.leave(leave)))
+            case _:
+                raise AssertionError(path)

@@ -247,7 +247,7 @@ class Instance:
         )
 
     def load(self) -> instance_state.Load:
-        """Return the current load, including requests that have not reached the engine yet. It must be ready."""
+        """Return the current load, including requests not in the engine yet. The instance must be ready."""
         load = instance_state.Load()
         if (language := self.language) is not None:
             load, decoder = language.engine.load(), language.decoder

@@ -54,7 +54,7 @@ async def run_up(
     stop = asyncio.Event()
     deployment = LocalDeployment(config, file=file, keep_logs=True, on_change=show, on_death=show_death)
     for number in _SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
             handler = lambda: deployment.kill() if stop.is_set() else stop.set()  # noqa: E731
             asyncio.get_running_loop().add_signal_handler(number, handler)
     try:

@@ -103,7 +103,7 @@ class VideoFactsJob(msgspec.Struct, frozen=True, tag=True):
         if self.list_fps is not None:
             _limit_memory(_ROOM_BYTES + 4 * len(data))
             return read_list(unpack_frames(data), self.list_fps, self.limits)
-        _limit_memory(_FFMPEG_ROOM_BYTES + 2 * len(data) + self.limits.max_pixels * _BYTES_PER_FRAME_PIXEL)
+        _limit_memory(_video_bytes(data, self.limits.max_pixels))
         return read_facts(data, self.limits)
 
 
@@ -129,7 +129,7 @@ class VideoJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     def work(self, data: bytes, memory: mmap.mmap, connection: socket.socket) -> None:
         num_pixels, count = self.facts.width * self.facts.height, 0
         num_bytes = CHANNELS * num_pixels
-        _limit_memory(_FFMPEG_ROOM_BYTES + 2 * len(data) + num_pixels * _BYTES_PER_FRAME_PIXEL)
+        _limit_memory(_video_bytes(data, num_pixels))
         for frame in read_frames(data, self.facts, self.indices):
             if count == self.num_at_once:
                 _hand_over(connection, count)
@@ -309,6 +309,10 @@ def _fork(connection: socket.socket, area: int) -> int:
             _tell(connection, answer)
     finally:
         os._exit(0)
+
+
+def _video_bytes(data: bytes, num_pixels: int) -> int:
+    return _FFMPEG_ROOM_BYTES + 2 * len(data) + num_pixels * _BYTES_PER_FRAME_PIXEL
 
 
 def _hand_over(connection: socket.socket, count: int) -> None:

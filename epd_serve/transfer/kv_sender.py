@@ -32,7 +32,10 @@ class ReadableKV(Protocol):
 
 
 class KVSource(Protocol):
-    """The memory that outgoing KV is read from. ``staged_cells``: limit of layers × blocks in a :meth:`stage`."""
+    """The memory that outgoing KV is read from.
+
+    ``staged_cells``: most layers × blocks in one call of :meth:`stage`; None: no limit.
+    """
 
     region: Region
     staged_cells: int | None
@@ -145,7 +148,10 @@ class KVSender:
                 self._lane(name).jobs.put(peer)
 
     def push(self, layers: range, parts: Sequence[Part], computed: Event | None = None) -> None:
-        """Queue blocks of ``layers``, written at ``computed``, as one announcement to one instance."""
+        """Queue blocks of ``layers`` as one announcement to one instance.
+
+        ``computed``: when the device has written the blocks; None if it has.
+        """
         assert parts and parts[0].transfer.target is not None
         with self._lock:  # also held by a lane that retires
             for part in parts:

@@ -196,7 +196,7 @@ class SlabAllocator:
     def __init__(self, capacity: int, alignment: int = 64) -> None:
         self.capacity = capacity // alignment * alignment
         self._alignment = alignment
-        self._holes: dict[int, int] = {0: self.capacity}  # sizes by offset
+        self._holes: dict[int, int] = {0: self.capacity} if self.capacity else {}  # sizes by offset
         self.used: dict[int, int] = {}
 
     def allocate(self, nbytes: int) -> int | None:

@@ -38,8 +38,8 @@ async def serve_stream(fleet: Fleet, job: Job, sink: EventSink) -> None:
     try:
         await _serve(fleet, job, answer)
     finally:
-        is_counted = answer.known and answer.readers
-        job.record.end_answer(sum([len(one.tokens) for one in answer.readers]) if is_counted else None)
+        readers = answer.readers if answer.known else []
+        job.record.end_answer(sum([len(one.tokens) for one in readers]) if readers else None)
 
 
 async def serve_whole(fleet: Fleet, job: Job) -> bytes:

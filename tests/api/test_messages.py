@@ -19,7 +19,6 @@ SCHEMA = {
     "required": ["colour", "count"],
 }
 TOOL = {"name": "paint", "input_schema": SCHEMA}
-FUNCTION = {"type": "function", "function": {"name": "paint", "parameters": SCHEMA}}
 
 
 async def whole(api, path, body):

@@ -1,4 +1,4 @@
-"""What cannot be is refused by the name of its field, in every API."""
+"""Impossible requests are refused by the name of the field, in every API."""
 
 import io
 

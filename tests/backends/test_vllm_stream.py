@@ -59,7 +59,7 @@ def chunk(text: str | None, tokens: list[int] | None = None, finish: str | None 
 
 
 def known(server: HttpServer, request: PrefillRequest, prompt: list[int] | None = None) -> KnownTokens:
-    return KnownTokens(server, "/v1/chat/completions", {}, "r", request, prompt)
+    return KnownTokens(server, "/v1/chat/completions", {}, "r", request, prompt, lambda usage: None)
 
 
 def usage(completion_tokens: int, prompt_tokens: int = 3) -> bytes:
@@ -164,7 +164,7 @@ async def test_a_server_that_begins_the_answer_anew_is_not_forwarded(
 
 
 def replayed(server: HttpServer, request: PrefillRequest) -> ReplayedTokens:
-    return ReplayedTokens(server, "/v1/chat/completions", {}, "r", request, None)
+    return ReplayedTokens(server, "/v1/chat/completions", {}, "r", request, None, lambda usage: None)
 
 
 async def test_an_answer_that_is_computed_again_is_shown_from_where_it_broke_off(server: HttpServer) -> None:

@@ -99,6 +99,7 @@ def test_a_gateway_has_the_instances_of_its_flags_or_its_file(
         (("up", "-tp", "2", "one"), "-tp: use the topology's @tp"),
         (("up", "--enforce-eager"), "instances.engine_args"),
         (("up", "--engine", "vllm"), "engine is a key of a deployment file"),
+        (("up", "--api-key", " "), "--api-key is empty"),
         (("up", "--dtype", "half"), "command line: dtype: "),
         (("serve", "one"), "serve: use 'epd-serve up MODEL'"),
         (("stop",), "'epd-serve down'"),

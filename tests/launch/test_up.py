@@ -48,6 +48,8 @@ def up(
             "EPD_SERVE_LOG_DIR": str(fakes.folder / "logs"),
             **{f"FAKE_{name.upper()}": behaviour for name, behaviour in behaviours.items()},
         },
+        # as a background job of a shell, which is stopped by SIGINT all the same
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
     )
     try:
         yield process
@@ -126,6 +128,18 @@ def test_a_second_signal_ends_deaf_processes_at_once(fakes: Any, monkeypatch: py
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=300)
     assert fakes.alive == set()
+
+
+def test_a_death_after_ready_is_told_and_restarted(fakes: Any) -> None:
+    with up(fakes) as process:
+        read_until(process, "Chat: ")
+        os.kill(fakes.pids["d0"], signal.SIGSEGV)
+        assert "d0 died: killed by SIGSEGV. Restarting it in 1 s" in read_until(process, "its log is /")
+        read_until(process, f"{'d0':<8} ready")
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=300)
+        assert process.returncode == 0
+    assert list(fakes.folder.glob("logs/*/d0.log")), "the log of the death is lost"
 
 
 def test_killing_the_supervisor_takes_its_processes_along(fakes: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a release consists of: a wheel and an sdist, built from a clean clone."""
+"""A release: a wheel and an sdist, built from a clean clone."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ async def test_what_goes_wrong_often_fills_no_log(start, kit, caplog):
     caplog.clear()
     for _ in range(30):
         assert (await gateway.error(kit.chat()))[0] == 503
-    assert len(caplog.messages) <= 15
+    assert 0 < len(caplog.messages) <= 15
 
 
 async def test_one_connection_serves_all_kinds_of_requests(start, kit):

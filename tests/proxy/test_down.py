@@ -48,6 +48,22 @@ async def test_a_silent_instance_loses_its_requests_to_another(start, kit):
     await gateway.settle()
 
 
+async def test_a_stream_leaves_a_stopped_instance(start, kit):
+    gateway = await start("a0:EPD", "a1:EPD", probe_timeout_s=1)
+    for name in ("a0", "a1"):
+        gateway[name].scripts["/stage/prefill"] = lambda message: (
+            [kit.FRAMES, kit.frame(2), kit.frame(0, end=True)]
+            if message.generated
+            else [kit.FRAMES, kit.frame(1), kit.FOREVER]
+        )
+    asking = asyncio.create_task(gateway.answer(kit.chat(stream=True)))
+    await gateway.until(lambda: any(gateway[name].got("/stage/prefill") for name in ("a0", "a1")))
+    [stopped] = [name for name in ("a0", "a1") if gateway[name].got("/stage/prefill")]
+    gateway[stopped].scripts["/health"] = lambda _: [kit.FOREVER]
+    assert await asking == (200, kit.events_of(kit.frame(1) + kit.frame(2)) + kit.DONE)
+    await gateway.settle()
+
+
 @pytest.mark.parametrize("reporting", [True, False])
 async def test_a_stream_continues_when_the_only_instance_returns(start, kit, reporting):
     """The same process: it was stopped, and nothing that failed before speaks against it."""

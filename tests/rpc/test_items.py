@@ -12,7 +12,6 @@ ITEMS = st.lists(
     st.tuples(st.integers(0, 300), st.lists(st.integers(0, 2**32 - 1), max_size=4), st.binary(max_size=40)),
     max_size=8,
 )
-Wanted = list[tuple[int, list[int], bytes]]
 
 
 def packed(wanted):

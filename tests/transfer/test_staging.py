@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from epd_serve.transfer.shared_memory import SlabAllocator
 from epd_serve.transfer.staging import CellLender, StagingArea, rounds
 from epd_serve.transfer.transport import StillCopying, TransferError
 
@@ -145,3 +146,26 @@ def test_who_waits_gets_cells_out_of_quarantine_though_nobody_else_comes() -> No
     assert waiting.granted.wait(60)
     waiting.end()
     lender.check_integrity()
+
+
+@given(st.integers(0, 70), st.lists(st.tuples(st.booleans(), st.integers(1, 700)), max_size=60))
+def test_ranges_tile_the_slab(units: int, steps: list[tuple[bool, int]]) -> None:
+    allocator = SlabAllocator(64 * units + 10, alignment=64)
+    allocator.check_integrity()
+    live: dict[int, int] = {}
+    for allocate, size in steps:
+        if allocate:
+            offset = allocator.allocate(size)
+            if offset is not None:
+                assert offset % 64 == 0
+                assert all(offset + size <= o or o + s <= offset for o, s in live.items())
+                live[offset] = size
+        elif live:
+            offset = sorted(live)[size % len(live)]
+            del live[offset]
+            allocator.free(offset)
+        allocator.check_integrity()
+    for offset in live:
+        allocator.free(offset)
+    allocator.check_integrity()
+    assert allocator.allocate(64 * units) == (0 if units else None)

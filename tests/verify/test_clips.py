@@ -11,9 +11,6 @@ import tiny_models
 from epd_serve.verify.client import Client
 from epd_serve.verify.runner import chosen, run_checks
 
-#: Checks that a tiny random model leaves open, or for which a test's deployment is set up otherwise.
-OPEN = ("answers.reference",)
-
 
 @pytest.mark.slow
 async def test_our_own_deployment_gives_no_alarm(tmp_path: Path) -> None:
