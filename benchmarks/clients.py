@@ -10,7 +10,7 @@ the rows that a run in another environment has written, and writes a table besid
     PYTHONPATH=tests/support python -c 'import sys, pathlib, tiny_models as tiny
     tiny.make_tiny_model("qwen3_5", pathlib.Path("thinker"), thinks=True)'
     epd-serve up                                  # elsewhere: the demo model
-    epd-serve up --model ./thinker --port 8001    # elsewhere: a random Qwen3.5, whose template thinks
+    epd-serve up ./thinker --served-model-name demo --port 8001    # elsewhere: a random Qwen3.5 that thinks
     python benchmarks/clients.py http://127.0.0.1:8000 --thinker http://127.0.0.1:8001 \
         --output benchmarks/results/clients.json
 """
