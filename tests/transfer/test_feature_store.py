@@ -148,7 +148,7 @@ def test_contract(kind: str, request: pytest.FixtureRequest) -> None:
             stores.extend((reader, store))
             return store, reader if kind == "device" else store
         options = mooncake_options(staging_bytes=CAPACITY)
-        pair = [MooncakeFeatureStore(client, make_embedded(), CAPACITY, options) for client in clients]
+        pair = [MooncakeFeatureStore(client, make_embedded(), options) for client in clients]
         stores.extend(pair)
         return pair[0], pair[1]
 
