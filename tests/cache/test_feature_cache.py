@@ -70,5 +70,5 @@ def test_least_recently_used_goes_first_and_a_look_is_no_use() -> None:
         cache.put(key, key, 1, "r")
     cache.acquire("a", "r")
     cache.release("r")
-    assert cache.get("b") == "b" and "b" in cache and not cache.is_held("b") and cache.can_put(1)
+    assert cache.get("b") == "b" and "b" in cache and cache.can_put(1)
     assert cache.put("d", "d", 1, "r") == ["b"]

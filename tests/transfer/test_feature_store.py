@@ -110,7 +110,8 @@ class StoreContract(RuleBasedStateMachine):
     @invariant()
     def books_balance(self) -> None:
         self.store.check_integrity()
-        assert self.store.num_owners >= len({owner for owner, _ in self.held})
+        if not isinstance(self.store, MooncakeFeatureStore):  # there a lease holds them
+            assert self.store.num_owners >= len({owner for owner, _ in self.held})
 
     def teardown(self) -> None:
         for owner, key in self.held:
