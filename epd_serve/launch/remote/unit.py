@@ -31,8 +31,8 @@ from epd_serve.launch.processes.process import ManagedProcess, ProcessDied, Proc
 from epd_serve.launch.processes.supervisor import Supervisor, run_until
 from epd_serve.launch.vllm.process import VllmProcess
 from epd_serve.protocol.addresses import is_wildcard
-from epd_serve.rpc.app_server import serve_app
 from epd_serve.rpc.joining import join_all
+from epd_serve.rpc.server import serve_app
 from epd_serve.topology import InstancePlacement
 from epd_serve.topology.placement import CPU, place_units
 
