@@ -40,7 +40,7 @@ BROKEN_OFF = 599
 #: Longest time for a body to arrive.
 BODY_S = 120.0
 #: Larger bodies are parsed in a thread, because they would block the event loop for milliseconds.
-_INLINE_BYTES = 256 * 1024
+_INLINE_BYTES = 512 * 1024
 #: Time for a client to receive the error that ends its stream.
 _LAST_WORDS_S = 1.0
 
@@ -115,6 +115,7 @@ class Endpoint:
         finally:
             if client.answered:
                 self.gateway.observer.finish(record, status, failure)
+            failure = None  # its traceback refers to this frame: a reference cycle
 
     async def _generate(self, client: Client, visit: Visit, body: bytearray, sink: EventSink) -> None:
         """Answer a request through ``sink`` or as a whole. Raises ServeError, even after the first byte."""

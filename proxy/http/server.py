@@ -81,6 +81,7 @@ def new_server(
             access_log=False,
             log_level="warning",
             server_header=False,
+            proxy_headers=False,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=math.ceil(grace_s),
             limit_concurrency=int(_CONNECTION_SHARE * resource.getrlimit(resource.RLIMIT_NOFILE)[0]),

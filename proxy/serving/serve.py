@@ -201,6 +201,7 @@ class _Attempt(Struct, eq=False):
             self._close_call(stage)
         if encodes:
             await asyncio.wait(encodes)
+        self._encodes.clear()  # their exceptions refer to this attempt: a reference cycle
 
     def lose_instance(self, name: str) -> None:
         """Abandon an instance that does not answer, even if its connections are open."""
