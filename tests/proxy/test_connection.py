@@ -10,8 +10,7 @@ import time
 import pytest
 
 from epd_serve.telemetry.span import join_trace
-from proxy.http.client import Client
-from proxy.http.interruption import Interruption
+from proxy.http.client import Client, Interruption
 from proxy.observe.record import RequestRecord
 
 BODY = {"messages": [{"role": "user", "content": "hello"}]}
