@@ -8,9 +8,9 @@ import urllib.error
 import urllib.request
 
 import pytest
+from own_ports import free_port
 
 from epd_serve.config import parse_config
-from epd_serve.launch.processes.ports import free_port
 from epd_serve.protocol.addresses import is_loopback
 from proxy.settings import GatewaySettings
 
