@@ -23,13 +23,14 @@ from epd_serve.routing.retry import LOOK_AGAIN_S, is_planned
 from epd_serve.types import PLURALS, Stage
 from proxy.admission import Visit
 from proxy.gateway import Gateway
-from proxy.http.client import Client, ClientLeft, Interruption, ResponseAborted, TooSlow, headers_of
+from proxy.http.client import Client, ClientLeft, ResponseAborted, TooSlow, headers_of
 from proxy.media.loader import MediaItem
 from proxy.observe.record import RequestRecord
 from proxy.serving.forwarding import EventSink
 from proxy.serving.job import Job
 from proxy.serving.prompts import stream_several, whole_several
 from proxy.serving.serve import serve_stream, serve_whole
+from proxy.tasks import Interruption
 
 logger = logging.getLogger(__name__)
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import ClassVar, Protocol, Self
+from collections.abc import Sequence
+from typing import ClassVar, Protocol
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
 from epd_serve.errors import InvalidRequest, ServeError, TooLarge
 from proxy.observe.record import RequestRecord
+from proxy.tasks import Interruption
 
 Header = tuple[bytes, bytes]
 JSON = b"application/json"
@@ -53,60 +53,6 @@ class Outlet(Protocol):
 def headers_of(scope: Scope) -> dict[bytes, bytes]:
     """Return a request's headers by lower-case name; the first one wins."""
     return dict(reversed(scope["headers"]))
-
-
-class Interruption(msgspec.Struct, eq=False):
-    """A block that other code can end with an exception, by :meth:`fire`.
-
-    As in ``asyncio.timeout``, the task is cancelled, and the block turns the cancellation into the exception. Any
-    other cancellation passes through.
-
-    Args:
-        loop: the running loop; looking it up costs a system call each time (CPython 3.11).
-        seconds: time limit, after which the block ends with ``late()``; None: no limit.
-    """
-
-    loop: asyncio.AbstractEventLoop
-    seconds: float | None = None
-    late: Callable[[], Exception] = TimeoutError
-    _timer: asyncio.TimerHandle | None = None
-    _task: asyncio.Task[object] | None = None
-    _reason: Exception | None = None
-    _num_cancels: int = 0
-
-    def fire(self, reason: Exception) -> None:
-        """Raise ``reason`` out of the block if it runs; only the first counts.
-
-        Code inside the block cannot fire: its task would be cancelled at its next await, perhaps after the block.
-        """
-        if self._task not in (None, asyncio.current_task(self.loop)) and self._reason is None:
-            self._reason = reason
-            assert self._task is not None
-            self._task.cancel()
-
-    def __enter__(self) -> Self:
-        self._task = asyncio.current_task(self.loop)
-        assert self._task is not None
-        self._num_cancels = self._task.cancelling()
-        if self.seconds is not None:
-            self._timer = self.loop.call_later(self.seconds, lambda: self.fire(self.late()))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        task, self._task = self._task, None
-        reason, self._reason = self._reason, None
-        assert task is not None
-        if (
-            reason is not None
-            and task.uncancel() <= self._num_cancels
-            and kind is not None
-            and issubclass(kind, asyncio.CancelledError)
-        ):
-            raise reason from error
 
 
 class Client:

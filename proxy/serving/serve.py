@@ -24,10 +24,10 @@ from epd_serve.routing.table import InstanceRecord, OpenCall
 from epd_serve.telemetry.span import Span
 from epd_serve.types import Stage
 from proxy.fleet import Fleet
-from proxy.http.client import Interruption
 from proxy.observe.record import DECODE, ENCODE, ENCODED, PREFILL, RECOMPUTED, STORED, TRANSFER
 from proxy.serving.forwarding import EventSink, Streamed, Whole
 from proxy.serving.job import Job, measure_demand
+from proxy.tasks import Interruption
 
 _P, _D = Stage.PREFILL, Stage.DECODE
 
