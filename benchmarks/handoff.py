@@ -228,12 +228,8 @@ def _feature_store(
 ) -> tuple[EmbeddedTransport | MooncakeTransport, DeviceFeatureStore]:
     transport = _transport(device_name, way)
     host = EmbeddedFeatureStore(transport, _STAGING_BYTES)
-    shares, registers = way == "auto", way == "mooncake"
-    capacity_bytes = capacity_bytes if shares or registers else 0
-    device = get_device(device_name)
-    return transport, DeviceFeatureStore(
-        device, transport, host, capacity_bytes, shares=shares, registers=registers, lease_s=60.0
-    )
+    store = DeviceFeatureStore(get_device(device_name), transport, host, capacity_bytes if way == "auto" else 0)
+    return transport, store
 
 
 def _encode(connection: Connection, device_name: str, shape: tuple[int, int], repeats: int, way: str) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from epd_serve.cache.block_pool import BlockPool
 from epd_serve.engine.engine import Engine, EngineEvent, EngineHooks, FailureEvent
-from epd_serve.engine.pace.step_watch import StepWatch
+from epd_serve.engine.pace import StepWatch
 from epd_serve.engine.step_loop import KVPush, LayerGroups, StepLoop
 from epd_serve.errors import ServeError
 from epd_serve.factories import factory

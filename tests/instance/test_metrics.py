@@ -6,11 +6,11 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from epd_serve.engine.device_board import Slack
 from epd_serve.instance.telemetry import InstanceTelemetry
 from epd_serve.protocol.instance_state import Load
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sched.sequence import Sequence
-from epd_serve.sched.token_time import Slack
 from epd_serve.telemetry.span import Span, Timeline
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore
