@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -169,17 +170,19 @@ class DigestMemory:
         self._area.check_integrity()
 
     @contextmanager
-    def stage(self, layers: range, blocks: Sequence[int]) -> Iterator[StagedDigests]:
+    def stage(self, layers: range, parts: Sequence[Sequence[int]]) -> Iterator[list[list[Span]]]:
         """Copy blocks to cells; the transport models the time of the link."""
+        blocks = [block for part in parts for block in part]
         with self._area.leaving.lend(len(layers) * len(blocks)) as first:
             for here, place in self._places(layers, blocks, first):
                 self.buffer[here] = self._cache[place]
-            yield StagedDigests(first * LAYER_BYTES, len(layers) * LAYER_BYTES)
+            yield _spans(layers, parts, first)
 
     @contextmanager
-    def land(self, layers: range, blocks: Sequence[int]) -> Iterator[StagedDigests]:
+    def land(self, layers: range, parts: Sequence[Sequence[int]]) -> Iterator[list[list[Span]]]:
+        blocks = [block for part in parts for block in part]
         with self._area.arriving.lend(len(layers) * len(blocks)) as first:
-            yield StagedDigests(first * LAYER_BYTES, len(layers) * LAYER_BYTES)
+            yield _spans(layers, parts, first)
             for here, place in self._places(layers, blocks, first):
                 self._cache[place] = self.buffer[here]
 
@@ -204,15 +207,11 @@ class DigestMemory:
             here += count
 
 
-@dataclass(frozen=True, slots=True)
-class StagedDigests:
-    """Blocks in cells from offset ``start`` on, each with ``block_bytes`` of some layers."""
-
-    start: int
-    block_bytes: int
-
-    def spans(self, first: int, count: int) -> list[Span]:
-        return [(self.start + first * self.block_bytes, count * self.block_bytes)]
+def _spans(layers: range, parts: Sequence[Sequence[int]], first_cell: int) -> list[list[Span]]:
+    """Return the spans of each part in the cells from ``first_cell`` on, where a block's layers are adjacent."""
+    starts = accumulate((len(part) for part in parts), initial=0)
+    start, size = first_cell * LAYER_BYTES, len(layers) * LAYER_BYTES
+    return [[(start + number * size, len(part) * size)] for part, number in zip(parts, starts, strict=False)]
 
 
 @dataclass(slots=True)
