@@ -152,11 +152,11 @@ async def test_kv_that_goes_bad_gives_no_answer_but_a_named_error(parts: Deploym
     land = kept.land
 
     @contextmanager
-    def harm(layers: range, blocks: Any) -> Iterator[Any]:
-        with land(layers, blocks) as landing:
+    def harm(layers: range, parts: Any) -> Iterator[Any]:
+        with land(layers, parts) as landing:
             yield landing
         if 3 in layers:
-            kept.write(blocks[0], bytes(kept.block_bytes), range(3, 4))
+            kept.write(parts[0][0], bytes(kept.block_bytes), range(3, 4))
 
     kept.land = harm  # type: ignore[method-assign]
     assert "does not match its tokens in 1 of 28 layers, first in layer 3" in await refusal(parts, 7)

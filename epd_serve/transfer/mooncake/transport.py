@@ -107,26 +107,31 @@ class MooncakeTransport:
         self._slabs: list[MooncakeSlab | MooncakeDeviceSlab] = []
         self._staging = StagingPool(options.staging_bytes, max(options.alignment_bytes, 64))
         self.engine.register(self._staging.address, self._staging.nbytes)
-        self._server = TcpServer(options.host, self._find, options.timeout_s, advertise=options.host, key=key)
+        self._server = TcpServer(options.host, options.timeout_s, advertise=options.host, key=key)
         self._acquainted = TcpPeers(options.timeout_s, key)
         self._known: Tombstones[bool] = Tombstones()
         self._closed = False
 
     def allocate(self, name: str, nbytes: int) -> MooncakeSlab:
         slab = MooncakeSlab(name, nbytes, self.engine, self._server.port)
-        with self._lock:
-            self._slabs.append(slab)
+        self._offer(slab)
         return slab
 
     def register(self, name: str, memory: DeviceBytes) -> MooncakeDeviceSlab | None:
         if not self.engine.reaches_device:
             return None
         slab = MooncakeDeviceSlab(name, memory, self.engine, self._server.port)
-        with self._lock:
-            self._slabs.append(slab)
+        self._offer(slab)
         return slab
 
+    def _offer(self, slab: MooncakeSlab | MooncakeDeviceSlab) -> None:
+        """Let new peers read the region's identity over TCP."""
+        with self._lock:
+            self._slabs.append(slab)
+        self._server.offer(slab.region.name, memoryview(bytearray(_identity(slab.region))))
+
     def release(self, slab: Slab | DeviceSlab) -> None:
+        self._server.withdraw(slab.region.name)
         with self._lock:
             released = [own for own in self._slabs if own.region.name == slab.region.name]
             self._slabs = [own for own in self._slabs if own not in released]
@@ -187,12 +192,6 @@ class MooncakeTransport:
                 for slab in self._slabs
             )
         return address if is_registered else None
-
-    def _find(self, name: str) -> memoryview | None:
-        """Return the identity of a region, which a new peer reads over TCP, or None."""
-        with self._lock:
-            found = next((slab.region for slab in self._slabs if slab.region.name == name), None)
-        return None if found is None else memoryview(bytearray(_identity(found)))
 
     def _peer(self, region: Region, pieces: Sequence[Piece]) -> str:
         """Return the engine address of the region's process after checking that the process is still the same."""
