@@ -63,6 +63,12 @@ AUDIO_TOWER = names(
 )
 
 
+def require(name: str, found: Any, expected: Any) -> None:
+    """Raise ValueError unless a value in a checkpoint's files is the one that its other files require."""
+    if found != expected:
+        raise ValueError(f"{name} is {found!r}; the checkpoint's other files require {expected!r}")
+
+
 class Family:
     """Base of the families in :mod:`epd_serve.models.families`.
 
@@ -246,22 +252,15 @@ class Family:
         if self.video is not None and not self.video.processor.do_resize:
             raise ValueError("do_resize of the video processor is false; frames must be resized")
         for name, expected in self.picture_fields.items():
-            if (found := getattr(self.processor, name)) != expected:
-                raise ValueError(
-                    f"{name} of preprocessor_config.json is {found!r}; config.json requires {expected!r}"
-                )
+            require(f"{name} of preprocessor_config.json", getattr(self.processor, name), expected)
         if "image" in self.token_ids:
             self.check_pictures()
 
     def check_pictures(self) -> None:
         """Raise ValueError if processed images differ from the computed sizes."""
         for size in TRIED_SIZES:
-            expected, made = self.num_pixels(size), self.preprocess(blank(size))["pixel_values"].numel() // 3
-            if expected != made:
-                raise ValueError(
-                    f"preprocessor_config.json makes {made} pixels of a picture of {size}, but the tower of "
-                    f"config.json takes {expected}; use files of the same model"
-                )
+            made = self.preprocess(blank(size))["pixel_values"].numel() // 3
+            require(f"the pixels that preprocessor_config.json makes of {size}", made, self.num_pixels(size))
 
     def positions(self, ids: Sequence[int], items: Sequence[MediaRef], model: Any) -> tuple[Tensor, int]:
         """Return rotary positions [axes, len(ids)] of a prompt with these items, and the decode delta."""
