@@ -84,7 +84,7 @@ class Family:
         num_position_axes: axes of the rotary positions: 3 for M-RoPE, otherwise 1.
         input_names: outputs of the image processor that the tower takes.
         joins: True if the tower takes several items in one call, joined along dimension 0.
-        captures: True if its tower may be captured as a graph (:mod:`epd_serve.models.tower_graphs`).
+        takes_size_tensors: True if its tower accepts the positions and borders that follow from image sizes.
         splits_videos: True if several encoders may share a video, because temporal patches are independent.
         tokens: special tokens in the text between the rows of an image's feature.
         processor_options: arguments of the image processor.
@@ -110,7 +110,7 @@ class Family:
     num_position_axes: ClassVar[int] = 1
     input_names: ClassVar[tuple[str, ...]] = ("pixel_values",)
     joins: ClassVar[bool] = True
-    captures: ClassVar[bool] = False
+    takes_size_tensors: ClassVar[bool] = False
     splits_videos: ClassVar[bool] = True
     tokens: ClassVar[tuple[str, ...]] = ()
     both_ways_in_windows: ClassVar[bool] = False

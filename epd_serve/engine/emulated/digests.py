@@ -82,8 +82,6 @@ class Held:
 class DigestTower:
     """An encoder's Tower that takes the time of a vision tower."""
 
-    pixel_bytes = 0.0
-
     def __init__(
         self,
         time: DeviceTime,

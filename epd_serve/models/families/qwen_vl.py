@@ -36,7 +36,7 @@ class QwenVL(Family):
     }
     modalities: ClassVar[tuple[str, ...]] = ("image", "video")
     num_position_axes = 3
-    captures = True
+    takes_size_tensors = True
     input_names = ("pixel_values", "image_grid_thw")
     #: Edges of its processor's ``size`` by keys of ``mm_processor_kwargs``; None if requests cannot set them.
     bounds: ClassVar[Mapping[str, str] | None] = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
