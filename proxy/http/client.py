@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
-from typing import ClassVar, Protocol
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import ClassVar, Protocol, Self
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
 from epd_serve.errors import InvalidRequest, ServeError, TooLarge
-from proxy.http.interruption import Interruption
 from proxy.observe.record import RequestRecord
 
 Header = tuple[bytes, bytes]
@@ -55,6 +55,60 @@ def headers_of(scope: Scope) -> dict[bytes, bytes]:
     return dict(reversed(scope["headers"]))
 
 
+class Interruption(msgspec.Struct, eq=False):
+    """A block that other code can end with an exception, by :meth:`fire`.
+
+    As in ``asyncio.timeout``, the task is cancelled, and the block turns the cancellation into the exception. Any
+    other cancellation passes through.
+
+    Args:
+        loop: the running loop; looking it up costs a system call each time (CPython 3.11).
+        seconds: time limit, after which the block ends with ``late()``; None: no limit.
+    """
+
+    loop: asyncio.AbstractEventLoop
+    seconds: float | None = None
+    late: Callable[[], Exception] = TimeoutError
+    _timer: asyncio.TimerHandle | None = None
+    _task: asyncio.Task[object] | None = None
+    _reason: Exception | None = None
+    _num_cancels: int = 0
+
+    def fire(self, reason: Exception) -> None:
+        """Raise ``reason`` out of the block if it runs; only the first counts.
+
+        Code inside the block cannot fire: its task would be cancelled at its next await, perhaps after the block.
+        """
+        if self._task not in (None, asyncio.current_task(self.loop)) and self._reason is None:
+            self._reason = reason
+            assert self._task is not None
+            self._task.cancel()
+
+    def __enter__(self) -> Self:
+        self._task = asyncio.current_task(self.loop)
+        assert self._task is not None
+        self._num_cancels = self._task.cancelling()
+        if self.seconds is not None:
+            self._timer = self.loop.call_later(self.seconds, lambda: self.fire(self.late()))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        task, self._task = self._task, None
+        reason, self._reason = self._reason, None
+        assert task is not None
+        if (
+            reason is not None
+            and task.uncancel() <= self._num_cancels
+            and kind is not None
+            and issubclass(kind, asyncio.CancelledError)
+        ):
+            raise reason from error
+
+
 class Client:
     """The client of one request; an :class:`Outlet`.
 
@@ -74,7 +128,7 @@ class Client:
         self._watcher: asyncio.Task[None] | None = None
         self._start: Sequence[Header] | None = None
         self._written: list[bytes | memoryview] = []
-        self._ended = False
+        self._has_begun = self._ended = False
         self._sending = asyncio.Lock()
 
     async def body(self, max_bytes: int) -> bytearray:
@@ -125,14 +179,26 @@ class Client:
         self._start = headers
 
     def write(self, data: bytes | memoryview, *, last: bool = False) -> bool:
-        self._written.append(data)
         self._ended = last
+        if self._has_begun and not (last or self._written or self._sending.locked()) and self._send_now(data):
+            return True
+        self._written.append(data)
+        return False
+
+    def _send_now(self, data: bytes | memoryview) -> bool:
+        """Send a part of the answer unless that would wait; the hot path of every token."""
+        sending = self._send({"type": "http.response.body", "body": data, "more_body": True}).__await__()
+        try:
+            next(sending)
+        except StopIteration:
+            return True
+        sending.close()  # the client does not keep up; the server waits before it writes
         return False
 
     async def drain(self) -> None:
         async with self._sending:  # several prompts may share a stream
             if self._start is not None:
-                headers, self._start = self._start, None
+                headers, self._start, self._has_begun = self._start, None, True
                 await self._send({"type": "http.response.start", "status": 200, "headers": list(headers)})
             written, self._written = self._written, []
             if written:
@@ -145,6 +211,7 @@ class Client:
         """Stop watching for a disconnect."""
         if self._watcher is not None:
             self._watcher.cancel()
+            self._watcher = None  # its exception refers to this client: a reference cycle
 
 
 #: Default and longest wait before another try.
