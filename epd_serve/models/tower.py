@@ -202,11 +202,8 @@ class Tower:
         if len(features) != len(batch):  # one per tile if images are tiles along dimension 0
             tiles = iter(features)
             features = [torch.cat(list(islice(tiles, len(item[values])))) for item in batch]
-        lengths = [len(feature) for feature in features]
         for level in getattr(output, "deepstack_features", None) or ():
-            # one tensor for all images before transformers 5.19, one per image since
-            parts = torch.split(level, lengths) if isinstance(level, Tensor) else level
-            features = [torch.cat((feature, part), dim=-1) for feature, part in zip(features, parts, strict=True)]
+            features = [torch.cat(parts, dim=-1) for parts in zip(features, level, strict=True)]
         return [feature.contiguous() for feature in features]
 
 
