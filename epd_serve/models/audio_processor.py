@@ -130,7 +130,7 @@ class UnpaddedAudio(AudioProcessor):
         return 13 * blocks + rest
 
 
-class ConformerAudio(AudioProcessor):
+class ConformerAudio(UnpaddedAudio):
     """Unpadded audio of up to 30 seconds; two convolutions keep every fourth frame."""
 
     __slots__ = ()
@@ -150,9 +150,6 @@ class ConformerAudio(AudioProcessor):
         window = self.extractor.frame_length - self.extractor.frame_length // 2 + 1
         count: int = (item.audio.count_at(self.rate) - window) // self.extractor.hop_length + 1
         return max(count, 0)
-
-    def num_pixels(self, item: MediaRef) -> int:
-        return self.num_tokens(item) * PIXELS_PER_POSITION
 
     def _num_rows(self, num_frames: int) -> int:
         return -(-num_frames // 4)
