@@ -107,7 +107,9 @@ class UnpaddedAudio(AudioProcessor):
     __slots__ = ()
     padding: ClassVar = {"padding": True, "truncation": False}
 
-    max_seconds = math.inf
+    @property
+    def max_seconds(self) -> float:
+        return math.inf
 
     def check(self, tower: Any) -> None:
         AudioProcessor.check(self, tower)
