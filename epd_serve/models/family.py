@@ -270,26 +270,19 @@ class Family:
 
 
 class SoundFamily(Family):
-    """A family for audio only; it is measured with silence instead of an image."""
+    """A family for audio only; it is measured with a typical silence instead of images."""
 
     modalities = ("audio",)
 
     def num_pixels(self, size: Size) -> int:
-        """Return the pixels of a silence with about the work of an image of that size."""
         assert self.audio is not None
-        return self.audio.num_pixels(self._like(size))
+        return self.audio.num_pixels(self.typical)
 
     def blank_inputs(self, size: Size) -> TowerInputs:
-        """Return the tower's inputs for that silence."""
         import numpy as np
 
         assert self.audio is not None
-        return self.audio.inputs(np.zeros(self._like(size).num_samples, np.float32))
-
-    def _like(self, size: Size) -> MediaRef:
-        assert self.audio is not None
-        seconds = size[0] * size[1] / sound(1.0, self.audio.rate).num_pixels
-        return sound(min(max(seconds, 0.1), self.audio.max_seconds), self.audio.rate)
+        return self.audio.inputs(np.zeros(self.typical.num_samples, np.float32))
 
 
 def _unsupported(item: MediaRef) -> InvalidRequest:
