@@ -133,10 +133,8 @@ class Tower:
         self.uses_device_attention = True
         if family is not None:
             self._try(family, attention)
-        towers = [_layers(part) for part in model.get_submodule("model").children()]
-        self.num_layers = max(map(len, towers))
         if before_layer is not None:
-            for layer in chain.from_iterable(towers):
+            for layer in chain.from_iterable(map(_layers, model.get_submodule("model").children())):
                 layer.register_forward_pre_hook(lambda module, arguments: before_layer())
 
     def _try(self, family: Family, attention: TowerAttention) -> None:
