@@ -85,7 +85,7 @@ class EngineBench(EngineHooks):
         device = self.device
         self.family = load_family(self.path)
         if self.family.modalities:
-            self.tower = Tower(self.path, torch.float32, device, graph_sizes=(64, 256))
+            self.tower = Tower(self.path, torch.float32, device)
         language = LanguageModel(self.path, torch.float32, device)
         layout = wire.KVLayout(
             num_layers=language.num_layers,
