@@ -10,7 +10,6 @@ import typer
 from epd_serve.config import DEMO_MODEL
 from epd_serve.config.model_files import resolve_model_name
 
-ParentPid = Annotated[int | None, typer.Option(help="End when this process, the parent, ends.", hidden=True)]
 Host = Annotated[str | None, typer.Option(help="Address of the gateway; overrides the file's.")]
 Port = Annotated[
     int | None, typer.Option(min=0, max=65535, help="Port of the gateway, 0 for a free one; overrides the file's.")
@@ -44,10 +43,3 @@ def ray_address(on: str) -> str:
 def model_of(name: str) -> str:
     """Resolve a model name relative to the working directory, not to the file."""
     return name if name == DEMO_MODEL else resolve_model_name(name, Path.cwd())
-
-
-def tie_to(parent_pid: int | None) -> None:
-    if parent_pid is not None:
-        from epd_serve.lifeline import die_with_parent
-
-        die_with_parent(parent_pid)

@@ -9,7 +9,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from epd_serve.cli import ended_by_ctrl_c
-from epd_serve.cli.flags import Join, ParentPid, model_of, tie_to
+from epd_serve.cli.flags import Join, model_of
 from epd_serve.config import DeploymentConfig, InstanceOptions, change_config, load_config
 from epd_serve.errors import needs_native
 from epd_serve.imports import uncollected
@@ -61,10 +61,8 @@ def instance(
         typer.Option(min=1, max=65535, help="With --unit: port of /health/live and /health/ready."),
     ] = None,
     options: Annotated[str | None, typer.Option(help="All options as JSON.", hidden=True)] = None,
-    parent_pid: ParentPid = None,
 ) -> None:
     """Run one instance, or with --unit all that share a device, as 'epd-serve up' does."""
-    tie_to(parent_pid)
     if unit is not None:
         _run_unit(config, unit, name, replica, host or "127.0.0.1", join or [], health_port)
     if options is not None:
