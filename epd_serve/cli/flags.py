@@ -17,15 +17,6 @@ Port = Annotated[
 
 BaseUrl = Annotated[str, typer.Option("--base-url", "--url", help="URL of a server with OpenAI's chat API.")]
 
-Join = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="URL",
-        help="Admin plane of a gateway to join, repeatable; a host name means all its addresses. "
-        "Key: EPD_SERVE_CLUSTER_KEY or EPD_SERVE_ADMIN_KEY.",
-    ),
-]
-
 On = Annotated[
     str | None,
     typer.Option(metavar="ray[=ADDRESS]", help="A Ray cluster: this machine's, RAY_ADDRESS's, or a head's."),
