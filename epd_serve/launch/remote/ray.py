@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -95,28 +96,26 @@ class Agent:
         self._directory = tempfile.TemporaryDirectory(prefix="epd-serve-ray-")
         path = Path(self._directory.name) / "deployment.yaml"
         path.write_text(file, encoding="utf-8")  # JSON is YAML
-        # The kernel ends the process with the thread that starts it, which ends with the actor.
         tied = (sys.executable, "-P", "-m", "epd_serve.lifeline", str(os.getpid()), *PROGRAM)
-        self._command = [*tied, "proxy" if group is None else "instance", "--config", str(path)]
-        self._environment = {**os.environ, **keys}
+        command = [*tied, "proxy" if group is None else "instance", "--config", str(path)]
+        environment = {**os.environ, **keys}
         if group is not None:
-            self._command += ["--unit", str(group.unit), "--replica", str(group.replica)]
-            self._command += ["--host", ray.util.get_node_ip_address(), "--join", admin]
+            command += ["--unit", str(group.unit), "--replica", str(group.replica)]
+            command += ["--host", ray.util.get_node_ip_address(), "--join", admin]
             node_id = ray.get_runtime_context().get_node_id()
             [has] = [node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id]
             cores = num_cores() * group.amount / has[group.resource] / len(group.name.split("-"))
-            self._environment["OMP_NUM_THREADS"] = str(max(1, int(cores)))
-        self._started, self._stops = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-        self._started.wait()
+            environment["OMP_NUM_THREADS"] = str(max(1, int(cores)))
+        self._stops = threading.Event()
+        # The kernel ends the process with the thread that starts it, which lasts as long as the actor.
+        thread = ThreadPoolExecutor(1)
+        self._process = thread.submit(subprocess.Popen, command, env=environment).result()
+        self._end = thread.submit(self._wait_end)
 
     def __repr__(self) -> str:
         return self._name
 
-    def _run(self) -> None:
-        self._process = subprocess.Popen(self._command, env=self._environment)
-        self._started.set()
+    def _wait_end(self) -> None:
         self._process.wait()
         if not self._stops.wait(_RESTART_S):
             os._exit(1)
@@ -131,7 +130,7 @@ class Agent:
         """Stop the command, which finishes its requests first, and return after its end."""
         self._stops.set()
         self._process.terminate()
-        self._thread.join()
+        self._end.result()
         self._directory.cleanup()
 
 
@@ -162,27 +161,26 @@ def up(config: DeploymentConfig, name: str, address: str, spread: Spread) -> str
             ip, node = next(ip for ip, resources in nodes if _HEAD in resources), _HEAD
         elif ip not in (addresses := sorted(address for address, _ in nodes)):
             raise ValueError(f"gateway.host {ip} is not a node of the cluster; its nodes: {', '.join(addresses)}")
-        port = config.gateway.admin.port or _ADMIN_PORT
-        admin, file, actors = url_of(ip, port), cluster_file(config, ip, port), dict[str, Any]()
-
-        def start(one: str, group: Group | None, keys: Mapping[str, str], **options: Any) -> None:
-            options |= {"name": f"{name}/{one}", "lifetime": "detached", "max_restarts": -1}
-            actors[one] = ray.remote(Agent).options(**options).remote(one, file, group, admin, keys)
-
+        admin_port = config.gateway.admin.port or _ADMIN_PORT
+        admin, file, actors = url_of(ip, admin_port), cluster_file(config, ip, admin_port), dict[str, Any]()
+        always = {"num_cpus": 0, "lifetime": "detached", "max_restarts": -1}
         try:
             bundles = [{group.resource: group.amount} for group in found]
             strategy = {"pack": "PACK", "host": "SPREAD"}[spread]
             placed = ray.util.placement_group(bundles, strategy, name=name, lifetime="detached")
             if not placed.wait(_PLACEMENT_TIMEOUT_S):
                 raise ValueError(f"the cluster has no room for {bundles}; free are {ray.available_resources()}")
+            agent = ray.remote(Agent)
+            options = always | {"name": f"{name}/{_GATEWAY}", "resources": {node: _A_LITTLE}}
             keys = joining | {ADMIN_KEY: admin_key}
-            start(_GATEWAY, None, keys, num_cpus=0, resources={node: _A_LITTLE})
+            actors[_GATEWAY] = agent.options(**options).remote(_GATEWAY, file, None, admin, keys)
             for index, group in enumerate(found):
-                takes: dict[str, Any] = {"num_cpus": 0, "resources": bundles[index]}
-                if group.resource in ("CPU", "GPU"):
-                    takes = {"num_cpus": 0, f"num_{group.resource.lower()}s": group.amount}
+                takes = {"CPU": "num_cpus", "GPU": "num_gpus"}.get(group.resource)
+                options = always | {"name": f"{name}/{group.name}"}
+                options |= {"resources": bundles[index]} if takes is None else {takes: group.amount}
                 bundle = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(placed, index)
-                start(group.name, group, joining, scheduling_strategy=bundle, **takes)
+                made = agent.options(**options, scheduling_strategy=bundle)
+                actors[group.name] = made.remote(group.name, file, group, admin, joining)
             _wait_ready(ray, actors, AdminClient(admin, {"authorization": f"Bearer {admin_key}"}), config)
         except BaseException:
             _end(ray, name, config)
