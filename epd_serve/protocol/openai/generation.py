@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec.structs import replace
@@ -74,20 +74,6 @@ _RARE: dict[str, Callable[[Any], Any]] = {
     "allowed_token_ids": tuple,
     "bad_words": tuple,
 }
-
-
-class Translation(Protocol):
-    """Translates a chat's answer to another API. ``content_type`` applies to non-streamed answers."""
-
-    content_type: bytes
-
-    def whole(self, answer: bytes) -> bytes:
-        """Return the answer for a chat.completion."""
-        ...
-
-    def events(self, data: bytes) -> bytes:
-        """Return the events for a chat.completion.chunk, an error, or the end of the answer ("[DONE]")."""
-        ...
 
 
 class StreamOptions(RequestModel):
@@ -225,10 +211,6 @@ class GenerationRequest(CommonRequest, ChatNoEffect):
             continuous_usage=options is not None and options.continuous_usage_stats is True,
             token_ids=bool(self.return_token_ids),
         )
-
-    def translation(self, *, id: str, created: int, model: str) -> Translation | None:
-        """Return the translation of the answer to another API, or None for a chat or completion."""
-        return None
 
     def sampling(self, seed: int) -> SamplingParams:
         """Return sampling parameters with the API's defaults; ``seed`` applies if the request sets none."""
