@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, chain
 
 from epd_serve.bench.plan import parse_arrivals
-from epd_serve.bench.statistics import (
-    distribution,
-    is_growing,
-    load_curve,
-    mean_concurrency,
-    min_values,
-    percentile,
-    wilson,
-)
-from epd_serve.bench.types import ClientLoad, Record, RunSettings, Summary, Totals
+from epd_serve.bench.types import ClientLoad, Distribution, Record, RunSettings, Share, Summary, Totals
 
 #: Milliseconds per second.
 MS = 1e3
@@ -34,23 +26,85 @@ _FIGURES = {
     "prefill_token_throughput": "prefill_tokens_per_s",
     "output_token_throughput": "output_tokens_per_s",
 }
+#: Two-sided 95 % of the normal distribution.
+_Z = 1.959963984540054
+#: With fewer values beyond it a percentile is just one of the largest values.
+_MIN_BEYOND = 5
+_MIN_RATE_SHARE, _MAX_LAG_S, _MAX_CPU_SHARE = 0.98, 0.01, 0.9
 
 
-def summarise(settings: RunSettings, records: Sequence[Record], tester: ClientLoad | None = None) -> Summary:
-    """Return the figures of a run. Raises ValueError without records."""
-    if not records:
-        raise ValueError("the run finished no requests")
-    total = _summarise_part(settings, records)
-    modalities = sorted({record.modality for record in records})
-    return Summary(
-        total=total,
-        by_modality={
-            name: _summarise_part(settings, [one for one in records if one.modality == name])
-            for name in modalities
-            if len(modalities) > 1
-        },
-        warnings=[*_warn_of_tester(settings, records, tester, total), *_warn_of_server(settings, records, total)],
+def percentile(ascending: Sequence[float], q: float) -> float:
+    """Return a percentile of at least one value, interpolated linearly like numpy's; ``q`` is in 0..100."""
+    at = (len(ascending) - 1) * q / 100
+    below = math.floor(at)
+    above = min(below + 1, len(ascending) - 1)
+    return ascending[below] + (ascending[above] - ascending[below]) * (at - below)
+
+
+def distribution(values: Iterable[float]) -> Distribution | None:
+    """Return the distribution of the values; None without values."""
+    ascending = sorted(values)
+    if not ascending:
+        return None
+    mean = math.fsum(ascending) / len(ascending)
+    variance = math.fsum((value - mean) ** 2 for value in ascending) / len(ascending)
+    return Distribution(
+        n=len(ascending),
+        mean=mean,
+        std=math.sqrt(variance),
+        min=ascending[0],
+        max=ascending[-1],
+        median=percentile(ascending, 50),
+        **{f"p{q}": percentile(ascending, q) for q in (75, 90, 95, 99)},
     )
+
+
+def wilson(part: int, whole: int) -> Share:
+    """Return a share with its 95 % Wilson score interval, which also holds near 0 and 1 and for few requests."""
+    if not whole:
+        return Share(part=part, whole=whole, value=0.0, low=0.0, high=1.0)
+    p, z2 = part / whole, _Z**2
+    middle = p + z2 / (2 * whole)
+    half = _Z * math.sqrt(p * (1 - p) / whole + z2 / (4 * whole**2))
+    scale = 1 + z2 / whole
+    low, high = max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)
+    return Share(part=part, whole=whole, value=p, low=low if part else 0.0, high=high if part < whole else 1.0)
+
+
+def load_curve(records: Sequence[Record]) -> list[tuple[float, int]]:
+    """Return (time, open requests from then on), ascending in time."""
+    events = sorted(
+        event
+        for record in records
+        if record.sent_s is not None
+        for event in ((record.sent_s, 1), (record.finish_s, -1))
+    )
+    numbers = accumulate(change for _, change in events)
+    return [(at_s, number) for (at_s, _), number in zip(events, numbers, strict=True)]
+
+
+def _mean_concurrency(curve: Sequence[tuple[float, int]], begin_s: float, end_s: float) -> float:
+    """Return the mean number of open requests over ``[begin_s, end_s)``."""
+    if end_s <= begin_s:
+        return 0.0
+    area, number, since_s = 0.0, 0, begin_s
+    for at_s, after in curve:
+        if at_s >= end_s:
+            break
+        if at_s > since_s:
+            area += number * (at_s - since_s)
+            since_s = at_s
+        number = after
+    return (area + number * (end_s - since_s)) / (end_s - begin_s)
+
+
+def is_growing(curve: Sequence[tuple[float, int]], begin_s: float, end_s: float) -> bool:
+    """Return whether open requests kept growing, which means that the server cannot keep up."""
+    third_s = (end_s - begin_s) / 3
+    first, second, third = (
+        _mean_concurrency(curve, begin_s + part * third_s, begin_s + (part + 1) * third_s) for part in range(3)
+    )
+    return first * 1.25 < second and second * 1.15 < third and third > first + 3
 
 
 def attains(record: Record, settings: RunSettings) -> tuple[bool, bool]:
@@ -61,6 +115,20 @@ def attains(record: Record, settings: RunSettings) -> tuple[bool, bool]:
     return (
         ttft_s is not None and ttft_s * MS <= settings.slo.ttft_ms,
         tpot_s is None or tpot_s * MS <= settings.slo.tpot_ms,
+    )
+
+
+def summarise(settings: RunSettings, records: Sequence[Record], tester: ClientLoad | None = None) -> Summary:
+    """Return the figures of a run. Raises ValueError without records."""
+    if not records:
+        raise ValueError("the run finished no requests")
+    total = _summarise_part(settings, records)
+    names = sorted({record.modality for record in records})
+    parts = {name: [one for one in records if one.modality == name] for name in names if len(names) > 1}
+    return Summary(
+        total=total,
+        by_modality={name: _summarise_part(settings, part) for name, part in parts.items()},
+        warnings=[*_warn_of_tester(settings, records, tester, total), *_warn_of_server(settings, records, total)],
     )
 
 
@@ -106,7 +174,7 @@ def _summarise_part(settings: RunSettings, records: Sequence[Record]) -> Totals:
         effective_throughput_per_device=effective / settings.num_devices,
         achieved_rate=_events_per_s([record.sent_s for record in records if record.sent_s is not None]),
         planned_rate=_events_per_s([record.scheduled_s for record in records]) if is_planned else None,
-        mean_concurrency=mean_concurrency(curve, begin_s, end_s),
+        mean_concurrency=_mean_concurrency(curve, begin_s, end_s),
         max_concurrency=max((number for _, number in curve), default=0),
         total_input_tokens=input_tokens,
         total_output_tokens=output_tokens,
@@ -116,9 +184,6 @@ def _summarise_part(settings: RunSettings, records: Sequence[Record]) -> Totals:
 def _events_per_s(times: Sequence[float]) -> float:
     first, last = min(times, default=0.0), max(times, default=0.0)
     return (len(times) - 1) / (last - first) if last > first else 0.0
-
-
-_MIN_RATE_SHARE, _MAX_LAG_S, _MAX_CPU_SHARE = 0.98, 0.01, 0.9
 
 
 def _warn_of_tester(
@@ -163,7 +228,7 @@ def _warn_of_server(settings: RunSettings, records: Sequence[Record], total: Tot
         found.append("The number of open requests kept growing: the server does not keep up with this rate.")
     if any(record.succeeded and not record.has_usage for record in records):
         found.append("Some answers came without usage: their events are counted as output tokens.")
-    if few := [q for q in (90, 95, 99) if total.num_succeeded < min_values(q)]:
-        names = ", ".join(f"p{q} (needs {min_values(q)})" for q in few)
-        found.append(f"{total.num_succeeded} answers are too few for {names}.")
+    needed = {q: math.ceil(_MIN_BEYOND / (1 - q / 100) - 1e-9) for q in (90, 95, 99)}
+    if few := [f"p{q} (needs {number})" for q, number in needed.items() if total.num_succeeded < number]:
+        found.append(f"{total.num_succeeded} answers are too few for {', '.join(few)}.")
     return found

@@ -16,7 +16,7 @@ from scripted_server import FIRST_S, NUM_TOKENS, STALL_S
 
 from epd_serve.bench.client import describe_server, open_session
 from epd_serve.bench.run import Run
-from epd_serve.bench.statistics import percentile
+from epd_serve.bench.summary import percentile
 from epd_serve.bench.types import Failure
 from epd_serve.bench.workloads import load_workload
 

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from load_tester import settings
 
-from epd_serve.bench.statistics import distribution, is_growing, load_curve, percentile
-from epd_serve.bench.summary import summarise
+from epd_serve.bench.summary import distribution, is_growing, load_curve, percentile, summarise
 
 URL = "http://127.0.0.1:1"
 

@@ -25,8 +25,7 @@ from typing import Annotated, Any
 import msgspec
 
 from epd_serve.bench.types import Item, Media, Message, Part
-from epd_serve.bench.workloads.lengths import parse_lengths
-from epd_serve.bench.workloads.options import Options, check_keys, parse_switch, read_lines
+from epd_serve.bench.workloads.notation import Options, check_keys, parse_lengths, parse_switch, read_lines
 
 _KINDS = ("messages", "prompt", "turns")
 

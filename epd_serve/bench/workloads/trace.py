@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import msgspec
 
 from epd_serve.bench.types import Item, Message
-from epd_serve.bench.workloads.options import (
+from epd_serve.bench.workloads.notation import (
     Options,
     check_keys,
     parse_count,
