@@ -155,7 +155,10 @@ class Answer:
                 self.completion_tokens = usage.completion_tokens
             if usage.prompt_tokens_details is not None:
                 self.cached_tokens = usage.prompt_tokens_details.cached_tokens
-        if any([self._read_choice(choice, at_s) for choice in chunk.choices or ()]):
+        has_token = False
+        for choice in chunk.choices or ():
+            has_token |= self._read_choice(choice, at_s)
+        if has_token:
             self.token_times_s.append(at_s)
             self.last_event_s = at_s
             self._empty_times_s.clear()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
-
 from pydantic import BaseModel, Field
 
 from epd_serve.errors import InvalidRequest
 from epd_serve.protocol.openai.fields import Body, Labels, TokenIds
 from epd_serve.protocol.openai.generation import ChatPrompt
 from epd_serve.protocol.openai.messages import MediaSource
+from epd_serve.protocol.openai.translated import TranslatedChat
 from epd_serve.protocol.wire import (
     DetokenizeReply,
     DetokenizeRequest,
@@ -19,24 +18,6 @@ from epd_serve.protocol.wire import (
 )
 
 _CHAT_FIELDS = ChatPrompt.model_fields.keys() - {"messages", "add_special_tokens"}
-
-
-class TokenQuestion(Protocol):
-    """Request that an instance answers with its tokenizer."""
-
-    model: str | None
-
-    def media(self) -> list[MediaSource]:
-        """Return the media items in chat order."""
-        ...
-
-    def message(self, items: list[MediaRef]) -> TokenizeRequest | DetokenizeRequest:
-        """Return the message to send to an instance."""
-        ...
-
-    def answer(self, reply: Any, max_model_len: int) -> BaseModel:
-        """Convert the instance's reply to the client's answer."""
-        ...
 
 
 class TokenizeResult(BaseModel):
@@ -98,3 +79,7 @@ class DetokenizeBody(Body, Labels):
 
     def answer(self, reply: DetokenizeReply, max_model_len: int) -> DetokenizeResult:
         return DetokenizeResult(prompt=reply.text)
+
+
+#: Requests that an instance answers with its tokenizer.
+TokenQuestion = TokenizeBody | DetokenizeBody | TranslatedChat
