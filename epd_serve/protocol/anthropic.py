@@ -9,11 +9,11 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
 from msgspec.structs import replace
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from epd_serve.protocol.openai import fields
 from epd_serve.protocol.openai.chunks import Usage
-from epd_serve.protocol.openai.fields import Integer, MessageModel
+from epd_serve.protocol.openai.fields import Integer, MessageModel, text_or
 from epd_serve.protocol.openai.messages import MAX_MESSAGES, MAX_PARTS
 from epd_serve.protocol.openai.tool_format import is_object
 from epd_serve.protocol.openai.tools import MAX_TOOLS, FunctionName, Schema
@@ -50,10 +50,7 @@ class Block(MessageModel):
 Blocks = Annotated[
     list[Block],
     Field(max_length=MAX_PARTS, fail_fast=True, description="A text, or a list of blocks."),
-    BeforeValidator(
-        lambda value: [{"type": "text", "text": value}] if isinstance(value, str) else value,
-        json_schema_input_type=str | list[Any],
-    ),
+    text_or(list[Any], lambda text: [{"type": "text", "text": text}]),
 ]
 
 

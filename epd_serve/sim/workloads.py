@@ -15,6 +15,7 @@ from PIL import Image
 
 from epd_serve.bench.types import Media
 from epd_serve.bench.workloads import load_workload
+from epd_serve.bench.workloads.files import BLOCK_TOKENS, parse_line
 from epd_serve.bench.workloads.notation import (
     Size,
     parse_count,
@@ -24,7 +25,6 @@ from epd_serve.bench.workloads.notation import (
     split_spec,
 )
 from epd_serve.bench.workloads.synthetic import PRESETS
-from epd_serve.bench.workloads.trace import BLOCK_TOKENS, parse_line
 from epd_serve.protocol.wire import MediaRef
 
 #: For images of unknown size: ShareGPT-4o's mean (EPD-Serve, section 4.1).

@@ -41,8 +41,6 @@ def part(part):
         (COMPLETIONS, {"allowed_token_ids": []}, "allowed_token_ids"),
         (COMPLETIONS, {"prompt": []}, "prompt"),
         (COMPLETIONS, {"prompt": ["a"] * 129}, "prompt"),
-        (COMPLETIONS, {"best_of": 3}, "best_of"),
-        (COMPLETIONS, {"suffix": "x"}, "suffix"),
         (CHATS, {"continue_final_message": True}, "continue_final_message"),
         (CHATS, {"chat_template_kwargs": {"colour": 1}}, "chat_template_kwargs.colour"),
         (CHATS, {"chat_template_kwargs": {"tokenize": 1}}, "chat_template_kwargs.tokenize"),

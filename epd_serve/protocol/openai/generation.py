@@ -194,7 +194,7 @@ class GenerationRequest(CommonRequest, ChatNoEffect):
 
     def sampling(self, seed: int) -> SamplingParams:
         """Return sampling parameters with the API's defaults; ``seed`` applies if the request sets none."""
-        given = {
+        given: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value
             for name in self.model_fields_set & _SAMPLING_FIELDS
             if (value := getattr(self, name)) is not None

@@ -9,7 +9,7 @@ import msgspec
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from epd_serve.errors import InvalidRequest
-from epd_serve.protocol.openai.fields import Integer, MessageModel, RequestModel, broken_rule
+from epd_serve.protocol.openai.fields import Integer, MessageModel, RequestModel, broken_rule, text_or
 from epd_serve.protocol.openai.tool_format import HERMES, is_object
 from epd_serve.protocol.wire import CalledFunction, ChatMessage, Part
 from epd_serve.types import AS_THE_MODEL, Modality, VideoSampling
@@ -92,6 +92,9 @@ class ProcessorKwargs(VideoFrames):
         return self
 
 
+_NO_FRAMES, _NO_KWARGS = VideoFrames.model_validate({}), ProcessorKwargs.model_validate({})
+
+
 class AnyProcessorKwargs(ProcessorKwargs):
     """Processor options for a vLLM backend, which validates the undeclared ones."""
 
@@ -105,13 +108,7 @@ class MediaIoKwargs(RequestModel):
     video: VideoFrames | None = Field(None, description="Frames to read from each video.")
 
 
-UrlOrText = Annotated[
-    MediaUrl | None,
-    BeforeValidator(
-        lambda value: {"url": value} if isinstance(value, str) else value,
-        json_schema_input_type=MediaUrl | str | None,
-    ),
-]
+UrlOrText = Annotated[MediaUrl | None, text_or(MediaUrl | None, lambda text: {"url": text})]
 #: Part type → modality of its item.
 MODALITY_OF: dict[str, Modality] = {
     "image_url": "image",
@@ -207,7 +204,7 @@ def media_of(
     """Return the media items in chat order. Raises InvalidRequest for contradictory options."""
     sampling, processing = AS_THE_MODEL, ""
     if reading is not None or kwargs is not None:
-        read, asked = (reading and reading.video) or VideoFrames(), kwargs or ProcessorKwargs()
+        read, asked = (reading and reading.video) or _NO_FRAMES, kwargs or _NO_KWARGS
         if asked.do_sample_frames and (read.num_frames not in (None, -1) or read.fps is not None):
             raise InvalidRequest(
                 "mm_processor_kwargs: do_sample_frames samples from all frames of the file; remove num_frames and "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from epd_serve.errors import InvalidRequest
 from epd_serve.protocol.openai.fields import (
@@ -17,6 +17,7 @@ from epd_serve.protocol.openai.fields import (
     NoEffect,
     RequestModel,
     broken_rule,
+    text_or,
 )
 from epd_serve.protocol.openai.generation import MAX_TOP_LOGPROBS, CommonRequest
 from epd_serve.protocol.openai.messages import MAX_MESSAGES, MAX_PARTS
@@ -40,10 +41,7 @@ class InputPart(MessageModel):
 Content = Annotated[
     list[InputPart],
     Field(min_length=1, max_length=MAX_PARTS, fail_fast=True, description="A text, or a list of parts."),
-    BeforeValidator(
-        lambda content: [{"type": "input_text", "text": content}] if isinstance(content, str) else content,
-        json_schema_input_type=str | list[InputPart],
-    ),
+    text_or(list[InputPart], lambda text: [{"type": "input_text", "text": text}]),
 ]
 
 
@@ -134,10 +132,7 @@ class ResponsesRequest(CommonRequest, ResponsesNoEffect):
     input: Annotated[
         list[InputItem],
         Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True, description="A text, or the conversation."),
-        BeforeValidator(
-            lambda value: [{"role": "user", "content": value}] if isinstance(value, str) else value,
-            json_schema_input_type=str | list[InputItem],
-        ),
+        text_or(list[InputItem], lambda text: [{"role": "user", "content": text}]),
     ]
     instructions: str | None = Field(None, description="The system message.")
     max_output_tokens: Integer | None = Field(None, ge=1, lt=WIRE_INTEGERS, description="Maximum tokens.")
@@ -354,6 +349,6 @@ class ResponseBuilder(AnswerTranslation):
                 "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
                 "output_tokens": usage.completion_tokens,
                 "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
-                "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+                "total_tokens": usage.total_tokens,
             },
         }

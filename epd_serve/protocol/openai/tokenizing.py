@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import BaseModel, Field
 
 from epd_serve.errors import InvalidRequest
@@ -10,10 +12,8 @@ from epd_serve.protocol.openai.generation import ChatPrompt
 from epd_serve.protocol.openai.messages import MediaSource
 from epd_serve.protocol.openai.translated import TranslatedChat
 from epd_serve.protocol.wire import (
-    DetokenizeReply,
     DetokenizeRequest,
     MediaRef,
-    TokenizeReply,
     TokenizeRequest,
 )
 
@@ -60,7 +60,7 @@ class TokenizeBody(ChatPrompt, Labels):
             with_texts=bool(self.return_token_strs),
         )
 
-    def answer(self, reply: TokenizeReply, max_model_len: int) -> TokenizeResult:
+    def answer(self, reply: Any, max_model_len: int) -> TokenizeResult:
         return TokenizeResult.model_construct(
             count=len(reply.tokens), max_model_len=max_model_len, tokens=reply.tokens, token_strs=reply.texts
         )
@@ -77,7 +77,7 @@ class DetokenizeBody(Body, Labels):
         """Return the message to send to an instance; ``items`` is unused."""
         return DetokenizeRequest(tokens=self.tokens)
 
-    def answer(self, reply: DetokenizeReply, max_model_len: int) -> DetokenizeResult:
+    def answer(self, reply: Any, max_model_len: int) -> DetokenizeResult:
         return DetokenizeResult(prompt=reply.text)
 
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import re
 from typing import Any, Literal, Self
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field
 
 from epd_serve.errors import InvalidRequest
 from epd_serve.protocol.openai.chunks import Usage
-from epd_serve.protocol.openai.fields import RequestModel, explain
+from epd_serve.protocol.openai.fields import Body
 from epd_serve.protocol.openai.messages import MediaSource
 from epd_serve.protocol.openai.translated import AnswerTranslation, TranslatedChat, encode
 
 _NAME = re.compile(rb'[;\s]name=(?:"([^"]*)"|([^\s;"]+))', re.IGNORECASE)
 
 
-class TranscriptionRequest(RequestModel):
+class TranscriptionRequest(Body):
     """Body of ``POST /v1/audio/transcriptions``, a form."""
 
     model_config = ConfigDict(strict=False)
@@ -31,6 +31,11 @@ class TranscriptionRequest(RequestModel):
     temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy; default 0.")
     stream: bool | None = Field(None, description="Send the transcript as server-sent events.")
 
+    @classmethod
+    def _decode(cls, body: bytes | bytearray) -> dict[str, Any]:
+        form = read_form(body)
+        return {name: one if name == "file" else one.decode("utf-8", "replace") for name, one in form.items()}
+
 
 class TranscriptionCall(TranslatedChat):
     """The chat completion that a :class:`TranscriptionRequest` translates to."""
@@ -39,14 +44,7 @@ class TranscriptionCall(TranslatedChat):
 
     @classmethod
     def parse(cls, body: bytes | bytearray) -> Self:
-        """Parse the form. Raises InvalidRequest with ``param`` set."""
-        form = read_form(body)
-        try:
-            asked = TranscriptionRequest.model_validate(
-                {name: one if name == "file" else one.decode("utf-8", "replace") for name, one in form.items()}
-            )
-        except ValidationError as error:
-            raise explain(error, TranscriptionRequest) from error
+        asked = TranscriptionRequest.parse(body)
         words = ["Transcribe what is said. Answer with the transcript alone."]
         words += [f"The language is {asked.language}."] if asked.language else []
         words += [f"It goes on behind this text: {asked.prompt}"] if asked.prompt else []
@@ -98,8 +96,7 @@ class Transcript(AnswerTranslation):
     def _answer(self) -> dict[str, Any]:
         usage = self._usage or Usage(0, 0)
         counts = {"input_tokens": usage.prompt_tokens, "output_tokens": usage.completion_tokens}
-        total = usage.prompt_tokens + usage.completion_tokens
-        return {"text": self._text, "usage": {"type": "tokens", **counts, "total_tokens": total}}
+        return {"text": self._text, "usage": {"type": "tokens", **counts, "total_tokens": usage.total_tokens}}
 
 
 def read_form(body: bytes | bytearray) -> dict[str, bytes]:

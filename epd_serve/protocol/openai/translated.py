@@ -15,7 +15,7 @@ from epd_serve.protocol.openai.chunks import Usage
 from epd_serve.protocol.openai.fields import explain
 from epd_serve.protocol.openai.generation import ChatCompletionRequest
 from epd_serve.protocol.openai.messages import MediaSource
-from epd_serve.protocol.wire import MediaRef, TokenizeReply, TokenizeRequest
+from epd_serve.protocol.wire import MediaRef, TokenizeRequest
 
 Kind = Literal["thought", "text", "call"]
 encode = msgspec.json.Encoder().encode
@@ -53,7 +53,7 @@ class TranslatedChat(ChatCompletionRequest):
         """Return the tokenize request that counts the input."""
         return TokenizeRequest(items=items, messages=self.chat(), prompting=self.prompting())
 
-    def answer(self, reply: TokenizeReply, max_model_len: int) -> InputTokens:
+    def answer(self, reply: Any, max_model_len: int) -> InputTokens:
         """Return the answer to :meth:`message`."""
         return InputTokens(object="response.input_tokens", input_tokens=len(reply.tokens))
 
