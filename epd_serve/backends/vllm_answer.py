@@ -11,7 +11,7 @@ import aiohttp
 import msgspec
 
 from epd_serve.errors import InstanceFailed, InstanceLost, InvalidRequest, Overloaded, ServeError, Unavailable
-from epd_serve.protocol.wire import REQUEST_ID_HEADER, write_prompt_note
+from epd_serve.protocol.wire import REQUEST_ID_HEADER, PromptNote
 from epd_serve.rpc.http import HttpServer
 from epd_serve.rpc.link import MAX_BODY_BYTES
 
@@ -167,7 +167,7 @@ class PrefillAnswer:
 
     def __init__(self, num_prompt_tokens: int | None = None, num_cached: int = 0) -> None:
         if num_prompt_tokens is not None:
-            self.prompt_note = write_prompt_note(num_prompt_tokens, (), num_cached)
+            self.prompt_note = msgspec.json.encode(PromptNote(num_prompt_tokens, [], num_cached)).decode()
 
     async def chunks(self) -> AsyncIterator[bytes]:
         chunks: tuple[bytes, ...] = ()
