@@ -37,7 +37,7 @@ def has_npu() -> bool:
     return bool(torch.get_device_module("npu").device_count())
 
 
-pytestmark = [pytest.mark.ascend_hw, pytest.mark.skipif(not has_npu(), reason="not run: no NPU")]
+pytestmark = [pytest.mark.skipif(not has_npu(), reason="not run: no NPU")]
 
 DTYPE, TOLERANCE = torch.bfloat16, TOLERANCES[torch.bfloat16]
 LAYOUTS = ("TND", "BSND")

@@ -15,11 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd_serve.errors import InvalidRequest, TooLarge
-from epd_serve.protocol.openai.messages import MediaSource
 from proxy.media import fetch
 from proxy.media import resolver as lookups
 from proxy.media.fetch import MediaFetcher
-from proxy.media.loader import MediaLoader
 from proxy.media.resolver import is_public, parse_address
 
 PRIVATE_V4 = [
@@ -161,17 +159,6 @@ async def test_concurrent_requests_fetch_a_url_once(site):
         await asyncio.sleep(0)
         only.cancel()
         assert await fetch.fetch(f"http://127.0.0.1:{port}/image") == b"picture"
-
-
-async def test_a_picture_that_a_request_shows_many_times_is_fetched_once(site):
-    port, hits = site
-    sources = [MediaSource(url=f"http://127.0.0.1:{port}/picture?n={n % 2}", param=str(n)) for n in range(32)]
-    async with fetcher() as fetch:
-        loader = MediaLoader(gateway_settings(), fetch)
-        items = await loader.load(sources)
-        loader.close()
-    assert [item.param for item in items] == [str(n) for n in range(32)]
-    assert {item.data for item in items} == {PICTURE} and len(hits) == 2
 
 
 async def test_a_proxy_of_the_environment_fetches_where_it_may(site, monkeypatch):
@@ -316,34 +303,6 @@ async def test_the_resolved_address_is_checked(site, choosy, monkeypatch):
         with pytest.raises(InvalidRequest, match="must be reachable for this gateway"):
             await fetch.fetch(f"http://rebinding.example:{port}/image")
     assert len(hits) == 1
-
-
-async def test_dead_names_of_one_request_hold_up_no_other(site, monkeypatch):
-    port, loop = site[0], asyncio.get_running_loop()
-    look_up, dead, release = lookups.socket.getaddrinfo, set(), threading.Event()
-
-    def stall(host, *args, **options):
-        if host.startswith("dead"):
-            dead.add(host)
-            release.wait(300)
-        return look_up("127.0.0.1" if host.endswith(".example") else host, *args, **options)
-
-    monkeypatch.setattr(lookups.socket, "getaddrinfo", stall)
-    monkeypatch.setattr(lookups, "TIMEOUT_S", 300)
-    async with fetcher() as fetch:
-        loader, loads = MediaLoader(gateway_settings(), fetch), []
-        for letter in "ab":
-            urls = [f"http://dead-{letter}-{number}.example:{port}/picture" for number in range(60)]
-            loads.append(loop.create_task(loader.load([MediaSource(url=url, param="") for url in urls])))
-        while len(dead) < 8:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        for host in ("good.example", "127.0.0.1"):
-            assert await fetch.fetch(f"http://{host}:{port}/image") == b"picture"
-        assert (await loop.getaddrinfo("good.example", port))[0][4][0] == "127.0.0.1", "an instance's name"
-        assert not any(load.done() for load in loads)
-        release.set()
-        assert [len(await load) for load in loads] == [60, 60]
-        loader.close()
 
 
 async def test_waiting_for_a_name_has_an_end(monkeypatch):

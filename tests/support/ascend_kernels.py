@@ -10,10 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from ascend_ladder import OPERATORS
 from torch import Tensor
 
-_LEVEL = "semantics"
 _library: torch.library.Library | None = None
 
 
@@ -24,15 +22,7 @@ def register() -> None:
         return
     _library = torch.library.Library("npu", "IMPL")
     for name, kernel in KERNELS.items():
-        _library.impl(name, _counted(name, kernel), "CPU")
-
-
-def _counted(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        OPERATORS[_LEVEL].add(name.partition(".")[0])
-        return kernel(*args, **kwargs)
-
-    return call
+        _library.impl(name, kernel, "CPU")
 
 
 def rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from ascend_ladder import OPERATORS
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -192,10 +191,9 @@ CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {
 class NpuRecorder(TorchDispatchMode):
     """Names the operators in ``calls`` and raises Violation; every ``npu::`` operator must have a check."""
 
-    def __init__(self, level: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.calls: list[str] = []
-        self._level = level
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -205,5 +203,4 @@ class NpuRecorder(TorchDispatchMode):
             _need(name in CHECKS, f"npu::{name} has no check")
             CHECKS[name](arguments)
             self.calls.append(name)
-            OPERATORS[self._level].add(name)
         return func(*args, **kwargs)
