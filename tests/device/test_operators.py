@@ -110,15 +110,3 @@ def test_the_oracle_rotates_and_norms_as_transformers() -> None:
     hidden = torch.randn(7, 24)
     with torch.no_grad():
         torch.testing.assert_close(ops.rms_norm(hidden, norm.weight, 1e-5), norm(hidden), rtol=1e-5, atol=1e-6)
-
-
-@EVERY_OPS
-@EVERY_DTYPE
-def test_argmax_takes_the_first_among_equals(ops: AttentionOps, dtype: torch.dtype) -> None:
-    """Whatever vector width the reduction has, and wherever the largest lie."""
-    logits = torch.randn(4, 1000, dtype=dtype).clamp_(max=2.0)
-    for row, first in enumerate((0, 17, 500, 998)):
-        logits[row, first:] = logits[row, first:].masked_fill(torch.arange(first, 1000) % 2 == first % 2, 3.0)
-    indices = ops.argmax(logits)
-    assert indices.dtype == torch.int64
-    assert indices.tolist() == [0, 17, 500, 998]

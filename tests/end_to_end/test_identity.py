@@ -10,8 +10,6 @@ import pytest_asyncio
 import tiny_models
 from fleet import FLEET, TOPOLOGIES
 from identity import Fleet, start_fleet
-from tiny_audio import TINY_AUDIO
-from tiny_families import TINY
 
 from epd_serve.demo import weights_dir
 
@@ -22,8 +20,10 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 USUAL, FEW, FEW_LINE = "qwen3_vl", ("EPD", "E-P-D", "ED-P"), "E-P-ED-EPD-D"
 #: Of pictures that are tiles or rows, and of sounds.
 SPLITS = ("EPD", "EP-D", "E-P-D", "(E-P)-D")
-OTHERS = {*TINY, *TINY_AUDIO}
-SLOW = dict.fromkeys([USUAL, "qwen2_5_vl", "demo", "llava", *tiny_models.STATE_KINDS, *TINY, *TINY_AUDIO])
+OTHERS = {*tiny_models.FAMILY_KINDS, *tiny_models.AUDIO_KINDS}
+SLOW = dict.fromkeys([USUAL, "qwen2_5_vl", "demo", "llava", *tiny_models.STATE_KINDS, *OTHERS])
+#: As Qwen3.5: they think, and call tools as XML.
+THINKING = [f"{kind}, thinking" for kind in tiny_models.STATE_KINDS]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -33,7 +33,9 @@ async def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     if kind == "demo":
         path = weights_dir()
     else:
-        path = tiny_models.make_tiny_model(kind, tmp_path_factory.mktemp("fleet") / kind)
+        name, _, thinks = kind.partition(", ")
+        path = tmp_path_factory.mktemp("fleet") / name
+        tiny_models.make_tiny_model(name, path, thinks=bool(thinks))
     async with start_fleet(path, line, ignore_eos=kind != "demo") as fleet:
         if kind in OTHERS:
             assert all(len(set(answer)) >= 5 for answer in fleet.expected.values()), "answers that say little"
@@ -44,6 +46,7 @@ async def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 CASES: list[tuple[tuple[str, str], Iterable[str], Any]] = [
     ((USUAL, FEW_LINE), FEW, ()),
     *(((kind, FLEET), SPLITS if kind in OTHERS else TOPOLOGIES, pytest.mark.slow) for kind in SLOW),
+    *(((kind, FLEET), ("EPD", "E-P-D", "(E-PD)"), pytest.mark.slow) for kind in THINKING),
 ]
 
 

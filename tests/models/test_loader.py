@@ -9,7 +9,6 @@ import pytest
 import tiny_models
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_families import TINY
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from epd_serve.config.model_files import check_model_files, read_model_config
@@ -57,7 +56,12 @@ _NAMED = ("qwen2_5_vl", "gemma3")
         *_NAMED,
         *(
             pytest.param(kind, marks=pytest.mark.slow)
-            for kind in (*tiny_models.KINDS, *tiny_models.STATE_KINDS, *tiny_models.OMNI_KINDS, *TINY)
+            for kind in (
+                *tiny_models.KINDS,
+                *tiny_models.STATE_KINDS,
+                *tiny_models.OMNI_KINDS,
+                *tiny_models.FAMILY_KINDS,
+            )
             if kind not in _NAMED
         ),
     ],

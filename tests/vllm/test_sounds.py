@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from chat import data_url
 from sounds import sound
-from tiny_audio import TINY_AUDIO
+from tiny_families import TINY
 from tiny_models import make_tiny_model
 from vllm_runs import MODEL, ask_all, check_all, figures, monolith, up
 
@@ -26,9 +26,9 @@ def asked(seed: int, seconds: float) -> dict[str, Any]:
 
 
 def test_answers_are_those_of_vllm_alone(python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny = TINY_AUDIO["qwen2_audio"]  # vLLM takes spectra of 30 seconds alone
+    tiny = TINY["qwen2_audio"]  # vLLM takes spectra of 30 seconds alone
     long = replace(tiny, audio={**tiny.audio, "max_source_positions": 1500}, chunk_s=30)
-    monkeypatch.setitem(TINY_AUDIO, "qwen2_audio", long)
+    monkeypatch.setitem(TINY, "qwen2_audio", long)
     model = make_tiny_model("qwen2_audio", tmp_path / "tiny")
     bodies = [asked(seed, 0.5 + 0.4 * seed) for seed in range(4)]
     with monolith(python, model, tmp_path / "log") as url:

@@ -1,4 +1,4 @@
-"""The tiny models on the Ascend operators, eager and captured, give the tokens of transformers' ``generate``."""
+"""The Ascend operators, eager and captured: the self-test passes, tiny models give the tokens of ``generate``."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ import torch  # noqa: E402
 
 from device.ascend import NPUGraphRunner  # noqa: E402
 from device.base import EagerRunner, GraphRunner  # noqa: E402
+from device.check import check_device, random_step  # noqa: E402
 from device.cpu import CpuDevice  # noqa: E402
-from device.ops.ascend import AscendOps, Layout  # noqa: E402
+from device.ops.ascend import V1, V2, AscendOps, FusedAttention, Layout  # noqa: E402
 from epd_serve.sched.schedule import Budget  # noqa: E402
 
 ascend_kernels.register()
@@ -33,9 +34,11 @@ CHUNK = 30
 class HostNPU(CpuDevice):
     """The Ascend operators on the host's memory."""
 
-    def __init__(self, layout: Layout, *, captures: bool) -> None:
+    dtypes = (torch.float32,)  # type: ignore[assignment]
+
+    def __init__(self, layout: Layout, *, captures: bool = True, version: FusedAttention = V2) -> None:
         super().__init__()
-        ops = AscendOps(layout=layout)
+        ops = AscendOps(layout=layout, attention=version)
         self.ops = ops
         self.runner: GraphRunner = (
             NPUGraphRunner(torch.device("npu:0"), ops.attention.context_lens) if captures else EagerRunner()
@@ -71,3 +74,29 @@ def test_the_tokens_are_those_of_generate(
     assert answers == {name: reference.generate(text, [picture], max_tokens=16) for name, text in texts.items()}
     if isinstance(device.runner, NPUGraphRunner):
         assert any(entry.replayed for entry in device.runner._captured.values())
+
+
+@pytest.mark.parametrize("version", [V1, V2], ids=["v1", "v2"])
+@pytest.mark.parametrize("layout", ["TND", "BSND"])
+def test_captured_steps_have_their_lengths(
+    version: FusedAttention, layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device's self-test: torch_npu's bookkeeping gives each replay its own."""
+    ascend_host.emulate_graphs(monkeypatch)
+    device = HostNPU(layout, version=version)
+    assert [result for result in check_device(device) if not result.passed] == []
+    with pytest.raises(AssertionError, match="update binds the lengths"):
+        device.runner.replay(2)  # on the device it would wait for an event that nobody records
+
+
+def test_an_unknown_size_and_a_wrong_number_of_lengths_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    ascend_host.emulate_graphs(monkeypatch)
+    device = HostNPU("TND")
+    _, step = random_step(device.ops, torch.device("cpu"), torch.float32, (1, 40), (1, 300), size=BLOCK_SIZE)
+    device.runner.capture(2, step)
+    with pytest.raises(KeyError):
+        device.runner.update(4, [1, 1, 1, 1])
+    with pytest.raises(KeyError):
+        device.runner.replay(4)
+    with pytest.raises(ValueError, match="3 context lengths for a graph of 2"):
+        device.runner.update(2, [1, 1, 1])
