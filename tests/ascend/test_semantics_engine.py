@@ -83,6 +83,7 @@ def test_captured_steps_have_their_lengths(
 ) -> None:
     """The device's self-test: torch_npu's bookkeeping gives each replay its own."""
     ascend_host.emulate_graphs(monkeypatch)
+    monkeypatch.setattr(HostNPU, "type", "npu")
     device = HostNPU(layout, version=version)
     assert [result for result in check_device(device) if not result.passed] == []
     with pytest.raises(AssertionError, match="update binds the lengths"):
