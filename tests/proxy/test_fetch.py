@@ -1,7 +1,6 @@
 """Media by URL: limits, redirects, and the addresses that a URL may lead to."""
 
 import asyncio
-import base64
 import gzip
 import ipaddress
 import threading
@@ -28,10 +27,6 @@ PRIVATE_V6 = [
     *("::/96", "::ffff:0:0:0/96", "64:ff9b:1::/48", "100::/64", "2001:db8::/32", "5f00::/16", "fc00::/7"),
     *("fe80::/10", "fec0::/10", "ff00::/8"),
 ]
-#: PNG of one pixel.
-PICTURE = base64.b64decode(
-    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
-)
 
 
 def inside(networks):
@@ -72,8 +67,6 @@ async def site():
         match request.path.strip("/").split("/"):
             case ["signed", *_]:
                 return web.Response(text=request.raw_path)
-            case ["picture"]:
-                return web.Response(body=PICTURE)
             case ["image"]:
                 return web.Response(body=b"picture")
             case ["hop", count] if int(count) > 0:
@@ -152,9 +145,6 @@ async def test_concurrent_requests_fetch_a_url_once(site):
             left.cancel()
         assert {await one for one in asked[8:]} == {b"picture"}
         assert len(hits) == 1 and not fetch.is_fetching(url)
-        refused = [fetch.fetch(f"http://127.0.0.1:{port}/missing") for _ in range(2)]
-        first, second = await asyncio.gather(*refused, return_exceptions=True)
-        assert first is not second and first.message == second.message and len(hits) == 2
         only = asyncio.create_task(fetch.fetch(f"http://127.0.0.1:{port}/slow"))
         await asyncio.sleep(0)
         only.cancel()
@@ -181,18 +171,13 @@ async def test_limits_of_size_and_time(site):
     async with fetcher() as fetch:
         with pytest.raises(TooLarge, match="more than 5000 bytes"):
             await fetch.fetch(f"http://127.0.0.1:{port}/large")
+        with pytest.raises(InvalidRequest, match="compressed it despite"):  # it would unpack to 50 MB
+            await fetch.fetch(f"http://127.0.0.1:{port}/compressed")
     async with fetcher(timeout_s=0.2) as fetch:
         with pytest.raises(InvalidRequest, match=r"/slow' cannot be fetched: .* within 0\.2 s"):
             await fetch.fetch(f"http://127.0.0.1:{port}/slow")
         with pytest.raises(InvalidRequest, match=r"/trickle' cannot be fetched: .* within 0\.2 s"):
             await fetch.fetch(f"http://127.0.0.1:{port}/trickle")
-
-
-async def test_compressed_answers_are_not_unpacked(site):
-    port, _ = site
-    async with fetcher(max_bytes=100_000_000) as fetch:
-        with pytest.raises(InvalidRequest, match="compressed it despite"):
-            await fetch.fetch(f"http://127.0.0.1:{port}/compressed")
 
 
 async def test_only_allowed_domains_are_asked_redirects_included(site):
@@ -329,7 +314,6 @@ async def test_waiting_for_a_name_has_an_end(monkeypatch):
 
 ENDLESS = {
     "interim answers": (b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 1000),
-    "early hints": (b"", b"HTTP/1.1 103 Early Hints\r\n\r\n" * 1000),
     "chunks of one byte": (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n", b"1\r\na\r\n" * 4000),
     "chunk extensions": (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1;a=", b"b" * 20_000),
 }

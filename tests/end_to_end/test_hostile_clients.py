@@ -1,10 +1,11 @@
-"""Input that is wrong, or small and costs much: its sender is refused, and nobody else notices."""
+"""Input that is wrong, or small and costs much, and clients that leave: nobody else notices, nothing is held."""
 
 from __future__ import annotations
 
 import asyncio
 import io
 import json
+import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +30,12 @@ CPU_S = 2.0
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def deployment() -> AsyncIterator[LocalDeployment]:
-    async with deployed("E-P-D") as deployment:
+    async with deployed(
+        "E-P-D",
+        gateway={"max_in_flight": 10},  # of the 24 that come at once: the others wait, and some leave then
+        # few blocks and a small store, so that requests wait for each other at every stage
+        instances={"num_blocks": 80, "max_num_batched_tokens": 64, "feature_cache_bytes": 1 << 18},
+    ) as deployment:
         yield deployment
         await Books.of(deployment).check()
 
@@ -148,3 +154,53 @@ async def test_no_web_page_gives_orders_to_an_instance(
                 assert answer.status_code == 403 and answer.json()["error"]["code"] == "cross_site"
                 assert (await client.post(handle.url + path, content=b"\x80")).status_code == 404, "not over HTTP"
             assert (await client.get(f"{handle.url}/info", headers=headers)).status_code == 403
+
+
+NUM_REQUESTS = 36
+
+
+def random_body(rng: random.Random) -> dict[str, Any]:
+    images = [noise(rng.randrange(12), (96, 72)) for _ in range(rng.choice([0, 0, 1, 1, 2]))]
+    fields: dict[str, Any] = {"max_tokens": rng.randint(1, 40), "ignore_eos": True, "stream": rng.random() < 0.6}
+    if rng.random() < 0.2:
+        fields["n"] = rng.randint(2, 3)
+    return chat(f"What is number {rng.randrange(50)}? " + "apple " * rng.randrange(40), *images, **fields)
+
+
+async def test_requests_that_are_cancelled_at_random_leak_nothing(deployment: LocalDeployment) -> None:
+    rng = random.Random(20)
+    outcomes: list[str] = []
+    async with http_client(deployment.gateway_url) as client:
+        slots = asyncio.Semaphore(24)
+
+        async def one(request: dict[str, Any], patience_s: float | None) -> None:
+            async with slots:
+                try:
+                    async with asyncio.timeout(patience_s):
+                        answer = await client.post("/v1/chat/completions", json=request)
+                except TimeoutError:
+                    outcomes.append("cancelled")
+                    return
+                assert answer.status_code == 200, answer.text
+                if request["stream"]:
+                    assert answer.text.endswith("data: [DONE]\n\n")
+                outcomes.append("answered")
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(NUM_REQUESTS):
+                patience_s = rng.choice([None, None, rng.uniform(0, 0.05), rng.uniform(0, 0.5), rng.uniform(0, 2)])
+                group.create_task(one(random_body(rng), patience_s))
+        await Books.of(deployment).check()
+        assert len(outcomes) == NUM_REQUESTS
+        assert outcomes.count("cancelled") > NUM_REQUESTS // 10
+        assert outcomes.count("answered") > NUM_REQUESTS // 4
+        async with asyncio.timeout(300):
+            while True:  # the gateway's own books of who left may follow those of the instances
+                lines = (await client.get("/metrics")).text.splitlines()
+                samples = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+                if not any(float(samples[f"epd_serve_num_requests_{state}"]) for state in ("running", "waiting")):
+                    break
+                await asyncio.sleep(0.05)
+        assert float(samples["epd_serve_request_queue_time_seconds_count"]) > NUM_REQUESTS // 10
+        last = await client.post("/v1/chat/completions", json=chat("Say apple"))
+        assert last.status_code == 200
