@@ -97,7 +97,6 @@ class TowerStream(_Side):
         hurries: set while the instance shuts down: encodes no longer pause for decodes.
         paused_s: total seconds that running encodes have paused for decodes.
         is_wanted: True while items are being prepared, waiting or encoded.
-        least_pixel_bytes: minimum memory per pixel of a batch without a graph; a graph's is already allocated.
     """
 
     _side = 1
@@ -123,7 +122,6 @@ class TowerStream(_Side):
         self._num_layers = 0
         self._is_encoding = self.hurries = self.is_wanted = False
         self._pixel_bytes: float | None = None
-        self.least_pixel_bytes = 0.0
         self._pixel_layer_s: float | None = None
 
     @contextmanager
@@ -144,7 +142,7 @@ class TowerStream(_Side):
             self._board.encode_ends()
             self._leave_cores()
         seconds = self._clock() - began_s - (self.paused_s - paused_s)
-        pixel_bytes = max((self._device.peak_memory() - in_use) / num_pixels, self.least_pixel_bytes)
+        pixel_bytes = max((self._device.peak_memory() - in_use) / num_pixels, 0.0)
         self._pixel_bytes = _smooth(self._pixel_bytes, pixel_bytes)
         self._pixel_layer_s = _smooth(self._pixel_layer_s, seconds / max(self._num_layers, 1) / num_pixels)
 
@@ -176,7 +174,7 @@ class TowerStream(_Side):
 
     def batch_bytes(self, num_pixels: int) -> int:
         """Return the measured memory of a batch without weights."""
-        return int(num_pixels * max(self._pixel_bytes or 0.0, self.least_pixel_bytes))
+        return int(num_pixels * (self._pixel_bytes or 0.0))
 
     def max_pixels(self) -> int:
         """Return the largest batch that fits the free memory and any time limit, by the measurements so far."""

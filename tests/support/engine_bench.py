@@ -71,6 +71,7 @@ class EngineBench(EngineHooks):
     path: Path
     budget: Budget
     num_blocks: int = 200
+    block_size: int = BLOCK_SIZE
     device: Device = field(default_factory=lambda: get_device("cpu"))
     runs_ahead: bool = False
     starts: bool = True
@@ -85,16 +86,16 @@ class EngineBench(EngineHooks):
         device = self.device
         self.family = load_family(self.path)
         if self.family.modalities:
-            self.tower = Tower(self.path, torch.float32, device, graph_sizes=(64, 256))
+            self.tower = Tower(self.path, torch.float32, device)
         language = LanguageModel(self.path, torch.float32, device)
         layout = wire.KVLayout(
             num_layers=language.num_layers,
             num_kv_heads=language.num_kv_heads,
             head_dim=language.head_dim,
-            block_size=BLOCK_SIZE,
+            block_size=self.block_size,
             dtype="float32",
             model="m",
-            state_blocks=language.state_blocks(BLOCK_SIZE),
+            state_blocks=language.state_blocks(self.block_size),
         )
         self.transport = EmbeddedTransport(path="shm")
         self.memory = memory = KVMemory(layout, self.num_blocks, device, self.transport)
@@ -112,7 +113,7 @@ class EngineBench(EngineHooks):
         runner = UnwaitingRunner(
             self.executor,
             device.ops,
-            block_size=BLOCK_SIZE,
+            block_size=self.block_size,
             num_position_axes=self.family.num_position_axes,
             eos_token_ids=frozenset({2}),
         )
@@ -121,11 +122,11 @@ class EngineBench(EngineHooks):
             self.family,
             language.inner,
             max_model_len=language.max_model_len,
-            block_size=BLOCK_SIZE,
+            block_size=self.block_size,
             generation=GenerationConfig(),
             rates=StageRates(time.monotonic),
         )
-        self.pool = BlockPool(self.num_blocks, BLOCK_SIZE, state_blocks=layout.state_blocks)
+        self.pool = BlockPool(self.num_blocks, self.block_size, state_blocks=layout.state_blocks)
         self.engine = Engine(self.pool, memory, self.budget, self, eos_token_ids=frozenset({2}))
         self.loop = StepLoop(self.engine, runner, self, runs_ahead=self.runs_ahead)
         if self.starts:
