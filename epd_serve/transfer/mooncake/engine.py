@@ -14,13 +14,14 @@ import json
 import math
 import os
 import socket
-import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from epd_serve.protocol.addresses import is_loopback, is_wildcard
 from epd_serve.transfer.shared_memory import SharedSlab
@@ -308,33 +309,19 @@ def _load(name: str) -> Any:
         ) from error
 
 
-def _wildcard_listeners() -> dict[int, int]:
-    """Return this process's TCP sockets that listen on every interface: inode → descriptor."""
-    found = {}
-    for path in Path("/proc/self/fd").iterdir():
-        descriptor = int(path.name)
-        with suppress(OSError):  # just closed, or not a socket
-            status = os.fstat(descriptor)
-            if not stat.S_ISSOCK(status.st_mode):
-                continue
-            with socket.socket(fileno=os.dup(descriptor)) as candidate:
-                if (
-                    candidate.family in (socket.AF_INET, socket.AF_INET6)
-                    and candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                    and is_wildcard(candidate.getsockname()[0])
-                ):
-                    found[status.st_ino] = descriptor
-    return found
+def _wildcard_listeners() -> set[tuple[int, int]]:
+    """Return this process's TCP sockets that listen on every interface: (descriptor, port)."""
+    every = psutil.Process().net_connections("tcp")
+    return {(one.fd, one.laddr.port) for one in every if one.status == "LISTEN" and is_wildcard(one.laddr.ip)}
 
 
-def _confine(host: str, before: dict[int, int]) -> None:
+def _confine(host: str, before: set[tuple[int, int]]) -> None:
     """For a loopback ``host``, bind the listeners created since ``before`` to the loopback device."""
     if not is_loopback(host):
         return
-    for inode, descriptor in _wildcard_listeners().items():
-        if inode not in before:
-            with socket.socket(fileno=os.dup(descriptor)) as listener:
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")
+    for descriptor, _ in _wildcard_listeners() - before:
+        with socket.socket(fileno=os.dup(descriptor)) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")
 
 
 def address_of(memory: memoryview) -> int:
