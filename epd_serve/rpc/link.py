@@ -11,8 +11,6 @@ from functools import cached_property
 from typing import Any, Self, cast
 from urllib.parse import urlsplit
 
-import msgspec
-
 from epd_serve.errors import (
     InstanceLost,
     InstanceUnreachable,
@@ -442,6 +440,6 @@ class Link:
             raise LinkClosed(f"a greeting of {num_bytes} bytes")
         try:
             answer = WELCOME.decode(await reader.readexactly(num_bytes))
-        except msgspec.DecodeError as error:
+        except ValueError as error:  # also invalid UTF-8
             raise LinkClosed(f"invalid greeting: {error}") from error
         transport.write(pack(greeting.prove(answer)))

@@ -265,7 +265,7 @@ def _describe(record: InstanceRecord) -> dict[str, Any]:
 def _decoded(body: bytes, kind: Any) -> Any:
     try:
         return msgspec.json.decode(body, type=kind)
-    except msgspec.DecodeError as error:
+    except ValueError as error:  # also invalid UTF-8
         raise InvalidRequest(f"the body is not a valid {kind.__name__}: {error}") from error
 
 
