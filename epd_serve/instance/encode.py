@@ -18,12 +18,11 @@ from device.base import BareDevice
 from epd_serve.engine.dual_stream import TowerStream
 from epd_serve.engine.pace.measurements import IMAGE_SIDE
 from epd_serve.engine.pace.step_limits import StepLimits
-from epd_serve.engine.pace.step_watch import StepWatch
+from epd_serve.engine.pace.step_watch import StepWatch, end_if_lost
+from epd_serve.engine.telemetry import InstanceTelemetry
 from epd_serve.errors import NOT_MAPPED, PREPARATION_FULL, InstanceFailed, InvalidRequest, ServeError
+from epd_serve.instance.calls import Peers
 from epd_serve.instance.feature_receiver import FeatureReceiver
-from epd_serve.instance.http import Peers
-from epd_serve.instance.lifecycle import end_if_lost
-from epd_serve.instance.telemetry import InstanceTelemetry
 from epd_serve.instance.text.request_processor import S_PER_PIXEL, RequestProcessor
 from epd_serve.protocol.wire import EncodeReply, EncodeRequest
 from epd_serve.sched.schedule import schedule_encodes
@@ -89,7 +88,6 @@ class Encoder:
         feature_timeout_s: how long consumers wait for a feature.
         consumer: receives features for this instance's own requests; None if its role does not prefill.
         num_waiting_pixels: pixels of distinct items not encoded yet.
-        is_held: whether items wait for :meth:`may_start`.
         tower: None before it is loaded; the next item loads it again after it was set to None.
         watch: detects batches that hang.
     """
@@ -112,8 +110,6 @@ class Encoder:
         self._flights: dict[str, _Flight] = {}
         self._waiting: list[_Item] = []
         self.num_waiting_pixels = 0
-        self._changed = asyncio.Event()
-        self.is_held = False
         self._free_since_s = 0.0
         self._in_tower: frozenset[str] = frozenset()
         self.watch = StepWatch()
@@ -154,16 +150,11 @@ class Encoder:
         return self.stream.batch_bytes(count * area)
 
     def may_start(self) -> bool:
-        """Return whether the waiting items may start; :meth:`reconsider` is called when this changes."""
+        """Return whether the waiting items may start; ``stream`` tells when this changes."""
         return self.stream.may_start(self._waiting[0].num_pixels)
 
-    def reconsider(self) -> None:
-        """Check :meth:`may_start` again if items are held. Any thread may call it while the event loop is open."""
-        if self.is_held:
-            self._loop.call_soon_threadsafe(self._changed.set)
-
     async def close(self) -> None:
-        self.is_held = False
+        self.stream.held_on = None
         self.stream.hurries = True
         self._loop_task.cancel()
         with suppress(asyncio.CancelledError):
@@ -268,7 +259,7 @@ class Encoder:
             pixels = self._family.pixels_of(ref)
             item = _Item(ref.mm_hash, inputs, pixels, ref.num_pixels, begun_s, self._loop.create_future())
             self._waiting.append(item)
-            self._changed.set()
+            self.stream.changed.set()
             return await item.feature
         finally:
             self.num_waiting_pixels -= ref.num_pixels
@@ -276,20 +267,21 @@ class Encoder:
                 self._waiting.remove(item)
 
     async def _run(self) -> None:
+        stream = self.stream
         while True:
-            await self._changed.wait()
-            self._changed.clear()
+            await stream.changed.wait()
+            stream.changed.clear()
             while self._waiting:
                 # set before the check: whoever changes the result later sees it and calls reconsider()
-                was_held, self.is_held = self.is_held, True
+                was_held, stream.held_on = stream.held_on is not None, self._loop
                 budget = self._budget
                 try:
                     if not self.may_start():
                         break
-                    budget = min(budget, self.stream.max_pixels())
+                    budget = min(budget, stream.max_pixels())
                 except Exception:  # a device that does not answer must not end the encoder
                     logger.exception("checking whether an encode may start failed; starting it")
-                self.is_held = False
+                stream.held_on = None
                 batch = schedule_encodes(self._waiting, budget)
                 del self._waiting[: len(batch)]
                 self._in_tower = frozenset(item.mm_hash for item in batch)

@@ -11,10 +11,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from epd_serve.engine.engine import Engine, EngineEvent, FailureEvent, PromptEvent
+from epd_serve.engine.telemetry import InstanceTelemetry
 from epd_serve.errors import DECODE_DRAINING, DRAINING, PEER_UNREACHABLE, InstanceFailed, ServeError, Unavailable
-from epd_serve.instance.calls import CleanUps, Refusals
-from epd_serve.instance.http import Peers, unreachable
-from epd_serve.instance.telemetry import InstanceTelemetry
+from epd_serve.instance.calls import CleanUps, Peers, Refusals, unreachable
 from epd_serve.protocol import wire
 from epd_serve.sched.sequence import Sequence
 from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer

@@ -38,12 +38,10 @@ class _Prompt:
     Attributes:
         num_tokens: estimated number of prompt tokens.
         sequence: its sequence in the engine; None before it is submitted.
-        receiver: handles the engine's events; None before it is submitted.
     """
 
     num_tokens: int
     sequence: Sequence | None = None
-    receiver: Generation | KVDelivery | None = None
 
 
 @dataclass(kw_only=True, eq=False)
@@ -76,11 +74,6 @@ class Prefiller:
     def num_preparing_tokens(self) -> int:
         """Estimated tokens of prompts not submitted to the engine yet."""
         return sum(one.num_tokens for one in self.requests.values() if one.sequence is None)
-
-    @property
-    def generations(self) -> list[Generation]:
-        """Answers being decoded here."""
-        return [one.receiver for one in self.requests.values() if isinstance(one.receiver, Generation)]
 
     async def prefill(self, request: wire.PrefillRequest) -> Reply:
         """Compute the prompt and return the answer as soon as the first token is there.
@@ -146,10 +139,9 @@ class Prefiller:
         self, sequence: Sequence, receiver: Generation | KVDelivery, features: asyncio.Task[None]
     ) -> None:
         """Submit a prompt; return at its first event. Raises StageTimeout if its features arrive too late."""
-        request = self.requests[sequence.request_id]
-        request.receiver = receiver
+        self.engine.outbox.receivers[sequence.request_id] = receiver
         self.engine.submit(sequence, receiver.transfer if isinstance(receiver, KVDelivery) else None)
-        request.sequence = sequence
+        self.requests[sequence.request_id].sequence = sequence
         first: asyncio.Future[Any] = receiver.first
         done, _ = await asyncio.wait(
             (features, first), timeout=self.receiver.timeout_s, return_when=asyncio.FIRST_COMPLETED
@@ -236,6 +228,7 @@ class Prefiller:
 
     def _end(self, request_id: str) -> None:
         if self.requests.pop(request_id, None) is not None:
+            self.engine.outbox.receivers.pop(request_id, None)
             self.engine.abort(request_id)
             self.timeline.drop(request_id)
             self.receiver.release(request_id)

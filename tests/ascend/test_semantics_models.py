@@ -26,7 +26,7 @@ from device.base import (  # noqa: E402
 )
 from device.cpu import CpuDevice  # noqa: E402
 from device.ops.ascend import AscendOps, Layout  # noqa: E402
-from epd_serve.engine.step import StepExecutor  # noqa: E402
+from epd_serve.engine.step import StepRunner  # noqa: E402
 from epd_serve.engine.step_inputs import DecodeTables, StepInputs  # noqa: E402
 from epd_serve.models.family import picture  # noqa: E402
 from epd_serve.models.language import LanguageModel  # noqa: E402
@@ -86,7 +86,7 @@ class Instance:
         self.model = LanguageModel(path, torch.float32, device)
         self.ops = device.ops
         kv_shape = (self.model.num_layers, 2, 8, BLOCK_SIZE, self.model.num_kv_heads, self.model.head_dim)
-        self.executor = StepExecutor(
+        self.runner = StepRunner(
             self.model,
             device,
             torch.zeros(kv_shape),
@@ -111,7 +111,7 @@ class Instance:
         while any(len(request.tokens) < NEW_TOKENS for request in requests):
             decodes = [r for r in requests if r.is_prefilled and len(r.tokens) < NEW_TOKENS]
             waiting = next((r for r in requests if not r.is_prefilled), None)
-            logits = self.executor.compute(self._inputs(decodes, waiting))
+            logits = self.runner.compute(self._inputs(decodes, waiting))
             advanced = decodes
             if waiting is not None:
                 waiting.num_computed += CHUNK

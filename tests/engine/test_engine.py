@@ -241,6 +241,6 @@ def test_a_step_that_cannot_be_accounted_for_counts(bench: Bench, monkeypatch: p
     def fail(output: ScheduleOutput, seconds: float) -> None:
         raise OSError("no space left for figures")
 
-    monkeypatch.setattr(bench, "stepped", fail)
+    monkeypatch.setattr(bench, "add_step", fail)
     bench.engine.submit(bench.sequence("fine", "Say apple", []))
     assert len(bench.collect(1)["fine", 0]) == 12

@@ -14,7 +14,8 @@ from hand_off import REGION, Peers, Tokenizer, handoff, transfers
 from prompts import completion
 
 from epd_serve.engine.computing import SampledToken
-from epd_serve.engine.engine import PromptEvent
+from epd_serve.engine.engine import Outbox, PromptEvent
+from epd_serve.engine.telemetry import InstanceTelemetry
 from epd_serve.errors import (
     DECODE_DRAINING,
     PEER_UNREACHABLE,
@@ -27,7 +28,6 @@ from epd_serve.instance.calls import CleanUps, Refusals
 from epd_serve.instance.feature_receiver import ORPHAN_S, FeatureForm, FeatureReceiver
 from epd_serve.instance.kv_delivery import KVDelivery
 from epd_serve.instance.prefill import Prefiller
-from epd_serve.instance.telemetry import InstanceTelemetry
 from epd_serve.instance.text.request_processor import RequestProcessor
 from epd_serve.protocol import wire
 from epd_serve.rpc.server import BrokenStream
@@ -48,6 +48,7 @@ class Engine:
     eos_token_ids = frozenset[int]()
 
     def __init__(self) -> None:
+        self.outbox = Outbox()
         self.submitted: list[tuple[Sequence, OutgoingTransfer]] = []
         self.busy = asyncio.Event()
 
@@ -165,9 +166,7 @@ async def test_a_transfer_that_was_stopped_is_not_completed(bench: Bench) -> Non
     """Whatever made the renewal fail: D may still take a hand-over, and some of the KV was not read."""
     working = await bench.begin()
     sequence, transfer = bench.engine.submitted[0]
-    receiver = bench.stage.requests["r"].receiver
-    assert receiver is not None
-    receiver.feed(PromptEvent(sequence, [(SampledToken(5), None)]))
+    bench.engine.outbox.receivers["r"].feed(PromptEvent(sequence, [(SampledToken(5), None)]))
     reply = await working
     bench.peers.answers["/kv/renew"] = ServeError("out of memory")
     async with asyncio.timeout(300):

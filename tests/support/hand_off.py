@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from epd_serve.cache.block_pool import BlockPool, RequestBlocks
+from epd_serve.engine.engine import Engine, Outbox
+from epd_serve.engine.telemetry import InstanceTelemetry
 from epd_serve.errors import ServeError
 from epd_serve.instance.calls import CleanUps, Refusals
 from epd_serve.instance.decode import Decoder
 from epd_serve.instance.kv_delivery import Transfers
-from epd_serve.instance.telemetry import InstanceTelemetry
 from epd_serve.protocol import wire
+from epd_serve.sched.schedule import Budget
 from epd_serve.sched.sequence import Sequence as Prompt
 from epd_serve.transfer.kv_sender import DecodePeer, OutgoingTransfer
 from epd_serve.types import SamplingParams
@@ -37,41 +39,19 @@ class Tokenizer:
         return "x"
 
 
-class TenBlocks:
-    """An engine with ten blocks of four tokens.
+class TenBlocks(Engine):
+    """An engine with ten blocks of four tokens that computes nothing."""
 
-    Attributes:
-        num_places: sequences that still have a place; None: any number.
-    """
-
-    def __init__(self, num_places: int | None = None) -> None:
+    def __init__(self) -> None:
         self.pool = BlockPool(11, 4)
-        self.num_places = num_places
         self.resumed: list[RequestBlocks] = []
-
-    def check_fits(self, *arguments: int) -> None: ...
-
-    def abort(self, request_id: str) -> None: ...
+        unused: Any = None
+        budget = Budget(max_num_tokens=64, max_num_seqs=64)
+        super().__init__(self.pool, unused, budget, Outbox(), eos_token_ids=frozenset())
+        self.queues.features = unused
 
     def resume(self, sequence: Prompt, blocks: RequestBlocks, tokens: Any) -> None:
         self.resumed.append(blocks)
-
-    def reserve(
-        self, num_prompt_tokens: int, num_sequences: int, hashes: list[bytes], arrival_s: float, priority: int
-    ) -> RequestBlocks | None:
-        request = (num_prompt_tokens, 0, num_sequences, hashes)
-        if self.pool.num_missing(*request) > self.pool.num_free:
-            return None
-        if self.num_places is not None:
-            if self.num_places < num_sequences:
-                return None
-            self.num_places -= num_sequences
-        return self.pool.allocate_request(*request)
-
-    def stop_reserving(self) -> None: ...
-
-    def unreserve(self, blocks: RequestBlocks) -> None:
-        self.pool.release(blocks.all())
 
 
 @dataclass

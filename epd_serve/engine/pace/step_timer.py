@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 
 from epd_serve.engine.pace.measurements import IMAGE_SIDE
-from epd_serve.engine.step import LanguageRunner
+from epd_serve.engine.step import StepRunner
 from epd_serve.models.family import Family
 from epd_serve.models.tower import Tower
 from epd_serve.sched.schedule import ScheduleOutput
@@ -27,7 +27,7 @@ _GREEDY = SamplingParams(seed=0, temperature=0.0)
 class StepTimer:
     """Measures steps in unused blocks: ``num_blocks``, followed by ``state_blocks``."""
 
-    runner: LanguageRunner
+    runner: StepRunner
     _: KW_ONLY
     num_blocks: int
     block_size: int

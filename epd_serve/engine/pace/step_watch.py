@@ -1,10 +1,16 @@
-"""Watchdog of an instance's steps and encodes, which tells hanging from slow."""
+"""Watchdog of an instance's steps and encodes, which tells hanging from slow, and the end of a process."""
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+
+from device.base import BareDevice, DeviceLost
+
+logger = logging.getLogger(__name__)
 
 #: A step hangs if it takes FACTOR times the mean of its kind and at least LEAST_S seconds: swapping, or sharing
 #: the device, can slow down a healthy step by far.
@@ -57,3 +63,18 @@ class StepWatch:
         if usual_s is None or self._seen_s < max(FACTOR * usual_s, LEAST_S):
             return None
         return f"it has run for {self._seen_s:.0f} s; {usual_s:.2g} s is usual"
+
+
+def end_process() -> None:
+    """End this process at once after a fatal error; its supervisor restarts it."""
+    logging.shutdown()
+    os._exit(1)
+
+
+def end_if_lost(device: BareDevice) -> None:
+    """End this process if its device is lost, since no step on it will succeed again."""
+    try:
+        device.check()
+    except DeviceLost as error:
+        logger.critical("%s; this process ends", error)
+        end_process()
