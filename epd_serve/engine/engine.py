@@ -17,7 +17,6 @@ from typing import Protocol
 import msgspec
 
 from epd_serve.cache.block_pool import BlockPool, RequestBlocks
-from epd_serve.engine.computing import NO_TOKEN, SampledToken, SampledTokens
 from epd_serve.errors import InvalidRequest, ServeError
 from epd_serve.protocol.instance_state import Load
 from epd_serve.protocol.wire import TokenLogprob
@@ -40,6 +39,21 @@ _ALL_FORBIDDEN = (
     "no token is allowed next: the request's structure, allowed_token_ids, bad_words and min_tokens contradict "
     "each other"
 )
+
+
+#: Placeholder for a token that cannot be chosen because the logits are NaN.
+NO_TOKEN = -1
+#: Placeholder for the token of a sequence whose request forbids every token.
+ALL_FORBIDDEN = -2
+
+
+class SampledToken(msgspec.Struct, frozen=True, gc=False):
+    token_id: int
+    logprob: TokenLogprob | None = None
+
+
+#: The tokens of a step: one per sequence, or the first tokens of all ``n`` choices after a prompt's last chunk.
+SampledTokens = list[tuple[Sequence, list[SampledToken]]]
 
 
 class TokenEvent(msgspec.Struct, frozen=True, gc=False):

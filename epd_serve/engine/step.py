@@ -16,7 +16,7 @@ from torch import Tensor
 
 from device.base import AttnMeta, Device, GraphRunner
 from device.copies import Readback, to_device
-from epd_serve.engine.computing import SampledTokens
+from epd_serve.engine.engine import SampledTokens
 from epd_serve.engine.prefill_graphs import PrefillGraphs
 from epd_serve.engine.sampling.sampler import PromptLogprobs, Row, Sampler, Sampling
 from epd_serve.engine.step_inputs import DecodeTables, DeviceTables, StepInputs, on_device, pack_step
@@ -152,7 +152,7 @@ class StepRunner:
         on_layer: Callable[[int], None] | None = None,
         before: LaunchedStep | None = None,
     ) -> LaunchedStep:
-        """Launch the scheduled tokens (:meth:`epd_serve.engine.computing.Runner.launch`)."""
+        """Launch the scheduled tokens (:meth:`epd_serve.engine.step_loop.Runner.launch`)."""
         size, axes = self._kv.shape[3], self._num_position_axes
         inputs = pack_step(output, self._decode_tables, features_by_hash, block_size=size, num_axes=axes)
         fed = None

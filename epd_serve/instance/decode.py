@@ -29,7 +29,7 @@ from epd_serve.protocol import wire
 from epd_serve.rpc.server import Reply
 from epd_serve.sched.sequence import Sequence
 from epd_serve.telemetry.span import DECODE_QUEUE
-from epd_serve.transfer.reservation import Reservation, ReservationState, ReservationTable, Tombstones
+from epd_serve.transfer.reservation import ReservationState, ReservationTable, Tombstones
 from epd_serve.transfer.transport import PeerGone, Piece, StillCopying, TransferError, Transport, pair_spans
 
 if TYPE_CHECKING:
@@ -138,11 +138,32 @@ class Decoder:
         if request.transfer_id in self._asking:
             raise InvalidRequest(f"transfer {request.transfer_id} is waiting for blocks already")
         if reservation.state is ReservationState.PENDING:
+            asked = self.engine.reserve(
+                request.request_id,
+                request.num_prompt_tokens,
+                request.num_sequences,
+                request.block_hashes,
+                request.priority,
+            )
             self._asking.add(request.transfer_id)
             try:
-                await self._take_blocks(reservation)
+                async with asyncio.timeout(self.queue_timeout_s):
+                    blocks = await asyncio.wrap_future(asked.granted)
+            except BaseException as error:
+                self.engine.withdraw(asked)
+                self._reservations.release(request.transfer_id)
+                if not isinstance(error, TimeoutError):
+                    raise
+                raise Unavailable(
+                    f"no free KV blocks for the request within {self.queue_timeout_s:g} s; try again later",
+                    code=NO_ROOM,
+                ) from error
             finally:
                 self._asking.discard(request.transfer_id)
+            if blocks is not None and self._reservations.open(request, time.monotonic()) is None:
+                self.engine.unreserve(blocks)  # the request has ended meanwhile
+            elif blocks is not None:
+                self._reservations.grant(reservation, blocks, time.monotonic())
         if reservation.blocks is None or reservation.state is not ReservationState.GRANTED:
             raise _ended(request.request_id)
         num_blocks = num_blocks_for(request.num_prompt_tokens, self.memory.layout.block_size)
@@ -154,36 +175,6 @@ class Decoder:
             staged_cells=self.memory.staged_cells,
             maps=maps,
         )
-
-    async def _take_blocks(self, reservation: Reservation) -> None:
-        """Grant blocks to a reservation once they are free, unless it ends before.
-
-        Raises Unavailable after ``queue_timeout_s``.
-        """
-        request = reservation.request
-        asked = self.engine.reserve(
-            request.request_id,
-            request.num_prompt_tokens,
-            request.num_sequences,
-            request.block_hashes,
-            request.priority,
-        )
-        try:
-            async with asyncio.timeout(self.queue_timeout_s):
-                blocks = await asyncio.wrap_future(asked.granted)
-        except BaseException as error:
-            self.engine.withdraw(asked)
-            self._reservations.release(request.transfer_id)
-            if not isinstance(error, TimeoutError):
-                raise
-            raise Unavailable(
-                f"no free KV blocks for the request within {self.queue_timeout_s:g} s; try again later",
-                code=NO_ROOM,
-            ) from error
-        if blocks is not None and reservation.state is ReservationState.PENDING:
-            self._reservations.grant(reservation, blocks, time.monotonic())
-        elif blocks is not None:
-            self.engine.unreserve(blocks)
 
     def renew(self, ref: wire.TransferRef) -> None:
         if not self._reservations.renew(ref.transfer_id, time.monotonic()):

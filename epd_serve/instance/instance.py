@@ -20,21 +20,21 @@ from epd_serve.cache.block_pool import BlockPool
 from epd_serve.config import InstanceOptions
 from epd_serve.config.role_files import in_role, remember
 from epd_serve.config.sections import MIN_SEGMENT_BYTES
+from epd_serve.engine import step_loop
 from epd_serve.engine.dual_stream import DualStream
 from epd_serve.engine.engine import Engine, Outbox
-from epd_serve.engine.pace import step_watch
 from epd_serve.engine.pace.step_limits import StepLimits
 from epd_serve.engine.step_loop import KVPush, LayerGroups, StepLoop
 from epd_serve.engine.telemetry import InstanceTelemetry
 from epd_serve.errors import DRAINING, InstanceFailed, Unavailable
 from epd_serve.factories import as_it_is, factory
 from epd_serve.instance.answer import Generation
-from epd_serve.instance.calls import CleanUps, ControlCalls, Peers, Refusals
+from epd_serve.instance.calls import CleanUps, ControlCalls, Peers, Refusals, Reports
 from epd_serve.instance.decode import Decoder
 from epd_serve.instance.encode import Encoder
 from epd_serve.instance.feature_receiver import FeatureReceiver
 from epd_serve.instance.kv_delivery import Transfers
-from epd_serve.instance.lifecycle import Lifecycle, Reports, SwitchState
+from epd_serve.instance.lifecycle import Lifecycle, SwitchState
 from epd_serve.instance.loading.model import open_device, open_model
 from epd_serve.instance.prefill import Prefiller
 from epd_serve.instance.text.request_processor import RequestProcessor, num_media_threads
@@ -346,11 +346,11 @@ class Instance:
     def load(self) -> instance_state.Load:
         """Return the current load, including requests not in the engine yet. The instance must be ready."""
         load = instance_state.Load() if self.loop is None else self.loop.engine.load()
-        num_preparing = 0 if self.prefiller is None else self.prefiller.num_preparing_tokens
+        prompts = () if self.prefiller is None else self.prefiller.requests.values()
         requests = () if self.decoder is None else self.decoder.requests.values()
         return msgspec.structs.replace(
             load,
-            num_waiting_tokens=load.num_waiting_tokens + num_preparing,
+            num_waiting_tokens=load.num_waiting_tokens + sum(p.num_tokens for p in prompts if p.sequence is None),
             num_expected=sum(not one.generation.done() for one in requests),
             num_waiting_encodes=self.encoder.num_waiting,
             num_waiting_pixels=self.encoder.num_waiting_pixels,
@@ -473,7 +473,7 @@ class Instance:
             for part, watch in watches.items():
                 if (how_long := watch.overdue()) is not None:  # a thread cannot be interrupted in its step
                     logger.critical("%s hangs: %s; this process ends", part, how_long)
-                    step_watch.end_process()
+                    step_loop.end_process()
             try:
                 if self.decoder is not None:
                     self.decoder.expire()

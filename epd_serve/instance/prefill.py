@@ -70,11 +70,6 @@ class Prefiller:
         sequence = None if request is None else request.sequence
         return sequence is not None and sequence.state is not SequenceState.WAITING
 
-    @property
-    def num_preparing_tokens(self) -> int:
-        """Estimated tokens of prompts not submitted to the engine yet."""
-        return sum(one.num_tokens for one in self.requests.values() if one.sequence is None)
-
     async def prefill(self, request: wire.PrefillRequest) -> Reply:
         """Compute the prompt and return the answer as soon as the first token is there.
 

@@ -13,8 +13,7 @@ import pytest
 from hand_off import REGION, Peers, Tokenizer, handoff, transfers
 from prompts import completion
 
-from epd_serve.engine.computing import SampledToken
-from epd_serve.engine.engine import Outbox, PromptEvent
+from epd_serve.engine.engine import Outbox, PromptEvent, SampledToken
 from epd_serve.engine.telemetry import InstanceTelemetry
 from epd_serve.errors import (
     DECODE_DRAINING,

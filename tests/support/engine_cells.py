@@ -12,9 +12,9 @@ from collections.abc import Sequence as AbstractSequence
 from typing import Any
 
 from device.registry import get_device
-from epd_serve.engine.computing import SampledToken, SampledTokens
 from epd_serve.engine.device_board import DeviceBoard
 from epd_serve.engine.dual_stream import LanguageStream
+from epd_serve.engine.engine import SampledToken, SampledTokens
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sched.sequence import PLACEHOLDER, Sequence
 from epd_serve.types import MediaSpan
