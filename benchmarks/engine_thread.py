@@ -23,8 +23,7 @@ from epd_serve.engine.sampling.sampler import PromptLogprobs
 from epd_serve.engine.step import StepRunner
 from epd_serve.engine.step_inputs import StepInputs
 from epd_serve.engine.step_loop import StepLoop
-from epd_serve.engine.telemetry import InstanceTelemetry
-from epd_serve.sched.schedule import Budget
+from epd_serve.sched.schedule import Budget, ScheduleOutput
 from epd_serve.sched.sequence import Sequence as TokenSequence
 from epd_serve.types import SamplingParams
 
@@ -69,6 +68,9 @@ class Counter:
     def has(self, mm_hash: str) -> bool:
         return False
 
+    def add_step(self, output: ScheduleOutput, seconds: float) -> None:
+        """Steps are not recorded."""
+
 
 def cell(num_seqs: int, context: int, num_steps: int) -> dict[str, Any]:
     """``num_steps`` steps in which all sequences decode."""
@@ -80,8 +82,7 @@ def cell(num_seqs: int, context: int, num_steps: int) -> dict[str, Any]:
     memory: Any = None  # no block is copied
     engine = Engine(pool, memory, budget, counter, eos_token_ids=frozenset())
     stream = LanguageStream(get_device("cpu"), DeviceBoard(None, 0, time.monotonic), limit_s=None)
-    telemetry = InstanceTelemetry("benchmark")
-    loop = StepLoop(engine, NoModel(num_seqs, max_blocks), counter, stream, telemetry, runs_ahead=True)
+    loop = StepLoop(engine, NoModel(num_seqs, max_blocks), counter, stream, counter, runs_ahead=True)
     for number in range(num_seqs):
         engine.submit(
             TokenSequence(
