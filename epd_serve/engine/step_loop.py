@@ -1,21 +1,21 @@
-"""The step loop: launch a step, send KV layer by layer, read tokens, pass them to the engine; its watchdog."""
+"""The step loop: launch a step, send KV layer by layer, read tokens, pass them to the engine."""
 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from device.base import BareDevice, DeviceLost, Event
+from device.base import BareDevice, Event
+from epd_serve.engine import pace
 from epd_serve.engine.dual_stream import LanguageStream
 from epd_serve.engine.engine import Engine, EngineEvent, FailureEvent, SampledTokens
-from epd_serve.engine.pace.step_limits import StepLimits
+from epd_serve.engine.pace import StepLimits, StepWatch
 from epd_serve.engine.telemetry import InstanceTelemetry
 from epd_serve.protocol.wire import KVLayout
 from epd_serve.sched import schedule as sched
@@ -25,14 +25,6 @@ from epd_serve.transfer.grouping import group_ends
 from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer, Part
 
 logger = logging.getLogger(__name__)
-
-#: A step hangs if it takes FACTOR times the mean of its kind and at least LEAST_S seconds: swapping, or sharing
-#: the device, can slow down a healthy step by far.
-FACTOR = 20.0
-LEAST_S = 60.0
-#: Most seconds counted between two checks, because a suspended process does not compute.
-_MOST_BETWEEN_LOOKS_S = 1.0
-_SMOOTHING = 0.3
 
 
 class LaunchedStep(Protocol):
@@ -157,7 +149,7 @@ class StepLoop:
                         self._advance(output)
         except BaseException:  # otherwise the engine would stop silently
             logger.critical("the engine's thread has ended", exc_info=True)
-            end_process()
+            pace.end_process()
             self._is_warm.set()
 
     def _advance(self, output: ScheduleOutput) -> None:
@@ -215,7 +207,7 @@ class StepLoop:
             events = self.engine.finish(sampled, step.output, after.output if after else None)
             self._events += events
             if events and isinstance(events[0], FailureEvent):  # no numbers: the device may be lost
-                end_if_lost(self._stream.device)
+                pace.end_if_lost(self._stream.device)
             now = time.monotonic()
             seconds, self._landed_s = now - max(step.launched_s, self._landed_s), now
             try:
@@ -236,7 +228,7 @@ class StepLoop:
             yield
         except Exception as error:
             logger.exception("a step of %d tokens failed", output.num_tokens)
-            end_if_lost(self._stream.device)
+            pace.end_if_lost(self._stream.device)
             self._stream.idle()
             self._events += self.engine.fail(output, other.output if other else None, error)
 
@@ -330,62 +322,3 @@ class KVPush:
     layer_bytes: int
     device: BareDevice
     layer_groups: type[LayerGroups] = LayerGroups
-
-
-class StepWatch:
-    """Measures the steps of one thread and compares the running step with them.
-
-    The first step of a kind may compile for minutes and never counts as hanging.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._mean_s: dict[Hashable, float] = {}
-        self._step: tuple[object, float | None] | None = None  # the running step, and the mean of its kind
-        self._seen: tuple[object, float | None] | None = None
-        self._seen_s = 0.0
-        self._looked_s = clock()
-
-    @contextmanager
-    def step(self, kind: Hashable) -> Iterator[None]:
-        """Compute a step within this context. Steps of one ``kind`` take about the same time."""
-        began_s, mean_s = self._clock(), self._mean_s.get(kind)
-        self._step = object(), mean_s
-        try:
-            yield
-        finally:
-            self._step = None
-        seconds = self._clock() - began_s
-        self._mean_s[kind] = seconds if mean_s is None else mean_s + _SMOOTHING * (seconds - mean_s)
-
-    def overdue(self) -> str | None:
-        """Return a sentence about the running step if it hangs, otherwise None.
-
-        Call it at least once a second, from one thread.
-        """
-        now = self._clock()
-        passed_s, self._looked_s = min(now - self._looked_s, _MOST_BETWEEN_LOOKS_S), now
-        step = self._step
-        if step is None or step is not self._seen:
-            self._seen, self._seen_s = step, 0.0
-            return None
-        self._seen_s += passed_s
-        _, usual_s = step
-        if usual_s is None or self._seen_s < max(FACTOR * usual_s, LEAST_S):
-            return None
-        return f"it has run for {self._seen_s:.0f} s; {usual_s:.2g} s is usual"
-
-
-def end_process() -> None:
-    """End this process at once after a fatal error; its supervisor restarts it."""
-    logging.shutdown()
-    os._exit(1)
-
-
-def end_if_lost(device: BareDevice) -> None:
-    """End this process if its device is lost, since no step on it will succeed again."""
-    try:
-        device.check()
-    except DeviceLost as error:
-        logger.critical("%s; this process ends", error)
-        end_process()

@@ -13,10 +13,10 @@ from typing import Literal, TypeVar, get_args
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from epd_serve.config.sections import FeatureStoreKind
+from epd_serve.engine.device_board import Slack
 from epd_serve.protocol.instance_state import Load
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sched.sequence import SequenceState
-from epd_serve.sched.token_time import Slack
 from epd_serve.telemetry.metrics import VllmGauges
 from epd_serve.telemetry.otel import StageExport, span_export
 from epd_serve.telemetry.span import FEATURE_WAIT, STAGES, Span, SpanStream, Timeline, Value

@@ -16,9 +16,7 @@ import msgspec
 
 from device.base import BareDevice
 from epd_serve.engine.dual_stream import TowerStream
-from epd_serve.engine.pace.measurements import IMAGE_SIDE
-from epd_serve.engine.pace.step_limits import StepLimits
-from epd_serve.engine.step_loop import StepWatch, end_if_lost
+from epd_serve.engine.pace import IMAGE_SIDE, StepLimits, StepWatch, end_if_lost
 from epd_serve.engine.telemetry import InstanceTelemetry
 from epd_serve.errors import NOT_MAPPED, PREPARATION_FULL, InstanceFailed, InvalidRequest, ServeError
 from epd_serve.instance.calls import Peers

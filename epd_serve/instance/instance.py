@@ -20,10 +20,10 @@ from epd_serve.cache.block_pool import BlockPool
 from epd_serve.config import InstanceOptions
 from epd_serve.config.role_files import in_role, remember
 from epd_serve.config.sections import MIN_SEGMENT_BYTES
-from epd_serve.engine import step_loop
+from epd_serve.engine import pace
 from epd_serve.engine.dual_stream import DualStream
 from epd_serve.engine.engine import Engine, Outbox
-from epd_serve.engine.pace.step_limits import StepLimits
+from epd_serve.engine.pace import StepLimits
 from epd_serve.engine.step_loop import KVPush, LayerGroups, StepLoop
 from epd_serve.engine.telemetry import InstanceTelemetry
 from epd_serve.errors import DRAINING, InstanceFailed, Unavailable
@@ -33,7 +33,6 @@ from epd_serve.instance.calls import CleanUps, ControlCalls, Peers, Refusals, Re
 from epd_serve.instance.decode import Decoder
 from epd_serve.instance.encode import Encoder
 from epd_serve.instance.feature_receiver import FeatureReceiver
-from epd_serve.instance.kv_delivery import Transfers
 from epd_serve.instance.lifecycle import Lifecycle, SwitchState
 from epd_serve.instance.loading.model import open_device, open_model
 from epd_serve.instance.prefill import Prefiller
@@ -139,7 +138,7 @@ class Instance:
         """Build the stages of the role, reusing loaded parts; with ``resident: all``, load all weights."""
         options, role = self.options, self.options.role
         keeps_all = options.resident == "all"
-        self.limits = StepLimits(options, self.model.measurements())
+        self.limits = StepLimits(options, self.model.measured)
         self.encoder.serve(self.store, options.image_budget_pixels)
         if self.family.token_ids and (role.encodes or keeps_all):
             await self.encoder.load_tower(self.limits if role.encodes else None)
@@ -203,22 +202,7 @@ class Instance:
         self.loop, self.sender, self.receiver = loop, sender, receiver
         if options.role.prefills:
             self.prefiller = Prefiller(
-                engine=engine,
-                prompts=weights.prompts,
-                receiver=receiver,
-                transfers=Transfers(
-                    engine=engine,
-                    sender=sender,
-                    memory=memory,
-                    peers=self.peers,
-                    telemetry=telemetry,
-                    refusals=self.refusals,
-                    clean_ups=self.clean_ups,
-                    lease_s=options.lease_s,
-                ),
-                processor=self.processor,
-                compiler=weights.compiler,
-                timeline=telemetry.timeline,
+                instance=self, weights=weights, engine=engine, sender=sender, receiver=receiver
             )
         if options.role.decodes:
             self.decoder = Decoder(
@@ -473,7 +457,7 @@ class Instance:
             for part, watch in watches.items():
                 if (how_long := watch.overdue()) is not None:  # a thread cannot be interrupted in its step
                     logger.critical("%s hangs: %s; this process ends", part, how_long)
-                    step_loop.end_process()
+                    pace.end_process()
             try:
                 if self.decoder is not None:
                     self.decoder.expire()

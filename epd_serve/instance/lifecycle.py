@@ -8,7 +8,7 @@ import time
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from epd_serve.engine import step_loop
+from epd_serve.engine import pace
 from epd_serve.errors import Conflict, InvalidRequest, ServeError, StageTimeout
 from epd_serve.protocol import instance_state
 from epd_serve.types import Role
@@ -175,7 +175,7 @@ class Lifecycle:
                 await self._instance.rebuild(old)
             except Exception:
                 logger.critical("neither role %s nor role %s can be served", role, old, exc_info=True)
-                step_loop.end_process()
+                pace.end_process()
             self.epoch += 1
             self._settle(old)
             raise ServeError(f"role {role} cannot be served ({error}); the instance keeps role {old}") from error

@@ -12,18 +12,19 @@ from epd_serve.engine.engine import Engine
 from epd_serve.errors import DECODE_DRAINING, DRAINING, PEER_UNREACHABLE, InvalidRequest, ServeError, StageTimeout
 from epd_serve.instance.answer import Answer, Generation, broken_structure
 from epd_serve.instance.feature_receiver import FeatureReceiver
-from epd_serve.instance.kv_delivery import KVDelivery, Transfers
-from epd_serve.instance.text.prompt import PromptProcessor
-from epd_serve.instance.text.request_processor import S_PER_CHARACTER, RequestProcessor
+from epd_serve.instance.kv_delivery import KVDelivery
+from epd_serve.instance.text.request_processor import S_PER_CHARACTER
 from epd_serve.protocol import wire
 from epd_serve.protocol.openai import chunks
 from epd_serve.rpc import items
 from epd_serve.rpc.server import JSON, BrokenStream, Reply
 from epd_serve.sched.sequence import Sequence, SequenceState
-from epd_serve.telemetry.span import FEATURE_WAIT, PREFILL_QUEUE, Timeline
+from epd_serve.telemetry.span import FEATURE_WAIT, PREFILL_QUEUE
+from epd_serve.transfer.kv_sender import KVSender
 
 if TYPE_CHECKING:
-    from epd_serve.instance.text.grammar_compiler import GrammarCompiler
+    from epd_serve.instance.instance import Instance
+    from epd_serve.instance.loading.model import Language
 
 _NEXT = wire.NEXT_HEADER.encode()
 _NOTE = wire.PROMPT_NOTE_HEADER.encode()
@@ -49,19 +50,18 @@ class Prefiller:
     """Computes prompts, and decodes their answers if the gateway names no decode instance.
 
     Attributes:
-        compiler: compiles grammars; None if the model supports none.
         requests: running requests, by id.
     """
 
+    instance: Instance
+    weights: Language
     engine: Engine
-    prompts: PromptProcessor
+    sender: KVSender
     receiver: FeatureReceiver
-    transfers: Transfers
-    processor: RequestProcessor
-    compiler: GrammarCompiler | None
-    timeline: Timeline
 
     def __post_init__(self) -> None:
+        self.prompts, self._compiler = self.weights.prompts, self.weights.compiler
+        self._processor, self._timeline = self.instance.processor, self.instance.telemetry.timeline
         self.requests: dict[str, _Prompt] = {}
 
     def has_begun(self, request_id: str) -> bool:
@@ -86,22 +86,22 @@ class Prefiller:
             parts = (part for item in request.items for part in item.segments)
             had = [i for i, part in enumerate(parts) if part.mm_hash in here]
             stage = FEATURE_WAIT if len(had) < len(items) else PREFILL_QUEUE
-            self.timeline.record_arrival(request_id, stage, hand_off=request.decode_url is not None)
+            self._timeline.record_arrival(request_id, stage, hand_off=request.decode_url is not None)
             features = asyncio.create_task(self._receive_features(request_id, items))
             try:
-                sequence, answer = await self.processor.run(
+                sequence, answer = await self._processor.run(
                     "text", S_PER_CHARACTER * num_characters, self._prepare, request
                 )
-                if self.compiler is not None:
+                if self._compiler is not None:
                     # an instance that continues the answer enforces the same relaxed grammar
-                    sequence.sampling, sequence.constraint = await self.compiler.constrain(sequence.sampling)
+                    sequence.sampling, sequence.constraint = await self._compiler.constrain(sequence.sampling)
                 if answer.finished:  # only the end is missing
                     reply = self._end_answer(sequence, answer, b"", partial(self._end, request_id))
                 else:
                     num_new = 0 if sequence.hand_off else sequence.max_tokens - len(sequence.output_ids)
                     self.engine.check_fits(sequence.num_tokens, num_new, sequence.num_forked)
                     if request.decode_url is None:
-                        generation = Generation(answer, self.engine, self.timeline, request_id)
+                        generation = Generation(answer, self.engine, self._timeline, request_id)
                         await self._compute(sequence, generation, features)
                         end, is_streamed = partial(self._end, request_id), answer.options.stream
                         reply = await generation.reply(stream=is_streamed, headers=(NEXT_NONE,), on_close=end)
@@ -128,14 +128,14 @@ class Prefiller:
 
     async def _receive_features(self, request_id: str, items: list[wire.MediaRef]) -> None:
         await self.receiver.complete(request_id, items)
-        self.timeline.record_features(request_id)
+        self._timeline.record_features(request_id)
 
     async def _compute(
         self, sequence: Sequence, receiver: Generation | KVDelivery, features: asyncio.Task[None]
     ) -> None:
         """Submit a prompt; return at its first event. Raises StageTimeout if its features arrive too late."""
         self.engine.outbox.receivers[sequence.request_id] = receiver
-        self.engine.submit(sequence, receiver.transfer if isinstance(receiver, KVDelivery) else None)
+        self.engine.submit(sequence, receiver if isinstance(receiver, KVDelivery) else None)
         self.requests[sequence.request_id].sequence = sequence
         first: asyncio.Future[Any] = receiver.first
         done, _ = await asyncio.wait(
@@ -152,7 +152,7 @@ class Prefiller:
         self, decode_url: str, sequence: Sequence, answer: Answer, features: asyncio.Task[None]
     ) -> Reply:
         """Compute the prompt and hand the answer over to a decode instance."""
-        delivery = KVDelivery(self.transfers, sequence, decode_url)
+        delivery = KVDelivery(self, sequence, decode_url)
         generated = list(sequence.output_ids)
         is_open = False
         try:
@@ -182,7 +182,7 @@ class Prefiller:
         if answer.finished:
             return self._end_answer(sequence, answer, body, close)
         handoff = wire.Handoff(
-            transfer_id=delivery.ref.transfer_id,
+            transfer_id=delivery.transfer_id,
             request_id=sequence.request_id,
             prompt_ids=sequence.prompt_ids,
             position_delta=sequence.position_delta,
@@ -217,7 +217,7 @@ class Prefiller:
 
     def _end_answer(self, sequence: Sequence, answer: Answer, body: bytes, on_close: Callable[[], None]) -> Reply:
         """Return the rest of an answer that needs no more computation."""
-        self.timeline.record_end(sequence.request_id)
+        self._timeline.record_end(sequence.request_id)
         content = items.HEADERS if answer.options.stream else (JSON,)
         return Reply(headers=(*content, NEXT_NONE), body=body + answer.end(), on_close=on_close)
 
@@ -225,5 +225,5 @@ class Prefiller:
         if self.requests.pop(request_id, None) is not None:
             self.engine.outbox.receivers.pop(request_id, None)
             self.engine.abort(request_id)
-            self.timeline.drop(request_id)
+            self._timeline.drop(request_id)
             self.receiver.release(request_id)

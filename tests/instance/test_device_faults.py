@@ -14,7 +14,7 @@ from in_process import serving
 from prompts import completion
 
 from device.registry import get_device
-from epd_serve.engine import step_loop
+from epd_serve.engine import pace
 from epd_serve.errors import ServeError
 from epd_serve.protocol import wire
 from epd_serve.rpc.link import Link
@@ -39,9 +39,9 @@ async def test_a_device_that_hangs_and_one_that_is_lost(
             return await link.ask("/stage/prefill", [wire.encode(completion(name, max_tokens=8))])
 
         ended = list[str]()
-        monkeypatch.setattr(step_loop, "end_process", lambda: ended.append("process"))
-        monkeypatch.setattr(step_loop, "LEAST_S", 1.0)
-        monkeypatch.setattr(step_loop, "FACTOR", 0.0)
+        monkeypatch.setattr(pace, "end_process", lambda: ended.append("process"))
+        monkeypatch.setattr(pace, "LEAST_S", 1.0)
+        monkeypatch.setattr(pace, "FACTOR", 0.0)
         healthy = await ask("healthy")
         await ask("healthy again")  # steps of each kind are known
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from epd_serve.cache.block_pool import BlockPool, RequestBlocks
@@ -15,11 +16,12 @@ from epd_serve.engine.telemetry import InstanceTelemetry
 from epd_serve.errors import ServeError
 from epd_serve.instance.calls import CleanUps, Refusals
 from epd_serve.instance.decode import Decoder
-from epd_serve.instance.kv_delivery import Transfers
+from epd_serve.instance.prefill import Prefiller
+from epd_serve.instance.text.request_processor import RequestProcessor
 from epd_serve.protocol import wire
 from epd_serve.sched.schedule import Budget
 from epd_serve.sched.sequence import Sequence as Prompt
-from epd_serve.transfer.kv_sender import DecodePeer, OutgoingTransfer
+from epd_serve.transfer.kv_sender import OutgoingTransfer
 from epd_serve.types import SamplingParams
 
 LAYOUT = wire.KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=4, dtype="float32", model="m")
@@ -116,23 +118,27 @@ class Peers:
 class Sender:
     """Has nothing under way."""
 
-    def connect(self, name: str, peer: DecodePeer) -> None: ...
+    def connect(self, transfer: OutgoingTransfer) -> None: ...
 
     def fence(self, transfer: OutgoingTransfer, passed: Callable[[], None]) -> None:
         passed()
 
 
-def transfers(peers: Any, *, engine: Any, clean_ups: CleanUps, telemetry: Any, lease_s: float) -> Transfers:
-    parts: dict[str, Any] = {"sender": Sender(), "memory": Memory()}
-    return Transfers(
-        **parts,
-        engine=engine,
+def prefill_service(
+    peers: Any, *, engine: Any, prompts: Any, receiver: Any, clean_ups: CleanUps, telemetry: Any, lease_s: float
+) -> Prefiller:
+    """A prefill stage that sends nothing."""
+    instance: Any = SimpleNamespace(
         peers=peers,
         telemetry=telemetry,
         refusals=Refusals("p0"),
         clean_ups=clean_ups,
-        lease_s=lease_s,
+        options=SimpleNamespace(lease_s=lease_s),
+        processor=RequestProcessor(1, queue_timeout_s=60, spans=telemetry.spans),
     )
+    weights: Any = SimpleNamespace(prompts=prompts, compiler=None, memory=Memory())
+    sender: Any = Sender()
+    return Prefiller(instance=instance, weights=weights, engine=engine, sender=sender, receiver=receiver)
 
 
 def reserve(
