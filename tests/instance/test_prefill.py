@@ -25,7 +25,7 @@ from epd_serve.errors import (
 )
 from epd_serve.instance.calls import CleanUps, Refusals
 from epd_serve.instance.feature_receiver import ORPHAN_S, FeatureForm, FeatureReceiver
-from epd_serve.instance.kv_delivery import KVDelivery
+from epd_serve.instance.prefill import KVDelivery
 from epd_serve.protocol import wire
 from epd_serve.rpc.server import BrokenStream
 from epd_serve.sched.sequence import Sequence
