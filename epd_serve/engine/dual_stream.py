@@ -100,7 +100,6 @@ class TowerStream(_Side):
         is_wanted: True while items are being prepared, waiting or encoded.
         changed: wakes the encoder, which clears it: an item has come, or :meth:`may_start` may have changed.
         held_on: event loop of items that wait for :meth:`may_start`; None without any.
-        least_pixel_bytes: minimum memory per pixel of a batch without a graph; a graph's is already allocated.
     """
 
     _side = 1
@@ -128,7 +127,6 @@ class TowerStream(_Side):
         self.changed = asyncio.Event()
         self.held_on: asyncio.AbstractEventLoop | None = None
         self._pixel_bytes: float | None = None
-        self.least_pixel_bytes = 0.0
         self._pixel_layer_s: float | None = None
 
     @contextmanager
@@ -149,7 +147,7 @@ class TowerStream(_Side):
             self._board.encode_ends()
             self._leave_cores()
         seconds = self._clock() - began_s - (self.paused_s - paused_s)
-        pixel_bytes = max((self.device.peak_memory() - in_use) / num_pixels, self.least_pixel_bytes)
+        pixel_bytes = max((self.device.peak_memory() - in_use) / num_pixels, 0.0)
         self._pixel_bytes = _smooth(self._pixel_bytes, pixel_bytes)
         self._pixel_layer_s = _smooth(self._pixel_layer_s, seconds / max(self._num_layers, 1) / num_pixels)
 
@@ -181,7 +179,7 @@ class TowerStream(_Side):
 
     def batch_bytes(self, num_pixels: int) -> int:
         """Return the measured memory of a batch without weights."""
-        return int(num_pixels * max(self._pixel_bytes or 0.0, self.least_pixel_bytes))
+        return int(num_pixels * (self._pixel_bytes or 0.0))
 
     def max_pixels(self) -> int:
         """Return the largest batch that fits the free memory and any time limit, by the measurements so far."""

@@ -83,7 +83,7 @@ class StepLimits:
         """
         if self.limit_s is not None:
             most = max(1, self.image_budget_pixels // area)
-            found = search_budget(self._within_time("encode", seconds), self.limit_s, 1, most)
+            found = search_budget(self._within_time("encode", seconds), self.limit_s, most)
             self._report(f"encodes of images of {IMAGE_SIDE}x{IMAGE_SIDE} pixels", *found, self.limit_s)
             self.image_budget_pixels = found[0] * area
         return self.image_budget_pixels

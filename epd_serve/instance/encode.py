@@ -316,7 +316,6 @@ class Encoder:
         if self.tower is None:
             with self.stream.loading():
                 self.tower = self.model.tower(self.stream.between_layers)
-            self.stream.least_pixel_bytes = self.tower.pixel_bytes
         return self.tower
 
 

@@ -515,7 +515,7 @@ def start_feature_store(
     mooncake = _mooncake_options(options, device)
     engine = transport.engine if isinstance(transport, MooncakeTransport) else None
     client = StoreClient(mooncake, options.mooncake.master, segment_bytes, engine=engine)
-    return MooncakeFeatureStore(client, local, capacity_bytes, mooncake, observe, producer)
+    return MooncakeFeatureStore(client, local, mooncake, observe, producer)
 
 
 def _mooncake_options(options: InstanceOptions, device: BareDevice) -> MooncakeOptions:

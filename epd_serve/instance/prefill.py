@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from epd_serve.engine.engine import Engine, EngineEvent, FailureEvent, PromptEvent
 from epd_serve.errors import (
     DECODE_DRAINING,
@@ -121,8 +123,8 @@ class Prefiller:
                         reply = await generation.reply(stream=is_streamed, headers=(NEXT_NONE,), on_close=end)
                     else:
                         reply = await self._hand_over(request.decode_url, sequence, answer, features)
-                note = wire.write_prompt_note(len(sequence.prompt_ids), had, sequence.num_cached or 0)
-                return replace(reply, headers=(*reply.headers, (_NOTE, note.encode())))
+                note = wire.PromptNote(len(sequence.prompt_ids), [*had], sequence.num_cached or 0)
+                return replace(reply, headers=(*reply.headers, (_NOTE, msgspec.json.encode(note))))
             finally:
                 features.cancel()
         except BaseException:

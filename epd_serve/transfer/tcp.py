@@ -303,7 +303,7 @@ def _receive(
         raise LinkClosed(f"a message of {num_bytes} bytes exceeds the limit of {max_bytes}")
     try:
         return decoder.decode(_receive_bytes(connection, num_bytes, until_s))
-    except msgspec.DecodeError as error:
+    except ValueError as error:  # also invalid UTF-8
         raise LinkClosed(f"invalid {PROTOCOL} message: {error}") from error
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from epd_serve.verify import answers, api, faults, media
-from epd_serve.verify.check import CHECKS, SUITES, Check, Failed, Outcome, Report, Result, Skipped, Unjudged
+from epd_serve.verify.check import CHECKS, SUITES, Check, Outcome, Report, Result, Verdict
 from epd_serve.verify.client import Client
 from epd_serve.verify.faults import admin_commands
 
@@ -54,12 +54,8 @@ async def _run_check(client: Client, check: Check, directory: Path) -> Result:
     try:
         async with asyncio.timeout(limit_s):
             reason = await check.run(client) or ""
-    except Failed as error:
-        outcome, reason = "fail", str(error)
-    except Unjudged as error:
-        outcome, reason = "unjudged", str(error)
-    except Skipped as error:
-        outcome, reason = "skipped", str(error)
+    except Verdict as verdict:
+        outcome, reason = verdict.outcome, str(verdict)
     except TimeoutError:
         outcome, reason = "fail", f"not finished within {limit_s:g} s"
     except (KeyError, IndexError, TypeError, AttributeError) as error:  # the answer's structure is not OpenAI's

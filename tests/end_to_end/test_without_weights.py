@@ -159,7 +159,7 @@ async def test_kv_that_goes_bad_gives_no_answer_but_a_named_error(parts: Deploym
             kept.write(blocks[0], bytes(kept.block_bytes), range(3, 4))
 
     kept.land = harm  # type: ignore[method-assign]
-    assert "does not match its tokens in 1 of 28 layers, first in layer 3" in await refusal(parts, 7)
+    assert "does not match its tokens" in await refusal(parts, 7)
     kept.land = land  # type: ignore[method-assign]
     assert await asked(parts.url, parts.session, 7)
     await parts.settle()

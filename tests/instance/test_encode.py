@@ -62,8 +62,6 @@ class Family:
 class Tower:
     """Encodes when it may; ``failures`` say what its first calls do."""
 
-    pixel_bytes = 0.0
-
     def __init__(self, *failures: Exception | int) -> None:
         self.failures = list(failures)
         self.go = threading.Event()

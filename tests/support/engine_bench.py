@@ -73,6 +73,7 @@ class EngineBench:
     path: Path
     budget: Budget
     num_blocks: int = 200
+    block_size: int = BLOCK_SIZE
     device: Device = field(default_factory=lambda: get_device("cpu"))
     runs_ahead: bool = False
     starts: bool = True
@@ -87,16 +88,16 @@ class EngineBench:
         device = self.device
         self.family = load_family(self.path)
         if self.family.modalities:
-            self.tower = Tower(self.path, torch.float32, device, graph_sizes=(64, 256))
+            self.tower = Tower(self.path, torch.float32, device)
         language = LanguageModel(self.path, torch.float32, device)
         layout = wire.KVLayout(
             num_layers=language.num_layers,
             num_kv_heads=language.num_kv_heads,
             head_dim=language.head_dim,
-            block_size=BLOCK_SIZE,
+            block_size=self.block_size,
             dtype="float32",
             model="m",
-            state_blocks=language.state_blocks(BLOCK_SIZE),
+            state_blocks=language.state_blocks(self.block_size),
         )
         self.transport = EmbeddedTransport(path="shm")
         self.memory = memory = KVMemory(layout, self.num_blocks, device, self.transport)
@@ -117,11 +118,11 @@ class EngineBench:
             self.family,
             language.inner,
             max_model_len=language.max_model_len,
-            block_size=BLOCK_SIZE,
+            block_size=self.block_size,
             generation=GenerationConfig(),
             rates=StageRates(time.monotonic),
         )
-        self.pool = BlockPool(self.num_blocks, BLOCK_SIZE, state_blocks=layout.state_blocks)
+        self.pool = BlockPool(self.num_blocks, self.block_size, state_blocks=layout.state_blocks)
         own: Any = self
         self.engine = Engine(self.pool, memory, self.budget, own, eos_token_ids=frozenset({2}))
         stream = LanguageStream(device, DeviceBoard(None, 0, time.monotonic), limit_s=None)

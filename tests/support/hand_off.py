@@ -6,7 +6,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,14 +55,6 @@ class TenBlocks(Engine):
         self.resumed.append(blocks)
 
 
-@dataclass
-class Landing:
-    blocks: Sequence[int]
-
-    def spans(self, first: int, count: int) -> list[tuple[int, int]]:
-        return [(block, 1) for block in self.blocks[first : first + count]]
-
-
 class Memory:
     """A byte for each block."""
 
@@ -76,10 +67,11 @@ class Memory:
         self.buffer = memoryview(bytearray(11))
 
     @contextmanager
-    def land(self, layers: range, blocks: Sequence[int]) -> Iterator[Landing]:
+    def land(self, layers: range, parts: Sequence[Sequence[int]]) -> Iterator[list[list[tuple[int, int]]]]:
         assert threading.current_thread() is not threading.main_thread(), "never on the event loop"
-        yield Landing(blocks)
-        self.landed += blocks
+        yield [[(block, 1) for block in part] for part in parts]
+        for part in parts:
+            self.landed += part
 
     def nbytes(self, num_layers: int, num_blocks: int) -> int:
         return num_layers * num_blocks

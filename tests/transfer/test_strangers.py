@@ -101,6 +101,12 @@ def test_frames_of_strangers_cost_nothing_whatever_they_announce(served: Served)
         one.close()
 
 
+def test_a_message_that_is_no_utf8_ends_its_connection(served: Served) -> None:
+    with served.stranger(GREETING + pack(Read("name", [])).replace(b"name", b"\xffame")) as stranger:
+        assert len(rest(stranger)) == len(OPENING + pack(Welcome("", "")))
+    served.works()
+
+
 def test_silent_strangers_make_room_and_do_not_stay(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp, "STRANGER_S", 3.0)
     monkeypatch.setattr(tcp, "MAX_CONNECTIONS", 32)

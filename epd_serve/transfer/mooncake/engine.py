@@ -81,10 +81,7 @@ def check_installed() -> None:
 
 
 def master_command(host: str, port: int, http_port: int) -> tuple[str, ...]:
-    """Return the command line of a store's master, which answers ``GET /health`` at ``http_port`` when ready.
-
-    The master evicts nothing: feature stores remove their own objects.
-    """
+    """Return the command line of a store's master, which answers ``GET /health`` at ``http_port`` when ready."""
     check_installed()
     spec = importlib.util.find_spec("mooncake")
     assert spec is not None
@@ -98,7 +95,6 @@ def master_command(host: str, port: int, http_port: int) -> tuple[str, ...]:
                 f"--metrics_host={host}",
                 f"--metrics_port={http_port}",
                 f"--rpc_thread_num={_MASTER_THREADS}",
-                "--eviction_high_watermark_ratio=1.0",
                 "--logtostderr",
                 "--minloglevel=1",
             )
@@ -211,7 +207,6 @@ class StoreClient:
             time.sleep(_SETUP_RETRY_S)
         _confine(options.host, before)
         self._placement = store.ReplicateConfig()
-        self._placement.with_hard_pin = True
         self._placement.preferred_segment = self._client.get_hostname()
 
     def register(self, address: int, nbytes: int) -> None:
@@ -251,9 +246,9 @@ class StoreClient:
         if result != nbytes:
             raise TransferError(f"cannot read object {key[:12]}: {_meaning(result)}")
 
-    def remove(self, key: str, *, force: bool = False) -> bool:
-        """Remove an object unless it is leased, or even then if forced; return whether it is gone."""
-        return self._call(self._client.remove, key, force) in (_OK, _NOT_FOUND)
+    def remove(self, key: str) -> bool:
+        """Remove an object even if it is leased; return whether it is gone."""
+        return self._call(self._client.remove, key, True) in (_OK, _NOT_FOUND)
 
     def close(self) -> None:
         """Withdraw this process's segment with all objects in it. Idempotent."""
