@@ -31,7 +31,7 @@ from benchmarks.engine_native import image_inputs
 from benchmarks.gpu_timing import empty_cache, never_waiting, num_launches
 from device.base import Device
 from epd_serve.engine.prefill_graphs import prefill_graph_sizes
-from epd_serve.engine.step import StepExecutor
+from epd_serve.engine.step import StepRunner
 from epd_serve.engine.step_inputs import DecodeTables, StepInputs
 from epd_serve.models.language import LanguageModel
 from epd_serve.models.loader import load_family
@@ -82,10 +82,10 @@ class _Model:
             model.head_dim,
         )
         self._kv = torch.zeros(shape, dtype=torch.bfloat16, device=device.torch_device)
-        self._eager, self._graphs = self._executor([], []), self._executor(self.batches, prefill_graph_sizes(512))
+        self._eager, self._graphs = self._runner([], []), self._runner(self.batches, prefill_graph_sizes(512))
 
-    def _executor(self, graph_sizes: list[int], prefill_sizes: list[int]) -> StepExecutor:
-        executor = StepExecutor(
+    def _runner(self, graph_sizes: list[int], prefill_sizes: list[int]) -> StepRunner:
+        runner = StepRunner(
             self._model,
             self._device,
             self._kv,
@@ -96,8 +96,8 @@ class _Model:
             prefill_graph_sizes=prefill_sizes,
             max_num_tokens=max(self.prompts),
         )
-        executor.activate()
-        return executor
+        runner.activate()
+        return runner
 
     def measure(self) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "parameters", {"tower": self._tower.num_parameters, "language": self._model.num_parameters}
@@ -161,11 +161,11 @@ class _Model:
         again = dataclasses.replace(inputs, decodes=dataclasses.replace(inputs.decodes, writes=[]))
         kv_bytes = batch * self.context * self._kv[:, :, 0, 0].numel() * 2
         result: dict[str, Any] = {}
-        for name, executor in (("graph", self._graphs), ("eager", self._eager)):
-            executor.compute(inputs)
+        for name, runner in (("graph", self._graphs), ("eager", self._eager)):
+            runner.compute(inputs)
             with never_waiting(self._device):
-                executor.compute(again)
-            seconds = self._seconds(partial(executor.compute, again), self._repeats)
+                runner.compute(again)
+            seconds = self._seconds(partial(runner.compute, again), self._repeats)
             read = (2 * self._decode_parameters + kv_bytes) / seconds / 1e9
             result[name] = {
                 "ms": seconds * 1e3,

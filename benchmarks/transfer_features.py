@@ -16,7 +16,7 @@ from PIL import Image
 from benchmarks.common import CHAT_PATH, data_url, encoded, greedy_chat
 from benchmarks.deployed import Figures, ask, closed_loop, deployed, figures, growth
 from benchmarks.models import make_model
-from epd_serve.instance.http import LookApp
+from epd_serve.instance.calls import LookApp
 from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.protocol import wire
 from epd_serve.rpc.link import Link

@@ -21,7 +21,7 @@ from epd_serve.config import InstanceOptions, ShapeConfig
 from epd_serve.config.keys import admin_headers
 from epd_serve.config.role_files import remembered
 from epd_serve.imports import uncollected
-from epd_serve.instance.http import LookApp
+from epd_serve.instance.calls import LookApp
 from epd_serve.instance.instance import Instance
 from epd_serve.protocol.addresses import NoBrowsers
 from epd_serve.rpc.cluster import cluster_key

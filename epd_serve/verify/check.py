@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
-
-if TYPE_CHECKING:
-    from epd_serve.verify.client import Client
 
 SUITES = ("api", "answers", "media", "faults")
 Outcome = Literal["pass", "fail", "unjudged", "skipped"]
@@ -63,8 +60,8 @@ class Report(msgspec.Struct):
     results: list[Result]
 
 
-#: A check's function; it may return its observations.
-Run = Callable[["Client"], Awaitable[str | None]]
+#: A check's function of the :class:`~epd_serve.verify.client.Client`; it may return its observations.
+Run = Callable[[Any], Awaitable[str | None]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

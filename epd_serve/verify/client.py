@@ -9,6 +9,7 @@ import re
 import shlex
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ SETTLE_S, LEASES_S = 15.0, 45.0
 _SAMPLE = re.compile(r'^([a-zA-Z_:][\w:]*(?:\{(?:[^"{}]|"(?:[^"\\]|\\.)*")*\})?)\s+(\S+)', re.MULTILINE)
 
 
+@dataclass(eq=False)
 class Reply:
     """One answer, filled while it arrives.
 
@@ -55,12 +57,12 @@ class Reply:
         is_over: whether the request has ended.
     """
 
-    def __init__(self) -> None:
-        self.status = 0
-        self.headers: Mapping[str, str] = {}
-        self.body = b""
-        self.failure = ""
-        self.timed_out = self.is_over = False
+    status: int = 0
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: bytes = b""
+    failure: str = ""
+    timed_out: bool = False
+    is_over: bool = False
 
     @property
     def complete(self) -> bool:
@@ -193,7 +195,7 @@ class Client:
 
     async def get(self, path: str) -> Reply:
         self.last, reply = (path, b""), Reply()
-        await self._ask(reply, "GET", path, None, 20.0)
+        await self.send(reply, None, path, 20.0)
         return reply
 
     async def post(self, body: bytes, path: str = CHAT, *, timeout_s: float = 60.0) -> Reply:
@@ -208,13 +210,10 @@ class Client:
             await asyncio.sleep(min(pause_s, _PATIENCE_S - waited_s))
             waited_s += pause_s
 
-    async def send(self, reply: Reply, body: bytes, path: str = CHAT, timeout_s: float = 60.0) -> None:
-        """Send a request once and fill ``reply`` while the answer arrives. Cancelling disconnects."""
-        await self._ask(reply, "POST", path, body, timeout_s)
-
-    async def _ask(self, reply: Reply, method: str, path: str, body: bytes | None, timeout_s: float) -> None:
+    async def send(self, reply: Reply, body: bytes | None, path: str = CHAT, timeout_s: float = 60.0) -> None:
+        """POST a body, or GET without one, and fill ``reply`` while the answer arrives. Cancelling disconnects."""
         limit_s, url = timeout_s * self.slowness, self.url + path
-        headers = {"Content-Type": "application/json"} if body is not None else {}
+        method, headers = ("GET", {}) if body is None else ("POST", {"Content-Type": "application/json"})
         try:
             async with (
                 asyncio.timeout(limit_s),

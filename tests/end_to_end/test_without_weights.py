@@ -101,9 +101,9 @@ async def parts() -> AsyncIterator[Deployment]:
 
 
 def memory(one: Deployment, name: str) -> DigestMemory:
-    language = one.instances[name].language
-    assert language is not None
-    found = language.weights.memory
+    weights = one.instances[name].weights
+    assert weights is not None
+    found = weights.memory
     assert isinstance(found, DigestMemory)
     return found
 

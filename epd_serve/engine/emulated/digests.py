@@ -24,7 +24,7 @@ from blake3 import blake3
 from device.emulated.timed import TimedDevice
 from device.emulated.timeline import Demand
 from epd_serve.cost.device_time import DeviceTime
-from epd_serve.engine.computing import SampledToken, SampledTokens
+from epd_serve.engine.engine import SampledToken, SampledTokens
 from epd_serve.protocol.wire import KVLayout, Region
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sched.sequence import PLACEHOLDER

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from device.base import AttentionOps
 from device.copies import Readback, to_device
-from epd_serve.engine.computing import ALL_FORBIDDEN, NO_TOKEN, SampledToken
+from epd_serve.engine.engine import ALL_FORBIDDEN, NO_TOKEN, SampledToken
 from epd_serve.engine.sampling.constraints import mask_ends, restrict
 from epd_serve.engine.step_inputs import StepInputs, on_device
 from epd_serve.protocol.wire import TokenLogprob
