@@ -254,10 +254,15 @@ class KVSender:
 
     def _merge_computed(self, name: str, lane: _Lane, first: _Push) -> _Push:
         """Merge a computed push with the computed pushes behind it."""
+        computed = list[_Push]()
+        for push in list(lane.pushes):
+            if push.computed is not None and not push.computed.query():
+                break
+            computed.append(push)
         merged = [first]
-        # only this thread takes pushes out, so that the device is asked without the lock
-        while lane.pushes and ((computed := lane.pushes[0].computed) is None or computed.query()):
-            merged.append(lane.pushes.popleft())
+        for push in computed:
+            lane.pushes.popleft()  # only this thread takes pushes out
+            merged.append(push)
             while len(merged) > 1 and (both := self._merge(name, *merged[-2:])) is not None:
                 merged[-2:] = [both]
         lane.pushes.extendleft(reversed(merged[1:]))
