@@ -36,7 +36,7 @@ def error_of(status: int, body: bytes, name: str) -> ServeError:
     """Convert an error answer of vLLM; most 5xx are failures of the instance that others may not have."""
     try:
         error = msgspec.json.decode(body, type=_Envelope).error
-    except msgspec.MsgspecError:
+    except ValueError:  # also invalid UTF-8
         error = VllmError(body[:200].decode("utf-8", "replace") or "nothing")
     if status in (429, 503):
         return (Overloaded if status == 429 else Unavailable)(error.message, param=error.param)
@@ -153,7 +153,7 @@ class VllmCall:
         try:
             answer = msgspec.json.decode(data)
             self.rewrite(answer)
-        except (msgspec.MsgspecError, LookupError, TypeError) as error:
+        except (ValueError, LookupError, TypeError) as error:
             raise InstanceFailed(f"instance {self.server.name} gave an unreadable answer ({error})") from error
         return msgspec.json.encode(answer)
 

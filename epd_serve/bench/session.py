@@ -30,7 +30,7 @@ from epd_serve.bench.runner import Runner
 from epd_serve.bench.summary import percentile
 from epd_serve.bench.types import ClientLoad, Item, RunSettings, Workload
 from epd_serve.bench.workloads import load_workload
-from epd_serve.rpc.descriptors import raise_limit
+from epd_serve.rpc.sockets import raise_limit
 
 #: Added to the seed for warm-ups: their pictures and texts must not be in a cache when the run begins.
 _WARM_UP_SEED = 7_919
