@@ -92,9 +92,9 @@ async def test_kv_goes_through_host_memory_that_is_far_smaller(
     async with deployment(model, "E", "P", "D", options=options, probe_timeout_s=UNWATCHED_S) as one:
         await check_answers(one, reference)
         for instance in one.instances.values():
-            if instance.language is None:
+            if instance.weights is None:
                 continue
-            memory: Any = instance.language.weights.memory
+            memory: Any = instance.weights.memory
             assert memory.region.nbytes <= 1 << 15
             moved = await figures(instance.url)
             if instance.options.role.decodes:

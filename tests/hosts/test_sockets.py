@@ -34,7 +34,7 @@ async def test_what_is_said_to_a_host_that_is_gone_fails(lab: Hosts) -> None:
         assert time.monotonic() - cut_at < 2 * sockets.SILENCE_S + 2
         began = time.monotonic()
         for connect in (_connect, lambda ip: sockets.connect_blocking(ip, 5000)):
-            with pytest.raises(TimeoutError, match="no connection in 1 s"):
+            with pytest.raises(TimeoutError):
                 await asyncio.to_thread(lab["a"].run, lambda connect=connect: connect(lab["b"].ip))
         assert time.monotonic() - began >= 2 * sockets.CONNECT_S
         for connection in accepted:
