@@ -159,8 +159,7 @@ async def table3(path: Path) -> dict[str, Any]:
         "num_blocks": 6144,
         "max_model_len": 20480,
         "feature_cache_bytes": "3GiB",
-        "lease_s": 120,
-        "feature_timeout_s": 300,
+        "peer_timeout_s": 300,
     }
     rows = []
     async with deployed("E-P-D", path, settings, dtype="bfloat16", baselines=LINK) as deployment:

@@ -75,7 +75,7 @@ def settings(step_tokens: int = STEP_TOKENS) -> dict[str, Any]:
     return {
         "max_num_batched_tokens": step_tokens,
         "num_blocks": 4096,
-        "lease_s": 240,  # a link at which layer-wise sending falls far behind must not end a lease
+        "peer_timeout_s": 240,  # a link at which layer-wise sending falls far behind must not end a lease
     }
 
 

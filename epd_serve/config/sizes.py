@@ -64,15 +64,7 @@ class StepSizes:
             return cls()
         most = min(max(memory_bytes * 256 // 80_000_000_000, 16), 512)
         num_seqs = 1 << (most.bit_length() - 1)
-        return cls(
-            max_num_seqs=num_seqs,
-            feature_cache_bytes=8 * _MIB * num_seqs,
-        )
-
-
-def tokens_per_block(block_size: int | None, device: str) -> int:
-    """Return ``block_size``, or by default 128 on an NPU, the minimum of its paged prefill, and 16 elsewhere."""
-    return block_size or (128 if device.startswith("npu") else 16)
+        return cls(max_num_seqs=num_seqs, feature_cache_bytes=8 * _MIB * num_seqs)
 
 
 def blocks_in(kv_cache_bytes: int, *, block_bytes: int, block_size: int, state_blocks: int = 0) -> int:

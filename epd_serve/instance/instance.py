@@ -16,7 +16,6 @@ import psutil
 from device.base import BareDevice
 from device.transport import TRANSPORTS
 from epd_serve.config import InstanceOptions
-from epd_serve.config.role_files import in_role, remember
 from epd_serve.config.sections import MIN_SEGMENT_BYTES
 from epd_serve.engine.dual_stream import DualStream
 from epd_serve.engine.pace.step_limits import StepLimits
@@ -106,7 +105,7 @@ class Instance:
             device=self.device,
             telemetry=self.telemetry,
             url=self.url,
-            feature_timeout_s=options.feature_timeout_s,
+            feature_timeout_s=options.peer_timeout_s,
         )
         await self._build()
         self.clean_ups.start(self._housekeep())
@@ -165,7 +164,7 @@ class Instance:
 
     def check_role(self, role: Role) -> None:
         """Raise ValueError if the options or the model do not allow the role."""
-        in_role(self.options, role)
+        self.options.in_role(role)
         if not (self.family.token_ids or role.has_language_model):
             raise ValueError("the model is text-only, so an instance of role E has nothing to encode")
 
@@ -340,8 +339,8 @@ class Instance:
 
         With ``resident: all``, weights that the role does not need stay loaded.
         """
-        old, options = self.options, in_role(self.options, role)
-        remember(options)
+        old, options = self.options, self.options.in_role(role)
+        options.remember_role()
         if self.language is not None:
             closing, self.language, self.encoder.consumer = [self.language], None, None
             await _close(closing)
@@ -396,7 +395,7 @@ def start_transport(options: InstanceOptions, device: BareDevice) -> Transport:
         transport = EmbeddedTransport(
             options.host,
             options.kv_transfer.transport,
-            options.lease_s / _READS_PER_LEASE,
+            options.peer_timeout_s / _READS_PER_LEASE,
             port=options.data_port,
             advertise=options.advertise,
             key=cluster_key(),
@@ -438,7 +437,7 @@ def _mooncake_options(options: InstanceOptions, device: BareDevice) -> MooncakeO
         protocol=protocol,
         devices=options.mooncake.devices or "",
         staging_bytes=options.staging_bytes,
-        timeout_s=options.lease_s / _READS_PER_LEASE,
+        timeout_s=options.peer_timeout_s / _READS_PER_LEASE,
         alignment_bytes=capability.alignment_bytes,
         max_regions=capability.max_regions,
         device=device.type if protocol in capability.device_protocols else "",

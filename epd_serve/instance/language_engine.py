@@ -86,7 +86,7 @@ class LanguageEngine(EngineHooks):
             telemetry.metrics,
             weights.feature_form,
             capacity_bytes=options.sizes.feature_cache_bytes,
-            timeout_s=options.feature_timeout_s,
+            timeout_s=options.peer_timeout_s,
         )
         self.prefiller = Prefiller(
             engine=self.engine,
@@ -100,7 +100,7 @@ class LanguageEngine(EngineHooks):
                 telemetry=telemetry,
                 refusals=instance.refusals,
                 clean_ups=instance.clean_ups,
-                lease_s=options.lease_s,
+                lease_s=options.peer_timeout_s,
             ),
             processor=instance.processor,
             compiler=weights.compiler,

@@ -14,7 +14,7 @@ from device.ascend_limits import InstanceUse, check_colocation, hccl_environment
 from device.present import EMULATED_MEMORY, num_cores, visibility
 from epd_serve.config import DeploymentConfig, InstanceOptions, InstanceSettings, decode_graph_sizes
 from epd_serve.config.model_files import read_model_config
-from epd_serve.config.role_files import OF_PROCESS, with_settings
+from epd_serve.config.options import OF_PROCESS
 from epd_serve.config.sections import SharedConfig
 from epd_serve.config.shares import DeviceShare
 from epd_serve.launch.processes.forking import HEAP_TUNABLES, can_fork
@@ -71,7 +71,7 @@ class PreparedInstance:
 
     def switched(self, role: Role, settings: InstanceSettings) -> PreparedInstance:
         """Return the same process in another role."""
-        return replace(self, options=with_settings(self.options, role, settings))
+        return replace(self, options=self.options.with_settings(role, settings))
 
     def spec(self, config: DeploymentConfig, environment: Mapping[str, str]) -> ProcessSpec:
         """Return its process; ``environment`` comes from :func:`with_trust`."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from epd_serve.config import DeploymentConfig, change_config
-from epd_serve.config.role_files import write_role_settings
+from epd_serve.config.options import write_role_settings
 from epd_serve.launch.choices import choose_all
 from epd_serve.launch.commands import (
     PreparedInstance,
@@ -59,7 +59,7 @@ class DeploymentRecord:
 
         Raises ValueError if the model or a package is missing.
         """
-        write_role_settings(self.directory, self.config)
+        write_role_settings(self.directory, self.config.settings_by_role())
         self.environment = with_mps(self.config, self.environment, self.directory, placement)
         for instance in self.prepare(self.config, placement, self.ports.instances):
             self.add(instance)

@@ -22,7 +22,6 @@ from prompts import completion
 
 from device.registry import get_device
 from epd_serve.config import InstanceOptions, ShapeConfig
-from epd_serve.config.role_files import in_role, remember, remembered
 from epd_serve.engine.emulated.digests import LAYER_BYTES
 from epd_serve.errors import Conflict, InstanceLost, InvalidRequest, ServeError, StageTimeout, Unavailable
 from epd_serve.instance import lifecycle as lifecycle_module
@@ -192,13 +191,13 @@ def test_the_role_outlives_the_process(tmp_path: Path) -> None:
     options = InstanceOptions(
         name="p0", role=Role.parse("P"), model=Path("m"), served_model_name="m", switch_dir=tmp_path, num_blocks=10
     )
-    assert remembered(options) == options
+    assert options.in_remembered_role() == options
     role_settings(tmp_path, D={"num_blocks": 20}, P={"num_blocks": 10})
-    remember(in_role(options, Role.parse("D")))
-    again = remembered(options)
+    options.in_role(Role.parse("D")).remember_role()
+    again = options.in_remembered_role()
     assert (str(again.role), again.num_blocks) == ("D", 20)
-    remember(in_role(again, Role.parse("P")))
-    assert remembered(options) == options
+    again.in_role(Role.parse("P")).remember_role()
+    assert options.in_remembered_role() == options
 
 
 # ---------------------------------------------------------------------- leaving

@@ -132,7 +132,7 @@ class CheckpointModel:
             observe,
             shares=shares,
             registers=registers,
-            lease_s=options.lease_s,
+            lease_s=options.peer_timeout_s,
         )
 
     def are_regions_reached(self, transport: Transport) -> bool:

@@ -231,7 +231,7 @@ class LanguageWeights:
             device,
             instance.transport,
             staging_bytes=options.staging_bytes,
-            lease_s=options.lease_s,
+            lease_s=options.peer_timeout_s,
             shares=options.kv_transfer.transport == "auto",
             registers=self._model.are_regions_reached(instance.transport),
         )

@@ -18,14 +18,10 @@ from epd_serve.backends.vllm_command import (
     VllmOptions,
     command_of,
     environment_of,
-    moves_kv,
-    roles_of,
-    takes_features,
 )
 from epd_serve.config import DeploymentConfig, InstanceSettings, model_path
 from epd_serve.config.shares import DeviceShare
 from epd_serve.config.sizes import StepSizes
-from epd_serve.config.vllm import connectors, pulls
 from epd_serve.launch.commands import hccl_variables, threads_of
 from epd_serve.launch.processes.process import ProcessSpec
 from epd_serve.launch.vllm.installed import STORE, VllmFound, check_found, find_vllm
@@ -33,7 +29,7 @@ from epd_serve.protocol.addresses import is_loopback, url_of
 from epd_serve.rpc.tls import tls_files
 from epd_serve.topology import InstancePlacement
 from epd_serve.topology.placement import CPU
-from epd_serve.types import Role, Stage
+from epd_serve.types import Role
 
 Kind = Literal["cpu", "cuda", "npu"]
 #: Keys of ``instances`` and the equivalent flags of vllm serve.
@@ -75,7 +71,7 @@ class VllmProcess:
 
     @property
     def roles(self) -> frozenset[Role]:
-        return roles_of(self.options.role, self.options.connectors)
+        return self.options.connectors.roles_of(self.options.role)
 
     @property
     def kind(self) -> Hashable:
@@ -112,21 +108,13 @@ class VllmProcess:
 
 def connectors_of(config: DeploymentConfig, feature_dir: str = "") -> Connectors:
     """Return the connectors that the topology needs; ``feature_dir``: for features as files."""
-    prefill, placement = config.settings_for("P"), config.placement()
-    features, kv = connectors(placement, config.vllm)
-    widths = [
-        max([one.tensor_parallel for one in placement if stage in one.role.stages], default=1)
-        for stage in (Stage.PREFILL, Stage.DECODE)
-    ]
-    return Connectors(
-        features=features,
-        kv=kv,
-        pulls=pulls(placement, kv),
+    prefill = config.settings_for("P")
+    return replace(
+        Connectors.between(config.placement(), config.vllm.kv),
         feature_dir=feature_dir,
         store_bytes=config.settings_for("E").feature_cache_bytes or StepSizes().feature_cache_bytes,
         cache_bytes=prefill.feature_cache_bytes or StepSizes().feature_cache_bytes,
-        feature_timeout_s=prefill.feature_timeout_s,
-        widths=(widths[0], widths[1]),
+        feature_timeout_s=prefill.peer_timeout_s,
     )
 
 
@@ -241,9 +229,9 @@ def check_engines(config: DeploymentConfig, known: dict[str, VllmFound] | None =
         instances = [one for one in config.placement() if config.vllm.python_of(str(one.role)) == python]
         needs: set[str] = set()
         for one in instances:
-            if used.kv is not None and moves_kv(one.role, used):
+            if used.kv is not None and used.moves_kv(one.role):
                 needs.add(used.kv)
-            if used.features == "store" and (str(one.role) == "E" or takes_features(one.role, used)):
+            if used.features == "store" and (str(one.role) == "E" or used.takes_features(one.role)):
                 needs.add("store")
             if "npu" in {_kind(device) for device in one.devices}:
                 needs.add("vllm_ascend")
