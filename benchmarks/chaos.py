@@ -207,7 +207,7 @@ def deployment_config(arguments: argparse.Namespace, **gateway: Any) -> Deployme
             "threads": 1,
             "peer_timeout_s": LEASE_S,
             # few blocks and small caches, so that requests wait for each other at every stage
-            "num_blocks": 120,
+            "kv_cache_bytes": 120 << 15,  # blocks of the demo model
             "max_num_batched_tokens": 64,
             "feature_cache_bytes": 1 << (19 if arguments.store == "embedded" else 24),  # its least
             "kv_transfer": {"transport": arguments.transport},

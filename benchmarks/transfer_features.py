@@ -156,7 +156,7 @@ def _row(grown: Figures) -> dict[str, float]:
 async def table3(path: Path) -> dict[str, Any]:
     settings = {
         "max_num_batched_tokens": 256,  # small images must queue too, not all go in one step
-        "num_blocks": 6144,
+        "kv_cache_bytes": "336MiB",
         "max_model_len": 20480,
         "feature_cache_bytes": "3GiB",
         "peer_timeout_s": 300,

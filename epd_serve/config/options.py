@@ -43,6 +43,7 @@ class InstanceOptions(SharedConfig, InstanceSettings):
         device_memory_bytes: bytes of the device that the instance may use, known once the device is open.
         join: admin planes of gateways to join once ready; empty: the launcher registers the instance.
         queue_timeout_s: longest wait for memory in D's KV cache before the client gets a 503.
+        num_blocks: number of KV blocks; None: as many as ``kv_cache_bytes`` or the device's memory holds.
         block_size: tokens per KV block; None: 128 on an NPU, 16 elsewhere.
         staging_bytes: host memory for KV that cannot move directly between accelerators, and registered memory of
             Mooncake; larger pieces are sent in rounds.
@@ -69,6 +70,7 @@ class InstanceOptions(SharedConfig, InstanceSettings):
     device_memory_bytes: int = 0
     join: tuple[str, ...] = ()
     queue_timeout_s: float = 60.0
+    num_blocks: int | None = None
     block_size: int | None = None
     staging_bytes: int = 256 << 20
 

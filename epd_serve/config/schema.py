@@ -365,21 +365,18 @@ class DeploymentConfig(SharedConfig):
         self,
         instance: InstancePlacement,
         *,
-        device: str,
-        port: int,
         threads: int | None,
         master: str | None = None,
-        share: DeviceShare | None = None,
         memory_share: float | None = None,
-        device_board: str | None = None,
-        core_board: Path | None = None,
-        switch_dir: Path | None = None,
+        **own: Any,
     ) -> InstanceOptions:
-        """Return the options of one placed instance; ``device`` is its device's name within its process.
+        """Return the options of one placed instance.
 
-        ``master``: address of the mooncake_master, if the deployment starts one; ``memory_share``: its fraction
-        from :meth:`memory_shares`; ``device_board``: its slot of the file shared on its device; ``core_board``:
-        file of the instances that divide the machine's cores; ``switch_dir``: directory that keeps its role.
+        Args:
+            master: address of the mooncake_master, if the deployment starts one.
+            memory_share: its fraction from :meth:`memory_shares`.
+            own: its own fields of :class:`InstanceOptions`, such as ``port``, and ``device``, its device's name
+                within its process.
 
         Raises ValueError if the model's directory is invalid.
         """
@@ -389,66 +386,51 @@ class DeploymentConfig(SharedConfig):
             if instance.role.encodes and shape_of(shape).vision is not None and not has_encode:
                 raise ValueError(f"{kind} lacks a vision tower, but {instance.name} encodes")
         settings = self._of(instance)
-        own = {name: getattr(settings, name) for name in InstanceSettings.model_fields}
-        own |= {"threads": threads, "resident": self.resident(instance)}
-        if memory_share is not None:
-            own["memory_share"] = memory_share
-        shared = {name: getattr(self, name) for name in SharedConfig.model_fields}
+        values = {name: getattr(self, name) for name in SharedConfig.model_fields}
+        values |= {name: getattr(settings, name) for name in InstanceSettings.model_fields}
         if master is not None and self.mooncake.master is None:
-            shared["mooncake"] = self.mooncake.model_copy(update={"master": master})
-        return InstanceOptions(
-            name=instance.name,
-            role=instance.role,
-            model=self.model if isinstance(self.model, ShapeConfig) else model_path(self.model),
-            served_model_name=self.model_name,
-            host=self.instances.host,
-            port=port,
-            device=device,
-            device_share=share,
-            device_board=device_board,
-            core_board=core_board,
-            switch_dir=switch_dir,
-            queue_timeout_s=self.gateway.queue_timeout_s,
-            **shared,
-            **own,
-        )
+            values["mooncake"] = self.mooncake.model_copy(update={"master": master})
+        if memory_share is not None:
+            values["memory_share"] = memory_share
+        values |= {
+            "name": instance.name,
+            "role": instance.role,
+            "model": self.model if isinstance(self.model, ShapeConfig) else model_path(self.model),
+            "served_model_name": self.model_name,
+            "host": self.instances.host,
+            "threads": threads,
+            "resident": self.resident(instance),
+            "queue_timeout_s": self.gateway.queue_timeout_s,
+        }
+        return InstanceOptions(**values | own)
 
     def options_alone(
-        self,
-        name: str,
-        role: Role,
-        *,
-        host: str | None,
-        port: int,
-        device: str,
-        threads: int | None,
-        join: Sequence[str] = (),
-        advertise: str | None = None,
-        data_port: int = 0,
+        self, name: str, role: Role, *, device: str, host: str | None, threads: int | None, **own: Any
     ) -> InstanceOptions:
-        """Return the options of an instance started by hand; None: this file's value for its role.
+        """Return the options of an instance started by hand, whose share begins at the start of the device.
 
-        ``advertise`` is required if ``host`` is a wildcard. A share begins at the start of the device. Raises
-        ValueError if the instance cannot be started.
+        Args:
+            host, threads: None: this file's values for its role.
+            own: as for :meth:`options_for`.
+
+        Raises ValueError if the instance cannot be started.
         """
-        settings = self.settings_for(str(role))
+        settings, host = self.settings_for(str(role)), host or self.instances.host
         if self.feature_store == "mooncake" and self.mooncake.master is None:
             raise ValueError("feature_store: mooncake needs the address of its master; set mooncake.master")
-        options = self.options_for(
-            InstancePlacement(name=name, role=role, devices=(device,)),
-            device=device,
-            port=port,
-            threads=settings.threads if threads is None else threads,
-            share=None if settings.share is None else DeviceShare(share=settings.share, start=0.0),
-        )
-        chosen = host or self.instances.host
-        if advertise is None and is_wildcard(chosen):
+        if own.get("advertise") is None and is_wildcard(host):
             raise ValueError(
-                f"{chosen} listens on every address, but peers need one that they can reach: "
+                f"{host} listens on every address, but peers need one that they can reach: "
                 "add --advertise ADDRESS, as in --advertise 10.0.0.7"
             )
-        own = {"host": chosen, "join": tuple(join), "advertise": advertise, "data_port": data_port}
-        return options.model_copy(update=own)
+        return self.options_for(
+            InstancePlacement(name=name, role=role, devices=(device,)),
+            threads=threads or settings.threads,
+            device=device,
+            device_share=None if settings.share is None else DeviceShare(share=settings.share, start=0.0),
+            host=host,
+            **own,
+        )
 
 
 def deployment_schema() -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo
 
 from epd_serve.config.sizes import Bytes
 from epd_serve.cost.shape import shape_of
@@ -43,7 +43,6 @@ VLLM_FLAGS = {
     "max_model_len": "instances.max_model_len",
     "max_num_seqs": "instances.max_num_seqs",
     "max_num_batched_tokens": "instances.max_num_batched_tokens",
-    "num_gpu_blocks_override": "instances.num_blocks",
     "kv_cache_memory_bytes": "instances.kv_cache_bytes",
     "gpu_memory_utilization": "instances.memory_share, or instances.share for instances in parentheses",
     "ec_transfer_config": "the topology, which decides where encoder output goes",
@@ -199,10 +198,9 @@ class InstanceSettings(Section):
         description="For EPD next to other instances with P and D: it encodes for them, and serves text requests "
         "while their queue is long and it has nothing to encode.",
     )
-    num_blocks: int | None = Field(
-        default=None, ge=1, description="Number of KV blocks; null: derived from the memory."
+    kv_cache_bytes: Bytes | None = Field(
+        default=None, description="Size of the KV cache; null: derived from the device's memory."
     )
-    kv_cache_bytes: Bytes | None = Field(default=None, description="KV cache size, instead of num_blocks.")
     max_num_batched_tokens: int | None = Field(
         default=None, ge=1, description="Token budget of a step; null: 2048."
     )
@@ -243,19 +241,10 @@ class InstanceSettings(Section):
     kv_transfer: KVTransferConfig = KVTransferConfig()
     batching: BatchingConfig = BatchingConfig()
 
-    @model_validator(mode="after")
-    def _one_size(self) -> InstanceSettings:
-        if self.num_blocks is not None and self.kv_cache_bytes is not None:
-            raise ValueError("num_blocks and kv_cache_bytes set the same thing; set one of them")
-        return self
-
     def overridden_by(self, override: InstanceSettings) -> InstanceSettings:
         """Return these settings, replaced by those set explicitly in ``override``."""
         own = self.model_dump(include=set(InstanceSettings.model_fields), exclude_unset=True)
-        changes = override.model_dump(exclude_unset=True)
-        if "num_blocks" in changes or "kv_cache_bytes" in changes:
-            changes = {"num_blocks": None, "kv_cache_bytes": None} | changes
-        return InstanceSettings.model_validate(overlay(own, changes))
+        return InstanceSettings.model_validate(overlay(own, override.model_dump(exclude_unset=True)))
 
 
 class InstancesConfig(InstanceSettings):

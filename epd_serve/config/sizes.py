@@ -36,7 +36,8 @@ Bytes = Annotated[
 ]
 
 
-MIN_BLOCKS = 64
+#: Least blocks of a cache whose size is not configured, and of one whose size is.
+MIN_BLOCKS, _LEAST_BLOCKS = 64, 8
 _MIB = 1 << 20
 
 
@@ -68,8 +69,8 @@ class StepSizes:
 
 
 def blocks_in(kv_cache_bytes: int, *, block_bytes: int, block_size: int, state_blocks: int = 0) -> int:
-    """Return the KV blocks in these bytes. Raises ValueError for fewer than :data:`MIN_BLOCKS` plus a state's."""
-    blocks, least = kv_cache_bytes // block_bytes, MIN_BLOCKS + state_blocks
+    """Return the KV blocks in these bytes. Raises ValueError for too few."""
+    blocks, least = kv_cache_bytes // block_bytes, _LEAST_BLOCKS + state_blocks
     if blocks < least:
         state = f", {state_blocks} of them for the recurrent state of a sequence" if state_blocks else ""
         raise ValueError(

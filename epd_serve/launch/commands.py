@@ -125,7 +125,7 @@ def prepare_instances(
             port=port,
             threads=threads,
             master=master,
-            share=share,
+            device_share=share,
             memory_share=memory.get(instance.name),
             device_board=boards.get(instance.name),
             core_board=core_board,

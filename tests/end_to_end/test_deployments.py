@@ -117,7 +117,7 @@ def test_instances_and_gateway_can_be_started_by_hand(tmp_path: Path) -> None:
     instance_port, port = free_port("127.0.0.1"), free_port("127.0.0.1")
     file = tmp_path / "deployment.yaml"
     model = "model: {shape_of: qwen2.5-vl-7b}, served_model_name: demo, devices: ['emulated:h200:0']"
-    ports = f"instances: {{base_port: {instance_port}, num_blocks: 512}}, gateway: {{port: {port}}}"
+    ports = f"instances: {{base_port: {instance_port}, kv_cache_bytes: 448MiB}}, gateway: {{port: {port}}}"
     file.write_text(f"{{topology: EPD, {model}, {ports}}}")
     program = [sys.executable, "-m", "epd_serve.cli"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -57,6 +57,10 @@ def tokens(answer: list[tuple[int, list[int], bytes]]) -> list[int]:
     return [token for _, ids, _ in answer for token in ids]
 
 
+#: Bytes of a KV block of :func:`model`.
+BLOCK = 40960
+
+
 def role_settings(path: Path, **roles: Any) -> None:
     (path / "roles.json").write_text(json.dumps(roles))
 
@@ -149,8 +153,8 @@ async def test_an_order_is_called_back_cancelled_or_too_late(model: Path) -> Non
 
 
 async def test_what_a_failed_rebuild_has_made_is_kept_or_given_back(model: Path, tmp_path: Path) -> None:
-    role_settings(tmp_path, E={}, D={"num_blocks": 1}, P={"num_blocks": 1})
-    async with serving(model, "E", switch_dir=tmp_path, resident="all") as instance:
+    role_settings(tmp_path, E={}, D={"kv_cache_bytes": BLOCK}, P={"kv_cache_bytes": BLOCK})
+    async with serving(model, "E", switch_dir=tmp_path, resident="all", num_blocks=None) as instance:
         before, parts = num_slabs(instance), set[int]()
         for epoch, role in enumerate(("D", "P", "D"), start=1):  # too few blocks for a pool
             with pytest.raises(ServeError):
@@ -161,7 +165,7 @@ async def test_what_a_failed_rebuild_has_made_is_kept_or_given_back(model: Path,
             parts.add(id(instance._weights))
             assert instance._weights is not None and num_slabs(instance) == before
         assert len(parts) == 1, "the weights are not loaded again"
-        role_settings(tmp_path, D={"num_blocks": 20})
+        role_settings(tmp_path, D={"kv_cache_bytes": 20 * BLOCK})
         await instance.lifecycle.switch(RoleOrder(role="D"))
         assert num_slabs(instance) == before + 1
         await Books({"i": instance.url}).check()
@@ -173,7 +177,9 @@ def num_slabs(instance: Instance) -> int:
 
 async def test_weights_and_settings_are_those_of_the_role(model: Path, tmp_path: Path) -> None:
     role_settings(
-        tmp_path, E={"feature_cache_bytes": 1 << 20, "image_budget_pixels": 1 << 16}, P={"num_blocks": 64}
+        tmp_path,
+        E={"feature_cache_bytes": 1 << 20, "image_budget_pixels": 1 << 16},
+        P={"kv_cache_bytes": 64 * BLOCK},
     )
     for resident, stays in (("role", False), ("all", True)):
         async with serving(model, "P", num_blocks=64, resident=resident, switch_dir=tmp_path) as instance:
@@ -189,13 +195,18 @@ async def test_weights_and_settings_are_those_of_the_role(model: Path, tmp_path:
 
 def test_the_role_outlives_the_process(tmp_path: Path) -> None:
     options = InstanceOptions(
-        name="p0", role=Role.parse("P"), model=Path("m"), served_model_name="m", switch_dir=tmp_path, num_blocks=10
+        name="p0",
+        role=Role.parse("P"),
+        model=Path("m"),
+        served_model_name="m",
+        switch_dir=tmp_path,
+        kv_cache_bytes=10,
     )
     assert options.in_remembered_role() == options
-    role_settings(tmp_path, D={"num_blocks": 20}, P={"num_blocks": 10})
+    role_settings(tmp_path, D={"kv_cache_bytes": 20}, P={"kv_cache_bytes": 10})
     options.in_role(Role.parse("D")).remember_role()
     again = options.in_remembered_role()
-    assert (str(again.role), again.num_blocks) == ("D", 20)
+    assert (str(again.role), again.kv_cache_bytes) == ("D", 20)
     again.in_role(Role.parse("P")).remember_role()
     assert options.in_remembered_role() == options
 

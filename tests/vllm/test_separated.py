@@ -140,7 +140,7 @@ def test_a_storm_of_clients_that_leave_holds_no_block(deployment: Deployment) ->
 
 
 def test_processes_that_wait_do_not_spin(deployment: Deployment) -> None:
-    """vLLM's would, for a second after each answer; and a worker has a dozen threads that wake up all the time."""
+    """vLLM's would, for a second after each answer."""
     ask(deployment.url, picture(8))
     roots = [psutil.Process(deployment.pid(name)) for name in deployment.urls]
     processes = [one for root in roots for one in (root, *root.children(recursive=True))]
@@ -148,9 +148,6 @@ def test_processes_that_wait_do_not_spin(deployment: Deployment) -> None:
     def spent() -> float:
         return sum(sum(one.cpu_times()[:2]) for one in processes)
 
-    for process in processes:
-        names = [(task / "comm").read_text().strip() for task in Path(f"/proc/{process.pid}/task").iterdir()]
-        assert names.count("gloo_tcp_loop") <= 1
     before = spent()
     time.sleep(1)
     assert spent() - before < 0.7

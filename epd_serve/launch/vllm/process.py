@@ -37,7 +37,6 @@ _SAME = {
     "max_model_len": "max_model_len",
     "max_num_seqs": "max_num_seqs",
     "max_num_batched_tokens": "max_num_batched_tokens",
-    "num_blocks": "num_gpu_blocks_override",
 }
 #: vLLM's default fraction of a device's memory.
 _ALL_MEMORY = 0.92
