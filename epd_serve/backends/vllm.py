@@ -340,10 +340,9 @@ class VllmInstance(HttpServer):
                 if self.target.role.has_language_model:
                     for fields in ({}, *(_FIRST_USES if self.target.role.decodes else ())):
                         await self._post(vllm_request.COMPLETION, short | fields, _TRIAL)
-                is_new = self.target.connectors.features != "file"
                 for modality in _TRIED:
                     with contextlib.suppress(InvalidRequest):  # not supported by the model
-                        trial = vllm_request.trial_body(self._model, modality, is_new=is_new)
+                        trial = vllm_request.trial_body(self._model, modality)
                         await self._post(vllm_request.CHAT, trial, _TRIAL)
                         break
         except TimeoutError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import secrets
 import wave
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -87,11 +86,8 @@ def answer_body(request: PrefillRequest, media: Sequence[bytes]) -> Body:
     return body
 
 
-def trial_body(model: str, modality: Modality, *, is_new: bool) -> Body:
-    """Return a request with a picture or sound to warm up with, which the store neither keeps nor counts.
-
-    ``is_new``: whether it differs from earlier ones.
-    """
+def trial_body(model: str, modality: Modality) -> Body:
+    """Return a request with a picture or sound to warm up with."""
     file = io.BytesIO()
     if modality == "image":
         Image.new("RGB", (_WARM_UP_PIXELS, _WARM_UP_PIXELS)).save(file, "PNG")
@@ -99,10 +95,8 @@ def trial_body(model: str, modality: Modality, *, is_new: bool) -> Body:
         with wave.open(file, "wb") as sound:
             sound.setparams((1, 2, 16_000, 0, "NONE", ""))
             sound.writeframes(bytes(16_000))
-    name = secrets.token_hex(32) if is_new else "warm-up"
-    ref = MediaRef(mm_hash=name, width=_WARM_UP_PIXELS, height=_WARM_UP_PIXELS, modality=modality)
-    body = encode_body(model, ref, file.getvalue())
-    return body | {"max_completion_tokens": 1, "ec_transfer_params": {"trial": True}}
+    ref = MediaRef(mm_hash="warm-up", width=_WARM_UP_PIXELS, height=_WARM_UP_PIXELS, modality=modality)
+    return encode_body(model, ref, file.getvalue()) | {"max_completion_tokens": 1}
 
 
 # ---------------------------------------------------------------------- facts about a request

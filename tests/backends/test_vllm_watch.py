@@ -123,13 +123,6 @@ async def test_a_fresh_process_meets_all_that_compiles_before_it_gets_work(servi
         assert server.paths()[-1] == vllm_request.CHAT, "and a picture"
 
 
-def test_a_picture_to_warm_up_with_is_none_of_a_client() -> None:
-    bodies = [vllm_request.trial_body("m", "image", is_new=is_new) for is_new in (True, True, False, False)]
-    names = [body["messages"][0]["content"][0]["uuid"] for body in bodies]
-    assert len(set(names)) == 3, "where it stays for good, there is one"
-    assert all(body["ec_transfer_params"]["trial"] for body in bodies)
-
-
 @asynccontextmanager
 async def switchable(server: Server, directory: Path | None = None, **fields: Any) -> AsyncIterator[VllmInstance]:
     fields = {"features": "store", "kv": "mooncake", **fields}
