@@ -47,7 +47,7 @@ def explain(topology: Topology) -> list[str]:
         sentences.append("Features (encoder output) travel from encode to prefill instances.")
     if any(sends_kv(source, target) for source, target in pairs):
         sentences.append("The KV cache travels from prefill to decode instances.")
-    if topology.text_only:
+    if Stage.ENCODE not in topology.stages:
         sentences.append("Prefill instances encode images themselves.")
     return sentences
 

@@ -90,11 +90,6 @@ class Topology:
         return frozenset(stage for member in self.members for stage in member.role.stages)
 
     @property
-    def text_only(self) -> bool:
-        """True if E is missing, so that prefill instances encode images."""
-        return Stage.ENCODE not in self.stages
-
-    @property
     def num_instances(self) -> int:
         return sum(
             (unit.count if isinstance(unit, Group) else 1) * member.count
