@@ -560,7 +560,7 @@ class VllmInstance(HttpServer):
         found = await self.ask("POST", path, msgspec.json.encode(body), _headers(request_id))
         try:
             answer: dict[str, Any] = msgspec.json.decode(found)
-        except msgspec.MsgspecError as error:
+        except ValueError as error:  # also invalid UTF-8
             raise InstanceLost(f"instance {self.name} gave an unreadable answer ({error})") from error
         return answer
 
@@ -575,7 +575,7 @@ class VllmInstance(HttpServer):
     async def _ask_json(self, server: HttpServer, path: str) -> Any:
         try:
             return msgspec.json.decode(await self._get(server, path))
-        except msgspec.MsgspecError as error:
+        except ValueError as error:  # also invalid UTF-8
             raise InstanceLost(f"{server.url}{path} is not an answer of vLLM ({error})") from error
 
 

@@ -17,7 +17,7 @@ import aiohttp
 import msgspec
 
 from epd_serve.errors import InstanceFailed, InstanceLost, InvalidRequest, Overloaded, ServeError, Unavailable
-from epd_serve.protocol.wire import PrefillRequest, write_prompt_note
+from epd_serve.protocol.wire import PrefillRequest, PromptNote
 from epd_serve.rpc.http import HttpServer
 from epd_serve.rpc.items import END, ERROR, pack
 from epd_serve.rpc.link import MAX_BODY_BYTES
@@ -44,7 +44,7 @@ def error_of(status: int, body: bytes, name: str) -> ServeError:
     """Convert an error answer of vLLM; most 5xx are failures of the instance that others may not have."""
     try:
         error = msgspec.json.decode(body, type=_Envelope).error
-    except msgspec.MsgspecError:
+    except ValueError:  # also invalid UTF-8
         error = _Error(body[:200].decode("utf-8", "replace") or "nothing")
     if status in (429, 503):
         return (Overloaded if status == 429 else Unavailable)(error.message, param=error.param)
@@ -115,7 +115,7 @@ class Events:
         try:
             answer = msgspec.json.decode(data)
             self.correction.apply(answer)
-        except (msgspec.MsgspecError, LookupError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise self.unreadable(error) from error
         return msgspec.json.encode(answer)
 
@@ -157,7 +157,7 @@ class TokenEvents(Events):
             prompt = choice.get("prompt_token_ids", answer.get("prompt_token_ids"))
             text = (choice.get("delta") or choice).get("content", choice.get("text"))
             self._make_whole(answer, choice)
-        except (msgspec.MsgspecError, AttributeError, LookupError, TypeError) as error:
+        except (ValueError, AttributeError, LookupError, TypeError) as error:
             raise self.unreadable(error) from error
         is_last = bool(choice.get("finish_reason"))
         if not self._is_new(tokens, prompt, has_choice=bool(choice), is_last=is_last):
@@ -295,7 +295,7 @@ class PrefillAnswer:
 
     def __init__(self, num_prompt_tokens: int | None = None, num_cached: int = 0) -> None:
         if num_prompt_tokens is not None:
-            self.prompt_note = write_prompt_note(num_prompt_tokens, (), num_cached)
+            self.prompt_note = msgspec.json.encode(PromptNote(num_prompt_tokens, [], num_cached)).decode()
 
     def close(self) -> None:
         """Do nothing: the answer is complete."""

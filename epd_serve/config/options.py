@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import PlainSerializer, PlainValidator
 
@@ -96,17 +96,16 @@ class InstanceOptions(SharedConfig, InstanceSettings):
         share = self.memory_share or (self.device_share.share if self.device_share else 1.0)
         return self.model_copy(update={"device_memory_bytes": int(total_bytes * share)})
 
-    def with_settings(self, role: Role, settings: InstanceSettings) -> Self:
-        """Return the options of the same process in a role with these settings."""
-        names = InstanceSettings.model_fields.keys() - OF_PROCESS
-        return self.model_copy(update={"role": role, **{name: getattr(settings, name) for name in names}})
-
     def in_role(self, role: Role) -> Self:
         """Return the options of the same process in another role, with the deployment's settings for it."""
-        if self.switch_dir is None or not (file := self.switch_dir / _SETTINGS).exists():
-            return self.model_copy(update={"role": role})
-        settings = json.loads(file.read_text(encoding="utf-8"))[str(role)]
-        return self.with_settings(role, InstanceSettings.model_validate(settings))
+        changes: dict[str, Any] = {"role": role}
+        if self.switch_dir is not None and (file := self.switch_dir / _SETTINGS).exists():
+            values = json.loads(file.read_text(encoding="utf-8"))[str(role)]
+            settings = InstanceSettings.model_validate(values)
+            changes |= {
+                name: getattr(settings, name) for name in InstanceSettings.model_fields.keys() - OF_PROCESS
+            }
+        return self.model_copy(update=changes)
 
     def remember_role(self) -> None:
         """Save the role of the instance for its next start."""

@@ -443,7 +443,7 @@ class _Worker:
             self.told = None
         except OSError:
             self.told = Ended(1)
-        except msgspec.DecodeError:  # sent by a compromised worker
+        except ValueError:  # sent by a compromised worker
             self.told = Ended(-signal.SIGABRT)
         return self.told
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from epd_serve.bench.statistics import percentile
+from epd_serve.bench.summary import percentile
 from epd_serve.plan.deployment import deployment_yaml
 from epd_serve.plan.evaluate import Evaluation, Evaluator
 from epd_serve.plan.space import monolithic

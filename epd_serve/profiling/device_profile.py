@@ -21,7 +21,7 @@ from epd_serve.cost.least_squares import fit_relative
 from epd_serve.cost.profile import Line, Profile
 from epd_serve.engine.kv_memory import KVMemory
 from epd_serve.engine.pace import StepTimer, encode_seconds, median_s
-from epd_serve.engine.step import LanguageRunner, StepExecutor
+from epd_serve.engine.step import StepRunner
 from epd_serve.models.family import Family
 from epd_serve.models.language import LanguageModel
 from epd_serve.models.loader import load_family
@@ -211,7 +211,7 @@ def step_timer(
     state_blocks = language.state_blocks(BLOCK_SIZE)
     transport = EmbeddedTransport(path="shm")
     try:
-        executor = StepExecutor(
+        runner = StepRunner(
             language,
             device,
             KVMemory(layout, options.num_blocks + state_blocks, device, transport).tensor.zero_(),
@@ -219,13 +219,6 @@ def step_timer(
             graph_sizes=decode_graph_sizes(max(DECODES)),
             max_num_seqs=max(DECODES),
             max_model_len=min(language.max_model_len, (options.num_blocks - 1) * BLOCK_SIZE),
-        )
-        runner = LanguageRunner(
-            executor,
-            device.ops,
-            block_size=BLOCK_SIZE,
-            num_position_axes=family.num_position_axes,
-            eos_token_ids=frozenset(),
         )
         timer = StepTimer(
             runner,

@@ -68,8 +68,8 @@ class LanguageSide:
             NoMemory(),
             self.budget,
             Order(spec.batching.order, self.pool, self.budget, cost, spec.batching.ttft_s),
-            self,
         )
+        self.queues.features = self
         self._output: ScheduleOutput | None = None  # the running step
         self._unseen: list[Sequence] = []  # arrivals since the next step was planned
         self._unseen_features: set[str] = set()
@@ -133,10 +133,10 @@ class LanguageSide:
                 self._unseen_features.add(key)
             self.begin()
 
-    def has_feature(self, mm_hash: str) -> bool:
+    def has(self, mm_hash: str) -> bool:
         return mm_hash not in self._unseen_features and self._has_feature(mm_hash)
 
-    def feature_starved(self, mm_hash: str) -> None:
+    def starved(self, mm_hash: str) -> None:
         pass
 
     # ------------------------------------------------------------------ steps

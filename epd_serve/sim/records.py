@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from epd_serve.bench.statistics import wilson
+from epd_serve.bench.summary import wilson
 from epd_serve.bench.types import Share
 from epd_serve.sim.gateway import Job
 from epd_serve.sim.simulator import Outcome
