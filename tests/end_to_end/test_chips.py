@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import chip.chip  # noqa: F401 - makes its device known
 import pytest
 import tiny_models
 from chat import chat
