@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Protocol
 
@@ -28,6 +29,9 @@ from epd_serve.sched.step_cost import StepCost
 from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer
 
 logger = logging.getLogger(__name__)
+
+#: Sort key of requests for blocks.
+_TURN = attrgetter("priority", "arrival_s")
 
 _NO_NUMBERS = (
     "no token can be chosen: the logits of this request are NaN. The model's values overflow its dtype (try "
@@ -227,9 +231,10 @@ class Engine:
             for sequence in [s for s in self.transfers if s.request_id == request_id]:
                 if sequence.state is SequenceState.TRANSFERRING:
                     self._leave(sequence)
-            for asked in [one for one in self._asking if one.request_id == request_id]:
-                self._asking.remove(asked)
-                asked.granted.set_result(None)
+            for asked in tuple(self._asking):
+                if asked.request_id == request_id:
+                    self._asking.remove(asked)
+                    asked.granted.set_result(None)
             self._grant()
 
     def stop_sequence(self, sequence: Sequence) -> None:
@@ -270,7 +275,7 @@ class Engine:
                 arrival_s=self._clock(),
             )
             asked.granted.set_running_or_notify_cancel()  # who waits for it cannot cancel it
-            insort(self._asking, asked, key=lambda one: (one.priority, one.arrival_s))
+            insort(self._asking, asked, key=_TURN)
             self._grant()
         return asked
 

@@ -20,7 +20,7 @@ from reference import reference_of
 
 from device.base import EagerRunner
 from device.cpu import CpuDevice
-from epd_serve.engine import step_loop
+from epd_serve.engine import pace
 from epd_serve.engine.engine import FailureEvent, TokenEvent
 from epd_serve.sched.schedule import Budget, ScheduleOutput
 
@@ -226,7 +226,7 @@ def test_a_cached_prefix_that_waits_for_a_feature_holds_nobody_up(tiny_model: Pa
 def test_the_end_of_the_thread_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody would compute any more, and a process that answers its probes is not started again."""
     ended = threading.Event()
-    monkeypatch.setattr(step_loop, "end_process", ended.set)
+    monkeypatch.setattr(pace, "end_process", ended.set)
 
     def fail(now: float) -> ScheduleOutput:
         raise AssertionError("a plan that cannot be")
