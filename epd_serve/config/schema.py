@@ -35,7 +35,7 @@ from epd_serve.config.sections import (
 )
 from epd_serve.config.shares import DeviceShare, device_shares, memory_shares
 from epd_serve.config.vllm import VllmConfig, check_vllm
-from epd_serve.cost.device_time import DeviceTime
+from epd_serve.cost.roofline import emulated_profile
 from epd_serve.cost.shape import shape_of
 from epd_serve.protocol.addresses import is_wildcard
 from epd_serve.rpc.cluster import check_cluster_key, cluster_key
@@ -350,8 +350,8 @@ class DeploymentConfig(SharedConfig):
         """Raise ValueError if an emulated device lacks times for a stage of its instance."""
         assert isinstance(self.model, ShapeConfig)
         kind, shape = emulated_kind(instance.devices[0]), self.model.shape_of
-        time = DeviceTime.of(shape, kind)
-        if instance.role.encodes and shape_of(shape).vision is not None and not time.profile.encode:
+        profile = emulated_profile(shape, kind)
+        if instance.role.encodes and shape_of(shape).vision is not None and not profile.encode:
             raise ValueError(f"{kind} lacks a vision tower, but {instance.name} encodes")
 
     def options_for(

@@ -6,9 +6,12 @@ used.
 
 from __future__ import annotations
 
-from device.datasheets import DeviceSpec
+from dataclasses import replace
+from pathlib import Path
+
+from device.datasheets import DeviceSpec, is_measured, spec_of
 from epd_serve.cost.profile import EncodeLine, Line, Profile
-from epd_serve.cost.shape import ModelShape
+from epd_serve.cost.shape import ModelShape, shape_of
 
 #: Share of a device's memory for weights and KV.
 _MEMORY_SHARE = 0.9
@@ -115,3 +118,23 @@ def analytic_profile(shape: ModelShape, device: DeviceSpec, tensor_parallel: int
         tokens_per_image=None if shape.vision is None else shape.vision.tokens_per_image,
         link_bytes_per_s=device.link_bytes_per_s,
     )
+
+
+def emulated_profile(model: str, kind: str) -> Profile:
+    """Return the times of a model on an emulated device, without the host's part.
+
+    Args:
+        model: a name for :func:`~epd_serve.cost.shape.shape_of`; "" for the model of the profile.
+        kind: name of a data sheet, or file written by ``epd-serve profile``.
+
+    Raises ValueError for an unknown model or kind, and for the profile of another model.
+    """
+    if not is_measured(kind):  # the real host takes its own time to launch a step
+        return analytic_profile(shape_of(model), replace(spec_of(kind), launch_s=0.0))
+    profile = Profile.read(Path(kind))
+    if model and (num_layers := shape_of(model).language.num_kv_layers) != profile.num_layers:
+        raise ValueError(
+            f"{kind} is the profile of {profile.model} with {profile.num_layers} layers, but {model} has "
+            f"{num_layers}; make a profile of it with 'epd-serve profile'"
+        )
+    return profile
