@@ -34,9 +34,7 @@ INCONSISTENT = {
 ANY = Latency(vision_s=1, transfer_s=0, prefill_s=0, decode_s=1)
 
 
-def figures_of(
-    shape: ModelShape, num_vision_tokens: int, latency: Latency = ANY, **options: float
-) -> dict[str, Any]:
+def figures_of(shape: ModelShape, num_vision: int, latency: Latency = ANY, **options: float) -> dict[str, Any]:
     """The figures of a request with 128 text tokens."""
     size = RequestSize(num_vision_tokens=num_vision, num_text_tokens=128, num_output_tokens=1)
     options = {"encoder_price": 1, "language_price": 1, "rate": 1, "bandwidth": 1e9} | options
