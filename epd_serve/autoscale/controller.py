@@ -146,9 +146,7 @@ class Controller:
         self._is_starting = False
         loads, span_s = self._observe(now_s, instances)
         pressures = {stage: load.pressure for stage, load in loads.items()}
-        kind, reason, order = self._judge(
-            now_s, instances, loads, span_s if num_recent >= _FEWEST_SAMPLES else 0.0
-        )
+        kind, reason, order = self._judge(now_s, instances, loads, span_s)
         return Decision(at_s=now_s, kind=kind, reason=reason, order=order, pressures=pressures)
 
     # ------------------------------------------------------------------ parts
