@@ -133,6 +133,8 @@ _HEADROOM = 1.03
 #: Relative precision of the confirmation.
 _CONFIRM_PRECISION = 1.05
 _MAX_RATE = 1e5
+#: Devices of a host.
+_PER_HOST = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -343,7 +345,7 @@ def deploy(candidate: Candidate, fleet: Fleet, goal: Goal) -> SimDeployment:
     """Return the simulated deployment of a plan. Raises NoWay if a model does not fit."""
     devices = candidate.devices(fleet)
     pool_of: dict[str, Pool] = {name: pool for pool, name in devices}
-    host_of = {name: f"{pool.device}/{index // pool.per_host}" for index, (pool, name) in enumerate(devices)}
+    host_of = {name: f"{pool.device}/{index // _PER_HOST}" for index, (pool, name) in enumerate(devices)}
     return build(
         candidate.topology,
         [name for _, name in devices],
