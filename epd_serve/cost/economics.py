@@ -43,23 +43,12 @@ class Latency:
         return self.vision_s / self.language_s
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RequestSize:
-    """Tokens of a request's images, text and answer."""
-
-    num_vision_tokens: int
-    num_text_tokens: int
-    num_output_tokens: int
-
-    @property
-    def num_context_tokens(self) -> int:
-        return self.num_vision_tokens + self.num_text_tokens
-
-
 def estimate_latency(
     shape: ModelShape,
-    size: RequestSize,
     *,
+    vision_tokens: int,
+    text_tokens: int,
+    output_tokens: int,
     encoder: DeviceSpec,
     language: DeviceSpec,
     link_bytes_per_s: float,
@@ -71,16 +60,16 @@ def estimate_latency(
     """
     if shape.vision is None:
         raise ValueError(f"model {shape.name} lacks a vision tower")
-    patches = size.num_vision_tokens * shape.vision.merge**2
+    context = vision_tokens + text_tokens
+    patches = vision_tokens * shape.vision.merge**2
     encode_flops = 2 * shape.vision.parameters * patches
     compute, memory = language_lines(shape, language)
-    mean_context = size.num_context_tokens + size.num_output_tokens / 2
-    step_s = (memory.base_s - language.launch_s) / decode_batch + memory.context_s * mean_context
+    step_s = (memory.base_s - language.launch_s) / decode_batch + memory.context_s * (context + output_tokens / 2)
     return Latency(
         vision_s=encode_flops / (encoder.flops * encoder.compute_share),
-        transfer_s=shape.feature_token_bytes * size.num_vision_tokens / link_bytes_per_s,
-        prefill_s=compute.token_s * size.num_context_tokens + compute.pair_s * size.num_context_tokens**2,
-        decode_s=step_s * size.num_output_tokens,
+        transfer_s=shape.feature_token_bytes * vision_tokens / link_bytes_per_s,
+        prefill_s=compute.token_s * context + compute.pair_s * context**2,
+        decode_s=step_s * output_tokens,
     )
 
 
@@ -92,18 +81,18 @@ def balance(rate: float, latency: Latency) -> tuple[int, int]:
 
 def cost_figures(
     shape: ModelShape,
-    size: RequestSize,
     latency: Latency,
     *,
+    vision_tokens: int,
+    text_tokens: int,
     encoder_price: float,
     language_price: float,
     bandwidth: float,
     rate: float,
 ) -> dict[str, Any]:
-    """Return equations 1 to 8 for one request size, and the devices for ``rate`` requests per second."""
-    vision, text = size.num_vision_tokens, size.num_text_tokens
-    kv = shape.kv_token_bytes * (vision + text)  # equation 1: 2·L·n_kv·d_h·s_ctx·b
-    features = shape.feature_token_bytes * vision  # section 4.1: N_v·d·b
+    """Return equations 1 to 8 for a request, and the devices for ``rate`` requests per second."""
+    kv = shape.kv_token_bytes * (vision_tokens + text_tokens)  # equation 1: 2·L·n_kv·d_h·s_ctx·b
+    features = shape.feature_token_bytes * vision_tokens  # section 4.1: N_v·d·b
     rho, gamma = latency.ratio, encoder_price / language_price
     encoders, languages = balance(rate, latency)
     return {
@@ -111,7 +100,9 @@ def cost_figures(
         "kv_bytes": kv,
         "feature_bytes": features,
         "ratio": kv / features,  # equation 2
-        "ratio_mha": 2 * shape.language.num_layers * (1 + text / vision),  # equation 3: K and V for each head
+        "ratio_mha": 2
+        * shape.language.num_layers
+        * (1 + text_tokens / vision_tokens),  # equation 3: K and V for each head
         "kv_s": kv / bandwidth,
         "feature_s": features / bandwidth,
         "kv_share": kv / bandwidth / latency.vision_s,  # equation 4: feasible if far below 1

@@ -109,7 +109,8 @@ def tpe(evaluator: Evaluator, candidates: Sequence[Candidate], *, trials: int, s
     for one in candidates:
         members = "-".join(dict.fromkeys(str(member.role) for member in one.topology.members))
         shape = "".join(letter for letter in one.line if letter in "()-")
-        by_method.setdefault(f"{members} {shape} {one.pools} {one.batching}", []).append(one)
+        batching = one.order, one.max_num_seqs, one.max_num_tokens
+        by_method.setdefault(f"{members} {shape} {one.pools} {batching}", []).append(one)
     known: dict[Candidate, Evaluation] = {}
 
     def value(trial: Any) -> float:

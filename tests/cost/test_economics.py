@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd_serve.cost.economics import MIB, Latency, RequestSize, cost_figures, price_of, read_prices
+from epd_serve.cost.economics import MIB, Latency, cost_figures, price_of, read_prices
 from epd_serve.cost.shape import KNOWN_SHAPES, ModelShape, shape_from_config, shape_of
 
 #: Table 3: visual tokens, KV and embedding in MiB, R for MHA and for the model's own heads. What equations 1 and 2
@@ -36,9 +36,8 @@ ANY = Latency(vision_s=1, transfer_s=0, prefill_s=0, decode_s=1)
 
 def figures_of(shape: ModelShape, num_vision: int, latency: Latency = ANY, **options: float) -> dict[str, Any]:
     """The figures of a request with 128 text tokens."""
-    size = RequestSize(num_vision_tokens=num_vision, num_text_tokens=128, num_output_tokens=1)
     options = {"encoder_price": 1, "language_price": 1, "rate": 1, "bandwidth": 1e9} | options
-    return cost_figures(shape, size, latency, **options)
+    return cost_figures(shape, latency, vision_tokens=num_vision, text_tokens=128, **options)
 
 
 @pytest.mark.parametrize("name", TABLE_3)
