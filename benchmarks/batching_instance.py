@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from benchmarks.common import argument_parser
+from benchmarks.gateway.programs import free_ports
 from epd_serve.config import InstanceOptions
 from epd_serve.config.sections import SLOConfig
 from epd_serve.instance.instance import Instance
-from epd_serve.launch.processes.ports import free_port
 from epd_serve.protocol import wire
 from epd_serve.telemetry.span import Span
 from epd_serve.types import Role, SamplingParams
@@ -32,7 +32,7 @@ async def run(model: Path, tpot_ms: float | None) -> None:
     options = InstanceOptions(
         name="pd0",
         role=Role.parse("PD"),
-        port=free_port("127.0.0.1"),
+        port=free_ports(1)[0],
         model=model,
         served_model_name="benchmark",
         dtype="float32",

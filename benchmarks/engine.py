@@ -31,7 +31,7 @@ from benchmarks.common import RESULTS, ROOT, JsonProcess, argument_parser, write
 from benchmarks.models import BUILT_IN, make_shape
 from device.host import processor_name
 from epd_serve.demo import weights_dir
-from epd_serve.launch.commands import HEAP_TUNABLES
+from epd_serve.launch.processes.forking import HEAP_TUNABLES
 
 BATCHES = (1, 8, 32)
 PROMPT, TOKENS = 128, 32

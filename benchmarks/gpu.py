@@ -145,9 +145,9 @@ def serve(run: Run) -> None:
 @contextlib.contextmanager
 def _serving(run: Run, topology: str, model: Path | None) -> Iterator[tuple[str, float]]:
     """A deployment on the device: its address, and the seconds until it was ready."""
-    from epd_serve.launch.processes.ports import free_port
+    from benchmarks.gateway.programs import free_ports
 
-    port = free_port("127.0.0.1")
+    port = free_ports(1)[0]
     file, log = run.weights / f"deployment-{port}.yaml", run.weights / f"deployment-{port}.log"
     lines = [f"topology: {topology}", f"devices: ['{run.device}']", f"gateway: {{port: {port}}}"]
     lines += ["instances: {base_port: 0}"]

@@ -26,11 +26,11 @@ from device.registry import get_device
 from epd_serve.engine.device_features import DeviceFeatureStore
 from epd_serve.engine.device_memory import are_reached
 from epd_serve.engine.kv_memory import KVMemory
-from epd_serve.instance.decode import read_kv
 from epd_serve.protocol import wire
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore
 from epd_serve.transfer.grouping import GroupSizer
+from epd_serve.transfer.kv_receiver import read_kv
 from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer, Part
 from epd_serve.transfer.mooncake.engine import MooncakeOptions
 from epd_serve.transfer.mooncake.transport import MooncakeTransport
@@ -115,12 +115,11 @@ def _measure(device_name: str, layout: wire.KVLayout, num_tokens: int, repeats: 
     device.synchronize()
     ours.send_bytes(wire.encode(wire.KVAnnouncement(memory.region, 0, 0, [])))
     target = wire.decode(ours.recv_bytes(), wire.ReserveReply)
-    peer = _Peer(ours)
     sender = KVSender(memory, GroupSizer(num_layers=layout.num_layers), time.monotonic)
     local = random.Random(1).sample(range(1, num_blocks + 1), num_blocks)
     times = list[float]()
     for number in range(1 + repeats):
-        transfer = OutgoingTransfer(f"t{number}", peer, target)
+        transfer = _Transfer(f"t{number}", target, ours)
         passed, start = threading.Event(), time.perf_counter()
         sender.push(range(layout.num_layers), [Part(transfer, local, target.block_ids)])
         sender.fence(transfer, passed.set)
@@ -139,10 +138,11 @@ def _measure(device_name: str, layout: wire.KVLayout, num_tokens: int, repeats: 
     return _row(nbytes, times, is_right=is_right)
 
 
-class _Peer:
-    """The process that reads, at the other end of a pipe."""
+class _Transfer(OutgoingTransfer):
+    """A transfer to the process that reads, at the other end of a pipe."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, name: str, target: wire.ReserveReply, connection: Connection) -> None:
+        super().__init__(name, target)
         self._connection = connection
 
     def announce(self, announcement: wire.KVAnnouncement) -> wire.KVTaken:
@@ -228,12 +228,8 @@ def _feature_store(
 ) -> tuple[EmbeddedTransport | MooncakeTransport, DeviceFeatureStore]:
     transport = _transport(device_name, way)
     host = EmbeddedFeatureStore(transport, _STAGING_BYTES)
-    shares, registers = way == "auto", way == "mooncake"
-    capacity_bytes = capacity_bytes if shares or registers else 0
-    device = get_device(device_name)
-    return transport, DeviceFeatureStore(
-        device, transport, host, capacity_bytes, shares=shares, registers=registers, lease_s=60.0
-    )
+    store = DeviceFeatureStore(get_device(device_name), transport, host, capacity_bytes if way == "auto" else 0)
+    return transport, store
 
 
 def _encode(connection: Connection, device_name: str, shape: tuple[int, int], repeats: int, way: str) -> None:

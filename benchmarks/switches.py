@@ -31,8 +31,8 @@ from benchmarks.chaos import (
     started,
 )
 from benchmarks.common import RESULTS
+from benchmarks.gateway.programs import free_ports
 from benchmarks.traffic import mixed_requests
-from epd_serve.launch.processes.ports import free_port
 from epd_serve.verify.traffic import Outcome
 
 RESULT = RESULTS / "switches-cpu.json"
@@ -108,7 +108,7 @@ async def time_pairs(switcher: Switcher) -> dict[str, dict[str, float]]:
 
 async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     streams = mixed_requests(arguments.requests, arguments.seed, patient=True)
-    port = free_port("127.0.0.1")
+    port = free_ports(1)[0]
     config = deployment_config(arguments, admin={"port": port})
     async with started(arguments, config) as chaos:
         chaos.answers_between = max(1, arguments.requests // (arguments.switches + 2))

@@ -49,7 +49,7 @@ For a tiny random model of each family, the float32 greedy tokens equal those of
 (`pytest -m "slow or not slow" tests/models/test_pictures.py tests/end_to_end/test_identity.py`).
 No published checkpoint of a family with tiles or rows has been run.
 
-The native engine refuses other models with the reason; the [vLLM engine](../guide/vllm.md) runs many of them.
+The native engine refuses other models by name; the [vLLM engine](../guide/vllm.md) runs many of them.
 """
 
 

@@ -28,14 +28,12 @@ from epd_serve.routing.routes import Router
 from proxy.admin.plane import AdminPlane, running_admin, running_on_path
 from proxy.admission import Admission
 from proxy.api.dashboard import dashboard_router
-from proxy.api.endpoint import GenerationEndpoint
+from proxy.api.endpoint import GenerationEndpoint, TokenizingEndpoint
 from proxy.api.routes import add_body_route
-from proxy.api.tokenizing import TokenizingEndpoint
 from proxy.api.views import health_router, models_router
 from proxy.fleet import Fleet, connector
 from proxy.gateway import Gateway
 from proxy.http.asgi import LocalGuard, install_cors, install_error_handlers
-from proxy.leases import Leases
 from proxy.media.fetch import MediaFetcher
 from proxy.media.loader import MediaLoader
 from proxy.observe.observer import Observer
@@ -67,8 +65,7 @@ def create_app(
         loader=MediaLoader(settings, fetcher),
         observer=Observer(config),
     )
-    leases = Leases(gateway.fleet)
-    plane = AdminPlane(gateway, leases)
+    plane = AdminPlane(gateway)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -89,7 +86,7 @@ def create_app(
             if app.state.admin_path is not None:
                 on_socket = plane.app(is_socket=True)
                 await stack.enter_async_context(running_on_path(on_socket, app.state.admin_path))
-            polling = asyncio.gather(gateway.fleet.run(), leases.run())
+            polling = asyncio.create_task(gateway.fleet.run())
             polling.add_done_callback(partial(_end_gateway, app))
             try:
                 yield

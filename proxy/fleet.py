@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -40,6 +41,8 @@ SILENT_S = 5.0
 #: How often to ask a reporting instance for what its reports lack.
 INFO_INTERVAL_S = 5.0
 _TICK_S = 0.1
+#: After such a gap between two ticks this process was stopped and missed renewals of leases.
+_STOPPED_S = 0.5
 
 
 class NoSuchInstance(InvalidRequest):
@@ -58,6 +61,16 @@ class Member(msgspec.Struct, frozen=True):
 
     url: str
     role: str
+
+
+@dataclass(slots=True)
+class _Lease:
+    """Membership of an instance that joined by itself."""
+
+    url: str
+    incarnation: int
+    term_s: float
+    deadline: float
 
 
 class Watcher(Protocol):
@@ -108,6 +121,7 @@ class Fleet:
         instances: list[tuple[str, str]],
         connect: Connect,
         router: Router | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``instances``: pairs of a name and a control URL."""
         self.settings = settings
@@ -119,7 +133,9 @@ class Fleet:
         self.watchers: set[Watcher] = set()
         self.complete_at_s: float | None = None
         self._connect = connect
-        self._joined: dict[str, str] = {}  # URLs of instances that joined by themselves
+        self._leases: dict[str, _Lease] = {}  # of instances that joined by themselves
+        self._clock = clock
+        self._checked_at = clock()
         self._watches = {name: _Watch(self.table[name], calls) for name, calls in self.calls.items()}
         self._group: asyncio.TaskGroup | None = None
 
@@ -158,9 +174,9 @@ class Fleet:
         Raises InvalidRequest, without any change, for the name of a joined instance.
         """
         wanted = {name: one.url for name, one in instances.items()}
-        if both := sorted(set(wanted) & set(self._joined)):
+        if both := sorted(set(wanted) & set(self._leases)):
             raise InvalidRequest(f"instance {both[0]} has already joined; choose another name")
-        wanted |= self._joined
+        wanted |= {name: lease.url for name, lease in self._leases.items()}
         here = {record.name: record.url for record in self.table}
         for name in [name for name, url in here.items() if wanted.get(name) != url]:
             self._remove(name)
@@ -169,25 +185,63 @@ class Fleet:
                 self._add(name, url, instances[name].role)
         self.topology = topology
 
-    def join(self, name: str, url: str, role: str | None = None) -> None:
-        """Add an instance that :meth:`replace` keeps.
+    def join(self, name: str, url: str, lease_s: float, *, role: str | None = None, incarnation: int = 0) -> bool:
+        """Add an instance, which :meth:`replace` keeps, or renew its lease; return whether it is new.
 
-        Raises Conflict for a taken name, InvalidRequest for an instance that cannot be called.
+        It replaces an instance of its name with an older incarnation or without answers. Raises Conflict for a
+        name of the deployment or of another joined instance, InvalidRequest for one that cannot be called.
         """
+        deadline = self._clock() + lease_s
+        if (lease := self._leases.get(name)) is not None:
+            if lease.url == url:
+                lease.term_s, lease.deadline, lease.incarnation = lease_s, deadline, incarnation
+                return False
+            numbered = bool(incarnation and lease.incarnation)
+            is_newer = numbered and incarnation > lease.incarnation
+            if not is_newer and (numbered or self.table[name].ready):
+                raise Conflict(
+                    f"an instance {name} at {lease.url} has joined; choose another name or wait until it leaves"
+                )
+            logger.warning("instance %s at %s replaces the one at %s", name, url, lease.url)
+            self._lose(name)
         if self.table.get(name) is not None:
             raise Conflict(f"the deployment already has an instance {name}; choose another name")
         try:
             self._add(name, url, role)
         except ValueError as error:
             raise InvalidRequest(f"instance {name} cannot join: {error}", param="url") from error
-        self._joined[name] = url
+        self._leases[name] = _Lease(url, incarnation, lease_s, deadline)
+        return True
 
-    def leave(self, name: str, *, finishes_requests: bool = True) -> None:
-        """Remove a joined instance; its requests finish there or move elsewhere."""
-        del self._joined[name]
+    def leave(self, name: str, incarnation: int = 0) -> None:
+        """Remove a joined instance; its requests finish there. ``incarnation`` 0 matches any.
+
+        Raises NoSuchInstance.
+        """
+        if (lease := self._leases.get(name)) is None:
+            joined = ", ".join(self._leases) or "none"
+            raise NoSuchInstance(f"no instance {name[:100]!r} has joined; joined: {joined}", param="name")
+        if incarnation not in (0, lease.incarnation):
+            raise NoSuchInstance(f"another incarnation of instance {name} has joined", param="name")
+        del self._leases[name]
         self._remove(name)
-        if not finishes_requests:
-            self.report_down(name)
+
+    def expire_leases(self) -> None:
+        """Remove joined instances that have not renewed their lease; call every ``_TICK_S``."""
+        before, now = self._checked_at, self._clock()
+        self._checked_at = now
+        if now - before > _STOPPED_S:
+            for lease in self._leases.values():
+                lease.deadline = now + lease.term_s
+        for name in [name for name, lease in self._leases.items() if lease.deadline <= now]:
+            logger.warning("instance %s has not renewed its lease", name)
+            self._lose(name)
+
+    def _lose(self, name: str) -> None:
+        """Remove a joined instance; its requests move elsewhere."""
+        del self._leases[name]
+        self._remove(name)
+        self.report_down(name)
 
     def _add(self, name: str, url: str, role: str | None) -> None:
         self.calls[name] = self._connect(name, url, role)
@@ -218,6 +272,7 @@ class Fleet:
             while True:
                 if not self.table.missing_stages():
                     self.complete_at_s = loop.time()
+                self.expire_leases()
                 await asyncio.sleep(_TICK_S)
 
     async def _watch(self, watch: _Watch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
 import socket
@@ -15,6 +16,9 @@ from proxy.http.server import new_server
 from proxy.settings import GatewaySettings
 
 logger = logging.getLogger(__name__)
+
+#: Objects allocated between two collections of the young ones.
+_GC_ALLOCATIONS = 50_000
 
 
 def run_gateway(
@@ -53,6 +57,9 @@ def run_gateway(
     # uvicorn raises the signal again after a regular stop
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
+    # full collections of thousands of open requests would delay all streams
+    gc.freeze()
+    gc.set_threshold(_GC_ALLOCATIONS, 50, 100)
     sockets = None
     if listener is not None:
         sockets = [socket.socket(fileno=listener)]

@@ -23,13 +23,13 @@ import httpx
 from PIL import Image
 
 from benchmarks.common import machine
+from benchmarks.gateway.programs import free_ports
 from benchmarks.loads import run_load
 from device.emulated.timeline import EMULATED_FAULTS
 from epd_serve.bench.deployed import Candidate, deployed
 from epd_serve.bench.types import Item, Media, Message, Record
 from epd_serve.bench.workloads.synthetic import text_of
 from epd_serve.config import load_config
-from epd_serve.launch.processes.ports import free_port
 
 START, SLOWNESS = "2E-2P-4D", 8.0
 TTFT_S, TPOT_S = 4.0, 0.16
@@ -107,7 +107,7 @@ def config(admin_port: int, *, controlled: bool) -> dict[str, Any]:
 
 def run(mix: ChangingMix, seed: int, directory: Path, *, controlled: bool) -> tuple[list[Record], dict[str, Any]]:
     """All requests, in a deployment of its own; the switches, and the share of the cores that was busy."""
-    name, port = "with" if controlled else "without", free_port("127.0.0.1")
+    name, port = "with" if controlled else "without", free_ports(1)[0]
     file = directory / f"{name}.yaml"
     file.write_text(json.dumps(config(port, controlled=controlled)), encoding="utf-8")  # JSON is YAML
     with deployed(Candidate(file=file, label=name, config=load_config(file)), directory / f"{name}.log") as url:

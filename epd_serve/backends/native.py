@@ -104,7 +104,7 @@ class NativeInstance:
             raise InstanceUntrusted(f"{self.url}/info returned an invalid answer ({error})") from error
 
     async def probe(self, timeout_s: float) -> None:
-        """Check that the process answers. A hanging step ends it (:mod:`epd_serve.engine.pace.step_watch`)."""
+        """Check that the process answers. A hanging step ends it (:mod:`epd_serve.engine.pace`)."""
         try:
             async with asyncio.timeout(timeout_s), self._connections.link(self.name, self.url) as link:
                 await link.ask("/health")

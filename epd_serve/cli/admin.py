@@ -32,7 +32,7 @@ def choose_gateway(deployment: str | None, url: str | None) -> tuple[str, AdminC
     from epd_serve.launch.processes.runs import find_run
 
     if url is None:
-        _, run = find_run(deployment)
+        run = find_run(deployment)
         return run.address, AdminClient(run.admin)
     if deployment is not None:
         raise ValueError("--deployment is for this machine and --admin for another one; use one of them")
@@ -47,7 +47,7 @@ def running_url(deployment: str | None) -> str:
 
     if deployment is None and not running():
         return "http://127.0.0.1:8000"
-    host, _, port = find_run(deployment, 8000)[1].address.rpartition(":")
+    host, _, port = find_run(deployment, 8000).address.rpartition(":")
     return url_of(host, int(port))
 
 

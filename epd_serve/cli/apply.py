@@ -35,7 +35,7 @@ def apply(
     if file is None and topology is None:
         raise ValueError("nothing to apply: give a deployment file, or --topology")
     config = None if file is None else choose_layout(load_config(file))[0]
-    _, run = find_run(deployment, (config or DeploymentConfig()).gateway.port)
+    run = find_run(deployment, (config or DeploymentConfig()).gateway.port)
     request = {
         "config": None if config is None else config.model_dump(mode="json", exclude_unset=True),
         "changes": {} if topology is None else {"topology": topology},

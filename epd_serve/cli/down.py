@@ -33,10 +33,10 @@ def _end_here(wanted: str | None) -> None:
     """Let a deployment's launcher stop it, and wait for the end."""
     from epd_serve.launch.processes.runs import find_run
 
-    directory, run = find_run(wanted)
+    run = find_run(wanted)
     began_s = time.monotonic()
     launcher = os.pidfd_open(run.pid)
     typer.echo(f"Stopping the deployment at {run}: it finishes its requests first. Ctrl-C stops waiting.")
     signal.pidfd_send_signal(launcher, signal.SIGTERM)
     select.select([launcher], [], [])
-    typer.echo(f"Stopped after {time.monotonic() - began_s:.1f} s. Its logs: {directory}")
+    typer.echo(f"Stopped after {time.monotonic() - began_s:.1f} s. Its logs: {run.logs}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -23,8 +24,8 @@ def logs(
     The default deployment is the running one, or the last one.
     """
     if deployment is None and running():
-        deployment = find_run(None)[1].address
-    called = (path for path, run in all_runs().items() if deployment is None or run.is_called(deployment))
+        deployment = find_run(None).address
+    called = (Path(run.logs) for run in all_runs() if deployment is None or run.is_called(deployment))
     if (directory := next(called, None)) is None:
         raise ValueError(f"{log_root()} lacks logs of {deployment or 'a deployment'}; 'epd-serve up' writes them")
     files = sorted(directory.glob("*.log"))

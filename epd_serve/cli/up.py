@@ -99,9 +99,11 @@ def up(
         if isinstance(config.model, str):
             download(config.model)
     with ended_by_ctrl_c(), uncollected():
-        from epd_serve.launch.choices import choose_all
+        from epd_serve.launch.choices import choose_engine, choose_layout
 
-        config, reasons = choose_all(config)
+        config, layout = choose_layout(config)
+        config, engine = choose_engine(config)
+        reasons = [reason for reason in (layout, engine) if reason]
         if not dry:
             from epd_serve.launch.processes.forking import preload
 
@@ -117,8 +119,8 @@ def up(
             typer.echo(line)
         return
     with ended_by_ctrl_c(), uncollected():
-        from epd_serve.launch.up import Terminal, run_up
-    raise typer.Exit(asyncio.run(run_up(config, Terminal(), reasons, file, writer)))
+        from epd_serve.launch.up import run_up
+    raise typer.Exit(asyncio.run(run_up(config, reasons, file, writer)))
 
 
 def _given(**values: Any) -> dict[str, Any]:

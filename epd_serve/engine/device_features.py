@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from device.base import Device
-from epd_serve.engine.device_memory import MappedMemory, register
-from epd_serve.protocol.wire import FeatureEvent, Region
+from epd_serve.engine.device_memory import MappedMemory
+from epd_serve.protocol.wire import FeatureEvent
 from epd_serve.transfer.feature_store import (
     FeatureBooks,
     FeatureStore,
@@ -31,7 +31,7 @@ from epd_serve.transfer.feature_store import (
 )
 from epd_serve.transfer.shared_memory import map_region, release_mapped
 from epd_serve.transfer.staging import CellLender
-from epd_serve.transfer.transport import DeviceSlab, NotMapped, TransferError, Transport
+from epd_serve.transfer.transport import TransferError, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -108,9 +108,6 @@ class DeviceFeatureStore:
 
     Args:
         capacity_bytes: size of the area; 0: no area.
-        shares: other instances on this host may map the area.
-        registers: the transport can access device memory.
-        lease_s: see :class:`LandedFeatures`.
     """
 
     on_device = True
@@ -122,10 +119,6 @@ class DeviceFeatureStore:
         host: FeatureStore,
         capacity_bytes: int,
         observe: StoreObserver = drop_operation,
-        *,
-        shares: bool = True,
-        registers: bool = False,
-        lease_s: float = 0.0,
     ) -> None:
         self._host, self._transport, self._observe = host, transport, observe
         self._copies = Copies(device)
@@ -134,12 +127,11 @@ class DeviceFeatureStore:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="device-store")
         self._area: FeatureArea | None = None
         if capacity_bytes:
-            area = FeatureArea(device, transport, capacity_bytes, observe, shares=shares, registers=registers)
-            if area.region.handle or area.memory is not None:
+            area = FeatureArea(device, transport, capacity_bytes, observe)
+            if area.region.handle:
                 self._area = area
-            else:  # consumers could not access it
-                area.close(transport)
-        self._landed = LandedFeatures(device, transport, lease_s) if registers else None
+            else:  # consumers could not map it
+                release_mapped(transport, area.slab)
 
     @property
     def num_owners(self) -> int:
@@ -202,7 +194,7 @@ class DeviceFeatureStore:
     def event(self, mm_hash: str, feature: StoredFeature, request_id: str) -> FeatureEvent:
         if self._area is None or not feature.generation:
             return self._host.event(mm_hash, feature, request_id)
-        return feature.event(mm_hash, request_id, region=self._area.region, memory=self._area.memory)
+        return feature.event(mm_hash, request_id, region=self._area.region)
 
     def fetch(self, event: FeatureEvent) -> Tensor:
         """Return a copy of the feature, [nbytes] uint8, on this device."""
@@ -211,8 +203,6 @@ class DeviceFeatureStore:
         with observe_fetch(self._observe, "embedded", event):
             if self._area is not None and event.region.name == self._area.region.name:
                 return self._area.features.copied(event, self._copies)
-            if event.memory is not None and self._landed is not None:
-                return self._landed.copied(event, event.memory, event.region)
             with self._mapped.reading(event.region) as memory:
                 return GuardedMemory(memory, map_region(event.region)).copied(event, self._copies)
 
@@ -220,11 +210,9 @@ class DeviceFeatureStore:
         """Finish the copies and wait until no process maps the area."""
         self._thread.shutdown()
         self._mapped.close()
-        if self._landed is not None:
-            self._landed.close()
         area, self._area = self._area, None
         if area is not None:
-            area.close(self._transport)
+            release_mapped(self._transport, area.slab)
         self._host.close()
 
     def check_integrity(self) -> None:
@@ -259,88 +247,27 @@ class GuardedMemory:
         if event.offset < 0 or event.offset % SLOT_BYTES or event.offset + event.nbytes > len(self.memory):
             raise TransferError(f"feature {event.mm_hash[:12]} is outside its store")
         copy = copies.within(self.part(event.offset, event.nbytes))
-        start = event.offset // SLOT_BYTES * _GENERATION.size
-        check_generation(event, self.table[start : start + _GENERATION.size])
+        place = event.offset // SLOT_BYTES * _GENERATION.size
+        if _GENERATION.unpack_from(self.table, place) != (event.generation,):
+            raise TransferError(f"feature {event.mm_hash[:12]} was evicted by its encoder")
         return copy
-
-
-def check_generation(event: FeatureEvent, entry: bytes | bytearray | memoryview) -> None:
-    """Raise TransferError unless the table still holds the generation of the event's feature."""
-    if _GENERATION.unpack(entry) != (event.generation,):
-        raise TransferError(f"feature {event.mm_hash[:12]} was evicted by its encoder")
-
-
-class LandedFeatures:
-    """Features read from encoders' devices by the transport, into a registered part of this device's memory.
-
-    ``lease_s``: time to keep a place that a transfer may still write to.
-    """
-
-    def __init__(self, device: Device, transport: Transport, lease_s: float) -> None:
-        self._device, self._transport = device, transport
-        self._copies = Copies(device)
-        self._registering = threading.Lock()
-        self._slab: DeviceSlab | None = None
-        self._places = CellLender(0, _NUM_PARTS, lease_s)
-
-    def _landing(self) -> DeviceSlab:
-        with self._registering:
-            if self._slab is None:
-                self._memory, _ = self._device.share_memory(_NUM_PARTS * _PART_BYTES)
-                self._slab = register(self._device, self._transport, "landing", self._memory)
-            if self._slab is None:
-                raise NotMapped("the device cannot register memory to receive features")
-            return self._slab
-
-    def copied(self, event: FeatureEvent, there: Region, table: Region) -> Tensor:
-        """Return a copy of a remote feature. Raises TransferError if it was evicted or memory is full."""
-        if event.offset % SLOT_BYTES:
-            raise TransferError(f"feature {event.mm_hash[:12]} is outside its store")
-        landing, feature = self._landing(), self._copies.empty(event.nbytes)
-        for part in _parts(event.nbytes):
-            with self._places.lend(1) as place:
-                here = slice(place * _PART_BYTES, place * _PART_BYTES + part.stop - part.start)
-                self._transport.read(there, [(event.offset + part.start, landing.buffer[here])])
-                self._device.settle_arrivals()
-                self._copies.within(self._memory[here], feature[part])
-        entry = bytearray(_GENERATION.size)
-        self._transport.read(table, [(event.offset // SLOT_BYTES * _GENERATION.size, memoryview(entry))])
-        check_generation(event, entry)
-        return feature
-
-    def close(self) -> None:
-        if self._slab is not None:
-            self._transport.release(self._slab)
 
 
 class FeatureArea(FeatureBooks):
     """Features kept by an encoder.
 
     Attributes:
-        region: the table, with the handle for other processes to map the memory; empty if they cannot.
-        memory: the memory itself, if the transport can access it.
+        slab, region: the table of generations, and its region with the handle by which other processes of the host
+            map the memory; an empty handle if they cannot.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        transport: Transport,
-        nbytes: int,
-        observe: StoreObserver,
-        *,
-        shares: bool,
-        registers: bool,
-    ) -> None:
+    def __init__(self, device: Device, transport: Transport, nbytes: int, observe: StoreObserver) -> None:
         nbytes = max(nbytes // SLOT_BYTES, 1) * SLOT_BYTES
         super().__init__(nbytes, SLOT_BYTES)
         memory, handle = device.share_memory(nbytes)
-        self._slab = transport.allocate("generations", nbytes // SLOT_BYTES * _GENERATION.size)
-        self.features = GuardedMemory(memory, self._slab.buffer)
-        self.region = self._slab.region
-        if shares:
-            self.region = msgspec.structs.replace(self.region, device=device.type, handle=handle)
-        self._registered = register(device, transport, "features", memory) if registers else None
-        self.memory = None if self._registered is None else self._registered.region
+        self.slab = transport.allocate("generations", nbytes // SLOT_BYTES * _GENERATION.size)
+        self.features = GuardedMemory(memory, self.slab.buffer)
+        self.region = msgspec.structs.replace(self.slab.region, device=device.type, handle=handle)
         self._observe = observe
         self._num_features = 0
 
@@ -359,12 +286,6 @@ class FeatureArea(FeatureBooks):
     def give_back(self, offset: int) -> None:
         """Free a place before a feature is published there."""
         self._allocator.free(offset)
-
-    def close(self, transport: Transport) -> None:
-        """Release the memory. Blocks until no other process maps it."""
-        if self._registered is not None:
-            transport.release(self._registered)
-        release_mapped(transport, self._slab)
 
     def _evict(self, mm_hash: str, feature: StoredFeature) -> None:
         assert feature.offset is not None

@@ -17,10 +17,9 @@ from zlib import crc32
 
 from device.base import BareDevice, Stream
 from epd_serve.config import InstanceOptions
-from epd_serve.engine.device_board import DeviceBoard, shared_board
+from epd_serve.engine.device_board import DeviceBoard, Slack, pause_s, shared_board
 from epd_serve.protocol.instance_state import AppliedShare
 from epd_serve.sched.schedule import ScheduleOutput
-from epd_serve.sched.token_time import Slack, pause_s
 
 #: Priority of the language model's stream; the tower's is 0.
 _LANGUAGE_PRIORITY = -1

@@ -22,7 +22,7 @@ from epd_serve.config import InstanceOptions
 from epd_serve.config.sizes import MIN_BLOCKS, blocks_in, in_binary_units
 from epd_serve.engine.device_memory import MappedMemory, register
 from epd_serve.protocol.wire import KVLayout, Region
-from epd_serve.transfer.kv_sender import ReadableKV
+from epd_serve.transfer.kv_sender import BlockSpans
 from epd_serve.transfer.shared_memory import release_mapped
 from epd_serve.transfer.staging import StagingArea, rounds
 from epd_serve.transfer.transport import DeviceBytes, DeviceSlab, Span, TransferError, Transport, slab_spans
@@ -147,7 +147,7 @@ class KVMemory:
     # ------------------------------------------------------------------ for peers
 
     @contextmanager
-    def stage(self, layers: range, blocks: Sequence[int]) -> Iterator[ReadableKV]:
+    def stage(self, layers: range, blocks: Sequence[int]) -> Iterator[BlockSpans]:
         if self._area is None or self._registered is not None:
             yield _InSlab(self, layers, blocks, self.num_blocks)
             return
@@ -156,7 +156,7 @@ class KVMemory:
             yield self._in_cells(layers, len(blocks), first)
 
     @contextmanager
-    def land(self, layers: range, blocks: Sequence[int]) -> Iterator[ReadableKV]:
+    def land(self, layers: range, blocks: Sequence[int]) -> Iterator[BlockSpans]:
         """Yield the places in the slab to write blocks to; the model can read them after the context ends."""
         if self._area is None or self._registered is not None:
             if self._registered is not None and self._copied is not None:

@@ -14,7 +14,7 @@ from typing import Any
 from device.base import Event
 from epd_serve.engine.computing import LaunchedStep, Runner
 from epd_serve.engine.engine import Engine, EngineEvent, EngineHooks
-from epd_serve.engine.pace.step_watch import StepWatch
+from epd_serve.engine.pace import StepWatch
 from epd_serve.sched.schedule import ScheduleOutput, possible_prefills
 from epd_serve.sched.sequence import Sequence
 from epd_serve.transfer.grouping import group_ends

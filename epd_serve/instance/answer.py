@@ -11,7 +11,6 @@ from itertools import takewhile
 import msgspec
 
 from epd_serve.engine.engine import Engine, EngineEvent, FailureEvent, TokenEvent
-from epd_serve.engine.sampling.patterns import Patterns
 from epd_serve.errors import InvalidRequest, ServeError
 from epd_serve.instance.text.tokenizer import Detokenizer, Tokenizer
 from epd_serve.protocol.openai import chunks
@@ -49,13 +48,12 @@ class Answer:
         echo = tokenizer.decode(list(prompt_ids), skip_special_tokens=True) if options.echo else ""
         self._echoed: list[_Token] = []
         if options.echo and sampling.logprobs is not None:
-            prompt = Choice(tokenizer, (), SamplingParams(seed=0, logprobs=0), None, "", lists_all=True)
+            prompt = Choice(tokenizer, (), SamplingParams(seed=0, logprobs=0), "", lists_all=True)
             for token_id in prompt_ids:
                 prompt.add(token_id, None, None)
             self._echoed = [replace(token, start=min(token.start, len(echo))) for token in prompt.untold(False)]
-        stop = Patterns(sampling.stop) if sampling.stop else None
         self.choices = [
-            Choice(tokenizer, prompt_ids, sampling, stop, echo, lists_all=options.echo) for _ in range(sampling.n)
+            Choice(tokenizer, prompt_ids, sampling, echo, lists_all=options.echo) for _ in range(sampling.n)
         ]
 
     @property
@@ -224,7 +222,6 @@ class Choice:
         tokenizer: Tokenizer,
         prompt_ids: Sequence[int],
         sampling: SamplingParams,
-        stop: Patterns | None,
         echo: str,
         *,
         lists_all: bool,
@@ -241,7 +238,7 @@ class Choice:
         self.detokenizer = Detokenizer(
             tokenizer,
             prompt_ids,
-            stop,
+            sampling.stop,
             skip_special_tokens=skip_special_tokens,
             min_tokens=sampling.min_tokens,
             include_stop=sampling.include_stop,

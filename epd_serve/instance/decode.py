@@ -6,7 +6,6 @@ import asyncio
 import math
 import time
 from bisect import insort
-from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,8 +29,8 @@ from epd_serve.protocol import wire
 from epd_serve.rpc.server import Reply
 from epd_serve.sched.sequence import Sequence
 from epd_serve.telemetry.span import DECODE_QUEUE
-from epd_serve.transfer.reservation import Reservation, ReservationState, ReservationTable, Tombstones
-from epd_serve.transfer.transport import PeerGone, Piece, StillCopying, TransferError, Transport, pair_spans
+from epd_serve.transfer.kv_receiver import KVReceiver, Reservation, Tombstones
+from epd_serve.transfer.transport import PeerGone, TransferError, Transport
 
 if TYPE_CHECKING:
     from epd_serve.instance.loading.model import KVCacheMemory
@@ -82,7 +81,7 @@ class Decoder:
     queue_timeout_s: float
 
     def __post_init__(self) -> None:
-        self._reservations = ReservationTable(free=self.engine.unreserve)
+        self._reservations = KVReceiver(self.memory, self.transport, self.engine.unreserve)
         self.waiting: list[_Waiting] = []
         self.requests: dict[str, _Request] = {}
         self._ended: Tombstones[bool] = Tombstones()
@@ -158,7 +157,7 @@ class Decoder:
         if reservation is None or request.request_id in self._ended:
             self._reservations.release(request.transfer_id)
             raise _ended(request.request_id)
-        if reservation.state is ReservationState.PENDING:
+        if reservation.blocks is None:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             waiting = _Waiting(reservation, time.monotonic(), turn)
             insort(self.waiting, waiting, key=lambda one: (one.reservation.request.priority, one.arrival_s))
@@ -178,7 +177,7 @@ class Decoder:
                 if waiting in self.waiting:
                     self.waiting.remove(waiting)
                     self.grant()  # it may have blocked others
-        if reservation.blocks is None or reservation.state is not ReservationState.GRANTED:
+        if reservation.blocks is None or reservation.has_ended:
             raise _ended(request.request_id)
         num_blocks = num_blocks_for(request.num_prompt_tokens, self.memory.layout.block_size)
         maps = await asyncio.to_thread(self.memory.maps, request.region) if request.region.handle else False
@@ -195,7 +194,7 @@ class Decoder:
         while self.waiting:
             waiting = self.waiting[0]
             reservation, turn, request = waiting.reservation, waiting.turn, waiting.reservation.request
-            if reservation.state is ReservationState.PENDING:
+            if reservation.blocks is None and not reservation.has_ended:
                 blocks = self.engine.reserve(
                     request.num_prompt_tokens,
                     request.num_sequences,
@@ -265,30 +264,17 @@ class Decoder:
     async def read_kv(self, announcement: wire.KVAnnouncement) -> wire.KVTaken:
         """Read announced KV into the blocks of its transfers, skipping transfers that have ended here.
 
-        Raises InstanceFailed if reading fails. Blocks stay reserved until the read ends, even if the call ends
-        earlier.
+        Raises InstanceFailed if reading fails.
         """
-        wanted = [p for p in announcement.parts if self._reservations.begin_read(p.transfer_id, p.block_ids)]
-        reading = asyncio.create_task(
-            asyncio.to_thread(read_kv, announcement, wanted, self.memory, self.transport)
-        )
-
-        def end_read(reading: asyncio.Task[float]) -> None:
-            error = None if reading.cancelled() else reading.exception()  # the call reports it to P
-            given_up_at = time.monotonic() if isinstance(error, StillCopying) else None
-            for part in wanted:
-                self._reservations.end_read(part.transfer_id, given_up_at)
-
-        reading.add_done_callback(end_read)
         try:
-            seconds = await asyncio.shield(reading)
+            parts, seconds = await self._reservations.read(announcement)
         except TransferError as error:
             code = PEER_UNREACHABLE if isinstance(error, PeerGone) else None
             raise InstanceFailed(f"the KV cannot be read: {error}", code=code) from error
-        if num_blocks := sum(len(part.block_ids) for part in wanted):
+        if num_blocks := sum(len(part.block_ids) for part in parts):
             num_layers = announcement.end_layer - announcement.first_layer
             self.telemetry.metrics.kv_read(self.memory.nbytes(num_layers, num_blocks), seconds)
-        return wire.KVTaken([part.transfer_id for part in wanted])
+        return wire.KVTaken([part.transfer_id for part in parts])
 
     def cancel(self, ref: wire.TransferRef) -> None:
         """End a transfer that P gave up; with a reason, fail its request. Idempotent."""
@@ -313,38 +299,6 @@ class Decoder:
         request = self.requests.get(request_id)
         if request is not None and not request.generation.done():
             request.generation.set_exception(error)
-
-
-def read_kv(
-    announcement: wire.KVAnnouncement,
-    parts: AbstractSequence[wire.SentKV],
-    memory: KVCacheMemory,
-    transport: Transport,
-) -> float:
-    """Read parts of an announcement into their blocks and return the seconds taken.
-
-    One read covers all parts, because P announces no more than fits into the landing memory. Raises TransferError.
-    """
-    layers = range(announcement.first_layer, announcement.end_layer)
-    blocks = [block for part in parts for block in part.block_ids]
-    if not blocks:
-        start = time.monotonic()
-        transport.read(announcement.region, [])  # only open the connection
-        return time.monotonic() - start
-    if parts[0].source_ids:
-        start = time.monotonic()
-        memory.read_mapped(announcement.region, layers, [one for part in parts for one in part.source_ids], blocks)
-        return time.monotonic() - start
-    with memory.land(layers, blocks) as landing:
-        pieces: list[Piece] = []
-        first = 0
-        for part in parts:
-            pairs = pair_spans(part.spans, landing.spans(first, len(part.block_ids)))
-            pieces += [(there, memory.buffer[here : here + count]) for there, here, count in pairs]
-            first += len(part.block_ids)
-        start = time.monotonic()
-        transport.read(announcement.region, pieces)
-        return time.monotonic() - start
 
 
 def _ended(request_id: str) -> Unavailable:

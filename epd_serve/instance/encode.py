@@ -16,9 +16,7 @@ import msgspec
 
 from device.base import BareDevice
 from epd_serve.engine.dual_stream import TowerStream
-from epd_serve.engine.pace.measurements import IMAGE_SIDE
-from epd_serve.engine.pace.step_limits import StepLimits
-from epd_serve.engine.pace.step_watch import StepWatch
+from epd_serve.engine.pace import IMAGE_SIDE, StepLimits, StepWatch
 from epd_serve.errors import NOT_MAPPED, PREPARATION_FULL, InstanceFailed, InvalidRequest, ServeError
 from epd_serve.instance.feature_receiver import FeatureReceiver
 from epd_serve.instance.http import Peers

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 from epd_serve.cache.feature_cache import IDLE_FEATURES, FeatureCache
 from epd_serve.errors import NOT_MAPPED, PEER_UNREACHABLE, InstanceFailed
 from epd_serve.protocol.wire import FeatureEvent, MediaRef
-from epd_serve.transfer.reservation import Tombstones
+from epd_serve.transfer.kv_receiver import Tombstones
 from epd_serve.transfer.transport import NotMapped, PeerGone, TransferError
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from epd_serve.config import InstanceOptions
 from epd_serve.config.role_files import in_role, remember
 from epd_serve.config.sections import MIN_SEGMENT_BYTES
 from epd_serve.engine.dual_stream import DualStream
-from epd_serve.engine.pace.step_limits import StepLimits
+from epd_serve.engine.pace import StepLimits
 from epd_serve.errors import DRAINING, InstanceFailed, Unavailable
 from epd_serve.factories import as_it_is, factory
 from epd_serve.instance.calls import CleanUps, ControlCalls, Refusals
@@ -124,7 +124,7 @@ class Instance:
         """Build the stages of the role, reusing loaded parts; with ``resident: all``, load all weights."""
         options, role = self.options, self.options.role
         keeps_all = options.resident == "all"
-        self.limits = StepLimits(options, self.model.measurements())
+        self.limits = StepLimits(options, self.model.measured)
         self.encoder.serve(self.store, options.image_budget_pixels)
         if self.family.token_ids and (role.encodes or keeps_all):
             await self.encoder.load_tower(self.limits if role.encodes else None)

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from epd_serve.cache.block_pool import BlockPool
 from epd_serve.engine.engine import Engine, EngineEvent, EngineHooks, FailureEvent
-from epd_serve.engine.pace.step_watch import StepWatch
+from epd_serve.engine.pace import StepWatch
 from epd_serve.engine.step_loop import KVPush, LayerGroups, StepLoop
 from epd_serve.errors import ServeError
 from epd_serve.factories import factory
 from epd_serve.instance.decode import Decoder
 from epd_serve.instance.feature_receiver import FeatureReceiver
-from epd_serve.instance.kv_delivery import Transfers
 from epd_serve.instance.lifecycle import end_if_lost, end_process
 from epd_serve.instance.prefill import Prefiller
 from epd_serve.sched.schedule import ScheduleOutput
@@ -37,7 +36,7 @@ class LanguageEngine(EngineHooks):
     def __init__(self, instance: Instance, weights: Language) -> None:
         """Allocate KV memory and capture graphs. Blocks. Raises ValueError if the options do not fit the model."""
         options, limits = instance.options, instance.limits
-        self._instance = instance
+        self.instance = instance
         self.weights = weights
         self.watch = StepWatch()
         with instance.streams.language.loading():
@@ -92,16 +91,7 @@ class LanguageEngine(EngineHooks):
             engine=self.engine,
             prompts=weights.prompts,
             receiver=self.receiver,
-            transfers=Transfers(
-                engine=self.engine,
-                sender=self.sender,
-                memory=memory,
-                peers=instance.peers,
-                telemetry=telemetry,
-                refusals=instance.refusals,
-                clean_ups=instance.clean_ups,
-                lease_s=options.lease_s,
-            ),
+            language=self,
             processor=instance.processor,
             compiler=weights.compiler,
             timeline=telemetry.timeline,
@@ -134,31 +124,31 @@ class LanguageEngine(EngineHooks):
         self.receiver.starved(mm_hash)
 
     def turn(self) -> AbstractContextManager[None]:
-        language = self._instance.streams.language
+        language = self.instance.streams.language
         if language.tower is not None and language.tower.is_wanted:
             self.idle()  # an assistant's encodes go first
         return language.step()
 
     def stepped(self, output: ScheduleOutput, seconds: float) -> None:
-        instance = self._instance
+        instance = self.instance
         instance.telemetry.add_step(output, seconds)
         instance.streams.language.stepped(output, seconds, self.engine.queues.num_running)
         instance.limits.stepped(output, seconds)
         instance.encoder.reconsider()
 
     def idle(self) -> None:
-        self._instance.streams.language.idle()
-        self._instance.encoder.reconsider()
+        self.instance.streams.language.idle()
+        self.instance.encoder.reconsider()
 
     def failed(self) -> None:
-        end_if_lost(self._instance.device)
+        end_if_lost(self.instance.device)
 
     def died(self) -> None:
         end_process()
 
     def emit(self, events: list[EngineEvent]) -> None:
-        if not self._instance.loop.is_closed():
-            self._instance.loop.call_soon_threadsafe(self._dispatch, events)
+        if not self.instance.loop.is_closed():
+            self.instance.loop.call_soon_threadsafe(self._dispatch, events)
 
     def _dispatch(self, events: list[EngineEvent]) -> None:
         for event in events:
@@ -174,5 +164,5 @@ class LanguageEngine(EngineHooks):
                 receiver.feed(FailureEvent(request_id, ServeError(f"the answer cannot be written: {error}")))
 
     def freed(self) -> None:
-        if self.decoder.waiting and not self._instance.loop.is_closed():
-            self._instance.loop.call_soon_threadsafe(self.decoder.grant)
+        if self.decoder.waiting and not self.instance.loop.is_closed():
+            self.instance.loop.call_soon_threadsafe(self.decoder.grant)

@@ -10,9 +10,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from epd_serve.config.sections import FeatureStoreKind
+from epd_serve.engine.device_board import Slack
 from epd_serve.instance.text.request_processor import Kind
 from epd_serve.protocol.instance_state import Load
-from epd_serve.sched.token_time import Slack
 from epd_serve.telemetry.metrics import VllmGauges
 from epd_serve.telemetry.span import FEATURE_WAIT, STAGES, Span
 from epd_serve.transfer.kv_sender import OutgoingTransfer

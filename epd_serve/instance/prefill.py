@@ -12,7 +12,7 @@ from epd_serve.engine.engine import Engine
 from epd_serve.errors import DECODE_DRAINING, DRAINING, PEER_UNREACHABLE, InvalidRequest, ServeError, StageTimeout
 from epd_serve.instance.answer import Answer, Generation, broken_structure
 from epd_serve.instance.feature_receiver import FeatureReceiver
-from epd_serve.instance.kv_delivery import KVDelivery, Transfers
+from epd_serve.instance.kv_delivery import KVDelivery
 from epd_serve.instance.text.prompt import PromptProcessor
 from epd_serve.instance.text.request_processor import S_PER_CHARACTER, RequestProcessor
 from epd_serve.protocol import wire
@@ -23,6 +23,7 @@ from epd_serve.sched.sequence import Sequence, SequenceState
 from epd_serve.telemetry.span import FEATURE_WAIT, PREFILL_QUEUE, Timeline
 
 if TYPE_CHECKING:
+    from epd_serve.instance.language_engine import LanguageEngine
     from epd_serve.instance.text.grammar_compiler import GrammarCompiler
 
 _NEXT = wire.NEXT_HEADER.encode()
@@ -58,7 +59,7 @@ class Prefiller:
     engine: Engine
     prompts: PromptProcessor
     receiver: FeatureReceiver
-    transfers: Transfers
+    language: LanguageEngine
     processor: RequestProcessor
     compiler: GrammarCompiler | None
     timeline: Timeline
@@ -148,7 +149,7 @@ class Prefiller:
         """Submit a prompt; return at its first event. Raises StageTimeout if its features arrive too late."""
         request = self.requests[sequence.request_id]
         request.receiver = receiver
-        self.engine.submit(sequence, receiver.transfer if isinstance(receiver, KVDelivery) else None)
+        self.engine.submit(sequence, receiver if isinstance(receiver, KVDelivery) else None)
         request.sequence = sequence
         first: asyncio.Future[Any] = receiver.first
         done, _ = await asyncio.wait(
@@ -165,7 +166,7 @@ class Prefiller:
         self, decode_url: str, sequence: Sequence, answer: Answer, features: asyncio.Task[None]
     ) -> Reply:
         """Compute the prompt and hand the answer over to a decode instance."""
-        delivery = KVDelivery(self.transfers, sequence, decode_url)
+        delivery = KVDelivery(self.language, sequence, decode_url)
         generated = list(sequence.output_ids)
         is_open = False
         try:
@@ -195,7 +196,7 @@ class Prefiller:
         if answer.finished:
             return self._end_answer(sequence, answer, body, close)
         handoff = wire.Handoff(
-            transfer_id=delivery.ref.transfer_id,
+            transfer_id=delivery.transfer_id,
             request_id=sequence.request_id,
             prompt_ids=sequence.prompt_ids,
             position_delta=sequence.position_delta,

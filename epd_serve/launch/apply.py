@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,20 +17,21 @@ from typing import Any
 from epd_serve.config import DeploymentConfig, change_config
 from epd_serve.config.role_files import write_role_settings
 from epd_serve.config.vllm import connectors
-from epd_serve.launch.commands import check_mps
-from epd_serve.launch.deployment_record import DeploymentRecord, Prepared, resolved
+from epd_serve.launch.choices import resolve
 from epd_serve.launch.processes.ports import next_port
 from epd_serve.launch.processes.process import ProcessDied, ProcessState
 from epd_serve.launch.processes.supervisor import Supervisor
+from epd_serve.launch.record import DeploymentRecord, Prepared, lacks_mps
 from epd_serve.protocol.addresses import is_loopback
 from epd_serve.rpc.admin import AdminClient, AdminRefused, AdminUnreachable
-from epd_serve.topology.change import Part, Step, StepKind, plan_change
+from epd_serve.topology.change import Step, StepKind, plan_change
 
 #: Limit of one step, which may read large weights from a slow disk.
 _STEP_S = 600.0
 #: Time for running answers to finish at an instance before others continue them.
 _PATIENCE_S = 1.0
 _RETRY_S = 0.1
+_REPLACE_GATEWAY = "replace gateway"
 #: Statuses while the gateway is starting again, or the instance is switching to another role.
 _PASSING = frozenset({409, 429, 502, 503})
 #: Options whose values are never shown.
@@ -98,10 +99,6 @@ class Plan:
     to_start: Mapping[str, Prepared]
     replaces_gateway: bool
 
-    def shown(self) -> list[str]:
-        gateway = ["replace gateway"] if self.replaces_gateway else []
-        return [*self.lines, *map(str, self.steps), *gateway] or ["nothing to change"]
-
 
 class Applier:
     """Carries out one change of a local deployment at a time."""
@@ -111,11 +108,42 @@ class Applier:
         self._supervisor = supervisor
         self._admin = AdminClient(record.admin)
         self._task: asyncio.Task[None] | None = None
+        self._server: asyncio.Server | None = None
 
-    @property
-    def config(self) -> DeploymentConfig:
-        """The running deployment."""
-        return self._record.config
+    async def serve(self, path: Path) -> None:
+        """Serve ``epd-serve apply`` at a Unix socket in a directory of this user, in lines of JSON."""
+        self._server = await asyncio.start_unix_server(self._answer, path, limit=1 << 24)
+
+    async def close(self) -> None:
+        """Cancel the current change, and close the socket."""
+        if self._server is not None:
+            self._server.close()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        def say(text: str, **more: Any) -> None:
+            writer.write(json.dumps({"say": text, **more}).encode() + b"\n")
+
+        try:
+            request = json.loads(await reader.readline())
+            values = request["config"] or self._record.config.model_dump(exclude_unset=True)
+            config = change_config(DeploymentConfig.model_validate(values), request["changes"])
+            if request["dry_run"]:
+                plan = self.plan(config)
+                gateway = [_REPLACE_GATEWAY] if plan.replaces_gateway else []
+                for line in [*plan.lines, *map(str, plan.steps), *gateway] or ["nothing to change"]:
+                    say(line)
+            else:
+                await self.apply(config, say)
+            say("", done=True)
+        except (ValueError, asyncio.CancelledError) as error:
+            say(str(error) or "the deployment is being stopped", failed=True)
+        finally:
+            with suppress(ConnectionError):
+                await writer.drain()
+            writer.close()
 
     def plan(self, config: DeploymentConfig) -> Plan:
         """Plan the change to ``config``. Raises ValueError for an impossible change."""
@@ -128,22 +156,22 @@ class Applier:
             lines.append(f"the gateway stays at {old.gateway.host} port {record.ports.gateway}")
         if config.engine == "auto":
             stays["engine"] = old.engine
-        config = resolved(change_config(config, stays))
+        config = resolve(change_config(config, stays))
+        placement = config.placement()
         changes = dict(changed_options(old.model_dump(mode="json"), config.model_dump(mode="json")))
         other = [path for path in changes if not path.startswith(_CHANGEABLE) or path.startswith(_FIXED)]
-        if config.engine == "vllm" and connectors(old.placement(), old.vllm) != connectors(
-            config.placement(), config.vllm
-        ):
+        if config.engine == "vllm" and connectors(old.placement(), old.vllm) != connectors(placement, config.vllm):
             other.append("the connectors that hand on features and KV")
         if other:
             raise ValueError(
                 f"a change of {', '.join(other)} needs a restart: stop the deployment and start it again"
             )
         lines += [*check_open_api(old, config), *changes.values()]
-        check_mps(config, record.environment, config.placement())
+        if lacks_mps(config, record.environment, placement):
+            raise ValueError("shares of a GPU need MPS, which is not running; restart the deployment")
         record.read_roles()
-        prepared = record.prepare(config, config.placement(), [1] * len(config.placement()))
-        change = plan_change(_parts(record.live.values()), _parts(prepared))
+        wanted = record.prepare(config, placement, [1] * len(placement))
+        change = plan_change([one.part() for one in record.live.values()], [one.part() for one in wanted])
         return Plan(
             config=config,
             lines=lines,
@@ -155,6 +183,8 @@ class Applier:
     def _prepare_new(self, config: DeploymentConfig, names: tuple[str, ...]) -> Mapping[str, Prepared]:
         """Prepare the new instances of ``config``, with unused ports and numbers."""
         record, placement, ports = self._record, [], []
+        if record.live.keys() >= {*names}:
+            return {}
         taken = {one.options.port for one in record.live.values()} | {record.ports.gateway}
         numbers = {one.placement.index for one in record.live.values()}
         renamed = {one.name: name for one, name in zip(config.placement(), names, strict=True)}
@@ -168,12 +198,10 @@ class Applier:
             numbers.add(index)
             placement.append(replace(one, name=name, shares_device_with=shared, index=index))
             ports.append(port)
-        if record.live.keys() >= {*names}:
-            return {}
         prepared = record.prepare(config, placement, ports)
         return {one.options.name: one for one in prepared if one.options.name not in record.live}
 
-    async def apply(self, config: DeploymentConfig, say: Callable[[str], None] = lambda text: None) -> None:
+    async def apply(self, config: DeploymentConfig, say: Callable[[str], None]) -> None:
         """Change the deployment to ``config``; ``say`` is called with each line and step.
 
         Raises ValueError for an impossible change or during another one, and ApplyStopped if a step fails.
@@ -182,12 +210,6 @@ class Applier:
             raise ValueError("another apply is running; wait for its end")
         self._task = asyncio.create_task(self._apply(config, say))
         await asyncio.shield(self._task)  # a caller that leaves does not stop a change midway
-
-    async def close(self) -> None:
-        """Cancel the current change."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
 
     async def _apply(self, config: DeploymentConfig, say: Callable[[str], None]) -> None:
         plan, record = self.plan(config), self._record
@@ -202,9 +224,8 @@ class Applier:
                 async with asyncio.timeout(_STEP_S):
                     await self._carry_out(doing, plan)
             if plan.replaces_gateway:
-                doing = "replace gateway"
+                doing = _REPLACE_GATEWAY
                 say(doing)
-                record.write_gateway_file()
                 await self._supervisor.replace(record.next_gateway(), _STEP_S)
         except (AdminRefused, ProcessDied, TimeoutError, OSError) as error:
             gateway = {"gateway": old.model_dump(exclude_unset=True).get("gateway", {})}
@@ -235,8 +256,7 @@ class Applier:
             await self._ask_gateway("POST", f"/instances/{step.name}/role", order | {"role": str(step.role)})
             record.read_roles()
             return
-        process = next(one for one in self._supervisor.processes if one.spec.name == step.name)
-        if process.state is ProcessState.READY:
+        if self._supervisor.process(step.name).state is ProcessState.READY:
             await self._ask_gateway("POST", f"/instances/{step.name}/leave", order)
         record.remove(step.name)
         await self._send_instances()
@@ -264,47 +284,6 @@ class Applier:
                 if refusal.status not in _PASSING:
                     raise
             await asyncio.sleep(_RETRY_S)
-
-
-def _parts(instances: Iterable[Prepared]) -> list[Part]:
-    return [
-        Part(
-            name=one.options.name,
-            role=one.options.role,
-            kind=one.kind,
-            settings=one.settings,
-            devices=one.placement.devices,
-            roles=one.roles,
-        )
-        for one in instances
-    ]
-
-
-async def serve_applies(path: Path, applier: Applier) -> asyncio.Server:
-    """Serve ``epd-serve apply`` at a Unix socket in a directory of this user, in lines of JSON."""
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        def say(text: str, **more: Any) -> None:
-            writer.write(json.dumps({"say": text, **more}).encode() + b"\n")
-
-        try:
-            request = json.loads(await reader.readline())
-            values = request["config"] or applier.config.model_dump(exclude_unset=True)
-            config = change_config(DeploymentConfig.model_validate(values), request["changes"])
-            if request["dry_run"]:
-                for line in applier.plan(config).shown():
-                    say(line)
-            else:
-                await applier.apply(config, say)
-            say("", done=True)
-        except (ValueError, asyncio.CancelledError) as error:
-            say(str(error) or "the deployment is being stopped", failed=True)
-        finally:
-            with suppress(ConnectionError):
-                await writer.drain()
-            writer.close()
-
-    return await asyncio.start_unix_server(answer, path, limit=1 << 24)
 
 
 async def ask_apply(path: Path, request: Mapping[str, Any], say: Callable[[str], None]) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -12,15 +12,15 @@ from typing import Self
 
 from epd_serve.config import DeploymentConfig
 from epd_serve.config.sections import HANG_TIMEOUT_S
-from epd_serve.launch.apply import Applier, serve_applies
-from epd_serve.launch.commands import autoscale_spec, master_spec, with_trust
-from epd_serve.launch.deployment_record import DeploymentRecord, resolved
+from epd_serve.launch.apply import Applier
+from epd_serve.launch.choices import resolve
 from epd_serve.launch.preflight import check_deployment
 from epd_serve.launch.processes.forking import preload
 from epd_serve.launch.processes.ports import choose_ports, listen
-from epd_serve.launch.processes.process import ManagedProcess, ProcessDied, ProcessState
-from epd_serve.launch.processes.runs import RunDirectory
+from epd_serve.launch.processes.process import ProcessState
+from epd_serve.launch.processes.runs import Run
 from epd_serve.launch.processes.supervisor import Backoff, Supervisor
+from epd_serve.launch.record import DeploymentRecord, with_trust
 from epd_serve.types import Role
 
 
@@ -34,14 +34,17 @@ class InstanceHandle:
     pid: int
 
 
-class LocalDeployment:
+class LocalDeployment(Supervisor):
     """Starts a deployment and stops it again::
 
         async with LocalDeployment(config, ready_timeout_s=60) as deployment:
             ...  # send requests to deployment.gateway_url
 
+    Its processes are services, instances in placement order, the gateway and ``epd-serve autoscale``.
+
     Attributes:
         gateway_url: ``http://host:port`` for this machine; the API is below ``/v1``.
+        admin_socket: the socket of the gateway's admin API.
         log_dir: contains a log file for each process.
     """
 
@@ -54,8 +57,6 @@ class LocalDeployment:
         ready_timeout_s: float | None = None,
         hang_timeout_s: float = HANG_TIMEOUT_S,
         backoff: Backoff = Backoff(),  # noqa: B008 - immutable
-        on_change: Callable[[ManagedProcess], None] = lambda process: None,
-        on_death: Callable[[ProcessDied, float], None] = lambda death, delay_s: None,
     ) -> None:
         """Choose ports and prepare all command lines.
 
@@ -65,48 +66,34 @@ class LocalDeployment:
 
         Raises ValueError if a port is taken or the model or a package is missing.
         """
-        config = resolved(config)
+        config = resolve(config)
         check_deployment(config, os.environ)
         preload(config)
-        ports, environment = choose_ports(config), with_trust(config, os.environ)
-        master = master_spec(config, ports, environment)
+        ports = choose_ports(config)
         self._keep_logs = keep_logs
-        self._listener = listen(config.gateway.host, ports.gateway)
-        try:
-            self._run = RunDirectory.make(f"{config.gateway.host}:{ports.gateway}", file)
-        except BaseException:
-            self._listener.close()
-            raise
-        self.log_dir = self._run.path
-        self._record = record = DeploymentRecord(
-            config=config,
-            ports=ports,
-            environment=environment,
-            directory=self._run.sockets,
-            listener=self._listener.fileno(),
-        )
-        try:
-            specs = record.begin(config.placement())
-        except BaseException:
-            self._close(keep_logs=False)
-            raise
-        gateway = record.next_gateway()
-        self.gateway_url = gateway.url
-        specs = [*([] if master is None else [master]), *specs, gateway]
-        if config.elastic is not None:
-            specs.append(autoscale_spec(record.write_gateway_file(), record.environment, record.admin))
         self._ready_timeout_s = ready_timeout_s
-        self._supervisor = Supervisor(
-            specs,
-            self.log_dir,
+        with ExitStack() as undo:
+            self._listener = undo.enter_context(listen(config.gateway.host, ports.gateway))
+            self._run, self._lock = Run.begin(f"{config.gateway.host}:{ports.gateway}", file)
+            undo.callback(self._run.end, self._lock, keep_logs=False)
+            self._record = record = DeploymentRecord(
+                config=config,
+                ports=ports,
+                environment=with_trust(config, os.environ),
+                directory=Path(self._run.sockets),
+                listener=self._listener.fileno(),
+            )
+            specs = [*record.begin(config.placement()), record.next_gateway()]
+            undo.pop_all()
+        self.gateway_url, self.admin_socket = specs[-1].url, record.admin
+        super().__init__(
+            [*specs, *([] if config.elastic is None else [record.autoscale()])],
+            Path(self._run.logs),
             restart=config.restart == "on-failure",
             hang_timeout_s=hang_timeout_s,
             backoff=backoff,
-            on_change=on_change,
-            on_death=on_death,
         )
-        self._applier = Applier(record, self._supervisor)
-        self._control: asyncio.Server | None = None
+        self._applier = Applier(record, self)
 
     async def __aenter__(self) -> Self:
         try:
@@ -128,11 +115,6 @@ class LocalDeployment:
         return self._record.config
 
     @property
-    def processes(self) -> tuple[ManagedProcess, ...]:
-        """All processes: services, instances in placement order, the gateway, ``epd-serve autoscale``."""
-        return self._supervisor.processes
-
-    @property
     def instances(self) -> dict[str, InstanceHandle]:
         """The started instances by name, with their current roles."""
         live = self._record.live
@@ -142,23 +124,14 @@ class LocalDeployment:
             if (name := process.spec.name) in live
         }
 
-    @property
-    def admin_socket(self) -> Path:
-        """The socket of the gateway's admin API."""
-        return self._record.admin
-
     async def start(self) -> None:
         """Start all processes, without waiting until they are ready."""
-        self._control = await serve_applies(self._run.run.control, self._applier)
-        self._supervisor.start()
+        await self._applier.serve(self._run.control)
+        await super().start()
 
-    async def wait_ready(self) -> None:
+    async def wait_ready(self, timeout_s: float | None = None) -> None:
         """Return when all processes are ready. Raises ProcessDied, or TimeoutError after ``ready_timeout_s``."""
-        await self._supervisor.wait_ready(self._ready_timeout_s)
-
-    async def wait_failure(self) -> ProcessDied:
-        """Return the first death of a process without a restart."""
-        return await self._supervisor.wait_failure()
+        await super().wait_ready(timeout_s or self._ready_timeout_s)
 
     async def apply(self, config: DeploymentConfig, say: Callable[[str], None] = lambda text: None) -> None:
         """Change the deployment while it serves (docs/guide/apply.md), as ``epd-serve apply`` does.
@@ -169,18 +142,9 @@ class LocalDeployment:
         await self._applier.apply(config, say)
 
     async def stop(self) -> None:
-        """End all processes, the gateway first and a mooncake_master last."""
-        if self._control is not None:
-            self._control.close()
+        """End all processes, the gateway first and services last."""
         await self._applier.close()
-        await self._supervisor.stop()
+        await super().stop()
         died = any(process.state is ProcessState.DIED for process in self.processes)
-        self._close(keep_logs=self._keep_logs or died or self._supervisor.num_deaths > 0)
-
-    def kill(self) -> None:
-        """Kill all processes. :meth:`stop` must still be awaited."""
-        self._supervisor.kill()
-
-    def _close(self, *, keep_logs: bool) -> None:
         self._listener.close()
-        self._run.close(keep_logs=keep_logs)
+        self._run.end(self._lock, keep_logs=self._keep_logs or died or self.num_deaths > 0)

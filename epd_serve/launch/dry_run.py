@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from epd_serve.backends.vllm_command import shell_line
 from epd_serve.config import DeploymentConfig, model_path
 from epd_serve.config.model_files import resolve_model_name
-from epd_serve.launch.commands import instance_specs, mps_note
-from epd_serve.launch.deployment_record import resolved
+from epd_serve.launch.choices import resolve
+from epd_serve.launch.native import prepare_native
 from epd_serve.launch.processes.ports import choose_ports
+from epd_serve.launch.record import mps_note, with_trust
 from epd_serve.launch.vllm.installed import NoVllm, VllmFound
 from epd_serve.launch.vllm.process import check_engines, connectors_of, engine_names, vllm_processes
 from epd_serve.protocol.addresses import url_of
 from epd_serve.rpc.cluster import CLUSTER_KEY
+from epd_serve.transfer.mooncake.engine import master_command
 
 
 def dry_run(config: DeploymentConfig, file: Path | None, environment: Mapping[str, str]) -> Iterator[str]:
@@ -23,15 +25,21 @@ def dry_run(config: DeploymentConfig, file: Path | None, environment: Mapping[st
     ``file``: None for the default deployment. vLLM's lines may be for another machine, so a comment names what
     this one lacks. Raises ValueError if this machine's vLLM is unsuitable or a port is taken.
     """
-    config = resolved(config)
-    ports = choose_ports(config)
+    config = resolve(config)
+    ports, placement = choose_ports(config), config.placement()
     yield f"# {config.topology} on {', '.join(config.devices)}, engine: {config.engine}"
-    if note_on_mps := mps_note(config, environment, config.placement()):
+    if note_on_mps := mps_note(config, environment, placement):
         yield f"# {note_on_mps}"
     if config.engine == "vllm":
         yield from _vllm(config, ports.instances, environment)
     else:
-        for spec in instance_specs(config, ports, environment):
+        given, master = with_trust(config, environment), None
+        if ports.master is not None:
+            master = f"{config.instances.host}:{ports.master[0]}"
+            yield "\n# master: Mooncake Store"
+            yield shell_line(tuple(master_command(config.instances.host, *ports.master)), {})
+        for instance in prepare_native(config, placement, ports.instances, given, master=master):
+            spec = instance.spec(config, given)
             own = {name: value for name, value in spec.environment.items() if environment.get(name) != value}
             if own.pop(CLUSTER_KEY, None) is not None:
                 yield f"# {CLUSTER_KEY}: the deployment's cluster_key, in the environment"
@@ -41,12 +49,12 @@ def dry_run(config: DeploymentConfig, file: Path | None, environment: Mapping[st
     flags = ["--config", str(file) if file else "DEPLOYMENT.yaml"]
     if not config.instances.base_port and config.gateway.instances is None:
         tls = config.read_tls() is not None
-        for placed, port in zip(config.placement(), ports.instances, strict=True):
+        for placed, port in zip(placement, ports.instances, strict=True):
             flags += ["--instance", f"{placed.name}={url_of(config.instances.host, port, tls=tls)}"]
     yield shell_line(("epd-serve", "proxy", *flags), {})
 
 
-def _vllm(config: DeploymentConfig, ports: tuple[int, ...], environment: Mapping[str, str]) -> Iterator[str]:
+def _vllm(config: DeploymentConfig, ports: Sequence[int], environment: Mapping[str, str]) -> Iterator[str]:
     path, shared, found = "", "", dict[str, VllmFound]()
     try:
         found = check_engines(config)

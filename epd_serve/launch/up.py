@@ -14,22 +14,46 @@ from rich.console import Console
 
 from epd_serve.config import DEMO_MODEL, DeploymentConfig, ShapeConfig, model_path
 from epd_serve.config.model_files import chat_template
-from epd_serve.launch.commands import mps_note
 from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.launch.detach import leave_terminal
-from epd_serve.launch.processes.process import ManagedProcess, ProcessDied, ProcessState
-from epd_serve.launch.processes.supervisor import run_until
+from epd_serve.launch.processes.process import ProcessDied, ProcessState
+from epd_serve.launch.processes.supervisor import Process, run_until
+from epd_serve.launch.record import mps_note
 from epd_serve.rpc.admin import AdminClient, AdminError
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+class Terminal(Console):
+    """The console for a deployment's output, silent once its reader has ended (``epd-serve up | head``)."""
+
+    def say(self, text: str) -> None:
+        """Print text unchanged, without breaking long lines, so that they can be copied."""
+        self.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        with Path(os.devnull).open("wb") as nowhere:
+            os.dup2(nowhere.fileno(), self.file.fileno())
+
+
+class ShownDeployment(LocalDeployment):
+    """A deployment that shows its progress on a terminal."""
+
+    def __init__(self, config: DeploymentConfig, file: Path | None, terminal: Terminal) -> None:
+        super().__init__(config, file=file, keep_logs=True)
+        self._terminal = terminal
+
+    def on_change(self, process: Process) -> None:
+        label = f" ({process.spec.label})" if process.state is ProcessState.STARTING else ""
+        self._terminal.say(f"{process.spec.name:<8} {process.state}{label}, {process.elapsed_s:.1f} s")
+
+    def on_death(self, death: ProcessDied, delay_s: float) -> None:
+        self._terminal.say(f"{death.end}. Restarting it in {delay_s:g} s; its log is {death.log_file}")
+
+
 async def run_up(
-    config: DeploymentConfig,
-    console: Console,
-    reasons: Sequence[str],
-    file: Path | None,
-    writer: int | None = None,
+    config: DeploymentConfig, reasons: Sequence[str], file: Path | None, writer: int | None = None
 ) -> int:
     """Start the deployment, show its progress and first commands, and run it until a signal or a death.
 
@@ -37,22 +61,11 @@ async def run_up(
     after a signal, 1 after a final death. A second signal kills everything. Raises ValueError for a taken port or
     a missing model.
     """
-
-    def say(text: str) -> None:
-        """Print text unchanged, without breaking long lines, so that they can be copied."""
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def show(process: ManagedProcess) -> None:
-        label = f" ({process.spec.label})" if process.state is ProcessState.STARTING else ""
-        say(f"{process.spec.name:<8} {process.state}{label}, {process.elapsed_s:.1f} s")
-
-    def show_death(death: ProcessDied, delay_s: float) -> None:
-        say(f"{death.end}. Restarting it in {delay_s:g} s; its log is {death.log_file}")
-
+    terminal = Terminal()
     for line in (*reasons, *(f"note: {note}" for note in notes(config))):
-        say(line)
+        terminal.say(line)
     stop = asyncio.Event()
-    deployment = LocalDeployment(config, file=file, keep_logs=True, on_change=show, on_death=show_death)
+    deployment = ShownDeployment(config, file, terminal)
     for number in _SIGNALS:
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
             handler = lambda: deployment.kill() if stop.is_set() else stop.set()  # noqa: E731
@@ -62,14 +75,14 @@ async def run_up(
         await run_until(stop, deployment.wait_ready())
         if not stop.is_set():
             stops = "Ctrl-C stops it." if writer is None else "'epd-serve down' stops it."
-            say(ready_text(deployment.config, deployment.gateway_url, deployment.log_dir, stops))
+            terminal.say(ready_text(deployment.config, deployment.gateway_url, deployment.log_dir, stops))
             if writer is not None:
                 leave_terminal(writer, deployment.log_dir)
             if (death := await run_until(stop, deployment.wait_failure())) is not None:
                 raise death
-        say(f"Stopping{await _pending(deployment)}. Press Ctrl-C again to end everything at once.")
+        terminal.say(f"Stopping{await _pending(deployment)}. Press Ctrl-C again to end everything at once.")
     except ProcessDied as death:
-        say(f"{death}\nStopping the others.")
+        terminal.say(f"{death}\nStopping the others.")
         return 1
     finally:
         await deployment.stop()
@@ -117,12 +130,3 @@ def notes(config: DeploymentConfig) -> Iterator[str]:
         yield "the model lacks a chat template: chats are refused, /v1/completions works; set chat_template"
     if note_on_mps := mps_note(config, os.environ, placement):
         yield note_on_mps
-
-
-class Terminal(Console):
-    """The console for a deployment's output, silent once its reader has ended (``epd-serve up | head``)."""
-
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
-        with Path(os.devnull).open("wb") as nowhere:
-            os.dup2(nowhere.fileno(), self.file.fileno())

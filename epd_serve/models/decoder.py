@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from device.base import AttentionOps, AttentionPlan
 from device.ops.linear import Linear, fused, gated_linear, linear
 from device.ops.plain import position_axes, rotary_tables
-from epd_serve.models.stored_weights import read_weights
 
 _INTERLEAVED_MROPE = ("qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_omni_moe_text")
 
@@ -59,18 +58,18 @@ class Decoder:
     ``capturable``: True without expert layers, whose routing reads values back from the device.
     """
 
-    def __init__(self, model: Any, ops: AttentionOps, device: torch.device) -> None:
+    def __init__(self, model: Any, ops: AttentionOps) -> None:
         """Convert a transformers language model, emptying its layers one by one."""
         config = model.config
         self._ops = ops
-        self._device = device
         self._epsilon: float = config.rms_norm_eps
         rotary = model.rotary_emb
-        self._frequencies = rotary.inv_freq.to(device=device, dtype=torch.float32)
+        self._frequencies = rotary.inv_freq.float()
         self._scaling: float = rotary.attention_scaling
         self._axes: Tensor | None = None
         if (sections := getattr(rotary, "mrope_section", None)) is not None:
-            self._axes = position_axes(sections, interleaved=config.model_type in _INTERLEAVED_MROPE).to(device)
+            axes = position_axes(sections, interleaved=config.model_type in _INTERLEAVED_MROPE)
+            self._axes = axes.to(self._frequencies.device)
         self.num_layers: int = config.num_hidden_layers
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.num_query_heads: int = config.num_attention_heads
@@ -80,7 +79,7 @@ class Decoder:
         for index, layer in enumerate(model.layers):
             self._layers.append(self._convert(layer))
             model.layers[index] = nn.Identity()
-        self._final_norm = model.norm.weight.to(device)
+        self._final_norm = model.norm.weight
 
     def state_blocks(self, block_size: int) -> int:
         """Return 0: these layers keep no recurrent state."""
@@ -147,37 +146,30 @@ class Decoder:
         query_norm = getattr(attention, "q_norm", None)
         key_norm = getattr(attention, "k_norm", None)
         return _Layer(
-            input_norm=self._own(layer.input_layernorm.weight),
-            qkv=self._fuse(attention.q_proj, attention.k_proj, attention.v_proj),
-            query_norm=None if query_norm is None else self._own(query_norm.weight),
-            key_norm=None if key_norm is None else self._own(key_norm.weight),
-            output=self._fuse(attention.o_proj),
-            post_norm=self._own(layer.post_attention_layernorm.weight),
+            input_norm=layer.input_layernorm.weight,
+            qkv=_fuse(attention.q_proj, attention.k_proj, attention.v_proj),
+            query_norm=None if query_norm is None else query_norm.weight,
+            key_norm=None if key_norm is None else key_norm.weight,
+            output=_fuse(attention.o_proj),
+            post_norm=layer.post_attention_layernorm.weight,
             mlp=self._convert_mlp(layer.mlp),
         )
 
     def _convert_mlp(self, mlp: Any) -> Callable[[Tensor], Tensor]:
-        if not hasattr(mlp, "gate_proj"):
-            experts = read_weights(mlp, self._device)
-            return lambda hidden: experts(hidden.unsqueeze(0)).squeeze(0)
-        gate, up = (self._own(projection.weight) for projection in (mlp.gate_proj, mlp.up_proj))
-        biases = None
-        if mlp.gate_proj.bias is not None:
-            biases = (self._own(mlp.gate_proj.bias), self._own(mlp.up_proj.bias))
-        activation = fused(mlp.act_fn)
-        if not isinstance(activation, str):
-            activation = read_weights(activation, self._device)  # some activations have weights
-        inner = gated_linear(gate, up, self._ops.swiglu, biases, activation)
-        down = self._fuse(mlp.down_proj)
+        if not hasattr(mlp, "gate_proj"):  # experts
+            return lambda hidden: mlp(hidden.unsqueeze(0)).squeeze(0)
+        gate, up = mlp.gate_proj, mlp.up_proj
+        biases = None if gate.bias is None else (gate.bias.detach(), up.bias.detach())
+        weights = gate.weight.detach(), up.weight.detach()
+        inner = gated_linear(*weights, self._ops.swiglu, biases, fused(mlp.act_fn))
+        down = _fuse(mlp.down_proj)
         return lambda hidden: down(inner(hidden))
 
-    def _fuse(self, *projections: nn.Linear) -> Linear:
-        """Return one product that concatenates several projections of the same input."""
-        weight = torch.cat([self._own(projection.weight) for projection in projections])
-        bias = None
-        if projections[0].bias is not None:
-            bias = torch.cat([self._own(projection.bias) for projection in projections])
-        return linear(weight, bias)
 
-    def _own(self, tensor: Tensor) -> Tensor:
-        return tensor.detach().to(self._device)
+def _fuse(*projections: nn.Linear) -> Linear:
+    """Return one product that concatenates several projections of the same input."""
+    biases = [projection.bias.detach() for projection in projections if projection.bias is not None]
+    weights = [projection.weight.detach() for projection in projections]
+    if len(projections) == 1:
+        return linear(weights[0], *biases)
+    return linear(torch.cat(weights), torch.cat(biases) if biases else None)

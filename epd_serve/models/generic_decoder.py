@@ -25,7 +25,6 @@ from epd_serve.models.checkpoint_config import layer_configs
 from epd_serve.models.decoder import StepContext
 from epd_serve.models.loader import attend_by
 from epd_serve.models.recurrent_states import RecurrentStates
-from epd_serve.models.stored_weights import read_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +56,14 @@ class GenericDecoder:
 
     capturable, num_query_heads = False, 0
 
-    def __init__(self, model: Any, ops: AttentionOps, device: torch.device, *, both_ways_in_windows: bool) -> None:
+    def __init__(self, model: Any, ops: AttentionOps, *, both_ways_in_windows: bool) -> None:
         """Convert a transformers language model.
 
         ``both_ways_in_windows``: attention is bidirectional only in sliding-window layers, within the window.
         """
         config = model.config
         self._ops = ops
-        self._model: Any = read_weights(model, device)
+        self._model = model
         pack_modules(model)
         self._both_ways_in_windows = both_ways_in_windows
         self._states = RecurrentStates(model, model.dtype)

@@ -15,7 +15,6 @@ from epd_serve.models.decoder import Decoder, StepContext
 from epd_serve.models.families import family_of
 from epd_serve.models.generic_decoder import GenericDecoder
 from epd_serve.models.loader import ModelPart, load_part, num_parameters
-from epd_serve.models.stored_weights import read_weights
 
 
 class MoreLogits(Protocol):
@@ -57,23 +56,19 @@ class LanguageModel:
         vision = getattr(model.config, "vision_config", None)
         num_levels = len(getattr(vision, "deepstack_visual_indexes", None) or ())
         self.feature_width = (1 + num_levels) * self.hidden_size
-        self._device = device.torch_device
         inner = model.model
         language_model = getattr(inner, "language_model", inner)
-        head: Tensor = model.get_output_embeddings().weight
-        is_tied = head is language_model.embed_tokens.weight
-        self._embed: nn.Module = read_weights(language_model.embed_tokens, self._device)  # some scale their output
+        self._embed: nn.Module = language_model.embed_tokens  # some scale their output
+        self._head = linear(model.get_output_embeddings().weight)
         as_padding = [getattr(model.config, name) for name in family.as_padding]
-        self._as_padding = torch.tensor(as_padding, device=self._device) if as_padding else None
+        self._as_padding = torch.tensor(as_padding, device=device.torch_device) if as_padding else None
         self._padding: int = text.pad_token_id if as_padding else 0
         is_capped = "final_logit_softcapping" in family.texts.get(text.model_type, ())
         self._logit_cap: float | None = text.final_logit_softcapping if is_capped else None
-        self._head = linear((self._embed.get_parameter("weight") if is_tied else head).to(self._device))
-        parts = language_model, device.ops, self._device
         self._decoder = (
-            Decoder(*parts)
+            Decoder(language_model, device.ops)
             if is_fused
-            else GenericDecoder(*parts, both_ways_in_windows=family.both_ways_in_windows)
+            else GenericDecoder(language_model, device.ops, both_ways_in_windows=family.both_ways_in_windows)
         )
         self.num_layers = self._decoder.num_layers
         self.num_kv_heads = self._decoder.num_kv_heads

@@ -5,21 +5,34 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from blake3 import blake3
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoVideoProcessor, PreTrainedModel
 
 from epd_serve.models.checkpoint_config import model_class, read_config
 from epd_serve.models.families import TEXT, family_of
 from epd_serve.models.family import Family
-from epd_serve.models.stored_weights import StoredWeight, listed_weights
+from epd_serve.weight_files import read_header
 
 _HOST = torch.device("cpu")
+#: Names in the header of a safetensors file.
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 #: Files that determine a tower's inputs and features.
 _FILES = ("config.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _SAMPLES_PER_FILE = 64
@@ -68,41 +81,64 @@ def _shows_videos(path: Path) -> bool:
     return any("video" in template for template in templates)
 
 
-def load_part(path: Path, part: ModelPart, dtype: torch.dtype, device: torch.device = _HOST) -> nn.Module:
-    """Return the tower with its projector, or the language model with its head, with lazily read weights.
+@dataclass(frozen=True, slots=True)
+class _StoredWeight:
+    """A weight in a file, in the form that transformers loads; read straight onto ``home`` when it is taken."""
 
-    Weights that transformers combines from several, such as a layer's experts, are on ``device``. The other part's
-    modules are dropped. Raises ValueError for an unsupported configuration, and for missing or unexpected weights
-    in the checkpoint.
+    file: Path
+    offset: int
+    entry: dict[str, Any]
+    home: torch.device
+
+    def __getitem__(self, _: Any) -> _StoredWeight:
+        return self
+
+    def to(self, device: Any, dtype: torch.dtype) -> Tensor:
+        """Return the values: on a CPU pages of the file, mapped while the tensor lives, if dtypes agree."""
+        start, end = self.entry["data_offsets"]
+        stored = _DTYPES[self.entry["dtype"]]
+        if start == end:
+            return torch.empty(self.entry["shape"], dtype=dtype, device=self.home)
+        content = np.memmap(self.file, np.uint8, "c", self.offset + start, (end - start,))
+        values = torch.from_numpy(content).view(stored).view(self.entry["shape"])
+        return values.to(dtype).to(self.home)
+
+
+def _stored_weights(path: Path, home: torch.device) -> dict[str, _StoredWeight]:
+    """Return the weights of a checkpoint by name. Raises ValueError for missing or damaged safetensors files."""
+    index = path / "model.safetensors.index.json"
+    files = [path / "model.safetensors"]
+    if not files[0].is_file() and index.is_file():
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = sorted({path / str(name) for name in weight_map.values()})
+    stored: dict[str, _StoredWeight] = {}
+    for file in files:
+        offset, tensors = read_header(file)
+        stored |= {name: _StoredWeight(file, offset, entry, home) for name, entry in tensors.items()}
+    return stored
+
+
+def load_part(path: Path, part: ModelPart, dtype: torch.dtype, device: torch.device = _HOST) -> nn.Module:
+    """Return the tower with its projector, or the language model with its head, on a device.
+
+    The other part's modules are dropped and its weights are not read. On a CPU, weights of that dtype are pages of
+    the checkpoint's files. Raises ValueError for an unsupported configuration, and for missing or unexpected
+    weights in the checkpoint.
     """
     config = read_config(path)
     assert part is ModelPart.LANGUAGE_MODEL or config.model_type not in TEXT, "a text-only model lacks a tower"
     model, info = _partial_class(model_class(config), part).from_pretrained(
         None,
         config=config,
-        state_dict=listed_weights(path, device),
+        state_dict=_stored_weights(path, device),
         dtype=dtype,
         output_loading_info=True,
         local_files_only=True,
         ignore_mismatched_sizes=True,  # reported below
     )
     _check_weights(path, info)
-    tensors = dict((*model.named_parameters(), *model.named_buffers()))
-    unread = [name for name, one in tensors.items() if one.is_meta and not isinstance(one, StoredWeight)]
-    if unread:
-        raise ValueError(f"{path}: {len(unread)} weights were not loaded, among them {unread[0]}")
-    _tie(model)
-    loaded: nn.Module = model.eval().requires_grad_(False)
+    loaded: nn.Module = model.eval().requires_grad_(False).to(device)
     return loaded
-
-
-def _tie(model: Any) -> None:
-    """Merge tied weights stored twice in the checkpoint: transformers cannot compare unread weights."""
-    for name, source in model.all_tied_weights_keys.items():
-        tied, weight = model.get_parameter(name), model.get_parameter(source)
-        if tied is not weight and torch.equal(tied, weight):
-            owner, _, child = name.rpartition(".")
-            setattr(model.get_submodule(owner), child, weight)
 
 
 def _check_weights(path: Path, info: dict[str, Any]) -> None:

@@ -21,7 +21,6 @@ from device.ops.linear import Product, activated_linear, fused, gated_linear, pa
 from epd_serve.models.families import family_of
 from epd_serve.models.family import TRIED_SECONDS, TRIED_SIZES, Family, TowerInputs, picture, sound
 from epd_serve.models.loader import ModelPart, attend_by, load_part, num_parameters
-from epd_serve.models.stored_weights import read_weights
 from epd_serve.models.tower_graphs import LONGEST, TowerGraphs, size_tensors
 from epd_serve.protocol.wire import MediaRef
 
@@ -123,7 +122,7 @@ class Tower:
                 with padded inputs, torch's is used.
             graph_sizes: patches of batches to capture, ascending, if the device and the family can.
         """
-        model = read_weights(load_part(path, ModelPart.TOWER, dtype, device.torch_device), device.torch_device)
+        model = load_part(path, ModelPart.TOWER, dtype, device.torch_device)
         attention = TowerAttention(device.ops)
         attend_by(model, attention.name)
         self._model: Any = model

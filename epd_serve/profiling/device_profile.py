@@ -20,7 +20,7 @@ from epd_serve.config.options import decode_graph_sizes
 from epd_serve.cost.least_squares import fit_relative
 from epd_serve.cost.profile import Line, Profile
 from epd_serve.engine.kv_memory import KVMemory
-from epd_serve.engine.pace.step_timer import StepTimer, encode_seconds, median_s
+from epd_serve.engine.pace import StepTimer, encode_seconds, median_s
 from epd_serve.engine.step import LanguageRunner, StepExecutor
 from epd_serve.models.family import Family
 from epd_serve.models.language import LanguageModel

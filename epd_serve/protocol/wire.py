@@ -357,7 +357,6 @@ class FeatureEvent(Message, frozen=True):
         region, offset: location in E's memory; ``region`` is None if the feature is in a store.
         generation: generation of the feature on the device behind the region's handle
             (:mod:`epd_serve.engine.device_features`); 0 if the feature is in the region itself.
-        memory: that device's memory, if the transport reaches it.
         store: name of the store that holds the feature under ``mm_hash``; "" with a region.
         item: the encoded item, from which P derives the expected length; None if E does not know it.
         producer: kind of device and operators that computed it; "" if unknown.
@@ -372,7 +371,6 @@ class FeatureEvent(Message, frozen=True):
     region: Region | None = None
     offset: int = 0
     generation: int = 0
-    memory: Region | None = None
     store: str = ""
     item: MediaRef | None = None
     producer: str = ""

@@ -17,7 +17,7 @@ GRACE_S = 10.0
 
 
 #: The offer to upgrade to HTTP/2, after which httptools would not read the body.
-_H2C = re.compile(rb"\r\nupgrade:[ \t]*h2c(?=\r\n)", re.IGNORECASE)
+_H2C = re.compile(rb"\r\nupgrade:[ \t]*h2c(?=\r\n|$)", re.IGNORECASE)
 
 
 class BoundedHttp(HttpToolsProtocol):
@@ -49,9 +49,10 @@ class BoundedHttp(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._collected_bytes += len(data)
-        if not self._in_body and _H2C.search(data):  # a server may ignore it (RFC 9110, section 7.8)
+        if not self._in_body:
             head, end, rest = data.partition(b"\r\n\r\n")
-            data = _H2C.sub(b"", head) + end + rest
+            if _H2C.search(head):  # a server may ignore it (RFC 9110, section 7.8)
+                data = _H2C.sub(b"", head) + end + rest
         super().data_received(data)
         if self.transport.is_closing():
             return

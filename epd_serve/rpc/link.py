@@ -127,13 +127,16 @@ class LinkCall:
 
     def close(self) -> None:
         """Cancel the call unless its answer is complete. Idempotent."""
+        if self.closed:
+            return
         self.closed = True
         if self.connection is not None:
             self.connection.cancel(self)
         if not self.opened.done():
             self.opened.cancel()
-        elif not self.opened.cancelled():
-            self.opened.exception()  # mark it as retrieved
+        elif not self.opened.cancelled() and self.opened.exception() is None:
+            self.opened = self.link.loop.create_future()  # its result is this call: a reference cycle
+            self.opened.cancel()
         self._pieces.clear()
 
     def _take(self) -> bytes:

@@ -50,7 +50,6 @@ class StoredFeature:
         request_id: str,
         *,
         region: Region | None = None,
-        memory: Region | None = None,
         store: str = "",
     ) -> FeatureEvent:
         """Return the hash event of the feature, in a region or in a named store."""
@@ -64,7 +63,6 @@ class StoredFeature:
             region=region,
             offset=self.offset or 0,
             generation=self.generation,
-            memory=memory,
             store=store,
         )
 

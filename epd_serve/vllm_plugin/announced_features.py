@@ -12,7 +12,7 @@ from epd_serve.errors import InstanceFailed
 from epd_serve.protocol.wire import FeatureEvent, FeatureWithdrawn, Region, decode
 from epd_serve.rpc.server import Handler, Reply
 from epd_serve.transfer.feature_store import FeatureSlab, StoredFeature, checksum, read_feature
-from epd_serve.transfer.reservation import Tombstones
+from epd_serve.transfer.kv_receiver import Tombstones
 from epd_serve.transfer.transport import TransferError, Transport
 
 #: Prefix of the owner of a feature whose request has not asked for it yet.

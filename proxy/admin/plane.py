@@ -37,7 +37,6 @@ from proxy.api.views import health_router, key_required
 from proxy.fleet import Member
 from proxy.gateway import Gateway
 from proxy.http.asgi import install_error_handlers
-from proxy.leases import Leases
 from proxy.observe.access_log import line_of
 from proxy.observe.record import RequestRecord
 
@@ -82,9 +81,8 @@ class SecretRequired(ServeError):
 class AdminPlane:
     """Handlers of the admin API. Keeps the latest finished requests for autoscale."""
 
-    def __init__(self, gateway: Gateway, leases: Leases) -> None:
+    def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._leases = leases
         self._switches = Switches(gateway.fleet)
         self._decisions: deque[dict[str, Any]] = deque(maxlen=_NUM_DECISIONS)
         self._served: deque[bytes] = deque(maxlen=_NUM_REQUESTS)  # as lines of the access log
@@ -190,7 +188,7 @@ class AdminPlane:
 
     async def _leave(self, name: str, incarnation: int = 0) -> JSONResponse:
         """Remove an instance; with ``incarnation`` only that one, not its successor of the same name."""
-        self._leases.leave(name, incarnation)
+        self._gateway.fleet.leave(name, incarnation)
         return JSONResponse({"name": name})
 
     def _read_join(self, data: bytes) -> tuple[JoinBody, bool]:
@@ -201,7 +199,7 @@ class AdminPlane:
                 param="url",
             )
         name, role, incarnation = body.name, body.role, body.incarnation
-        return body, self._leases.join(name, body.url, body.lease_s, role=role, incarnation=incarnation)
+        return body, self._gateway.fleet.join(name, body.url, body.lease_s, role=role, incarnation=incarnation)
 
     async def _join_by_link(self, body: bytes) -> Reply:
         self._read_join(body)
@@ -209,7 +207,7 @@ class AdminPlane:
 
     async def _leave_by_link(self, body: bytes) -> Reply:
         lease = _read_lease(body)
-        self._leases.leave(lease.name, lease.incarnation)
+        self._gateway.fleet.leave(lease.name, lease.incarnation)
         return Reply()
 
     # ------------------------------------------------------------------ autoscale

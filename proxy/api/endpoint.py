@@ -15,20 +15,22 @@ from typing import Any
 from msgspec.structs import replace
 from starlette.types import Receive, Scope, Send
 
-from epd_serve.errors import InvalidRequest, ModelNotFound, ServeError, StageTimeout, Unavailable
+from epd_serve.errors import InstanceLost, InvalidRequest, ModelNotFound, ServeError, StageTimeout, Unavailable
 from epd_serve.protocol.openai.generation import GenerationRequest, Translation
-from epd_serve.protocol.wire import REQUEST_ID_HEADER
-from epd_serve.types import PLURALS
+from epd_serve.protocol.openai.tokenizing import TokenQuestion
+from epd_serve.protocol.wire import REQUEST_ID_HEADER, DetokenizeReply, DetokenizeRequest, MediaRef, TokenizeReply
+from epd_serve.routing.retry import LOOK_AGAIN_S, is_planned
+from epd_serve.types import PLURALS, Stage
 from proxy.admission import Visit
 from proxy.gateway import Gateway
 from proxy.http.client import Client, ClientLeft, ResponseAborted, TooSlow, headers_of
-from proxy.http.interruption import Interruption
 from proxy.media.loader import MediaItem
 from proxy.observe.record import RequestRecord
 from proxy.serving.forwarding import EventSink
 from proxy.serving.job import Job
 from proxy.serving.prompts import stream_several, whole_several
 from proxy.serving.serve import serve_stream, serve_whole
+from proxy.tasks import Interruption
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +42,7 @@ BROKEN_OFF = 599
 #: Longest time for a body to arrive.
 BODY_S = 120.0
 #: Larger bodies are parsed in a thread, because they would block the event loop for milliseconds.
-_INLINE_BYTES = 256 * 1024
+_INLINE_BYTES = 512 * 1024
 #: Time for a client to receive the error that ends its stream.
 _LAST_WORDS_S = 1.0
 
@@ -115,6 +117,7 @@ class Endpoint:
         finally:
             if client.answered:
                 self.gateway.observer.finish(record, status, failure)
+            failure = None  # its traceback refers to this frame: a reference cycle
 
     async def _generate(self, client: Client, visit: Visit, body: bytearray, sink: EventSink) -> None:
         """Answer a request through ``sink`` or as a whole. Raises ServeError, even after the first byte."""
@@ -243,3 +246,42 @@ class TranslatedOutlet:
         events = [event.removeprefix(b"data: ") for event in bytes(data).split(b"\n\n") if event]
         body = b"".join(map(self._translation.events, events))
         return self._client.write(body, last=last) if body or last else True
+
+
+class TokenizingEndpoint(Endpoint):
+    """``/tokenize``, ``/detokenize`` and the counts of tokens: a prefill instance answers."""
+
+    async def _generate(self, client: Client, visit: Visit, body: bytearray, sink: EventSink) -> None:
+        request: TokenQuestion = await self._parse(body)
+        items = await self._prepare(client.record, visit, request)
+        answer = await self._ask(request, [item.ref for item in items], client.record)
+        client.answered = True
+        await client.send_json(200, answer)
+
+    async def _ask(self, request: TokenQuestion, refs: list[MediaRef], record: RequestRecord) -> bytes:
+        """Ask the least loaded prefill instance; wait for one as chats do."""
+        fleet, trace_id = self.gateway.fleet, record.request_id
+        message, lost = request.message(refs), None
+        reply: TokenizeReply | DetokenizeReply
+        while True:
+            for one in sorted(fleet.table.ready(Stage.PREFILL, record.model), key=lambda one: one.prefill_s):
+                calls = fleet.calls.get(one.name)
+                if calls is None:
+                    continue
+                assert one.info is not None, "a ready instance has sent its info"
+                try:
+                    if isinstance(message, DetokenizeRequest):
+                        reply = await calls.detokenize(message, trace_id=trace_id)
+                    else:
+                        reply = await calls.tokenize(message, trace_id=trace_id)
+                    answer = request.answer(reply, one.info.max_model_len)
+                    return (await asyncio.to_thread(answer.model_dump_json)).encode()
+                except InstanceLost as error:
+                    fleet.report_lost(one.name)
+                    lost = error
+                except Unavailable as error:
+                    if not is_planned(error):
+                        raise
+            if lost is not None or not fleet.is_awaited:
+                raise lost or Unavailable("no prefill instance is ready; try again shortly")
+            await asyncio.sleep(LOOK_AGAIN_S)

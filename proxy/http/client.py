@@ -11,8 +11,8 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from epd_serve.errors import InvalidRequest, ServeError, TooLarge
-from proxy.http.interruption import Interruption
 from proxy.observe.record import RequestRecord
+from proxy.tasks import Interruption
 
 Header = tuple[bytes, bytes]
 JSON = b"application/json"
@@ -74,7 +74,7 @@ class Client:
         self._watcher: asyncio.Task[None] | None = None
         self._start: Sequence[Header] | None = None
         self._written: list[bytes | memoryview] = []
-        self._ended = False
+        self._has_begun = self._ended = False
         self._sending = asyncio.Lock()
 
     async def body(self, max_bytes: int) -> bytearray:
@@ -125,14 +125,26 @@ class Client:
         self._start = headers
 
     def write(self, data: bytes | memoryview, *, last: bool = False) -> bool:
-        self._written.append(data)
         self._ended = last
+        if self._has_begun and not (last or self._written or self._sending.locked()) and self._send_now(data):
+            return True
+        self._written.append(data)
+        return False
+
+    def _send_now(self, data: bytes | memoryview) -> bool:
+        """Send a part of the answer unless that would wait; the hot path of every token."""
+        sending = self._send({"type": "http.response.body", "body": data, "more_body": True}).__await__()
+        try:
+            next(sending)
+        except StopIteration:
+            return True
+        sending.close()  # the client does not keep up; the server waits before it writes
         return False
 
     async def drain(self) -> None:
         async with self._sending:  # several prompts may share a stream
             if self._start is not None:
-                headers, self._start = self._start, None
+                headers, self._start, self._has_begun = self._start, None, True
                 await self._send({"type": "http.response.start", "status": 200, "headers": list(headers)})
             written, self._written = self._written, []
             if written:
@@ -145,6 +157,7 @@ class Client:
         """Stop watching for a disconnect."""
         if self._watcher is not None:
             self._watcher.cancel()
+            self._watcher = None  # its exception refers to this client: a reference cycle
 
 
 #: Default and longest wait before another try.

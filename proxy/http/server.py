@@ -8,6 +8,8 @@ import math
 import resource
 import signal
 import socket
+import time
+from collections.abc import Callable
 from typing import Any, cast
 
 import uvicorn
@@ -16,7 +18,6 @@ from fastapi import FastAPI
 from epd_serve.protocol.addresses import url_of
 from epd_serve.rpc.bounded import BoundedHttp
 from proxy.http.client import ResponseAborted
-from proxy.observe.log_filters import RateLimit
 
 #: Longer than clients' keep-alive, so that none sends on a connection that the server is closing.
 KEEP_ALIVE_S = 75
@@ -24,6 +25,8 @@ KEEP_ALIVE_S = 75
 _RETIRE_S = 3.0
 #: Share of the process's file descriptors for clients; the rest serves calls to instances.
 _CONNECTION_SHARE = 0.75
+#: Most log texts counted at a time, so that varying texts cannot fill memory.
+_MAX_TEXTS = 1000
 
 
 class GatewayServer(uvicorn.Server):
@@ -81,6 +84,7 @@ def new_server(
             access_log=False,
             log_level="warning",
             server_header=False,
+            proxy_headers=False,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=math.ceil(grace_s),
             limit_concurrency=int(_CONNECTION_SHARE * resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
@@ -100,3 +104,33 @@ def new_server(
 def _is_not_abort(record: logging.LogRecord) -> bool:
     """Return False for uvicorn's traceback of an aborted stream; the endpoint has logged the cause."""
     return not (record.exc_info and isinstance(record.exc_info[1], ResponseAborted))
+
+
+class RateLimit(logging.Filter):
+    """Limits the log records that clients can cause: ``most`` per message template in ``every_s``.
+
+    The next period begins with the number dropped. Records with a traceback always pass.
+    """
+
+    def __init__(
+        self, most: int = 10, every_s: float = 60.0, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__()
+        self._most = most
+        self._every_s = every_s
+        self._clock = clock
+        self._seen: dict[str, tuple[float, int]] = {}  # text → start of the period, records in it
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.exc_info:
+            return True
+        text, now_s = str(record.msg), self._clock()
+        since_s, number = self._seen.get(text, (now_s, 0))
+        if now_s - since_s >= self._every_s:
+            if number > self._most:
+                record.msg = f"{text} ({number - self._most} similar messages were dropped)"
+            since_s, number = now_s, 0
+        if len(self._seen) >= _MAX_TEXTS:
+            self._seen.clear()
+        self._seen[text] = since_s, number + 1
+        return number < self._most

@@ -25,6 +25,7 @@ from epd_serve.protocol.wire import MediaRef
 from epd_serve.types import MODALITIES, Modality
 from proxy.media.fetch import MediaFetcher
 from proxy.settings import GatewaySettings
+from proxy.tasks import run_all
 
 #: Items of one request fetched at a time.
 MAX_FETCHES = 8
@@ -125,12 +126,7 @@ class MediaLoader:
 
         if len(sources) == 1:
             return [await load(sources[0])]
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(load(source)) for source in sources]
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None
-        return [task.result() for task in tasks]
+        return await run_all(load(source) for source in sources)
 
     async def _load(self, source: MediaSource, salt: str, fetches: asyncio.Semaphore) -> MediaItem:
         num_pixels = 0

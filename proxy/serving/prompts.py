@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
 
 import msgspec
 
@@ -14,24 +12,23 @@ from proxy.http.client import Header
 from proxy.serving.forwarding import EventSink
 from proxy.serving.job import Job
 from proxy.serving.serve import serve_stream, serve_whole
+from proxy.tasks import run_all
 
 _END_OF_EVENT = b"\n\n"
 _NO_CHOICES = b'"choices":[]'
-
-T = TypeVar("T")
 
 
 async def stream_several(fleet: Fleet, jobs: Sequence[Job], sink: EventSink) -> None:
     """Write the events of all jobs to ``sink`` as they come. Raises the first ServeError."""
     strands = [_Strand(job, sink) for job in jobs]
-    await _run_all(serve_stream(fleet, strand.job, strand.sink) for strand in strands)
+    await run_all(serve_stream(fleet, strand.job, strand.sink) for strand in strands)
     usage, options = sum((strand.usage for strand in strands), chunks.Usage(0, 0)), jobs[0].output
     sink.write((chunks.usage_event(options, usage) if options.include_usage else b"") + chunks.DONE)
 
 
 async def whole_several(fleet: Fleet, jobs: Sequence[Job]) -> bytes:
     """Return one answer with the choices of all jobs. Raises the first ServeError."""
-    bodies = await _run_all(serve_whole(fleet, job) for job in jobs)
+    bodies = await run_all(serve_whole(fleet, job) for job in jobs)
     answers = [msgspec.json.decode(body) for body in bodies]
     usages = [answer["usage"] for answer in answers]
     return msgspec.json.encode(
@@ -41,15 +38,6 @@ async def whole_several(fleet: Fleet, jobs: Sequence[Job]) -> bytes:
             "usage": sum(map(chunks.Usage.of, usages), chunks.Usage(0, 0)).to_dict(),
         }
     )
-
-
-async def _run_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one) for one in work]
-    except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from None
-    return [task.result() for task in tasks]
 
 
 class _Strand:

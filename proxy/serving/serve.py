@@ -24,10 +24,10 @@ from epd_serve.routing.table import InstanceRecord, OpenCall
 from epd_serve.telemetry.span import Span
 from epd_serve.types import Stage
 from proxy.fleet import Fleet
-from proxy.http.interruption import Interruption
 from proxy.observe.record import DECODE, ENCODE, ENCODED, PREFILL, RECOMPUTED, STORED, TRANSFER
 from proxy.serving.forwarding import EventSink, Streamed, Whole
 from proxy.serving.job import Job, measure_demand
+from proxy.tasks import Interruption
 
 _P, _D = Stage.PREFILL, Stage.DECODE
 
@@ -201,6 +201,7 @@ class _Attempt(Struct, eq=False):
             self._close_call(stage)
         if encodes:
             await asyncio.wait(encodes)
+        self._encodes.clear()  # their exceptions refer to this attempt: a reference cycle
 
     def lose_instance(self, name: str) -> None:
         """Abandon an instance that does not answer, even if its connections are open."""

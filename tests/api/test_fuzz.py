@@ -1,11 +1,12 @@
-"""Some hundred broken requests over every API: no 5xx, no hang, an error that says something."""
+"""Some hundred broken requests and frames: no 5xx, no hang, an error that says something, nothing held."""
 
 import random
+from urllib.parse import urlsplit
 
 import pytest
 import pytest_asyncio
-from fuzzing import broken_request, find_problem, is_answered, valid_bodies
 
+from benchmarks.broken import broken_request, find_problem, is_answered, send_frames, valid_bodies
 from epd_serve.verify.client import Client
 from epd_serve.verify.traffic import in_parallel
 
@@ -36,3 +37,15 @@ async def test_whatever_comes_is_answered_in_order(api, client, seed):
     await in_parallel(send, (broken_request(rng, valid) for _ in range(100)), 4)
     assert not problems, f"{len(problems)}: {problems[0]}"
     await api.settle()
+
+
+async def test_broken_frames_disturb_nobody(api, client):
+    rng = random.Random(0)
+    ports = [urlsplit(instance.url).port for instance in api.instances.values()]
+
+    async def send(number):
+        await send_frames("instance", "127.0.0.1", ports[number % len(ports)], rng)
+
+    await in_parallel(send, iter(range(400)), 4)
+    await api.settle()
+    assert all([await is_answered(client, path, body) for path, body in valid_bodies(client.model)[:3]])

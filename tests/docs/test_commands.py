@@ -22,10 +22,10 @@ from typing import Any
 import pytest
 import typer
 from fleet import wait_until
+from own_ports import free_port
 
 from epd_serve.cli.app import app
 from epd_serve.config import parse_config
-from epd_serve.launch.processes.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]

@@ -17,12 +17,12 @@ import pytest
 from chat import chat
 from fleet import Books, is_up, wait_until
 from http_client import http_client
+from own_ports import free_port
 from transports import needs_mooncake
 
 from epd_serve.config import change_config, load_config
 from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.launch.processes import supervisor
-from epd_serve.launch.processes.ports import free_port
 from epd_serve.telemetry.breakdown import read_traces
 
 ROOT = Path(__file__).parents[2]

@@ -13,10 +13,10 @@ import pytest
 from chat import chat
 from fleet import Books, deployed
 from http_client import http_client
+from own_ports import free_port
 from pictures import noise
 
 from epd_serve.launch.deployment import LocalDeployment
-from epd_serve.launch.processes.ports import free_port
 
 #: One place in a step: whoever waits for it makes decode late on a machine of any speed.
 ROLES = {"D": {"max_num_seqs": 1}}

@@ -22,10 +22,10 @@ import pytest_asyncio
 from chat import chat
 from fleet import Books, deployed, figures, gateway, is_up, until_decoding, wait_until
 from http_client import http_client
+from own_ports import free_port
 from pictures import noise
 
 from epd_serve.launch.deployment import LocalDeployment
-from epd_serve.launch.processes.ports import free_port
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 CHATS = "/v1/chat/completions"

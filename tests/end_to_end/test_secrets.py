@@ -13,10 +13,10 @@ import pytest
 from chat import chat
 from fleet import deployed
 from http_client import http_client
+from own_ports import free_port
 from pictures import noise
 
 from epd_serve.config.keys import hash_key, new_key
-from epd_serve.launch.processes.ports import free_port
 
 SECRETS = {
     "plain": "plain-API-key-of-the-file",

@@ -16,12 +16,12 @@ import pytest
 from chat import chat
 from fleet import Books, deployed, gateway
 from http_client import http_client
+from own_ports import free_port
 from PIL import Image
 
 from epd_serve.demo import weights_dir
 from epd_serve.instance.http import Peers
 from epd_serve.launch.deployment import LocalDeployment
-from epd_serve.launch.processes.ports import free_port
 from epd_serve.protocol import wire
 
 QUESTION = {"model": "demo", "prompt": "apple banana cherry", "temperature": 0, "ignore_eos": True, "stream": True}

@@ -18,6 +18,7 @@ import pytest
 from chat import chat, data_url
 from fleet import deployed, figures, wait_until
 from in_process import Deployment, deployment
+from own_ports import free_port
 from pictures import png
 from PIL import Image
 
@@ -27,8 +28,8 @@ from epd_serve.config import DeploymentConfig, ShapeConfig
 from epd_serve.cost.shape import shape_of
 from epd_serve.engine.emulated.digests import DigestMemory
 from epd_serve.launch.deployment import LocalDeployment
-from epd_serve.launch.processes.ports import free_port
 from epd_serve.launch.processes.process import ProcessState
+from epd_serve.launch.processes.supervisor import Process
 from epd_serve.routing import encoders
 
 SHAPE = ShapeConfig(shape_of="qwen2.5-vl-7b")
@@ -232,8 +233,12 @@ async def test_instances_on_one_device_start_side_by_side_each_in_its_part_of_th
     states: list[tuple[str, ProcessState]] = []
     ports = {"gateway": {"port": 0}, "instances": {"base_port": 0}}
     config = DeploymentConfig(topology="(E-P-D)", devices=["emulated:h200:0"], model=SHAPE, **ports)
-    one = LocalDeployment(config, on_change=lambda process: states.append((process.spec.name, process.state)))
-    async with one:
+
+    class Watched(LocalDeployment):
+        def on_change(self, process: Process) -> None:
+            states.append((process.spec.name, process.state))
+
+    async with Watched(config) as one:
         kv = {name: (await figures(one.instances[name].url))["total_blocks"] for name in ("p0", "d0")}
     ready = next(number for number, (_, state) in enumerate(states) if state is ProcessState.READY)
     assert {name for name, _ in states[:ready]} == {"e0", "p0", "d0", "gateway"}

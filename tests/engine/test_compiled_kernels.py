@@ -69,7 +69,7 @@ def _main(path: Path, graphs: str) -> None:
     from device.ops import triton_decode, triton_layers
     from device.ops.triton_ops import TritonOps
     from device.registry import get_device
-    from epd_serve.engine.pace.step_timer import StepTimer
+    from epd_serve.engine.pace import StepTimer
     from epd_serve.sched.schedule import Budget
 
     assert isinstance(triton.language.cdiv, JITFunction), "unset TRITON_INTERPRET"

@@ -17,8 +17,7 @@ from transformers import AddedToken, AutoTokenizer
 
 from epd_serve.demo import weights_dir
 from epd_serve.engine.sampling.constraints import restrict
-from epd_serve.engine.sampling.grammar import Grammars
-from epd_serve.engine.sampling.thinking import ThinkingConstraint
+from epd_serve.engine.sampling.grammar import Grammars, ThinkingConstraint
 from epd_serve.protocol.openai.tool_format import FORMATS
 from epd_serve.protocol.wire import CalledFunction
 from epd_serve.sched.sequence import Sequence

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from epd_serve.engine.device_board import DeviceBoard
-from epd_serve.sched.token_time import Slack
+from epd_serve.engine.device_board import DeviceBoard, Slack
 
 
 class Clock:

@@ -16,31 +16,26 @@ import msgspec
 import pytest
 import torch
 from chips import CHIP, ENVIRONMENT
-from transports import DEVICE_OPTIONS, needs_mooncake
 
 from device.registry import get_device
-from epd_serve.engine import device_features
 from epd_serve.engine.device_features import SLOT_BYTES, Copies, DeviceFeatureStore
 from epd_serve.protocol import wire
 from epd_serve.protocol.wire import FeatureEvent
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore
-from epd_serve.transfer.mooncake.transport import MooncakeTransport
 from epd_serve.transfer.transport import NotMapped, PeerGone, TransferError
 
 DEVICE = get_device(CHIP)
 ENCODER = f"""
 import asyncio, chip.chip, sys, torch
 from device.registry import get_device
-from epd_serve.engine import device_features
 from epd_serve.engine.device_features import SLOT_BYTES, DeviceFeatureStore
 from epd_serve.protocol import wire
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore
-from transports import DEVICE_OPTIONS, EmbeddedTransport, MooncakeTransport
-maps = sys.argv[1] == "mapped"
-transport = EmbeddedTransport(path="shm") if maps else MooncakeTransport(DEVICE_OPTIONS)
+from epd_serve.transfer.embedded import EmbeddedTransport
+transport = EmbeddedTransport(path="shm")
 device, host = get_device("{CHIP}"), EmbeddedFeatureStore(transport, 4096)
-store = DeviceFeatureStore(device, transport, host, SLOT_BYTES, shares=maps, registers=not maps)
+store = DeviceFeatureStore(device, transport, host, SLOT_BYTES)
 data = torch.full((1000,), 7, dtype=torch.uint8).to(device.torch_device)
 feature = asyncio.run(store.put("a", data, [1000], "uint8", "r"))
 print(wire.encode(store.event("a", feature, "r")).hex(), flush=True)
@@ -49,23 +44,14 @@ sys.stdin.readline()
 
 
 class Pair:
-    """An encoder's store of two places, and a consumer's: of one host, where it maps them, or of two."""
+    """An encoder's store of two places, and a consumer's of the same host."""
 
-    def __init__(self, stack: ExitStack, kind: str = "mapped") -> None:
-        self.kind, maps = kind, kind == "mapped"
-        transports: list[Any] = (
-            [EmbeddedTransport(path="shm")] * 2 if maps else [MooncakeTransport(DEVICE_OPTIONS) for _ in range(2)]
-        )
-        for transport in transports:
-            stack.callback(transport.close)
+    def __init__(self, stack: ExitStack) -> None:
+        transport = EmbeddedTransport(path="shm")
+        stack.callback(transport.close)
         self.encoder, self.consumer = (
-            DeviceFeatureStore(
-                *(DEVICE, one, EmbeddedFeatureStore(one, 1 << 20), nbytes),
-                shares=maps,
-                registers=not maps,
-                lease_s=60.0,
-            )
-            for one, nbytes in zip(transports, (2 * SLOT_BYTES, 0), strict=True)
+            DeviceFeatureStore(DEVICE, transport, EmbeddedFeatureStore(transport, 1 << 20), nbytes)
+            for nbytes in (2 * SLOT_BYTES, 0)
         )
         stack.callback(self.encoder.close)
         stack.callback(self.consumer.close)
@@ -79,31 +65,25 @@ class Pair:
         return self.encoder.event(name, feature, "r")
 
 
-BOTH = pytest.mark.parametrize("pair", ["mapped", pytest.param("read", marks=needs_mooncake)], indirect=True)
-
-
 @pytest.fixture
-def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
-    monkeypatch.setattr(device_features, "_PART_BYTES", 40_000)
+def pair() -> Iterator[Pair]:
     with ExitStack() as stack:
-        yield Pair(stack, getattr(request, "param", "mapped"))
+        yield Pair(stack)
 
 
-@BOTH
 def test_a_feature_overwritten_while_it_is_copied_is_a_miss(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     event = pair.put("a", 1)
     assert set(pair.consumer.fetch(event).tolist()) == {1}
-    owner, name, last = (Copies, "within", 1) if pair.kind == "mapped" else (MooncakeTransport, "read", 2)
-    copy, calls = getattr(owner, name), itertools.count(1)
+    copy, calls = Copies.within, itertools.count(1)
 
     def late(*arguments: Any) -> Any:
-        if next(calls) == last:  # between a consumer's look at the event and the end of its copy
+        if next(calls) == 1:  # between a consumer's look at the event and the end of its copy
             for number in (2, 3):
                 pair.put(f"other {number}", number)
         return copy(*arguments)
 
     with monkeypatch.context() as planted:
-        planted.setattr(owner, name, late)
+        planted.setattr(Copies, "within", late)
         with pytest.raises(TransferError):
             pair.consumer.fetch(event)
     again = pair.put("a", 4)
@@ -142,7 +122,6 @@ def test_memory_that_is_not_reached(pair: Pair) -> None:
         assert isinstance(raised.value, NotMapped) == (name != "fd")
 
 
-@BOTH
 def test_what_lies_outside_is_refused(pair: Pair) -> None:
     event = pair.put("a", 1)
     for offset in (2 * SLOT_BYTES, -SLOT_BYTES, 8):
@@ -167,10 +146,9 @@ def test_an_encoder_gives_up_its_memory_when_nobody_maps_it() -> None:
 
 
 @pytest.mark.slow
-@BOTH
 def test_a_feature_of_a_killed_encoder_is_a_miss(pair: Pair) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", ENCODER, pair.kind],
+        [sys.executable, "-c", ENCODER],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -17,10 +17,10 @@ from transports import DEVICE_OPTIONS, mooncake_options, needs_mooncake
 from device.registry import get_device
 from epd_serve.engine.device_memory import are_reached
 from epd_serve.engine.kv_memory import KVMemory, block_nbytes
-from epd_serve.instance.decode import read_kv
 from epd_serve.protocol import wire
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.grouping import GroupSizer
+from epd_serve.transfer.kv_receiver import read_kv
 from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer, Part
 from epd_serve.transfer.mooncake import transport as mooncake
 from epd_serve.transfer.mooncake.engine import Engine
@@ -91,15 +91,16 @@ def test_kv_goes_from_device_to_device(
     here, there = memories(transports)
     announced: list[wire.KVAnnouncement] = []
 
-    class Decoder:
+    class Transfer(OutgoingTransfer):
         def announce(self, announcement: wire.KVAnnouncement, there: KVMemory = there) -> wire.KVTaken:
-            announced.append(announcement)
+            if announcement.parts:
+                announced.append(announcement)
             read_kv(announcement, announcement.parts, there, transports[1])
             return wire.KVTaken([part.transfer_id for part in announcement.parts])
 
     sender = KVSender(here, GroupSizer(num_layers=3), time.monotonic)
     target = wire.ReserveReply([5, 17, 1], 0, there.region.name, staged_cells=there.staged_cells)
-    transfer = OutgoingTransfer("t", Decoder(), target)
+    transfer = Transfer("t", target)
     passed = threading.Event()
     sender.push(range(1, 3), [Part(transfer, [3, 1, 7], [5, 17, 1])])
     sender.fence(transfer, passed.set)
@@ -114,7 +115,7 @@ def test_kv_goes_from_device_to_device(
         memory.release(transport)
     with pytest.raises(TransferError):
         transports[0].read(there.region, [(0, memoryview(bytearray(8)))])
-    del memory, here, there, sender, transfer, Decoder
+    del memory, here, there, sender, transfer, Transfer
     gc.collect()  # a class is a cycle
     DEVICE.synchronize()
     assert DEVICE.memory()[1] == free

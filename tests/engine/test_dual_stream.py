@@ -16,12 +16,11 @@ from pictures import noise
 from tiny_models import make_tiny_model
 
 from device.registry import get_device
-from epd_serve.engine.device_board import DeviceBoard
+from epd_serve.engine.device_board import DeviceBoard, Slack
 from epd_serve.engine.dual_stream import Cores, LanguageStream, TowerStream
 from epd_serve.models.loader import load_family
 from epd_serve.models.tower import Tower
 from epd_serve.sched.schedule import ScheduleOutput
-from epd_serve.sched.token_time import Slack
 
 DECODES: Any = ScheduleOutput(decodes=[object()])  # type: ignore[list-item]
 PREFILL: Any = ScheduleOutput(prefills=[(object(), 5)])  # type: ignore[list-item]

@@ -52,8 +52,7 @@ def prompt(name: str, num_tokens: int, first_block: int, state_blocks: int = 0) 
 def outgoing(sequence: Prompt, region_name: str, num_cached: int) -> OutgoingTransfer:
     blocks = sequence.blocks + sequence.state_blocks
     target = ReserveReply([block + 1000 for block in blocks], num_cached, region_name)
-    peer: Any = None  # nothing is announced here
-    return OutgoingTransfer(sequence.request_id, peer, target, next_block=num_cached)
+    return OutgoingTransfer(sequence.request_id, target, next_block=num_cached)
 
 
 @given(

@@ -1,10 +1,10 @@
-"""Budgets of a real instance: measured before it serves, kept on disk, without a trace in its caches."""
+"""Budgets of a real instance: measured before it serves, without a trace in its caches."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,12 @@ import pytest
 import tiny_models
 from prompts import completion
 
-from device.emulated.timed import TimedDevice
 from epd_serve.config import InstanceOptions
 from epd_serve.config.sections import SLOConfig
-from epd_serve.engine.pace import measurements
-from epd_serve.engine.pace.measurements import Measurements
-from epd_serve.engine.pace.step_limits import StepLimits
-from epd_serve.engine.pace.step_timer import StepTimer, median_s
+from epd_serve.engine import pace
+from epd_serve.engine.pace import MEASURE_S, StepLimits, StepTimer, median_s
 from epd_serve.instance.instance import Instance
+from epd_serve.instance.loading.checkpoint import CheckpointModel
 from epd_serve.sched.step_sizes import StepShape
 from epd_serve.types import Role
 
@@ -28,12 +26,6 @@ from epd_serve.types import Role
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_models.make_tiny_model("qwen2_5_vl", tmp_path_factory.mktemp("models") / "qwen2_5_vl")
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("EPD_SERVE_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 #: What the test model's processor leaves of an image of 448 x 448 pixels.
@@ -94,7 +86,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[StepShape]:
     return shapes
 
 
-async def test_without_an_slo_nothing_is_measured(model: Path, cache: Path, measured: list[StepShape]) -> None:
+async def test_without_an_slo_nothing_is_measured(model: Path, measured: list[StepShape]) -> None:
     for changes in ({}, {"slo": SLOConfig(ttft_ms=50.0)}):
         async with started(options(model, "PD", **changes)) as instance:
             assert await budgets(instance) == {
@@ -105,37 +97,28 @@ async def test_without_an_slo_nothing_is_measured(model: Path, cache: Path, meas
                 "feature_cache_bytes": 256 << 20,
             }
     assert measured == []
-    assert not any(cache.parent.rglob("*.json"))
-
-
-def slow_down(cache: Path) -> dict[str, float]:
-    """Make the steps on disk 100 times as long, and encodes 0.1 s an image; return the steps."""
-    (file,) = cache.rglob("*.json")
-    content = json.loads(file.read_text())
-    known = {key: 100 * seconds for key, seconds in content["seconds"].items() if key.startswith("step ")}
-    content["seconds"] = known | {f"encode {count}": 0.1 * count for count in range(1, 5)}
-    file.write_text(json.dumps(content))
-    return known
 
 
 async def test_budgets_come_from_the_slo_and_answers_stay(
-    model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, measured: list[StepShape]
+    model: Path, monkeypatch: pytest.MonkeyPatch, measured: list[StepShape]
 ) -> None:
-    monkeypatch.setattr(measurements, "cpu_seconds_of_others", lambda: 0.0)  # else nothing is kept
     async with started(options(model, "EPD", slo=SLOConfig(tpot_ms=10_000.0))) as instance:
         loose = await budgets(instance)
         expected = [await answer(instance, f"a{length}", length) for length in (5, 200)]
         idle = await asked(instance, "/integrity")
+        measured.clear()
+        await instance.rebuild(Role.parse("PD"))
+        await instance.rebuild(Role.parse("EPD"))
+        steps = [str(shape) for shape in measured]
+        assert len(set(steps)) == len(steps), "a role that it had is measured again"
     assert (loose["max_num_batched_tokens"], loose["max_num_seqs"], loose["limit_ms"]) == (256, 8, 10_000)
     assert loose["image_budget_pixels"] == 4 * IMAGE_PIXELS
     assert set(idle.values()) == {0}, "the profile left something behind"
-    assert measured
-    measured.clear()
-    known = slow_down(cache)
+    monkeypatch.setattr(StepTimer, "seconds", lambda timer, shape: 0.001 * shape.work.num_tokens)
+    monkeypatch.setattr(CheckpointModel, "encode_seconds", lambda model, tower, count: 0.1 * count)
     async with started(options(model, "EPD", slo=SLOConfig(tpot_ms=250.0))) as instance:
         assert [await answer(instance, f"a{length}", length) for length in (5, 200)] == expected
         tight = await budgets(instance)
-    assert all(f"step {shape}" not in known for shape in measured), "what is on disk was measured again"
     assert tight["image_budget_pixels"] == 2 * IMAGE_PIXELS
     assert tight["correction"] != 1, "nothing was learnt from real steps"
 
@@ -155,49 +138,18 @@ async def test_a_limit_that_cannot_be_met_gives_the_smallest_and_says_what_could
     assert f"slo.{slo}_ms" in caplog.text and "lowest feasible limit" in caplog.text
 
 
-def limits_of(cache: Path, clock: Callable[[], float], others_s: Callable[[], float]) -> StepLimits:
-    chosen = options(Path("model"), "P", slo=SLOConfig(ttft_ms=2000), max_num_batched_tokens=4096)
-    return StepLimits(chosen, Measurements(cache, {"model": "a"}, clock=clock, others_s=others_s))
-
-
 @pytest.mark.parametrize("step_s", [0.3, 1.0, 4.0])
-def test_a_start_measures_for_seconds_and_says_where_it_keeps_them(
-    cache: Path, caplog: pytest.LogCaptureFixture, step_s: float
-) -> None:
-    caplog.set_level(logging.INFO)
+def test_a_start_measures_for_seconds(monkeypatch: pytest.MonkeyPatch, step_s: float) -> None:
     now = [0.0]
+    monkeypatch.setattr(pace.time, "monotonic", lambda: now[0])
 
     def measure(shape: StepShape) -> float:
         now[0] += step_s
         return 0.001 * shape.work.num_tokens
 
-    budget = limits_of(cache, lambda: now[0], lambda: 0.0).find_budget(
-        measure, num_blocks=1000, max_model_len=4000
-    )
-    assert now[0] <= measurements.MEASURE_S + step_s and budget.pace is not None
-    [file] = (cache / "profiles").iterdir()
-    assert str(file) in caplog.text
-
-
-@pytest.mark.parametrize(("busy", "is_kept"), [(0.1, True), (0.9, False)])
-def test_what_was_measured_under_load_is_measured_again(cache: Path, busy: float, is_kept: bool) -> None:
-    now = [0.0]
-
-    def measure(count: int) -> float:
-        now[0] += 0.1
-        return 0.1
-
-    limits_of(cache, lambda: now[0], lambda: busy * now[0]).find_image_budget(1, measure)
-    assert (cache / "profiles").is_dir() is is_kept
-
-
-@pytest.mark.parametrize(("part", "is_kept"), [(None, True), (0.4, False)])
-def test_what_was_measured_beside_others_is_measured_again(cache: Path, part: float | None, is_kept: bool) -> None:
-    chosen = options(Path("model"), "P", memory_share=part)
-    found = measurements.measurements(chosen, TimedDevice("h200", 0), "a")
-    found.get("x", lambda: 1.5)
-    found.save()
-    assert (cache / "profiles").is_dir() is is_kept
+    chosen = options(Path("model"), "P", slo=SLOConfig(ttft_ms=2000), max_num_batched_tokens=4096)
+    budget = StepLimits(chosen, {}).find_budget(measure, num_blocks=1000, max_model_len=4000)
+    assert now[0] <= MEASURE_S + step_s and budget.pace is not None
 
 
 def test_what_is_cold_at_first_is_measured_once_it_is_warm() -> None:
@@ -210,26 +162,3 @@ def test_what_is_cold_at_first_is_measured_once_it_is_warm() -> None:
 
     assert median_s(run, lambda: now, least_s=0.2) == pytest.approx(0.006)
     assert 0.4 <= now < 0.42, "so long for warming and again for measuring"
-
-
-def test_a_file_is_of_one_combination_and_one_that_is_damaged_is_measured_again(tmp_path: Path) -> None:
-    def seconds(measured_s: float, **about: str | int | None) -> float:
-        known = Measurements(tmp_path, about)
-        found = known.get("x", lambda: measured_s)
-        known.save()
-        return found
-
-    assert [seconds(1.5, model="a"), seconds(2.5, model="b"), seconds(9.0, model="a")] == [1.5, 2.5, 1.5]
-    files = list((tmp_path / "profiles").iterdir())
-    assert [file.suffix for file in files] == [".json"] * 2, "no temporary file stays"
-    for content in (b"\xff\xfe", b'{"about": {'):
-        for file in files:
-            file.write_bytes(content)
-        assert [seconds(3.5, model="a"), seconds(9.0, model="a")] == [3.5, 3.5]
-
-
-def test_a_cache_that_cannot_be_written_is_no_failure(tmp_path: Path) -> None:
-    (tmp_path / "profiles").write_text("a file where a folder should be")
-    known = Measurements(tmp_path, {"model": "a"})
-    assert known.get("x", lambda: 1.5) == 1.5
-    known.save()

@@ -7,8 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from epd_serve.engine.pace import step_watch
-from epd_serve.engine.pace.step_watch import StepWatch
+from epd_serve.engine.pace import LEAST_S, StepWatch
 
 
 class Bench:
@@ -66,7 +65,7 @@ def test_a_stopped_process_an_idle_engine_and_a_step_that_failed_have_not_hung()
     bench.took(0.1)
     with pytest.raises(RuntimeError), bench.step():
         raise RuntimeError
-    assert bench.hangs_after(3 * step_watch.LEAST_S) is None
+    assert bench.hangs_after(3 * LEAST_S) is None
     for _ in range(400):  # many steps, none of them long
         with bench.step():
             bench.now += 0.5

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd_serve.engine.sampling.patterns import Patterns
 from epd_serve.instance.text.tokenizer import Detokenizer
 
 
@@ -28,7 +27,7 @@ class Hidden(Bytes):
 
 
 def pieces(text: str, stop: Sequence[str] = ()) -> tuple[list[str], Detokenizer]:
-    detokenizer = Detokenizer(Bytes(), list(b"prompt "), Patterns(stop))
+    detokenizer = Detokenizer(Bytes(), list(b"prompt "), stop)
     out = []
     for byte in text.encode():
         out.append(detokenizer.push(byte))
@@ -103,7 +102,7 @@ def test_stop_strings_are_found_as_they_are_defined(
     texts: list[str], stop: list[str], min_tokens: int, include_stop: bool
 ) -> None:
     expected = ByDefinition(stop, min_tokens, include_stop)
-    detokenizer = Detokenizer(Texts(texts), [], Patterns(stop), min_tokens=min_tokens, include_stop=include_stop)
+    detokenizer = Detokenizer(Texts(texts), [], stop, min_tokens=min_tokens, include_stop=include_stop)
     for token_id, text in enumerate(texts):
         assert detokenizer.push(token_id) == expected.push(text)
         assert (detokenizer.text, detokenizer.stopped) == (expected.text, expected.stopped)

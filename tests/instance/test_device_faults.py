@@ -14,7 +14,7 @@ from in_process import serving
 from prompts import completion
 
 from device.registry import get_device
-from epd_serve.engine.pace import step_watch
+from epd_serve.engine import pace
 from epd_serve.errors import ServeError
 from epd_serve.instance import instance as instance_module
 from epd_serve.instance import lifecycle
@@ -43,8 +43,8 @@ async def test_a_device_that_hangs_and_one_that_is_lost(
         ended = list[str]()
         for module in (instance_module, lifecycle):
             monkeypatch.setattr(module, "end_process", lambda: ended.append("process"))
-        monkeypatch.setattr(step_watch, "LEAST_S", 1.0)
-        monkeypatch.setattr(step_watch, "FACTOR", 0.0)
+        monkeypatch.setattr(pace, "LEAST_S", 1.0)
+        monkeypatch.setattr(pace, "FACTOR", 0.0)
         healthy = await ask("healthy")
         await ask("healthy again")  # steps of each kind are known
 

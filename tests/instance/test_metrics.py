@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from epd_serve.engine.device_board import Slack
 from epd_serve.instance.telemetry import InstanceTelemetry
 from epd_serve.protocol.instance_state import Load
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sched.sequence import Sequence
-from epd_serve.sched.token_time import Slack
 from epd_serve.telemetry.span import Span, Timeline
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore
@@ -53,11 +51,10 @@ async def test_all_that_is_told_is_rendered() -> None:
     metrics = telemetry.metrics
     untold = values(metrics.render(Load(), (0, 0), {}))
     metrics.kv_read(50, 2.0)
-    peer: Any = None
-    half = OutgoingTransfer("t", peer, computed_at=3.0)
+    half = OutgoingTransfer("t", computed_at=3.0)
     half.num_announcements, half.num_bytes, half.transfer_s, half.exposed_s, half.wait_s = 1, 100, 2.0, 1.0, 1.0
     metrics.kv_delivered(half)
-    metrics.kv_delivered(OutgoingTransfer("cached", peer, computed_at=3.0))
+    metrics.kv_delivered(OutgoingTransfer("cached", computed_at=3.0))
     metrics.feature_used(7, transmission_s=4.0, scheduling_s=1.0)
     metrics.feature_used(7, transmission_s=1.0, scheduling_s=5.0)
     metrics.encoded(cached=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hand_off import REGION, Peers, Tokenizer, handoff, transfers
+from hand_off import REGION, Peers, Tokenizer, handoff, language
 from prompts import completion
 
 from epd_serve.engine.computing import SampledToken
@@ -115,13 +115,13 @@ class Bench:
             timeout_s=5,
             clock=lambda: self.now,
         )
-        self.transfers = transfers(
+        self.language = language(
             self.peers, engine=self.engine, clean_ups=self.clean_ups, telemetry=telemetry, lease_s=LEASE_S
         )
         self.stage = Prefiller(
             **parts,
             receiver=self.features,
-            transfers=self.transfers,
+            language=self.language,
             processor=RequestProcessor(1, queue_timeout_s=60, spans=telemetry.spans),
             compiler=None,
             timeline=telemetry.timeline,
@@ -135,7 +135,7 @@ class Bench:
         return working
 
     async def hand_over(self) -> None:
-        delivery = KVDelivery(self.transfers, prompt(), "http://d")
+        delivery = KVDelivery(self.language, prompt(), "http://d")
         try:
             await delivery.open()
             await delivery.hand_over(handoff())
@@ -211,7 +211,7 @@ async def test_an_announcement_that_fails_says_whether_the_other_can_be_reached(
     bench: Bench, code: str | None, kind: type[TransferError]
 ) -> None:
     bench.peers.answers["/kv/announce"] = InstanceFailed("no", code=code)
-    delivery = KVDelivery(bench.transfers, prompt(), "http://d")
+    delivery = KVDelivery(bench.language, prompt(), "http://d")
     await delivery.open()
     announcement = wire.KVAnnouncement(REGION, 0, 1, [wire.SentKV("t", [2], [(52, 1)])])
     with pytest.raises(TransferError) as failed:

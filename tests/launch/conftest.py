@@ -9,10 +9,10 @@ from typing import Literal
 
 import psutil
 import pytest
+from own_ports import free_port
 
-from epd_serve.launch import commands
+from epd_serve.launch import native
 from epd_serve.launch.processes import forking
-from epd_serve.launch.processes.ports import free_port
 from epd_serve.launch.processes.process import ProcessSpec
 from epd_serve.protocol.addresses import url_of
 
@@ -97,7 +97,7 @@ def fakes(tmp_path: Path) -> Iterator[Fakes]:
 @pytest.fixture
 def fake_program(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fake processes in place of those of a deployment."""
-    monkeypatch.setattr(commands, "PROGRAM", (sys.executable, str(FAKE_PROGRAM)))
-    for module in (commands, forking):
+    monkeypatch.setattr(native, "PROGRAM", (sys.executable, str(FAKE_PROGRAM)))
+    for module in (native, forking):
         monkeypatch.setattr(module, "can_fork", lambda config, devices: False)
     monkeypatch.setenv("FAKE_DIR", str(fakes.folder))

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from epd_serve import cli
-from epd_serve.launch.processes.runs import RunDirectory
+from epd_serve.launch.processes.runs import Run
 
 LOAD = {"num_waiting": 2, "num_waiting_encodes": 1}
 BUDGETS = {"max_num_seqs": 64.0, "max_num_batched_tokens": 2048.0, "feature_cache_bytes": 2.0**28}
@@ -79,12 +79,12 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def deployment(root: Path) -> Iterator[RunDirectory]:
+def deployment(root: Path) -> Iterator[Run]:
     """One that runs, with the socket of its gateway."""
-    directory = RunDirectory.make("127.0.0.1:8123", None)
-    with served(UnixServer(str(directory.run.admin), Answers)):
-        yield directory
-    directory.close(keep_logs=False)
+    run, lock = Run.begin("127.0.0.1:8123", None)
+    with served(UnixServer(str(run.admin), Answers)):
+        yield run
+    run.end(lock, keep_logs=False)
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ d1        D     ready      cpu     71   2         1.5GiB  0          0        64
 
 
 def test_the_deployment_of_this_machine_needs_no_port(
-    deployment: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    deployment: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (
         run(monkeypatch, capsys, "status") == run(monkeypatch, capsys, "status", "--deployment", "8123") == TABLE

@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from epd_serve.config import DeploymentConfig, InstanceOptions, parse_config
+from epd_serve.config import InstanceOptions, parse_config
 from epd_serve.config.shares import DeviceShare
-from epd_serve.launch.commands import gateway_spec, instance_specs
 from epd_serve.launch.dry_run import dry_run
+from epd_serve.launch.native import prepare_native
 from epd_serve.launch.processes.ports import Ports
 from epd_serve.launch.processes.process import ProcessSpec
+from epd_serve.launch.record import DeploymentRecord, with_trust
 
 
 def told(command: Sequence[str]) -> InstanceOptions:
@@ -18,40 +19,42 @@ def told(command: Sequence[str]) -> InstanceOptions:
 
 
 def specs(
-    text: str, environment: dict[str, str] | None = None
-) -> tuple[DeploymentConfig, tuple[ProcessSpec, ...]]:
+    text: str, environment: dict[str, str] | None = None, directory: Path | None = None
+) -> tuple[ProcessSpec, ...]:
     config = parse_config(text)
-    ports = Ports(gateway=8000, instances=tuple(range(8100, 8100 + config.topology.num_instances)))
-    return config, instance_specs(config, ports, environment or {})
+    placement = config.placement()
+    given = with_trust(config, environment or {})
+    prepared = prepare_native(config, placement, range(8100, 8100 + len(placement)), given, directory)
+    return tuple(instance.spec(config, given) for instance in prepared)
 
 
-def test_the_gateway_waits_for_an_encoder_where_there_is_one() -> None:
+@pytest.mark.parametrize(("topology", "path"), [("E-P-D", "/health?role=EPD"), ("P-D", "/health")])
+def test_the_gateway_waits_for_an_encoder_where_there_is_one(topology: str, path: str, tmp_path: Path) -> None:
     """Else P would encode the first images."""
-    paths = {
-        text: gateway_spec(specs(text)[0], 80, 7, Path(), {}, Path()).first_health
-        for text in ("", "topology: P-D")
-    }
-    assert paths == {"": "/health?role=EPD", "topology: P-D": "/health"}
+    config = parse_config(f"topology: {topology}")
+    ports = Ports(gateway=8000, instances=tuple(range(8100, 8103)))
+    record = DeploymentRecord(config=config, ports=ports, environment={}, directory=tmp_path, listener=7)
+    assert record.next_gateway().first_health == path
 
 
 def test_the_cores_are_divided_among_the_instances(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    config, instances = specs("topology: E-P-D\nroles: {E: {threads: 1}}")
+    text = "topology: E-P-D\nroles: {E: {threads: 1}}"
+    instances = specs(text)
     assert [told(spec.command).threads for spec in instances] == [1, 2, 2]
     assert [spec.environment["OMP_NUM_THREADS"] for spec in instances] == ["1", "2", "2"]
-    for text, environment, threads in (("topology: 9E-P-D", {}, 1), ("", {"OMP_NUM_THREADS": "5"}, 5)):
-        assert {told(spec.command).threads for spec in specs(text, environment)[1]} == {threads}
-    together = instance_specs(config, Ports(gateway=8000, instances=(8100, 8101, 8102)), {}, tmp_path)
-    options = [told(spec.command) for spec in together]
+    for more, environment, threads in (("topology: 9E-P-D", {}, 1), ("", {"OMP_NUM_THREADS": "5"}, 5)):
+        assert {told(spec.command).threads for spec in specs(more, environment)} == {threads}
+    options = [told(spec.command) for spec in specs(text, {}, tmp_path)]
     assert [(one.threads, one.core_board) for one in options] == [(1, None), *[(8, tmp_path / "cores")] * 2]
 
 
 def test_children_keep_the_environment_and_stay_offline() -> None:
-    _, (spec, *_) = specs("", {"PATH": "/bin", "HF_HUB_OFFLINE": "0"})
+    spec, *_ = specs("", {"PATH": "/bin", "HF_HUB_OFFLINE": "0"})
     assert (spec.environment["PATH"], spec.environment["HF_HUB_OFFLINE"]) == ("/bin", "1")
     assert "glibc.malloc.hugetlb=1" in spec.environment["GLIBC_TUNABLES"]
     assert "CUDA_VISIBLE_DEVICES" not in spec.environment
-    _, (spec, *_) = specs("", {"GLIBC_TUNABLES": "glibc.malloc.perturb=7"})
+    spec, *_ = specs("", {"GLIBC_TUNABLES": "glibc.malloc.perturb=7"})
     assert spec.environment["GLIBC_TUNABLES"] == "glibc.malloc.perturb=7"
 
 
@@ -69,17 +72,17 @@ def test_children_keep_the_environment_and_stay_offline() -> None:
     ],
 )
 def test_weights_of_all_roles_stay_on_cpus_where_roles_may_be_switched(text: str, resident: list[str]) -> None:
-    assert [told(spec.command).resident for spec in specs(text)[1]] == resident
+    assert [told(spec.command).resident for spec in specs(text)] == resident
 
 
 @pytest.mark.parametrize(("device", "forked"), [("cpu", True), ("cuda:0", True), ("npu:0", False)])
 def test_instances_are_forked_but_for_those_on_npus(device: str, forked: bool) -> None:
-    _, (instance,) = specs(f"topology: EPD\ndevices: [{device}]")
+    (instance,) = specs(f"topology: EPD\ndevices: [{device}]")
     assert instance.can_fork is forked
 
 
 def test_a_process_sees_its_device_alone() -> None:
-    _, instances = specs("topology: (E-P)-D\ndevices: [cuda:1, npu:3]", {"CUDA_VISIBLE_DEVICES": "4, GPU-ab"})
+    instances = specs("topology: (E-P)-D\ndevices: [cuda:1, npu:3]", {"CUDA_VISIBLE_DEVICES": "4, GPU-ab"})
     assert [
         (
             told(spec.command).device,
@@ -97,24 +100,23 @@ def test_instances_in_parentheses_get_their_shares_and_a_board_of_their_own(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    config = parse_config("topology: (E-D)-P\nroles: {E: {share: 0.25}}")
-    ports = Ports(gateway=8000, instances=(8100, 8101, 8102))
-    options = [told(spec.command) for spec in instance_specs(config, ports, {}, tmp_path)]
+    shared = specs("topology: (E-D)-P\nroles: {E: {share: 0.25}}", {}, tmp_path)
+    options = [told(spec.command) for spec in shared]
     shares = [DeviceShare(share=0.25, start=0.0), DeviceShare(share=0.75, start=0.25), None]
     assert [one.device_share for one in options] == shares
     assert [one.threads for one in options] == [2, 6, 8]
     assert [one.device_board for one in options] == [f"{tmp_path}/device-d0:1", f"{tmp_path}/device-d0:0", None]
-    wishing = parse_config("{topology: (E-D)-P, roles: {E: {share: 0.25}}, instances: {threads: 4}}")
-    specs_of_wishing = instance_specs(wishing, ports, {}, tmp_path)
-    assert [told(spec.command).threads for spec in specs_of_wishing] == [2, 4, 4], "none beyond its share's cores"
+    wishing = specs("{topology: (E-D)-P, roles: {E: {share: 0.25}}, instances: {threads: 4}}", {}, tmp_path)
+    assert [told(spec.command).threads for spec in wishing] == [2, 4, 4], "none beyond its share's cores"
 
 
 def test_the_cluster_key_is_in_the_environment_of_instances_and_nowhere_else() -> None:
     key = "a-secret-of-this-cluster"
-    config, instances = specs(f"cluster_key: {key}\ngateway: {{port: 0}}")
+    text = f"cluster_key: {key}\ngateway: {{port: 0}}"
+    instances = specs(text)
     assert {spec.environment["EPD_SERVE_CLUSTER_KEY"] for spec in instances} == {key}
     assert key not in repr(instances) + " ".join(word for spec in instances for word in spec.command)
-    lines = "\n".join(dry_run(config, None, {}))
+    lines = "\n".join(dry_run(parse_config(text), None, {}))
     assert key not in lines and lines.count("EPD_SERVE_CLUSTER_KEY") == 3
 
 
@@ -131,7 +133,7 @@ def test_the_cluster_key_is_in_the_environment_of_instances_and_nowhere_else() -
 )
 def test_instances_on_one_accelerator_know_their_part_of_its_memory(text: str, shares: list[float | None]) -> None:
     """Each would take what it sees free, and they start side by side: none waits for another."""
-    _, instances = specs(text)
+    instances = specs(text)
     assert [told(spec.command).memory_share for spec in instances] == shares
     assert not any(spec.measures for spec in instances)
 
@@ -143,7 +145,7 @@ def npu_model(tmp_path: Path) -> Path:
 
 
 def npu_specs(model: Path, topology: str, devices: str, more: str = "") -> tuple[ProcessSpec, ...]:
-    return specs(f"{{topology: {topology}, model: {model}, devices: {devices}, instances: {{{more}}}}}")[1]
+    return specs(f"{{topology: {topology}, model: {model}, devices: {devices}, instances: {{{more}}}}}")
 
 
 def test_processes_have_hccl_ports_and_devices_of_their_own(npu_model: Path) -> None:

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from epd_serve.cli.app import app
 from epd_serve.config import load_config, parse_config
 from epd_serve.launch.remote.kubernetes import Values, load_values, manifests, render
-from epd_serve.launch.remote.unit import prepare_unit, unit_placement
+from epd_serve.launch.remote.unit import Unit, unit_placement
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 FILES = sorted(DEPLOY.glob("*.yaml"))
@@ -164,14 +164,15 @@ def test_devices_rollouts_and_roles(tmp_path: Path) -> None:
 def test_a_part_counts_its_own_devices_and_bears_its_own_names(tmp_path: Path) -> None:
     config = parse_config("{topology: 2(E-P)-D, devices: [cpu]}")
     here = unit_placement(config, 0, "epd-e-p-7c9d")
-    specs = prepare_unit(config, here, "10.0.0.7", {"OMP_NUM_THREADS": "1"}, tmp_path).specs
+    unit = Unit(config, here, "10.0.0.7", {"OMP_NUM_THREADS": "1"}, tmp_path)
+    specs = [process.spec for process in unit.processes]
     assert [spec.name for spec in specs] == ["epd-e-p-7c9d-e0", "epd-e-p-7c9d-p0"]
     assert [spec.url for spec in specs] == ["http://10.0.0.7:8100", "http://10.0.0.7:8101"]
     options = [json.loads(spec.command[spec.command.index("--options") + 1]) for spec in specs]
     assert [one["name"] for one in options] == [spec.name for spec in specs]
     emulated = parse_config("{topology: E-2P-D, devices: ['emulated:h200 x 4'], model: {shape_of: qwen2.5-vl-7b}}")
-    (spec,) = prepare_unit(emulated, unit_placement(emulated, 1, "p-1"), "10.0.0.8", {}, tmp_path).specs
-    assert json.loads(spec.command[spec.command.index("--options") + 1])["device"] == "emulated:h200:0"
+    [one] = Unit(emulated, unit_placement(emulated, 1, "p-1"), "10.0.0.8", {}, tmp_path).processes
+    assert json.loads(one.spec.command[one.spec.command.index("--options") + 1])["device"] == "emulated:h200:0"
     with pytest.raises(ValueError, match="lacks replica 0 of unit 7"):
         unit_placement(config, 7, "x")
 

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -13,9 +14,9 @@ from fleet import wait_until
 from transports import needs_mooncake
 
 from epd_serve.config import parse_config
-from epd_serve.launch.commands import master_spec
 from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.launch.processes.ports import choose_ports
+from epd_serve.launch.record import DeploymentRecord
 from epd_serve.transfer.mooncake import engine as mooncake
 
 STORE = "feature_store: mooncake\ninstances: {base_port: 0}\ngateway: {port: 0}"
@@ -31,12 +32,13 @@ def test_a_missing_package_is_said_before_anything_starts(text: str, monkeypatch
 
 
 @needs_mooncake
-def test_a_master_ends_with_the_process_that_started_it() -> None:
+def test_a_master_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     config = parse_config(STORE)
     ports = choose_ports(config)
-    spec = master_spec(config, ports, dict(os.environ))
-    assert spec is not None and ports.master is not None
-    assert spec.stops == "last", "instances give their segments back to it"
+    record = DeploymentRecord(config=config, ports=ports, environment=dict(os.environ), directory=tmp_path)
+    spec, *_ = record.begin(config.placement())
+    assert ports.master is not None
+    assert (spec.name, spec.stops) == ("master", "last"), "instances give their segments back to it"
     starter = (
         "import subprocess, sys\n"
         f"command = {list(spec.command)!r}\n"

@@ -9,7 +9,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,10 +20,10 @@ from program import until
 
 from device import mps
 from epd_serve.config import DeploymentConfig, parse_config
-from epd_serve.launch.commands import check_mps, instance_specs, mps_note, mps_spec, with_mps
 from epd_serve.launch.processes.ports import choose_ports
 from epd_serve.launch.processes.process import ProcessSpec
 from epd_serve.launch.processes.supervisor import Backoff, Supervisor
+from epd_serve.launch.record import DeploymentRecord, lacks_mps, mps_note
 
 SHARED = "topology: (E-PD)\ndevices: [cuda:0]\nroles: {E: {share: 0.5}}\ngateway: {port: 0}\n"
 
@@ -42,7 +42,15 @@ def config() -> DeploymentConfig:
     return parse_config(SHARED)
 
 
-def daemon(environment: dict[str, str]) -> int:
+def begin(config: DeploymentConfig, environment: dict[str, str], directory: Path) -> list[ProcessSpec]:
+    """The processes of the services and instances of a deployment."""
+    record = DeploymentRecord(
+        config=config, ports=choose_ports(config), environment=environment, directory=directory
+    )
+    return record.begin(config.placement())
+
+
+def daemon(environment: Mapping[str, str]) -> int:
     """The process number of the daemon; 0: there is none."""
     file = mps.pid_file(environment)
     return int(file.read_text() or 0) if file.exists() else 0
@@ -57,20 +65,19 @@ def lives(pid: int) -> bool:
 async def test_a_deployment_has_its_own_daemon_before_its_instances(
     config: DeploymentConfig, environment: dict[str, str], tmp_path: Path
 ) -> None:
-    environment = with_mps(config, environment, tmp_path, config.placement())
-    daemon_spec = mps_spec(environment, tmp_path)
-    assert daemon_spec is not None and daemon_spec.stops == "last"
-    encode, language = instance_specs(config, choose_ports(config), environment, tmp_path)
+    daemon_spec, encode, language = begin(config, environment, tmp_path)
+    assert (daemon_spec.name, daemon_spec.stops) == ("mps", "last")
     for spec in (encode, language):
-        assert spec.environment[mps.PIPES] == environment[mps.PIPES] == str(tmp_path / "mps")
+        assert spec.environment[mps.PIPES] == daemon_spec.environment[mps.PIPES] == str(tmp_path / "mps")
         assert spec.environment[mps.SHARE] == "50"
     client = ProcessSpec(  # with an instance's variables, as there is no GPU
         name="client", label="", command=(sys.executable, "-c", CLIENT), environment=encode.environment
     )
     supervisor = Supervisor([daemon_spec, client], tmp_path, backoff=Backoff(first_s=0.1))
     try:
-        supervisor.start()
+        await supervisor.start()
         await supervisor.wait_ready(30)
+        environment = dict(encode.environment)
         first = daemon(environment)
         await until(lambda: "there" in (tmp_path / "client.log").read_text())
         assert (tmp_path / "mps" / "control.log").read_text() == "visible: all\n", "numbers of GPUs are the same"
@@ -95,9 +102,9 @@ time.sleep(600)
 
 
 async def test_it_ends_with_the_process_that_keeps_it_however_that_ends(
-    config: DeploymentConfig, environment: dict[str, str], tmp_path: Path
+    environment: dict[str, str], tmp_path: Path
 ) -> None:
-    environment = with_mps(config, environment, tmp_path, config.placement())
+    environment = environment | mps.own_daemon(tmp_path / "mps", environment)
     command = [sys.executable, "-P", "-m", "device.mps", str(os.getpid())]
     keeper = await asyncio.create_subprocess_exec(*command, env=environment)
     await until(lambda: daemon(environment) > 0)
@@ -116,8 +123,8 @@ async def test_a_daemon_of_somebody_else_is_used_and_not_ended(
     started = await asyncio.create_subprocess_exec(mps.CONTROL, "-d", env=theirs)
     assert await started.wait() == 0
     await until(lambda: daemon(theirs) > 0)
-    used = with_mps(config, theirs, tmp_path, config.placement())
-    assert used == theirs and mps_spec(used, tmp_path) is None
+    encode, language = begin(config, theirs, tmp_path)
+    assert encode.environment[mps.PIPES] == language.environment[mps.PIPES] == str(tmp_path / "theirs")
     assert mps_note(config, theirs, config.placement()) == f"MPS: on, by the daemon in {tmp_path / 'theirs'}"
     assert lives(daemon(theirs))
 
@@ -127,20 +134,8 @@ def test_shares_without_mps_are_refused_and_no_shares_need_none(
 ) -> None:
     bare = environment | {"PATH": str(tmp_path)}
     with pytest.raises(ValueError, match="shares of a GPU need MPS, but nvidia-cuda-mps-control"):
-        with_mps(config, bare, tmp_path, config.placement())
-    plain = parse_config(SHARED.replace("share: 0.5", ""))
-    assert with_mps(plain, bare, tmp_path, plain.placement()) == bare
-    on_cpu = parse_config(SHARED.replace("cuda:0", "cpu"))
-    assert with_mps(on_cpu, bare, tmp_path, on_cpu.placement()) == bare
-
-
-def test_a_running_deployment_gets_no_shares_that_nothing_would_give(
-    config: DeploymentConfig, environment: dict[str, str], tmp_path: Path
-) -> None:
-    with pytest.raises(ValueError, match="shares of a GPU need MPS, which is not running"):
-        check_mps(config, environment, config.placement())
-    check_mps(config, environment, ())
-    running = environment | {mps.PIPES: str(tmp_path)}
-    mps.pid_file(running).touch()
-    check_mps(config, running, config.placement())
-    mps.pid_file(running).unlink()
+        begin(config, bare, tmp_path)
+    for without in (SHARED.replace("share: 0.5", ""), SHARED.replace("cuda:0", "cpu")):
+        assert len(begin(parse_config(without), bare, tmp_path)) == 2, "no daemon"
+    assert lacks_mps(config, environment, config.placement()), "so 'apply' refuses them"
+    assert not lacks_mps(config, environment, ())

@@ -5,10 +5,11 @@ from itertools import chain, count, pairwise, repeat
 from pathlib import Path
 
 import pytest
+from own_ports import free_port
 
 from epd_serve.config import parse_config
 from epd_serve.launch.processes import ports as ports_module
-from epd_serve.launch.processes.ports import choose_ports, free_port, listen, next_port
+from epd_serve.launch.processes.ports import choose_ports, listen, next_port
 
 
 def test_no_port_is_chosen_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -16,7 +17,7 @@ def test_no_port_is_chosen_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     first = free_port("127.0.0.1")
     for engine, step in (("native", 1), ("vllm", 8)):
         drawn = chain.from_iterable(repeat(first + step * number, 2) for number in count())
-        monkeypatch.setattr(ports_module, "_draw", lambda count, drawn=drawn: next(drawn))
+        monkeypatch.setattr(ports_module, "draw_port", lambda count, drawn=drawn: next(drawn))
         config = parse_config(
             f"topology: E-P-D\nengine: {engine}\ninstances: {{base_port: 0}}\ngateway: {{port: 0}}"
         )
@@ -27,9 +28,7 @@ def test_no_port_is_chosen_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_port_of_a_server_that_starts_later_is_none_that_anybody_else_is_given() -> None:
     """In another process, as tests have ports of their own here."""
-    code = (
-        "from epd_serve.launch.processes import ports; print(*(ports.free_port('127.0.0.1') for _ in range(20)))"
-    )
+    code = "from epd_serve.launch.processes import ports; print(*(ports.draw_port(1) for _ in range(20)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     assert all(1024 < int(port) < first for port in done.stdout.split())

@@ -17,13 +17,13 @@ import psutil
 import pytest
 from chat import chat
 from fleet import wait_until
+from own_ports import free_port
 from pictures import noise
 
 from epd_serve.config import parse_config
 from epd_serve.config.keys import ADMIN_KEY
-from epd_serve.launch.processes.ports import free_port
 from epd_serve.launch.remote import ray as on_ray
-from epd_serve.launch.remote.unit import prepare_unit, unit_placement
+from epd_serve.launch.remote.unit import Unit, unit_placement
 from epd_serve.launch.vllm.process import vllm_processes
 
 ROOT = Path(__file__).parents[2]
@@ -54,8 +54,8 @@ def test_instances_see_the_devices_that_ray_shows(tmp_path: Path) -> None:
     assert not any("executor" in word for word in p0.command), "vLLM's own choice within a host"
     config = parse_config("{topology: E-PD, engine: native, devices: ['cuda x 2'], model: demo}")
     here, shown = unit_placement(config, 1, None), {"CUDA_VISIBLE_DEVICES": "GPU-7"}
-    (spec,) = prepare_unit(config, here, "10.0.0.2", shown, tmp_path).specs
-    assert spec.environment["CUDA_VISIBLE_DEVICES"] == "GPU-7"
+    [one] = Unit(config, here, "10.0.0.2", shown, tmp_path).processes
+    assert one.spec.environment["CUDA_VISIBLE_DEVICES"] == "GPU-7"
 
 
 def test_the_file_in_the_cluster_has_no_secret() -> None:

@@ -19,9 +19,9 @@ PROGRAM = f"""
 import os, sys
 from epd_serve.launch.processes import forking
 forking.can_fork = lambda config, devices: False
-from epd_serve.launch import commands
+from epd_serve.launch import native
 from epd_serve.launch.processes import supervisor
-commands.PROGRAM = (sys.executable, {str(FAKE_PROGRAM)!r})
+native.PROGRAM = (sys.executable, {str(FAKE_PROGRAM)!r})
 if "GRACE_S" in os.environ:
     supervisor.GRACES_S.update(dict.fromkeys(supervisor.GRACES_S, float(os.environ["GRACE_S"])))
 from epd_serve.cli import main

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from epd_serve.config import change_config, load_config, parse_config
-from epd_serve.launch.commands import with_trust
 from epd_serve.launch.dry_run import dry_run
+from epd_serve.launch.record import with_trust
 from epd_serve.launch.vllm.installed import VllmFound, check_found, find_vllm
 from epd_serve.launch.vllm.process import VllmProcess, check_engines, link_plugin, vllm_processes
 
@@ -245,7 +245,7 @@ def test_the_interpreter_that_is_named_is_asked(tmp_path: Path) -> None:
     found = find_vllm(sys.executable)
     assert found.python == sys.version.split()[0]
     with pytest.raises(ValueError, match="does not run"):
-        find_vllm(tmp_path / "nothing")
+        find_vllm(str(tmp_path / "nothing"))
     with pytest.raises(ValueError, match="/bin/true is not a Python"):
         find_vllm("/bin/true")
 

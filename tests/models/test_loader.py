@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_models
 import torch
+from chips import CHIP
 from safetensors.torch import load_file, save_file
 from tiny_families import TINY
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from device import host
+from device.registry import get_device
 from epd_serve.config.model_files import check_model_files, read_model_config
 from epd_serve.models.families import family_of
+from epd_serve.models.language import LanguageModel
 from epd_serve.models.loader import ModelPart, load_family, load_part, media_fingerprint, num_parameters
 
 
@@ -134,3 +140,46 @@ def test_the_fingerprint_names_weights_processor_and_dtype(tmp_path: Path) -> No
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     names.add(media_fingerprint(path, "float32"))
     assert len(names) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)])
+def test_the_host_holds_few_weights_while_they_go_to_a_device(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Most of the model is its wide layers: 175 MB of float32."""
+    path = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model", intermediate_size=22000)
+    device = get_device(CHIP)
+    LanguageModel(path, dtype, device)  # all that is imported and kept for good
+    weights = load_file(path / "model.safetensors")
+    own = [4 * weight.numel() for name, weight in weights.items() if not name.startswith("visual.")]
+    del weights
+    gc.collect()
+    in_use, on_device = host.reset_peak_memory(), device.reset_peak_memory()
+    model = LanguageModel(path, dtype, device)
+    grown, kept = host.peak_memory() - in_use, device.peak_memory() - on_device
+    assert kept < 1.4 * sum(own) / 4 * dtype.itemsize, "a fused weight lies there in parts once"
+    assert grown < kept + 8 * max(own), f"{grown >> 20} MiB of the host, {kept >> 20} of them the device's"
+    del model
+
+
+def test_what_is_tied_is_one_weight_on_the_device(tmp_path: Path) -> None:
+    """Also where the checkpoint has it twice; not where the two differ."""
+    path = tiny_models.make_tiny_model("qwen2", tmp_path / "model")
+    file = path / "model.safetensors"
+    weights = load_file(file)
+    name = next(name for name in weights if "embed_tokens" in name)
+    for head, is_one in ((None, True), (weights[name].clone(), True), (weights[name] + 1, False)):
+        save_file(
+            weights if head is None else {**weights, "lm_head.weight": head}, file, metadata={"format": "pt"}
+        )
+        model: Any = load_part(path, ModelPart.LANGUAGE_MODEL, torch.float32)
+        assert (model.lm_head.weight is model.get_input_embeddings().weight) == is_one
+        expected = weights[name] if head is None else head
+        assert torch.equal(model.lm_head.weight, expected)
+
+
+@pytest.mark.parametrize("content", [b"version https://git-lfs.github.com/spec/v1\n", b"", None])
+def test_a_broken_file_is_refused_before_anything_is_read(content: bytes | None, tmp_path: Path) -> None:
+    path = tiny_models.make_tiny_model("qwen2", tmp_path / "model")
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-8] if content is None else content)
+    with pytest.raises(ValueError, match="safetensors"):
+        load_part(path, ModelPart.LANGUAGE_MODEL, torch.float32)

@@ -21,7 +21,6 @@ from epd_serve.launch.preflight import check_deployment
 from epd_serve.models.checkpoint_config import read_config
 from epd_serve.models.families import FAMILIES
 from epd_serve.models.loader import ModelPart, load_family, load_part
-from epd_serve.models.not_run import NOT_RUN
 
 ALL = sorted(
     {
@@ -49,8 +48,7 @@ def test_a_family_with_media_is_run_or_refused_by_name(model_type: str, tmp_path
         except ValueError as error:  # a field of the class's defaults, which are no published model's
             assert str(tmp_path) in str(error), error
         return
-    why = NOT_RUN.get(model_type, "")
-    words = f"does not run the family '{model_type}'{why and f' ({why})'}; it runs "
+    words = f"does not run the family '{model_type}'; it runs "
     deployment = DeploymentConfig(model=str(tmp_path), gateway={"port": 0}, instances={"base_port": 0})
     for refuse in (
         lambda: load_family(tmp_path),
@@ -67,7 +65,7 @@ def test_a_family_with_media_is_run_or_refused_by_name(model_type: str, tmp_path
 def test_a_checkpoint_with_code_of_its_own_is_refused_unread(model_type: str, tmp_path: Path) -> None:
     content = {"model_type": model_type, "auto_map": {"AutoConfig": "configuration.Odd"}}
     (tmp_path / "config.json").write_text(json.dumps(content))
-    why = NOT_RUN.get(model_type, "its checkpoint contains custom code, which is not run")
+    why = "its checkpoint contains custom code, which is not run"
     with pytest.raises(ValueError, match="engine: vllm") as refused:
         load_family(tmp_path)
     assert f"does not run the family '{model_type}' ({why}); it runs " in str(refused.value)

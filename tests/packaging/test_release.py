@@ -15,9 +15,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from own_ports import free_port
 from program import read_until
-
-from epd_serve.launch.processes.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,75 +6,73 @@ from types import SimpleNamespace
 
 import pytest
 from certificates import Authority
-from gateway_settings import admin_plane
+from gateway_settings import admin_plane, gateway_settings
 from servers import served
 
 from epd_serve.errors import Conflict
 from epd_serve.rpc.admin import AdminClient, AdminRefused, AdminUnreachable
 from epd_serve.rpc.joining import join_all, keep_lease
-from proxy.fleet import NoSuchInstance
-from proxy.leases import Leases
+from proxy.fleet import Fleet, NoSuchInstance
 
 
-class Members:
+class Requests:
+    """Running requests: notes the instances that they had to leave."""
+
     def __init__(self):
-        self.here, self.silent, self.left_silently = set(), set(), []
+        self.moved = []
 
-    @property
-    def table(self):
-        return {name: SimpleNamespace(ready=name not in self.silent) for name in self.here}
+    def lose_instance(self, name):
+        self.moved.append(name)
 
-    def join(self, name, url, role=None):
-        self.here.add(name)
 
-    def leave(self, name, *, finishes_requests=True):
-        self.here.remove(name)
-        if not finishes_requests:
-            self.left_silently.append(name)
+def joined_fleet(clock):
+    fleet = Fleet(gateway_settings(), [], lambda *_: None, clock=clock)
+    fleet.watchers.add(requests := Requests())
+    return fleet, requests
+
+
+def names(fleet):
+    return [record.name for record in fleet.table]
 
 
 def test_a_lease_ends_unless_it_is_renewed():
-    members, now = Members(), [100.0]
-    leases = Leases(members, lambda: now[0])
-    assert leases.join("d7", "http://a:1", 10)
-    assert not leases.join("d7", "http://a:1", 10)
-    with pytest.raises(Conflict, match="at http://a:1 has joined"):
-        leases.join("d7", "http://b:1", 10)
+    now = [100.0]
+    fleet, requests = joined_fleet(lambda: now[0])
+    assert fleet.join("d7", "http://a:1", 10)
+    assert not fleet.join("d7", "http://a:1", 10)
 
     def wait(seconds):
         for _ in range(round(seconds / 0.25)):
             now[0] += 0.25
-            leases.expire()
+            fleet.expire_leases()
 
     wait(9)
-    leases.join("d7", "http://a:1", 10)
+    fleet.join("d7", "http://a:1", 10)
     wait(9)
-    assert members.here == {"d7"}
+    assert names(fleet) == ["d7"]
     now[0] += 1000
-    leases.expire()
-    assert members.here == {"d7"}, "the gateway stood still: nobody could renew a lease"
+    fleet.expire_leases()
+    assert names(fleet) == ["d7"], "the gateway stood still: nobody could renew a lease"
     wait(9.75)
-    assert members.here == {"d7"}
+    assert names(fleet) == ["d7"]
     wait(0.25)
-    assert not members.here
-    assert leases.join("d7", "http://b:1", 10), "the name is free again"
-    leases.leave("d7")
-    assert members.left_silently == ["d7"], "the second one has said it"
+    assert not names(fleet) and requests.moved == ["d7"]
+    assert fleet.join("d7", "http://b:1", 10), "the name is free again"
+    fleet.leave("d7")
+    assert not names(fleet) and requests.moved == ["d7"], "the second one has said it: its requests finish there"
 
 
 def test_the_newer_of_two_instances_with_one_name_stays():
-    members = Members()
-    leases = Leases(members)
-    leases.join("d7", "http://a:1", 10, incarnation=2)
+    fleet, _ = joined_fleet(lambda: 100.0)
+    fleet.join("d7", "http://a:1", 10, incarnation=2)
     with pytest.raises(Conflict, match="at http://a:1 has joined"):
-        leases.join("d7", "http://b:1", 10, incarnation=1)
-    assert leases.join("d7", "http://b:1", 10, incarnation=3), "it need not wait for the older one's lease to end"
+        fleet.join("d7", "http://b:1", 10, incarnation=1)
+    assert fleet.join("d7", "http://b:1", 10, incarnation=3), "it need not wait for the older one's lease to end"
     with pytest.raises(NoSuchInstance):
-        leases.leave("d7", 2)
-    assert members.here == {"d7"}, "who leaves late takes no newer one out"
-    members.silent.add("d7")
+        fleet.leave("d7", 2)
+    assert names(fleet) == ["d7"], "who leaves late takes no newer one out"
     with pytest.raises(Conflict, match="at http://b:1 has joined"):
-        leases.join("d7", "http://a:1", 10, incarnation=2)
+        fleet.join("d7", "http://a:1", 10, incarnation=2)
 
 
 async def test_an_instance_joins_serves_and_leaves(start, kit, caplog, monkeypatch):

@@ -8,9 +8,9 @@ import urllib.error
 import urllib.request
 
 import pytest
+from own_ports import free_port
 
 from epd_serve.config import parse_config
-from epd_serve.launch.processes.ports import free_port
 from epd_serve.protocol.addresses import is_loopback
 from proxy.settings import GatewaySettings
 
@@ -44,19 +44,19 @@ def test_a_failed_background_task_ends_the_gateway():
     code = """
 import asyncio
 from epd_serve.config import parse_config
-from proxy.leases import Leases
+from proxy.fleet import Fleet
 from proxy.main import run_gateway
 
 async def run(self):
     await asyncio.sleep(0)
-    raise RuntimeError("no more leases")
+    raise RuntimeError("no more fleet")
 
-Leases.run = run
+Fleet.run = run
 raise SystemExit(run_gateway(parse_config(""), [("epd0", "http://127.0.0.1:1")], "127.0.0.1", 0))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 1, done.stderr
-    assert "CRITICAL a background task failed" in done.stderr and "no more leases" in done.stderr
+    assert "CRITICAL a background task failed" in done.stderr and "no more fleet" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ import asyncio
 import re
 
 import pytest
+from own_ports import free_port
 
 from epd_serve.errors import InstanceLost, InstanceUnreachable, InvalidRequest, Unavailable
-from epd_serve.launch.processes.ports import free_port
 from epd_serve.rpc.admin import AdminClient, AdminUnreachable
 from epd_serve.rpc.http import HttpPool, HttpServer
 

@@ -15,10 +15,10 @@ import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 from links import link_server, linked
+from own_ports import free_port
 from servers import served
 
 from epd_serve.errors import InstanceLost, InstanceUnreachable, InstanceUntrusted, InvalidRequest, TooLarge
-from epd_serve.launch.processes.ports import free_port
 from epd_serve.rpc import link as links
 from epd_serve.rpc import messages
 from epd_serve.rpc.link import Link, LinkCall

@@ -7,17 +7,17 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from epd_serve.cache.block_pool import BlockPool, RequestBlocks
 from epd_serve.errors import ServeError
 from epd_serve.instance.calls import CleanUps, Refusals
 from epd_serve.instance.decode import Decoder
-from epd_serve.instance.kv_delivery import Transfers
 from epd_serve.instance.telemetry import InstanceTelemetry
 from epd_serve.protocol import wire
 from epd_serve.sched.sequence import Sequence as Prompt
-from epd_serve.transfer.kv_sender import DecodePeer, OutgoingTransfer
+from epd_serve.transfer.kv_sender import OutgoingTransfer
 from epd_serve.types import SamplingParams
 
 LAYOUT = wire.KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=4, dtype="float32", model="m")
@@ -136,23 +136,22 @@ class Peers:
 class Sender:
     """Has nothing under way."""
 
-    def connect(self, name: str, peer: DecodePeer) -> None: ...
+    def connect(self, transfer: OutgoingTransfer) -> None: ...
 
     def fence(self, transfer: OutgoingTransfer, passed: Callable[[], None]) -> None:
         passed()
 
 
-def transfers(peers: Any, *, engine: Any, clean_ups: CleanUps, telemetry: Any, lease_s: float) -> Transfers:
-    parts: dict[str, Any] = {"sender": Sender(), "memory": Memory()}
-    return Transfers(
-        **parts,
-        engine=engine,
+def language(peers: Any, *, engine: Any, clean_ups: CleanUps, telemetry: Any, lease_s: float) -> Any:
+    """The prefill side of a language engine that sends nothing."""
+    instance = SimpleNamespace(
         peers=peers,
         telemetry=telemetry,
         refusals=Refusals("p0"),
         clean_ups=clean_ups,
-        lease_s=lease_s,
+        options=SimpleNamespace(lease_s=lease_s),
     )
+    return SimpleNamespace(engine=engine, sender=Sender(), memory=Memory(), instance=instance)
 
 
 def reserve(

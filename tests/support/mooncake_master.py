@@ -8,9 +8,9 @@ import time
 from multiprocessing.connection import Connection
 
 import httpx
+from own_ports import free_port
 from transports import make_transport, mooncake_options
 
-from epd_serve.launch.processes.ports import free_port
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore
 from epd_serve.transfer.mooncake.engine import StoreClient, master_command
 from epd_serve.transfer.mooncake.store import MooncakeFeatureStore

@@ -24,6 +24,17 @@ _END = 15_000
 _SYSTEMS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
+def free_port(host: str) -> int:
+    """Return a port found free a moment ago."""
+    while True:
+        port = ports.draw_port(1)
+        try:
+            ports.listen(host, port).close()
+        except ValueError:
+            continue
+        return port
+
+
 @contextmanager
 def own_ports() -> Iterator[None]:
     """Within, port 0 of :mod:`epd_serve.launch.processes.ports` stands for one of ours."""
@@ -40,5 +51,5 @@ def own_ports() -> Iterator[None]:
         return first
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ports, "_draw", draw)
+        patch.setattr(ports, "draw_port", draw)
         yield

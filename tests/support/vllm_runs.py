@@ -21,11 +21,11 @@ import httpx
 import psutil
 from chat import chat, data_url
 from clips import clip
+from own_ports import free_port
 from pictures import noise
 from prometheus_client.parser import text_string_to_metric_families
 
 from epd_serve.backends.vllm_command import VllmOptions, command_of, environment_of
-from epd_serve.launch.processes.ports import free_port
 from epd_serve.types import Role
 
 READY_TIMEOUT_S = 1200

@@ -15,10 +15,10 @@ import msgspec
 import psutil
 import pytest
 from fleet import wait_until
+from own_ports import free_port
 from transfer_peer import Peer
 from transports import fill, kinds, make_transport, mooncake_options, needs_mooncake
 
-from epd_serve.launch.processes.ports import free_port
 from epd_serve.protocol.wire import Region
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.mooncake.engine import StagingPool, address_of

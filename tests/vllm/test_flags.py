@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from epd_serve.config import load_config
-from epd_serve.launch.vllm.installed import find_vllm, lacks
+from epd_serve.launch.vllm.installed import check_found, find_vllm
 from epd_serve.launch.vllm.process import vllm_processes
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -17,7 +17,7 @@ FILES = sorted((Path(__file__).parents[2] / "deploy").glob("vllm-*.yaml"))
 
 def test_vllm_has_every_flag_that_is_written(python: str) -> None:
     found = find_vllm(python)
-    assert not lacks(found)["a separate E"]
+    check_found(found, python=python, needs=["store"])
     command = [python, "-P", "-m", "vllm.entrypoints.cli.main", "serve", "--help=all"]
     told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     for config in map(load_config, FILES):

@@ -1,8 +1,9 @@
-"""Adapt JSON schemas to the grammar engine: close objects, and drop patterns the engine cannot compile."""
+"""Adapt JSON schemas to the grammar engine: close objects, and drop patterns that it cannot compile."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import re
+from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
@@ -11,17 +12,23 @@ _Schema = dict[str, Any]
 _DATA = frozenset({"enum", "const", "default", "example", "examples"})
 #: Keywords whose value holds schemas by name.
 _BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+#: Look-around and back-references.
+_UNSUPPORTED = re.compile(r"\(\?<?[=!]|\\[1-9]|\(\?P=|\\k<")
 
 
-def close_objects(schema: _Schema) -> _Schema:
-    """Forbid undeclared keys in schemas with ``properties`` and without ``additionalProperties``.
+def enforceable(schema: _Schema, *, is_strict: bool) -> _Schema:
+    """Return the schema that the grammar enforces.
 
-    Objects that must satisfy several schemas with ``properties`` (``allOf``, or ``anyOf`` or ``$ref`` next to
-    ``properties``) stay open, because a key declared by one schema is undeclared in another.
+    Objects with ``properties`` and without ``additionalProperties`` get only declared keys. Objects that must
+    satisfy several schemas with ``properties`` (``allOf``, or ``anyOf`` or ``$ref`` next to ``properties``) stay
+    open, because a key declared by one schema is undeclared in another. Unless strict, unsupported regular
+    expressions are dropped, and the keys that they allowed stay allowed.
     """
     closed = deepcopy(schema)
-    joined = _Joined(closed).schemas
+    joined = _joined(closed)
     for node in _walk(closed):
+        if not is_strict:
+            _drop_patterns(node)
         declared = node.get("properties")
         if (
             isinstance(declared, dict)
@@ -34,28 +41,13 @@ def close_objects(schema: _Schema) -> _Schema:
     return closed
 
 
-def patterns_of(schema: _Schema) -> list[str]:
-    """Return the distinct regular expressions of a schema."""
-    found: dict[str, None] = {}
-    for node in _walk(schema):
-        if isinstance(node.get("pattern"), str):
-            found[node["pattern"]] = None
-        if isinstance(node.get("patternProperties"), dict):
-            found |= dict.fromkeys(node["patternProperties"])
-    return list(found)
-
-
-def drop_patterns(schema: _Schema, patterns: Collection[str]) -> _Schema:
-    """Return a schema without these regular expressions; keys that they allowed stay allowed."""
-    dropped = deepcopy(schema)
-    for node in _walk(dropped):
-        if node.get("pattern") in patterns:
-            del node["pattern"]
-        by_pattern = node.get("patternProperties")
-        if isinstance(by_pattern, dict) and not by_pattern.keys().isdisjoint(patterns):
-            node["patternProperties"] = {key: one for key, one in by_pattern.items() if key not in patterns}
-            node["additionalProperties"] = True
-    return dropped
+def _drop_patterns(node: _Schema) -> None:
+    if _UNSUPPORTED.search(str(node.get("pattern", ""))):
+        del node["pattern"]
+    by_pattern = node.get("patternProperties")
+    if isinstance(by_pattern, dict) and any(map(_UNSUPPORTED.search, by_pattern)):
+        node["patternProperties"] = {key: one for key, one in by_pattern.items() if not _UNSUPPORTED.search(key)}
+        node["additionalProperties"] = True
 
 
 def _walk(node: Any) -> Iterator[_Schema]:
@@ -72,56 +64,51 @@ def _walk(node: Any) -> Iterator[_Schema]:
         yield node
 
 
-class _Joined:
-    """Subschemas that an object must satisfy together with other schemas that have ``properties``.
+def _joined(root: _Schema) -> set[int]:
+    """Return ids of the schemas that an object must satisfy together with others that have ``properties``."""
+    declaring: dict[int, bool] = {}
+    joined: set[int] = set()
 
-    Attributes:
-        schemas: ids of these subschemas.
-    """
-
-    def __init__(self, root: _Schema) -> None:
-        self._root = root
-        self._declaring: dict[int, bool] = {}
-        self.schemas: set[int] = set()
-        for node in _walk(root):
-            groups = self._groups(node)
-            num_declaring = sum(any(map(self._declares, group)) for group in groups)
-            if num_declaring + bool(node.get("properties")) > 1:
-                self._join(node)
-
-    def _groups(self, node: _Schema) -> list[list[_Schema]]:
-        """Return groups of further schemas; a value of ``node`` must satisfy at least one of every group."""
-        dependent = node.get("dependentSchemas")
-        by_key = list(dependent.values()) if isinstance(dependent, dict) else []
-        groups = [[one] for one in _list(node.get("allOf"))]
-        groups += [_list(node.get("anyOf")), _list(node.get("oneOf")), [node.get("then"), node.get("else")]]
-        groups += [by_key, [self._target(node.get("$ref"))]]
-        return [[one for one in group if isinstance(one, dict)] for group in groups]
-
-    def _declares(self, node: _Schema) -> bool:
+    def declares(node: _Schema) -> bool:
         """Return whether a schema has ``properties``, directly or by reference."""
-        if id(node) not in self._declaring:
-            self._declaring[id(node)] = False  # stops at schemas that refer to themselves
-            members = (member for group in self._groups(node) for member in group)
-            self._declaring[id(node)] = bool(node.get("properties")) or any(map(self._declares, members))
-        return self._declaring[id(node)]
+        if id(node) not in declaring:
+            declaring[id(node)] = False  # stops at schemas that refer to themselves
+            members = (member for group in _groups(node, root) for member in group)
+            declaring[id(node)] = bool(node.get("properties")) or any(map(declares, members))
+        return declaring[id(node)]
 
-    def _join(self, node: _Schema) -> None:
-        if id(node) not in self.schemas:
-            self.schemas.add(id(node))
-            for group in self._groups(node):
+    def join(node: _Schema) -> None:
+        if id(node) not in joined:
+            joined.add(id(node))
+            for group in _groups(node, root):
                 for member in group:
-                    self._join(member)
+                    join(member)
 
-    def _target(self, ref: Any) -> Any:
-        """Return the target of ``#/...`` in the schema."""
-        if not isinstance(ref, str) or not ref.startswith("#"):
-            return None
-        node: Any = self._root
-        for step in ref[1:].split("/")[1:]:
-            name = step.replace("~1", "/").replace("~0", "~")
-            node = node.get(name) if isinstance(node, dict) else None
-        return node
+    for node in _walk(root):
+        num_declaring = sum(any(map(declares, group)) for group in _groups(node, root))
+        if num_declaring + bool(node.get("properties")) > 1:
+            join(node)
+    return joined
+
+
+def _groups(node: _Schema, root: _Schema) -> list[list[_Schema]]:
+    """Return groups of further schemas; a value of ``node`` must satisfy at least one of every group."""
+    dependent = node.get("dependentSchemas")
+    groups = [[one] for one in _list(node.get("allOf"))]
+    groups += [_list(node.get("anyOf")), _list(node.get("oneOf")), [node.get("then"), node.get("else")]]
+    groups += [list(dependent.values()) if isinstance(dependent, dict) else [], [_target(node.get("$ref"), root)]]
+    return [[one for one in group if isinstance(one, dict)] for group in groups]
+
+
+def _target(ref: Any, root: _Schema) -> Any:
+    """Return the target of ``#/...`` in the schema."""
+    if not isinstance(ref, str) or not ref.startswith("#"):
+        return None
+    node: Any = root
+    for step in ref[1:].split("/")[1:]:
+        name = step.replace("~1", "/").replace("~0", "~")
+        node = node.get(name) if isinstance(node, dict) else None
+    return node
 
 
 def _list(value: Any) -> list[Any]:

@@ -17,8 +17,7 @@ from epd_serve.config.model_files import check_model_files
 from epd_serve.engine.device_features import DeviceFeatureStore
 from epd_serve.engine.device_memory import are_reached
 from epd_serve.engine.kv_memory import naming_memory, resolve_dtype
-from epd_serve.engine.pace.measurements import Measurements, measurements
-from epd_serve.engine.pace.step_timer import encode_seconds
+from epd_serve.engine.pace import encode_seconds
 from epd_serve.instance.loading.language_weights import LanguageWeights
 from epd_serve.instance.text.request_processor import Place, num_media_threads
 from epd_serve.media.decoder_pool import DecoderPool
@@ -50,6 +49,7 @@ class CheckpointModel:
         producer: kind of device and operators that compute features.
         feature_token_bytes: feature bytes per media token.
         max_positions: maximum context length of the model.
+        measured: seconds of steps and encodes measured so far, for the budgets of each role.
     """
 
     def __init__(self, options: InstanceOptions, device: Device) -> None:
@@ -65,6 +65,7 @@ class CheckpointModel:
         text = self.family.config.get_text_config()
         self.max_positions: int = text.max_position_embeddings
         self.feature_token_bytes = self.torch_dtype.itemsize * text.hidden_size
+        self.measured: dict[str, float] = {}
         self._are_reached: bool | None = None
         self.decoders = DecoderPool(
             cpu_s=_PICTURE_CPU_S, limits=_MEDIA_LIMITS, num_kept=num_media_threads(options.threads)
@@ -118,32 +119,17 @@ class CheckpointModel:
         """Return a store on the device that falls back to ``host``, or ``host`` itself on a CPU. Blocks."""
         if self.device.type == "cpu":
             return host
-        in_area = options.feature_store == "embedded"
-        shares = in_area and options.kv_transfer.transport == "auto"
-        registers = in_area and self.are_regions_reached(transport)
-        capacity_bytes = options.sizes.feature_cache_bytes if (shares or registers) and options.role.encodes else 0
+        shares = options.feature_store == "embedded" and options.kv_transfer.transport == "auto"
+        capacity_bytes = options.sizes.feature_cache_bytes if shares and options.role.encodes else 0
         if options.feature_cache_bytes is None:  # default size; others may use most of the device's memory
             capacity_bytes = min(capacity_bytes, self.device.headroom() // 4)
-        return DeviceFeatureStore(
-            self.device,
-            transport,
-            host,
-            capacity_bytes,
-            observe,
-            shares=shares,
-            registers=registers,
-            lease_s=options.lease_s,
-        )
+        return DeviceFeatureStore(self.device, transport, host, capacity_bytes, observe)
 
     def are_regions_reached(self, transport: Transport) -> bool:
         """Return whether the transport can move device memory; false on a CPU. Blocks."""
         if self._are_reached is None:
             self._are_reached = self.device.type != "cpu" and are_reached(self.device, transport)
         return self._are_reached
-
-    def measurements(self) -> Measurements:
-        """Return cached measurements of equal instances, from this user's cache."""
-        return measurements(self._options, self.device, self.fingerprint, torch=str(torch.__version__))
 
     def encode_seconds(self, tower: Any, num_images: int) -> float:
         """Measure the seconds to encode ``num_images`` images of 448x448 pixels."""

@@ -14,7 +14,7 @@ from epd_serve.config import InstanceOptions, decode_graph_sizes
 from epd_serve.config.model_files import chat_template
 from epd_serve.config.sizes import MIN_BLOCKS, in_binary_units
 from epd_serve.engine.kv_memory import KVMemory, block_nbytes, num_kv_blocks
-from epd_serve.engine.pace.step_timer import StepTimer
+from epd_serve.engine.pace import StepTimer
 from epd_serve.engine.prefill_graphs import prefill_graph_sizes
 from epd_serve.engine.sampling.grammar import Grammars
 from epd_serve.engine.step import LanguageRunner, StepExecutor

@@ -24,7 +24,7 @@ from epd_serve.engine.emulated.digests import (
     Held,
     Picture,
 )
-from epd_serve.engine.pace.measurements import IMAGE_SIDE, Measurements
+from epd_serve.engine.pace import IMAGE_SIDE
 from epd_serve.errors import InvalidRequest
 from epd_serve.instance.feature_receiver import FeatureForm
 from epd_serve.instance.text.prompt import PromptProcessor, Texts
@@ -115,6 +115,7 @@ class ShapeModel:
                 f"emulated answers need {NUM_TOKENS}"
             )
         self.device, self.options = device, options
+        self.measured: dict[str, float] = {}
         self.profile = emulated_profile(options.model.shape_of, emulated_kind(options.device))
         self.family = ShapeFamily(self.shape)
         self.location = f"the shape of {self.shape.name}, without weights"
@@ -153,9 +154,6 @@ class ShapeModel:
         self, options: InstanceOptions, host: FeatureStore, transport: Transport, observe: StoreObserver
     ) -> FeatureStore:
         return host
-
-    def measurements(self) -> Measurements:
-        return Measurements(None, {})  # profiles need no measuring
 
     def encode_seconds(self, tower: Any, num_images: int) -> float:
         return self.profile.encode_s([self.family.num_pixels((IMAGE_SIDE, IMAGE_SIDE))] * num_images)

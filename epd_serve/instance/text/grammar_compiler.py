@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections import OrderedDict
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
 
 import msgspec
 from blake3 import blake3
 from msgspec.structs import replace
 
-from epd_serve.engine.sampling.grammar import Grammars, MatcherConstraint, as_lark
-from epd_serve.engine.sampling.json_schema import drop_patterns, patterns_of
-from epd_serve.engine.sampling.thinking import ThinkingConstraint
+from epd_serve.engine.sampling.grammar import Grammars, MatcherConstraint, ThinkingConstraint, as_lark
 from epd_serve.errors import InvalidRequest
 from epd_serve.instance.text.request_processor import Place, RequestProcessor
-from epd_serve.media.decoder import Problem
+from epd_serve.media.decoder import Compiled, Problem
 from epd_serve.media.decoder_pool import DecoderPool
 from epd_serve.types import Grammar, SamplingParams
 
@@ -26,27 +21,26 @@ _S_PER_CHARACTER = 1e-5
 #: Grammars up to this length without the keywords below compile within milliseconds.
 _SHORT_CHARACTERS = 4096
 _JOINS = re.compile(r'"(?:allOf|anyOf|oneOf|\$ref|multipleOf|pattern|patternProperties)"')
-#: Limit on CPU seconds for all trials of a request.
+#: Limit on CPU seconds for the trials of a request.
 _TRIALS_CPU_S = 0.5
 _TOO_COMPLEX = "structure_too_complex"
 #: Number of verdicts to cache.
 _MAX_VERDICTS = 1024
-_Verdict = Grammar | InvalidRequest | None
 
 
 class GrammarCompiler:
     """Compiles grammars: long ones first in a disposable process, then all in this process for the tokenizer.
 
     Compiled grammars cannot move between processes. A grammar that exceeds the limits in the trial process is
-    rejected without compiling it here. Unless a schema is strict, unsupported keywords and patterns are dropped;
-    an optional tool whose schema cannot be enforced accepts any object.
+    rejected without compiling it here. An optional tool whose schema cannot be enforced accepts any object, unless
+    it is strict.
     """
 
     def __init__(self, grammars: Grammars, processor: RequestProcessor, decoders: DecoderPool) -> None:
         self._grammars = grammars
         self._processor = processor
         self._decoders = decoders
-        self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()
+        self._verdicts: dict[bytes, Grammar | InvalidRequest] = {}
 
     async def constrain(
         self, sampling: SamplingParams, *, is_tried: bool = False
@@ -78,86 +72,55 @@ class GrammarCompiler:
             if not is_tried:
                 key = blake3(msgspec.msgpack.encode(grammar)).digest()
                 if key not in self._verdicts:
-                    self._verdicts[key] = await self._judge(grammar, _Trials(self._decoders, place))
+                    self._verdicts[key] = await self._judge(grammar, place)
                     if len(self._verdicts) > _MAX_VERDICTS:
-                        self._verdicts.popitem(last=False)
+                        del self._verdicts[next(iter(self._verdicts))]
                 verdict = self._verdicts[key]
                 if isinstance(verdict, InvalidRequest):
                     raise InvalidRequest(verdict.message, param=verdict.param, code=verdict.code)
-                grammar = verdict or grammar
+                grammar = verdict
             return await place.run(self._grammars.constraint, grammar)
 
-    async def _judge(self, grammar: Grammar, trials: _Trials) -> _Verdict:
-        """Return the relaxed grammar to enforce, None to enforce the grammar as it is, or the refusal."""
-        parts = _parts(grammar)
+    async def _judge(self, grammar: Grammar, place: Place) -> Grammar | InvalidRequest:
+        """Return the grammar to enforce, in which tools may accept any object, or the refusal."""
+        parts, tools = _parts(grammar), grammar.tools
         is_risky = any(part.kind == "regex" or _JOINS.search(part.text) for part in parts)
+        if not is_risky and sum(len(part.text) for part in parts) <= _SHORT_CHARACTERS:
+            try:
+                await place.run(self._grammars.constraint, grammar)
+                return grammar
+            except InvalidRequest:
+                pass  # a trial tells which part is wrong
+        # schemas of optional, non-strict tools need not be enforced
+        may_be_free = not grammar.kind and not grammar.must_call and not any(tool.strict for tool in tools)
         try:
-            if not is_risky and sum(len(part.text) for part in parts) <= _SHORT_CHARACTERS:
-                try:
-                    await trials.place.run(self._grammars.constraint, grammar)
-                except InvalidRequest:
-                    return await self._relax(grammar, parts, await trials.run(parts), trials)
-                return None
-            tried = parts if parts == [grammar] else [*parts, grammar]
-            problems = await trials.run(tried)
-            if not problems:
-                return None
-            problems.pop(len(parts), None)
-            return await self._relax(grammar, parts, problems, trials)
+            tried = await self._try(parts if parts == [grammar] else [*parts, grammar], place, _TRIALS_CPU_S)
+            free = set[int]()
+            for number, problem in tried.problems.items():
+                if number < len(tools) and not (grammar.must_call or parts[number].strict):
+                    free.add(number)
+                elif number < len(parts):
+                    return _refusal(grammar, parts, number, problem)
+            if not tried.problems:
+                return grammar
+            relaxed = _free(grammar, free)
+            again = tried if not free else await self._try([relaxed], place, _TRIALS_CPU_S - tried.cpu_s)
+            for problem in again.problems.values():
+                raise InvalidRequest(f"together they are too complex: {problem.message}", code=_TOO_COMPLEX)
+            return relaxed
         except InvalidRequest as error:
-            # schemas of optional, non-strict tools need not be enforced
-            is_free = not grammar.kind and not grammar.must_call and not any(tool.strict for tool in grammar.tools)
-            if error.code == _TOO_COMPLEX and is_free:
-                return _free(grammar, range(len(grammar.tools)))
+            if error.code == _TOO_COMPLEX and may_be_free:
+                return _free(grammar, range(len(tools)))
             message = error.message if error.param else f"{grammar.param}: {error.message}"
             return InvalidRequest(message, param=error.param or grammar.param, code=error.code)
 
-    async def _relax(
-        self, grammar: Grammar, parts: list[Grammar], problems: dict[int, Problem], trials: _Trials
-    ) -> Grammar:
-        """Remove the parts that cannot be enforced. Raises InvalidRequest if one of them is mandatory."""
-        for number, problem in problems.items():
-            if parts[number].strict:
-                raise _refusal(grammar, parts, number, problem)
-        schemas = {number: json.loads(parts[number].text) for number in problems if parts[number].kind == "json"}
-        patterns = list({pattern: None for schema in schemas.values() for pattern in patterns_of(schema)})
-        texts = [json.dumps({"type": "string", "pattern": pattern}) for pattern in patterns]
-        wrong = await trials.run([Grammar(kind="json", text=text) for text in texts])
-        unknown = [patterns[number] for number, problem in wrong.items() if not problem.is_complex]
-        for number, schema in schemas.items():
-            parts[number] = replace(parts[number], text=json.dumps(drop_patterns(schema, unknown)))
-        numbers = list(problems)
-        again = await trials.run([parts[number] for number in numbers])
-        problems = {numbers[position]: problem for position, problem in again.items()}
-        for number, problem in problems.items():
-            if grammar.must_call or number >= len(grammar.tools):
-                raise _refusal(grammar, parts, number, problem)
-        tools = [replace(tool, parameters=parts[i].text) for i, tool in enumerate(grammar.tools)]
-        text = parts[-1].text if len(parts) > len(tools) else grammar.text
-        relaxed = _free(replace(grammar, tools=tools, text=text), problems)
-        for problem in (await trials.run([relaxed])).values():
-            raise InvalidRequest(f"together they are too complex: {problem.message}", code=_TOO_COMPLEX)
-        return relaxed
-
-
-@dataclass
-class _Trials:
-    """Trial compilations of one request in disposable processes, which share one limit on CPU time."""
-
-    decoders: DecoderPool
-    place: Place
-    cpu_s: float = _TRIALS_CPU_S
-
-    async def run(self, grammars: Sequence[Grammar]) -> dict[int, Problem]:
-        """Return the problems of grammars, by position. Raises InvalidRequest if they exceed the limit."""
-        if not grammars:
-            return {}
-        if self.cpu_s <= 0:
+    async def _try(self, grammars: Sequence[Grammar], place: Place, cpu_s: float) -> Compiled:
+        """Compile grammars in a disposable process. Raises InvalidRequest if they exceed the limit."""
+        if cpu_s <= 0:
             raise InvalidRequest(f"it takes more than {_TRIALS_CPU_S:g} s to compile", code=_TOO_COMPLEX)
-        texts = await self.place.run(lambda: list(map(as_lark, grammars)))
-        compiled = await self.decoders.compile(texts, self.place, cpu_s=self.cpu_s)
-        self.cpu_s -= compiled.cpu_s
-        return compiled.problems
+        return await self._decoders.compile(
+            await place.run(lambda: list(map(as_lark, grammars))), place, cpu_s=cpu_s
+        )
 
 
 def _parts(grammar: Grammar) -> list[Grammar]:

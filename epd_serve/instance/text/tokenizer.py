@@ -7,7 +7,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from epd_serve.engine.sampling.patterns import Patterns
 from epd_serve.errors import InvalidRequest
 
 #: Reject longer texts unless the context holds as many characters at _CHARACTERS_PER_TOKEN: a tokenizer takes
@@ -112,7 +111,6 @@ _REREAD_TOKENS = 12
 #: Maximum trailing replacement characters that may still become a character.
 _MAX_OPEN = 3
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-_NO_STOPS = Patterns(())
 
 
 class Detokenizer:
@@ -122,7 +120,7 @@ class Detokenizer:
     state depends only on the tokens, so another instance restores it by pushing the same tokens.
 
     Args:
-        stop: stop strings, shared by the choices of a request.
+        stop: stop strings.
         min_tokens: ignore stop strings completed within this many tokens, as in vLLM.
         include_stop: whether to keep the stop string in the text.
     """
@@ -131,7 +129,7 @@ class Detokenizer:
         self,
         tokenizer: Tokenizer,
         prompt_ids: Sequence[int],
-        stop: Patterns | None = None,
+        stop: Sequence[str] = (),
         *,
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
@@ -139,8 +137,8 @@ class Detokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        self._stop = stop or _NO_STOPS
-        self._node = self._stop.root
+        self._stop = stop
+        self._firsts = frozenset(one[0] for one in stop)
         self._ids = list(prompt_ids[-_CONTEXT_TOKENS:])
         self._context = 0  # first token to decode again, since merging across tokens can change spaces
         self._next_context = len(self._ids)
@@ -210,38 +208,28 @@ class Detokenizer:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip) if ids else ""
 
     def _emit(self, new: str) -> str:
-        if self._node is self._stop.root and self._stop.first.isdisjoint(new):  # nothing to hold back
+        """Return the certain part of the held text and ``new``; hold back the beginning of a stop string."""
+        if not self._held and self._firsts.isdisjoint(new):
             self.text += new
             return new
-        pending = self._held + new
-        end = self._find(new)
+        pending, end = self._held + new, None
+        if self._num_tokens > self._min_tokens:
+            seen = len(self._held) + 1  # a match ends in the new text
+            places = ((pending.find(one, max(seen - len(one), 0)), -len(one)) for one in self._stop)
+            if found := [
+                (at, length) for at, length in places if at >= 0
+            ]:  # the first, and the longest of several
+                start, length = min(found)
+                self.stop_string = pending[start : start - length]
+                end = start - length if self._include_stop else start
         if end is None:
-            keep = self._node.depth
-            self._held = pending[len(pending) - keep :]
-            pending = pending[: len(pending) - keep]
+            starts = (at for at, one in enumerate(pending) if one in self._firsts)
+            end = next((at for at in starts if self._begins_stop(pending[at:])), len(pending))
+            self._held = pending[end:]
         else:
             self._held = ""
-            pending = pending[:end]
-        self.text += pending
-        return pending
+        self.text += pending[:end]
+        return pending[:end]
 
-    def _find(self, new: str) -> int | None:
-        """Return where the first stop string (the longest of several) ends the text, from the held text on."""
-        node, stop = self._node, self._stop
-        counts = self._num_tokens > self._min_tokens
-        found: tuple[int, int] | None = None  # (start, -length)
-        for at, character in enumerate(new, start=len(self._held) + 1):
-            node = stop.step(node, character)
-            if counts and (ends := node.ends) is not None:
-                one = (at - ends.depth, -ends.depth)
-                found = one if found is None else min(found, one)
-            if found is not None and at - node.depth > found[0]:
-                break  # later matches start after it
-        while not node.goes_on and node is not stop.root:
-            node = node.fail
-        self._node = node
-        if found is None:
-            return None
-        start, length = found
-        self.stop_string = (self._held + new)[start : start - length]
-        return start - length if self._include_stop else start
+    def _begins_stop(self, text: str) -> bool:
+        return any(len(text) < len(one) and one.startswith(text) for one in self._stop)

@@ -6,6 +6,7 @@ They start at once and share the modules' memory. The server neither computes no
 from __future__ import annotations
 
 import asyncio
+import gc
 import multiprocessing
 import os
 import runpy
@@ -18,6 +19,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 from epd_serve.config import DeploymentConfig, ShapeConfig
+from epd_serve.lifeline import die_with_parent
 
 #: Heap of an instance: huge pages, which load weights faster; one heap for all threads; no memory returned between
 #: steps, as it would be faulted in again. A user's own GLIBC_TUNABLES replace these.
@@ -29,6 +31,12 @@ _MODULES = ("epd_serve.cli.instance", "epd_serve.instance.main")
 #: Libraries read these when they are loaded, in the server: one thread, as threads do not survive a fork; torch
 #: looks for GPUs without a CUDA call, after which no fork could use CUDA.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+#: Set for the server, which imports this module first.
+_LAUNCHER = "EPD_SERVE_LAUNCHER"
+
+if launcher_pid := os.environ.pop(_LAUNCHER, ""):
+    die_with_parent(int(launcher_pid))  # also while it imports
+    gc.disable()  # collections take a fifth of torch's import time
 
 
 class ForkedProcess:
@@ -69,15 +77,14 @@ def preload(config: DeploymentConfig) -> None:
     devices = [one.devices for one in config.placement()]
     if config.engine == "vllm" or not any(can_fork(config, own) for own in devices):
         return
-    modules, environment = [*_MODULES, "epd_serve.instance.loading.shape_model"], {}
+    modules, environment = [*_MODULES, "epd_serve.instance.loading.shape_model"], dict(_ENVIRONMENT)
     if isinstance(config.model, str):
         modules = [*_MODULES, "epd_serve.instance.loading.checkpoint", "epd_serve.models.renamings"]
         modules += ["device.cuda"] if any(own[0].startswith("cuda") for own in devices) else []
-        environment = {"GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", HEAP_TUNABLES)}
-    package = __name__.rpartition(".")[0]
-    multiprocessing.set_forkserver_preload([f"{package}.server_start", *modules, f"{package}.frozen"])
+        environment["GLIBC_TUNABLES"] = os.environ.get("GLIBC_TUNABLES", HEAP_TUNABLES)
+    multiprocessing.set_forkserver_preload([__name__, *modules])
     before = dict(os.environ)
-    os.environ.update({**environment, **_ENVIRONMENT, "EPD_SERVE_LAUNCHER": str(os.getpid())})
+    os.environ.update({**environment, _LAUNCHER: str(os.getpid())})
     try:
         forkserver.ensure_running()
     finally:
@@ -100,6 +107,8 @@ async def fork(name: str, command: Sequence[str], environment: Mapping[str, str]
 
 def _run(name: str, command: Sequence[str], environment: Mapping[str, str], log_file: str) -> None:
     """Run a command in the forked process."""
+    gc.freeze()  # a collection does not copy the objects that all forks share
+    gc.enable()
     launcher = multiprocessing.parent_process()
     assert launcher is not None
 

@@ -38,32 +38,17 @@ def choose_ports(config: DeploymentConfig) -> Ports:
     gateway, admin, host = config.gateway, config.gateway.admin, config.instances.host
     base, each = config.instances.base_port, ports_each(config)
     with ExitStack() as held:  # hold each until the last is chosen, so that none is chosen twice
-        gateway_port = _bind(held, gateway.host, gateway.port, 1, "gateway (gateway.port)")
+        gateway_port = _hold(held, gateway.host, gateway.port, "gateway (gateway.port)")
         if admin.port is not None:
-            _bind(held, admin.host, admin.port, 1, "admin plane (gateway.admin.port)")
+            _hold(held, admin.host, admin.port, "admin plane (gateway.admin.port)")
         instances = tuple(
-            _bind(held, host, base + index * each if base else 0, each, f"{one.name} (instances.base_port)")
+            _hold(held, host, base + index * each if base else 0, f"{one.name} (instances.base_port)", each)
             for index, one in enumerate(config.placement())
         )
         master = None
         if config.starts_master:
-            rpc, http = (_bind(held, host, 0, 1, "mooncake_master") for _ in range(2))
-            master = (rpc, http)
+            master = (_hold(held, host, 0, "mooncake_master"), _hold(held, host, 0, "mooncake_master"))
     return Ports(gateway=gateway_port, instances=instances, master=master)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Return the gateway's listening socket, which successive gateways inherit. Raises ValueError."""
-    with ExitStack() as held:
-        listener = _bind_one(held, host, port, "gateway (gateway.port)")
-        held.pop_all()
-        return listener
-
-
-def free_port(host: str) -> int:
-    """Return a port found free a moment ago."""
-    with ExitStack() as held:
-        return _bind(held, host, 0, 1, "server")
 
 
 def next_port(config: DeploymentConfig, taken: Collection[int], user: str) -> int:
@@ -74,7 +59,7 @@ def next_port(config: DeploymentConfig, taken: Collection[int], user: str) -> in
     host, base, each = config.instances.host, config.instances.base_port, ports_each(config)
     for port in range(base, 65536, each) if base else [0] * _TRIES:
         with suppress(ValueError), ExitStack() as held:
-            chosen = _bind(held, host, port, each, user)
+            chosen = _hold(held, host, port, user, each)
             if all(abs(chosen - one) >= each for one in taken):
                 return chosen
     raise ValueError(f"no port on {host} is free for {user}; change instances.base_port")
@@ -85,17 +70,14 @@ def ports_each(config: DeploymentConfig) -> int:
     return PORTS_PER_INSTANCE if config.engine == "vllm" else 1
 
 
-def _bind(held: ExitStack, host: str, port: int, count: int, user: str) -> int:
-    """Bind ``count`` consecutive ports and return the first; ``port`` 0 draws it. Raises ValueError.
-
-    Drawn ports are below those of outgoing connections, which could take them before the server binds.
-    """
+def _hold(held: ExitStack, host: str, port: int, user: str, count: int = 1) -> int:
+    """Listen on ``count`` consecutive ports and return the first; ``port`` 0 draws it. Raises ValueError."""
     for tries_left in range(0 if port else _TRIES, -1, -1):
-        first = port or _draw(count)
+        first = port or draw_port(count)
         try:
             with ExitStack() as trying:
                 for number in range(first, first + count):
-                    _bind_one(trying, host, number, user)
+                    trying.enter_context(listen(host, number, user))
                 held.enter_context(trying.pop_all())
                 return first
         except ValueError:
@@ -104,8 +86,11 @@ def _bind(held: ExitStack, host: str, port: int, count: int, user: str) -> int:
     raise AssertionError
 
 
-def _draw(count: int) -> int:
-    """Draw the first of ``count`` consecutive ports."""
+def draw_port(count: int) -> int:
+    """Draw the first of ``count`` consecutive ports.
+
+    They are below those of outgoing connections, which could take them before the server listens.
+    """
     try:
         end = max(int(_EPHEMERAL.read_text().split()[0]), _LOWEST + 1000)
     except (OSError, ValueError):
@@ -113,16 +98,17 @@ def _draw(count: int) -> int:
     return random.randint(_LOWEST, end - count)
 
 
-def _bind_one(held: ExitStack, host: str, port: int, user: str) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = held.enter_context(socket.socket(family, socket.SOCK_STREAM))
+def listen(host: str, port: int, user: str = "gateway (gateway.port)") -> socket.socket:
+    """Return a listening socket, as for the gateway, whose successors inherit it. Raises ValueError."""
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the servers do, for ports closed recently
     try:
         bound.bind((host, port))
         bound.listen(_BACKLOG)  # with SO_REUSEADDR, several sockets could merely bind the port
     except (OSError, OverflowError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        in_use = getattr(error, "errno", 0) == errno.EADDRINUSE
+        bound.close()
+        in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
         hint = "; set another port, or 0 for any free one" if in_use else ""
+        reason = getattr(error, "strerror", None) or error
         raise ValueError(f"{user} cannot listen on {host} port {port}: {reason}{hint}") from error
     return bound

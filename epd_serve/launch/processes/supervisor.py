@@ -1,20 +1,31 @@
-"""A set of processes that start together, live together and end together."""
+"""Processes that start together, live together and end together."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from epd_serve.config.sections import HANG_TIMEOUT_S
-from epd_serve.launch.processes.process import ManagedProcess, ProcessDied, ProcessSpec, ProcessState
+from epd_serve.errors import InstanceUnreachable, ServeError
+from epd_serve.launch.processes.process import ProcessDied, ProcessSpec, ProcessState, RunningProcess, spawn
+from epd_serve.lifeline import CLEAN_UP_S
+from epd_serve.rpc.http import HttpPool, HttpServer
+from epd_serve.rpc.tls import tls_files
 
 _Result = TypeVar("_Result")
 #: Time to finish: of the gateway with its requests, then of the instances, last of the services that they use.
 GRACES_S = {"first": 5.5, "then": 3.5, "last": 0.5}
+_POLL_INTERVAL_S, _POLL_TIMEOUT_S = 0.1, 2.0
+#: Consecutive failed probes that mean a hang: after a suspension of the machine a single one may fail.
+_NUM_PROBES = 3
+_GROUP_LOOK_S = 0.02
+_ENDED = (ProcessState.STOPPED, ProcessState.DIED, ProcessState.WAITING)
 
 
 class Backoff(NamedTuple):
@@ -32,7 +43,7 @@ class Supervisor:
 
         supervisor = Supervisor(specs, log_dir)
         try:
-            supervisor.start()
+            await supervisor.start()
             await supervisor.wait_ready()
             raise await supervisor.wait_failure()
         finally:
@@ -40,13 +51,9 @@ class Supervisor:
 
     With ``restart``, a process that ends after it was ready is restarted, while the others keep running. A process
     that ends before it was ready has failed for good. A ready process without an answer for ``hang_timeout_s`` is
-    killed, which counts as its death.
+    killed, which counts as its death. A subclass overrides :meth:`on_change` and :meth:`on_death` to follow them.
 
     It must be used from one event loop whose thread outlives the processes (see :mod:`epd_serve.lifeline`).
-
-    Args:
-        on_change: called at each change of a process's state.
-        on_death: called with each death, and the delay of the restart.
 
     Attributes:
         num_deaths: number of unexpected ends so far.
@@ -60,74 +67,73 @@ class Supervisor:
         restart: bool = True,
         hang_timeout_s: float = HANG_TIMEOUT_S,
         backoff: Backoff = Backoff(),  # noqa: B008 - immutable
-        on_change: Callable[[ManagedProcess], None] = lambda process: None,
-        on_death: Callable[[ProcessDied, float], None] = lambda death, delay_s: None,
     ) -> None:
-        self._log_dir = log_dir
+        self.log_dir = log_dir
         self._restart = restart
         self._hang_timeout_s = hang_timeout_s
         self._backoff = backoff
-        self._on_change = on_change
-        self._on_death = on_death
-        self._processes = [ManagedProcess(spec, log_dir, on_change) for spec in specs]
-        self._lives: dict[ManagedProcess, asyncio.Task[ProcessDied]] = {}
-        self._changed = asyncio.Event()
+        self._processes = [Process(spec, self) for spec in specs]
+        self._lives: dict[Process, asyncio.Task[None]] = {}
+        self._failed = asyncio.Event()
+        self._failure: ProcessDied | None = None
         self._retiring: list[asyncio.Task[None]] = []
         self.num_deaths = 0
 
+    def on_change(self, process: Process) -> None:
+        """Follow a process's changes of state."""
+
+    def on_death(self, death: ProcessDied, delay_s: float) -> None:
+        """Follow the deaths of processes that are restarted after ``delay_s``."""
+
     @property
-    def processes(self) -> tuple[ManagedProcess, ...]:
+    def processes(self) -> tuple[Process, ...]:
         """The processes in the order of their specs; added ones come before the gateway."""
         return tuple(one for one in self._processes if not one.is_retired)
 
-    def start(self) -> None:
+    def process(self, name: str) -> Process:
+        return next(one for one in self.processes if one.spec.name == name)
+
+    async def start(self) -> None:
         """Start all processes.
 
         Each waits for the processes with a ``ready_file``, and for the previous one that measures the same device.
         """
         first = [one for one in self._processes if one.spec.ready_file is not None]
-        measuring: dict[str, ManagedProcess] = {}
+        measuring: dict[str, Process] = {}
         for process in self._processes:
             after = [] if process in first else first
             after = [*after, *(measuring[device] for device in process.spec.measures if device in measuring)]
             measuring |= dict.fromkeys(process.spec.measures, process)
-            self._lives[process] = asyncio.create_task(self._live(process, after))
+            self._lives[process] = asyncio.create_task(self._keep_alive(process, after))
 
     async def wait_ready(self, timeout_s: float | None = None) -> None:
         """Return when every process is ready. Raises ProcessDied, or TimeoutError after ``timeout_s``."""
-        all_ready = asyncio.gather(*(process.ready.wait() for process in self.processes))
-        failure = asyncio.create_task(self.wait_failure())
+
+        async def all_ready() -> None:
+            for process in self.processes:
+                await process.ready.wait()
+
         try:
-            await asyncio.wait((all_ready, failure), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            if failure.done():
-                raise failure.result()
-            if not all_ready.done():
-                late = ", ".join(one.spec.name for one in self.processes if not one.ready.is_set())
-                raise TimeoutError(f"not ready after {timeout_s:g} s: {late}")
-        finally:
-            all_ready.cancel()
-            failure.cancel()
-            with suppress(asyncio.CancelledError):
-                await all_ready
+            async with asyncio.timeout(timeout_s):
+                await run_until(self._failed, all_ready())
+        except TimeoutError:
+            late = ", ".join(one.spec.name for one in self.processes if not one.ready.is_set())
+            raise TimeoutError(f"not ready after {timeout_s:g} s: {late}") from None
+        if self._failure is not None:
+            raise self._failure
 
     async def wait_failure(self) -> ProcessDied:
         """Return the first death of a process without a restart."""
-        while True:
-            changed = asyncio.create_task(self._changed.wait())
-            try:
-                await asyncio.wait({*self._lives.values(), changed}, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                changed.cancel()
-            for life in self._lives.values():
-                if life.done():
-                    return life.result()
+        await self._failed.wait()
+        assert self._failure is not None
+        return self._failure
 
-    async def add(self, spec: ProcessSpec, timeout_s: float) -> ManagedProcess:
+    async def add(self, spec: ProcessSpec, timeout_s: float) -> Process:
         """Start one more process; return when it is ready.
 
         Raises ProcessDied, TimeoutError after ``timeout_s``, or OSError; the process is then gone.
         """
-        process = ManagedProcess(spec, self._log_dir, self._on_change)
+        process = Process(spec, self)
         gateways = (i for i, one in enumerate(self._processes) if one.spec.stops == "first")
         self._processes.insert(next(gateways, len(self._processes)), process)
         try:
@@ -136,18 +142,17 @@ class Supervisor:
                 await process.wait_ready()
         except BaseException as error:
             self.num_deaths += isinstance(error, ProcessDied)
-            await asyncio.shield(_stop(process))
+            await asyncio.shield(process.stop())
             self._processes.remove(process)
             raise
-        self._lives[process] = asyncio.create_task(self._live(process))
-        self._wake_waiters()
+        self._lives[process] = asyncio.create_task(self._keep_alive(process))
         return process
 
     async def remove(self, name: str) -> None:
         """Stop one process without counting a failure or restarting it."""
-        process = next(one for one in self.processes if one.spec.name == name)
-        await self._leave_alone(process)
-        await asyncio.shield(_stop(process))
+        process = self.process(name)
+        await _cancel(self._lives.pop(process))
+        await asyncio.shield(process.stop())
         self._processes.remove(process)
 
     async def replace(self, spec: ProcessSpec, timeout_s: float) -> None:
@@ -156,28 +161,17 @@ class Supervisor:
         The old one finishes its work (SIGQUIT), without a time limit. Raises as :meth:`add`; the old one then
         stays.
         """
-        old = next(one for one in self.processes if one.spec.name == spec.name)
+        old = self.process(spec.name)
         await self.add(spec, timeout_s)
-        await self._leave_alone(old)
+        await _cancel(self._lives.pop(old))
         old.retire()
         self._retiring.append(asyncio.create_task(old.wait_end()))
 
-    async def _leave_alone(self, process: ManagedProcess) -> None:
-        """Stop watching a process, so that its end does not count as a failure."""
-        life = self._lives.pop(process)
-        self._wake_waiters()
-        await _cancel([life])
-
-    def _wake_waiters(self) -> None:
-        """Let :meth:`wait_failure` see the current processes."""
-        self._changed.set()
-        self._changed = asyncio.Event()
-
     async def stop(self) -> None:
         """End all processes, turn by turn, within 10 s or the longest ``grace_s`` of each turn."""
-        await _cancel(list(self._lives.values()))  # ends restarts
+        await _cancel(*self._lives.values())  # ends restarts
         for turn in GRACES_S:
-            await asyncio.gather(*(_stop(process) for process in self._processes if process.spec.stops == turn))
+            await asyncio.gather(*(one.stop() for one in self._processes if one.spec.stops == turn))
         await asyncio.gather(*self._retiring)
 
     def kill(self) -> None:
@@ -187,8 +181,8 @@ class Supervisor:
         for process in self._processes:
             process.kill()
 
-    async def _live(self, process: ManagedProcess, after: Iterable[ManagedProcess] = ()) -> ProcessDied:
-        """Start a process when those in ``after`` are ready, and restart it; return its last death."""
+    async def _keep_alive(self, process: Process, after: Iterable[Process] = ()) -> None:
+        """Start a process when those in ``after`` are ready, and restart it until it fails for good."""
         for other in after:
             await other.ready.wait()
         delay_s, was_ready = self._backoff.first_s, process.ready.is_set()
@@ -205,18 +199,181 @@ class Supervisor:
             except ProcessDied as early:
                 death = early
             except OSError as error:  # no such program, or no memory for a process at the moment
-                death = ProcessDied(process.spec.name, str(error), [], process.log_file)
+                death = ProcessDied(process.spec.name, str(error), process.log_file)
             self.num_deaths += 1
             with suppress(OSError), process.log_file.open("a", encoding="utf-8") as log:  # a full disk
                 log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {death.end}\n")
             if not (self._restart and was_ready):
-                return death
+                self._failure = self._failure or death
+                self._failed.set()
+                return
             process.enter(ProcessState.WAITING)
             if ready_s >= self._backoff.well_after_s:
                 delay_s = self._backoff.first_s
-            self._on_death(death, delay_s)
+            self.on_death(death, delay_s)
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, self._backoff.limit_s)
+
+
+class Process:
+    """A supervised child process in a session of its own, so that a terminal's Ctrl-C does not reach it.
+
+    Attributes:
+        log_file: the file for its output, across restarts.
+        state: STARTING before its start, too.
+        ready: set while it is ready.
+        is_retired: whether another process has replaced it, and it only finishes its requests.
+    """
+
+    def __init__(self, spec: ProcessSpec, supervisor: Supervisor) -> None:
+        self.spec = spec
+        self.log_file = supervisor.log_dir / f"{spec.name}.log"
+        self.state = ProcessState.STARTING
+        self.ready = asyncio.Event()
+        self.num_starts = 0
+        self.is_retired = False
+        self._supervisor = supervisor
+        self._starting: asyncio.Future[RunningProcess] | None = None
+        self._process: RunningProcess | None = None
+        self._health = spec.first_health
+        self._started_at = self._ready_at = time.monotonic()
+        self._hung = ""
+
+    @property
+    def num_restarts(self) -> int:
+        return max(0, self.num_starts - 1)
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "the process was not started"
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds from the last start until it was ready, or until now."""
+        return (self._ready_at if self.ready.is_set() else time.monotonic()) - self._started_at
+
+    def enter(self, state: ProcessState) -> None:
+        self.state = state
+        self._supervisor.on_change(self)
+
+    async def start(self) -> None:
+        """Start the process, or restart it after its death. Raises OSError."""
+        self._started_at, self._hung = time.monotonic(), ""
+        self.enter(ProcessState.STARTING)
+        self._starting = asyncio.ensure_future(spawn(self.spec, self.log_file))
+        self._process = await asyncio.shield(self._starting)
+        self.num_starts += 1
+
+    async def wait_ready(self) -> None:
+        """Return when ``GET /health`` answers 200. Raises ProcessDied if the process ends before."""
+        while (status := await self._ask(_POLL_TIMEOUT_S)) != 200:
+            if self.state is ProcessState.STARTING and status is not None:  # it listens
+                self.enter(ProcessState.LOADING)
+            if await self._ends_within(_POLL_INTERVAL_S):
+                raise self.death()
+        self._ready_at, self._health = time.monotonic(), "/health"
+        self.ready.set()
+        self.enter(ProcessState.READY)
+
+    async def wait_end_or_hang(self, hang_timeout_s: float) -> float:
+        """Return when the process has ended, with the seconds for which it was ready.
+
+        Kills it if it answers nothing for ``hang_timeout_s``.
+        """
+        probe_s, num_failed = hang_timeout_s / _NUM_PROBES, 0
+        while self.is_running:
+            started = time.monotonic()
+            num_failed = 0 if await self._ask(probe_s) else num_failed + 1
+            if num_failed == _NUM_PROBES and self.is_running:
+                self._hung = f"it answered nothing for {hang_timeout_s:g} s and was killed"
+                self.kill()
+            await self._ends_within(max(0.0, started + probe_s - time.monotonic()))
+        await self.wait_end()
+        return time.monotonic() - self._ready_at
+
+    async def _ends_within(self, timeout_s: float) -> bool:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self.wait_end()
+                return True
+        return False
+
+    async def wait_end(self) -> None:
+        """Return when the process and its children have ended."""
+        assert self._process is not None
+        await self._process.wait()
+        if self.state in _ENDED:
+            return
+        self.ready.clear()
+        with suppress(ProcessLookupError):  # the rest of its group, before its id is reused
+            deadline = time.monotonic() + CLEAN_UP_S + 1.0
+            while self.spec.is_group and time.monotonic() < deadline:  # its group ends with it
+                os.killpg(self.pid, 0)
+                await asyncio.sleep(_GROUP_LOOK_S)
+            os.killpg(self.pid, signal.SIGKILL)
+        self.enter(ProcessState.STOPPED if self.state is ProcessState.STOPPING else ProcessState.DIED)
+
+    def retire(self) -> None:
+        """Let a replaced process finish its requests, without a time limit, and end."""
+        self.is_retired = True
+        self._signal(signal.SIGQUIT)
+
+    async def stop(self) -> None:
+        """Ask the process to end (SIGTERM), and kill it after the seconds of its spec or of its turn."""
+        if self._starting is not None:  # a cancelled start continues
+            with suppress(OSError):
+                self._process = await self._starting
+        if self._process is None:
+            self.state = ProcessState.STOPPED
+            return
+        if self.state is ProcessState.WAITING:
+            self.enter(ProcessState.STOPPED)
+        if self.is_running and self.state is not ProcessState.STOPPING:
+            self._signal(signal.SIGTERM)
+        if not await self._ends_within(self.spec.grace_s or GRACES_S[self.spec.stops]):
+            self.kill()
+            await self.wait_end()
+
+    def _signal(self, number: signal.Signals) -> None:
+        self.enter(ProcessState.STOPPING)
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Kill the process and its children."""
+        if self.is_running:
+            with suppress(ProcessLookupError):
+                (os.kill if self.spec.is_group else os.killpg)(self.pid, signal.SIGKILL)
+
+    def death(self) -> ProcessDied:
+        """Return the exit code or signal, and the end of the log."""
+        assert self._process is not None
+        code = self._process.returncode
+        assert code is not None, "the process is still running"
+        how = f"exit code {code}" if code >= 0 else self._hung or f"killed by {signal.Signals(-code).name}"
+        return ProcessDied(self.spec.name, how, self.log_file)
+
+    async def _ask(self, timeout_s: float) -> int | None:
+        """Return the status of ``GET /health``; 0 without an answer, None if no server listens."""
+        if not self.spec.url:
+            return 200 if self.spec.ready_file is None or self.spec.ready_file.exists() else None
+        path = self.spec.socket
+        url, tls = (self.spec.url, tls_files(self.spec.environment)) if path is None else ("http://socket", None)
+        async with HttpPool(tls, path) as pool:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    answer = await HttpServer(self.spec.name, url, pool).send("GET", self._health)
+            except InstanceUnreachable:
+                return None
+            except (ServeError, TimeoutError):
+                return 0
+            answer.close()
+            return answer.status
 
 
 async def run_until(stop: asyncio.Event, work: Coroutine[Any, Any, _Result]) -> _Result | None:
@@ -226,16 +383,10 @@ async def run_until(stop: asyncio.Event, work: Coroutine[Any, Any, _Result]) -> 
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         return tasks[0].result() if tasks[0].done() else None
     finally:
-        await _cancel(tasks)
+        await _cancel(*tasks)
 
 
-async def _stop(process: ManagedProcess) -> None:
-    await process.stop(process.spec.grace_s or GRACES_S[process.spec.stops])
-
-
-async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    while pending := [task for task in tasks if not task.done()]:
-        for task in pending:  # repeatedly: wait_for() may swallow a cancellation when its process ends just then
-            task.cancel()
-        await asyncio.wait(pending, timeout=0.1)
+async def _cancel(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

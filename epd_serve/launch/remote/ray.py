@@ -26,8 +26,8 @@ from device.present import num_cores
 from epd_serve.config import DeploymentConfig, change_config
 from epd_serve.config.gateway import read_secret
 from epd_serve.config.keys import ADMIN_KEY
-from epd_serve.launch.commands import PROGRAM
-from epd_serve.launch.deployment_record import resolved
+from epd_serve.launch.choices import resolve
+from epd_serve.launch.native import PROGRAM
 from epd_serve.launch.remote.unit import check_portable
 from epd_serve.protocol.addresses import is_loopback, is_wildcard, url_of
 from epd_serve.rpc.admin import AdminClient, AdminError
@@ -144,7 +144,7 @@ def up(config: DeploymentConfig, name: str, address: str, spread: Spread) -> str
     Raises ValueError if Ray, the cluster, a key or resources are missing, or if a process dies before the
     deployment is ready; then everything is removed again.
     """
-    config = resolved(config)
+    config = resolve(config)
     found = groups(config)
     admin_key = read_secret(config.gateway.admin.key, "gateway.admin.key") or os.environ.get(ADMIN_KEY, "").strip()
     if not admin_key:

@@ -10,7 +10,7 @@ import socket
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from zlib import crc32
 
@@ -24,11 +24,10 @@ from device.present import num_cores
 from epd_serve.config import DeploymentConfig
 from epd_serve.config.keys import admin_headers
 from epd_serve.launch.choices import choose_engine
-from epd_serve.launch.commands import mps_note, with_trust
-from epd_serve.launch.deployment_record import DeploymentRecord
 from epd_serve.launch.processes.ports import Ports, ports_each
-from epd_serve.launch.processes.process import ManagedProcess, ProcessDied, ProcessSpec, ProcessState
-from epd_serve.launch.processes.supervisor import Supervisor, run_until
+from epd_serve.launch.processes.process import ProcessDied, ProcessState
+from epd_serve.launch.processes.supervisor import Process, Supervisor, run_until
+from epd_serve.launch.record import DeploymentRecord, mps_note, with_trust
 from epd_serve.launch.vllm.process import VllmProcess
 from epd_serve.protocol.addresses import is_wildcard
 from epd_serve.rpc.app_server import serve_app
@@ -95,59 +94,84 @@ def unit_placement(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Unit:
-    """The processes of a unit.
+class Unit(Supervisor):
+    """The processes of a unit, whose instances join the gateways while they are ready.
 
-    Attributes:
-        config: the whole deployment, at this machine's address.
-        roles: roles of vLLM's instances, by name; gateways ask native ones.
-    """
-
-    config: DeploymentConfig
-    specs: list[ProcessSpec]
-    roles: Mapping[str, str]
-
-
-def prepare_unit(
-    config: DeploymentConfig,
-    here: Sequence[InstancePlacement],
-    host: str,
-    environment: Mapping[str, str],
-    directory: Path,
-) -> Unit:
-    """Prepare instances that listen on ``host``, with their files in ``directory``.
+    Args:
+        config: the whole deployment.
+        here: the instances, from :func:`unit_placement`.
+        host: this machine's address, to listen on and for others.
+        directory: for files.
+        gateways: URLs of the admin planes of gateways.
 
     Raises ValueError for a wildcard, or for a deployment limited to one machine.
     """
-    if is_wildcard(host):
-        raise ValueError(f"others cannot reach {host}; write this machine's address, as in --host 10.0.0.7")
-    config = choose_engine(config)[0]
-    config = config.model_copy(update={"instances": config.instances.model_copy(update={"host": host})})
-    if config.starts_master:
-        raise ValueError("feature_store: mooncake needs the address of its master; set mooncake.master")
-    if (tls := config.read_tls()) is not None:
-        tls.check(host)
-    base, step = config.instances.base_port or BASE_PORT, ports_each(config)
-    threads = max(1, num_cores() // max(1, sum(one.tensor_parallel for one in here)))
-    record = DeploymentRecord(
-        config=config,
-        ports=Ports(gateway=0, instances=tuple(base + one.index * step for one in here)),
-        environment=with_trust(config, {"OMP_NUM_THREADS": str(threads), **environment}),
-        directory=directory,
-    )
-    specs, roles = record.begin(here), {}
-    for number, spec in enumerate(specs):
-        if (one := record.live.get(spec.name)) is None:
-            continue
-        if isinstance(one, VllmProcess):  # its number must be unique in the cluster
-            roles[spec.name] = str(one.options.role)
-            one = replace(one, options=replace(one.options, number=crc32(spec.name.encode())))
-            spec = one.spec(config, record.environment)
-        grace_s = config.settings_for(str(one.options.role)).drain_s + _GRACE_S
-        # Kubernetes and Ray collect the output
-        specs[number] = replace(spec, can_fork=False, grace_s=grace_s, shares_output=True)
-    return Unit(config=config, specs=specs, roles=roles)
+
+    def __init__(
+        self,
+        config: DeploymentConfig,
+        here: Sequence[InstancePlacement],
+        host: str,
+        environment: Mapping[str, str],
+        directory: Path,
+        gateways: Sequence[str] = (),
+    ) -> None:
+        if is_wildcard(host):
+            raise ValueError(f"others cannot reach {host}; write this machine's address, as in --host 10.0.0.7")
+        config = choose_engine(config)[0]
+        config = config.model_copy(update={"instances": config.instances.model_copy(update={"host": host})})
+        if config.starts_master:
+            raise ValueError("feature_store: mooncake needs the address of its master; set mooncake.master")
+        self.tls = config.read_tls()
+        if self.tls is not None:
+            self.tls.check(host)
+        base, step = config.instances.base_port or BASE_PORT, ports_each(config)
+        threads = max(1, num_cores() // max(1, sum(one.tensor_parallel for one in here)))
+        record = DeploymentRecord(
+            config=config,
+            ports=Ports(gateway=0, instances=tuple(base + one.index * step for one in here)),
+            environment=with_trust(config, {"OMP_NUM_THREADS": str(threads), **environment}),
+            directory=directory,
+        )
+        #: Roles of vLLM's instances by name; gateways ask native ones.
+        self._roles: dict[str, str] = {}
+        specs = record.begin(here)
+        for number, spec in enumerate(specs):
+            if (one := record.live.get(spec.name)) is None:
+                continue
+            if isinstance(one, VllmProcess):  # its number must be unique in the cluster
+                self._roles[spec.name] = str(one.options.role)
+                one = replace(one, options=replace(one.options, number=crc32(spec.name.encode())))
+                spec = one.spec(config, record.environment)
+            grace_s = config.settings_for(str(one.options.role)).drain_s + _GRACE_S
+            # Kubernetes and Ray collect the output
+            specs[number] = replace(spec, can_fork=False, grace_s=grace_s, shares_output=True)
+        super().__init__(specs, directory, restart=config.restart == "on-failure")
+        self._gateways, self._key = gateways, config.read_cluster_key()
+        self._joined: dict[str, asyncio.Task[None]] = {}
+
+    def on_change(self, process: Process) -> None:
+        name, url = process.spec.name, process.spec.url
+        logger.info("%s %s", name, process.state)
+        if process.state is ProcessState.READY and url:
+            role, headers = self._roles.get(name), admin_headers()
+            joining = join_all(self._gateways, name, url, headers, role=role, key=self._key, tls=self.tls)
+            self._joined[name] = asyncio.create_task(joining)
+        elif name in self._joined:
+            self._joined[name].cancel()
+
+    def on_death(self, death: ProcessDied, delay_s: float) -> None:
+        logger.warning("%s; restarting it in %g s", death.end, delay_s)
+
+    async def stop(self) -> None:
+        for task in self._joined.values():  # leave before the processes end
+            task.cancel()
+        await asyncio.gather(*self._joined.values(), return_exceptions=True)
+        await super().stop()
+
+    async def answer_health(self, request: Request) -> Response:
+        is_well = request.url.path == "/health/live" or all(process.ready.is_set() for process in self.processes)
+        return Response(status_code=200 if is_well else 503)
 
 
 async def run_unit(
@@ -160,11 +184,7 @@ async def run_unit(
 ) -> int:
     """Run a unit until SIGTERM or SIGINT; return the exit code, 1 if a process died for good.
 
-    Args:
-        here: its instances, from :func:`unit_placement`.
-        address: the instances' address, to listen on and for others.
-        gateways: URLs of the admin planes of gateways that ready instances join.
-        health_port: port of ``/health/live`` and ``/health/ready``; None: no health server.
+    ``health_port``: port of ``/health/live`` and ``/health/ready``; None: no health server.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s unit %(levelname)s %(message)s")
     stop = asyncio.Event()
@@ -172,51 +192,19 @@ async def run_unit(
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with AsyncExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="epd-serve-unit-")))
-        unit = prepare_unit(config, here, address, os.environ, directory)
-        if note := mps_note(unit.config, os.environ, here):
+        unit = Unit(config, here, address, os.environ, directory, gateways)
+        if note := mps_note(config, os.environ, here):
             logger.info("%s", note)
-        tls, key = unit.config.read_tls(), unit.config.read_cluster_key()
-        joined: dict[str, asyncio.Task[None]] = {}
-
-        def follow(process: ManagedProcess) -> None:
-            """Let an instance join while it is ready."""
-            name, url = process.spec.name, process.spec.url
-            logger.info("%s %s", name, process.state)
-            if process.state is ProcessState.READY and url:
-                role, headers = unit.roles.get(name), admin_headers()
-                joining = join_all(gateways, name, url, headers, role=role, key=key, tls=tls)
-                joined[name] = asyncio.create_task(joining)
-            elif name in joined:
-                joined[name].cancel()
-
-        def show_death(death: ProcessDied, delay_s: float) -> None:
-            logger.warning("%s; restarting it in %g s", death.end, delay_s)
-
-        supervisor = Supervisor(
-            unit.specs,
-            directory,
-            restart=unit.config.restart == "on-failure",
-            on_change=follow,
-            on_death=show_death,
-        )
         if health_port is not None:
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             listener = socket.create_server((address, health_port), family=family)
-
-            async def answer_health(request: Request) -> Response:
-                is_well = request.url.path == "/health/live" or all(p.ready.is_set() for p in supervisor.processes)
-                return Response(status_code=200 if is_well else 503)
-
-            routes = [Route(f"/health/{path}", answer_health) for path in ("live", "ready")]
-            await stack.enter_async_context(serve_app(Starlette(routes=routes), listener, tls=tls))
-        supervisor.start()
+            routes = [Route(f"/health/{path}", unit.answer_health) for path in ("live", "ready")]
+            await stack.enter_async_context(serve_app(Starlette(routes=routes), listener, tls=unit.tls))
+        await unit.start()
         try:
-            if (death := await run_until(stop, supervisor.wait_failure())) is not None:
+            if (death := await run_until(stop, unit.wait_failure())) is not None:
                 logger.error("%s", death)
                 return 1
         finally:
-            for task in joined.values():  # leave before the processes end
-                task.cancel()
-            await asyncio.gather(*joined.values(), return_exceptions=True)
-            await supervisor.stop()
+            await unit.stop()
     return 0

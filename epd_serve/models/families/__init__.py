@@ -8,7 +8,6 @@ from pkgutil import iter_modules
 from typing import Any
 
 from epd_serve.models.family import Family
-from epd_serve.models.not_run import NOT_RUN
 
 
 def _families() -> Iterator[type[Family]]:
@@ -65,6 +64,6 @@ def family_of(config: Any) -> type[Family]:
 
 
 def unknown(what: str, model_type: str, known: Iterable[str], why: str = "") -> str:
-    """Return the refusal of an unsupported ``model_type``; ``why``: default reason."""
-    reason = f" ({why})" if (why := NOT_RUN.get(model_type, why)) else ""
+    """Return the refusal of an unsupported ``model_type``, with the reason if one is known."""
+    reason = why and f" ({why})"
     return f"the native engine does not run the {what} {model_type!r}{reason}; it runs {', '.join(known)}"

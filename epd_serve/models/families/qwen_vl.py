@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL: images and videos of any resolution, M-RoPE."""
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5: images and videos of any resolution, M-RoPE."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from copy import copy
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from epd_serve.errors import InvalidRequest
-from epd_serve.models.family import TRIED_SIZES, Family, Size, blank, names
+from epd_serve.models.families.text_only import TextOnly
+from epd_serve.models.family import TEXT, TRIED_SIZES, Family, Size, blank, names
 from epd_serve.protocol.wire import MediaRef
 
 if TYPE_CHECKING:
@@ -158,3 +159,33 @@ class Qwen3VL(QwenVL):
         for seconds in times:
             parts += (f"<{seconds:.1f} seconds><|vision_start|>", num_rows, "<|vision_end|>")
         return parts
+
+
+_TEXT = TEXT | names(
+    "head_dim hidden_act rms_norm_eps attention_bias",
+    "layer_types linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads",
+    "linear_num_value_heads",
+)
+_EXPERTS = names("num_experts num_experts_per_tok moe_intermediate_size shared_expert_intermediate_size")
+
+
+class Qwen35Text(TextOnly):
+    """Qwen3.5 without a tower."""
+
+    title = "Qwen3.5, Qwen3.6 (text)"
+    model_types = ("qwen3_5_text", "qwen3_5_moe_text")
+    decoder = "generic"
+    texts: ClassVar = {"qwen3_5_text": _TEXT, "qwen3_5_moe_text": _TEXT | _EXPERTS}
+
+
+class Qwen35(Qwen3VL):
+    """Each temporal patch of a video follows its timestamp."""
+
+    title = "Qwen3.5, Qwen3.6"
+    model_types = ("qwen3_5", "qwen3_5_moe")
+    decoder = "generic"
+    texts = Qwen35Text.texts
+    fields = QwenVL.fields
+    towers: ClassVar = dict.fromkeys(
+        ("qwen3_5_vision", "qwen3_5_moe_vision"), _DEEP_TOWER - {"deepstack_visual_indexes"}
+    )

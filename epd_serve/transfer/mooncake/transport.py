@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from epd_serve.protocol.wire import Region
+from epd_serve.transfer.kv_receiver import Tombstones
 from epd_serve.transfer.mooncake.engine import Engine, MooncakeOptions, Staged, StagingPool, address_of
-from epd_serve.transfer.reservation import Tombstones
 from epd_serve.transfer.shared_memory import SharedSlab
 from epd_serve.transfer.tcp import TcpPeers, TcpServer
 from epd_serve.transfer.transport import (

@@ -1,12 +1,12 @@
-"""Qwen2-Audio: audio of up to 30 seconds is one run of tokens; its tower always computes 30 seconds."""
+"""Qwen2-Audio, Qwen3-ASR: audio is one run of tokens, with plain rotary positions."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from epd_serve.models.audio_processor import AudioProcessor
-from epd_serve.models.family import AUDIO_TOWER, SoundFamily, TowerInputs, names
+from epd_serve.models.audio_processor import AudioProcessor, UnpaddedAudio
+from epd_serve.models.family import AUDIO_TOWER, Family, SoundFamily, TowerInputs, names
 
 
 class Qwen2Audio(SoundFamily):
@@ -38,3 +38,33 @@ class Qwen2Audio(SoundFamily):
         rows = model.model.multi_modal_projector(hidden)
         features = [row[:count] for row, count in zip(rows, num_rows.tolist(), strict=True)]
         return SimpleNamespace(pooler_output=features)
+
+
+#: Fields of Qwen3's audio towers honoured by encoders.
+QWEN3_TOWER = names(
+    "num_mel_bins encoder_layers encoder_attention_heads encoder_ffn_dim d_model activation_function",
+    "scale_embedding n_window n_window_infer output_dim downsample_hidden_size max_position_embeddings",
+)
+
+
+class Qwen3Asr(SoundFamily):
+    """One-second blocks of 13 rows each, with attention within 8 seconds; plain rotary positions."""
+
+    title = "Qwen3-ASR"
+    model_types = ("qwen3_asr",)
+    fields = names("audio_token_id timestamp_token_id tie_word_embeddings")
+    towers: ClassVar = {"qwen3_asr_encoder": QWEN3_TOWER}
+
+    @staticmethod
+    def read_audio(extractor: Any, config: Any) -> AudioProcessor:
+        kind, mask = "Qwen3ASRFeatureExtractor", "input_features_mask"
+        return UnpaddedAudio(extractor, padded_positions=False, kind=kind, mask=mask)
+
+    @staticmethod
+    def features(model: Any, inputs: TowerInputs) -> Any:
+        output = Family.features(model, inputs)
+        mask = inputs["input_features_mask"]
+        lengths = mask.view(len(mask), -1, 2 * model.config.audio_config.n_window).sum(-1)
+        counts = model.model.audio_tower._post_cnn_length(lengths).sum(-1)
+        output.pooler_output = output.pooler_output.split(counts.tolist())
+        return output

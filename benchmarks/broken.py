@@ -1,12 +1,18 @@
-"""Broken requests, made of valid ones: each is to get an answer or a 4xx that says something."""
+"""Broken input: requests made of valid ones, each to get an answer or a clear 4xx, and frames of links."""
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 import random
+from contextlib import suppress
 from typing import Any
 
+import msgspec
+
+from epd_serve.rpc.cluster import CallerGreeting, Endpoint
+from epd_serve.rpc.messages import OPENING, Call, Cancel, Credit, pack
 from epd_serve.verify.client import CHAT, Client, Reply
 from epd_serve.verify.items import asked, picture
 
@@ -102,13 +108,15 @@ def _change(rng: random.Random, body: dict[str, Any]) -> None:
         holder = holder[place]
     what = rng.random()
     if what < 0.6:
-        holder[place] = rng.choice(NASTY)
+        holder[place] = copy.deepcopy(rng.choice(NASTY))
     elif what < 0.75:
         del holder[place]
     elif what < 0.85 and isinstance(holder, list):
         holder.extend([holder[place]] * rng.choice((1, 3, 200)))
     elif isinstance(holder, dict):
-        holder[rng.choice(("x", "", "stream", "n", "seed", "temperature", "messages"))] = rng.choice(NASTY)
+        holder[rng.choice(("x", "", "stream", "n", "seed", "temperature", "messages"))] = copy.deepcopy(
+            rng.choice(NASTY)
+        )
 
 
 def _damaged(rng: random.Random, data: bytes) -> bytes:
@@ -167,3 +175,84 @@ async def is_answered(client: Client, path: str, body: dict[str, Any]) -> bool:
     reply = Reply()
     await client.send(reply, json.dumps(body).encode(), path, HANG_S)
     return reply.status == 200
+
+
+#: Calls whose arguments a frame may carry; not those that change an instance's role.
+_PATHS = (
+    *("/stage/encode", "/stage/prefill", "/stage/decode", "/prompt/tokenize", "/prompt/detokenize"),
+    *("/kv/reserve", "/kv/announce", "/kv/renew", "/kv/complete", "/kv/cancel", "/feature/event", "/nowhere", ""),
+)
+_FIELDS = (
+    "request_id",
+    "transfer_id",
+    "items",
+    "messages",
+    "prompt",
+    "sampling",
+    "ref",
+    "media",
+    "region",
+    "parts",
+)
+
+
+def broken_frames(rng: random.Random) -> bytes:
+    """Return one to eight frames after a link's greeting: calls with nonsense, some of them damaged."""
+    data = b""
+    for number in range(rng.randint(1, 8)):
+        body = msgspec.msgpack.encode(
+            {rng.choice(_FIELDS): _wire_value(rng.choice(NASTY)) for _ in range(rng.randrange(4))}
+        )
+        message = rng.choice(
+            (
+                Call(rng.choice((number, 0, -1)), rng.choice(_PATHS), memoryview(body)),
+                Credit(number, rng.choice((-1, 0, 1 << 62))),
+                Cancel(number),
+            )
+        )
+        frame = bytes(pack([message] * rng.choice((1, 1, 2))))
+        data += _damaged_frame(rng, frame) if rng.random() < 0.5 else frame
+    return data
+
+
+def _wire_value(value: Any) -> Any:
+    """Return a value that MessagePack can carry."""
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return str(value)
+    if isinstance(value, str):
+        return value.encode("utf-8", "surrogatepass")
+    return value
+
+
+def _damaged_frame(rng: random.Random, frame: bytes) -> bytes:
+    place = rng.randrange(len(frame))
+    kind = rng.randrange(5)
+    if kind == 0:
+        return frame[:place]
+    if kind == 1:
+        return frame[:place] + rng.randbytes(rng.choice((1, 4, 64))) + frame[place + 1 :]
+    if kind == 2:  # another length than the frame has
+        return rng.choice((0, 1, len(frame), 1 << 28, (1 << 32) - 1)).to_bytes(4, "little") + frame[4:]
+    if kind == 3:
+        deep = b"\x91" * 2000
+        return len(deep).to_bytes(4, "little") + deep
+    return rng.randbytes(rng.randint(1, 200))
+
+
+async def send_frames(service: Any, host: str, port: int, rng: random.Random) -> None:
+    """Greet a link's server or a data port, sometimes wrongly, and send broken frames."""
+    hello = OPENING + pack(CallerGreeting(None, Endpoint(service, f"{host}:{port}"), "fuzz").hello)
+    data = hello + pack(("",)) + broken_frames(rng)
+    if rng.random() < 0.2:
+        data = _damaged_frame(rng, data)
+    reader, writer = await asyncio.open_connection(host, port)
+    with suppress(OSError):
+        writer.write(data)
+        if writer.can_write_eof():
+            writer.write_eof()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await reader.read(1 << 16)
+    writer.close()
+    with suppress(OSError):
+        await writer.wait_closed()

@@ -1,13 +1,31 @@
-"""Interrupt a task with an exception from outside."""
+"""Run coroutines at once, and interrupt a task with an exception from outside."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, TypeVar
 
 import msgspec
+
+T = TypeVar("T")
+
+
+async def run_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run coroutines at once and return their results. The first exception cancels the others and is raised."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await _end(tasks)
+        tasks.clear()  # an exception refers to this frame: a reference cycle
+
+
+async def _end(tasks: Sequence[asyncio.Future[T]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Interruption(msgspec.Struct, eq=False):

@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from epd_serve.cache.block_pool import BlockPool, RequestBlocks
 from epd_serve.protocol.wire import KVLayout, Region, ReserveRequest
-from epd_serve.transfer.reservation import ReservationTable
+from epd_serve.transfer.kv_receiver import KVReceiver
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=4, dtype="float32", model="m")
 IDS = st.sampled_from([f"t{i}" for i in range(6)])
@@ -36,7 +36,7 @@ class ReservationMachine(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.pool = BlockPool(16, 4, state_blocks=1)
-        self.table = ReservationTable(free=lambda blocks: self.pool.release(blocks.all()))
+        self.table = KVReceiver(None, None, free=lambda blocks: self.pool.release(blocks.all()))
         self.pending: set[str] = set()
         self.blocks: dict[str, RequestBlocks] = {}
         self.leases: dict[str, float] = {}

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd_serve.sched.token_time import MIN_SHARE, Slack, pause_s
+from epd_serve.engine.device_board import MIN_SHARE, Slack, pause_s
 
 
 def simulate(alone_s, slowdown, limit_s, piece_s, seconds):

@@ -1,1 +1,0 @@
-"""Measured times of steps, and the budgets that follow from them."""

@@ -1,0 +1,202 @@
+"""The processes of instances with ``engine: native``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from device import mps
+from device.ascend_limits import InstanceUse, check_colocation, hccl_environment
+from device.present import EMULATED_MEMORY, num_cores, visibility
+from epd_serve.config import DeploymentConfig, InstanceOptions, InstanceSettings, decode_graph_sizes
+from epd_serve.config.model_files import read_model_config
+from epd_serve.config.role_files import OF_PROCESS, with_settings
+from epd_serve.config.sections import SharedConfig
+from epd_serve.config.shares import DeviceShare
+from epd_serve.launch.processes.forking import HEAP_TUNABLES, can_fork
+from epd_serve.launch.processes.process import ProcessSpec
+from epd_serve.protocol.addresses import url_of
+from epd_serve.topology import InstancePlacement
+from epd_serve.topology.change import Part
+from epd_serve.types import Role
+
+#: Starts this program. -P: do not import "device" or "proxy" from the user's directory.
+PROGRAM = (sys.executable, "-P", "-m", "epd_serve.cli")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NativeInstance:
+    """A native instance before its start.
+
+    Attributes:
+        variables: environment variables for its devices.
+        group: roles of the instances in its parentheses; () outside parentheses.
+        deployment: the options common to all instances.
+        chose_threads, chose_memory: whether its threads, and its part of the device's memory, only follow from the
+            number of instances.
+    """
+
+    placement: InstancePlacement
+    options: InstanceOptions
+    variables: Mapping[str, str]
+    group: tuple[str, ...]
+    deployment: str
+    chose_threads: bool
+    chose_memory: bool
+
+    def part(self) -> Part:
+        """Return it for :func:`plan_change`: what its process cannot change, and the settings of its role."""
+        chosen = {"threads"} if self.chose_threads else set()
+        chosen |= {"memory_share"} if self.chose_memory else set()
+        own = self.options.model_dump_json(include={*OF_PROCESS, "device_share"} - chosen)
+        devices, variables = self.placement.devices, tuple(sorted(self.variables.items()))
+        return Part(
+            name=self.options.name,
+            role=self.options.role,
+            kind=(devices, self.group, own, self.deployment, variables),
+            settings=self.options.model_dump_json(include=InstanceSettings.model_fields.keys() - OF_PROCESS),
+            devices=devices,
+        )
+
+    def switched(self, role: Role, settings: InstanceSettings) -> NativeInstance:
+        """Return the same process in another role."""
+        return replace(self, options=with_settings(self.options, role, settings))
+
+    def spec(self, config: DeploymentConfig, environment: Mapping[str, str]) -> ProcessSpec:
+        options, devices = self.options, self.placement.devices
+        return ProcessSpec(
+            name=options.name,
+            label=f"{options.role} on {', '.join(dict.fromkeys(devices))}",
+            command=(*PROGRAM, "instance", "--options", options.to_json(), "--parent-pid", str(os.getpid())),
+            environment={
+                **({"GLIBC_TUNABLES": HEAP_TUNABLES} if isinstance(config.model, str) else {}),
+                **program_environment(environment),
+                **self.variables,
+                "OMP_NUM_THREADS": str(options.threads),
+                **hccl_variables(self.placement),
+            },
+            url=url_of(config.instances.host, options.port, tls=config.read_tls() is not None),
+            can_fork=can_fork(config, devices),
+        )
+
+
+def prepare_native(
+    config: DeploymentConfig,
+    placement: Sequence[InstancePlacement],
+    ports: Sequence[int],
+    environment: Mapping[str, str],
+    directory: Path | None = None,
+    master: str | None = None,
+) -> list[NativeInstance]:
+    """Return the native instances of ``placement``, those of one machine, in its order.
+
+    ``directory``: for files that instances on one device share; None: they share none. ``master``: address of the
+    deployment's mooncake_master. Raises ValueError for a missing model, or for an NPU with too few streams or
+    graph tasks.
+    """
+    num_ranks = sum(instance.tensor_parallel for instance in placement)
+    shares, memory = config.device_shares(placement), config.memory_shares(placement)
+    common = config.model_dump_json(include={"model", *SharedConfig.model_fields})
+    by_name = {one.name: one for one in placement}
+    prepared = []
+    uses: dict[str, dict[str, InstanceUse]] = {}
+    for instance, port in zip(placement, ports, strict=True):
+        share, settings = shares.get(instance.name), config.settings_for(str(instance.role))
+        variables, local_devices = visibility(instance.devices, environment)
+        threads, core_board = threads_of(instance, settings, num_ranks, environment, share), None
+        is_chosen = settings.threads is None and share is None and "OMP_NUM_THREADS" not in environment
+        if is_chosen and directory and instance.devices[0] == "cpu":
+            threads, core_board = num_cores(), directory / "cores"
+        names = sorted((instance.name, *instance.shares_device_with)) if instance.shares_device_with else []
+        roles, device_board = [by_name[name].role for name in names], None
+        if directory and any(one.encodes for one in roles) and any(one.has_language_model for one in roles):
+            device_board = f"{directory / f'device-{names[0]}'}:{names.index(instance.name)}"
+        options = config.options_for(
+            instance,
+            device=local_devices,
+            port=port,
+            threads=threads,
+            master=master,
+            share=share,
+            memory_share=memory.get(instance.name),
+            device_board=device_board,
+            core_board=core_board,
+            switch_dir=directory,
+        )
+        if directory and instance.devices[0].startswith("emulated:"):
+            variables[EMULATED_MEMORY] = str(directory)
+        if share and instance.devices[0].startswith("cuda:"):
+            variables |= mps.share_variables(share.share)
+        for npu in (device for device in instance.devices if device.startswith("npu:")):
+            uses.setdefault(npu, {})[instance.name] = _npu_use(options)
+        prepared.append(
+            NativeInstance(
+                placement=instance,
+                options=options,
+                variables=variables,
+                group=tuple(sorted(map(str, roles))),
+                deployment=common,
+                chose_threads=settings.threads is None and share is None,
+                chose_memory=settings.memory_share is None,
+            )
+        )
+    for on_device in uses.values():
+        check_colocation(on_device)
+    return prepared
+
+
+def program_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of this program's processes."""
+    return {
+        **environment,
+        "HF_HUB_OFFLINE": "1",  # the model is a local directory
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",  # the last lines of a dying process reach its log
+        "PYTHONFAULTHANDLER": "1",
+    }
+
+
+def threads_of(
+    instance: InstancePlacement,
+    settings: InstanceSettings,
+    num_ranks: int,
+    environment: Mapping[str, str],
+    share: DeviceShare | None,
+) -> int:
+    """Return the threads of an instance: the configured number, otherwise the number of cores in its share.
+
+    Without a share: OMP_NUM_THREADS, otherwise an equal part of the cores available to this process.
+    """
+    wished, given = settings.threads, environment.get("OMP_NUM_THREADS", "")
+    if share is not None:
+        threads = max(1, round(share.share * num_cores()))
+        if wished is None or instance.devices[0] != "cpu":
+            return wished or threads
+        return min(wished, threads)  # more would only take turns on the share's cores
+    if wished is not None:
+        return wished
+    if given.isdecimal() and int(given) > 0:
+        return int(given)
+    return max(1, num_cores() // num_ranks)
+
+
+def hccl_variables(placement: InstancePlacement) -> dict[str, str]:
+    """Return the variables of an instance on NPUs; none on other devices."""
+    return hccl_environment(placement.index) if placement.devices[0].startswith("npu:") else {}
+
+
+def _npu_use(options: InstanceOptions) -> InstanceUse:
+    """Return the streams and graph tasks of an instance on an NPU."""
+    if not options.role.has_language_model:
+        return InstanceUse(num_streams=1)
+    assert isinstance(options.model, Path)
+    config = read_model_config(options.model)
+    text = config.get("text_config", config)
+    return InstanceUse(
+        num_streams=2,  # the default one, and one for graph updates
+        num_graphs=len(decode_graph_sizes(options.sizes.max_num_seqs)) if options.role.decodes else 0,
+        num_layers=text["num_hidden_layers"],
+    )
