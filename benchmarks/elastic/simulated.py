@@ -75,7 +75,7 @@ def run(topology: str, every: Sequence[SimRequest], switching: Switching | None)
         batching=Batching(max_num_seqs=128),
         num_blocks=1 << 14,
     )
-    return simulate(deployment, every, operator=switching)
+    return simulate(deployment, every, on_report=switching.tick if switching is not None else None)
 
 
 def figures(outcome: Simulation) -> dict[str, float]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from epd_serve.autoscale.controller import Controller, Decision, Order
 from epd_serve.autoscale.instance_load import instance_loads
 from epd_serve.sim.instance import SimInstance
 from epd_serve.sim.simulator import Simulation
-from epd_serve.sim.spec import with_memory
 from epd_serve.types import Role
 
 
@@ -38,8 +36,7 @@ class Switching:
     An instance that drains takes nothing new and finishes what it has, decodes included; no work is moved.
 
     Args:
-        rebuild_s: seconds between two roles, drained.
-        num_blocks: of language models; None: what the memory of the instance's device has room for.
+        num_blocks: of language models.
 
     Attributes:
         spans: each instance's states, as they came.
@@ -51,12 +48,10 @@ class Switching:
         controller: Controller,
         *,
         interval_s: float = 1.0,
-        rebuild_s: Callable[[Role, Role], float] = rebuild_s,
-        num_blocks: int | None = None,
+        num_blocks: int,
     ) -> None:
         self._controller = controller
         self._interval_s = interval_s
-        self._rebuild_s = rebuild_s
         self._num_blocks = num_blocks
         self.spans: list[RoleSpan] = []
         self.decisions: list[Decision] = []
@@ -93,17 +88,10 @@ class Switching:
         old.ready = False
         simulation.table.mark_lost(order.instance)
         self._enter(order.instance, order.role, "REBUILDING", simulation.clock.now)
-        simulation.clock.after(
-            self._rebuild_s(old.spec.role, order.role), lambda: self._serve(order, old, simulation)
-        )
+        simulation.clock.after(rebuild_s(old.spec.role, order.role), lambda: self._serve(order, old, simulation))
 
     def _serve(self, order: Order, old: SimInstance, simulation: Simulation) -> None:
-        spec = replace(old.spec, role=order.role)
-        spec = (
-            with_memory(spec, share=1.0)
-            if self._num_blocks is None
-            else replace(spec, num_blocks=self._num_blocks)
-        )
+        spec = replace(old.spec, role=order.role, num_blocks=self._num_blocks)
         simulation.start_instance(spec, old.pid + 1)
         simulation.table.update(order.instance, simulation.instances[order.instance].info(), contains=0)
         simulation.table[order.instance].drains.clear()

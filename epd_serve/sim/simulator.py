@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any
 
 from epd_serve.bench.statistics import wilson
 from epd_serve.bench.types import Share
@@ -84,13 +84,6 @@ class _Running:
     is_prefilled: bool = False
 
 
-class Operator(Protocol):
-    """Changes instances while a simulation runs."""
-
-    def tick(self, simulation: Simulation) -> None:
-        """Run after each round of reports; the first round is at time 0."""
-
-
 class Simulation:
     """A deployment behind a gateway, on virtual time.
 
@@ -143,8 +136,18 @@ class Simulation:
         )
         one.pid = pid
 
-    def run(self, *, give_up: Callable[[list[Job]], bool] | None = None, operator: Operator | None = None) -> None:
-        """Run all requests to their ends, or until ``give_up`` of the finished jobs is true after a report."""
+    def run(
+        self,
+        *,
+        give_up: Callable[[list[Job]], bool] | None = None,
+        on_report: Callable[[Simulation], None] | None = None,
+    ) -> None:
+        """Run all requests to their ends.
+
+        Args:
+            give_up: called with the finished jobs after each round of reports; True stops the run.
+            on_report: called after each round of reports, the first at time 0; it may change instances.
+        """
         given_up = False
 
         def report_all() -> None:
@@ -154,8 +157,8 @@ class Simulation:
                     self.table.report(name, instance.report())
             if not self.table.missing_stages():
                 self._complete_at_s = self.clock.now
-            if operator is not None:
-                operator.tick(self)
+            if on_report is not None:
+                on_report(self)
             if not self.clock.has_events and len(self._done) < len(self.jobs):
                 raise RuntimeError(
                     f"at {self.clock.now:.3f} s {len(self.jobs) - len(self._done)} requests are stuck"
@@ -342,11 +345,11 @@ def simulate(
     requests: Sequence[SimRequest],
     *,
     give_up: Callable[[list[Job]], bool] | None = None,
-    operator: Operator | None = None,
+    on_report: Callable[[Simulation], None] | None = None,
 ) -> Simulation:
     """Return a finished simulation of all requests (:meth:`Simulation.run`); deterministic."""
     simulation = Simulation(deployment, requests)
-    simulation.run(give_up=give_up, operator=operator)
+    simulation.run(give_up=give_up, on_report=on_report)
     return simulation
 
 

@@ -90,8 +90,8 @@ def build(
 ) -> SimDeployment:
     """Place instances on devices like ``epd-serve up``.
 
-    Language models on one device share its memory equally. On a CPU, instances have their own cores unless the
-    notation co-locates them.
+    Language models on one device share its memory equally, beside the tower. On a CPU, instances have their own
+    cores unless the notation co-locates them.
 
     Args:
         profile_of: returns the profile for a device name and a tensor-parallel width.
@@ -103,37 +103,27 @@ def build(
         device = one.devices[0]
         profile = profile_of(device, one.tensor_parallel)
         neighbours = [other for other in placed if other.name in (one.name, *one.shares_device_with)]
-        num_models = max(sum(other.role.has_language_model for other in neighbours), 1)
-        spec = SimInstanceSpec(
-            name=one.name,
-            role=one.role,
-            profile=profile,
-            device=f"{CPU}:{min(other.name for other in neighbours)}" if device == CPU else device,
-            host=host_of(device),
-            num_blocks=num_blocks or 2,
-            block_size=block_size or (128 if profile.device.startswith(("npu", "ascend")) else 16),
-            batching=batching,
-            runs_ahead=device != CPU,
-            assists=assist and str(one.role) == "EPD",
+        size = block_size or (128 if profile.device.startswith(("npu", "ascend")) else 16)
+        blocks = num_blocks or 2
+        if num_blocks is None and one.role.has_language_model:
+            num_models = sum(other.role.has_language_model for other in neighbours)
+            has_tower = any(other.role.encodes for other in neighbours)
+            blocks = min(profile.num_blocks(size, share=1 / num_models, holds_tower=has_tower), _MAX_BLOCKS)
+        specs.append(
+            SimInstanceSpec(
+                name=one.name,
+                role=one.role,
+                profile=profile,
+                device=f"{CPU}:{min(other.name for other in neighbours)}" if device == CPU else device,
+                host=host_of(device),
+                num_blocks=blocks,
+                block_size=size,
+                batching=batching,
+                runs_ahead=device != CPU,
+                assists=assist and str(one.role) == "EPD",
+            )
         )
-        if num_blocks is None:
-            towers = any(other.role.encodes for other in neighbours)
-            spec = with_memory(spec, share=1 / num_models, beside_tower=towers)
-        specs.append(spec)
     return SimDeployment(instances=tuple(specs), routing=routing)
-
-
-def with_memory(spec: SimInstanceSpec, *, share: float, beside_tower: bool = False) -> SimInstanceSpec:
-    """Return the instance with the KV blocks that its share of the device's memory holds; 0 without room.
-
-    Args:
-        beside_tower: whether an encoding instance shares the device.
-    """
-    if not spec.role.has_language_model:
-        return replace(spec, num_blocks=2)
-    holds_tower = spec.role.encodes or beside_tower
-    blocks = spec.profile.num_blocks(spec.block_size, share=share, holds_tower=holds_tower)
-    return replace(spec, num_blocks=min(blocks, _MAX_BLOCKS))
 
 
 def size_steps_of(spec: SimInstanceSpec) -> tuple[Budget, StepCost]:
