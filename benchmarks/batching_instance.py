@@ -82,7 +82,7 @@ async def serve(instance: Instance, seed: int, load: dict[str, tuple[int, int]])
     async def client(kind: str, waiting: Iterator[wire.PrefillRequest]) -> None:
         for request in waiting:
             start = time.perf_counter()
-            reply = await instance.language.prefiller.prefill(request)
+            reply = await instance.require_prefiller().prefill(request)
             times: list[float] = []
             async for piece in reply.stream:
                 times += [time.perf_counter() - start] * piece.count(b'"text"')

@@ -5,7 +5,6 @@ The part ``engine`` of ``python -m benchmarks.gpu``.
 * ``encode``: the tower over one image and over four, by the clock until the features are on the host;
 * ``prefill``: one prompt of 1k to 8k tokens in one step;
 * ``decode``: steps of 1, 64 and 256 sequences with and without graphs, contexts of 2k tokens;
-* ``tower``: small pictures, with and without graphs;
 * ``mixed``: 64 decodes and a chunk of a prompt in one step, with and without graphs;
 * ``dual_stream``: encoding and decoding at once on two streams against one after the other (TriInfer, Figure 12).
 
@@ -32,12 +31,11 @@ from benchmarks.engine_native import image_inputs
 from benchmarks.gpu_timing import empty_cache, never_waiting, num_launches
 from device.base import Device
 from epd_serve.engine.prefill_graphs import prefill_graph_sizes
-from epd_serve.engine.step import StepExecutor
+from epd_serve.engine.step import StepRunner
 from epd_serve.engine.step_inputs import DecodeTables, StepInputs
 from epd_serve.models.language import LanguageModel
 from epd_serve.models.loader import load_family
 from epd_serve.models.tower import Tower
-from epd_serve.models.tower_graphs import GRAPH_SIZES
 
 ENGINE_SHAPES = ("Qwen2.5-VL-7B",)
 
@@ -66,10 +64,6 @@ class _Model:
         self._axes = family.num_position_axes
         self._patch_width = 6 * family.config.vision_config.patch_size**2
         self._tower = Tower(path, torch.bfloat16, device)
-        self._captured_tower = Tower(  # with a call between its layers, as an instance has it
-            path, torch.bfloat16, device, before_layer=lambda: None, graph_sizes=GRAPH_SIZES
-        )
-        self.sides = [4, 8] if tiny else [8, 22]
         self.chunks = [16, 96] if tiny else [96, 480, 2048]
         self._model = model = LanguageModel(path, torch.bfloat16, device)
         text = family.config.get_text_config()
@@ -88,10 +82,10 @@ class _Model:
             model.head_dim,
         )
         self._kv = torch.zeros(shape, dtype=torch.bfloat16, device=device.torch_device)
-        self._eager, self._graphs = self._executor([], []), self._executor(self.batches, prefill_graph_sizes(512))
+        self._eager, self._graphs = self._runner([], []), self._runner(self.batches, prefill_graph_sizes(512))
 
-    def _executor(self, graph_sizes: list[int], prefill_sizes: list[int]) -> StepExecutor:
-        executor = StepExecutor(
+    def _runner(self, graph_sizes: list[int], prefill_sizes: list[int]) -> StepRunner:
+        runner = StepRunner(
             self._model,
             self._device,
             self._kv,
@@ -102,8 +96,8 @@ class _Model:
             prefill_graph_sizes=prefill_sizes,
             max_num_tokens=max(self.prompts),
         )
-        executor.activate()
-        return executor
+        runner.activate()
+        return runner
 
     def measure(self) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "parameters", {"tower": self._tower.num_parameters, "language": self._model.num_parameters}
@@ -115,8 +109,6 @@ class _Model:
             yield f"encode, {batch} x {self.side**2} patches", self._encode(batch)
         for count in self.chunks:
             yield f"mixed, {self.beside} + {count} tokens", self._mixed(count)
-        for side in self.sides:
-            yield f"tower, 4 x {side**2} patches", self._pictures(side)
         for batch in self.batches[:2]:
             yield f"dual stream, batch {batch}", self._dual_stream(batch)
 
@@ -133,10 +125,6 @@ class _Model:
 
     def _mfu(self, parameters: int, tokens: int, seconds: float) -> float:
         return 2 * parameters * tokens / seconds / 1e12 / self._limits["bf16_matmul_tflop_s"]
-
-    def _pictures(self, side: int) -> dict[str, Any]:
-        inputs = [image_inputs(1, [1, side, side], self._patch_width)] * 4
-        return self._compare(partial(self._tower.encode, inputs), partial(self._captured_tower.encode, inputs))
 
     def _mixed(self, count: int) -> dict[str, Any]:
         inputs = self._inputs(decodes=self.beside, prefill=[count])
@@ -173,11 +161,11 @@ class _Model:
         again = dataclasses.replace(inputs, decodes=dataclasses.replace(inputs.decodes, writes=[]))
         kv_bytes = batch * self.context * self._kv[:, :, 0, 0].numel() * 2
         result: dict[str, Any] = {}
-        for name, executor in (("graph", self._graphs), ("eager", self._eager)):
-            executor.compute(inputs)
+        for name, runner in (("graph", self._graphs), ("eager", self._eager)):
+            runner.compute(inputs)
             with never_waiting(self._device):
-                executor.compute(again)
-            seconds = self._seconds(partial(executor.compute, again), self._repeats)
+                runner.compute(again)
+            seconds = self._seconds(partial(runner.compute, again), self._repeats)
             read = (2 * self._decode_parameters + kv_bytes) / seconds / 1e9
             result[name] = {
                 "ms": seconds * 1e3,

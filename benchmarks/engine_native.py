@@ -21,12 +21,15 @@ from benchmarks.common import argument_parser
 from device.base import Device
 from device.registry import get_device
 from epd_serve.cache.block_pool import BlockPool
-from epd_serve.engine.engine import Engine, EngineEvent, EngineHooks, FailureEvent, TokenEvent
+from epd_serve.engine.device_board import DeviceBoard
+from epd_serve.engine.dual_stream import LanguageStream
+from epd_serve.engine.engine import Engine, EngineEvent, FailureEvent, TokenEvent
 from epd_serve.engine.kv_memory import KVMemory
 from epd_serve.engine.sampling.sampler import PromptLogprobs
-from epd_serve.engine.step import LanguageRunner, StepExecutor
+from epd_serve.engine.step import StepRunner
 from epd_serve.engine.step_inputs import StepInputs
 from epd_serve.engine.step_loop import StepLoop
+from epd_serve.engine.telemetry import InstanceTelemetry
 from epd_serve.models.language import LanguageModel
 from epd_serve.models.loader import load_family
 from epd_serve.models.tower import Tower
@@ -41,7 +44,7 @@ MAX_TOKENS = 16_384
 MAX_TOKENS_PER_STEP, MAX_NUM_SEQS = 4096, 256
 
 
-class TimedExecutor(StepExecutor):
+class TimedRunner(StepRunner):
     """Adds up the seconds of the model's own work, on the clock of the calling thread's processor time."""
 
     model_s = 0.0
@@ -61,7 +64,7 @@ class TimedExecutor(StepExecutor):
         return logits
 
 
-class NativeEngine(EngineHooks):
+class NativeEngine:
     """The language stages of an instance."""
 
     def __init__(self, path: Path, device: Device, dtype: torch.dtype) -> None:
@@ -79,7 +82,7 @@ class NativeEngine(EngineHooks):
         self._transport = EmbeddedTransport(path="shm")
         memory = KVMemory(layout, num_blocks, device, self._transport)
         kv = memory.tensor.zero_()  # its pages are the system's to clear when first written: not during a case
-        self.executor = TimedExecutor(
+        self.runner = TimedRunner(
             model,
             device,
             kv,
@@ -88,26 +91,25 @@ class NativeEngine(EngineHooks):
             max_num_seqs=MAX_NUM_SEQS,
             max_model_len=model.max_model_len,
         )
-        runner = LanguageRunner(
-            self.executor,
-            device.ops,
-            block_size=BLOCK_SIZE,
-            num_position_axes=self._axes,
-            eos_token_ids=frozenset(),
-        )
         self._events: queue.SimpleQueue[list[EngineEvent]] = queue.SimpleQueue()
+        own: Any = self
         self._engine = Engine(
             BlockPool(num_blocks, BLOCK_SIZE),
             memory,
             Budget(max_num_tokens=MAX_TOKENS_PER_STEP, max_num_seqs=MAX_NUM_SEQS),
-            self,
+            own,
             eos_token_ids=frozenset(),
         )
-        self._loop = StepLoop(self._engine, runner, self)
+        stream = LanguageStream(device, DeviceBoard(None, 0, time.monotonic), limit_s=None)
+        self._loop = StepLoop(self._engine, self.runner, own, stream, InstanceTelemetry("benchmark"))
         self._loop.start()
 
     def emit(self, events: list[EngineEvent]) -> None:
         self._events.put(events)
+
+    def has(self, mm_hash: str) -> bool:
+        """No prompt has media."""
+        return False
 
     def generate(self, prompts: list[list[int]], num_tokens: int) -> None:
         """Generate ``num_tokens`` for each prompt of a batch, greedily."""
@@ -193,10 +195,10 @@ def serve_native(model: Path, vocabulary: int, dtype: torch.dtype) -> None:
     tower = Tower(model, dtype, device) if hasattr(AutoConfig.from_pretrained(model), "vision_config") else None
 
     def generate(batch: int, prompt: int, tokens: int) -> dict[str, Any]:
-        executor = engine.executor
-        executor.model_s, executor.steps = 0.0, 0
+        runner = engine.runner
+        runner.model_s, runner.steps = 0.0, 0
         engine.generate(random_prompts(batch, prompt, vocabulary), tokens)
-        return {"model_cpu_s": executor.model_s, "steps": executor.steps}
+        return {"model_cpu_s": runner.model_s, "steps": runner.steps}
 
     def encode(batch: int, grid: list[int], width: int) -> dict[str, Any]:
         images = [image_inputs(1, grid, width) for _ in range(batch)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,24 +16,33 @@ from torch import Tensor
 from benchmarks.common import argument_parser, machine, typed, write
 from device.registry import get_device
 from epd_serve.cache.block_pool import BlockPool
-from epd_serve.engine.engine import Engine, EngineEvent, EngineHooks
+from epd_serve.engine.device_board import DeviceBoard
+from epd_serve.engine.dual_stream import LanguageStream
+from epd_serve.engine.engine import Engine, EngineEvent
 from epd_serve.engine.sampling.sampler import PromptLogprobs
-from epd_serve.engine.step import LanguageRunner, StepExecutor
-from epd_serve.engine.step_inputs import DeviceTables, StepInputs
+from epd_serve.engine.step import StepRunner
+from epd_serve.engine.step_inputs import StepInputs
 from epd_serve.engine.step_loop import StepLoop
-from epd_serve.sched.schedule import Budget
+from epd_serve.sched.schedule import Budget, ScheduleOutput
 from epd_serve.sched.sequence import Sequence as TokenSequence
 from epd_serve.types import SamplingParams
 
 BLOCK_SIZE, AXES, TOKEN = 16, 3, 5
 
 
-class NoModel:
-    """Stands for a StepExecutor: keeps its tables and has logits without computing any."""
+class NoModel(StepRunner):
+    """Keeps its tables and has logits without computing any."""
 
     def __init__(self, num_seqs: int, max_blocks: int) -> None:
-        self.device, self.num_seats = torch.device("cpu"), num_seqs
-        self._tables = DeviceTables(self.device, num_seats=num_seqs, max_blocks=max_blocks, block_size=BLOCK_SIZE)
+        model: Any = None
+        super().__init__(
+            model,
+            get_device("cpu"),
+            torch.empty(0, 0, 0, BLOCK_SIZE),
+            num_position_axes=AXES,
+            max_num_seqs=num_seqs,
+            max_model_len=max_blocks * BLOCK_SIZE,
+        )
         self._logits = torch.zeros(num_seqs, 2 * TOKEN)
         self._logits[:, TOKEN] = 1
 
@@ -48,29 +57,32 @@ class NoModel:
         return self._logits[: len(inputs.rows)]
 
 
-class Counter(EngineHooks):
+class Counter:
+    """Takes the events of an engine whose prompts have no media."""
+
     num_tokens = 0
 
     def emit(self, events: list[EngineEvent]) -> None:
         self.num_tokens += len(events)
+
+    def has(self, mm_hash: str) -> bool:
+        return False
+
+    def add_step(self, output: ScheduleOutput, seconds: float) -> None:
+        """Steps are not recorded."""
 
 
 def cell(num_seqs: int, context: int, num_steps: int) -> dict[str, Any]:
     """``num_steps`` steps in which all sequences decode."""
     length = context + 2 * num_steps + num_seqs * context // 8192 + 100
     max_blocks = -(-length // BLOCK_SIZE)
-    runner = LanguageRunner(
-        cast(StepExecutor, NoModel(num_seqs, max_blocks)),
-        get_device("cpu").ops,
-        block_size=BLOCK_SIZE,
-        num_position_axes=AXES,
-        eos_token_ids=frozenset(),
-    )
-    hooks, pool = Counter(), BlockPool(1 + num_seqs * (max_blocks + 1), BLOCK_SIZE)
+    counter: Any = Counter()
+    pool = BlockPool(1 + num_seqs * (max_blocks + 1), BLOCK_SIZE)
     budget = Budget(max_num_tokens=8192, max_num_seqs=num_seqs)
     memory: Any = None  # no block is copied
-    engine = Engine(pool, memory, budget, hooks, eos_token_ids=frozenset())
-    loop = StepLoop(engine, runner, hooks, runs_ahead=True)
+    engine = Engine(pool, memory, budget, counter, eos_token_ids=frozenset())
+    stream = LanguageStream(get_device("cpu"), DeviceBoard(None, 0, time.monotonic), limit_s=None)
+    loop = StepLoop(engine, NoModel(num_seqs, max_blocks), counter, stream, counter, runs_ahead=True)
     for number in range(num_seqs):
         engine.submit(
             TokenSequence(
@@ -83,9 +95,9 @@ def cell(num_seqs: int, context: int, num_steps: int) -> dict[str, Any]:
         )
     num_full = 0
     while num_full < num_steps:
-        before, start_s = hooks.num_tokens, time.thread_time()
+        before, start_s = counter.num_tokens, time.thread_time()
         loop.step()
-        if hooks.num_tokens - before < num_seqs:
+        if counter.num_tokens - before < num_seqs:
             num_full, total_s = 0, 0.0
         else:
             num_full, total_s = num_full + 1, total_s + time.thread_time() - start_s

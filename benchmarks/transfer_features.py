@@ -16,12 +16,11 @@ from PIL import Image
 from benchmarks.common import CHAT_PATH, data_url, encoded, greedy_chat
 from benchmarks.deployed import Figures, ask, closed_loop, deployed, figures, growth
 from benchmarks.models import make_model
-from epd_serve.instance.http import LookApp
+from epd_serve.instance.calls import LookApp
 from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.protocol import wire
-from epd_serve.rpc.app_server import serve_app
 from epd_serve.rpc.link import Link
-from epd_serve.rpc.server import LinkService, Reply
+from epd_serve.rpc.server import LinkService, Reply, serve_app
 from proxy.media.loader import mm_hash
 
 HIDDEN = 3584

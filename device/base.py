@@ -88,21 +88,6 @@ class Draw(Protocol):
         """
 
 
-class EncodeCaptured(Protocol):
-    """Vision tower attention with borders on the device, so that a captured graph reads them at each replay."""
-
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, borders: Tensor, longest: int, scale: float
-    ) -> Tensor:
-        """Do the same as :meth:`AttentionOps.encode`.
-
-        Args:
-            borders: [S + 1] int32, ascending from 0; equal neighbours are an empty segment. Tokens past the last
-                border are padding: no segment sees them, and their results are undefined.
-            longest: upper bound on the tokens of a segment.
-        """
-
-
 class AttentionOps(Protocol):
     """Transformer operators over a paged KV cache. T tokens (may be 0), H heads of dimension D.
 
@@ -176,10 +161,6 @@ class AttentionOps(Protocol):
         Returns:
             [T, H, D], contiguous.
         """
-
-    def encode_captured(self, dtype: torch.dtype) -> EncodeCaptured | None:
-        """Return the graph version of :meth:`encode` for a dtype; None if unsupported."""
-        return None
 
     def rms_norm(self, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """``hidden / sqrt(mean(hidden²) + epsilon) * weight`` over the last dimension.

@@ -187,7 +187,7 @@ def error_from_response(status: int, body: bytes, *, origin: str) -> ServeError:
     cls = _BY_STATUS.get(status, InvalidRequest if 400 <= status < 500 else ServeError)
     try:
         error = msgspec.json.decode(body, type=ErrorEnvelope).error
-    except msgspec.MsgspecError:
+    except ValueError:  # also invalid UTF-8
         text = body[:200].decode("utf-8", "replace")
         return cls(f"{origin} answered {status}: {text or 'nothing'}")
     message = error.message[:_MAX_MESSAGE]

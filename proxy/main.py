@@ -10,7 +10,7 @@ from pathlib import Path
 
 from epd_serve.config import DeploymentConfig
 from epd_serve.config.role_files import directory_of
-from epd_serve.rpc.descriptors import FEW, raise_limit
+from epd_serve.rpc.sockets import raise_limit
 from proxy.app import create_app
 from proxy.http.server import new_server
 from proxy.settings import GatewaySettings
@@ -19,6 +19,10 @@ logger = logging.getLogger(__name__)
 
 #: Objects allocated between two collections of the young ones.
 _GC_ALLOCATIONS = 50_000
+
+
+#: Below this limit of open files the gateway warns at its start.
+_FEW_FILES = 1024
 
 
 def run_gateway(
@@ -46,7 +50,7 @@ def run_gateway(
     """
     logging.basicConfig(format="%(asctime)s gateway %(levelname)s %(message)s")
     most = raise_limit()
-    if most < FEW:
+    if most < _FEW_FILES:
         logger.warning("this process may open only %d files (ulimit -n); further connections are refused", most)
     settings = GatewaySettings.of(config, host)
     app = create_app(settings, instances, switch_dir=None if file is None else directory_of(file))

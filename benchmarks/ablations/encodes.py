@@ -65,5 +65,5 @@ class WaitingEncoder(Encoder):
     def may_start(self) -> bool:
         if self._gate.may_start():
             return super().may_start()
-        asyncio.get_running_loop().call_later(_ASK_AGAIN_S, self.reconsider)
+        asyncio.get_running_loop().call_later(_ASK_AGAIN_S, self.stream.reconsider)
         return False

@@ -28,7 +28,7 @@ class WholePrompts(LayerGroups):
 
     def __init__(self, push: KVPush, output: ScheduleOutput, transfers: dict[Sequence, OutgoingTransfer]) -> None:
         last = [(one, count) for one, count in output.prefills if one.num_computed + count == one.num_tokens]
-        push.sender.sizer.fixed = push.num_layers
+        push.sender.sizer.fixed = push.layout.num_layers
         super().__init__(push, replace(output, prefills=last), transfers)
 
     def on_layer(self, layer: int) -> None:
@@ -37,7 +37,7 @@ class WholePrompts(LayerGroups):
     def on_computed(self) -> None:
         super().on_computed()
         for lane in self._lanes:
-            self._push.sender.push(range(self._push.num_layers), lane.parts)
+            self._push.sender.push(range(self._push.layout.num_layers), lane.parts)
 
 
 LAYER_GROUPS = {"layerwise": SingleLayers, "oneshot": WholePrompts}

@@ -25,10 +25,10 @@ from benchmarks.common import machine, slowed, write
 from benchmarks.loads import run_load
 from device.datasheets import spec_of
 from epd_serve.bench.deployed import Candidate, deployed
-from epd_serve.bench.statistics import percentile
+from epd_serve.bench.summary import percentile
 from epd_serve.bench.types import Media, Record
 from epd_serve.bench.workloads import load_workload
-from epd_serve.bench.workloads.lengths import Size
+from epd_serve.bench.workloads.notation import Size
 from epd_serve.config import load_config
 from epd_serve.cost.profile import Profile
 from epd_serve.cost.roofline import analytic_profile

@@ -4,8 +4,8 @@ Run as ``python -m benchmarks.request_path`` from the root of the repository. Ev
 deployment carries a profile hook (``sitecustomize.py`` beside this file). A first request warms caches and
 connections, the next ones are recorded. A function counts when it runs between a request's start and its end, so
 probes and metrics that run then count too: the lowest of several recordings is the figure. Comprehensions count
-as functions, as they are before Python 3.12. Functions that also run in three idle seconds are left out where
-the order of a request's way is told.
+as functions, as they are before Python 3.12. Functions that also run in three idle seconds are left out of the
+order of a request's way and of one count.
 """
 
 from __future__ import annotations
@@ -110,11 +110,13 @@ def summary(idle: Recording, busy: Recording) -> dict[str, Any]:
     files = {file for file, _ in functions}
     background = {(entry.file, entry.line) for entries in idle.values() for entry in entries}
     own = [[entry for entry in entries if (entry.file, entry.line) not in background] for entries in busy.values()]
+    own_named = {(e.file, e.line) for entries in own for e in entries} & named
     ways = [way(entries) for entries in sorted(filter(None, own))]
     return {
         "files": len(files),
         "functions": len(functions),
         "of these comprehensions and lambdas": len(functions - named),
+        "named functions that do not run in idle seconds": len(own_named),
         "lines of these files": sum(len((ROOT / file).read_text().splitlines()) for file in files),
         "files before an instance is called": len(before_instances(own)),
         "returns to a folder": sum(

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from device.base import AttentionPlan, AttnMeta, EncodeCaptured
+from device.base import AttentionPlan, AttnMeta
 from device.ops.plain import PlainOps
 from device.ops.varlen import MAX_HEAD_DIM, Varlen, flashable
 
@@ -146,15 +146,6 @@ class CudaOps(PlainOps):
         for count, length in calls:
             self._operations[count, length, heads, head_dim] += 4 * count * heads * length**2 * head_dim
         return all(self._operations[*call, heads, head_dim] >= PLAN_OPERATIONS for call in calls)
-
-    def encode_captured(self, dtype: torch.dtype) -> EncodeCaptured | None:
-        return None if self._varlen is None or dtype == torch.float32 else self._encode_captured
-
-    def _encode_captured(
-        self, query: Tensor, key: Tensor, value: Tensor, borders: Tensor, longest: int, scale: float
-    ) -> Tensor:
-        ends, lengths = (borders, borders), (longest, longest)
-        return self._flash(query, key, value, ends, lengths, scale, causal=False).contiguous()
 
     def _prepare_decodes(self, meta: AttnMeta, dtype: torch.dtype) -> AttentionPlan | None:
         return super().prepare(_decodes_only(meta), dtype)

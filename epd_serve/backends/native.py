@@ -100,7 +100,7 @@ class NativeInstance:
             raise InstanceLost(
                 f"instance {self.name} at {self.url} said nothing in {INFO_TIMEOUT_S:g} s"
             ) from error
-        except msgspec.MsgspecError as error:
+        except ValueError as error:  # also invalid UTF-8
             raise InstanceUntrusted(f"{self.url}/info returned an invalid answer ({error})") from error
 
     async def probe(self, timeout_s: float) -> None:
@@ -154,7 +154,7 @@ class NativeInstance:
         body = await self._link.ask(path, request, max_bytes)
         try:
             return wire.decode(body, reply_type)
-        except msgspec.MsgspecError as error:
+        except ValueError as error:  # also invalid UTF-8
             raise InstanceLost(f"instance {self.name} gave an unreadable answer ({error})") from error
 
     def prefill(self, request: wire.PrefillRequest, *, trace_id: str, media: Sequence[bytes] = ()) -> _StageCall:

@@ -11,7 +11,7 @@ import aiohttp
 import msgspec
 
 from epd_serve.errors import InstanceFailed, InstanceLost, InvalidRequest, Overloaded, ServeError, Unavailable
-from epd_serve.protocol.wire import REQUEST_ID_HEADER, write_prompt_note
+from epd_serve.protocol.wire import REQUEST_ID_HEADER, PromptNote
 from epd_serve.rpc.http import HttpServer
 from epd_serve.rpc.link import MAX_BODY_BYTES
 
@@ -36,7 +36,7 @@ def error_of(status: int, body: bytes, name: str) -> ServeError:
     """Convert an error answer of vLLM; most 5xx are failures of the instance that others may not have."""
     try:
         error = msgspec.json.decode(body, type=_Envelope).error
-    except msgspec.MsgspecError:
+    except ValueError:  # also invalid UTF-8
         error = VllmError(body[:200].decode("utf-8", "replace") or "nothing")
     if status in (429, 503):
         return (Overloaded if status == 429 else Unavailable)(error.message, param=error.param)
@@ -153,7 +153,7 @@ class VllmCall:
         try:
             answer = msgspec.json.decode(data)
             self.rewrite(answer)
-        except (msgspec.MsgspecError, LookupError, TypeError) as error:
+        except (ValueError, LookupError, TypeError) as error:
             raise InstanceFailed(f"instance {self.server.name} gave an unreadable answer ({error})") from error
         return msgspec.json.encode(answer)
 
@@ -167,7 +167,7 @@ class PrefillAnswer:
 
     def __init__(self, num_prompt_tokens: int | None = None, num_cached: int = 0) -> None:
         if num_prompt_tokens is not None:
-            self.prompt_note = write_prompt_note(num_prompt_tokens, (), num_cached)
+            self.prompt_note = msgspec.json.encode(PromptNote(num_prompt_tokens, [], num_cached)).decode()
 
     async def chunks(self) -> AsyncIterator[bytes]:
         chunks: tuple[bytes, ...] = ()

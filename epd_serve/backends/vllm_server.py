@@ -106,7 +106,7 @@ class VllmServer:
         """Get a path and decode its JSON; ``server``: another server of the instance."""
         try:
             return msgspec.json.decode(await self.get(path, server))
-        except msgspec.MsgspecError as error:
+        except ValueError as error:  # also invalid UTF-8
             raise InstanceLost(
                 f"{(server or self.server).url}{path} is not an answer of vLLM ({error})"
             ) from error
@@ -126,7 +126,7 @@ class VllmServer:
             work.own(call)
         try:
             answer: dict[str, Any] = msgspec.json.decode(await call.ask())
-        except msgspec.MsgspecError as error:
+        except ValueError as error:  # also invalid UTF-8
             raise InstanceLost(f"instance {self.name} gave an unreadable answer ({error})") from error
         return answer
 

@@ -115,7 +115,7 @@ class FramedCall(VllmCall):
             prompt = choice.get("prompt_token_ids", answer.get("prompt_token_ids"))
             text = (choice.get("delta") or choice).get("content", choice.get("text"))
             self._correct(answer, choice)
-        except (msgspec.MsgspecError, AttributeError, LookupError, TypeError) as error:
+        except (ValueError, AttributeError, LookupError, TypeError) as error:
             raise InstanceFailed(f"instance {self.server.name} gave an unreadable answer ({error})") from error
         is_last = bool(choice.get("finish_reason"))
         if not self._is_new(tokens, prompt, has_choice=bool(choice), is_last=is_last):

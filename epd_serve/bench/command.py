@@ -13,12 +13,12 @@ import msgspec
 from rich.console import Console
 
 from epd_serve.bench.deployed import Candidate, deployed, read_candidates
+from epd_serve.bench.grid import show_run, show_runs
 from epd_serve.bench.plan import RATED, parse_arrivals
 from epd_serve.bench.report import write_report
 from epd_serve.bench.result_files import file_name, write_result_files
 from epd_serve.bench.run import Run, new_directory, read_runs
 from epd_serve.bench.session import GoodputSearch, Session, parse_rates
-from epd_serve.bench.terminal import show_run, show_runs
 from epd_serve.bench.types import SLO, RunSettings
 from epd_serve.bench.workloads import load_workload
 

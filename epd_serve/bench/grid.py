@@ -1,10 +1,15 @@
-"""Runs by deployment and load, as a table and a verdict, in the columns of the EPD-Serve paper's table 5."""
+"""Runs by deployment and load, as tables and verdicts, in the columns of the EPD-Serve paper's table 5."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rich import box
+from rich.console import Console
+from rich.table import Column, Table
+
+from epd_serve.bench.result_files import common_metrics, performance_rows
 from epd_serve.bench.run import Run
 from epd_serve.bench.types import SLO
 
@@ -12,6 +17,10 @@ HEADER = (
     *("deployment", "devices", "TTFT ms", "TTFT p99", "TPOT ms", "TPOT p99", "good %", "95 %"),
     *("effective tok/s per device", "tok/s", "sent", "failed"),
 )
+#: Columns that a terminal has no room for.
+_REPORT_ONLY = ("devices", "tok/s", "sent")
+#: Columns of AISBench's table on a terminal.
+_STATISTICS = ("Average", "Median", "P90", "P99", "N")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,4 +145,55 @@ def _cells(run: Run) -> tuple[str, ...]:
         f"{total.output_token_throughput:.1f}",
         str(total.num_requests),
         str(total.num_failed),
+    )
+
+
+def show_run(console: Console, run: Run) -> None:
+    """Print the figures of one run under AISBench's names, and its warnings."""
+    header, *rows = performance_rows(run)
+    table = _new_table("", *_STATISTICS, title=f"{run.label}: {run.workload_name}, {run.load_text}")
+    for row in rows:
+        if row[1] == "total":
+            table.add_row(row[0], *(_shorten(row[header.index(name)]) for name in _STATISTICS))
+    console.print(table)
+    table = _new_table("", "total")
+    for name, by_stage in common_metrics(run).items():
+        table.add_row(name, str(by_stage["total"]))
+    console.print(table)
+    for warning in run.summary.warnings:
+        console.print(f"! {warning}", style="yellow", highlight=False, markup=False)
+
+
+def show_runs(console: Console, runs: Sequence[Run], target: float) -> None:
+    """Print a verdict for each deployment and a table of all loads; ``target`` attainment counts as served."""
+    for grid in make_grids(runs, target):
+        for label in grid.labels:
+            console.print(grid.verdict(label), style="bold", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"{grid.workload}; good: {grid.slo_text}", highlight=False, markup=False)
+        names = [name for name in HEADER[1:] if name not in _REPORT_ONLY]
+        heads = [name.replace(" per device", "\nper device").replace(" ", "\n", 1) for name in names]
+        table = _new_table(HEADER[0], grid.unit.replace(" per ", "\nper "), *heads)
+        for load in grid.loads:
+            for row in grid.rows(load):
+                cells = dict(zip(HEADER, row, strict=True))
+                table.add_row(row[0], f"{load:.4g}", *(cells[name] for name in names))
+        console.print(table)
+
+
+def _shorten(cell: str) -> str:
+    number, _, unit = cell.partition(" ")
+    value, unit = float(number), unit.replace("token", "tok")
+    return f"{value:.0f} {unit}" if value >= 100 or "." not in number else f"{value:.2f} {unit}"
+
+
+def _new_table(first: str, *columns: str, title: str = "") -> Table:
+    figures = [Column(name, justify="right") for name in columns]
+    return Table(
+        Column(first, overflow="fold"),
+        *figures,
+        title=title,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=0,
+        pad_edge=False,
     )

@@ -10,7 +10,6 @@ import signal
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -28,10 +27,10 @@ from epd_serve.bench.plan import take_items
 from epd_serve.bench.result_files import write_result_files
 from epd_serve.bench.run import Run
 from epd_serve.bench.runner import Runner
-from epd_serve.bench.statistics import percentile
+from epd_serve.bench.summary import percentile
 from epd_serve.bench.types import ClientLoad, Item, RunSettings, Workload
 from epd_serve.bench.workloads import load_workload
-from epd_serve.rpc.descriptors import raise_limit
+from epd_serve.rpc.sockets import raise_limit
 
 #: Added to the seed for warm-ups: their pictures and texts must not be in a cache when the run begins.
 _WARM_UP_SEED = 7_919
@@ -123,42 +122,33 @@ class Session:
             self._say(f"{len(failed)} of {len(items)} warm-up requests failed ({reason})")
 
     async def _measure(self, runner: Runner, settings: RunSettings) -> ClientLoad:
-        progress = asyncio.create_task(self._show_progress(runner, settings))
+        """Send the run's requests. The first Ctrl-C waits for open ones, the second cancels them."""
+        loop = asyncio.get_running_loop()
+        progress = loop.create_task(self._show_progress(runner, settings))
+        is_main = threading.current_thread() is threading.main_thread()  # only that thread receives signals
+        signals = (signal.SIGINT, signal.SIGTERM) if is_main else ()
+        for number in signals:
+            loop.add_signal_handler(number, self._interrupt, runner)
         gc.collect()
         gc.freeze()  # later collections skip the workload
         began_s, cpu_s = perf_counter(), time.process_time()
         try:
-            with self._interruptible(runner):
-                await runner.run()
+            await runner.run()
         finally:
             wall_s, cpu_s = perf_counter() - began_s, time.process_time() - cpu_s
             gc.unfreeze()
             progress.cancel()
+            for number in signals:
+                loop.remove_signal_handler(number)
         lags = sorted(runner.lags_s)
         return ClientLoad(wall_s=wall_s, cpu_s=cpu_s, loop_lag_p99_s=percentile(lags, 99), loop_lag_max_s=lags[-1])
 
-    @contextmanager
-    def _interruptible(self, runner: Runner) -> Iterator[None]:
-        """Stop the run at Ctrl-C: the first waits for open requests, the second cancels them."""
-        if threading.current_thread() is not threading.main_thread():  # only that thread receives signals
-            yield
-            return
-        loop = asyncio.get_running_loop()
-
-        def interrupt() -> None:
-            if runner.is_stopping:
-                runner.abandon()
-            else:
-                self._say(f"stopping: {runner.num_active} requests are open; press Ctrl-C again to cancel them")
-                runner.stop()
-
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, interrupt)
-        try:
-            yield
-        finally:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.remove_signal_handler(number)
+    def _interrupt(self, runner: Runner) -> None:
+        if runner.is_stopping:
+            runner.abandon()
+        else:
+            self._say(f"stopping: {runner.num_active} requests are open; press Ctrl-C again to cancel them")
+            runner.stop()
 
     async def _show_progress(self, runner: Runner, settings: RunSettings) -> None:
         sent = 0

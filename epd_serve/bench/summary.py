@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, chain
 
 from epd_serve.bench.plan import parse_arrivals
-from epd_serve.bench.statistics import (
-    distribution,
-    is_growing,
-    load_curve,
-    mean_concurrency,
-    min_values,
-    percentile,
-    wilson,
-)
-from epd_serve.bench.types import ClientLoad, Record, RunSettings, Summary, Totals
+from epd_serve.bench.types import ClientLoad, Distribution, Record, RunSettings, Share, Summary, Totals
 
 #: Milliseconds per second.
 MS = 1e3
@@ -34,23 +26,56 @@ _FIGURES = {
     "prefill_token_throughput": "prefill_tokens_per_s",
     "output_token_throughput": "output_tokens_per_s",
 }
+#: Two-sided 95 % of the normal distribution.
+_Z = 1.959963984540054
+#: Shares of the planned rate and of a core, and a delay, beyond which the tester distorts a run.
+_MIN_RATE_SHARE, _MAX_CPU_SHARE, _MAX_LAG_S = 0.98, 0.9, 0.01
 
 
-def summarise(settings: RunSettings, records: Sequence[Record], tester: ClientLoad | None = None) -> Summary:
-    """Return the figures of a run. Raises ValueError without records."""
-    if not records:
-        raise ValueError("the run finished no requests")
-    total = _summarise_part(settings, records)
-    modalities = sorted({record.modality for record in records})
-    return Summary(
-        total=total,
-        by_modality={
-            name: _summarise_part(settings, [one for one in records if one.modality == name])
-            for name in modalities
-            if len(modalities) > 1
-        },
-        warnings=[*_warn_of_tester(settings, records, tester, total), *_warn_of_server(settings, records, total)],
+def percentile(ascending: Sequence[float], q: float) -> float:
+    """Return a percentile of at least one value, interpolated linearly like numpy's; ``q`` is in 0..100."""
+    at = (len(ascending) - 1) * q / 100
+    below = math.floor(at)
+    above = min(below + 1, len(ascending) - 1)
+    return ascending[below] + (ascending[above] - ascending[below]) * (at - below)
+
+
+def distribution(values: Iterable[float]) -> Distribution | None:
+    """Return the distribution of the values; None without values."""
+    ascending = sorted(values)
+    if not ascending:
+        return None
+    mean = math.fsum(ascending) / len(ascending)
+    variance = math.fsum((value - mean) ** 2 for value in ascending) / len(ascending)
+    return Distribution(
+        n=len(ascending),
+        mean=mean,
+        std=math.sqrt(variance),
+        min=ascending[0],
+        max=ascending[-1],
+        median=percentile(ascending, 50),
+        **{f"p{q}": percentile(ascending, q) for q in (75, 90, 95, 99)},
     )
+
+
+def wilson(part: int, whole: int) -> Share:
+    """Return a share with its 95 % Wilson score interval, which also holds near 0 and 1 and for few requests."""
+    if not whole:
+        return Share(part=part, whole=whole, value=0.0, low=0.0, high=1.0)
+    p, z2 = part / whole, _Z**2
+    middle = p + z2 / (2 * whole)
+    half = _Z * math.sqrt(p * (1 - p) / whole + z2 / (4 * whole**2))
+    scale = 1 + z2 / whole
+    low, high = max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)
+    return Share(part=part, whole=whole, value=p, low=low if part else 0.0, high=high if part < whole else 1.0)
+
+
+def _concurrency(records: Sequence[Record], duration_s: float) -> tuple[float, int]:
+    """Return the mean and the largest number of open requests."""
+    sent = [record for record in records if record.sent_s is not None]
+    changes = sorted([(one.sent_s or 0.0, 1) for one in sent] + [(one.finish_s, -1) for one in sent])
+    open_s = math.fsum(one.finish_s - (one.sent_s or 0.0) for one in sent)
+    return open_s / duration_s, max(accumulate(change for _, change in changes), default=0)
 
 
 def attains(record: Record, settings: RunSettings) -> tuple[bool, bool]:
@@ -64,10 +89,22 @@ def attains(record: Record, settings: RunSettings) -> tuple[bool, bool]:
     )
 
 
+def summarise(settings: RunSettings, records: Sequence[Record], tester: ClientLoad | None = None) -> Summary:
+    """Return the figures of a run. Raises ValueError without records."""
+    if not records:
+        raise ValueError("the run finished no requests")
+    total = _summarise_part(settings, records)
+    names = sorted({record.modality for record in records})
+    parts = {name: [one for one in records if one.modality == name] for name in names if len(names) > 1}
+    return Summary(
+        total=total,
+        by_modality={name: _summarise_part(settings, part) for name, part in parts.items()},
+        warnings=list(_warn(settings, records, tester, total)),
+    )
+
+
 def _summarise_part(settings: RunSettings, records: Sequence[Record]) -> Totals:
-    curve = load_curve(records)
-    begin_s = min(record.scheduled_s for record in records)
-    end_s = max(record.finish_s for record in records)
+    begin_s, end_s = min(one.scheduled_s for one in records), max(one.finish_s for one in records)
     duration_s = max(end_s - begin_s, 1e-9)
     succeeded = [record for record in records if record.succeeded]
     kept = [attains(record, settings) for record in records]
@@ -81,6 +118,7 @@ def _summarise_part(settings: RunSettings, records: Sequence[Record]) -> Totals:
     output_tokens = sum(record.num_output_tokens for record in succeeded)
     ttft_s = sum(record.ttft_s or 0.0 for record in succeeded)
     goodput = len(good) / duration_s
+    mean_concurrency, max_concurrency = _concurrency(records, duration_s)
     effective = sum(record.num_output_tokens for record in good) / duration_s
     # answers determine the times of later turns and of a closed loop
     is_planned = len(records) > 1 and not any(record.turn for record in records)
@@ -106,8 +144,8 @@ def _summarise_part(settings: RunSettings, records: Sequence[Record]) -> Totals:
         effective_throughput_per_device=effective / settings.num_devices,
         achieved_rate=_events_per_s([record.sent_s for record in records if record.sent_s is not None]),
         planned_rate=_events_per_s([record.scheduled_s for record in records]) if is_planned else None,
-        mean_concurrency=mean_concurrency(curve, begin_s, end_s),
-        max_concurrency=max((number for _, number in curve), default=0),
+        mean_concurrency=mean_concurrency,
+        max_concurrency=max_concurrency,
         total_input_tokens=input_tokens,
         total_output_tokens=output_tokens,
     )
@@ -118,52 +156,33 @@ def _events_per_s(times: Sequence[float]) -> float:
     return (len(times) - 1) / (last - first) if last > first else 0.0
 
 
-_MIN_RATE_SHARE, _MAX_LAG_S, _MAX_CPU_SHARE = 0.98, 0.01, 0.9
-
-
-def _warn_of_tester(
+def _warn(
     settings: RunSettings, records: Sequence[Record], tester: ClientLoad | None, total: Totals
-) -> list[str]:
-    found = []
+) -> Iterator[str]:
     if settings.emulated:
-        found.append(
+        yield (
             f"The devices are {settings.emulated}: queues and host work are real; step and link times come from a "
             "data sheet or a profile, or from the CPU if it is slower."
         )
     if total.planned_rate and total.achieved_rate < _MIN_RATE_SHARE * total.planned_rate:
-        found.append(
-            f"The rate fell short: {total.achieved_rate:.2f} of {total.planned_rate:.2f} requests/s were sent."
-        )
+        yield f"The rate fell short: {total.achieved_rate:.2f} of {total.planned_rate:.2f} requests/s were sent."
     lags = sorted(
         one.send_lag_s - one.slot_wait_s for one in records if one.send_lag_s is not None and not one.turn
     )
     late_s = max(percentile(lags, 99) if lags else 0.0, tester.loop_lag_p99_s if tester else 0.0)
     if late_s > _MAX_LAG_S:
-        found.append(f"The tester lagged by {late_s * MS:.0f} ms (p99); all times may be off by that much.")
+        yield f"The tester lagged by {late_s * MS:.0f} ms (p99); all times may be off by that much."
     if tester is not None and tester.cpu_s > _MAX_CPU_SHARE * tester.wall_s:
-        found.append(f"The tester used {tester.cpu_s / tester.wall_s:.0%} of a core and may be the limit.")
+        yield f"The tester used {tester.cpu_s / tester.wall_s:.0%} of a core and may be the limit."
     if total.num_requests < settings.num_requests:
-        found.append(f"The run is not complete: {total.num_requests} of {settings.num_requests} requests ended.")
-    return found
-
-
-def _warn_of_server(settings: RunSettings, records: Sequence[Record], total: Totals) -> list[str]:
-    found = []
+        yield f"The run is not complete: {total.num_requests} of {settings.num_requests} requests ended."
     if total.num_failed:
         kinds = ", ".join(f"{number} {name}" for name, number in sorted(total.failures.items()))
-        found.append(f"{total.num_failed} of {total.num_requests} requests failed ({kinds}).")
+        yield f"{total.num_failed} of {total.num_requests} requests failed ({kinds})."
     if waited := sum(record.slot_wait_s > 0.001 for record in records):
-        found.append(
+        yield (
             f"{waited} requests waited for one of {settings.max_concurrency} client slots; latencies from the "
             "scheduled time include the wait."
         )
-    times = [record.sent_s for record in records if record.sent_s is not None]
-    is_open = parse_arrivals(settings).concurrency is None and len(times) >= 30
-    if is_open and is_growing(load_curve(records), min(times), max(times)):
-        found.append("The number of open requests kept growing: the server does not keep up with this rate.")
     if any(record.succeeded and not record.has_usage for record in records):
-        found.append("Some answers came without usage: their events are counted as output tokens.")
-    if few := [q for q in (90, 95, 99) if total.num_succeeded < min_values(q)]:
-        names = ", ".join(f"p{q} (needs {min_values(q)})" for q in few)
-        found.append(f"{total.num_succeeded} answers are too few for {names}.")
-    return found
+        yield "Some answers came without usage: their events are counted as output tokens."

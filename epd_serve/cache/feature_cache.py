@@ -61,10 +61,6 @@ class FeatureCache(Generic[T]):
         entry = self._entries.get(key)
         return None if entry is None else entry.value
 
-    def is_held(self, key: str) -> bool:
-        entry = self._entries.get(key)
-        return entry is not None and bool(entry.owners)
-
     def can_put(self, nbytes: int) -> bool:
         """Return whether a value fits once all entries without an owner are evicted."""
         held = sum(entry.nbytes for entry in self._entries.values() if entry.owners)
@@ -84,26 +80,14 @@ class FeatureCache(Generic[T]):
         self.acquire(key, owner)
         return evicted
 
-    def evict(self, key: str) -> T:
-        """Remove an entry without an owner and return its value."""
-        assert not self._entries[key].owners, f"{key} is held"
-        entry = self._entries.pop(key)
-        self.num_bytes -= entry.nbytes
-        return entry.value
-
-    def discard(self, key: str) -> list[str]:
-        """Remove an entry and its holds; return the owners. Idempotent."""
-        owners = sorted(self._entries[key].owners) if key in self._entries else []
-        for owner in owners:
-            self.release(owner, key)
-        if key in self._entries:
-            self.evict(key)
-        return owners
-
     def evict_one(self) -> T | None:
         """Remove the least recently used entry without an owner; return its value, or None if there is none."""
         victim = next((key for key, entry in self._entries.items() if not entry.owners), None)
-        return None if victim is None else self.evict(victim)
+        if victim is None:
+            return None
+        entry = self._entries.pop(victim)
+        self.num_bytes -= entry.nbytes
+        return entry.value
 
     def release(self, owner: str, key: str | None = None) -> None:
         """Drop the owner's hold on ``key``, by default all of its holds. Idempotent."""

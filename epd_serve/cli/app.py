@@ -49,17 +49,6 @@ GROUPS: dict[str, dict[str, str]] = {
     },
 }
 
-#: Names of these commands in other programs.
-_OTHER_NAMES = {
-    "serve": "up MODEL",
-    "run": "up MODEL",
-    "start": "up MODEL",
-    "ps": "status",
-    "list": "status",
-    "stop": "down",
-    "kill": "down",
-}
-
 
 class Commands(TyperGroup):
     """The commands of :data:`GROUPS`."""
@@ -68,8 +57,6 @@ class Commands(TyperGroup):
         return [name for group in GROUPS.values() for name in group]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name in _OTHER_NAMES:
-            raise ValueError(f"{cmd_name}: use 'epd-serve {_OTHER_NAMES[cmd_name]}'")
         example = next((group[cmd_name] for group in GROUPS.values() if cmd_name in group), None)
         return None if example is None else _load(cmd_name, example)
 

@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 
-from epd_serve.cli.flags import ParentPid, tie_to
 from epd_serve.config import load_config
 from epd_serve.config.keys import admin_headers
 from epd_serve.rpc.admin import AdminClient
@@ -21,14 +20,12 @@ def autoscale(
         str | None, typer.Option(metavar="URL", help="Admin API of a gateway started by 'epd-serve proxy'.")
     ] = None,
     socket: Annotated[Path | None, typer.Option(help="Socket of the gateway's admin API.", hidden=True)] = None,
-    parent_pid: ParentPid = None,
 ) -> None:
     """Switch roles of instances by load, and log when the load drifts from the plan.
 
     'epd-serve up' starts it if the deployment file has the section elastic. EPD_SERVE_ADMIN_KEY holds the key of
     the admin API.
     """
-    tie_to(parent_pid)
     from epd_serve.autoscale.role_loop import autoscale as run
 
     config = load_config(file)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -16,7 +15,6 @@ from device.datasheets import DEVICE_SPECS
 if TYPE_CHECKING:
     from device.base import Device, DeviceReport
 
-_TRANSPORT_BYTES = 4 << 20
 _EMULATED = (
     "no hardware: emulated:h200:0 computes nothing and takes the times of a device by its data sheet, for a model "
     f"{{shape_of: NAME}}\nkinds: {', '.join(DEVICE_SPECS)}, or FILE.json that 'epd-serve profile' wrote"
@@ -49,14 +47,9 @@ def devices(
 
 
 def _check(console: Console, device: Device) -> bool:
-    from device.check import Check, check_device
+    from device.check import check_device
 
-    more: dict[str, Check] = {
-        "transport: shared memory": lambda device: _send(device, "shm"),
-        "transport: TCP": lambda device: _send(device, "tcp"),
-    }
-    if device.type == "npu":
-        more["health"] = lambda device: npu_smi.check_health(device.index)
+    more = {"health": lambda device: npu_smi.check_health(device.index)} if device.type == "npu" else {}
     table = Table("check", "result", "detail", title=f"{device.name}: {device.description}")
     passed = True
     with console.status(f"checking {device.name}"):
@@ -66,29 +59,6 @@ def _check(console: Console, device: Device) -> bool:
             passed = passed and result.passed
     console.print(table)
     return passed
-
-
-def _send(device: Device, path: Literal["shm", "tcp"]) -> str:
-    """Read bytes of the device from another endpoint's memory, and bring them back to the device."""
-    import torch
-
-    from epd_serve.transfer.embedded import EmbeddedTransport
-
-    owner, reader = EmbeddedTransport(path=path), EmbeddedTransport(path=path)
-    try:
-        data = torch.randint(0, 256, (_TRANSPORT_BYTES,), dtype=torch.uint8).to(device.torch_device)
-        slab = owner.allocate("check", _TRANSPORT_BYTES)
-        slab.buffer[:] = data.cpu().numpy().data
-        answer = bytearray(_TRANSPORT_BYTES)
-        started = time.perf_counter()
-        reader.read(slab.region, [(0, memoryview(answer))])
-        seconds = time.perf_counter() - started
-        arrived = torch.frombuffer(answer, dtype=torch.uint8).to(device.torch_device)
-        assert torch.equal(arrived, data), "the received bytes differ from the sent ones"
-    finally:
-        owner.close()
-        reader.close()
-    return f"{_TRANSPORT_BYTES >> 20} MiB read, {_TRANSPORT_BYTES / seconds / 1e6:.0f} MB/s"
 
 
 def _abilities(report: DeviceReport) -> list[str]:

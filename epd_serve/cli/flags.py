@@ -10,22 +10,12 @@ import typer
 from epd_serve.config import DEMO_MODEL
 from epd_serve.config.model_files import resolve_model_name
 
-ParentPid = Annotated[int | None, typer.Option(help="End when this process, the parent, ends.", hidden=True)]
 Host = Annotated[str | None, typer.Option(help="Address of the gateway; overrides the file's.")]
 Port = Annotated[
     int | None, typer.Option(min=0, max=65535, help="Port of the gateway, 0 for a free one; overrides the file's.")
 ]
 
 BaseUrl = Annotated[str, typer.Option("--base-url", "--url", help="URL of a server with OpenAI's chat API.")]
-
-Join = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="URL",
-        help="Admin plane of a gateway to join, repeatable; a host name means all its addresses. "
-        "Key: EPD_SERVE_CLUSTER_KEY or EPD_SERVE_ADMIN_KEY.",
-    ),
-]
 
 On = Annotated[
     str | None,
@@ -44,10 +34,3 @@ def ray_address(on: str) -> str:
 def model_of(name: str) -> str:
     """Resolve a model name relative to the working directory, not to the file."""
     return name if name == DEMO_MODEL else resolve_model_name(name, Path.cwd())
-
-
-def tie_to(parent_pid: int | None) -> None:
-    if parent_pid is not None:
-        from epd_serve.lifeline import die_with_parent
-
-        die_with_parent(parent_pid)

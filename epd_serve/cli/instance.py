@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
 from epd_serve.cli import ended_by_ctrl_c
-from epd_serve.cli.flags import Join, ParentPid, model_of, tie_to
+from epd_serve.cli.flags import model_of
 from epd_serve.config import DeploymentConfig, InstanceOptions, change_config, load_config
 from epd_serve.errors import needs_native
 from epd_serve.imports import uncollected
@@ -37,7 +37,14 @@ def instance(
     data_port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port for KV and features over TCP; 0: a free one.")
     ] = 0,
-    join: Join = None,
+    join: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL",
+            help="Admin plane of a gateway to join, repeatable; a host name means all its addresses. "
+            "Key: EPD_SERVE_CLUSTER_KEY or EPD_SERVE_ADMIN_KEY.",
+        ),
+    ] = None,
     config: Annotated[
         Path | None,
         typer.Option(help="Deployment file with all other options of its role; default: default options."),
@@ -61,12 +68,21 @@ def instance(
         typer.Option(min=1, max=65535, help="With --unit: port of /health/live and /health/ready."),
     ] = None,
     options: Annotated[str | None, typer.Option(help="All options as JSON.", hidden=True)] = None,
-    parent_pid: ParentPid = None,
 ) -> None:
     """Run one instance, or with --unit all that share a device, as 'epd-serve up' does."""
-    tie_to(parent_pid)
     if unit is not None:
-        _run_unit(config, unit, name, replica, host or "127.0.0.1", join or [], health_port)
+        if config is None or (name is None) == (replica is None):
+            raise ValueError("--unit needs --config FILE, and --name or --replica, as in --unit 0 --name e-1")
+        deployment, address = load_config(config), host or "127.0.0.1"
+        with ended_by_ctrl_c():
+            from epd_serve.launch.download import download
+            from epd_serve.launch.remote.unit import run_unit, unit_placement
+
+            if isinstance(deployment.model, str):
+                download(deployment.model)
+            here = unit_placement(deployment, unit, name, replica or 0)
+        running = run_unit(deployment, here, address=address, gateways=join or [], health_port=health_port)
+        raise typer.Exit(asyncio.run(running))
     if options is not None:
         chosen = InstanceOptions.model_validate_json(options)
     elif name is None or role is None:
@@ -92,27 +108,3 @@ def instance(
 
         run_instance(chosen)
     end_process()
-
-
-def _run_unit(
-    file: Path | None,
-    unit: int,
-    name: str | None,
-    replica: int | None,
-    address: str,
-    gateways: list[str],
-    health_port: int | None,
-) -> NoReturn:
-    if file is None or (name is None) == (replica is None):
-        raise ValueError("--unit needs --config FILE, and --name or --replica, as in --unit 0 --name e-1")
-    deployment = load_config(file)
-    with ended_by_ctrl_c():
-        from epd_serve.launch.download import download
-        from epd_serve.launch.remote.unit import run_unit, unit_placement
-
-        if isinstance(deployment.model, str):
-            download(deployment.model)
-        here = unit_placement(deployment, unit, name, replica or 0)
-    raise typer.Exit(
-        asyncio.run(run_unit(deployment, here, address=address, gateways=gateways, health_port=health_port))
-    )

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
+from epd_serve.config import model_path
 from epd_serve.errors import needs_native
-
-if TYPE_CHECKING:
-    from epd_serve.cost.profile import Profile
 
 
 def profile(
@@ -35,37 +32,35 @@ def profile(
         )
     if endpoint and (threads is not None or clock != "wall" or dtype != "auto"):
         raise ValueError("--endpoint measures a running server: remove --dtype, --threads and --clock")
-    if endpoint:
-        from epd_serve.profiling.endpoint import profile_endpoint
-
-        _write(lambda progress: profile_endpoint(endpoint.rstrip("/"), model, device, progress), model, out)
-        return
-    with needs_native():
-        from device.registry import get_device
-        from epd_serve.engine.kv_memory import resolve_dtype
-        from epd_serve.models.loader import load_family
-        from epd_serve.profiling.device_profile import GridOptions, profile_device
-    from epd_serve.config import model_path
-
-    path = model_path(model)
-    options = GridOptions(
-        model=path,
-        model_name=model if model == "demo" else Path(model).resolve().name,
-        device=device,
-        dtype=resolve_dtype(dtype, load_family(path).config, get_device(device)),
-        threads=threads,
-        clock=clock,
-    )
-    _write(lambda progress: profile_device(options, progress), model, out)
-
-
-def _write(measure: Callable[[Callable[[str], None]], Profile], model: str, out: Path) -> None:
     from rich.console import Console
 
     from epd_serve.profiling.fits import advice, show_profile
 
     with Console(stderr=True).status("measuring") as status:
-        result = measure(lambda text: status.update(f"measuring {text}"))
+
+        def progress(text: str) -> None:
+            status.update(f"measuring {text}")
+
+        if endpoint:
+            from epd_serve.profiling.endpoint import profile_endpoint
+
+            result = profile_endpoint(endpoint.rstrip("/"), model, device, progress)
+        else:
+            with needs_native():
+                from device.registry import get_device
+                from epd_serve.engine.kv_memory import resolve_dtype
+                from epd_serve.models.loader import load_family
+                from epd_serve.profiling.device_profile import GridOptions, profile_device
+            path = model_path(model)
+            options = GridOptions(
+                model=path,
+                model_name=model if model == "demo" else Path(model).resolve().name,
+                device=device,
+                dtype=resolve_dtype(dtype, load_family(path).config, get_device(device)),
+                threads=threads,
+                clock=clock,
+            )
+            result = profile_device(options, progress)
     out.write_bytes(result.to_json())
     console = Console()
     show_profile(result, console)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from epd_serve.cli.flags import Host, ParentPid, Port, tie_to
+from epd_serve.cli.flags import Host, Port
 from epd_serve.config import DeploymentConfig, load_config
 from epd_serve.imports import uncollected
 from epd_serve.launch.processes.ports import ports_each
@@ -28,13 +28,11 @@ def proxy(
     admin_path: Annotated[
         Path | None, typer.Option(help="Path of the admin API's Unix socket.", hidden=True)
     ] = None,
-    parent_pid: ParentPid = None,
 ) -> None:
     """Run only the gateway, in front of instances started separately.
 
     The default instances are those of the deployment file's topology, from instances.base_port on.
     """
-    tie_to(parent_pid)
     deployment = load_config(config) if config else DeploymentConfig()
 
     instances = [_name_and_url(text) for text in instance or ()] or _instance_urls(deployment)

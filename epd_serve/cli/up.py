@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,7 +18,6 @@ from epd_serve.config import DeploymentConfig, change_config, load_config
 from epd_serve.config.keys import hash_key
 from epd_serve.config.sections import VLLM_FLAGS
 from epd_serve.imports import uncollected
-from epd_serve.launch.detach import fork_launcher
 
 
 def up(
@@ -92,7 +93,7 @@ def up(
 
         typer.echo(ray.up(config, file.stem if file else "epd-serve", ray_address(on), spread))
         return
-    writer = fork_launcher() if detach and not dry else None
+    writer = _fork_launcher() if detach and not dry else None
     if not dry:
         from epd_serve.launch.download import download
 
@@ -143,3 +144,27 @@ def _check_words(words: Sequence[str]) -> None:
         )
     if len(words) > 1:
         raise ValueError(f"{words[1]}: 'epd-serve up' takes one model or deployment file")
+
+
+def _fork_launcher() -> int:
+    """Return in a child process, with a descriptor to write to once it has left the terminal.
+
+    The parent ends when the child has left the terminal, or with the child's exit code. Ctrl-C ends both.
+    """
+    reader, writer = os.pipe()
+    if pid := os.fork():
+        os.close(writer)
+        try:
+            is_ready = os.read(reader, 1)
+        except KeyboardInterrupt:
+            os.kill(pid, signal.SIGTERM)
+            is_ready = b""
+        raise SystemExit(0 if is_ready else os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    os.close(reader)
+    os.setsid()
+    # not inheritable: a shell waits until all writers of its pipe have ended
+    sys.stdout, sys.stderr = (os.fdopen(os.dup(number), "w", buffering=1) for number in (1, 2))
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in range(3):
+        os.dup2(null, number)
+    return writer

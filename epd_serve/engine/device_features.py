@@ -8,10 +8,9 @@ import mmap
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -30,74 +29,43 @@ from epd_serve.transfer.feature_store import (
     observe_fetch,
 )
 from epd_serve.transfer.shared_memory import map_region, release_mapped
-from epd_serve.transfer.staging import CellLender
 from epd_serve.transfer.transport import TransferError, Transport
 
 logger = logging.getLogger(__name__)
 
 #: Alignment of features; a table holds one generation per aligned slot.
 SLOT_BYTES = 1 << 16
-#: Pinned buffers, and their size, through which features pass that do not move within a device.
-_NUM_PARTS = 4
-_PART_BYTES = 8 << 20
 _GENERATION = struct.Struct("<Q")
 
 
 class Copies:
-    """Blocking copies of features to and from a device's memory, on a separate stream.
-
-    Copies to and from the host pass in parts through a few pinned buffers.
-    """
+    """Blocking copies of features to and from a device's memory, on a separate stream."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._stream = device.stream()
-        self._places = CellLender(0, _NUM_PARTS, 0.0)
         self._copying = threading.Lock()  # torch before 2.13 does not restore a second thread's stream
 
     def within(self, source: Tensor, target: Tensor | None = None) -> Tensor:
-        """Copy device-accessible memory to ``target``, by default to new memory."""
-        target = self.empty(source.nbytes) if target is None else target
-        self._device.activate()
-        with self._copying, self._stream:
-            target.copy_(source, non_blocking=True)
-            done = self._device.record_event()
-        done.synchronize()
-        return target
-
-    def empty(self, nbytes: int) -> Tensor:
-        """Allocate device memory. Raises TransferError if it is full."""
+        """Copy memory to ``target``, by default to new device memory. Raises TransferError if that is full."""
         self._device.activate()
         try:
             with self._copying, self._stream:
-                return torch.empty(nbytes, dtype=torch.uint8, device=self._device.torch_device)
+                if target is None:
+                    target = torch.empty(source.nbytes, dtype=torch.uint8, device=self._device.torch_device)
+                target.copy_(source, non_blocking=True)
+                done = self._device.record_event()
         except torch.OutOfMemoryError as error:
-            raise TransferError(f"not enough device memory for a feature of {nbytes} bytes: {error}") from error
+            raise TransferError(f"not enough memory for {source.nbytes} bytes of a feature: {error}") from error
+        done.synchronize()
+        return target
 
     def to_host(self, source: Tensor) -> memoryview:
-        data = torch.empty(source.nbytes, dtype=torch.uint8)
-        for part in _parts(source.nbytes):
-            with self._places.lend(1) as place:
-                data[part] = self.within(source[part], self._pinned[place, : part.stop - part.start])
-        view: memoryview = data.numpy().data
+        view: memoryview = self.within(source, torch.empty(source.nbytes, dtype=torch.uint8)).numpy().data
         return view
 
     def to_device(self, data: bytearray) -> Tensor:
-        source, copy = torch.frombuffer(data, dtype=torch.uint8), self.empty(len(data))
-        for part in _parts(len(data)):
-            with self._places.lend(1) as place:
-                pinned = self._pinned[place, : part.stop - part.start]
-                self.within(pinned.copy_(source[part]), copy[part])
-        return copy
-
-    @cached_property
-    def _pinned(self) -> Tensor:
-        return self._device.pin_memory(torch.empty(_NUM_PARTS, _PART_BYTES, dtype=torch.uint8))
-
-
-def _parts(nbytes: int) -> Iterator[slice]:
-    for start in range(0, nbytes, _PART_BYTES):
-        yield slice(start, min(start + _PART_BYTES, nbytes))
+        return self.within(torch.frombuffer(data, dtype=torch.uint8))
 
 
 class DeviceFeatureStore:

@@ -8,6 +8,7 @@ divide the cores: two teams of all threads would wait for each other at every ba
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -66,14 +67,14 @@ class _Side:
     _side = 0
 
     def __init__(self, device: BareDevice, stream: Stream, cores: Cores | None) -> None:
-        self._device = device
+        self.device = device
         self.stream = stream
         self._cores = cores
 
     @contextmanager
     def loading(self) -> Iterator[None]:
         """Allocate weights, KV memory or graphs on this stream, from any thread; completed at the end."""
-        self._device.activate()
+        self.device.activate()
         with self.stream:
             yield
         self.stream.synchronize()
@@ -97,7 +98,8 @@ class TowerStream(_Side):
         hurries: set while the instance shuts down: encodes no longer pause for decodes.
         paused_s: total seconds that running encodes have paused for decodes.
         is_wanted: True while items are being prepared, waiting or encoded.
-        least_pixel_bytes: minimum memory per pixel of a batch without a graph; a graph's is already allocated.
+        changed: wakes the encoder, which clears it: an item has come, or :meth:`may_start` may have changed.
+        held_on: event loop of items that wait for :meth:`may_start`; None without any.
     """
 
     _side = 1
@@ -122,15 +124,16 @@ class TowerStream(_Side):
         self._resumed_s = self.paused_s = 0.0
         self._num_layers = 0
         self._is_encoding = self.hurries = self.is_wanted = False
+        self.changed = asyncio.Event()
+        self.held_on: asyncio.AbstractEventLoop | None = None
         self._pixel_bytes: float | None = None
-        self.least_pixel_bytes = 0.0
         self._pixel_layer_s: float | None = None
 
     @contextmanager
     def encoding(self, num_pixels: int) -> Iterator[None]:
         """Encode a batch within this context; its features are complete at the end."""
-        self._device.activate()
-        in_use = self._device.reset_peak_memory()
+        self.device.activate()
+        in_use = self.device.reset_peak_memory()
         self._num_layers, paused_s = 0, self.paused_s
         began_s = self._resumed_s = self._clock()
         self._take_cores()
@@ -144,7 +147,7 @@ class TowerStream(_Side):
             self._board.encode_ends()
             self._leave_cores()
         seconds = self._clock() - began_s - (self.paused_s - paused_s)
-        pixel_bytes = max((self._device.peak_memory() - in_use) / num_pixels, self.least_pixel_bytes)
+        pixel_bytes = max((self.device.peak_memory() - in_use) / num_pixels, 0.0)
         self._pixel_bytes = _smooth(self._pixel_bytes, pixel_bytes)
         self._pixel_layer_s = _smooth(self._pixel_layer_s, seconds / max(self._num_layers, 1) / num_pixels)
 
@@ -176,7 +179,7 @@ class TowerStream(_Side):
 
     def batch_bytes(self, num_pixels: int) -> int:
         """Return the measured memory of a batch without weights."""
-        return int(num_pixels * max(self._pixel_bytes or 0.0, self.least_pixel_bytes))
+        return int(num_pixels * (self._pixel_bytes or 0.0))
 
     def max_pixels(self) -> int:
         """Return the largest batch that fits the free memory and any time limit, by the measurements so far."""
@@ -184,7 +187,7 @@ class TowerStream(_Side):
             return 0  # one item, to measure
         limit = float("inf")
         if self._pixel_bytes > 0:
-            limit = self._device.headroom() / self._pixel_bytes
+            limit = self.device.headroom() / self._pixel_bytes
         if (slack := self._board.slack()) is not None and self._pixel_layer_s > 0:
             limit = min(limit, _TOKENS_PER_LAYER * slack.limit_s / self._pixel_layer_s)
         return int(min(max(limit, 0), 1 << 62))
@@ -196,7 +199,12 @@ class TowerStream(_Side):
         """
         if self._pixel_bytes is None or self._language is None or not self._language.is_busy:
             return True
-        return num_pixels * self._pixel_bytes <= self._device.headroom()
+        return num_pixels * self._pixel_bytes <= self.device.headroom()
+
+    def reconsider(self) -> None:
+        """Check :meth:`may_start` again if items are held. Any thread may call it while the event loop is open."""
+        if (loop := self.held_on) is not None:
+            loop.call_soon_threadsafe(self.changed.set)
 
 
 class LanguageStream(_Side):
@@ -205,7 +213,8 @@ class LanguageStream(_Side):
     Attributes:
         is_busy: True while a step runs, or if the last step has decodes to continue.
         slack: time that decodes leave for encodes; None without a limit on the time per token.
-        tower: an assistant's tower, whose encodes precede steps; None on other instances.
+        tower: the instance's other side, whose held encodes look again after each step.
+        assists: whether the tower's encodes precede steps.
     """
 
     def __init__(
@@ -227,6 +236,7 @@ class LanguageStream(_Side):
         self._encoded_s = 0.0
         self.is_busy = False
         self.tower: TowerStream | None = None
+        self.assists = False
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -234,7 +244,7 @@ class LanguageStream(_Side):
 
         An assistant's encodes go first, for at most a second.
         """
-        if self.tower is not None and self.tower.is_wanted:
+        if self.assists and self.tower is not None and self.tower.is_wanted:
             self.idle()
             end_s = self._clock() + _MAX_HOLD_S
             while self.tower.is_wanted and self._clock() < end_s:
@@ -254,8 +264,13 @@ class LanguageStream(_Side):
         self.is_busy = bool(output.decodes) and num_running > 0
         if not self.is_busy:
             self._leave_cores()
-        if self.slack is None:
-            return
+        if self.slack is not None:
+            self._update_slack(output, seconds)
+        if self.tower is not None:
+            self.tower.reconsider()
+
+    def _update_slack(self, output: ScheduleOutput, seconds: float) -> None:
+        assert self.slack is not None
         now, encoded_s = self._clock(), self._board.encoded_s()
         if output.decodes:
             since_last = seconds if self._last_s is None else now - self._last_s
@@ -274,6 +289,8 @@ class LanguageStream(_Side):
             self.is_busy, self._last_s = False, None
             self._leave_cores()
             self._board.decodes_end()
+        if self.tower is not None:
+            self.tower.reconsider()
 
 
 class DualStream:
@@ -303,7 +320,7 @@ class DualStream:
             cores=cores,
             language=self.language if options.role.has_language_model else None,
         )
-        self.language.tower = self.tower if options.assist else None
+        self.language.tower, self.language.assists = self.tower, options.assist
 
 
 def _smooth(mean: float | None, value: float) -> float:

@@ -1,21 +1,22 @@
-"""Track sequences and their blocks from step to step, and the events of their requests."""
+"""Track sequences and their blocks from step to step, and pass events on to their requests."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
+from bisect import insort
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Protocol
 
 import msgspec
 
 from epd_serve.cache.block_pool import BlockPool, RequestBlocks
-from epd_serve.engine.computing import NO_TOKEN, SampledToken, SampledTokens
 from epd_serve.errors import InvalidRequest, ServeError
 from epd_serve.protocol.instance_state import Load
 from epd_serve.protocol.wire import TokenLogprob
@@ -38,6 +39,21 @@ _ALL_FORBIDDEN = (
     "no token is allowed next: the request's structure, allowed_token_ids, bad_words and min_tokens contradict "
     "each other"
 )
+
+
+#: Placeholder for a token that cannot be chosen because the logits are NaN.
+NO_TOKEN = -1
+#: Placeholder for the token of a sequence whose request forbids every token.
+ALL_FORBIDDEN = -2
+
+
+class SampledToken(msgspec.Struct, frozen=True, gc=False):
+    token_id: int
+    logprob: TokenLogprob | None = None
+
+
+#: The tokens of a step: one per sequence, or the first tokens of all ``n`` choices after a prompt's last chunk.
+SampledTokens = list[tuple[Sequence, list[SampledToken]]]
 
 
 class TokenEvent(msgspec.Struct, frozen=True, gc=False):
@@ -71,45 +87,53 @@ class FailureEvent:
 EngineEvent = TokenEvent | PromptEvent | FailureEvent
 
 
-class EngineHooks:
-    """Calls from the engine to its instance: features, pacing, and the events of its steps.
+class Receiver(Protocol):
+    """Takes the events of one request, on the event loop."""
 
-    The engine's thread makes them unless documented otherwise; only ``feature`` and ``turn`` may block. The
-    defaults provide neither features nor pacing, and drop events.
+    def feed(self, event: EngineEvent) -> None: ...
+
+
+class Outbox:
+    """Passes events from the engine's threads on to their requests, on the event loop that creates it.
+
+    Attributes:
+        receivers: takes the events of a request, by request id.
     """
 
-    def feature(self, mm_hash: str) -> Any | None:
-        """Return encoder output [tokens, width] for the current step; may fetch it. None if unavailable."""
-        return None
-
-    def has_feature(self, mm_hash: str) -> bool:
-        """Return whether the feature is local or can be fetched by ``feature``."""
-        return self.feature(mm_hash) is not None
-
-    def feature_starved(self, mm_hash: str) -> None:
-        """Called when a sequence waits only for its feature."""
-
-    def turn(self) -> AbstractContextManager[None]:
-        """Return a context for the launch of a step; entering it waits for the step's turn on the device."""
-        return nullcontext()
-
-    def stepped(self, output: ScheduleOutput, seconds: float) -> None:
-        """Called after a step with its seconds, excluding the time the device spent on the previous step."""
-
-    def idle(self) -> None:
-        """Called when no sequence can be computed for now."""
-
-    def failed(self) -> None:
-        """Called when a step failed, before its requests fail; ends the process if the device is lost."""
-
-    def died(self) -> None:
-        """Called when the engine has stopped for good."""
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.receivers: dict[str, Receiver] = {}
 
     def emit(self, events: list[EngineEvent]) -> None:
-        """Take the events of one step."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._deliver, events)
 
-    def freed(self) -> None:
-        """Called when blocks or queue places become free, on the thread that freed them."""
+    def _deliver(self, events: list[EngineEvent]) -> None:
+        for event in events:
+            request_id = event.request_id if isinstance(event, FailureEvent) else event.sequence.request_id
+            if (receiver := self.receivers.get(request_id)) is None:
+                continue
+            try:
+                receiver.feed(event)
+            except Exception as error:  # one failed answer must not affect the others
+                logger.exception("the answer to request %s failed", request_id)
+                receiver.feed(FailureEvent(request_id, ServeError(f"the answer cannot be written: {error}")))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class BlockRequest:
+    """Blocks wanted for a prompt whose KV another instance computes; see :meth:`Engine.reserve`.
+
+    ``granted``: the blocks; None if the request ended before.
+    """
+
+    request_id: str
+    num_prompt_tokens: int
+    num_sequences: int
+    hashes: list[bytes]
+    priority: int
+    arrival_s: float
+    granted: Future[RequestBlocks | None] = field(default_factory=Future)
 
 
 class Engine:
@@ -120,8 +144,13 @@ class Engine:
     launched step uses them.
 
     Args:
+        outbox: takes the events of requests.
         sender: announces the KV of prompts that decode elsewhere; their blocks are kept until its last read.
         order: order of admission; default: first come, first served.
+
+    Attributes:
+        changed: the lock of all state, notified when there may be work.
+        is_closing: set when no more steps may start.
     """
 
     def __init__(
@@ -129,7 +158,7 @@ class Engine:
         pool: BlockPool,
         memory: BlockMemory,
         budget: Budget,
-        hooks: EngineHooks,
+        outbox: Outbox,
         *,
         eos_token_ids: frozenset[int],
         sender: KVSender | None = None,
@@ -137,42 +166,43 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pool = pool
-        self._hooks = hooks
+        self.outbox = outbox
         self._sender = sender
         self._clock = clock
         self.eos_token_ids = eos_token_ids
-        self.queues = Queues(pool, memory, budget, order or Order("fcfs", pool, budget, StepCost()), hooks)
+        self.queues = Queues(pool, memory, budget, order or Order("fcfs", pool, budget, StepCost()))
         self._tables = self.queues.tables
         self.check_fits, self.prefix_lookups = self._tables.check_fits, self._tables.prefix_lookups
-        self._changed = threading.Condition()
+        self.changed = threading.Condition()
         self._leaving: dict[Sequence, None] = {}  # ABORTED, but a step or a copy may still use their blocks
         self.transfers: dict[Sequence, OutgoingTransfer] = {}
         self._stepping: frozenset[Sequence] = frozenset()
-        self._closing = False
+        self._asking: list[BlockRequest] = []  # by priority, then arrival
+        self.is_closing = False
 
     def close(self) -> None:
         """Prevent further steps."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
+        with self.changed:
+            self.is_closing = True
+            self.changed.notify_all()
 
     # ------------------------------------------------------------------ requests in
 
     def submit(self, sequence: Sequence, transfer: OutgoingTransfer | None = None) -> None:
         """Queue a prompt, arriving now if its time is unset; ``transfer``: where to send its KV for decoding."""
-        with self._changed:
+        with self.changed:
             sequence.arrival_s = sequence.arrival_s or self._clock()
             if transfer is not None:
                 self.transfers[sequence] = transfer
             self.queues.submit(sequence)
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def resume(self, sequence: Sequence, blocks: RequestBlocks, tokens: list[tuple[int, bool]]) -> None:
         """Continue a prompt, and its output, whose KV was read into ``blocks``.
 
         ``tokens``: each choice's next token, and whether it is the last.
         """
-        with self._changed:
+        with self.changed:
             self.queues.forget_reservation(blocks)
             sequence.arrival_s = self._clock()
             sequence.blocks, sequence.forks, sequence.states = blocks.root, blocks.forks, blocks.states
@@ -186,85 +216,116 @@ class Engine:
                     self._retire(choice)
                 else:
                     self.queues.run(choice)
-            self._changed.notify_all()
+            self._grant()
+            self.changed.notify_all()
 
     def abort(self, request_id: str) -> None:
         """Stop all sequences of a request and free their blocks as soon as they are unused. Idempotent."""
-        with self._changed:
+        with self.changed:
             for sequence in self.queues.remove(request_id):
                 self._leave(sequence)
             for sequence in [s for s in self.transfers if s.request_id == request_id]:
                 if sequence.state is SequenceState.TRANSFERRING:
                     self._leave(sequence)
+            for asked in [one for one in self._asking if one.request_id == request_id]:
+                self._asking.remove(asked)
+                asked.granted.set_result(None)
+            self._grant()
 
     def stop_sequence(self, sequence: Sequence) -> None:
         """End one choice early, after a stop string in its text."""
-        with self._changed:
+        with self.changed:
             if self.queues.stop(sequence):
                 self._leave(sequence)
+                self._grant()
 
     def transferred(self, sequence: Sequence) -> None:
         """Free a sequence's source blocks after the transfer or the end of its request. Idempotent."""
-        with self._changed:
+        with self.changed:
             if sequence.state is SequenceState.TRANSFERRING:
                 self._retire(sequence)
+                self._grant()
 
     def wake(self) -> None:
         """Look again for work, for example after a feature has arrived."""
-        with self._changed:
-            self._changed.notify_all()
+        with self.changed:
+            self.changed.notify_all()
 
     # ------------------------------------------------------------------ blocks for others
 
     def reserve(
-        self, num_prompt_tokens: int, num_sequences: int, hashes: list[bytes], arrival_s: float, priority: int = 0
-    ) -> RequestBlocks | None:
-        """Return blocks for a prompt computed elsewhere: see :meth:`~epd_serve.sched.queues.Queues.reserve`."""
-        with self._changed:
-            return self.queues.reserve(num_prompt_tokens, num_sequences, hashes, arrival_s, priority)
+        self, request_id: str, num_prompt_tokens: int, num_sequences: int, hashes: list[bytes], priority: int = 0
+    ) -> BlockRequest:
+        """Request blocks for a prompt computed elsewhere, granted by priority, then arrival, once they are free.
 
-    def stop_reserving(self) -> None:
-        """Drop waiting reservations, so that new prompts can take blocks again."""
-        with self._changed:
-            if self.queues.stop_reserving():
-                self._changed.notify_all()
+        Call :meth:`withdraw` unless the blocks are taken; :meth:`abort` ends the request without blocks.
+        """
+        with self.changed:
+            asked = BlockRequest(
+                request_id=request_id,
+                num_prompt_tokens=num_prompt_tokens,
+                num_sequences=num_sequences,
+                hashes=hashes,
+                priority=priority,
+                arrival_s=self._clock(),
+            )
+            asked.granted.set_running_or_notify_cancel()  # who waits for it cannot cancel it
+            insort(self._asking, asked, key=lambda one: (one.priority, one.arrival_s))
+            self._grant()
+        return asked
+
+    def withdraw(self, asked: BlockRequest) -> None:
+        """Give up waiting for blocks, or return those granted."""
+        with self.changed:
+            if asked in self._asking:
+                self._asking.remove(asked)
+                self._grant()  # it may have blocked others
+            elif (blocks := asked.granted.result()) is not None:
+                self.unreserve(blocks)
 
     def unreserve(self, blocks: RequestBlocks) -> None:
-        with self._changed:
+        with self.changed:
             self.queues.forget_reservation(blocks)
             self._tables.give_back(blocks.root, blocks.forks, blocks.states)
-            self._changed.notify_all()
-            self._hooks.freed()
+            self._grant()
+            self.changed.notify_all()
+
+    def _grant(self) -> None:
+        """Give free blocks to the requests for blocks, in order; called whenever some become free."""
+        while self._asking:
+            first = self._asking[0]
+            blocks = self.queues.reserve(
+                first.num_prompt_tokens, first.num_sequences, first.hashes, first.arrival_s, first.priority
+            )
+            if blocks is None:
+                return
+            del self._asking[0]
+            first.granted.set_result(blocks)
+        if self.queues.stop_reserving():
+            self.changed.notify_all()
 
     def load(self) -> Load:
-        with self._changed:
+        with self.changed:
             return Load(
                 num_running=self.queues.num_running,
                 num_waiting=self.queues.num_waiting,
                 num_waiting_tokens=self.queues.num_waiting_tokens,
                 free_blocks=self._pool.num_free,
                 total_blocks=self._pool.capacity,
+                num_refused=sum(asked.num_sequences for asked in self._asking),
             )
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the pool's accounting balances and sequences do not share states."""
-        with self._changed:
+        with self.changed:
             self.queues.check_integrity()
 
     # ------------------------------------------------------------------ steps
 
-    def next_step(self, in_flight: ScheduleOutput | None) -> ScheduleOutput | None:
-        """Return the next step. Waits for work unless a step is in flight. None: the engine is closed."""
-        with self._changed:
-            while not self._closing and not (output := self.plan(in_flight)) and in_flight is None:
-                self._hooks.idle()
-                self._changed.wait()
-            return None if self._closing else output
-
     def plan(self, in_flight: ScheduleOutput | None) -> ScheduleOutput:
         """Return the next step, possibly empty; its sequences keep their blocks until it ends."""
         stepping = in_flight.sequences if in_flight is not None else []
-        with self._changed:
+        with self.changed:
             while True:
                 try:
                     output = self.queues.plan(self._clock())
@@ -273,16 +334,15 @@ class Engine:
                     logger.exception("the KV of request %s is lost", error.request_id)
                     self.abort(error.request_id)
                     failure = ServeError(f"the request's KV is lost: {error.__cause__}")
-                    self._hooks.emit([FailureEvent(error.request_id, failure)])
-                    self._hooks.freed()
+                    self.outbox.emit([FailureEvent(error.request_id, failure)])
             self._stepping = frozenset(stepping if output is in_flight else (*output.sequences, *stepping))
             if output.admitted or output.preempted:
-                self._hooks.freed()  # a place in the queue for blocks, or blocks
+                self._grant()  # a place in the queue for blocks, or blocks
         return output
 
     def advance(self, output: ScheduleOutput, *, placeholders: bool) -> None:
         """Count the tokens of a launched step as computed; ``placeholders``: append one for each sampled token."""
-        with self._changed:
+        with self.changed:
             for sequence in output.decodes:
                 sequence.num_computed += 1
                 if placeholders:
@@ -297,7 +357,7 @@ class Engine:
         self, sampled: SampledTokens, output: ScheduleOutput, after: ScheduleOutput | None
     ) -> list[EngineEvent]:
         """Append the tokens of a step; ``after`` is the step launched since."""
-        with self._changed:
+        with self.changed:
             self._stepping = frozenset(after.sequences if after else ())
             without = [(s, t.token_id) for s, tokens in sampled for t in tokens if t.token_id < 0 and s.is_active]
             events = self._fail_without_token(without) if without else []
@@ -323,11 +383,12 @@ class Engine:
                     events += map(self._append, choices, tokens)
             if self._leaving:
                 self._let_go()
+            self._grant()
         return events
 
     def fail(self, output: ScheduleOutput, other: ScheduleOutput | None, error: Exception) -> list[EngineEvent]:
         """Fail the requests of a step; ``other`` is a step still in flight."""
-        with self._changed:
+        with self.changed:
             self._stepping = frozenset(other.sequences if other else ())
             self._let_go()
             failure = ServeError(f"the engine failed during a step: {error}")
@@ -337,7 +398,6 @@ class Engine:
         """Fail requests for which no token can be chosen; other requests continue."""
         events: list[EngineEvent] = []
         if lacking := {sequence for sequence, token_id in without if token_id == NO_TOKEN}:
-            self._hooks.failed()
             logger.error("the logits of %d requests are NaN", len(lacking))
             events += self._fail_requests(lacking, ServeError(_NO_NUMBERS))
         forbidden = {sequence for sequence, _ in without if sequence.is_active}
@@ -387,13 +447,17 @@ class Engine:
                 self._retire(sequence)
             else:
                 transfer.cancelled = True
-                self._sender.fence(transfer, partial(self._retire, sequence))
+                self._sender.fence(transfer, partial(self._sent, sequence))
+
+    def _sent(self, sequence: Sequence) -> None:
+        """Retire a sequence on a thread of the sender, which reads its blocks no more."""
+        with self.changed:
+            self._retire(sequence)
+            self._grant()
 
     def _retire(self, sequence: Sequence) -> None:
-        with self._changed:
-            sequence.move_to(SequenceState.FINISHED)
-            self.transfers.pop(sequence, None)
-            sequence.saved = None
-            self._tables.release(sequence)
-            self._changed.notify_all()
-            self._hooks.freed()
+        sequence.move_to(SequenceState.FINISHED)
+        self.transfers.pop(sequence, None)
+        sequence.saved = None
+        self._tables.release(sequence)
+        self.changed.notify_all()

@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -22,7 +22,6 @@ from epd_serve.config import InstanceOptions
 from epd_serve.config.sizes import MIN_BLOCKS, blocks_in, in_binary_units
 from epd_serve.engine.device_memory import MappedMemory, register
 from epd_serve.protocol.wire import KVLayout, Region
-from epd_serve.transfer.kv_sender import BlockSpans
 from epd_serve.transfer.shared_memory import release_mapped
 from epd_serve.transfer.staging import StagingArea, rounds
 from epd_serve.transfer.transport import DeviceBytes, DeviceSlab, Span, TransferError, Transport, slab_spans
@@ -147,27 +146,46 @@ class KVMemory:
     # ------------------------------------------------------------------ for peers
 
     @contextmanager
-    def stage(self, layers: range, blocks: Sequence[int]) -> Iterator[BlockSpans]:
+    def stage(self, layers: range, parts: Sequence[Sequence[int]]) -> Iterator[list[list[Span]]]:
         if self._area is None or self._registered is not None:
-            yield _InSlab(self, layers, blocks, self.num_blocks)
+            yield self._spans(layers, parts)
             return
+        blocks = [block for part in parts for block in part]
         with self._area.leaving.lend(len(layers) * len(blocks)) as first:
             self.copy(layers, blocks, first, lands=False)
-            yield self._in_cells(layers, len(blocks), first)
+            yield self._spans(layers, parts, first)
 
     @contextmanager
-    def land(self, layers: range, blocks: Sequence[int]) -> Iterator[BlockSpans]:
-        """Yield the places in the slab to write blocks to; the model can read them after the context ends."""
+    def land(self, layers: range, parts: Sequence[Sequence[int]]) -> Iterator[list[list[Span]]]:
         if self._area is None or self._registered is not None:
             if self._registered is not None and self._copied is not None:
                 self._copied.synchronize()  # it may still read freed blocks
-            yield _InSlab(self, layers, blocks, self.num_blocks)
+            yield self._spans(layers, parts)
             if self._registered is not None:
                 self._device.settle_arrivals()
             return
+        blocks = [block for part in parts for block in part]
         with self._area.arriving.lend(len(layers) * len(blocks)) as first:
-            yield self._in_cells(layers, len(blocks), first)
+            yield self._spans(layers, parts, first)
             self.copy(layers, blocks, first, lands=True)
+
+    def _spans(
+        self, layers: range, parts: Sequence[Sequence[int]], first_cell: int | None = None
+    ) -> list[list[Span]]:
+        """Return the spans of each part's blocks in the slab, or in the cells from ``first_cell`` on."""
+        if first_cell is None:
+            return [slab_spans(layers, part, self.num_blocks, self.block_bytes) for part in parts]
+        numbers = iter(range(sum(map(len, parts))))
+        return [
+            slab_spans(
+                range(len(layers)),
+                list(islice(numbers, len(part))),
+                sum(map(len, parts)),
+                self.block_bytes,
+                start=first_cell * 2 * self.block_bytes,
+            )
+            for part in parts
+        ]
 
     def maps(self, region: Region) -> bool:
         """Return whether :meth:`read_mapped` reaches the device's memory of ``region``. Blocks."""
@@ -249,32 +267,6 @@ class KVMemory:
         offset = first * 2 * self.block_bytes
         flat = torch.frombuffer(self.slab.buffer, dtype=self._dtype, count=math.prod(shape), offset=offset)
         return flat.view(shape)
-
-    def _in_cells(self, layers: range, num_blocks: int, first: int) -> _InSlab:
-        start = first * 2 * self.block_bytes
-        return _InSlab(self, layers, range(num_blocks), num_blocks, start=start, first_layer=layers.start)
-
-
-@dataclass(frozen=True, slots=True)
-class _InSlab:
-    """Blocks of some layers in the slab: see :func:`~epd_serve.transfer.transport.slab_spans`."""
-
-    memory: KVMemory
-    layers: range
-    blocks: Sequence[int]
-    num_blocks: int
-    start: int = 0
-    first_layer: int = 0
-
-    def spans(self, first: int, count: int) -> list[Span]:
-        return slab_spans(
-            self.layers,
-            self.blocks[first : first + count],
-            self.num_blocks,
-            self.memory.block_bytes,
-            start=self.start,
-            first_layer=self.first_layer,
-        )
 
 
 _DEFAULT_KV_BYTES = 1 << 28

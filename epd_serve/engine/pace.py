@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Hashable, Iterator
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
+from device.base import BareDevice, DeviceLost
 from epd_serve.cache.block_pool import BlockPool
 from epd_serve.config import InstanceOptions
 from epd_serve.models.family import Family
@@ -23,7 +25,7 @@ from epd_serve.sched.step_sizes import Limits, StepShape, prompts_of, size_steps
 from epd_serve.types import SamplingParams
 
 if TYPE_CHECKING:
-    from epd_serve.engine.step import LanguageRunner
+    from epd_serve.engine.step import StepRunner
     from epd_serve.models.tower import Tower
 
 logger = logging.getLogger(__name__)
@@ -81,7 +83,7 @@ class StepLimits:
         """
         if self.limit_s is not None:
             most = max(1, self.image_budget_pixels // area)
-            found = search_budget(self._within_time("encode", seconds), self.limit_s, 1, most)
+            found = search_budget(self._within_time("encode", seconds), self.limit_s, most)
             self._report(f"encodes of images of {IMAGE_SIDE}x{IMAGE_SIDE} pixels", *found, self.limit_s)
             self.image_budget_pixels = found[0] * area
         return self.image_budget_pixels
@@ -183,7 +185,7 @@ class StepLimits:
 class StepTimer:
     """Measures steps in unused blocks: ``num_blocks``, followed by ``state_blocks``."""
 
-    runner: LanguageRunner
+    runner: StepRunner
     _: KW_ONLY
     num_blocks: int
     block_size: int
@@ -315,3 +317,18 @@ class StepWatch:
         if usual_s is None or self._seen_s < max(FACTOR * usual_s, LEAST_S):
             return None
         return f"it has run for {self._seen_s:.0f} s; {usual_s:.2g} s is usual"
+
+
+def end_process() -> None:
+    """End this process at once after a fatal error; its supervisor restarts it."""
+    logging.shutdown()
+    os._exit(1)
+
+
+def end_if_lost(device: BareDevice) -> None:
+    """End this process if its device is lost, since no step on it will succeed again."""
+    try:
+        device.check()
+    except DeviceLost as error:
+        logger.critical("%s; this process ends", error)
+        end_process()

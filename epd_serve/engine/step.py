@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from device.base import AttentionOps, AttnMeta, Device, GraphRunner
+from device.base import AttnMeta, Device, GraphRunner
 from device.copies import Readback, to_device
-from epd_serve.engine.computing import SampledTokens
+from epd_serve.engine.engine import SampledTokens
 from epd_serve.engine.prefill_graphs import PrefillGraphs
 from epd_serve.engine.sampling.sampler import PromptLogprobs, Row, Sampler, Sampling
 from epd_serve.engine.step_inputs import DecodeTables, DeviceTables, StepInputs, on_device, pack_step
@@ -24,55 +24,6 @@ from epd_serve.models.decoder import StepContext
 from epd_serve.models.language import LanguageModel
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sched.sequence import Sequence as TokenSequence
-
-
-class LanguageRunner:
-    """Runner that packs a schedule into a step and samples its logits."""
-
-    def __init__(
-        self,
-        executor: StepExecutor,
-        ops: AttentionOps,
-        *,
-        block_size: int,
-        num_position_axes: int,
-        eos_token_ids: frozenset[int],
-    ) -> None:
-        self._executor = executor
-        self._sampler = Sampler(ops, eos_token_ids)
-        self._block_size = block_size
-        self._num_position_axes = num_position_axes
-        self._tables = DecodeTables(block_size, executor.num_seats)
-        self._decoding = SampledRows([])
-
-    def activate(self) -> None:
-        """Make its device current for this thread, which will launch steps."""
-        self._executor.activate()
-
-    def launch(
-        self,
-        output: ScheduleOutput,
-        features_by_hash: Mapping[str, Tensor],
-        on_layer: Callable[[int], None] | None = None,
-        before: LaunchedStep | None = None,
-    ) -> LaunchedStep:
-        """Launch the scheduled tokens (:meth:`epd_serve.engine.computing.Runner.launch`)."""
-        size, axes = self._block_size, self._num_position_axes
-        inputs = pack_step(output, self._tables, features_by_hash, block_size=size, num_axes=axes)
-        fed = None
-        if inputs.fed:
-            assert before is not None, "placeholders need the previous step"
-            fed = before.tokens_of(inputs.fed)
-        logprobs = PromptLogprobs(inputs, self._executor.device) if inputs.scored else None
-        logits = self._executor.compute(inputs, on_layer, fed, logprobs)
-        finished = [s for s, count in output.prefills if s.num_computed + count == s.num_tokens]
-        if finished:
-            sampled = SampledRows([*output.decodes, *finished])
-        else:
-            if output.decodes != self._decoding.sequences:
-                self._decoding = SampledRows(output.decodes)
-            sampled = self._decoding
-        return LaunchedStep(self._sampler, logits, sampled, logprobs)
 
 
 class SampledRows:
@@ -133,8 +84,8 @@ class LaunchedStep:
         return [(sequence, list(islice(tokens, count))) for sequence, count in counts]
 
 
-class StepExecutor:
-    """The language model on the KV of its instance.
+class StepRunner:
+    """Computes steps of the language model on the KV of its instance, and samples their tokens.
 
     Args:
         kv: [layers, 2, num_blocks, block_size, kv_heads, head_dim].
@@ -143,9 +94,6 @@ class StepExecutor:
         prefill_graph_sizes: numbers of tokens to capture of steps with prompts, ascending; empty: none.
         max_model_len: longest context of a decoding sequence, and of a captured step.
         max_num_tokens: maximum tokens of a step with prompts; 0 without such steps.
-
-    Attributes:
-        num_seats: rows of the decodes' block tables.
     """
 
     def __init__(
@@ -155,7 +103,8 @@ class StepExecutor:
         kv: Tensor,
         *,
         num_position_axes: int,
-        graph_sizes: Sequence[int],
+        eos_token_ids: frozenset[int] = frozenset(),
+        graph_sizes: Sequence[int] = (),
         max_num_seqs: int,
         max_model_len: int,
         prefill_graph_sizes: Sequence[int] = (),
@@ -165,20 +114,22 @@ class StepExecutor:
         self._model, self._device, self._kv = model, device, kv
         self._num_position_axes = axes = num_position_axes
         self._max_num_tokens = max_num_tokens
-        self.device = device.torch_device
-        self.num_seats = max([max_num_seqs, *graph_sizes])
+        self._sampler = Sampler(device.ops, eos_token_ids)
+        self._decoding = SampledRows([])
+        num_seats, block_size = max([max_num_seqs, *graph_sizes]), kv.shape[3]
+        self._decode_tables = DecodeTables(block_size, num_seats)
         self._tables = DeviceTables(
-            self.device,
-            num_seats=self.num_seats,
-            max_blocks=-(-max_model_len // kv.shape[3]),
-            block_size=kv.shape[3],
+            device.torch_device,
+            num_seats=num_seats,
+            max_blocks=-(-max_model_len // block_size),
+            block_size=block_size,
         )
         self._graphs: GraphRunner | None = None
         self._prefill_graphs: PrefillGraphs | None = None
         self._graph_sizes = graph_sizes
         if graph_sizes and (graphs := device.graph_runner()).captures and model.capturable:
             self._graphs = graphs
-            self._ids = torch.zeros(graph_sizes[-1], dtype=torch.long, device=self.device)
+            self._ids = torch.zeros(graph_sizes[-1], dtype=torch.long, device=device.torch_device)
             for size in reversed(graph_sizes):  # the largest first: the others reuse its memory pool
                 graphs.capture(size, partial(self._decode, size))
         if prefill_graph_sizes and (graphs := device.graph_runner()).cuts and model.capturable:
@@ -187,11 +138,37 @@ class StepExecutor:
             )
 
     def activate(self) -> None:
-        self._device.activate()
-        model = self._model
+        """Make its device current for this thread, which will launch steps."""
+        device, model = self._device, self._model
+        device.activate()
         if model.num_query_heads:
             heads, most = (model.num_query_heads, model.num_kv_heads), self._max_num_tokens
-            self._device.ops.build_plans(most, heads, model.head_dim, model.dtype, self.device)
+            device.ops.build_plans(most, heads, model.head_dim, model.dtype, device.torch_device)
+
+    def launch(
+        self,
+        output: ScheduleOutput,
+        features_by_hash: Mapping[str, Tensor],
+        on_layer: Callable[[int], None] | None = None,
+        before: LaunchedStep | None = None,
+    ) -> LaunchedStep:
+        """Launch the scheduled tokens (:meth:`epd_serve.engine.step_loop.Runner.launch`)."""
+        size, axes = self._kv.shape[3], self._num_position_axes
+        inputs = pack_step(output, self._decode_tables, features_by_hash, block_size=size, num_axes=axes)
+        fed = None
+        if inputs.fed:
+            assert before is not None, "placeholders need the previous step"
+            fed = before.tokens_of(inputs.fed)
+        logprobs = PromptLogprobs(inputs, self._device.torch_device) if inputs.scored else None
+        logits = self.compute(inputs, on_layer, fed, logprobs)
+        finished = [s for s, count in output.prefills if s.num_computed + count == s.num_tokens]
+        if finished:
+            sampled = SampledRows([*output.decodes, *finished])
+        else:
+            if output.decodes != self._decoding.sequences:
+                self._decoding = SampledRows(output.decodes)
+            sampled = self._decoding
+        return LaunchedStep(self._sampler, logits, sampled, logprobs)
 
     def compute(
         self,
@@ -208,7 +185,7 @@ class StepExecutor:
         is_decode = not inputs.prefill_query_lens and len(inputs.ids) > 0
         if self._graphs is not None and is_decode and len(inputs.ids) <= self._graph_sizes[-1]:
             return self._replay(self._graphs, inputs, fed)
-        target, layers = self.device, None
+        target, layers = self._device.torch_device, None
         meta, positions = self._pack(inputs)
         features, ids = inputs.features, on_device(inputs.ids, target)
         if features is not None:
@@ -230,7 +207,7 @@ class StepExecutor:
 
     def _pack(self, inputs: StepInputs) -> tuple[AttnMeta, Tensor]:
         """Return the attention metadata of an eager step, and the positions [axes, T] of its tokens."""
-        target, count = self.device, len(inputs.decode_context_lens)
+        target, count = self._device.torch_device, len(inputs.decode_context_lens)
         slots, positions = on_device(inputs.slots, target), to_device(inputs.positions, target)
         table = np.zeros((len(inputs.prefill_blocks), max(map(len, inputs.prefill_blocks), default=0)), np.int32)
         for row, blocks in zip(table, inputs.prefill_blocks, strict=True):
@@ -260,7 +237,7 @@ class StepExecutor:
         count = len(inputs.ids)
         size = next(size for size in self._graph_sizes if size >= count)
         if len(inputs.fed_rows) < count:
-            self._ids[:count].copy_(on_device(inputs.ids, self.device))
+            self._ids[:count].copy_(on_device(inputs.ids, self._ids.device))
         if fed is not None:
             inputs.feed(self._ids, fed)
         graphs.update(size, inputs.decode_context_lens + [1] * (size - count))

@@ -6,15 +6,19 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
-from device.base import Event
-from epd_serve.engine.computing import LaunchedStep, Runner
-from epd_serve.engine.engine import Engine, EngineEvent, EngineHooks
-from epd_serve.engine.pace import StepWatch
+from device.base import BareDevice, Event
+from epd_serve.engine import pace
+from epd_serve.engine.dual_stream import LanguageStream
+from epd_serve.engine.engine import Engine, EngineEvent, FailureEvent, SampledTokens
+from epd_serve.engine.pace import StepLimits, StepWatch
+from epd_serve.engine.telemetry import InstanceTelemetry
+from epd_serve.protocol.wire import KVLayout
+from epd_serve.sched import schedule as sched
 from epd_serve.sched.schedule import ScheduleOutput, possible_prefills
 from epd_serve.sched.sequence import Sequence
 from epd_serve.transfer.grouping import group_ends
@@ -23,72 +27,129 @@ from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer, Part
 logger = logging.getLogger(__name__)
 
 
+class LaunchedStep(Protocol):
+    """A step on the device. Call ``sample``, then ``read``."""
+
+    def sample(self) -> None:
+        """Launch the choice of tokens; all earlier tokens must be known."""
+        ...
+
+    def read(self) -> SampledTokens:
+        """Wait for the step and return its tokens."""
+        ...
+
+
+class Runner(Protocol):
+    """Turns a schedule into a step of the language model."""
+
+    def activate(self) -> None:
+        """Make its device current for this thread, which will launch steps."""
+        ...
+
+    def launch(
+        self,
+        output: ScheduleOutput,
+        features_by_hash: Mapping[str, Any],
+        on_layer: Callable[[int], None] | None = None,
+        before: Any = None,
+    ) -> LaunchedStep:
+        """Launch the computation of the scheduled tokens without waiting for it.
+
+        Args:
+            features_by_hash: features of all media that overlap the chunks.
+            on_layer: called on this thread once the work that writes a layer's KV is launched.
+            before: the step whose tokens replace the placeholders.
+        """
+        ...
+
+
+class Features(sched.Features, Protocol):
+    """The encoder outputs that prompts need, for the engine's thread."""
+
+    def use(self, mm_hash: str) -> Any | None:
+        """Return encoder output [tokens, width] for the current step; may fetch it. None if unavailable."""
+        ...
+
+
 class StepLoop:
     """Runs the steps of an engine on a separate thread, with device work on ``stream``.
 
     A loop that runs ahead launches a step before it knows the tokens of the previous one: the device passes them
     on, and the engine holds placeholders.
+
+    Attributes:
+        watch: detects steps that hang.
     """
 
     def __init__(
         self,
         engine: Engine,
         runner: Runner,
-        hooks: EngineHooks,
+        features: Features,
+        stream: LanguageStream,
+        telemetry: InstanceTelemetry,
         *,
+        limits: StepLimits | None = None,
         push: KVPush | None = None,
-        stream: AbstractContextManager[object] | None = None,
         runs_ahead: bool = False,
-        watch: StepWatch | None = None,
-        warm_up: Callable[[], None] = lambda: None,
     ) -> None:
-        self._engine = engine
+        self.engine = engine
+        engine.queues.features = self._features = features
         self._runner = runner
-        self._hooks = hooks
+        self._stream = stream
+        self._telemetry = telemetry
+        self._limits = limits
         self._push = push
-        self._stream = stream or nullcontext()
         self._runs_ahead = runs_ahead
-        self._watch = watch or StepWatch()
-        self._warm_up = warm_up
+        self.watch = StepWatch()
+        self._warm_up: Callable[[], None] = lambda: None
         self._is_warm = threading.Event()
         self._in_flight: InFlightStep | None = None  # launched, with unknown tokens
         self._landed_s = 0.0
         self._events: list[EngineEvent] = []  # of finished steps, not yet emitted
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
-    def start(self) -> None:
-        """Start the thread, and return once it has warmed up."""
+    def start(self, warm_up: Callable[[], None] | None = None) -> None:
+        """Start the thread, and return once it has called ``warm_up``."""
+        self._warm_up = warm_up or self._warm_up
         self._thread.start()
         self._is_warm.wait()
 
     def close(self) -> None:
         """Stop after the current step."""
-        self._engine.close()
+        self.engine.close()
         if self._thread.ident is not None:
             self._thread.join()
 
     def step(self) -> bool:
         """Run one step without the thread, for tests. Returns False if there was no work."""
         in_flight = self._in_flight.output if self._in_flight else None
-        output = self._engine.plan(in_flight)
+        output = self.engine.plan(in_flight)
         self._advance(output)
         return bool(output) or in_flight is not None
 
     def _run(self) -> None:
+        engine = self.engine
         try:
             self._runner.activate()
-            with self._stream:
+            with self._stream.stream:
                 self._warm_up()  # here, because libraries keep handles and plans per thread
                 self._is_warm.set()
                 while True:
                     in_flight = self._in_flight.output if self._in_flight else None
-                    if (output := self._engine.next_step(in_flight)) is None:
-                        return
-                    with self._watch.step((_kind(in_flight), _kind(output))):
+                    with engine.changed:
+                        while (
+                            not engine.is_closing and not (output := engine.plan(in_flight)) and in_flight is None
+                        ):
+                            self._stream.idle()
+                            engine.changed.wait()
+                        if engine.is_closing:
+                            return
+                    with self.watch.step((_kind(in_flight), _kind(output))):
                         self._advance(output)
         except BaseException:  # otherwise the engine would stop silently
             logger.critical("the engine's thread has ended", exc_info=True)
-            self._hooks.died()
+            pace.end_process()
             self._is_warm.set()
 
     def _advance(self, output: ScheduleOutput) -> None:
@@ -107,14 +168,14 @@ class StepLoop:
             with self._failing(step.output, None):
                 if step.launched is not None:
                     step.launched.sample()
-                self._engine.advance(step.output, placeholders=self._runs_ahead)
+                self.engine.advance(step.output, placeholders=self._runs_ahead)
                 self._in_flight = step
         if not self._runs_ahead and (step := self._in_flight) is not None:
             self._in_flight = None
             self._land(step, None)
         if self._events:
             events, self._events = self._events, []
-            self._hooks.emit(events)
+            self.engine.outbox.emit(events)
 
     def _launch(self, output: ScheduleOutput, before: InFlightStep | None) -> InFlightStep:
         """Launch the part of a step whose features are available."""
@@ -122,17 +183,17 @@ class StepLoop:
 
         def take(mm_hash: str) -> bool:
             if features.get(mm_hash) is None:
-                features[mm_hash] = self._hooks.feature(mm_hash)
+                features[mm_hash] = self._features.use(mm_hash)
             return features[mm_hash] is not None
 
         if output.prefills:
             output = replace(output, prefills=possible_prefills(output.prefills, take))
         groups = None
         if self._push is not None:
-            groups = self._push.layer_groups(self._push, output, self._engine.transfers)
+            groups = self._push.layer_groups(self._push, output, self.engine.transfers)
         launched_s, launched = time.monotonic(), None
         if output:
-            with self._hooks.turn():
+            with self._stream.step():
                 on_layer = groups.on_layer if groups else None
                 launched = self._runner.launch(output, features, on_layer, before.launched if before else None)
         return InFlightStep(output, launched, groups, launched_s, features)
@@ -143,14 +204,20 @@ class StepLoop:
             sampled = [] if step.launched is None else step.launched.read()
             if step.groups is not None:
                 step.groups.on_computed()
-            self._events += self._engine.finish(sampled, step.output, after.output if after else None)
+            events = self.engine.finish(sampled, step.output, after.output if after else None)
+            self._events += events
+            if events and isinstance(events[0], FailureEvent):  # no numbers: the device may be lost
+                pace.end_if_lost(self._stream.device)
             now = time.monotonic()
             seconds, self._landed_s = now - max(step.launched_s, self._landed_s), now
             try:
                 if step.output.prefills and self._push is not None:
                     self._push.sender.sizer.observe_compute(step.output.num_tokens, seconds)
                 if step.output:
-                    self._hooks.stepped(step.output, seconds)
+                    self._telemetry.add_step(step.output, seconds)
+                    self._stream.stepped(step.output, seconds, self.engine.queues.num_running)
+                    if self._limits is not None:
+                        self._limits.stepped(step.output, seconds)
             except Exception:  # must not lose the step's tokens
                 logger.exception("accounting for a step failed")
 
@@ -161,9 +228,9 @@ class StepLoop:
             yield
         except Exception as error:
             logger.exception("a step of %d tokens failed", output.num_tokens)
-            self._hooks.failed()
-            self._hooks.idle()
-            self._events += self._engine.fail(output, other.output if other else None, error)
+            pace.end_if_lost(self._stream.device)
+            self._stream.idle()
+            self._events += self.engine.fail(output, other.output if other else None, error)
 
 
 def _kind(output: ScheduleOutput | None) -> tuple[int, bool]:
@@ -199,6 +266,7 @@ class LayerGroups:
 
     def __init__(self, push: KVPush, output: ScheduleOutput, transfers: dict[Sequence, OutgoingTransfer]) -> None:
         self._push = push
+        num_layers, block_size = push.layout.num_layers, push.layout.block_size
         self._finished: list[OutgoingTransfer] = []
         parts: defaultdict[str, list[Part]] = defaultdict(list)
         states: defaultdict[str, list[Part]] = defaultdict(list)
@@ -210,31 +278,31 @@ class LayerGroups:
                 self._finished.append(transfer)
                 if target is not None and (state := sequence.state_blocks):
                     states[target.name].append(Part(transfer, state, target.block_ids[-len(state) :]))
-            first, stop = transfer.next_block, -(-end // push.block_size)
+            first, stop = transfer.next_block, -(-end // block_size)
             if target is not None and first < stop:
                 part = Part(transfer, sequence.blocks[first:stop], target.block_ids[first:stop])
                 parts[target.name].append(part)
                 # a partially filled block is sent again with the next chunk
-                transfer.next_block = max(first, end // push.block_size)
+                transfer.next_block = max(first, end // block_size)
         self._lanes: list[SendLane] = []
         for name, of_lane in parts.items():
             nbytes = push.layer_bytes * sum(len(part.local) for part in of_lane)
             group_size = push.sender.sizer.group_size(name, output.num_tokens, nbytes)
-            self._lanes.append(SendLane(of_lane, group_ends(push.num_layers, group_size)))
+            self._lanes.append(SendLane(of_lane, group_ends(num_layers, group_size)))
         # every block of a state holds parts of the last layer's
-        self._lanes += [SendLane(of_lane, frozenset({push.num_layers - 1})) for of_lane in states.values()]
+        self._lanes += [SendLane(of_lane, frozenset({num_layers - 1})) for of_lane in states.values()]
 
     def on_layer(self, layer: int) -> None:
         """Send the KV of a layer group; launched work writes the layer's K and V into the cache."""
         if ending := [lane for lane in self._lanes if layer in lane.ends]:
-            computed = self._push.record_event()
+            computed = self._push.device.record_event()
             for lane in ending:
                 self._send(lane, range(lane.next_layer, layer + 1), computed)
                 lane.next_layer = layer + 1
 
     def on_computed(self) -> None:
         """Note that the step is computed, including first tokens."""
-        now = self._push.clock()
+        now = time.monotonic()
         for transfer in self._finished:
             transfer.computed_at = now
 
@@ -242,17 +310,15 @@ class LayerGroups:
         self._push.sender.push(layers, lane.parts, computed)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class KVPush:
     """Sends the KV of prompts to decode instances, one group of layers at a time (EPD-Serve 3.3).
 
-    ``layer_bytes``: K and V of one block in one layer. ``record_event``: marks the launched device work.
+    ``layer_bytes``: K and V of one block in one layer.
     """
 
     sender: KVSender
-    num_layers: int
-    block_size: int
+    layout: KVLayout
     layer_bytes: int
-    record_event: Callable[[], Event]
-    clock: Callable[[], float] = time.monotonic
+    device: BareDevice
     layer_groups: type[LayerGroups] = LayerGroups

@@ -121,9 +121,7 @@ class Answer:
                 choice.token_ids.append(token_id)
         if not self._is_streamed:
             return b""
-        told: list[chunks.ScoredToken] | None = None
-        if choice.held is not None:
-            told = self._describe(choice, news.told, first=first)
+        told = None if choice.held is None else self._describe(choice, news.told, first=first)
         text, is_reasoning = news.reasoning or news.text, bool(news.reasoning)
         tells_all = self._tells_usage or self.options.token_ids
         says_nothing = not (first or text or news.calls or news.told or choice.finish_reason)
@@ -157,18 +155,19 @@ class Answer:
         if self.options.stream:
             usage = chunks.usage_event(self.options, self.usage) if self.options.include_usage else b""
             return items.pack(items.END, (), usage + chunks.DONE)
-        finished = []
-        for i, choice in enumerate(self.choices):
-            told: list[chunks.ScoredToken] | None = None
-            if choice.held is not None:
-                told = self._describe(choice, choice.told, first=True)
-            reason = choice.finish_reason or "stop"
-            stop = choice.detokenizer.stop_string
-            finished.append(
-                chunks.ChoiceText(
-                    i, choice.text, reason, told, choice.calls, choice.reasoning, choice.token_ids, stop
-                )
+        finished = [
+            chunks.ChoiceText(
+                index,
+                choice.text,
+                choice.finish_reason or "stop",
+                None if choice.held is None else self._describe(choice, choice.told, first=True),
+                choice.calls,
+                choice.reasoning,
+                choice.token_ids,
+                choice.detokenizer.stop_string,
             )
+            for index, choice in enumerate(self.choices)
+        ]
         return chunks.whole_answer(self.options, finished, self.usage, self._prompt_ids)
 
     def _describe(self, choice: Choice, tokens: Sequence[_Token], *, first: bool) -> list[chunks.ScoredToken]:
@@ -213,6 +212,7 @@ class Choice:
         held: tokens whose text is held back; None without log-probabilities.
         told: tokens whose text is out.
         reader: parses tool calls; None without tools.
+        may_hold: whether the text of some tokens may be held back.
         reasoning, num_reasoning_tokens: the text between <think> and </think>, and its number of tokens.
         token_ids: all token ids, if the client wants them.
     """
@@ -244,6 +244,7 @@ class Choice:
             include_stop=sampling.include_stop,
         )
         self._thinking = sampling.thinking
+        self.may_hold = self.reader is not None or self._thinking is not None
         self._is_thinking = self._thinking is not None and self._thinking.is_open
         self._thoughts = Detokenizer(tokenizer, ()) if self._thinking is not None else None
         self._blanks = ""  # trailing whitespace of the reasoning so far
@@ -268,11 +269,6 @@ class Choice:
     def text(self) -> str:
         """Echoed prompt and certain content."""
         return self.echo + (self.detokenizer.text if self.reader is None else self.reader.content)
-
-    @property
-    def may_hold(self) -> bool:
-        """True if the text of some tokens may be held back."""
-        return self.reader is not None or self._thinking is not None
 
     @property
     def calls(self) -> list[Call]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from bisect import insort
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from epd_serve.cache.block_pool import num_blocks_for
 from epd_serve.engine.engine import Engine
+from epd_serve.engine.telemetry import InstanceTelemetry
 from epd_serve.errors import (
     NO_ROOM,
     PEER_UNREACHABLE,
@@ -23,27 +23,17 @@ from epd_serve.errors import (
 )
 from epd_serve.instance.answer import Answer, Generation
 from epd_serve.instance.feature_receiver import ORPHAN_S
-from epd_serve.instance.telemetry import InstanceTelemetry
 from epd_serve.instance.text.tokenizer import Tokenizer
 from epd_serve.protocol import wire
 from epd_serve.rpc.server import Reply
 from epd_serve.sched.sequence import Sequence
 from epd_serve.telemetry.span import DECODE_QUEUE
-from epd_serve.transfer.kv_receiver import KVReceiver, Reservation, Tombstones
+from epd_serve.transfer.kv_receiver import KVReceiver, Tombstones
 from epd_serve.transfer.transport import PeerGone, TransferError, Transport
 
 if TYPE_CHECKING:
     from epd_serve.instance.loading.model import KVCacheMemory
     from epd_serve.instance.text.grammar_compiler import GrammarCompiler
-
-
-@dataclass(eq=False, slots=True)
-class _Waiting:
-    """A reservation that waits for blocks."""
-
-    reservation: Reservation
-    arrival_s: float
-    turn: asyncio.Future[None]
 
 
 @dataclass(eq=False, slots=True)
@@ -69,7 +59,6 @@ class Decoder:
     Attributes:
         compiler: compiles grammars; None if the model supports none.
         requests: expected and running requests, by id.
-        waiting: reservations that wait for blocks, ordered by priority, then arrival.
     """
 
     engine: Engine
@@ -82,24 +71,13 @@ class Decoder:
 
     def __post_init__(self) -> None:
         self._reservations = KVReceiver(self.memory, self.transport, self.engine.unreserve)
-        self.waiting: list[_Waiting] = []
+        self._asking: set[str] = set()  # transfers that wait for blocks
         self.requests: dict[str, _Request] = {}
         self._ended: Tombstones[bool] = Tombstones()
 
     @property
     def num_reservations(self) -> int:
         return len(self._reservations)
-
-    @property
-    def generations(self) -> list[Generation]:
-        """Answers being decoded here."""
-        return [one for request_id in self.requests if (one := self.generation(request_id)) is not None]
-
-    def generation(self, request_id: str) -> Generation | None:
-        """Return the answer of a request, or None before its hand-off."""
-        request = self.requests.get(request_id)
-        is_here = request is not None and request.generation.done() and request.generation.exception() is None
-        return request.generation.result() if request is not None and is_here else None
 
     def has_begun(self, request_id: str) -> bool:
         """Return whether a request has been handed over or has reserved blocks."""
@@ -132,12 +110,11 @@ class Decoder:
 
     def _end(self, request_id: str) -> None:
         self.requests.pop(request_id, None)
+        self.engine.outbox.receivers.pop(request_id, None)
         self.engine.abort(request_id)
         self.telemetry.timeline.drop(request_id)
         self._reservations.abandon(request_id)
         self._ended.add(request_id, True)
-        if self.waiting:
-            self.grant()  # this request may be first in the queue
 
     # ------------------------------------------------------------------ from the prefill instance
 
@@ -157,15 +134,22 @@ class Decoder:
         if reservation is None or request.request_id in self._ended:
             self._reservations.release(request.transfer_id)
             raise _ended(request.request_id)
+        if request.transfer_id in self._asking:
+            raise InvalidRequest(f"transfer {request.transfer_id} is waiting for blocks already")
         if reservation.blocks is None:
-            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            waiting = _Waiting(reservation, time.monotonic(), turn)
-            insort(self.waiting, waiting, key=lambda one: (one.reservation.request.priority, one.arrival_s))
-            self.grant()
+            asked = self.engine.reserve(
+                request.request_id,
+                request.num_prompt_tokens,
+                request.num_sequences,
+                request.block_hashes,
+                request.priority,
+            )
+            self._asking.add(request.transfer_id)
             try:
                 async with asyncio.timeout(self.queue_timeout_s):
-                    await turn
+                    blocks = await asyncio.wrap_future(asked.granted)
             except BaseException as error:
+                self.engine.withdraw(asked)
                 self._reservations.release(request.transfer_id)
                 if not isinstance(error, TimeoutError):
                     raise
@@ -174,9 +158,11 @@ class Decoder:
                     code=NO_ROOM,
                 ) from error
             finally:
-                if waiting in self.waiting:
-                    self.waiting.remove(waiting)
-                    self.grant()  # it may have blocked others
+                self._asking.discard(request.transfer_id)
+            if blocks is not None and reservation.has_ended:
+                self.engine.unreserve(blocks)  # the request has ended meanwhile
+            elif blocks is not None:
+                self._reservations.grant(reservation, blocks, time.monotonic())
         if reservation.blocks is None or reservation.has_ended:
             raise _ended(request.request_id)
         num_blocks = num_blocks_for(request.num_prompt_tokens, self.memory.layout.block_size)
@@ -188,27 +174,6 @@ class Decoder:
             staged_cells=self.memory.staged_cells,
             maps=maps,
         )
-
-    def grant(self) -> None:
-        """Give free blocks to waiting reservations, in order. Call it on the event loop."""
-        while self.waiting:
-            waiting = self.waiting[0]
-            reservation, turn, request = waiting.reservation, waiting.turn, waiting.reservation.request
-            if reservation.blocks is None and not reservation.has_ended:
-                blocks = self.engine.reserve(
-                    request.num_prompt_tokens,
-                    request.num_sequences,
-                    request.block_hashes,
-                    waiting.arrival_s,
-                    request.priority,
-                )
-                if blocks is None:
-                    return
-                self._reservations.grant(reservation, blocks, time.monotonic())
-            if not turn.done():
-                turn.set_result(None)
-            self.waiting.remove(waiting)
-        self.engine.stop_reserving()
 
     def renew(self, ref: wire.TransferRef) -> None:
         if not self._reservations.renew(ref.transfer_id, time.monotonic()):
@@ -236,6 +201,7 @@ class Decoder:
             self.engine.unreserve(reservation.blocks)
             raise _ended(handoff.request_id)
         generation = Generation(answer, self.engine, self.telemetry.timeline, handoff.request_id)
+        self.engine.outbox.receivers[handoff.request_id] = generation
         self.telemetry.timeline.record_arrival(handoff.request_id, DECODE_QUEUE)
         self.engine.resume(
             Sequence(

@@ -16,14 +16,13 @@ import msgspec
 
 from device.base import BareDevice
 from epd_serve.engine.dual_stream import TowerStream
-from epd_serve.engine.pace import IMAGE_SIDE, StepLimits, StepWatch
+from epd_serve.engine.pace import IMAGE_SIDE, StepLimits, StepWatch, end_if_lost
+from epd_serve.engine.telemetry import InstanceTelemetry
 from epd_serve.errors import NOT_MAPPED, PREPARATION_FULL, InstanceFailed, InvalidRequest, ServeError
+from epd_serve.instance.calls import Peers
 from epd_serve.instance.feature_receiver import FeatureReceiver
-from epd_serve.instance.http import Peers
-from epd_serve.instance.lifecycle import end_if_lost
-from epd_serve.instance.telemetry import InstanceTelemetry
 from epd_serve.instance.text.request_processor import S_PER_PIXEL, RequestProcessor
-from epd_serve.protocol.wire import EncodeReply, EncodeRequest
+from epd_serve.protocol.wire import EncodeReply, EncodeRequest, MediaRef
 from epd_serve.sched.schedule import schedule_encodes
 from epd_serve.transfer.feature_store import FeatureStore, StoredFeature
 from epd_serve.types import PLURALS
@@ -41,37 +40,28 @@ _PART, _OWN_PART = 0.2, 0.8
 _ANNOUNCE_TIMEOUT_S = 60.0
 
 
+#: A feature, and the start and end of the batch that computed it.
+_Encoded = tuple[Any, tuple[float, float]]
+
+
 @dataclass(eq=False, slots=True)
-class _Item:
-    """A distinct media item ready for the tower, shared by all requests for it.
+class _Encode:
+    """The encode of a distinct media item, shared by the requests that wait for ``task``.
 
     Attributes:
         num_pixels: number of pixels after resizing for the tower.
-        num_original_pixels: number of pixels of the original.
-        begun_s: when its preparation began.
+        feature: the tower's result.
+        inputs: inputs of the tower, once they are prepared.
+        begun_s: when the preparation began.
     """
 
-    mm_hash: str
-    inputs: Any
+    ref: MediaRef
     num_pixels: int
-    num_original_pixels: int
-    begun_s: float
     feature: asyncio.Future[_Encoded]
-
-
-@dataclass(frozen=True, slots=True)
-class _Encoded:
-    """A feature, and the start and end of the batch that computed it."""
-
-    feature: Any
-    batch_s: tuple[float, float]
-
-
-@dataclass(eq=False, slots=True)
-class _Flight:
-    """The encode of one item, shared by the requests that wait for it."""
-
-    task: asyncio.Task[_Encoded]
+    task: asyncio.Task[_Encoded] | None = None
+    inputs: Any = None
+    begun_s: float = 0.0
+    is_in_tower: bool = False
     num_waiters: int = 0
 
 
@@ -86,8 +76,6 @@ class Encoder:
         url: this instance's URL, as in ``announce_to``.
         feature_timeout_s: how long consumers wait for a feature.
         consumer: receives features for this instance's own requests; None if its role does not prefill.
-        num_waiting_pixels: pixels of distinct items not encoded yet.
-        is_held: whether items wait for :meth:`may_start`.
         tower: None before it is loaded; the next item loads it again after it was set to None.
         watch: detects batches that hang.
     """
@@ -107,27 +95,28 @@ class Encoder:
         self._loop = asyncio.get_running_loop()
         self.tower: Any = None
         self._tower_thread = ThreadPoolExecutor(1, thread_name_prefix="tower")
-        self._flights: dict[str, _Flight] = {}
-        self._waiting: list[_Item] = []
-        self.num_waiting_pixels = 0
-        self._changed = asyncio.Event()
-        self.is_held = False
+        self._encodes: dict[str, _Encode] = {}
+        self._waiting: list[_Encode] = []
         self._free_since_s = 0.0
-        self._in_tower: frozenset[str] = frozenset()
         self.watch = StepWatch()
         self._loop_task = asyncio.create_task(self._run())
 
     @property
     def num_waiting(self) -> int:
-        return len(self._flights)
+        return len(self._encodes)
+
+    @property
+    def num_waiting_pixels(self) -> int:
+        """Pixels of distinct items not encoded yet."""
+        return sum(one.ref.num_pixels for one in self._encodes.values() if not one.feature.done())
 
     def has_begun(self, mm_hash: str) -> bool:
         """Return whether a requested item is in the tower or already encoded."""
-        return mm_hash not in self._flights or mm_hash in self._in_tower
+        return mm_hash not in self._encodes or self._encodes[mm_hash].is_in_tower
 
     def serve(self, store: FeatureStore, image_budget_pixels: int) -> None:
         """Use this store from now on. Call it only while no encode is running."""
-        assert not self._flights, "an encode is running"
+        assert not self._encodes, "an encode is running"
         self._off_device: set[str] = set()  # consumers that cannot read this device's memory
         self._store, self._budget = store, image_budget_pixels
 
@@ -152,16 +141,11 @@ class Encoder:
         return self.stream.batch_bytes(count * area)
 
     def may_start(self) -> bool:
-        """Return whether the waiting items may start; :meth:`reconsider` is called when this changes."""
+        """Return whether the waiting items may start; ``stream`` tells when this changes."""
         return self.stream.may_start(self._waiting[0].num_pixels)
 
-    def reconsider(self) -> None:
-        """Check :meth:`may_start` again if items are held. Any thread may call it while the event loop is open."""
-        if self.is_held:
-            self._loop.call_soon_threadsafe(self._changed.set)
-
     async def close(self) -> None:
-        self.is_held = False
+        self.stream.held_on = None
         self.stream.hurries = True
         self._loop_task.cancel()
         with suppress(asyncio.CancelledError):
@@ -179,6 +163,10 @@ class Encoder:
         Raises InvalidRequest for media that cannot be decoded; ServeError if encoding or delivery failed.
         """
         received = time.monotonic()
+        if request.ref.modality not in self._family.token_ids:
+            raise InvalidRequest(
+                f"the model does not support {PLURALS[request.ref.modality]}", code="unsupported_media"
+            )
         if request.ref.segment is not None and not self._family.num_tokens(request.ref):
             return EncodeReply(cached=True, num_tokens=0)  # the video has fewer groups of frames than segments
         try:
@@ -189,22 +177,22 @@ class Encoder:
             if self.consumer is None or request.announce_to != self.url or error.code == PREPARATION_FULL:
                 raise
             logger.warning("feature %s bypasses the store: %s", request.ref.mm_hash[:12], error.message)
-            encoded = await self._encode_item(request)
+            feature, batch_s = await self._encode_item(request)
             owner, mm_hash, timeline = request.request_id, request.ref.mm_hash, self.telemetry.timeline
-            timeline.record_encode(owner, mm_hash, received, encoded.batch_s)
-            await self.consumer.take(owner, request.ref, encoded.feature)
-            timeline.record_fetch(owner, mm_hash, max(received, encoded.batch_s[1]))
-            return EncodeReply(cached=False, num_tokens=encoded.feature.shape[0])
+            timeline.record_encode(owner, mm_hash, received, batch_s)
+            await self.consumer.take(owner, request.ref, feature)
+            timeline.record_fetch(owner, mm_hash, max(received, batch_s[1]))
+            return EncodeReply(cached=False, num_tokens=feature.shape[0])
 
     async def _store_and_announce(self, request: EncodeRequest, received: float) -> EncodeReply:
+        """Encode an item unless it is stored, store its feature, and announce it to the consumer."""
         mm_hash, owner, timeline = request.ref.mm_hash, request.request_id, self.telemetry.timeline
         try:
             feature = await self._store.acquire(mm_hash, owner)
             cached, hit = feature is not None, time.monotonic()
             batch = hit, hit
             if feature is None:
-                encoded = await self._encode_item(request)
-                batch, made = encoded.batch_s, encoded.feature
+                made, batch = await self._encode_item(request)
                 data, dtype = self.model.data_of(made), str(made.dtype).removeprefix("torch.")
                 put = partial(self._store.put, mm_hash, data, list(made.shape), dtype, owner)
                 feature = await _with_room(put)
@@ -238,63 +226,59 @@ class Encoder:
     async def _encode_item(self, request: EncodeRequest) -> _Encoded:
         """Encode an item. Requests for the same item share one encode, cancelled when the last one leaves."""
         mm_hash = request.ref.mm_hash
-        flight = self._flights.get(mm_hash)
-        if flight is None:
-            flight = self._flights[mm_hash] = _Flight(asyncio.create_task(self._prepare_and_encode(request)))
+        if (encode := self._encodes.get(mm_hash)) is None:
+            encode = _Encode(request.ref, self._family.pixels_of(request.ref), self._loop.create_future())
+            encode.task = self._loop.create_task(self._prepare_and_encode(request, encode))
+            self._encodes[mm_hash] = encode
             self.stream.is_wanted = True
-        flight.num_waiters += 1
+        assert encode.task is not None
+        encode.num_waiters += 1
         try:
-            return await asyncio.shield(flight.task)
+            return await asyncio.shield(encode.task)
         finally:
-            flight.num_waiters -= 1
-            if not flight.num_waiters:
-                del self._flights[mm_hash]
-                self.stream.is_wanted = bool(self._flights)
-                flight.task.cancel()
+            encode.num_waiters -= 1
+            if not encode.num_waiters:
+                del self._encodes[mm_hash]
+                self.stream.is_wanted = bool(self._encodes)
+                encode.task.cancel()
 
-    async def _prepare_and_encode(self, request: EncodeRequest) -> _Encoded:
-        ref = request.ref
-        if ref.modality not in self._family.token_ids:
-            raise InvalidRequest(f"the model does not support {PLURALS[ref.modality]}", code="unsupported_media")
-        item: _Item | None = None
-        self.num_waiting_pixels += ref.num_pixels
+    async def _prepare_and_encode(self, request: EncodeRequest, encode: _Encode) -> _Encoded:
+        ref = encode.ref
+        timeout_s = self.feature_timeout_s * (_OWN_PART if request.announce_to == self.url else _PART)
+        async with self.processor.place("media", ref.num_pixels * S_PER_PIXEL, timeout_s) as place:
+            encode.begun_s = time.monotonic()
+            encode.inputs = await self.model.prepare(request.media, ref, place)
+        self._waiting.append(encode)
+        self.stream.changed.set()
         try:
-            timeout_s = self.feature_timeout_s * (_OWN_PART if request.announce_to == self.url else _PART)
-            async with self.processor.place("media", ref.num_pixels * S_PER_PIXEL, timeout_s) as place:
-                begun_s = time.monotonic()
-                inputs = await self.model.prepare(request.media, ref, place)
-            pixels = self._family.pixels_of(ref)
-            item = _Item(ref.mm_hash, inputs, pixels, ref.num_pixels, begun_s, self._loop.create_future())
-            self._waiting.append(item)
-            self._changed.set()
-            return await item.feature
+            return await encode.feature
         finally:
-            self.num_waiting_pixels -= ref.num_pixels
-            if item in self._waiting:
-                self._waiting.remove(item)
+            if encode in self._waiting:
+                self._waiting.remove(encode)
 
     async def _run(self) -> None:
+        stream = self.stream
         while True:
-            await self._changed.wait()
-            self._changed.clear()
+            await stream.changed.wait()
+            stream.changed.clear()
             while self._waiting:
                 # set before the check: whoever changes the result later sees it and calls reconsider()
-                was_held, self.is_held = self.is_held, True
+                was_held, stream.held_on = stream.held_on is not None, self._loop
                 budget = self._budget
                 try:
                     if not self.may_start():
                         break
-                    budget = min(budget, self.stream.max_pixels())
+                    budget = min(budget, stream.max_pixels())
                 except Exception:  # a device that does not answer must not end the encoder
                     logger.exception("checking whether an encode may start failed; starting it")
-                self.is_held = False
+                stream.held_on = None
                 batch = schedule_encodes(self._waiting, budget)
                 del self._waiting[: len(batch)]
-                self._in_tower = frozenset(item.mm_hash for item in batch)
+                for item in batch:
+                    item.is_in_tower = True
                 await self._encode_batch(batch, was_held)
-                self._in_tower = frozenset()
 
-    async def _encode_batch(self, batch: list[_Item], was_held: bool) -> None:
+    async def _encode_batch(self, batch: list[_Encode], was_held: bool) -> None:
         try:
             features, batch_s = await self._loop.run_in_executor(self._tower_thread, self._encode, batch, was_held)
             assert len(features) == len(batch), f"{len(features)} features for {len(batch)} items"
@@ -307,13 +291,13 @@ class Encoder:
             return
         for item, feature in zip(batch, features, strict=True):
             if not item.feature.done():
-                item.feature.set_result(_Encoded(feature, batch_s))
+                item.feature.set_result((feature, batch_s))
 
-    def _encode(self, batch: list[_Item], was_held: bool) -> tuple[list[Any], tuple[float, float]]:
+    def _encode(self, batch: list[_Encode], was_held: bool) -> tuple[list[Any], tuple[float, float]]:
         start = time.monotonic()
         tower = self._loaded_tower()
         loaded = time.monotonic()
-        pixels = [item.num_original_pixels for item in batch]
+        pixels = [item.ref.num_pixels for item in batch]
         with (
             self.watch.step(sum(pixels).bit_length()),
             self.stream.encoding(sum(item.num_pixels for item in batch)),
@@ -332,7 +316,6 @@ class Encoder:
         if self.tower is None:
             with self.stream.loading():
                 self.tower = self.model.tower(self.stream.between_layers)
-            self.stream.least_pixel_bytes = self.tower.pixel_bytes
         return self.tower
 
 

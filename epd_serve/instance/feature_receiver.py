@@ -18,7 +18,7 @@ from epd_serve.transfer.transport import NotMapped, PeerGone, TransferError
 
 if TYPE_CHECKING:
     from epd_serve.engine.engine import Engine
-    from epd_serve.instance.metrics import InstanceMetrics
+    from epd_serve.engine.telemetry import InstanceMetrics
     from epd_serve.models.family import Family
     from epd_serve.transfer.feature_store import FeatureStore
 

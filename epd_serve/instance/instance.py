@@ -8,6 +8,7 @@ import logging
 import os
 import time
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -15,21 +16,26 @@ import psutil
 
 from device.base import BareDevice
 from device.transport import TRANSPORTS
+from epd_serve.cache.block_pool import BlockPool
 from epd_serve.config import InstanceOptions
 from epd_serve.config.role_files import in_role, remember
 from epd_serve.config.sections import MIN_SEGMENT_BYTES
+from epd_serve.engine import pace
 from epd_serve.engine.dual_stream import DualStream
+from epd_serve.engine.engine import Engine, Outbox
 from epd_serve.engine.pace import StepLimits
+from epd_serve.engine.step_loop import KVPush, LayerGroups, StepLoop
+from epd_serve.engine.telemetry import InstanceTelemetry
 from epd_serve.errors import DRAINING, InstanceFailed, Unavailable
 from epd_serve.factories import as_it_is, factory
-from epd_serve.instance.calls import CleanUps, ControlCalls, Refusals
+from epd_serve.instance.answer import Generation
+from epd_serve.instance.calls import CleanUps, ControlCalls, Peers, Refusals, Reports
+from epd_serve.instance.decode import Decoder
 from epd_serve.instance.encode import Encoder
-from epd_serve.instance.http import Peers
-from epd_serve.instance.language_engine import LanguageEngine
-from epd_serve.instance.lifecycle import Lifecycle, SwitchState, end_process
+from epd_serve.instance.feature_receiver import FeatureReceiver
+from epd_serve.instance.lifecycle import Lifecycle, SwitchState
 from epd_serve.instance.loading.model import open_device, open_model
-from epd_serve.instance.reports import Reports
-from epd_serve.instance.telemetry import InstanceTelemetry
+from epd_serve.instance.prefill import Prefiller
 from epd_serve.instance.text.request_processor import RequestProcessor, num_media_threads
 from epd_serve.protocol import instance_state
 from epd_serve.protocol.addresses import url_of
@@ -38,12 +44,14 @@ from epd_serve.rpc.server import Handler
 from epd_serve.rpc.tls import tls_files
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore, FeatureStore, StoreObserver
+from epd_serve.transfer.grouping import GroupSizer
+from epd_serve.transfer.kv_sender import KVSender
 from epd_serve.transfer.mooncake.engine import MooncakeOptions, StoreClient
 from epd_serve.transfer.mooncake.store import MooncakeFeatureStore
 from epd_serve.transfer.mooncake.transport import MooncakeTransport
 from epd_serve.transfer.shared_memory import host_id
 from epd_serve.transfer.transport import Transport
-from epd_serve.types import Role, Stage
+from epd_serve.types import Role
 
 if TYPE_CHECKING:
     from epd_serve.instance.loading.model import Language
@@ -61,13 +69,20 @@ class Instance:
     Attributes:
         is_accepting: whether it accepts new requests.
         encoder: encode stage; present in every role, as a last resort.
-        language: prefill and decode stages; None in role E.
+        weights: language model, if loaded; it outlives the roles that use it.
+        loop: steps of the language model's engine; None in role E, as are the parts around it.
+        prefiller, decoder: stages of the role; None if the role lacks them.
     """
 
     def __init__(self, options: InstanceOptions) -> None:
         self.url = url_of(options.advertise or options.host, options.port, tls=tls_files() is not None)
         self.ready = self.is_accepting = False
-        self.language: LanguageEngine | None = None
+        self.weights: Language | None = None
+        self.loop: StepLoop | None = None
+        self.sender: KVSender | None = None
+        self.receiver: FeatureReceiver | None = None
+        self.prefiller: Prefiller | None = None
+        self.decoder: Decoder | None = None
         self.device: BareDevice = open_device(options)
         self.options = options = options.on_memory(self.device.memory()[0])
         logger.info("%s of %s: %s", options.name, self.device.name, options.sizes)
@@ -79,12 +94,11 @@ class Instance:
         self.refusals = Refusals(options.name)
         self.lifecycle = Lifecycle(self, options.role)
         self.reports = Reports(self)
-        self._weights: Language | None = None
 
     async def start(self) -> None:
         """Load the parts that the role needs. Raises ValueError if the model or device does not support it."""
         options = self.options
-        self.loop = asyncio.get_running_loop()
+        self.outbox = Outbox()
         self.model = await asyncio.to_thread(open_model, options, self.device)
         self.family = self.model.family
         self.check_role(options.role)
@@ -129,16 +143,83 @@ class Instance:
         if self.family.token_ids and (role.encodes or keeps_all):
             await self.encoder.load_tower(self.limits if role.encodes else None)
             logger.info("tower loaded")
-        if self._weights is None and (role.has_language_model or keeps_all):
+        if self.weights is None and (role.has_language_model or keeps_all):
             # set before the engine is built: if that fails, the next role reuses the weights
-            self._weights = await asyncio.to_thread(self.model.language, self)
+            self.weights = await asyncio.to_thread(self.model.language, self)
             logger.info("language model loaded")
-        if self._weights is not None and role.has_language_model:
-            language = await asyncio.to_thread(LanguageEngine, self, self._weights)
-            logger.info("KV memory allocated")
-            await asyncio.to_thread(language.loop.start)
-            logger.info("engine warmed up")
-            self.language, self.encoder.consumer = language, language.receiver
+        if self.weights is not None and role.has_language_model:
+            await asyncio.to_thread(self._build_language, self.weights)
+            self.encoder.consumer = self.receiver
+
+    def _build_language(self, weights: Language) -> None:
+        """Allocate KV memory, capture graphs, start the engine, and build the role's stages around it. Blocks.
+
+        Raises ValueError if the options do not fit the model.
+        """
+        options, limits, telemetry = self.options, self.limits, self.telemetry
+        with self.streams.language.loading():
+            runner = weights.prepare(self)
+            memory, layout = weights.memory, weights.memory.layout
+            num_blocks = memory.num_blocks - layout.state_blocks
+            limits.find_budget(
+                weights.step_seconds(runner), num_blocks=num_blocks, max_model_len=weights.max_model_len
+            )
+        logger.info("KV memory allocated")
+        group_layers = options.kv_transfer.group_layers
+        fixed = None if group_layers == "auto" else group_layers
+        sender = KVSender(memory, GroupSizer(num_layers=layout.num_layers, fixed=fixed), time.monotonic)
+        pool = BlockPool(memory.num_blocks, options.tokens_per_block, state_blocks=layout.state_blocks)
+        engine = factory("engine", Engine)(
+            pool,
+            memory,
+            limits.budget,
+            self.outbox,
+            eos_token_ids=weights.eos_token_ids,
+            sender=sender,
+            order=limits.order(pool),
+        )
+        receiver = factory("features", FeatureReceiver)(
+            self.store,
+            engine,
+            telemetry.metrics,
+            weights.feature_form,
+            capacity_bytes=options.sizes.feature_cache_bytes,
+            timeout_s=options.feature_timeout_s,
+        )
+        layer_bytes = weights.block_nbytes // layout.num_layers
+        loop = StepLoop(
+            engine,
+            runner,
+            receiver,
+            self.streams.language,
+            telemetry,
+            limits=limits,
+            push=KVPush(sender, layout, layer_bytes, self.device, factory("layer groups", LayerGroups)),
+            runs_ahead=self.device.type != "cpu",
+        )
+        loop.start(partial(weights.warm_up, runner, options.sizes.max_num_batched_tokens))
+        logger.info("engine warmed up")
+        self.loop, self.sender, self.receiver = loop, sender, receiver
+        if options.role.prefills:
+            self.prefiller = Prefiller(
+                instance=self, weights=weights, engine=engine, sender=sender, receiver=receiver
+            )
+        if options.role.decodes:
+            self.decoder = Decoder(
+                engine=engine,
+                memory=memory,
+                tokenizer=weights.prompts.tokenizer,
+                transport=self.transport,
+                compiler=weights.compiler,
+                telemetry=telemetry,
+                queue_timeout_s=options.queue_timeout_s,
+            )
+
+    async def _close_language(self) -> None:
+        """Stop the engine and drop everything around it except the weights."""
+        closing = [self.receiver, self.loop, self.sender]
+        self.receiver = self.loop = self.sender = self.prefiller = self.decoder = self.encoder.consumer = None
+        await _close([part for part in closing if part is not None])
 
     async def close(self) -> None:
         """Stop threads and free memory."""
@@ -147,10 +228,9 @@ class Instance:
         await self.clean_ups.cancel()
         await self.processor.close()
         await self.encoder.close()
-        if self.language is not None:
-            await asyncio.to_thread(self.language.close)
-        if self._weights is not None:
-            await asyncio.to_thread(self._weights.close)
+        await self._close_language()
+        if self.weights is not None:
+            await asyncio.to_thread(self.weights.close)
         await self.peers.close()
         await asyncio.to_thread(self.store.close)
         self.transport.close()
@@ -192,7 +272,8 @@ class Instance:
     def info(self) -> instance_state.InstanceInfo:
         """Return the instance's identity and state. Raises Unavailable while it is loading."""
         self.check_started()
-        options, lifecycle, language = self.options, self.lifecycle, self.language
+        options, lifecycle = self.options, self.lifecycle
+        weights = None if self.loop is None else self.weights
         longest = options.max_model_len or self.model.max_positions
         tokens_per_pixel = 0.0
         if self.family.token_ids:
@@ -203,7 +284,7 @@ class Instance:
             url=self.url,
             model=options.served_model_name,
             model_path=self.model.location,
-            max_model_len=language.max_model_len if language else longest,
+            max_model_len=weights.max_model_len if weights else longest,
             media_fingerprint=self.model.fingerprint,
             device=self.device.name if self.device.type == "emulated" else options.device,
             dtype=self.model.dtype,
@@ -212,13 +293,13 @@ class Instance:
             load=self.load(),
             parameters={
                 "tower": 0 if self.encoder.tower is None else self.encoder.tower.num_parameters,
-                "language_model": language.weights.num_parameters if language else 0,
+                "language_model": weights.num_parameters if weights else 0,
             },
             share=self.streams.share,
             budgets=self.limits.summary(),
             host_id=host_id(),
-            block_size=options.tokens_per_block if language else 0,
-            kv_token_bytes=language.weights.block_nbytes // options.tokens_per_block if language else 0,
+            block_size=options.tokens_per_block if weights else 0,
+            kv_token_bytes=weights.block_nbytes // options.tokens_per_block if weights else 0,
             tokens_per_pixel=tokens_per_pixel,
             feature_token_bytes=self.model.feature_token_bytes,
             epoch=lifecycle.epoch,
@@ -248,17 +329,13 @@ class Instance:
 
     def load(self) -> instance_state.Load:
         """Return the current load, including requests not in the engine yet. The instance must be ready."""
-        load = instance_state.Load()
-        if (language := self.language) is not None:
-            load, decoder = language.engine.load(), language.decoder
-            load = msgspec.structs.replace(
-                load,
-                num_waiting_tokens=load.num_waiting_tokens + language.prefiller.num_preparing_tokens,
-                num_expected=sum(not one.generation.done() for one in decoder.requests.values()),
-                num_refused=sum(one.reservation.request.num_sequences for one in decoder.waiting),
-            )
+        load = instance_state.Load() if self.loop is None else self.loop.engine.load()
+        prompts = () if self.prefiller is None else self.prefiller.requests.values()
+        requests = () if self.decoder is None else self.decoder.requests.values()
         return msgspec.structs.replace(
             load,
+            num_waiting_tokens=load.num_waiting_tokens + sum(p.num_tokens for p in prompts if p.sequence is None),
+            num_expected=sum(not one.generation.done() for one in requests),
             num_waiting_encodes=self.encoder.num_waiting,
             num_waiting_pixels=self.encoder.num_waiting_pixels,
             mean_output_tokens=self.telemetry.rates.mean_output_tokens,
@@ -269,9 +346,12 @@ class Instance:
     def check_integrity(self) -> None:
         """Raise AssertionError unless all caches are consistent."""
         self.store.check_integrity()
-        if (language := self.language) is not None:
-            for part in (language.engine, language.receiver, language.decoder, language.memory):
-                part.check_integrity()
+        if self.loop is not None and self.receiver is not None and self.weights is not None:
+            self.loop.engine.check_integrity()
+            self.receiver.check_integrity()
+            self.weights.memory.check_integrity()
+        if self.decoder is not None:
+            self.decoder.check_integrity()
 
     def in_use(self) -> dict[str, int]:
         """Return counts of resources in use, by kind; all zero on an idle instance."""
@@ -281,41 +361,50 @@ class Instance:
             "encodes": self.encoder.num_waiting,
             "preparations": self.processor.num_waiting,
         }
-        if (language := self.language) is not None:
-            load = language.engine.load()
+        if self.loop is not None and self.receiver is not None and self.weights is not None:
+            load = self.loop.engine.load()
             in_use |= {
                 "blocks": load.total_blocks - load.free_blocks,
                 "sequences": load.num_running + load.num_waiting,
-                "reservations": language.decoder.num_reservations,
-                "staged": language.memory.num_staged,
-                "feature_owners": language.receiver.num_owners,
-                "prompts": len(language.prefiller.requests),
-                "answers": len(language.decoder.generations),
+                "staged": self.weights.memory.num_staged,
+                "feature_owners": self.receiver.num_owners,
+                "answers": len(self.outbox.receivers),
                 "timeline": self.telemetry.timeline.num_requests,
             }
+        if self.prefiller is not None:
+            in_use["prompts"] = len(self.prefiller.requests)
+        if self.decoder is not None:
+            in_use["reservations"] = self.decoder.num_reservations
         return in_use
 
     def render_metrics(self) -> bytes:
         """Return the metrics in Prometheus text format."""
-        language, streams = self.language, self.streams
+        streams = self.streams
         return self.telemetry.metrics.render(
             self.load(),
             (self.store.num_owners, self.store.num_bytes),
-            language.sender.sizer.known_links() if language else {},
-            prefix_tokens=language.engine.prefix_lookups() if language else (0, 0),
+            self.sender.sizer.known_links() if self.sender else {},
+            prefix_tokens=self.loop.engine.prefix_lookups() if self.loop else (0, 0),
             paused_s=streams.tower.paused_s,
             slack=streams.language.slack,
         )
 
-    def serving(self, stage: Stage) -> LanguageEngine:
-        """Return the stages that prefill and decode. Raises Unavailable if the role lacks ``stage`` or while it is
-        loading."""
-        if self.language is None or stage not in self.options.role.stages:
-            self.check_ready()
-            what = stage.name.lower()
-            message = f"instance {self.options.name} has role {self.options.role} and does not {what}"
-            raise Unavailable(message, code=DRAINING)  # the caller may know only the old role
-        return self.language
+    def require_prefiller(self) -> Prefiller:
+        """Return the prefill stage. Raises Unavailable if the role lacks it or while the instance is loading."""
+        if self.prefiller is None:
+            raise self._lacks("prefill")
+        return self.prefiller
+
+    def require_decoder(self) -> Decoder:
+        """Return the decode stage. Raises Unavailable if the role lacks it or while the instance is loading."""
+        if self.decoder is None:
+            raise self._lacks("decode")
+        return self.decoder
+
+    def _lacks(self, stage: str) -> Unavailable:
+        self.check_ready()
+        message = f"instance {self.options.name} has role {self.options.role} and does not {stage}"
+        return Unavailable(message, code=DRAINING)  # the caller may know only the old role
 
     # ------------------------------------------------------------------ another role
 
@@ -327,12 +416,11 @@ class Instance:
 
     def send_away(self, *, begun: bool) -> None:
         """Refuse requests that have not begun; with ``begun``, also give up those that can continue elsewhere."""
-        if (language := self.language) is not None:
-            language.decoder.drop_orphans()
-            generations = [*language.decoder.generations, *language.prefiller.generations]
-            for generation in generations if begun else ():
-                if generation.can_move:
-                    generation.fail(self.refusals.error(InstanceFailed))
+        if self.decoder is not None:
+            self.decoder.drop_orphans()
+        for answer in list(self.outbox.receivers.values()) if begun else ():
+            if isinstance(answer, Generation) and answer.can_move:
+                answer.fail(self.refusals.error(InstanceFailed))
         self.refusals.refuse(begun=begun)
 
     async def rebuild(self, role: Role) -> None:
@@ -342,17 +430,15 @@ class Instance:
         """
         old, options = self.options, in_role(self.options, role)
         remember(options)
-        if self.language is not None:
-            closing, self.language, self.encoder.consumer = [self.language], None, None
-            await _close(closing)
+        await self._close_language()
         # an encode role's store takes device memory, or lends host memory to Mooncake
         lends = (old.feature_store == "mooncake" or self.store.on_device) and old.role.stages != role.stages
         self.options = options
-        if self._weights is not None and not role.has_language_model:
-            await asyncio.to_thread(self._weights.forget, self.transport)
+        if self.weights is not None and not role.has_language_model:
+            await asyncio.to_thread(self.weights.forget, self.transport)
             if options.resident == "role":
-                await _close([self._weights])
-                self._weights = None
+                await _close([self.weights])
+                self.weights = None
         if options.resident == "role" and not role.encodes:
             self.encoder.tower = None
         if lends or old.sizes.feature_cache_bytes != options.sizes.feature_cache_bytes:
@@ -366,26 +452,32 @@ class Instance:
         while True:
             await asyncio.sleep(_HOUSEKEEPING_S)
             watches = {"the tower": self.encoder.watch}
-            if self.language is not None:
-                watches["the language model"] = self.language.watch
+            if self.loop is not None:
+                watches["the language model"] = self.loop.watch
             for part, watch in watches.items():
                 if (how_long := watch.overdue()) is not None:  # a thread cannot be interrupted in its step
                     logger.critical("%s hangs: %s; this process ends", part, how_long)
-                    end_process()
+                    pace.end_process()
             try:
-                if self.language is not None:
-                    self.language.decoder.expire()
-                    self.language.receiver.expire()
+                if self.decoder is not None:
+                    self.decoder.expire()
+                if self.receiver is not None:
+                    self.receiver.expire()
             except Exception:  # without housekeeping the instance would leak from now on
                 logger.exception("housekeeping failed")
 
 
-async def _close(part: list[Any]) -> None:
-    """Pop the one part in the list and close it on a thread.
+async def _close(parts: list[Any]) -> None:
+    """Close the parts on a thread, in order, and empty the list.
 
-    No reference to the part remains afterwards, so that garbage collection can free its device memory.
+    No reference to a part remains afterwards, so that garbage collection can free its device memory.
     """
-    await asyncio.to_thread(lambda: part.pop().close())
+
+    def close() -> None:
+        while parts:
+            parts.pop(0).close()
+
+    await asyncio.to_thread(close)
 
 
 def start_transport(options: InstanceOptions, device: BareDevice) -> Transport:
@@ -423,7 +515,7 @@ def start_feature_store(
     mooncake = _mooncake_options(options, device)
     engine = transport.engine if isinstance(transport, MooncakeTransport) else None
     client = StoreClient(mooncake, options.mooncake.master, segment_bytes, engine=engine)
-    return MooncakeFeatureStore(client, local, capacity_bytes, mooncake, observe, producer)
+    return MooncakeFeatureStore(client, local, mooncake, observe, producer)
 
 
 def _mooncake_options(options: InstanceOptions, device: BareDevice) -> MooncakeOptions:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from device.base import BareDevice, DeviceLost
+from epd_serve.engine import pace
 from epd_serve.errors import Conflict, InvalidRequest, ServeError, StageTimeout
 from epd_serve.protocol import instance_state
 from epd_serve.types import Role
@@ -176,7 +175,7 @@ class Lifecycle:
                 await self._instance.rebuild(old)
             except Exception:
                 logger.critical("neither role %s nor role %s can be served", role, old, exc_info=True)
-                end_process()
+                pace.end_process()
             self.epoch += 1
             self._settle(old)
             raise ServeError(f"role {role} cannot be served ({error}); the instance keeps role {old}") from error
@@ -189,18 +188,3 @@ class Lifecycle:
         self.state = SwitchState.SERVING
         self.settled.set()
         self._instance.state_changed()
-
-
-def end_process() -> None:
-    """End this process at once after a fatal error; its supervisor restarts it."""
-    logging.shutdown()
-    os._exit(1)
-
-
-def end_if_lost(device: BareDevice) -> None:
-    """End this process if its device is lost, since no step on it will succeed again."""
-    try:
-        device.check()
-    except DeviceLost as error:
-        logger.critical("%s; this process ends", error)
-        end_process()

@@ -21,14 +21,13 @@ from epd_serve.config import InstanceOptions, ShapeConfig
 from epd_serve.config.keys import admin_headers
 from epd_serve.config.role_files import remembered
 from epd_serve.imports import uncollected
-from epd_serve.instance.http import LookApp
+from epd_serve.instance.calls import LookApp
 from epd_serve.instance.instance import Instance
 from epd_serve.protocol.addresses import NoBrowsers
 from epd_serve.rpc.cluster import cluster_key
-from epd_serve.rpc.descriptors import raise_limit
 from epd_serve.rpc.joining import join_all
 from epd_serve.rpc.server import LinkService
-from epd_serve.rpc.sockets import watch_accepted
+from epd_serve.rpc.sockets import raise_limit, watch_accepted
 from epd_serve.rpc.tls import tls_files
 
 logger = logging.getLogger(__name__)

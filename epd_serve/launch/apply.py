@@ -18,10 +18,11 @@ from epd_serve.config import DeploymentConfig, change_config
 from epd_serve.config.role_files import write_role_settings
 from epd_serve.config.vllm import connectors
 from epd_serve.launch.choices import resolve
+from epd_serve.launch.native import PreparedInstance
 from epd_serve.launch.processes.ports import next_port
 from epd_serve.launch.processes.process import ProcessDied, ProcessState
 from epd_serve.launch.processes.supervisor import Supervisor
-from epd_serve.launch.record import DeploymentRecord, Prepared, lacks_mps
+from epd_serve.launch.record import DeploymentRecord, lacks_mps
 from epd_serve.protocol.addresses import is_loopback
 from epd_serve.rpc.admin import AdminClient, AdminRefused, AdminUnreachable
 from epd_serve.topology.change import Step, StepKind, plan_change
@@ -96,7 +97,7 @@ class Plan:
     config: DeploymentConfig
     lines: list[str]
     steps: tuple[Step, ...]
-    to_start: Mapping[str, Prepared]
+    to_start: Mapping[str, PreparedInstance]
     replaces_gateway: bool
 
 
@@ -171,7 +172,7 @@ class Applier:
             raise ValueError("shares of a GPU need MPS, which is not running; restart the deployment")
         record.read_roles()
         wanted = record.prepare(config, placement, [1] * len(placement))
-        change = plan_change([one.part() for one in record.live.values()], [one.part() for one in wanted])
+        change = plan_change([one.part for one in record.live.values()], [one.part for one in wanted])
         return Plan(
             config=config,
             lines=lines,
@@ -180,18 +181,18 @@ class Applier:
             replaces_gateway=any(not path.startswith(_OF_INSTANCES) for path in changes),
         )
 
-    def _prepare_new(self, config: DeploymentConfig, names: tuple[str, ...]) -> Mapping[str, Prepared]:
+    def _prepare_new(self, config: DeploymentConfig, names: tuple[str, ...]) -> Mapping[str, PreparedInstance]:
         """Prepare the new instances of ``config``, with unused ports and numbers."""
         record, placement, ports = self._record, [], []
         if record.live.keys() >= {*names}:
             return {}
-        taken = {one.options.port for one in record.live.values()} | {record.ports.gateway}
+        taken = {one.port for one in record.live.values()} | {record.ports.gateway}
         numbers = {one.placement.index for one in record.live.values()}
         renamed = {one.name: name for one, name in zip(config.placement(), names, strict=True)}
         for one in config.placement():
             name, shared = renamed[one.name], tuple(renamed[other] for other in one.shares_device_with)
             if (kept := record.live.get(name)) is not None:
-                port, index = kept.options.port, kept.placement.index
+                port, index = kept.port, kept.placement.index
             else:
                 port, index = next_port(config, taken, name), min({*range(len(numbers) + 1)} - numbers)
             taken.add(port)
@@ -199,7 +200,7 @@ class Applier:
             placement.append(replace(one, name=name, shares_device_with=shared, index=index))
             ports.append(port)
         prepared = record.prepare(config, placement, ports)
-        return {one.options.name: one for one in prepared if one.options.name not in record.live}
+        return {one.name: one for one in prepared if one.name not in record.live}
 
     async def apply(self, config: DeploymentConfig, say: Callable[[str], None]) -> None:
         """Change the deployment to ``config``; ``say`` is called with each line and step.
@@ -231,7 +232,7 @@ class Applier:
             gateway = {"gateway": old.model_dump(exclude_unset=True).get("gateway", {})}
             record.config = old if not plan.replaces_gateway else change_config(plan.config, gateway)
             record.read_roles()
-            now = ", ".join(f"{name} ({one.options.role})" for name, one in record.live.items())
+            now = ", ".join(f"{name} ({one.role})" for name, one in record.live.items())
             raise ApplyStopped(
                 f"{doing} failed: {str(error) or 'it took too long'}\nThe deployment keeps serving with {now}; "
                 "apply a file again to continue from there"
@@ -240,9 +241,10 @@ class Applier:
     async def _carry_out(self, step: Step, plan: Plan) -> None:
         record, order = self._record, {"deadline_s": _STEP_S, "patience_s": _PATIENCE_S}
         if step.kind is StepKind.START:
-            record.add(plan.to_start[step.name])
+            instance = plan.to_start[step.name]
+            record.add(instance)
             try:
-                await self._supervisor.add(record.spec(step.name), _STEP_S)
+                await self._supervisor.add(instance.spec, _STEP_S)
             except BaseException:
                 record.remove(step.name)
                 raise
@@ -266,10 +268,7 @@ class Applier:
         """Send the list of instances to the gateway, and write it to the file that a restarted gateway reads."""
         record = self._record
         record.write_gateway_file()
-        instances = {
-            name: {"url": record.spec(name).url, "role": str(one.options.role)}
-            for name, one in record.live.items()
-        }
+        instances = {name: {"url": one.spec.url, "role": str(one.role)} for name, one in record.live.items()}
         body = {"topology": str(record.config.topology), "instances": instances}
         await self._ask_gateway("PUT", "/instances", body)
 

@@ -119,7 +119,7 @@ class LocalDeployment(Supervisor):
         """The started instances by name, with their current roles."""
         live = self._record.live
         return {
-            name: InstanceHandle(name=name, role=live[name].options.role, url=process.spec.url, pid=process.pid)
+            name: InstanceHandle(name=name, role=live[name].role, url=process.spec.url, pid=process.pid)
             for process in self.processes
             if (name := process.spec.name) in live
         }

@@ -9,7 +9,7 @@ from epd_serve.backends.vllm_command import shell_line
 from epd_serve.config import DeploymentConfig, model_path
 from epd_serve.config.model_files import resolve_model_name
 from epd_serve.launch.choices import resolve
-from epd_serve.launch.native import prepare_native
+from epd_serve.launch.native import PreparedInstance, prepare_native
 from epd_serve.launch.processes.ports import choose_ports
 from epd_serve.launch.record import mps_note, with_trust
 from epd_serve.launch.vllm.installed import NoVllm, VllmFound
@@ -30,21 +30,22 @@ def dry_run(config: DeploymentConfig, file: Path | None, environment: Mapping[st
     yield f"# {config.topology} on {', '.join(config.devices)}, engine: {config.engine}"
     if note_on_mps := mps_note(config, environment, placement):
         yield f"# {note_on_mps}"
+    given, prepared = with_trust(config, environment), list[PreparedInstance]()
     if config.engine == "vllm":
-        yield from _vllm(config, ports.instances, environment)
+        yield from _prepare_vllm(config, ports.instances, given, prepared)
     else:
-        given, master = with_trust(config, environment), None
+        master = None
         if ports.master is not None:
             master = f"{config.instances.host}:{ports.master[0]}"
             yield "\n# master: Mooncake Store"
             yield shell_line(tuple(master_command(config.instances.host, *ports.master)), {})
-        for instance in prepare_native(config, placement, ports.instances, given, master=master):
-            spec = instance.spec(config, given)
-            own = {name: value for name, value in spec.environment.items() if environment.get(name) != value}
-            if own.pop(CLUSTER_KEY, None) is not None:
-                yield f"# {CLUSTER_KEY}: the deployment's cluster_key, in the environment"
-            yield f"\n# {spec.name}: {spec.label}"
-            yield shell_line(spec.command[: spec.command.index("--parent-pid")], own)
+        prepared += prepare_native(config, placement, ports.instances, given, master=master)
+    for spec in (instance.spec for instance in prepared):
+        own = {name: value for name, value in spec.environment.items() if environment.get(name) != value}
+        yield f"\n# {spec.name}: {spec.label}"
+        if own.pop(CLUSTER_KEY, None) is not None:
+            yield f"# {CLUSTER_KEY}: the deployment's cluster_key, in the environment"
+        yield shell_line(spec.command, own)
     yield f"\n# gateway: OpenAI API at http://{config.gateway.host}:{ports.gateway}/v1"
     flags = ["--config", str(file) if file else "DEPLOYMENT.yaml"]
     if not config.instances.base_port and config.gateway.instances is None:
@@ -54,7 +55,13 @@ def dry_run(config: DeploymentConfig, file: Path | None, environment: Mapping[st
     yield shell_line(("epd-serve", "proxy", *flags), {})
 
 
-def _vllm(config: DeploymentConfig, ports: Sequence[int], environment: Mapping[str, str]) -> Iterator[str]:
+def _prepare_vllm(
+    config: DeploymentConfig,
+    ports: Sequence[int],
+    environment: Mapping[str, str],
+    prepared: list[PreparedInstance],
+) -> Iterator[str]:
+    """Fill ``prepared``, and yield comments on what is missing here or must be replaced elsewhere."""
     path, shared, found = "", "", dict[str, VllmFound]()
     try:
         found = check_engines(config)
@@ -73,7 +80,4 @@ def _vllm(config: DeploymentConfig, ports: Sequence[int], environment: Mapping[s
         shared = "FEATURE_DIR"
         yield "# FEATURE_DIR: a directory that E and P share"
     placement = config.placement()
-    for process in vllm_processes(config, placement, ports, environment, path, shared, found=found, model=model):
-        placed = process.placement
-        yield f"\n# {placed.name}: {placed.role} on {', '.join(dict.fromkeys(placed.devices))}"
-        yield shell_line(process.command, process.variables)
+    prepared += vllm_processes(config, placement, ports, environment, path, shared, found=found, model=model)

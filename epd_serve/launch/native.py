@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ from device.ascend_limits import InstanceUse, check_colocation, hccl_environment
 from device.present import EMULATED_MEMORY, num_cores, visibility
 from epd_serve.config import DeploymentConfig, InstanceOptions, InstanceSettings, decode_graph_sizes
 from epd_serve.config.model_files import read_model_config
-from epd_serve.config.role_files import OF_PROCESS, with_settings
+from epd_serve.config.role_files import OF_PROCESS
 from epd_serve.config.sections import SharedConfig
 from epd_serve.config.shares import DeviceShare
 from epd_serve.launch.processes.forking import HEAP_TUNABLES, can_fork
@@ -28,59 +27,37 @@ PROGRAM = (sys.executable, "-P", "-m", "epd_serve.cli")
 
 
 @dataclass(frozen=True, kw_only=True)
-class NativeInstance:
-    """A native instance before its start.
+class PreparedInstance:
+    """An instance before its start, or a running one in its current role.
 
     Attributes:
-        variables: environment variables for its devices.
-        group: roles of the instances in its parentheses; () outside parentheses.
-        deployment: the options common to all instances.
-        chose_threads, chose_memory: whether its threads, and its part of the device's memory, only follow from the
-            number of instances.
+        part: its role, what its process cannot change, and the settings of its role; for :func:`plan_change`.
     """
 
     placement: InstancePlacement
-    options: InstanceOptions
-    variables: Mapping[str, str]
-    group: tuple[str, ...]
-    deployment: str
-    chose_threads: bool
-    chose_memory: bool
+    port: int
+    spec: ProcessSpec
+    part: Part
 
-    def part(self) -> Part:
-        """Return it for :func:`plan_change`: what its process cannot change, and the settings of its role."""
-        chosen = {"threads"} if self.chose_threads else set()
-        chosen |= {"memory_share"} if self.chose_memory else set()
-        own = self.options.model_dump_json(include={*OF_PROCESS, "device_share"} - chosen)
-        devices, variables = self.placement.devices, tuple(sorted(self.variables.items()))
-        return Part(
-            name=self.options.name,
-            role=self.options.role,
-            kind=(devices, self.group, own, self.deployment, variables),
-            settings=self.options.model_dump_json(include=InstanceSettings.model_fields.keys() - OF_PROCESS),
-            devices=devices,
-        )
+    @property
+    def name(self) -> str:
+        return self.part.name
 
-    def switched(self, role: Role, settings: InstanceSettings) -> NativeInstance:
+    @property
+    def role(self) -> Role:
+        return self.part.role
+
+    def switched(self, role: Role, config: DeploymentConfig) -> PreparedInstance:
         """Return the same process in another role."""
-        return replace(self, options=with_settings(self.options, role, settings))
+        settings = None if self.part.settings is None else role_settings(config, role)
+        return replace(self, part=replace(self.part, role=role, settings=settings))
 
-    def spec(self, config: DeploymentConfig, environment: Mapping[str, str]) -> ProcessSpec:
-        options, devices = self.options, self.placement.devices
-        return ProcessSpec(
-            name=options.name,
-            label=f"{options.role} on {', '.join(dict.fromkeys(devices))}",
-            command=(*PROGRAM, "instance", "--options", options.to_json(), "--parent-pid", str(os.getpid())),
-            environment={
-                **({"GLIBC_TUNABLES": HEAP_TUNABLES} if isinstance(config.model, str) else {}),
-                **program_environment(environment),
-                **self.variables,
-                "OMP_NUM_THREADS": str(options.threads),
-                **hccl_variables(self.placement),
-            },
-            url=url_of(config.instances.host, options.port, tls=config.read_tls() is not None),
-            can_fork=can_fork(config, devices),
-        )
+
+def role_settings(config: DeploymentConfig, role: Role) -> str:
+    """Return the settings that change with the role of a native instance."""
+    return config.settings_for(str(role)).model_dump_json(
+        include=InstanceSettings.model_fields.keys() - OF_PROCESS
+    )
 
 
 def prepare_native(
@@ -90,7 +67,7 @@ def prepare_native(
     environment: Mapping[str, str],
     directory: Path | None = None,
     master: str | None = None,
-) -> list[NativeInstance]:
+) -> list[PreparedInstance]:
     """Return the native instances of ``placement``, those of one machine, in its order.
 
     ``directory``: for files that instances on one device share; None: they share none. ``master``: address of the
@@ -132,17 +109,32 @@ def prepare_native(
             variables |= mps.share_variables(share.share)
         for npu in (device for device in instance.devices if device.startswith("npu:")):
             uses.setdefault(npu, {})[instance.name] = _npu_use(options)
-        prepared.append(
-            NativeInstance(
-                placement=instance,
-                options=options,
-                variables=variables,
-                group=tuple(sorted(map(str, roles))),
-                deployment=common,
-                chose_threads=settings.threads is None and share is None,
-                chose_memory=settings.memory_share is None,
-            )
+        spec = ProcessSpec(
+            name=instance.name,
+            label=f"{instance.role} on {', '.join(dict.fromkeys(instance.devices))}",
+            command=(*PROGRAM, "instance", "--options", options.to_json()),
+            environment={
+                **({"GLIBC_TUNABLES": HEAP_TUNABLES} if isinstance(config.model, str) else {}),
+                **program_environment(environment),
+                **variables,
+                "OMP_NUM_THREADS": str(options.threads),
+                **hccl_variables(instance),
+            },
+            url=url_of(config.instances.host, port, tls=config.read_tls() is not None),
+            can_fork=can_fork(config, instance.devices),
         )
+        # the number of instances may change, and with it what follows from it
+        follows = {"threads"} if settings.threads is None and share is None else set()
+        follows |= {"memory_share"} if settings.memory_share is None else set()
+        own = options.model_dump_json(include={*OF_PROCESS, "device_share"} - follows)
+        part = Part(
+            name=instance.name,
+            role=instance.role,
+            kind=(instance.devices, *sorted(map(str, roles)), own, common, *sorted(variables.items())),
+            settings=role_settings(config, instance.role),
+            devices=instance.devices,
+        )
+        prepared.append(PreparedInstance(placement=instance, port=port, spec=spec, part=part))
     for on_device in uses.values():
         check_colocation(on_device)
     return prepared

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -32,8 +31,8 @@ def check_deployment(config: DeploymentConfig, environment: Mapping[str, str]) -
 
     vLLM is checked when its command lines are made.
     """
-    faults = list(device_faults(config, environment))
-    for check in (_check_model, _check_secrets, _check_tls, choose_ports):
+    faults = list(_device_faults(config, environment))
+    for check in (_check_model, _check_secrets, choose_ports):
         try:
             check(config)
         except ValueError as error:
@@ -45,9 +44,6 @@ def check_deployment(config: DeploymentConfig, environment: Mapping[str, str]) -
 def _check_secrets(config: DeploymentConfig) -> None:
     config.read_cluster_key()
     read_secret(config.gateway.admin.key, "gateway.admin.key")
-
-
-def _check_tls(config: DeploymentConfig) -> None:
     if (tls := config.read_tls()) is not None:
         tls.check(config.instances.host)
 
@@ -79,44 +75,35 @@ def _check_model(config: DeploymentConfig) -> None:
     for settings in (config.settings_for(str(one.role)) for one in config.placement()):
         if settings.max_model_len is not None and isinstance(positions, int):
             check_max_model_len(settings.max_model_len, positions)
-    _check_memory(config, weights, _BYTES[_dtype(config, content)])
+    texts = (content, content.get("text_config") or {})
+    saved = next((part[key] for part in texts for key in ("dtype", "torch_dtype") if part.get(key)), "")
+    _check_memory(config, weights, _BYTES.get(saved if config.dtype == "auto" else config.dtype, 4))
 
 
-def _dtype(config: DeploymentConfig, content: Mapping[str, Any]) -> str:
-    """Return the dtype in which the model is computed."""
-    text = content.get("text_config") or {}
-    saved = next((part[key] for part in (content, text) for key in ("dtype", "torch_dtype") if part.get(key)), "")
-    chosen = saved if config.dtype == "auto" else config.dtype
-    return chosen if chosen in _BYTES else "float32"
-
-
-def device_faults(config: DeploymentConfig, environment: Mapping[str, str]) -> Iterator[str]:
+def _device_faults(config: DeploymentConfig, environment: Mapping[str, str]) -> Iterator[str]:
     """Yield a sentence for each device that this machine or this Python lacks, and for unsupported limits."""
-    devices = dict.fromkeys(device for placed in config.placement() for device in placed.devices)
-    for kind in dict.fromkeys(device.partition(":")[0] for device in devices):
-        own = [device for device in devices if device.partition(":")[0] == kind]
+    kinds: dict[str, list[str]] = {}
+    for device in dict.fromkeys(device for placed in config.placement() for device in placed.devices):
+        kinds.setdefault(device.partition(":")[0], []).append(device)
+    for kind, own in kinds.items():
         lack = "" if config.engine == "vllm" or isinstance(config.model, ShapeConfig) else torch_lacks(kind)
         if kind in ("cuda", "npu") and not lack and (reason := accelerators(kind).reason):
             lack = f"{reason}; on this machine write devices: [cpu]"
         if lack:
             yield f"{', '.join(own)}: {lack}"
-        elif kind in ("cuda", "npu"):
-            yield from filter(None, (_absent(device, environment) for device in own))
+        for device in own if kind in ("cuda", "npu") and not lack else ():
+            count = len(accelerators(kind).memory_bytes)
+            try:
+                visibility([device], environment)
+            except ValueError as error:
+                yield str(error)
+            else:
+                if int(device.partition(":")[2]) >= count:
+                    yield f"{device}: this machine has only {kind}:0 to {kind}:{count - 1}"
     for placed in config.placement():
         limited = placed.role.has_language_model and config.settings_for(str(placed.role)).tower_share is not None
         if limited and not placed.devices[0].startswith(("cuda", "emulated")):
             yield f"{placed.name}: {placed.devices[0]} does not support tower_share; remove it"
-
-
-def _absent(device: str, environment: Mapping[str, str]) -> str:
-    """Return why a device is absent though others of its kind are present; "" if it is present."""
-    try:
-        visibility([device], environment)
-    except ValueError as error:
-        return str(error)
-    kind, _, index = device.partition(":")
-    count = len(accelerators(kind).memory_bytes)
-    return "" if int(index) < count else f"{device}: this machine has only {kind}:0 to {kind}:{count - 1}"
 
 
 def _check_memory(config: DeploymentConfig, weights: Mapping[str, int], number_bytes: int) -> None:

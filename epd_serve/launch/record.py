@@ -13,17 +13,16 @@ from device import mps
 from epd_serve.config import DeploymentConfig, change_config
 from epd_serve.config.role_files import write_role_settings
 from epd_serve.launch import native
-from epd_serve.launch.native import NativeInstance, prepare_native, program_environment
+from epd_serve.launch.native import PreparedInstance, prepare_native, program_environment
 from epd_serve.launch.processes.ports import Ports
 from epd_serve.launch.processes.process import ProcessSpec
-from epd_serve.launch.vllm.process import VllmProcess, prepare_vllm
+from epd_serve.launch.vllm.process import prepare_vllm
 from epd_serve.protocol.addresses import url_of
 from epd_serve.rpc.cluster import CLUSTER_KEY
 from epd_serve.topology import InstancePlacement
 from epd_serve.topology.remembered import remember_role, remembered_role, role_file
 from epd_serve.transfer.mooncake.engine import check_installed, master_command
 
-Prepared = NativeInstance | VllmProcess
 #: The MPS daemon's time to end.
 _MPS_GRACE_S = 3.0
 
@@ -44,7 +43,7 @@ class DeploymentRecord:
     ports: Ports
     environment: Mapping[str, str]
     directory: Path
-    live: dict[str, Prepared] = field(default_factory=dict)
+    live: dict[str, PreparedInstance] = field(default_factory=dict)
     listener: int | None = None
     _num_gateways: int = 0
 
@@ -65,12 +64,11 @@ class DeploymentRecord:
             check_installed()
         if self.ports.master is not None:
             port, http_port = self.ports.master
-            command = master_command(config.instances.host, port, http_port)
             services.append(
                 ProcessSpec(
                     name="master",
                     label="Mooncake Store",
-                    command=(sys.executable, "-P", "-m", "epd_serve.lifeline", str(os.getpid()), *command),
+                    command=tuple(master_command(config.instances.host, port, http_port)),
                     environment=self.environment,
                     url=url_of(config.instances.host, http_port),
                     stops="last",
@@ -92,28 +90,23 @@ class DeploymentRecord:
             )
         for instance in self.prepare(config, placement, self.ports.instances):
             self.add(instance)
-        return [*services, *(self.spec(name) for name in self.live)]
+        return [*services, *(instance.spec for instance in self.live.values())]
 
     def prepare(
         self, config: DeploymentConfig, placement: Sequence[InstancePlacement], ports: Sequence[int]
-    ) -> Sequence[Prepared]:
+    ) -> list[PreparedInstance]:
         """Prepare the instances of a deployment. Raises ValueError if they cannot be started here."""
         if config.engine == "vllm":
             return prepare_vllm(config, placement, ports, self.environment, self.directory)
         master = f"{config.instances.host}:{self.ports.master[0]}" if self.ports.master else None
         return prepare_native(config, placement, ports, self.environment, self.directory, master)
 
-    def spec(self, name: str) -> ProcessSpec:
-        """Return the process of an instance in its current role."""
-        return self.live[name].spec(self.config, self.environment)
-
-    def add(self, instance: Prepared) -> None:
+    def add(self, instance: PreparedInstance) -> None:
         """Add an instance before its start; its name may have been used before."""
-        name = instance.options.name
-        role_file(self.directory, name).unlink(missing_ok=True)
-        if isinstance(instance, VllmProcess):  # vLLM does not know its role
-            remember_role(self.directory, name, instance.options.role)
-        self.live[name] = instance
+        role_file(self.directory, instance.name).unlink(missing_ok=True)
+        if self.config.engine == "vllm":  # which does not know its role
+            remember_role(self.directory, instance.name, instance.role)
+        self.live[instance.name] = instance
 
     def remove(self, name: str) -> None:
         role_file(self.directory, name).unlink(missing_ok=True)
@@ -123,8 +116,8 @@ class DeploymentRecord:
         """Update the roles of instances that were switched."""
         for name, instance in self.live.items():
             role = remembered_role(self.directory, name)
-            if role is not None and role != instance.options.role:
-                self.live[name] = instance.switched(role, self.config.settings_for(str(role)))
+            if role is not None and role != instance.role:
+                self.live[name] = instance.switched(role, self.config)
 
     def next_gateway(self) -> ProcessSpec:
         """Return the process of another gateway, and redirect the link to its admin socket."""
@@ -139,7 +132,7 @@ class DeploymentRecord:
         return ProcessSpec(
             name="gateway",
             label="OpenAI API",
-            command=self._program(*command, "--port", str(port), "--listener", str(self.listener)),
+            command=(*native.PROGRAM, *command, "--port", str(port), "--listener", str(self.listener)),
             environment=program_environment(self.environment),
             url=url_of(host, port),
             socket=own,
@@ -155,21 +148,17 @@ class DeploymentRecord:
         return ProcessSpec(
             name="autoscale",
             label="roles and plans by load",
-            command=self._program("autoscale", str(self.write_gateway_file()), "--socket", str(self.admin)),
+            command=(*native.PROGRAM, "autoscale", str(self.write_gateway_file()), "--socket", str(self.admin)),
             environment=program_environment(self.environment),
             stops="first",
         )
-
-    @staticmethod
-    def _program(*arguments: str) -> tuple[str, ...]:
-        return (*native.PROGRAM, *arguments, "--parent-pid", str(os.getpid()))
 
     def write_gateway_file(self) -> Path:
         """Replace the gateway's file: the configuration with the current instances, without the cluster key."""
         without: dict[str, Any] = {"gateway": {"instances": None}}
         if self.config.cluster_key is not None:
             without["cluster_key"] = None
-        urls = {name: self.spec(name).url for name in self.live}
+        urls = {name: instance.spec.url for name, instance in self.live.items()}
         config = change_config(change_config(self.config, without), {"gateway": {"instances": urls}})
         file = self.directory / "deployment.yaml"
         new = file.with_suffix(".part")

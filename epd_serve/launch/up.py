@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import signal
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -15,7 +16,6 @@ from rich.console import Console
 from epd_serve.config import DEMO_MODEL, DeploymentConfig, ShapeConfig, model_path
 from epd_serve.config.model_files import chat_template
 from epd_serve.launch.deployment import LocalDeployment
-from epd_serve.launch.detach import leave_terminal
 from epd_serve.launch.processes.process import ProcessDied, ProcessState
 from epd_serve.launch.processes.supervisor import Process, run_until
 from epd_serve.launch.record import mps_note
@@ -57,9 +57,9 @@ async def run_up(
 ) -> int:
     """Start the deployment, show its progress and first commands, and run it until a signal or a death.
 
-    ``reasons``: the choices made for the user; ``writer``: that of :func:`fork_launcher`. Returns the exit code: 0
-    after a signal, 1 after a final death. A second signal kills everything. Raises ValueError for a taken port or
-    a missing model.
+    ``reasons``: the choices made for the user; ``writer``: pipe to the process at the terminal (``--detach``).
+    Returns the exit code: 0 after a signal, 1 after a final death. A second signal kills everything. Raises
+    ValueError for a taken port or a missing model.
     """
     terminal = Terminal()
     for line in (*reasons, *(f"note: {note}" for note in notes(config))):
@@ -77,7 +77,7 @@ async def run_up(
             stops = "Ctrl-C stops it." if writer is None else "'epd-serve down' stops it."
             terminal.say(ready_text(deployment.config, deployment.gateway_url, deployment.log_dir, stops))
             if writer is not None:
-                leave_terminal(writer, deployment.log_dir)
+                _leave_terminal(writer, deployment.log_dir)
             if (death := await run_until(stop, deployment.wait_failure())) is not None:
                 raise death
         terminal.say(f"Stopping{await _pending(deployment)}. Press Ctrl-C again to end everything at once.")
@@ -87,6 +87,15 @@ async def run_up(
     finally:
         await deployment.stop()
     return 0
+
+
+def _leave_terminal(writer: int, log_dir: Path) -> None:
+    """Write to ``up.log`` from now on, and release the parent, which waits at the terminal."""
+    log = os.open(log_dir / "up.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(log, stream.fileno(), inheritable=False)
+    os.write(writer, b"r")
+    os.close(writer)
 
 
 async def _pending(deployment: LocalDeployment) -> str:

@@ -423,7 +423,7 @@ class _Worker:
             raise StageTimeout(f"the {who} did not finish within {stall_s:g} s", code=f"{who}_stalled") from None
         except OSError:
             told = Ended(1)
-        except msgspec.DecodeError:  # sent by a compromised worker
+        except ValueError:  # sent by a compromised worker
             told = Ended(-signal.SIGABRT)
         if isinstance(told, Refused):
             is_complex = told.code == "too_complex"

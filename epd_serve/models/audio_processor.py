@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from epd_serve.errors import InvalidRequest
-from epd_serve.models.family import TowerInputs
+from epd_serve.models.family import TowerInputs, require
 from epd_serve.protocol.wire import PIXELS_PER_POSITION, MediaRef
 
 if TYPE_CHECKING:
@@ -46,25 +46,15 @@ class AudioProcessor:
     def check(self, tower: Any) -> None:
         """Raise ValueError if the extractor does not fit the tower."""
         self.check_kind()
-        if self.extractor.feature_size != tower.num_mel_bins:
-            raise ValueError(
-                f"feature_size of preprocessor_config.json is {self.extractor.feature_size}; it must be "
-                f"audio_config.num_mel_bins, {tower.num_mel_bins}"
-            )
-        if self.padded_positions and self.extractor.nb_max_frames != 2 * tower.max_source_positions:
-            raise ValueError(
-                f"preprocessor_config.json makes {self.extractor.nb_max_frames} frames of a sound, by its "
-                f"chunk_length, sampling_rate and hop_length; the tower takes {2 * tower.max_source_positions}, "
-                "twice audio_config.max_source_positions"
-            )
+        require("feature_size of preprocessor_config.json", self.extractor.feature_size, tower.num_mel_bins)
+        if self.padded_positions:
+            frames = "the frames by chunk_length, sampling_rate and hop_length of preprocessor_config.json"
+            require(frames, self.extractor.nb_max_frames, 2 * tower.max_source_positions)
 
     def check_kind(self) -> None:
         """Raise ValueError for an extractor of another class, or one that adds noise."""
-        found = type(self.extractor).__name__
-        if found != self.kind:
-            raise ValueError(f"the feature extractor is a {found}; only {self.kind} is run")
-        if getattr(self.extractor, "dither", 0):
-            raise ValueError(f"the feature extractor has dither {self.extractor.dither}; only 0 is supported")
+        require("the class of the feature extractor", type(self.extractor).__name__, self.kind)
+        require("dither of the feature extractor", getattr(self.extractor, "dither", 0) or 0, 0)
 
     def check_length(self, item: MediaRef) -> None:
         """Raise InvalidRequest for audio too long for the model, instead of truncating it."""
@@ -117,13 +107,14 @@ class UnpaddedAudio(AudioProcessor):
     __slots__ = ()
     padding: ClassVar = {"padding": True, "truncation": False}
 
-    max_seconds = math.inf
+    @property
+    def max_seconds(self) -> float:
+        return math.inf
 
     def check(self, tower: Any) -> None:
         AudioProcessor.check(self, tower)
         for where, owner in (("audio_config", tower), ("preprocessor_config.json", self.extractor)):
-            if (found := getattr(owner, "n_window", _HALF_BLOCK)) != _HALF_BLOCK:
-                raise ValueError(f"n_window of {where} is {found}; transformers' processor runs {_HALF_BLOCK}")
+            require(f"n_window of {where}", getattr(owner, "n_window", _HALF_BLOCK), _HALF_BLOCK)
 
     def num_frames(self, item: MediaRef) -> int:
         count = item.audio.count_at(self.rate)
@@ -141,7 +132,7 @@ class UnpaddedAudio(AudioProcessor):
         return 13 * blocks + rest
 
 
-class ConformerAudio(AudioProcessor):
+class ConformerAudio(UnpaddedAudio):
     """Unpadded audio of up to 30 seconds; two convolutions keep every fourth frame."""
 
     __slots__ = ()
@@ -152,25 +143,15 @@ class ConformerAudio(AudioProcessor):
 
     def check(self, tower: Any) -> None:
         self.check_kind()
-        if self.extractor.padding_side != "right":
-            raise ValueError(
-                f"padding_side of the feature extractor is {self.extractor.padding_side!r}, not right"
-            )
-        width, channels = self.extractor.feature_size, tower.subsampling_conv_channels[0]
-        if -(-width // 4) != channels // 4:
-            raise ValueError(
-                f"feature_size of preprocessor_config.json is {width}; it must be {channels}, the first of "
-                "audio_config.subsampling_conv_channels"
-            )
+        require("padding_side of the feature extractor", self.extractor.padding_side, "right")
+        quarter = "a quarter of feature_size of preprocessor_config.json"
+        require(quarter, -(-self.extractor.feature_size // 4), tower.subsampling_conv_channels[0] // 4)
 
     def num_frames(self, item: MediaRef) -> int:
         self.check_length(item)
         window = self.extractor.frame_length - self.extractor.frame_length // 2 + 1
         count: int = (item.audio.count_at(self.rate) - window) // self.extractor.hop_length + 1
         return max(count, 0)
-
-    def num_pixels(self, item: MediaRef) -> int:
-        return self.num_tokens(item) * PIXELS_PER_POSITION
 
     def _num_rows(self, num_frames: int) -> int:
         return -(-num_frames // 4)
@@ -189,11 +170,8 @@ class WaveAudio(ConformerAudio):
 
     def check(self, tower: Any) -> None:
         self.check_kind()
-        if (found := self.extractor.audio_samples_per_token) != tower.audio_embed_dim:
-            raise ValueError(
-                f"audio_samples_per_token of preprocessor_config.json is {found}; it must be "
-                f"audio_config.audio_embed_dim, {tower.audio_embed_dim}"
-            )
+        found = self.extractor.audio_samples_per_token
+        require("audio_samples_per_token of preprocessor_config.json", found, tower.audio_embed_dim)
 
     def num_frames(self, item: MediaRef) -> int:
         return -(-item.audio.count_at(self.rate) // int(self.extractor.audio_samples_per_token))

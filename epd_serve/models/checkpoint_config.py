@@ -187,29 +187,34 @@ def _check_text(where: str, text: Any, family: type[Family]) -> None:
                 f"{where}num_key_value_heads is {kv_heads}; it must divide num_attention_heads, which is {heads}"
             )
     _check_activations(where, text)
-    if family.decoder == "generic":
-        rope = text.rope_parameters
-        for own in [rope] if "rope_type" in rope else rope.values():
-            if own["rope_type"] not in _GENERIC_ROPE_TYPES:  # a step mixes sequences of different lengths
-                raise ValueError(
-                    f"{where}rope_parameters.rope_type is {own['rope_type']!r}; the native engine runs "
-                    f"{', '.join(_GENERIC_ROPE_TYPES)}, alike at any length of the context"
-                )
-        return
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    _check_rope(f"{where}rope_parameters", text.rope_parameters)
-    if text.model_type in _MROPE_MODELS:
-        sections = text.rope_parameters.get("mrope_section") or ()
-        if sum(sections) != head_dim // 2:
+    is_fused, rope = family.decoder == "fused", text.rope_parameters or {}
+    rope_types = _ROPE_TYPES if is_fused else _GENERIC_ROPE_TYPES
+    for own in [rope] if is_fused or "rope_type" in rope else rope.values():
+        if own.get("rope_type") not in rope_types:  # a step mixes sequences of different lengths
             raise ValueError(
-                f"{where}rope_parameters.mrope_section is {list(sections)}; its sum must be half of a head's "
-                f"width, {head_dim // 2}"
+                f"{where}rope_parameters.rope_type is {own.get('rope_type')!r}; the native engine runs "
+                f"{', '.join(rope_types)}, alike at any length of the context"
             )
-        if text.model_type in _NARROW_HEADS and head_dim != text.hidden_size // heads:
-            raise ValueError(
-                f"{where}head_dim is {head_dim}; this model's heads share hidden_size, which makes each "
-                f"{text.hidden_size // heads} wide"
-            )
+    if is_fused:
+        _check_fused(where, text, rope)
+
+
+def _check_fused(where: str, text: Any, rope: Any) -> None:
+    """Raise for heads and layers that the fused decoder does not run."""
+    if (factor := rope.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise ValueError(
+            f"{where}rope_parameters.partial_rotary_factor is {factor}; the native engine rotates whole heads"
+        )
+    shared = text.hidden_size // text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or shared
+    sections = rope.get("mrope_section") or ()
+    if text.model_type in _MROPE_MODELS and sum(sections) != head_dim // 2:
+        raise ValueError(
+            f"{where}rope_parameters.mrope_section is {list(sections)}; its sum must be half of a head's width, "
+            f"{head_dim // 2}"
+        )
+    if text.model_type in _NARROW_HEADS and head_dim != shared:
+        raise ValueError(f"{where}head_dim is {head_dim}; this model's heads share hidden_size: {shared} for each")
     for layer_type in getattr(text, "layer_types", None) or ():
         if layer_type not in ("full_attention", "sliding_attention"):
             raise ValueError(
@@ -218,18 +223,6 @@ def _check_text(where: str, text: Any, family: type[Family]) -> None:
             )
         if layer_type == "sliding_attention" and not getattr(text, "sliding_window", None):
             raise ValueError(f"{where}layer_types has 'sliding_attention', which needs a sliding_window")
-
-
-def _check_rope(where: str, parameters: Any) -> None:
-    """Raise for frequencies that differ between layers, lengths or parts of a head."""
-    rope_type = (parameters or {}).get("rope_type")
-    if rope_type not in _ROPE_TYPES:
-        raise ValueError(
-            f"{where}.rope_type is {rope_type!r}; the native engine runs {', '.join(_ROPE_TYPES)}, alike in all "
-            "layers and at any length of the context"
-        )
-    if (factor := parameters.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise ValueError(f"{where}.partial_rotary_factor is {factor}; the native engine rotates whole heads")
 
 
 def _check_vision(vision: Any) -> None:

@@ -63,6 +63,12 @@ AUDIO_TOWER = names(
 )
 
 
+def require(name: str, found: Any, expected: Any) -> None:
+    """Raise ValueError unless a value in a checkpoint's files is the one that its other files require."""
+    if found != expected:
+        raise ValueError(f"{name} is {found!r}; the checkpoint's other files require {expected!r}")
+
+
 class Family:
     """Base of the families in :mod:`epd_serve.models.families`.
 
@@ -78,7 +84,7 @@ class Family:
         num_position_axes: axes of the rotary positions: 3 for M-RoPE, otherwise 1.
         input_names: outputs of the image processor that the tower takes.
         joins: True if the tower takes several items in one call, joined along dimension 0.
-        captures: True if its tower may be captured as a graph (:mod:`epd_serve.models.tower_graphs`).
+        takes_size_tensors: True if its tower accepts the positions and borders that follow from image sizes.
         splits_videos: True if several encoders may share a video, because temporal patches are independent.
         tokens: special tokens in the text between the rows of an image's feature.
         processor_options: arguments of the image processor.
@@ -104,7 +110,7 @@ class Family:
     num_position_axes: ClassVar[int] = 1
     input_names: ClassVar[tuple[str, ...]] = ("pixel_values",)
     joins: ClassVar[bool] = True
-    captures: ClassVar[bool] = False
+    takes_size_tensors: ClassVar[bool] = False
     splits_videos: ClassVar[bool] = True
     tokens: ClassVar[tuple[str, ...]] = ()
     both_ways_in_windows: ClassVar[bool] = False
@@ -246,22 +252,15 @@ class Family:
         if self.video is not None and not self.video.processor.do_resize:
             raise ValueError("do_resize of the video processor is false; frames must be resized")
         for name, expected in self.picture_fields.items():
-            if (found := getattr(self.processor, name)) != expected:
-                raise ValueError(
-                    f"{name} of preprocessor_config.json is {found!r}; config.json requires {expected!r}"
-                )
+            require(f"{name} of preprocessor_config.json", getattr(self.processor, name), expected)
         if "image" in self.token_ids:
             self.check_pictures()
 
     def check_pictures(self) -> None:
         """Raise ValueError if processed images differ from the computed sizes."""
         for size in TRIED_SIZES:
-            expected, made = self.num_pixels(size), self.preprocess(blank(size))["pixel_values"].numel() // 3
-            if expected != made:
-                raise ValueError(
-                    f"preprocessor_config.json makes {made} pixels of a picture of {size}, but the tower of "
-                    f"config.json takes {expected}; use files of the same model"
-                )
+            made = self.preprocess(blank(size))["pixel_values"].numel() // 3
+            require(f"the pixels that preprocessor_config.json makes of {size}", made, self.num_pixels(size))
 
     def positions(self, ids: Sequence[int], items: Sequence[MediaRef], model: Any) -> tuple[Tensor, int]:
         """Return rotary positions [axes, len(ids)] of a prompt with these items, and the decode delta."""
@@ -271,26 +270,19 @@ class Family:
 
 
 class SoundFamily(Family):
-    """A family for audio only; it is measured with silence instead of an image."""
+    """A family for audio only; it is measured with a typical silence instead of images."""
 
     modalities = ("audio",)
 
     def num_pixels(self, size: Size) -> int:
-        """Return the pixels of a silence with about the work of an image of that size."""
         assert self.audio is not None
-        return self.audio.num_pixels(self._like(size))
+        return self.audio.num_pixels(self.typical)
 
     def blank_inputs(self, size: Size) -> TowerInputs:
-        """Return the tower's inputs for that silence."""
         import numpy as np
 
         assert self.audio is not None
-        return self.audio.inputs(np.zeros(self._like(size).num_samples, np.float32))
-
-    def _like(self, size: Size) -> MediaRef:
-        assert self.audio is not None
-        seconds = size[0] * size[1] / sound(1.0, self.audio.rate).num_pixels
-        return sound(min(max(seconds, 0.1), self.audio.max_seconds), self.audio.rate)
+        return self.audio.inputs(np.zeros(self.typical.num_samples, np.float32))
 
 
 def _unsupported(item: MediaRef) -> InvalidRequest:

@@ -94,7 +94,7 @@ class GenericDecoder:
         ``ids``: [T]. ``embeddings``: [T, hidden]. ``positions``: [axes, T].
         """
         assert not deepstack, "no model of this decoder adds features to its layers"
-        self._step = _Step(context)
+        self._step = _Step(context, self._both_ways_in_windows)
         if self._states.layers:
             self._states.begin(context)
         positions = positions if len(positions) == 1 else positions[:, None]
@@ -125,16 +125,11 @@ class GenericDecoder:
         if planes.is_written:
             self._write(key, value, kv_layer, planes)
         scale = query.shape[2] ** -0.5 if scaling is None else scaling
-        reach = _Reach(
-            window=sliding_window,
-            both_ways=sliding_window is not None or not self._both_ways_in_windows,
-            is_cut=self._both_ways_in_windows,
-        )
-        if step.is_plain(reach) and planes.count == 1 and planes.head_dim <= _MAX_HEAD_DIM:
+        if step.is_plain(sliding_window) and planes.count == 1 and planes.head_dim <= _MAX_HEAD_DIM:
             pages = kv_layer[0].view(*kv_layer.shape[1:4], planes.heads, planes.head_dim)
             return self._ops.attend(query, key, value, pages, context.plan, scale)[None], None
         output = query.new_empty(query.shape)
-        for run in step.runs(reach):
+        for run in step.runs(sliding_window):
             num_seen = run.mask.shape[1]
             keys, values = (_gather(pages, run.blocks, planes)[:num_seen] for pages in kv_layer.unbind(1))
             own, keys, values = (one.transpose(0, 1)[None] for one in (query[run.rows], keys, values))
@@ -204,73 +199,63 @@ class _Run:
     mask: Tensor
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Reach:
-    """The visible tokens of a layer: earlier ones, within the window if any.
+class _Step:
+    """One step's sequences, and the masks of its layers by their sliding window; None: a layer without one.
 
-    ``both_ways``: also later tokens of a bidirectional run; ``is_cut``: only within the window.
+    ``both_ways_in_windows``: attention is bidirectional only in layers with a window, and only within it.
     """
 
-    window: int | None
-    both_ways: bool
-    is_cut: bool
-
-    def is_whole(self, length: int) -> bool:
-        """Return whether a context of that length fits the window."""
-        return self.window is None or length <= self.window
-
-    def first(self, start: int, spans: Sequence[tuple[int, int]]) -> int:
-        """Return the first token visible from ``start`` on."""
-        first = 0 if self.window is None else max(start - self.window + 1, 0)
-        return min([first, *(low for low, _ in spans if not self.is_cut)])
-
-    def mask(self, own: Tensor, others: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
-        """Return a mask [rows, columns] from positions [rows, 1] and [columns]."""
-        mask, inside = others <= own, torch.ones_like(others, dtype=torch.bool)
-        if self.window is not None:
-            inside = own - others < self.window
-        if not self.is_cut:
-            mask = mask & inside
-        for low, high in spans:
-            mask |= (own >= low) & (own < high) & (others >= low) & (others < high)
-        return mask & inside if self.is_cut else mask
-
-
-class _Step:
-    """One step's sequences, and the masks of its layers."""
-
-    def __init__(self, context: StepContext) -> None:
+    def __init__(self, context: StepContext, both_ways_in_windows: bool) -> None:
         self.context = context
-        self._runs: dict[_Reach, list[_Run]] = {}
+        self._both_ways_in_windows = both_ways_in_windows
+        self._runs: dict[int | None, list[_Run]] = {}
         meta = context.plan.meta
         self._longest = max((*meta.decode_context_lens_host, *meta.prefill_context_lens), default=0)
 
-    def is_plain(self, reach: _Reach) -> bool:
+    def is_plain(self, window: int | None) -> bool:
         """Return whether attention is plainly causal, so that the device's operator can be used."""
-        return reach.is_whole(self._longest) and not (reach.both_ways and any(self.context.both_ways))
+        return (window is None or self._longest <= window) and not any(self._both_ways(window))
 
-    def runs(self, reach: _Reach) -> list[_Run]:
-        """Return the sequences with their masks, cached for all layers of a reach."""
-        if reach not in self._runs:
+    def runs(self, window: int | None) -> list[_Run]:
+        """Return the sequences with their masks, cached for all layers with this window."""
+        if window not in self._runs:
             meta, runs, row = self.context.plan.meta, [], 0
             for length, blocks in zip(meta.decode_context_lens_host, meta.decode_block_table, strict=True):
-                runs.append(self._run(row, 1, length, blocks, reach, ()))
+                runs.append(self._run(row, 1, length, blocks, window, ()))
                 row += 1
             chunks = zip(meta.prefill_query_lens, meta.prefill_context_lens, strict=True)
-            both_ways = (reach.both_ways and self.context.both_ways) or [()] * len(meta.prefill_query_lens)
+            both_ways = self._both_ways(window) or [()] * len(meta.prefill_query_lens)
             for (count, length), blocks, spans in zip(chunks, meta.prefill_block_table, both_ways, strict=True):
-                runs.append(self._run(row, count, length, blocks, reach, spans))
+                runs.append(self._run(row, count, length, blocks, window, spans))
                 row += count
-            self._runs[reach] = runs
-        return self._runs[reach]
+            self._runs[window] = runs
+        return self._runs[window]
+
+    def _both_ways(self, window: int | None) -> Sequence[Sequence[tuple[int, int]]]:
+        return () if window is None and self._both_ways_in_windows else self.context.both_ways
 
     def _run(
-        self, row: int, count: int, length: int, blocks: Tensor, reach: _Reach, spans: Sequence[tuple[int, int]]
+        self,
+        row: int,
+        count: int,
+        length: int,
+        blocks: Tensor,
+        window: int | None,
+        spans: Sequence[tuple[int, int]],
     ) -> _Run:
         """Return the run of a sequence's last ``count`` of ``length`` tokens, at ``row`` of the batch."""
         size, start = self.context.plan.meta.block_size, length - count
-        first = reach.first(start, spans) // size
+        first = 0 if window is None else max(start - window + 1, 0)
+        if not self._both_ways_in_windows:  # the first token of a run is visible however far back it is
+            first = min([first, *(low for low, _ in spans)])
+        first //= size
         blocks = blocks[first : -(-length // size)]
         own = torch.arange(start, length, device=blocks.device)[:, None]
         others = torch.arange(first * size, length, device=blocks.device)
-        return _Run(rows=slice(row, row + count), blocks=blocks, mask=reach.mask(own, others, spans))
+        inside = own - others < (length if window is None else window)
+        mask = (others <= own) & inside
+        for low, high in spans:
+            mask |= (own >= low) & (own < high) & (others >= low) & (others < high)
+        if self._both_ways_in_windows:
+            mask &= inside
+        return _Run(rows=slice(row, row + count), blocks=blocks, mask=mask)

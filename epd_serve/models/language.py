@@ -70,6 +70,8 @@ class LanguageModel:
             if is_fused
             else GenericDecoder(language_model, device.ops, both_ways_in_windows=family.both_ways_in_windows)
         )
+        if device.type in ("cuda", "npu"):  # torch keeps the memory of weights that were fused
+            torch.get_device_module(device.type).empty_cache()
         self.num_layers = self._decoder.num_layers
         self.num_kv_heads = self._decoder.num_kv_heads
         self.head_dim = self._decoder.head_dim

@@ -18,7 +18,7 @@ from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoVideoProc
 
 from epd_serve.models.checkpoint_config import model_class, read_config
 from epd_serve.models.families import TEXT, family_of
-from epd_serve.models.family import Family
+from epd_serve.models.family import Family, require
 from epd_serve.weight_files import read_header
 
 _HOST = torch.device("cpu")
@@ -64,8 +64,7 @@ def load_family(path: Path) -> Family:
         file, fields = path / "processor_config.json", family.processor_fields
         content = json.loads(file.read_text(encoding="utf-8")) if fields and file.exists() else {}
         for name, expected in fields.items():  # they determine the tokens of an item
-            if (found := content.get(name, expected)) != expected:
-                raise ValueError(f"{name} of {file.name} is {found!r}; config.json requires {expected!r}")
+            require(f"{name} of {file.name}", content.get(name, expected), expected)
         family.check()
     except (ValueError, OSError) as error:  # OSError: a missing file
         raise ValueError(f"{path}: {error}") from error

@@ -7,7 +7,6 @@ states are counted, forked, saved, sent and freed like KV, without additional me
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,14 +14,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from epd_serve.models.decoder import StepContext
 
-#: Names of a module's argument for the cache: since transformers 5.24, and before.
-_CACHE_ARGUMENTS = ("cache", "cache_params", "past_key_values")
 #: Dtype of the words in which blocks are copied.
 _WORD = torch.float32
 
@@ -43,10 +39,9 @@ class RecurrentStates:
         self._groups: list[_Group]
         for number, index in enumerate(self.layers):
             module = model.layers[index].linear_attn
-            argument = cache_argument(module)
             if not number:
-                self._parts = _parts(module, argument, index, config.hidden_size)
-            module.forward = partial(self._forward, module.forward, argument, number, index)
+                self._parts = _parts(module, index, config.hidden_size)
+            module.forward = partial(self._forward, module.forward, number, index)
 
     def num_blocks(self, token_values: int, block_size: int) -> int:
         """Return the blocks for one sequence's state; ``token_values``: values of a token in K of one layer."""
@@ -80,7 +75,6 @@ class RecurrentStates:
     def _forward(
         self,
         forward: Callable[..., Tensor],
-        argument: str,
         number: int,
         index: int,
         hidden_states: Tensor,
@@ -93,7 +87,7 @@ class RecurrentStates:
         for group in self._groups:
             where = planes, group.blocks[:, places]
             state = self._memory[where]  # [sequences, pieces, words]: a copy for the layer to modify
-            arguments[argument] = self._cache(index, state.flatten(1), is_new=group.is_new)
+            arguments["cache_params"] = self._cache(index, state.flatten(1), is_new=group.is_new)
             rows = hidden_states[0, group.rows].view(len(state), -1, hidden_states.shape[2])
             outputs.append(forward(rows, **arguments).flatten(0, 1))
             self._memory[where] = state
@@ -156,22 +150,12 @@ class _Part:
             layer.recurrent_states[0], layer.is_recurrent_states_initialized[0] = states, True
 
 
-def cache_argument(module: Any) -> str:
-    """Return the name of a transformers module's cache argument. Raises ValueError if it lacks one."""
-    taken = inspect.signature(module.forward).parameters
-    for name in _CACHE_ARGUMENTS:
-        if name in taken:
-            return name
-    kind, version, names = type(module).__name__, transformers.__version__, ", ".join(_CACHE_ARGUMENTS)
-    raise ValueError(f"{kind} of transformers {version} takes no {names}: install transformers 5.23 or 5.24")
-
-
-def _parts(module: Any, argument: str, index: int, hidden_size: int) -> list[_Part]:
+def _parts(module: Any, index: int, hidden_size: int) -> list[_Part]:
     """Return the state tensors of a layer's module, found by computing a token."""
     weight = next(module.parameters())
     layer = LinearAttentionLayer()
     token = torch.zeros(1, 1, hidden_size, dtype=weight.dtype, device=weight.device)
     with torch.inference_mode():
-        module(token, **{argument: Cache(layers=[layer] * (index + 1))})
+        module(token, cache_params=Cache(layers=[layer] * (index + 1)))
     kept = ((True, layer.conv_states[0]), (False, layer.recurrent_states[0]))
     return [_Part(is_convolution, one.shape[1:], one.dtype) for is_convolution, one in kept if one is not None]

@@ -14,6 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.vision_utils import (
+    get_vision_cu_seqlens,
+    get_vision_interpolation_indices_and_weights,
+    get_vision_position_ids,
+    get_vision_window_index,
+)
 
 from device.base import AttentionOps, Device
 from device.copies import to_device
@@ -21,7 +27,6 @@ from device.ops.linear import Product, activated_linear, fused, gated_linear, pa
 from epd_serve.models.families import family_of
 from epd_serve.models.family import TRIED_SECONDS, TRIED_SIZES, Family, TowerInputs, picture, sound
 from epd_serve.models.loader import ModelPart, attend_by, load_part, num_parameters
-from epd_serve.models.tower_graphs import LONGEST, TowerGraphs, size_tensors
 from epd_serve.protocol.wire import MediaRef
 
 logger = logging.getLogger(__name__)
@@ -35,14 +40,12 @@ class TowerAttention:
 
     Attributes:
         borders: host values of borders on the device, which avoids reading them back.
-        captured: longest segment by the borders of graphs, which change at each replay.
     """
 
     def __init__(self, ops: AttentionOps) -> None:
         self.name = f"epd_flash_{id(self):x}"
         self._ops = ops
         self.borders: Any = WeakTensorKeyDictionary()
-        self.captured: Any = WeakTensorKeyDictionary()
         ALL_ATTENTION_FUNCTIONS.register(self.name, self)
 
     def __call__(
@@ -79,10 +82,6 @@ class TowerAttention:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, borders: Tensor, scale: float) -> Tensor:
         """Attend [T, H, D] within segments. Borders, the same in all layers, are read from the device once."""
-        if borders in self.captured:
-            encode = self._ops.encode_captured(query.dtype)
-            assert encode is not None, "graphs require a captured operator"
-            return encode(query, key, value, borders, self.captured[borders], scale)
         if borders not in self.borders:
             self.borders[borders] = borders.tolist()
         return self._ops.encode(query, key, value, self.borders[borders], scale)
@@ -100,10 +99,7 @@ class Tower:
 
     Attributes:
         uses_device_attention: True if its layers use the device's attention, not torch's.
-        pixel_bytes: measured memory of a batch per pixel; 0 if not measured.
     """
-
-    pixel_bytes = 0.0
 
     def __init__(
         self,
@@ -112,7 +108,6 @@ class Tower:
         device: Device,
         before_layer: Callable[[], None] | None = None,
         family: Family | None = None,
-        graph_sizes: Sequence[int] = (),
     ) -> None:
         """Load the tower. Raises ValueError if its features have other token counts than its family computes.
 
@@ -120,7 +115,6 @@ class Tower:
             before_layer: called on the encoding thread before each layer of the tower.
             family: enables a test on its media: if features differ between the device's attention and torch's, as
                 with padded inputs, torch's is used.
-            graph_sizes: patches of batches to capture, ascending, if the device and the family can.
         """
         model = load_part(path, ModelPart.TOWER, dtype, device.torch_device)
         attention = TowerAttention(device.ops)
@@ -132,25 +126,16 @@ class Tower:
         kind = family_of(model.config)
         self._joins, self._features = kind.joins, kind.features
         self._attention = attention
-        self._visual: Any = model.get_submodule("model.visual") if kind.captures else None
-        self._graphs: TowerGraphs | None = None
+        self._visual: Any = model.get_submodule("model.visual") if kind.takes_size_tensors else None
         if device.type != "npu":
             replace_blocks(model, device.ops, attention)
         pack_modules(model)
         self.uses_device_attention = True
         if family is not None:
             self._try(family, attention)
-        towers = [_layers(part) for part in model.get_submodule("model").children()]
-        self.num_layers = max(map(len, towers))
-        runner = device.graph_runner()
         if before_layer is not None:
-            for layer in chain.from_iterable(towers):
-                layer.register_forward_pre_hook(lambda module, arguments: runner.cut(before_layer))
-        is_capturable = self._visual is not None and self.uses_device_attention and runner.cuts
-        if graph_sizes and is_capturable and device.ops.encode_captured(dtype) is not None:
-            with torch.inference_mode():
-                self._graphs = TowerGraphs(self._visual, attention.captured, device, runner, dtype, graph_sizes)
-            self.pixel_bytes = self._graphs.pixel_bytes
+            for layer in chain.from_iterable(map(_layers, model.get_submodule("model").children())):
+                layer.register_forward_pre_hook(lambda module, arguments: before_layer())
 
     def _try(self, family: Family, attention: TowerAttention) -> None:
         """Choose the attention by the features of two images and two audio clips, joined if possible."""
@@ -203,26 +188,44 @@ class Tower:
         known: dict[str, Any] = {}  # known values, to avoid computing them or reading them back
         if self._visual is not None and "image_grid_thw" in inputs:
             grid = inputs.pop("image_grid_thw")
-            tensors = size_tensors(self._visual, grid)
-            if self._graphs is not None and (rows := self._graphs.run(inputs[values], tensors)) is not None:
-                return list(torch.split(rows, (grid.prod(-1) // self._visual.spatial_merge_size**2).tolist()))
+            tensors = _size_tensors(self._visual, grid)
             known = {"image_grid_thw": grid}
             known |= {name: to_device(tensor, self._device) for name, tensor in tensors.items()}
-            for name in LONGEST.keys() & tensors.keys():
+            for name in _LONGEST.keys() & tensors.keys():
                 self._attention.borders[known[name]] = tensors[name].tolist()
-                known[LONGEST[name]] = int(tensors[name].diff().max())
+                known[_LONGEST[name]] = int(tensors[name].diff().max())
         inputs = {name: to_device(tensor, self._device) for name, tensor in inputs.items()} | known
         output = self._features(self._model, inputs)
         features = [feature.reshape(-1, feature.shape[-1]) for feature in output.pooler_output]
         if len(features) != len(batch):  # one per tile if images are tiles along dimension 0
             tiles = iter(features)
             features = [torch.cat(list(islice(tiles, len(item[values])))) for item in batch]
-        lengths = [len(feature) for feature in features]
         for level in getattr(output, "deepstack_features", None) or ():
-            # one tensor for all images before transformers 5.19, one per image since
-            parts = torch.split(level, lengths) if isinstance(level, Tensor) else level
-            features = [torch.cat((feature, part), dim=-1) for feature, part in zip(features, parts, strict=True)]
+            features = [torch.cat(parts, dim=-1) for parts in zip(features, level, strict=True)]
         return [feature.contiguous() for feature in features]
+
+
+#: Argument for the longest segment, by the name of its borders.
+_LONGEST = {"cu_seqlens": "max_seqlen", "cu_window_seqlens": "max_window_seqlen"}
+
+
+def _size_tensors(visual: Any, grid: Tensor) -> dict[str, Tensor]:
+    """Return host tensors that a transformers tower derives from image sizes [N, 3], by argument name."""
+    merge = visual.spatial_merge_size
+    tensors = {"position_ids": get_vision_position_ids(grid, merge), "cu_seqlens": get_vision_cu_seqlens(grid)}
+    if hasattr(visual, "window_size"):
+        index, borders = get_vision_window_index(grid, merge, visual.window_size, visual.patch_size)
+        tensors |= {"window_index": index, "cu_window_seqlens": borders}
+    if hasattr(visual, "num_grid_per_side"):
+        indices, weights = get_vision_interpolation_indices_and_weights(
+            grid,
+            num_grid_per_side=visual.num_grid_per_side,
+            mode=visual.interpolation_mode,
+            align_corners=visual.interpolation_align_corners,
+            spatial_merge_size=merge,
+        )
+        tensors |= {"interp_indices": indices, "interp_weights": weights}
+    return tensors
 
 
 def _tried(family: Family) -> Iterator[tuple[MediaRef, TowerInputs]]:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from ruamel.yaml import YAML
 
-from epd_serve.bench.statistics import percentile
+from epd_serve.bench.summary import percentile
 from epd_serve.config import parse_config
 from epd_serve.plan.evaluate import Evaluation, Evaluator
 from epd_serve.plan.space import monolithic

@@ -21,7 +21,7 @@ from epd_serve.cost.least_squares import fit_relative
 from epd_serve.cost.profile import Line, Profile
 from epd_serve.engine.kv_memory import KVMemory
 from epd_serve.engine.pace import StepTimer, encode_seconds, median_s
-from epd_serve.engine.step import LanguageRunner, StepExecutor
+from epd_serve.engine.step import StepRunner
 from epd_serve.models.family import Family
 from epd_serve.models.language import LanguageModel
 from epd_serve.models.loader import load_family
@@ -144,7 +144,7 @@ class _Grid:
             samples.append(("encode", [float(count), float(family.num_pixels((side, side)))], seconds))
         return samples
 
-    def measure_steps(self, language: LanguageModel, runner: LanguageRunner) -> list[Sample]:
+    def measure_steps(self, language: LanguageModel, runner: StepRunner) -> list[Sample]:
         num_blocks = self._options.num_blocks
         timer = StepTimer(
             runner,
@@ -195,7 +195,7 @@ class _Grid:
 @contextmanager
 def _loaded_language(
     options: GridOptions, device: Device, family: Family
-) -> Iterator[tuple[LanguageModel, LanguageRunner]]:
+) -> Iterator[tuple[LanguageModel, StepRunner]]:
     """Load the language model with its own KV memory."""
     language = LanguageModel(options.model, options.dtype, device)
     layout = KVLayout(
@@ -209,7 +209,7 @@ def _loaded_language(
     num_blocks = options.num_blocks + language.state_blocks(BLOCK_SIZE)
     transport = EmbeddedTransport(path="shm")
     try:
-        executor = StepExecutor(
+        runner = StepRunner(
             language,
             device,
             KVMemory(layout, num_blocks, device, transport).tensor.zero_(),
@@ -218,15 +218,6 @@ def _loaded_language(
             max_num_seqs=max(DECODES),
             max_model_len=min(language.max_model_len, (options.num_blocks - 1) * BLOCK_SIZE),
         )
-        yield (
-            language,
-            LanguageRunner(
-                executor,
-                device.ops,
-                block_size=BLOCK_SIZE,
-                num_position_axes=family.num_position_axes,
-                eos_token_ids=frozenset(),
-            ),
-        )
+        yield language, runner
     finally:
         transport.close()

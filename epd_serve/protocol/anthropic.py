@@ -9,18 +9,17 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
 from msgspec.structs import replace
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from epd_serve.protocol.openai import fields
 from epd_serve.protocol.openai.chunks import Usage
-from epd_serve.protocol.openai.fields import Integer, MessageModel
+from epd_serve.protocol.openai.fields import Integer, MessageModel, text_or
 from epd_serve.protocol.openai.messages import MAX_MESSAGES, MAX_PARTS
-from epd_serve.protocol.openai.responses import TranslatedCall
 from epd_serve.protocol.openai.tool_format import is_object
 from epd_serve.protocol.openai.tools import MAX_TOOLS, FunctionName, Schema
+from epd_serve.protocol.openai.translated import AnswerTranslation, TranslatedChat, encode
 from epd_serve.protocol.wire import PromptOptions
 
-_encode = msgspec.json.Encoder().encode
 Kind = Literal["text", "image", "tool_use", "tool_result", "thinking", "redacted_thinking"]
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 #: Required fields of block types whose field is not named after the type.
@@ -51,10 +50,7 @@ class Block(MessageModel):
 Blocks = Annotated[
     list[Block],
     Field(max_length=MAX_PARTS, fail_fast=True, description="A text, or a list of blocks."),
-    BeforeValidator(
-        lambda value: [{"type": "text", "text": value}] if isinstance(value, str) else value,
-        json_schema_input_type=str | list[Any],
-    ),
+    text_or(list[Any], lambda text: [{"type": "text", "text": text}]),
 ]
 
 
@@ -118,10 +114,10 @@ class MessagesRequest(CountTokensRequest):
     top_k: Integer | None = Field(None, ge=0, lt=2**31, description="Sample among this many top tokens.")
 
 
-class CountTokensCall(TranslatedCall):
+class MessagesCall(TranslatedChat):
     """The chat completion that a request translates to."""
 
-    body: ClassVar[type[CountTokensRequest]] = CountTokensRequest
+    body: ClassVar[type[CountTokensRequest]] = MessagesRequest
 
     @classmethod
     def parse(cls, body: bytes | bytearray) -> Self:
@@ -150,15 +146,15 @@ class CountTokensCall(TranslatedCall):
             chat |= {"stop": asked.stop_sequences, "stream_options": usage if asked.stream else None}
         return cls.of(chat)
 
-
-class MessagesCall(CountTokensCall):
-    body: ClassVar[type[CountTokensRequest]] = MessagesRequest
-
     def prompting(self) -> PromptOptions:
         return replace(super().prompting(), bounds_answer=True)  # clients send the max_tokens of larger models
 
     def translation(self, *, id: str, created: int, model: str) -> MessageBuilder:
         return MessageBuilder(id=id, model=model)
+
+
+class CountTokensCall(MessagesCall):
+    body: ClassVar[type[CountTokensRequest]] = CountTokensRequest
 
 
 def _messages(asked: CountTokensRequest) -> tuple[list[dict[str, Any]], list[str]]:
@@ -177,7 +173,7 @@ def _messages(asked: CountTokensRequest) -> tuple[list[dict[str, Any]], list[str
         parts = _parts(turn.content)
         thought = "\n".join(block.thinking for block in turn.content if block.thinking) or None
         calls = [
-            {"id": block.id, "function": {"name": block.name, "arguments": _encode(block.input).decode()}}
+            {"id": block.id, "function": {"name": block.name, "arguments": encode(block.input).decode()}}
             for block in turn.content
             if block.type == "tool_use"
         ]
@@ -200,101 +196,62 @@ def _parts(blocks: list[Block]) -> list[dict[str, Any]]:
     return parts
 
 
-class MessageBuilder:
-    """Turns a chat completion into an Anthropic message or its stream events."""
-
-    content_type = b"application/json"
+class MessageBuilder(AnswerTranslation):
+    """Builds a message, or its stream events."""
 
     def __init__(self, *, id: str, model: str) -> None:
+        super().__init__()
         self._about = {"id": f"msg_{id}", "type": "message", "role": "assistant", "model": model}
-        self._sent: list[bytes] = []
-        self._content: list[dict[str, Any]] = []
-        self._open = ""  # type of the current block
-        self._usage: dict[str, Any] = {"prompt_tokens": 0, "completion_tokens": 0}
-        self._end: dict[str, Any] = {}
+        self._content: list[dict[str, Any]] = []  # the last block is the open one
+        self._arguments = ""  # of the open call
 
-    def whole(self, answer: bytes) -> bytes:
-        """Return the message for a chat.completion."""
-        body = msgspec.json.decode(answer)
-        [choice], self._usage = body["choices"], body["usage"]
-        self._take(choice["message"])
-        for block in self._content:
-            if block["type"] == "tool_use":  # a truncated call gets an empty input
-                block["input"] = msgspec.json.decode(block["input"]) if is_object(block["input"]) else {}
-        return _encode({**self._message(), **_stop(choice)})
+    def _emit_begin(self) -> None:
+        self._emit("message_start", message=self._answer())
 
-    def events(self, data: bytes) -> bytes:
-        """Return the events for a chat.completion.chunk, an error, or the end of the answer ("[DONE]")."""
-        chunk = {} if data == b"[DONE]" else msgspec.json.decode(data)
-        if "error" in chunk:
-            self._emit("error", error=chunk["error"])
-        elif not chunk:
-            self._close()
-            self._emit("message_delta", delta=self._end, usage=_usage(self._usage))
-            self._emit("message_stop")
-        else:
-            is_first, self._usage = not self._usage["prompt_tokens"], chunk.get("usage") or self._usage
-            if is_first:
-                self._emit("message_start", message={**self._message(), **_stop({"finish_reason": None})})
-            for choice in chunk["choices"]:
-                self._take(choice["delta"])
-                self._end = _stop(choice) if choice["finish_reason"] else self._end
-        sent, self._sent = b"".join(self._sent), []
-        return sent
-
-    def _take(self, delta: dict[str, Any]) -> None:
-        if thought := delta.get("reasoning_content") or delta.get("reasoning"):
-            self._write("thinking", "thinking", "thinking_delta", thought)
-        if (text := delta.get("content")) and (text.strip() or self._open != "tool_use"):
-            self._write("text", "text", "text_delta", text)
-        for call in delta.get("tool_calls") or ():
-            if name := call["function"].get("name"):
-                self._begin({"type": "tool_use", "id": call["id"], "name": name, "input": {}}, input="")
-            if piece := call["function"]["arguments"]:
-                self._add("input", "input_json_delta", "partial_json", piece)
-
-    def _write(self, kind: str, field: str, delta: str, text: str) -> None:
-        """Append text to a block of this kind, starting a new block if another kind is open."""
-        if self._open != kind:
-            self._begin({"type": kind, field: "", **({"signature": ""} if kind == "thinking" else {})})
-        self._add(field, delta, field, text)
-
-    def _begin(self, block: dict[str, Any], **kept: Any) -> None:
-        self._close()
-        self._open = block["type"]
+    def _open_item(self, call: dict[str, Any]) -> None:
+        self._arguments = ""
+        block: dict[str, Any] = {"type": "text", "text": ""}
+        if self._open == "thought":
+            block = {"type": "thinking", "thinking": "", "signature": ""}
+        elif self._open == "call":
+            block = {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": {}}
         self._emit("content_block_start", index=len(self._content), content_block=block)
-        self._content.append({**block, **kept})
+        self._content.append(block)
 
-    def _add(self, field: str, delta: str, name: str, text: str) -> None:
-        self._content[-1][field] += text
-        self._emit("content_block_delta", index=len(self._content) - 1, delta={"type": delta, name: text})
+    def _extend(self, text: str, logprobs: Any = ()) -> None:
+        if self._open == "call":
+            self._arguments += text
+            delta = {"type": "input_json_delta", "partial_json": text}
+        else:
+            field = "thinking" if self._open == "thought" else "text"
+            self._content[-1][field] += text
+            delta = {"type": f"{field}_delta", field: text}
+        self._emit("content_block_delta", index=len(self._content) - 1, delta=delta)
 
-    def _close(self) -> None:
-        if self._open:
-            self._emit("content_block_stop", index=len(self._content) - 1)
-            self._open = ""
+    def _close_item(self) -> None:
+        if self._open == "call" and is_object(self._arguments):  # a truncated call keeps an empty input
+            self._content[-1]["input"] = msgspec.json.decode(self._arguments)
+        self._emit("content_block_stop", index=len(self._content) - 1)
 
-    def _emit(self, name: str, /, **fields: Any) -> None:
-        self._sent.append(b"event: %b\ndata: %b\n\n" % (name.encode(), _encode({"type": name, **fields})))
+    def _emit_end(self) -> None:
+        answer = self._answer()
+        delta = {name: answer[name] for name in ("stop_reason", "stop_sequence")}
+        self._emit("message_delta", delta=delta, usage=answer["usage"])
+        self._emit("message_stop")
 
-    def _message(self) -> dict[str, Any]:
-        return {**self._about, "content": self._content, "usage": _usage(self._usage)}
-
-
-def _stop(choice: dict[str, Any]) -> dict[str, Any]:
-    stop = choice.get("stop_reason")
-    if isinstance(stop, str):
-        return {"stop_reason": "stop_sequence", "stop_sequence": stop}
-    return {"stop_reason": _STOP_REASONS.get(choice["finish_reason"]), "stop_sequence": None}
-
-
-def _usage(usage: dict[str, Any]) -> dict[str, Any]:
-    """Return Anthropic's counts, where ``input_tokens`` excludes cached tokens."""
-    counts = Usage.of(usage)
-    return {
-        "input_tokens": counts.prompt_tokens - counts.cached_tokens,
-        "cache_read_input_tokens": counts.cached_tokens,
-        "cache_creation_input_tokens": 0,
-        "output_tokens": counts.completion_tokens,
-        "output_tokens_details": {"thinking_tokens": counts.reasoning_tokens},
-    }
+    def _answer(self) -> dict[str, Any]:
+        """Return the message; ``input_tokens`` excludes cached tokens."""
+        usage = self._usage or Usage(0, 0)
+        reason = "stop_sequence" if self._stop_reason else _STOP_REASONS.get(self._finish_reason or "")
+        return {
+            **self._about,
+            "content": self._content,
+            "stop_reason": reason,
+            "stop_sequence": self._stop_reason,
+            "usage": {
+                "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+                "cache_read_input_tokens": usage.cached_tokens,
+                "cache_creation_input_tokens": 0,
+                "output_tokens": usage.completion_tokens,
+            },
+        }

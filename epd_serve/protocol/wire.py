@@ -35,7 +35,6 @@ All calls report errors as OpenAI error objects in JSON with a 4xx or 5xx status
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
@@ -536,26 +535,18 @@ def encode_in_parts(request: EncodeRequest) -> list[bytes]:
 PROMPT_NOTE_HEADER = "x-epd-prompt"
 
 
-def write_prompt_note(num_tokens: int, had: Iterable[int], num_cached: int = 0) -> str:
-    """Return the header's value.
+class PromptNote(Message, frozen=True):
+    """The note, as JSON.
 
-    Args:
+    Attributes:
         num_tokens: number of prompt tokens.
         had: indices of the request's items and video segments whose features P already had when the request came.
         num_cached: prompt tokens found in P's prefix cache.
     """
-    return f"{num_tokens};{','.join(map(str, had))};{num_cached}"
 
-
-def read_prompt_note(note: str) -> tuple[int | None, set[int], int]:
-    """Parse the arguments of :func:`write_prompt_note`; invalid values become None, an empty set and 0."""
-    number, _, rest = note.partition(";")
-    had, _, cached = rest.partition(";")
-    return (
-        int(number) if number.isdecimal() else None,
-        {int(index) for index in had.split(",") if index.isdecimal()},
-        int(cached) if cached.isdecimal() else 0,
-    )
+    num_tokens: int
+    had: list[int] = []
+    num_cached: int = 0
 
 
 class TokenizeRequest(Message, frozen=True):

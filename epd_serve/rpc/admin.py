@@ -73,7 +73,7 @@ class _AdminServer(HttpServer):
     def decode(self, body: bytes) -> Any:
         try:
             return msgspec.json.decode(body)
-        except msgspec.DecodeError:
+        except ValueError:  # also invalid UTF-8
             raise AdminUnreachable(f"the answer of {self.url} is not JSON") from None
 
     def error(self, status: int, body: bytes) -> Exception:

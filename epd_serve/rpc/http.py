@@ -16,7 +16,6 @@ from yarl import URL
 
 from epd_serve.errors import InstanceLost, InstanceUnreachable, error_from_response
 from epd_serve.rpc import sockets
-from epd_serve.rpc.descriptors import shortage_error
 from epd_serve.rpc.link import CERTIFICATE_NOT_ACCEPTED, MAX_BODY_BYTES, MAX_NOTE_BYTES
 from epd_serve.rpc.tls import TlsFiles
 
@@ -161,4 +160,4 @@ class HttpServer:
                 raise InstanceLost(message) from error
             is_refused = isinstance(getattr(error, "os_error", None), ConnectionRefusedError)
             unreachable = InstanceUnreachable(message, is_refused=is_refused)
-            raise (isinstance(error, OSError) and shortage_error(error)) or unreachable from error
+            raise (isinstance(error, OSError) and sockets.shortage_error(error)) or unreachable from error

@@ -7,7 +7,8 @@ import logging
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
+from functools import partial
 from urllib.parse import urlsplit
 
 import msgspec
@@ -93,10 +94,18 @@ async def keep_lease(
     incarnation = time.time_ns()
     fields = {"name": name, "url": url, "lease_s": lease_s, "incarnation": incarnation}
     body = msgspec.json.encode(fields if role is None else fields | {"role": role})
-    headers = {**headers, "content-type": "application/json"}
-    link = None if key is None else Link("gateway", admin_url, key, "admin", tls=tls, address=address)
-    async with HttpPool(tls) as pool:
-        gateway = HttpServer("gateway", admin_url, pool, address=address)
+    async with AsyncExitStack() as stack:
+        if key is not None:
+            link = await stack.enter_async_context(
+                Link("gateway", admin_url, key, "admin", tls=tls, address=address)
+            )
+            join, leave = partial(link.ask, "/join", [body]), partial(link.ask, "/leave", [body])
+        else:
+            pool = await stack.enter_async_context(HttpPool(tls))
+            ask = HttpServer("gateway", admin_url, pool, address=address).ask
+            headers = {**headers, "content-type": "application/json"}
+            join = partial(ask, "POST", "/instances", body, headers)
+            leave = partial(ask, "DELETE", f"/instances/{name}?incarnation={incarnation}", b"", headers)
         may_have_lease, problem = False, ""
         try:
             while True:
@@ -104,28 +113,19 @@ async def keep_lease(
                 may_have_lease = True  # even if the answer does not arrive
                 try:
                     async with asyncio.timeout(lease_s / 3):
-                        if link is not None:
-                            await link.ask("/join", [body])
-                        else:
-                            await gateway.ask("POST", "/instances", body, headers)
+                        await join()
                 except (InstanceLost, TimeoutError) as error:
                     problem, pause_s = f"does not answer: {error or type(error).__name__}", _RETRY_S
                 except ServeError as error:
                     problem, may_have_lease = f"answered {error.status}: {error.message[:300]}", False
                 if problem != before and problem:
-                    logger.warning("%s/instances %s", gateway.url, problem)
+                    logger.warning("%s/instances %s", admin_url, problem)
                 elif problem != before:
-                    logger.info("joined %s", gateway.url)
+                    logger.info("joined %s", admin_url)
                 await asyncio.sleep(pause_s)
         finally:
             if may_have_lease:
                 with suppress(ServeError, TimeoutError):
                     async with asyncio.timeout(lease_s / 3):
-                        if link is not None:
-                            await link.ask("/leave", [body])
-                        else:
-                            path = f"/instances/{name}?incarnation={incarnation}"
-                            await gateway.ask("DELETE", path, headers=headers)
-                    logger.info("left %s", gateway.url)
-            if link is not None:
-                await link.close()
+                        await leave()
+                    logger.info("left %s", admin_url)

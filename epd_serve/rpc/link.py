@@ -21,9 +21,9 @@ from epd_serve.errors import (
 )
 from epd_serve.rpc import sockets
 from epd_serve.rpc.cluster import CallerGreeting, Endpoint, Service, address_text
-from epd_serve.rpc.descriptors import shortage_error
 from epd_serve.rpc.messages import (
     CREDIT_BYTES,
+    LENGTH,
     MAX_ANSWER_BYTES,
     MAX_CALL_BYTES,
     MAX_GREETING_BYTES,
@@ -188,16 +188,13 @@ class LinkCall:
 
 
 class Connection(asyncio.Protocol):
-    """One connection of a link. ``greeted`` is done once both ends have proved the cluster key."""
+    """One connection of a link, after the greeting."""
 
     def __init__(self, link: Link) -> None:
         self.transport: asyncio.Transport
         self._link = link
         self.closed: asyncio.Future[None] = link.loop.create_future()
-        self.greeted: asyncio.Future[None] = link.loop.create_future()
-        self._greeting: CallerGreeting
-        self._opening = b""
-        self._frames: Frames[Any] = Frames(WELCOME, MAX_GREETING_BYTES)
+        self._frames = Frames(TO_CALLER, MAX_ANSWER_BYTES)
         self._calls: dict[int, LinkCall] = {}
         self._num_calls = 0
         self._reason = ""
@@ -230,55 +227,19 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
-        link = self._link
-        reached = Endpoint(link.service, address_text(*transport.get_extra_info("peername")[:2]))
-        self._greeting = CallerGreeting(link.key, reached, f"instance {link.name} at {link.url}")
-        self.transport.write(OPENING + pack(self._greeting.hello))
 
     def connection_lost(self, error: Exception | None) -> None:
         reason = self._reason or ((str(error) or type(error).__name__) if error else "")
         self.closed.set_result(None)
-        if not self.greeted.done():
-            if self._link.is_tls:
-                reason = f"{reason or CLOSED}; {CERTIFICATE_NOT_ACCEPTED}"
-            self.greeted.set_exception(LinkClosed(reason))
         calls, self._calls = self._calls, {}
         for call in calls.values():
             call.end(self._link.lost(call, reason))
 
     def data_received(self, data: bytes) -> None:
         try:
-            if not self.greeted.done():
-                data = self._greet(data)
-            if data:
-                self._receive(self._frames.take(data))
+            self._receive(self._frames.take(data))
         except LinkClosed as error:
             self.abort(f"the server's message cannot be read: {error}")
-
-    def _greet(self, data: bytes) -> bytes:
-        """Check the server's opening and proof and prove the key; return the bytes after the greeting."""
-        if self._opening != OPENING:
-            self._opening += data
-            data, self._opening = self._opening[len(OPENING) :], self._opening[: len(OPENING)]
-            if not OPENING.startswith(self._opening):
-                other = f"does not speak {PROTOCOL}: it runs another version of epd-serve"
-                self.greeted.set_exception(
-                    InstanceUntrusted(f"instance {self._link.name} at {self._link.url} {other}")
-                )
-                self.transport.abort()
-                return b""
-        for answer in self._frames.take(data, 1):
-            data, self._frames = self._frames.rest, Frames(TO_CALLER, MAX_ANSWER_BYTES)
-            try:
-                proof = self._greeting.prove(answer)
-            except ServeError as error:
-                self.greeted.set_exception(error)
-                self.transport.abort()
-                return b""
-            self.transport.write(pack(proof))
-            self.greeted.set_result(None)
-            return data
-        return b""
 
     def _receive(self, lists: list[list[ToCaller]]) -> None:
         """Handle the messages of one read; pieces of a stream are joined, so its client gets one write."""
@@ -413,7 +374,7 @@ class Link:
         except OSError as error:
             is_refused = isinstance(error, ConnectionRefusedError)
             unreachable = InstanceUnreachable(self._unreachable(str(error)), is_refused=is_refused)
-            failure = shortage_error(error) or unreachable
+            failure = sockets.shortage_error(error) or unreachable
         except UnicodeError as error:  # an invalid host name
             failure = InstanceUnreachable(self._unreachable(str(error)))
         finally:
@@ -439,17 +400,46 @@ class Link:
         return f"instance {self.name} at {self.url} is not reachable ({reason or CLOSED})"
 
     async def _open(self) -> Connection:
-        """Return a greeted connection. Raises OSError, LinkClosed and ServeError."""
-        _, connection = await sockets.create_connection(
-            lambda: Connection(self), self._address, self._port, **self._tls_options
+        """Connect, and prove the cluster key at both ends. Raises OSError, LinkClosed and ServeError."""
+        reader = asyncio.StreamReader()
+        transport, _ = await sockets.create_connection(
+            lambda: asyncio.StreamReaderProtocol(reader), self._address, self._port, **self._tls_options
         )
         try:
             async with asyncio.timeout(GREETING_S):
-                await connection.greeted
-        except TimeoutError:
-            connection.abort()
-            raise LinkClosed(f"the server did not greet within {GREETING_S:g} s") from None
-        except BaseException:
-            connection.abort()
+                await self._greet(reader, transport)
+            if transport.is_closing():
+                raise LinkClosed(CLOSED)
+        except BaseException as error:
+            transport.abort()
+            if isinstance(error, TimeoutError):
+                raise LinkClosed(f"the server did not greet within {GREETING_S:g} s") from None
+            if isinstance(error, OSError | EOFError):
+                reason = CLOSED if isinstance(error, EOFError) else str(error)
+                raise LinkClosed(f"{reason}; {CERTIFICATE_NOT_ACCEPTED}" if self.is_tls else reason) from error
             raise
+        connection = Connection(self)
+        transport.set_protocol(connection)
+        connection.connection_made(transport)
         return connection
+
+    async def _greet(self, reader: asyncio.StreamReader, transport: asyncio.Transport) -> None:
+        if (peer := transport.get_extra_info("peername")) is None:  # the connection was reset as it was made
+            raise LinkClosed(CLOSED)
+        reached = Endpoint(self.service, address_text(*peer[:2]))
+        greeting = CallerGreeting(self.key, reached, f"instance {self.name} at {self.url}")
+        transport.write(OPENING + pack(greeting.hello))
+        opening = b""
+        while opening != OPENING:
+            opening += await reader.readexactly(1)
+            if not OPENING.startswith(opening):
+                other = f"does not speak {PROTOCOL}: it runs another version of epd-serve"
+                raise InstanceUntrusted(f"instance {self.name} at {self.url} {other}")
+        num_bytes: int = LENGTH.unpack(await reader.readexactly(LENGTH.size))[0]
+        if num_bytes > MAX_GREETING_BYTES:
+            raise LinkClosed(f"a greeting of {num_bytes} bytes")
+        try:
+            answer = WELCOME.decode(await reader.readexactly(num_bytes))
+        except ValueError as error:  # also invalid UTF-8
+            raise LinkClosed(f"invalid greeting: {error}") from error
+        transport.write(pack(greeting.prove(answer)))

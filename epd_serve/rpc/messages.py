@@ -173,7 +173,7 @@ class Frames(Generic[T]):
                     break
                 found.append(self._decode(memoryview(data)[start + _PREFIX_BYTES : end]))
                 start = end
-        except msgspec.DecodeError as error:
+        except ValueError as error:  # also invalid UTF-8
             raise LinkClosed(f"invalid {PROTOCOL} message: {error}") from error
         if start or data is piece:
             self._held = bytearray(memoryview(data)[start:])

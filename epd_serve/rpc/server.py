@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import aclosing
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, cast
 
+import uvicorn
 from uvicorn import Config
 from uvicorn.server import ServerState
 
@@ -38,6 +40,7 @@ from epd_serve.rpc.messages import (
     ToCaller,
     pack,
 )
+from epd_serve.rpc.tls import TlsFiles
 
 logger = logging.getLogger(__name__)
 
@@ -375,3 +378,44 @@ class _Answer:
             del self._held[: len(piece)]
             self._room_bytes -= len(piece)
             self._server.put(Data(self._number, piece), len(piece))
+
+
+class AdminHttp(bounded.BoundedHttp):
+    """The protocol of admin APIs, whose bodies are JSON."""
+
+    max_body_bytes = 4 << 20
+
+
+@asynccontextmanager
+async def serve_app(
+    app: object, listener: socket.socket, http: Any = AdminHttp, tls: TlsFiles | None = None
+) -> AsyncIterator[None]:
+    """Serve ``app`` within the context on a listening socket, which is closed at the end.
+
+    With ``tls``, callers must show a certificate.
+    """
+    config = uvicorn.Config(
+        app,  # type: ignore[arg-type]
+        http=http,
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_level="warning",
+        server_header=False,
+        **({} if tls is None else tls.server_options),
+    )
+    server = _QuietServer(config)
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield
+    finally:
+        server.should_exit = server.force_exit = True
+        await task
+
+
+class _QuietServer(uvicorn.Server):
+    """uvicorn without its signal handling."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

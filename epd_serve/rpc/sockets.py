@@ -1,30 +1,27 @@
-"""TCP connections on which the kernel detects a dead host within seconds."""
+"""TCP connections on which the kernel detects a dead host within seconds, and this process's limit of them."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
-import select
+import resource
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
 import uvloop
 
-#: Limit of connecting.
-CONNECT_S = 1.0
-#: Start a second attempt after this time, as the kernel resends a lost first packet only after 1 s (RFC 6298).
-_TRY_AGAIN_S = 0.3
+from epd_serve.errors import Unavailable
+
+#: Limit of connecting. The kernel resends a lost first packet after 1 s (RFC 6298).
+CONNECT_S = 2.0
 #: Time without a packet before the first keep-alive probe; further probes follow every second.
 _PROBE_AFTER_S = 2
 #: Limit of a peer's silence, after which the connection fails.
 SILENCE_S = 5
 #: Limit for unacknowledged data at a server, whose peer may wait for a slow client of its own.
 UNREAD_S = 60
-
-#: (family, type, protocol, canonical name, address), as getaddrinfo() gives them.
-Address = tuple[Any, Any, int, str, Any]
 
 P = TypeVar("P", bound=asyncio.BaseProtocol)
 
@@ -43,16 +40,53 @@ def watch_accepted(listener: socket.socket) -> None:
     watch(listener, UNREAD_S)
 
 
+def connect_blocking(host: str, port: int) -> socket.socket:
+    """Return a watched, blocking connection. Raises OSError."""
+    connection = socket.create_connection((host, port), CONNECT_S)
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    watch(connection)
+    return connection
+
+
 async def connect(host: str, port: int) -> socket.socket:
-    """Return a watched, non-blocking connection. Raises OSError, at the latest after CONNECT_S."""
-    loop = asyncio.get_running_loop()
-    failure: OSError | None = None
-    for address in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+    """Return a watched, non-blocking connection. Raises OSError, for each address after at most CONNECT_S."""
+    failure = OSError(f"{host} does not resolve")
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    for family, kind, protocol, _, address in found:
+        connection = socket.socket(family, kind, protocol)
         try:
-            return await _connect(loop, address)
-        except OSError as error:
-            failure = failure or error
-    raise failure or OSError(f"{host} does not resolve")
+            connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            watch(connection)
+            await _connect(connection, address)
+            return connection
+        except BaseException as error:
+            connection.close()
+            if not isinstance(error, OSError):
+                raise
+            failure = error
+    raise failure
+
+
+async def _connect(connection: socket.socket, address: Any) -> None:
+    """Connect, and ask the kernel at the end, as a busy event loop would notice the connection late."""
+    loop, writable = asyncio.get_running_loop(), asyncio.Event()
+    code = connection.connect_ex(address)
+    if code == errno.EINPROGRESS:
+        loop.add_writer(connection, writable.set)
+        try:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(writable.wait(), CONNECT_S)
+        finally:
+            loop.remove_writer(connection)
+        code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if code:
+        raise OSError(code, f"Connect call failed {address}")
+    try:
+        connection.getpeername()
+    except OSError:
+        raise TimeoutError(f"no connection in {CONNECT_S:g} s") from None
 
 
 async def create_connection(
@@ -65,68 +99,29 @@ async def create_connection(
     """
     loop = asyncio.get_running_loop()
     connected = await connect(host, port)
+    is_closing = True
     try:
         transport, protocol = await loop.create_connection(make, sock=connected, **options)
-    except BaseException:
-        _release(loop, connected)
-        raise
-    if transport.is_closing():
-        _release(loop, connected)
+        is_closing = transport.is_closing()
+    finally:
+        if is_closing and isinstance(loop, uvloop.Loop):  # asyncio's transport closes the socket itself
+            connected.detach()
     return transport, protocol
 
 
-def _release(loop: asyncio.AbstractEventLoop, closed: socket.socket) -> None:
-    if isinstance(loop, uvloop.Loop):  # asyncio's transport closes the socket itself
-        closed.detach()
+def raise_limit() -> int:
+    """Raise this process's limit of open files, often 1,024, to its hard limit and return that."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return most
 
 
-async def _connect(loop: asyncio.AbstractEventLoop, address: Address) -> socket.socket:
-    """Connect one address, polling the kernel, as a busy event loop would notice the connection late."""
-    tries: list[socket.socket] = []
-    changed = asyncio.Event()
-    deadline = loop.time() + CONNECT_S
-    try:
-        while True:
-            tries.append(one := socket.socket(*address[:3]))
-            one.setblocking(False)
-            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if (code := one.connect_ex(address[4])) not in (0, errno.EINPROGRESS):
-                raise OSError(code, f"Connect call failed {address[4]}")
-            loop.add_writer(one, changed.set)
-            left_s = deadline - loop.time()
-            if (made := _find_connected(tries, address)) is None and left_s > 0:
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(changed.wait(), min(_TRY_AGAIN_S, left_s))
-                made = _find_connected(tries, address)
-            if made is not None:
-                loop.remove_writer(made)
-                tries.remove(made)
-                watch(made)
-                return made
-            if deadline <= loop.time():
-                raise TimeoutError(f"no connection in {CONNECT_S:g} s")
-            changed.clear()
-    finally:
-        for one in tries:
-            loop.remove_writer(one)
-            one.close()
-
-
-def _find_connected(tries: Sequence[socket.socket], address: Address) -> socket.socket | None:
-    """Return a connected socket, if any. Raises OSError if one was refused."""
-    poll = select.poll()
-    for one in tries:
-        poll.register(one, select.POLLOUT)
-    for number, _ in poll.poll(0):
-        one = next(one for one in tries if one.fileno() == number)
-        if code := one.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            raise OSError(code, f"Connect call failed {address[4]}")
-        return one
-    return None
-
-
-def connect_blocking(host: str, port: int) -> socket.socket:
-    """Return a watched, blocking connection, from a thread without an event loop. Raises OSError."""
-    connection = asyncio.run(connect(host, port))
-    connection.setblocking(True)
-    return connection
+def shortage_error(error: OSError) -> Unavailable | None:
+    """Return the error for a client if ``error`` means that no descriptor is left, else None."""
+    if error.errno not in (errno.EMFILE, errno.ENFILE):
+        return None
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return Unavailable(
+        f"too many connections: this process can open {most} files (ulimit -n); try again later",
+        code="out_of_descriptors",
+    )

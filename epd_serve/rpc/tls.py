@@ -45,7 +45,7 @@ class TlsFiles:
 
     def client_context(self) -> ssl.SSLContext:
         """Raises ValueError if the files cannot be read or do not belong together."""
-        return _context(self, ssl.Purpose.SERVER_AUTH, self._changed_ns())
+        return _context(self, ssl.Purpose.SERVER_AUTH)
 
     def check(self, host: str | None) -> None:
         """Do a TLS handshake in memory with a server at ``host`` that uses these files.
@@ -53,7 +53,7 @@ class TlsFiles:
         None or a wildcard address skips the check of the name. Raises ValueError if a certificate is rejected.
         """
         has_name = host is not None and not is_wildcard(host)
-        client, server = self.client_context(), _context(self, ssl.Purpose.CLIENT_AUTH, self._changed_ns())
+        client, server = self.client_context(), _context(self, ssl.Purpose.CLIENT_AUTH)
         server.verify_mode = ssl.CERT_REQUIRED
         client_out, server_out = ssl.MemoryBIO(), ssl.MemoryBIO()
         ends = {
@@ -71,18 +71,6 @@ class TlsFiles:
                     if not has_name and error.verify_code == _WRONG_NAME:
                         return
                     raise ValueError(f"tls: {self.cert} is not accepted: {error.verify_message}") from error
-
-    def _changed_ns(self) -> tuple[int, ...]:
-        """Return the mtime of each file. Raises ValueError if one cannot be opened."""
-        found = []
-        for name in ("ca", "cert", "key"):
-            path: Path = getattr(self, name)
-            try:
-                path.open("rb").close()
-                found.append(path.stat().st_mtime_ns)
-            except OSError as error:
-                raise ValueError(f"tls.{name}: {path}: {error.strerror}") from error
-        return tuple(found)
 
 
 _NO_NAME = "epd-serve.invalid"
@@ -103,8 +91,13 @@ def tls_files(environment: Mapping[str, str] | None = None) -> TlsFiles | None:
 
 
 @lru_cache(maxsize=8)
-def _context(files: TlsFiles, purpose: ssl.Purpose, changed_ns: tuple[int, ...]) -> ssl.SSLContext:
-    """Read the files, cached until they change."""
+def _context(files: TlsFiles, purpose: ssl.Purpose) -> ssl.SSLContext:
+    """Read the files, once in a process. Raises ValueError."""
+    for name, path in (("ca", files.ca), ("cert", files.cert), ("key", files.key)):
+        try:
+            path.open("rb").close()
+        except OSError as error:
+            raise ValueError(f"tls.{name}: {path}: {error.strerror}") from error
     try:
         context = ssl.create_default_context(purpose, cafile=str(files.ca))
     except ssl.SSLError as error:

@@ -106,16 +106,17 @@ class Queues:
     first, then waiting ones by priority (lower first, as in vLLM); within a priority preempted sequences come
     before new prompts and reservations, which are served by arrival. A running sequence that finds no block
     preempts the last one, which continues later. A waiting sequence preempts nothing.
+
+    ``features``: those that prompts need; set it before the first call of :meth:`plan` or :meth:`reserve`.
     """
 
-    def __init__(
-        self, pool: BlockPool, memory: BlockMemory, budget: Budget, order: Order, features: Features
-    ) -> None:
+    features: Features
+
+    def __init__(self, pool: BlockPool, memory: BlockMemory, budget: Budget, order: Order) -> None:
         self.tables = BlockTables(pool, memory)
         self._pool = pool
         self._budget = budget
         self._order = order
-        self._features = features
         self._watermark = max(pool.capacity // 100, 1)
         self._waiting: deque[Sequence] = deque()
         self._preempted: list[Sequence] = []  # oldest first
@@ -220,7 +221,7 @@ class Queues:
         """Return the waiting sequences before a reservation, except those that wait for their first feature."""
         ahead = {s for s in self._preempted if s.sampling.priority <= priority}
         earlier = (s for s in self._waiting if (s.sampling.priority, s.arrival_s) <= (priority, arrival_s))
-        return ahead.union(s for s in earlier if ready_tokens(s, self.tables, self._features))
+        return ahead.union(s for s in earlier if ready_tokens(s, self.tables, self.features))
 
     # ------------------------------------------------------------------ steps
 
@@ -241,7 +242,7 @@ class Queues:
                 self._admissible(now),
                 self._budget,
                 self.tables,
-                self._features,
+                self.features,
                 watermark=self._watermark,
             )
             for sequence in output.preempted:
@@ -251,7 +252,7 @@ class Queues:
             admitted += output.admitted
             preempted += output.preempted
             decodes = [s for s in output.decodes if self.tables.grow(s)]
-            prefills = possible_prefills(output.prefills, self._features.has_feature)
+            prefills = possible_prefills(output.prefills, self.features.has)
             if decodes or prefills or not (output.admitted or output.preempted):
                 break
             # a cached prefix used up the budget: plan again

@@ -51,9 +51,9 @@ class ScheduleOutput:
 class Features(Protocol):
     """The encoder outputs that prompts need."""
 
-    def has_feature(self, mm_hash: str) -> bool: ...
+    def has(self, mm_hash: str) -> bool: ...
 
-    def feature_starved(self, mm_hash: str) -> None:
+    def starved(self, mm_hash: str) -> None:
         """Record that only this feature keeps a sequence from being computed."""
 
 
@@ -153,11 +153,11 @@ def ready_tokens(sequence: Sequence, blocks: BlockTables, features: Features) ->
         return sequence.num_tokens
     is_waiting = sequence.state is SequenceState.WAITING
     computed = blocks.num_cached(sequence) if is_waiting else sequence.num_computed
-    span = _missing_span(sequence, computed, sequence.num_tokens, features.has_feature)
+    span = _missing_span(sequence, computed, sequence.num_tokens, features.has)
     if span is None:
         return sequence.num_tokens
     if span.start <= computed:
-        features.feature_starved(span.mm_hash)
+        features.starved(span.mm_hash)
     return max(span.start, computed)
 
 

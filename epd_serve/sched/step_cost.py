@@ -28,14 +28,14 @@ def latency_limit_s(role: Role, *, ttft_s: float | None, tpot_s: float | None) -
     return None if ttft_s is None else _ALPHA * ttft_s
 
 
-def search_budget(measure: Callable[[int], float], limit_s: float, low: int, high: int) -> tuple[int, float]:
-    """Return the largest size in [low, high] whose time is within the limit, and that time.
+def search_budget(measure: Callable[[int], float], limit_s: float, high: int) -> tuple[int, float]:
+    """Return the largest size up to ``high`` whose time is within the limit, and that time.
 
     Doubles until a size misses the limit, then bisects, so that no much larger size is measured. Assumes that time
-    grows with size. ``low`` is returned even if it misses.
+    grows with size. 1 is returned even if it misses.
     """
-    best, best_s = low, measure(low)
-    missed = high + 1 if best_s <= limit_s else low + 1
+    best, best_s = 1, measure(1)
+    missed = high + 1 if best_s <= limit_s else 2
     while missed - best > 1:
         size = min(2 * best, high) if missed > high else (best + missed) // 2
         if (seconds := measure(size)) <= limit_s:

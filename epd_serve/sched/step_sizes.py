@@ -107,14 +107,14 @@ def size_steps(measure: Callable[[StepShape], float], limits: Limits) -> Sizes:
     if limits.decode_s is not None and limits.decodes:
         most = max(min(num_seqs, capacity // block), 1)
         decodes = search_budget(
-            lambda count: seconds(StepShape(num_decodes=count, context=block)), limits.decode_s, 1, most
+            lambda count: seconds(StepShape(num_decodes=count, context=block)), limits.decode_s, most
         )
         num_seqs = decodes[0]
     if latency_s is not None:
         unit = limits.chunk
         most = max(1, min(limits.max_num_tokens, capacity) // unit)
         prefills = search_budget(
-            lambda count: seconds(StepShape(chunks=prompts_of(count * unit, longest))), latency_s, 1, most
+            lambda count: seconds(StepShape(chunks=prompts_of(count * unit, longest))), latency_s, most
         )
         num_tokens = prefills[0] * unit
     context = max(min(longest // 2, capacity // num_seqs) // block * block, block)

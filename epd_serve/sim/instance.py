@@ -87,7 +87,8 @@ class SimInstance:
         self.pool = BlockPool(spec.num_blocks, spec.block_size, state_blocks=spec.state_blocks)
         self._budget, cost = size_steps_of(spec)
         order = Order(spec.batching.order, self.pool, self._budget, cost, spec.batching.ttft_s)
-        self.queues = Queues(self.pool, _NoMemory(), self._budget, order, self)
+        self.queues = Queues(self.pool, _NoMemory(), self._budget, order)
+        self.queues.features = self
         self._unseen: list[Sequence] = []  # arrivals since the next step was planned
         self._unseen_features: set[str] = set()
         self.is_stepping = False
@@ -219,10 +220,10 @@ class SimInstance:
                 self._unseen_features.add(key)
             self.begin_step()
 
-    def has_feature(self, mm_hash: str) -> bool:
+    def has(self, mm_hash: str) -> bool:
         return mm_hash not in self._unseen_features and mm_hash in self.features
 
-    def feature_starved(self, mm_hash: str) -> None:
+    def starved(self, mm_hash: str) -> None:
         """Do nothing: every feature comes."""
 
     def submit(self, sequence: Sequence) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 from hashlib import blake2b
 from typing import Any
 
-from epd_serve.bench.statistics import wilson
+from epd_serve.bench.summary import wilson
 from epd_serve.bench.types import Share
 from epd_serve.cost.stages import NETWORK, SAME_DEVICE, Link
 from epd_serve.errors import ServeError

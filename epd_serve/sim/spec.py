@@ -164,5 +164,5 @@ def find_image_budget(spec: SimInstanceSpec) -> int:
     if limit_s is None or not spec.profile.encode:
         return spec.batching.image_budget_pixels
     most = max(1, spec.batching.image_budget_pixels // area)
-    size, _ = search_budget(lambda count: spec.profile.encode_s([area] * count), limit_s, 1, most)
+    size, _ = search_budget(lambda count: spec.profile.encode_s([area] * count), limit_s, most)
     return area * size

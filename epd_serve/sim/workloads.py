@@ -15,10 +15,16 @@ from PIL import Image
 
 from epd_serve.bench.types import Media
 from epd_serve.bench.workloads import load_workload
-from epd_serve.bench.workloads.lengths import Size
-from epd_serve.bench.workloads.options import parse_count, parse_factor, parse_switch, read_lines, split_spec
+from epd_serve.bench.workloads.files import BLOCK_TOKENS, parse_line
+from epd_serve.bench.workloads.notation import (
+    Size,
+    parse_count,
+    parse_factor,
+    parse_switch,
+    read_lines,
+    split_spec,
+)
 from epd_serve.bench.workloads.synthetic import PRESETS
-from epd_serve.bench.workloads.trace import BLOCK_TOKENS, parse_line
 from epd_serve.protocol.wire import MediaRef
 
 #: For images of unknown size: ShareGPT-4o's mean (EPD-Serve, section 4.1).

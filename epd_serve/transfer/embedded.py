@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Literal, cast
 
@@ -44,11 +43,10 @@ class EmbeddedTransport:
         key: str | None = None,
     ) -> None:
         self._path = path
-        self._lock = threading.Lock()
         self._slabs: dict[str, SharedSlab] = {}
         self._server = None
         if path != "shm":
-            self._server = TcpServer(host, self._find, timeout_s, port=port, advertise=advertise, key=key)
+            self._server = TcpServer(host, timeout_s, port=port, advertise=advertise, key=key)
         self._shared = SharedMemoryPeers()
         self._tcp = TcpPeers(timeout_s, key)
 
@@ -57,17 +55,17 @@ class EmbeddedTransport:
             slab = SharedSlab(name, nbytes)
         else:
             slab = SharedSlab(name, nbytes, host=self._server.host, port=self._server.port)
-        with self._lock:
-            self._slabs[slab.region.name] = slab
+            self._server.offer(slab.region.name, slab.buffer)
+        self._slabs[slab.region.name] = slab
         return slab
 
     def register(self, name: str, memory: DeviceBytes) -> None:
         """Return None: neither mappings nor sockets reach device memory."""
 
     def release(self, slab: Slab | DeviceSlab) -> None:
-        with self._lock:
-            released = self._slabs.pop(slab.region.name, None)
-        if released is not None:
+        if self._server is not None:
+            self._server.withdraw(slab.region.name)
+        if (released := self._slabs.pop(slab.region.name, None)) is not None:
             released.close()
 
     def read(self, region: Region, pieces: Sequence[Piece]) -> None:
@@ -85,12 +83,5 @@ class EmbeddedTransport:
             self._server.close()
         self._tcp.close()
         self._shared.close()
-        with self._lock:
-            for slab in self._slabs.values():
-                slab.close()
-            self._slabs.clear()
-
-    def _find(self, name: str) -> memoryview | None:
-        with self._lock:
-            slab = self._slabs.get(name)
-            return None if slab is None else slab.buffer
+        while self._slabs:
+            self._slabs.popitem()[1].close()

@@ -87,7 +87,8 @@ def drop_operation(*operation: object) -> None:
 class FeatureStore(Protocol):
     """Features by mm_hash, stored once, evicted least recently used first.
 
-    An owner (a request id) holds a feature from put or acquire until release; held features are not evicted.
+    An owner (a request id) holds a feature from put or acquire until release; held features are not evicted. In a
+    store of several instances a lease of some seconds takes the place of a hold.
     Methods run on one event loop, except :meth:`fetch`.
 
     Attributes:
@@ -101,7 +102,7 @@ class FeatureStore(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of stored features that this instance has put."""
+        """Bytes of the features in this instance's own memory."""
         ...
 
     async def acquire(self, mm_hash: str, owner: str) -> StoredFeature | None:

@@ -196,13 +196,11 @@ def read_kv(
     elif parts[0].source_ids:
         memory.read_mapped(announcement.region, layers, [one for part in parts for one in part.source_ids], blocks)
     else:
-        with memory.land(layers, blocks) as landing:
+        with memory.land(layers, [part.block_ids for part in parts]) as places:
             pieces: list[Piece] = []
-            first = 0
-            for part in parts:
-                pairs = pair_spans(part.spans, landing.spans(first, len(part.block_ids)))
+            for part, place in zip(parts, places, strict=True):
+                pairs = pair_spans(part.spans, place)
                 pieces += [(there, memory.buffer[here : here + count]) for there, here, count in pairs]
-                first += len(part.block_ids)
             start = time.monotonic()
             transport.read(announcement.region, pieces)
             return time.monotonic() - start

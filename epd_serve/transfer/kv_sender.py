@@ -25,14 +25,6 @@ logger = logging.getLogger(__name__)
 _IDLE_LANE_S = 60.0
 
 
-class BlockSpans(Protocol):
-    """The places of blocks in memory that a transport can reach."""
-
-    def spans(self, first: int, count: int) -> list[Span]:
-        """Return the spans of blocks ``first`` to ``first + count``."""
-        ...
-
-
 class KVBlocks(Protocol):
     """The KV cache of an instance, as its transfers see it.
 
@@ -47,12 +39,15 @@ class KVBlocks(Protocol):
         """The memory that reads fill."""
         ...
 
-    def stage(self, layers: range, blocks: Sequence[int]) -> AbstractContextManager[BlockSpans]:
-        """Make computed blocks readable by peers within the context. May wait for staging memory."""
+    def stage(self, layers: range, parts: Sequence[Sequence[int]]) -> AbstractContextManager[list[list[Span]]]:
+        """Make computed blocks readable by peers within the context; give the spans of each part's blocks.
+
+        May wait for staging memory.
+        """
         ...
 
-    def land(self, layers: range, blocks: Sequence[int]) -> AbstractContextManager[BlockSpans]:
-        """Give the places in ``buffer`` to read blocks into; the model sees them after the context."""
+    def land(self, layers: range, parts: Sequence[Sequence[int]]) -> AbstractContextManager[list[list[Span]]]:
+        """Give the spans in ``buffer`` to read each part's blocks into; the model sees them after the context."""
         ...
 
     def read_mapped(self, region: Region, layers: range, source: Sequence[int], blocks: Sequence[int]) -> None:
@@ -289,15 +284,15 @@ class KVSender:
         limits = [] if target.maps else [self._source.staged_cells, target.staged_cells]
         for layers, parts in push.rounds(limits):
             start = self._clock()
-            blocks = [block for part in parts for block in part.local]
             # a decode instance that maps this device's memory reads the blocks themselves
-            with nullcontext() if target.maps else self._source.stage(layers, blocks) as staged:
-                sent, first = list[SentKV](), 0
-                for part in parts:
-                    spans = [] if staged is None else staged.spans(first, len(part.local))
-                    source = list(part.local) if staged is None else []
-                    sent.append(SentKV(part.transfer.transfer_id, list(part.remote), spans, source))
-                    first += len(part.local)
+            staging = nullcontext() if target.maps else self._source.stage(layers, [part.local for part in parts])
+            with staging as spans:
+                sent = [
+                    SentKV(part.transfer.transfer_id, list(part.remote), [], list(part.local))
+                    if spans is None
+                    else SentKV(part.transfer.transfer_id, list(part.remote), spans[number])
+                    for number, part in enumerate(parts)
+                ]
                 announcement = KVAnnouncement(self._source.region, layers.start, layers.stop, sent)
                 taken = parts[0].transfer.announce(announcement).transfer_ids
             end = self._clock()

@@ -18,7 +18,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, TypeVar
@@ -171,7 +171,7 @@ class _Peer:
 
 
 class TcpServer:
-    """Serves slabs of this process, found by ``lookup``, with one thread for each connection.
+    """Serves memory that this process offers, with one thread for each connection.
 
     The other arguments are those of :class:`~epd_serve.transfer.embedded.EmbeddedTransport`.
     """
@@ -179,14 +179,13 @@ class TcpServer:
     def __init__(
         self,
         host: str,
-        lookup: Callable[[str], memoryview | None],
         timeout_s: float,
         *,
         port: int = 0,
         advertise: str | None = None,
         key: str | None = None,
     ) -> None:
-        self._lookup = lookup
+        self._offered: dict[str, memoryview] = {}
         self._key = key
         self._timeout_s = timeout_s
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -198,7 +197,15 @@ class TcpServer:
         self._closed = False
         threading.Thread(target=self._accept, name="transfer-accept", daemon=True).start()
 
+    def offer(self, name: str, memory: memoryview) -> None:
+        """Let peers read a region."""
+        self._offered[name] = memory
+
+    def withdraw(self, name: str) -> None:
+        self._offered.pop(name, None)
+
     def close(self) -> None:
+        self._offered.clear()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         with self._lock:
@@ -265,7 +272,7 @@ class TcpServer:
 
     def _answer(self, peer: _Peer, call: Read) -> bool:
         """Send the pieces or a refusal; return whether the pieces were sent."""
-        connection, slab = peer.connection, self._lookup(call.region)
+        connection, slab = peer.connection, self._offered.get(call.region)
         connection.settimeout(self._timeout_s)  # or a lost host would hold the view forever
         refusal = ""
         if slab is None:
@@ -303,7 +310,7 @@ def _receive(
         raise LinkClosed(f"a message of {num_bytes} bytes exceeds the limit of {max_bytes}")
     try:
         return decoder.decode(_receive_bytes(connection, num_bytes, until_s))
-    except msgspec.DecodeError as error:
+    except ValueError as error:  # also invalid UTF-8
         raise LinkClosed(f"invalid {PROTOCOL} message: {error}") from error
 
 

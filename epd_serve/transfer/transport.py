@@ -98,20 +98,10 @@ def check_bounds(region: Region, pieces: Sequence[Piece]) -> None:
             )
 
 
-def slab_spans(
-    layers: range,
-    blocks: Sequence[int],
-    num_blocks: int,
-    size: int,
-    *,
-    start: int = 0,
-    first_layer: int = 0,
-) -> list[Span]:
+def slab_spans(layers: range, blocks: Sequence[int], num_blocks: int, size: int, *, start: int = 0) -> list[Span]:
     """Return the spans of ``blocks`` in memory [layers, K and V, num_blocks, size], merged where adjacent.
 
-    Args:
-        start: offset of that memory, in bytes.
-        first_layer: the first layer in that memory.
+    ``start``: offset of that memory, in bytes.
     """
     runs: list[list[int]] = []
     for block in blocks:
@@ -120,7 +110,7 @@ def slab_spans(
         else:
             runs.append([block, 1])
     spans: list[Span] = []
-    for plane in range(2 * (layers.start - first_layer), 2 * (layers.stop - first_layer)):
+    for plane in range(2 * layers.start, 2 * layers.stop):
         for block, count in runs:
             offset = start + (plane * num_blocks + block) * size
             if spans and sum(spans[-1]) == offset:

@@ -4,27 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
-
-if TYPE_CHECKING:
-    from epd_serve.verify.client import Client
 
 SUITES = ("api", "answers", "media", "faults")
 Outcome = Literal["pass", "fail", "unjudged", "skipped"]
 
 
-class Failed(Exception):
+class Verdict(Exception):
+    """Ends a check with an outcome other than a pass; the message is the reason."""
+
+    outcome: ClassVar[Outcome]
+
+
+class Failed(Verdict):
     """The server is wrong; the message says how."""
 
+    outcome = "fail"
 
-class Unjudged(Exception):
+
+class Unjudged(Verdict):
     """The answer is neither clearly right nor clearly wrong."""
 
+    outcome = "unjudged"
 
-class Skipped(Exception):
+
+class Skipped(Verdict):
     """The server or the command line lacks a precondition of the check."""
+
+    outcome = "skipped"
 
 
 class Result(msgspec.Struct, kw_only=True, frozen=True):
@@ -51,8 +60,8 @@ class Report(msgspec.Struct):
     results: list[Result]
 
 
-#: A check's function; it may return its observations.
-Run = Callable[["Client"], Awaitable[str | None]]
+#: A check's function of the :class:`~epd_serve.verify.client.Client`; it may return its observations.
+Run = Callable[[Any], Awaitable[str | None]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,16 +9,17 @@ import re
 import shlex
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
+from epd_serve.bench.client import model_names, open_session
 from epd_serve.verify.check import Failed, Skipped, Unjudged, require
 
 CHAT = "/v1/chat/completions"
-_CONNECT_TIMEOUT_S = 10.0
 #: Total time that one request waits for a rate limit.
 _PATIENCE_S = 20.0
 #: With less than this many nats between the two likeliest tokens, rounding may choose either.
@@ -45,6 +46,7 @@ SETTLE_S, LEASES_S = 15.0, 45.0
 _SAMPLE = re.compile(r'^([a-zA-Z_:][\w:]*(?:\{(?:[^"{}]|"(?:[^"\\]|\\.)*")*\})?)\s+(\S+)', re.MULTILINE)
 
 
+@dataclass(eq=False)
 class Reply:
     """One answer, filled while it arrives.
 
@@ -55,12 +57,12 @@ class Reply:
         is_over: whether the request has ended.
     """
 
-    def __init__(self) -> None:
-        self.status = 0
-        self.headers: Mapping[str, str] = {}
-        self.body = b""
-        self.failure = ""
-        self.timed_out = self.is_over = False
+    status: int = 0
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: bytes = b""
+    failure: str = ""
+    timed_out: bool = False
+    is_over: bool = False
 
     @property
     def complete(self) -> bool:
@@ -167,13 +169,8 @@ class Client:
         admin: dict[str, str] | None = None,
         slowness: float = 1.0,
     ) -> None:
-        self._http = aiohttp.ClientSession(
-            # some servers close a connection after an error without announcing it
-            connector=aiohttp.TCPConnector(limit=0, force_close=True),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
-            cookie_jar=aiohttp.DummyCookieJar(),
-        )
+        # some servers close a connection after an error without announcing it
+        self._http = open_session(url, api_key, force_close=True)
         self.url = url.rstrip("/")
         self.model, self.reference, self.admin = model, reference, admin or {}
         self.slowness = slowness
@@ -184,19 +181,10 @@ class Client:
 
     async def meet(self) -> None:
         """Ask for the model's name. Raises ValueError if no server answers or none lists a model."""
-        reply = await self.get("/v1/models")
-        if not reply.status:
-            raise ValueError(f"no server answers at {self.url} ({reply.failure})")
-        if reply.status != 200:
-            said = " ".join(reply.body.decode("utf-8", "replace").split())[:200]
-            raise ValueError(f"{self.url}/v1/models answered {reply.status}: {said}")
-        if not self.model:
-            try:
-                self.model = str(reply.json()["data"][0]["id"])
-            except (Failed, LookupError, TypeError):
-                raise ValueError(
-                    f"{self.url}/v1/models lists no model; name one with --model, or another server"
-                ) from None
+        names = await model_names(self._http, self.url)
+        if not self.model and not names:
+            raise ValueError(f"{self.url}/v1/models lists no model; name one with --model, or another server")
+        self.model = self.model or names[0]
         if self.reference is not None:
             await self.reference.meet()
 
@@ -207,37 +195,29 @@ class Client:
 
     async def get(self, path: str) -> Reply:
         self.last, reply = (path, b""), Reply()
-        await self._ask(reply, "GET", path, None, 20.0)
+        await self.send(reply, None, path, 20.0)
         return reply
 
     async def post(self, body: bytes, path: str = CHAT, *, timeout_s: float = 60.0) -> Reply:
         """Send a body; retry while the server is busy, for _PATIENCE_S in total."""
         self.last, waited_s = (path, body), 0.0
         while True:
-            reply = Reply()
-            await self.send(reply, body, path, timeout_s)
+            await self.send(reply := Reply(), body, path, timeout_s)
             if not reply.is_busy or waited_s >= _PATIENCE_S:
                 return reply
-            try:
-                pause_s = max(0.1, float(reply.headers.get("retry-after", "")))
-            except ValueError:
-                pause_s = 1.0
+            after = reply.headers.get("retry-after", "")
+            pause_s = max(0.1, float(after)) if after.isdecimal() else 1.0  # else a date
             await asyncio.sleep(min(pause_s, _PATIENCE_S - waited_s))
             waited_s += pause_s
 
-    async def send(self, reply: Reply, body: bytes, path: str = CHAT, timeout_s: float = 60.0) -> None:
-        """Send a request once and fill ``reply`` while the answer arrives. Cancelling disconnects."""
-        await self._ask(reply, "POST", path, body, timeout_s)
-
-    async def _ask(self, reply: Reply, method: str, path: str, body: bytes | None, timeout_s: float) -> None:
-        limit_s = timeout_s * self.slowness
-        headers = {"Content-Type": "application/json"} if body is not None else {}
+    async def send(self, reply: Reply, body: bytes | None, path: str = CHAT, timeout_s: float = 60.0) -> None:
+        """POST a body, or GET without one, and fill ``reply`` while the answer arrives. Cancelling disconnects."""
+        limit_s, url = timeout_s * self.slowness, self.url + path
+        method, headers = ("GET", {}) if body is None else ("POST", {"Content-Type": "application/json"})
         try:
             async with (
                 asyncio.timeout(limit_s),
-                self._http.request(
-                    method, self.url + path, data=body, headers=headers, allow_redirects=False
-                ) as response,
+                self._http.request(method, url, data=body, headers=headers, allow_redirects=False) as response,
             ):
                 reply.status, reply.headers = response.status, response.headers
                 async for piece in response.content.iter_any():
@@ -297,9 +277,8 @@ class Client:
         settle_s *= self.slowness
         end_s = time.monotonic() + settle_s
         while True:
-            seen = {
-                name: value for name, value in (await self.metrics()).items() if name.split("{")[0] in _IDLE_GAUGES
-            }
+            samples = await self.metrics()
+            seen = {name: value for name, value in samples.items() if name.split("{")[0] in _IDLE_GAUGES}
             if not seen:
                 raise Unjudged("no metric shows whether the server released its resources")
             held = {name: value for name, value in seen.items() if value}

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from epd_serve.verify import answers, api, faults, media
-from epd_serve.verify.check import CHECKS, SUITES, Check, Failed, Outcome, Report, Result, Skipped, Unjudged
+from epd_serve.verify.check import CHECKS, SUITES, Check, Outcome, Report, Result, Verdict
 from epd_serve.verify.client import Client
 from epd_serve.verify.faults import admin_commands
 
@@ -32,17 +32,17 @@ def chosen(suites: Sequence[str], names: Sequence[str] = ()) -> list[Check]:
     return sorted(found, key=lambda one: SUITES.index(one.suite))
 
 
-async def run_checks(
-    client: Client, checks: Sequence[Check], directory: Path, *, show: Callable[[Result], None] = lambda _: None
-) -> Report:
-    """Run the checks in order and write the report after each. Raises ValueError if no server answers."""
+async def run_checks(client: Client, checks: Sequence[Check], directory: Path) -> Report:
+    """Run the checks in order; print each result and write the report. Raises ValueError if no server answers."""
     directory.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240 - before anything runs
     await client.meet()
     report = Report(url=client.url, model=client.model, results=[])
     for check in checks:
         result = await _run_check(client, check, directory)
         report.results.append(result)
-        show(result)
+        print(f"{result.outcome:9}{result.check:24}{result.seconds:7.2f} s  {result.reason}", flush=True)
+        if result.curl:
+            print(f"         {result.curl}", flush=True)
         (directory / "verify.json").write_bytes(msgspec.json.format(msgspec.json.encode(report)))
     return report
 
@@ -54,12 +54,8 @@ async def _run_check(client: Client, check: Check, directory: Path) -> Result:
     try:
         async with asyncio.timeout(limit_s):
             reason = await check.run(client) or ""
-    except Failed as error:
-        outcome, reason = "fail", str(error)
-    except Unjudged as error:
-        outcome, reason = "unjudged", str(error)
-    except Skipped as error:
-        outcome, reason = "skipped", str(error)
+    except Verdict as verdict:
+        outcome, reason = verdict.outcome, str(verdict)
     except TimeoutError:
         outcome, reason = "fail", f"not finished within {limit_s:g} s"
     except (KeyError, IndexError, TypeError, AttributeError) as error:  # the answer's structure is not OpenAI's
@@ -100,7 +96,7 @@ def verify_server(
             slowness=slowness,
         )
         try:
-            report = await run_checks(client, chosen(suites, names), directory, show=_show)
+            report = await run_checks(client, chosen(suites, names), directory)
         finally:
             await client.close()
         counts = Counter(one.outcome for one in report.results)
@@ -109,9 +105,3 @@ def verify_server(
         return int(any(one.outcome == "fail" for one in report.results))
 
     return asyncio.run(run())
-
-
-def _show(result: Result) -> None:
-    print(f"{result.outcome:9}{result.check:24}{result.seconds:7.2f} s  {result.reason}", flush=True)
-    if result.curl:
-        print(f"         {result.curl}", flush=True)

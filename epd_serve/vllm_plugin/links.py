@@ -14,10 +14,9 @@ from starlette.applications import Starlette
 
 from epd_serve.errors import ServeError
 from epd_serve.protocol.wire import Message, encode
-from epd_serve.rpc.app_server import serve_app
 from epd_serve.rpc.cluster import cluster_key
 from epd_serve.rpc.link import Link
-from epd_serve.rpc.server import Handler, LinkService
+from epd_serve.rpc.server import Handler, LinkService, serve_app
 from epd_serve.rpc.sockets import watch_accepted
 
 logger = logging.getLogger("vllm.epd_serve")

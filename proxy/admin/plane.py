@@ -25,9 +25,8 @@ from epd_serve.errors import InvalidRequest, ServeError
 from epd_serve.protocol.addresses import NoBrowsers, url_of
 from epd_serve.protocol.instance_state import LeaveOrder, RoleOrder
 from epd_serve.routing.table import InstanceRecord
-from epd_serve.rpc.app_server import AdminHttp, serve_app
 from epd_serve.rpc.cluster import CLUSTER_KEY
-from epd_serve.rpc.server import Handler, LinkService, Reply
+from epd_serve.rpc.server import AdminHttp, Handler, LinkService, Reply, serve_app
 from epd_serve.rpc.sockets import watch_accepted
 from epd_serve.rpc.tls import TlsFiles
 from epd_serve.topology import parse_topology
@@ -266,7 +265,7 @@ def _describe(record: InstanceRecord) -> dict[str, Any]:
 def _decoded(body: bytes, kind: Any) -> Any:
     try:
         return msgspec.json.decode(body, type=kind)
-    except msgspec.DecodeError as error:
+    except ValueError as error:  # also invalid UTF-8
         raise InvalidRequest(f"the body is not a valid {kind.__name__}: {error}") from error
 
 

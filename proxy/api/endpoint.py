@@ -16,8 +16,9 @@ from msgspec.structs import replace
 from starlette.types import Receive, Scope, Send
 
 from epd_serve.errors import InstanceLost, InvalidRequest, ModelNotFound, ServeError, StageTimeout, Unavailable
-from epd_serve.protocol.openai.generation import GenerationRequest, Translation
+from epd_serve.protocol.openai.generation import GenerationRequest
 from epd_serve.protocol.openai.tokenizing import TokenQuestion
+from epd_serve.protocol.openai.translated import AnswerTranslation, TranslatedChat
 from epd_serve.protocol.wire import REQUEST_ID_HEADER, DetokenizeReply, DetokenizeRequest, MediaRef, TokenizeReply
 from epd_serve.routing.retry import LOOK_AGAIN_S, is_planned
 from epd_serve.types import PLURALS, Stage
@@ -192,7 +193,9 @@ class GenerationEndpoint(Endpoint):
         jobs = self._jobs(client, request, items)
         record.streamed = bool(request.stream)
         output = jobs[0].output
-        translation = request.translation(id=jobs[0].id, created=output.created, model=record.model)
+        translation = None
+        if isinstance(request, TranslatedChat):
+            translation = request.translation(id=jobs[0].id, created=output.created, model=record.model)
         if request.stream:
             if translation is not None:
                 sink.outlet = TranslatedOutlet(client, translation)
@@ -237,7 +240,7 @@ class GenerationEndpoint(Endpoint):
 class TranslatedOutlet:
     """An Outlet that translates chat events into another API's."""
 
-    def __init__(self, client: Client, translation: Translation) -> None:
+    def __init__(self, client: Client, translation: AnswerTranslation) -> None:
         self.start, self.drain = client.start, client.drain
         self._client = client
         self._translation = translation

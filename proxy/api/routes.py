@@ -12,9 +12,10 @@ from starlette.types import ASGIApp
 
 from epd_serve.protocol.anthropic import CountTokensRequest, MessagesRequest
 from epd_serve.protocol.openai.generation import ChatCompletionRequest, CompletionRequest
-from epd_serve.protocol.openai.responses import InputTokens, ResponsesRequest
+from epd_serve.protocol.openai.responses import ResponsesRequest
 from epd_serve.protocol.openai.tokenizing import DetokenizeBody, DetokenizeResult, TokenizeBody, TokenizeResult
 from epd_serve.protocol.openai.transcriptions import TranscriptionRequest
+from epd_serve.protocol.openai.translated import InputTokens
 
 bearer = HTTPBearer(auto_error=False, description="An API key, if the gateway requires one.")
 RequestId = Annotated[str | None, Header(alias="x-request-id", description="Returned, and named in logs.")]

@@ -9,7 +9,7 @@ from math import inf
 
 import msgspec
 
-from epd_serve.protocol.wire import REQUEST_ID_HEADER, MediaRef, read_prompt_note
+from epd_serve.protocol.wire import REQUEST_ID_HEADER, MediaRef, PromptNote
 from epd_serve.telemetry.span import TRACEPARENT_HEADER, Span, TraceContext, Value
 from epd_serve.types import Modality
 
@@ -173,12 +173,12 @@ class RequestRecord(msgspec.Struct, eq=False):
                 elif name == ENCODE:
                     span.attributes["feature"] = ENCODED  # the encoder's answer came after P used the feature
         if self.prompt_note:
-            num_tokens, indexes, num_cached = read_prompt_note(self.prompt_note)
-            had = {item for index, item in enumerate(self.items) if index in indexes}
+            note = msgspec.json.decode(self.prompt_note, type=PromptNote)
+            had = {item for index, item in enumerate(self.items) if index in note.had}
             if self.prompt_tokens is None:
-                self.prompt_tokens = num_tokens
+                self.prompt_tokens = note.num_tokens
             if self.cached_tokens is None:
-                self.cached_tokens = num_cached
+                self.cached_tokens = note.num_cached
             for span in self.spans:
                 if span.attributes.get("feature") == STORED and span.attributes["item"] in had:
                     span.attributes["feature"] = AT_PREFILL

@@ -225,7 +225,7 @@ def _error_of(event: bytes) -> ServeError:
     """Return the error of an error event, caused by the request or the instance."""
     try:
         error = msgspec.json.decode(event.removeprefix(b"data:"), type=ErrorEnvelope).error
-    except msgspec.MsgspecError:
+    except ValueError:  # also invalid UTF-8
         return InstanceBroke(ErrorBody(message="the instance broke off its answer", type=InstanceFailed.type))
     if error.type == InvalidRequest.type:
         return InvalidRequest(error.message, param=error.param, code=error.code)

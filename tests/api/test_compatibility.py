@@ -27,7 +27,7 @@ async def test_names_and_reasoning_of_the_history_are_for_templates_that_show_th
     plain = [*user("Hi"), {"role": "assistant", "content": "Ho"}, *user("?")]
     rich = [{**message, "name": "bob"} for message in plain]
     rich[1] |= {"reasoning_content": "They greet."}
-    tokenizer = api.instances["ep0"].language.weights.prompts.tokenizer.inner
+    tokenizer = api.instances["ep0"].weights.prompts.tokenizer.inner
     assert await content(api, {"messages": rich}) == await content(api, {"messages": plain})
     before = tokenizer.chat_template
     try:

@@ -18,18 +18,7 @@ ADDRESS = {
     "required": ["name", "tags", "zip", "kind"],
     "additionalProperties": False,
 }
-CITY, DAYS = {"enum": ["Bonn", 'the "old" town']}, {"type": "integer", "maximum": 9, "minimum": 0}
-PLACE = {
-    "type": "object",
-    "required": ["city", "days"],
-    "additionalProperties": False,
-    "properties": {"city": CITY, "days": DAYS},
-}
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
-WEATHER = {
-    "type": "function",
-    "function": {"name": "get_weather", "description": "Weather of a city", "parameters": PLACE},
-}
 CLOCK = {"type": "function", "function": {"name": "get_time", "parameters": NOTHING}}
 MESSAGES = [{"role": "user", "content": "Tell me"}]
 
@@ -55,24 +44,6 @@ async def test_every_choice_follows_the_schema_streamed_or_not(client, temperatu
         pieces = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices[0].index == index]
         assert "".join(pieces) == text
     assert len(set(texts)) == (1 if temperature == 0 else 3)
-
-
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
-async def test_a_tool_that_must_be_called_is(client, choice):
-    fields = {"tools": [CLOCK, WEATHER], "tool_choice": choice, "parallel_tool_calls": False}
-    for seed in range(2):
-        answer = (await ask(client, seed=seed, **fields)).choices[0]
-        assert (answer.finish_reason, answer.message.content) == ("tool_calls", None)
-        [call] = answer.message.tool_calls
-        function = {"get_time": CLOCK, "get_weather": WEATHER}[call.function.name]["function"]
-        jsonschema.validate(json.loads(call.function.arguments), function["parameters"])
-        if choice != "required":
-            assert call.function.name == "get_weather"
-        async with client.chat.completions.stream(model="demo", messages=MESSAGES, seed=seed, **fields) as stream:
-            streamed = (await stream.get_final_completion()).choices[0]
-        [other] = streamed.message.tool_calls
-        assert (other.function.name, other.function.arguments) == (call.function.name, call.function.arguments)
-        assert other.id.startswith("call_") and streamed.finish_reason == "tool_calls"
 
 
 async def test_several_calls_at_once(client):

@@ -45,27 +45,7 @@ async def streamed_usage(api, path, body):
     return last["response"]["usage"] if path == RESPONSES else last["usage"]
 
 
-async def check_cached_tokens(api, prefill):
-    for path in PATHS:
-        for number, text in enumerate((f"{path} {LONG}", f"{path} {LONG} so?", f"{path} {LONG} so?", path)):
-            before = await hits(api, prefill)
-            body = asked(path, text)
-            status, answer = await api.post(path, body)
-            assert status == 200, answer
-            found = await hits(api, prefill) - before
-            assert cached(answer["usage"]) == found
-            assert (found > 0) == (number in (1, 2))
-            again = await streamed_usage(api, path, body)
-            assert cached(again) == await hits(api, prefill) - before - found
-    several = asked(COMPLETIONS, "", prompt=[LONG, LONG + "so?"], n=2)
-    await api.post(COMPLETIONS, several)
-    before = await hits(api, prefill)
-    _, answer = await api.post(COMPLETIONS, several)
-    assert cached(answer["usage"]) == await hits(api, prefill) - before > 0
-
-
 async def test_cached_tokens_are_those_that_p_has_found(api):
-    await check_cached_tokens(api, "ep0")
     before, told = await hits(api, "ep0"), await hits(api, "")
 
     async def ask(number):
@@ -82,7 +62,23 @@ async def test_cached_tokens_are_those_that_p_has_found(api):
     await api.settle()
 
 
-async def test_an_instance_that_decodes_itself_counts_them_too(tmp_path):
+async def test_each_api_counts_them(tmp_path):
+    """At an instance that decodes itself."""
     async with deployment(tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model"), "EPD") as alone:
-        await check_cached_tokens(alone, "epd0")
+        for path in PATHS:
+            for number, text in enumerate((f"{path} {LONG}", f"{path} {LONG} so?", f"{path} {LONG} so?", path)):
+                before = await hits(alone, "epd0")
+                body = asked(path, text)
+                status, answer = await alone.post(path, body)
+                assert status == 200, answer
+                found = await hits(alone, "epd0") - before
+                assert cached(answer["usage"]) == found
+                assert (found > 0) == (number in (1, 2))
+                again = await streamed_usage(alone, path, body)
+                assert cached(again) == await hits(alone, "epd0") - before - found
+        several = asked(COMPLETIONS, "", prompt=[LONG, LONG + "so?"], n=2)
+        await alone.post(COMPLETIONS, several)
+        before = await hits(alone, "epd0")
+        _, answer = await alone.post(COMPLETIONS, several)
+        assert cached(answer["usage"]) == await hits(alone, "epd0") - before > 0
         await alone.settle()

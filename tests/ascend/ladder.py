@@ -15,7 +15,7 @@ Five levels, each named by what it proves:
 * **host**: the device layer runs through the wheel's own C++ code over a runtime of host memory, whose streams,
   events and copies are asynchronous and keep order, and whose contexts belong to threads (``host_runtime.c``).
 * **hw**: needs an NPU and an installed torch_npu, where plain ``pytest tests/ascend`` runs all levels. Elsewhere
-  it is listed as not run.
+  it is skipped.
 
 Accuracy, speed, memory, ordering and overlap on a real NPU are beyond the first four.
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 from ascend_ladder import require_torch_npu
 from attention_contract import (
@@ -25,13 +22,11 @@ require_torch_npu()
 
 import ascend_kernels  # noqa: E402
 import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
 
 from device.ops.ascend import (  # noqa: E402
     V1,
     V2,
     AscendOps,
-    FusedAttention,
 )
 
 ascend_kernels.register()
@@ -82,36 +77,3 @@ def test_vision_attention(name: str, case: Segments) -> None:
 @given(case=layers())
 def test_layer_operators(dtype: torch.dtype, case: Layers) -> None:
     check_layers(BACKENDS["v2 TND"], case, dtype, CPU, TOLERANCES[dtype])
-
-
-class TransposedMask(AscendOps):
-    def _causal_mask(self, device: torch.device) -> Tensor:
-        return super()._causal_mask(device).T.contiguous()
-
-
-def misspelt() -> AscendOps:
-    """v2's operator with the keywords of v1."""
-    return AscendOps(
-        attention=FusedAttention(
-            operator=V2.operator,
-            num_heads=V1.num_heads,
-            scale=V1.scale,
-            query_lens=V1.query_lens,
-            context_lens=V1.context_lens,
-        )
-    )
-
-
-WRONG: dict[str, tuple[Callable[[], AscendOps], Any, str]] = {
-    "mask transposed": (TransposedMask, AssertionError, "differ from the oracle's"),
-    "v1 keywords on v2": (misspelt, RuntimeError, "Unknown keyword argument"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_backend_is_noticed(case: str) -> None:
-    backend, error, message = WRONG[case]
-    batch = Batch([20], [(30, 60)], block_size=128, kv_heads=2, group=2, head_dim=16, seed=0)
-    check_step(AscendOps(), batch, torch.float32, CPU, TOLERANCES[torch.float32])
-    with pytest.raises(error, match=message):
-        check_step(backend(), batch, torch.float32, CPU, TOLERANCES[torch.float32])

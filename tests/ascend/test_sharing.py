@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
@@ -76,64 +78,18 @@ def test_processes_get_ports_of_their_own(processes: list[int]) -> None:
     assert not ranges[0][1] & ranges[1][1]
 
 
-class Vendor:
-    """The calls of torch_npu that a share makes, and that opening an NPU makes."""
-
-    def __init__(self, cube: int = 24, vector: int = 48, chip: str = "Ascend910B3") -> None:
-        self.calls: list[tuple[object, ...]] = []
-        self._limits = {"cube_core_num": cube, "vector_core_num": vector}
-        self._chip = chip
-
-    def get_device_limit(self, device: int) -> dict[str, int]:
-        return self._limits
-
-    def get_device_name(self, device: int) -> str:
-        return self._chip
-
-    def device_count(self) -> int:
-        return 1
-
-    def set_device_limit(self, device: int, cube_num: int, vector_num: int) -> None:
-        self.calls.append(("cores", device, cube_num, vector_num))
-
-    def set_per_process_memory_fraction(self, fraction: float, device: int) -> None:
-        assert isinstance(fraction, float)
-        self.calls.append(("memory", fraction, device))
-
-
-@pytest.mark.parametrize(("share", "cube", "vector"), [(1, 24, 48), (0.5, 12, 24), (0.3, 7, 14), (0.01, 1, 2)])
-def test_a_share_is_memory_and_cores(share: float, cube: int, vector: int) -> None:
-    device = object.__new__(ascend.AscendDevice)
-    device.name, device.index, device._has_share = "npu:0", 0, False
-    device._vendor = vendor = Vendor()
-    partition = device.apply_share(share)
-    assert vendor.calls == [("memory", float(share), 0), ("cores", 0, cube, vector)]
-    assert partition.mechanisms[1:] == (f"{cube} cube cores", f"{vector} vector cores")
-    with pytest.raises(ValueError, match="start another process"):
-        device.apply_share(0.5)
-
-
 @given(st.sampled_from([(20, 40), (24, 48), (25, 50), (8, 7), (20, 20)]), st.floats(0.01, 1))
 def test_a_share_keeps_the_ratio_of_the_cores(cores: tuple[int, int], share: float) -> None:
-    cube, vector = ascend.AscendDevice._share_of(Vendor(*cores).get_device_limit(0), share)
+    cube, vector = ascend.AscendDevice._share_of({"cube_core_num": cores[0], "vector_core_num": cores[1]}, share)
     assert cube * cores[1] == vector * cores[0] and 1 <= cube <= cores[0] and vector >= 1
     if cores[0] > 8:  # else it cannot be divided
         assert abs(cube - share * cores[0]) <= 1
 
 
-@pytest.fixture
-def chip(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
-    """An NPU of this name, as far as opening it goes."""
-    name: str = request.param
+@pytest.mark.parametrize("chip", ["Ascend310P3", "Ascend310B1", "Ascend910A", "Ascend910ProB", "Ascend910B"])
+def test_chips_without_the_operators_are_refused(chip: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    vendor = SimpleNamespace(device_count=lambda: 1, get_device_name=lambda index: chip)
     monkeypatch.setattr(ascend, "missing", lambda: None)
-    monkeypatch.setattr(torch, "get_device_module", lambda kind: Vendor(chip=name))
-    monkeypatch.setattr(ascend, "AscendDevice", lambda index: name)
-    return name
-
-
-@pytest.mark.parametrize(
-    "chip", ["Ascend310P3", "Ascend310B1", "Ascend910A", "Ascend910ProB", "Ascend910B"], indirect=True
-)
-def test_chips_without_the_operators_are_refused(chip: str) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: vendor)
     with pytest.raises(DeviceUnavailable, match=f"npu:0: {chip} lacks paged attention"):
         ascend.open_device(0)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd_serve.bench.answer import Answer
+from epd_serve.bench.client import Answer
 from epd_serve.bench.types import Failure
 
 

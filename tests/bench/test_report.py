@@ -13,10 +13,9 @@ from bench_runs import failed, good, loaded, measured
 from rich.console import Console
 
 from epd_serve.bench.command import SLO_MISSED, Output
-from epd_serve.bench.grid import make_grids
+from epd_serve.bench.grid import make_grids, show_run, show_runs
 from epd_serve.bench.report import write_report
 from epd_serve.bench.run import Run
-from epd_serve.bench.terminal import show_run, show_runs
 
 RATES = (2.0, 6.0, 12.0)
 
@@ -51,7 +50,7 @@ def test_page_and_terminal_show_every_run(name: str, tmp_path: Path) -> None:
     (grid,) = make_grids(runs, 0.9)
     for label in grid.labels:
         assert escape(grid.verdict(label)) in page
-    console = Console(file=io.StringIO(), width=120)
+    console = Console(file=io.StringIO(), width=80)
     show_run(console, runs[0])
     show_runs(console, runs, 0.9)
     assert isinstance(console.file, io.StringIO)

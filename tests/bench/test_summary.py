@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from load_tester import settings
 
-from epd_serve.bench.statistics import distribution, is_growing, load_curve, percentile
-from epd_serve.bench.summary import summarise
+from epd_serve.bench.summary import distribution, percentile, summarise
 
 URL = "http://127.0.0.1:1"
 
@@ -41,14 +40,3 @@ def test_failures_are_in_the_denominator_and_the_schedule_decides() -> None:
     assert total.output_token_throughput == pytest.approx(15 / total.duration_s)
     assert total.effective_throughput == pytest.approx(5 / total.duration_s)
     assert total.goodput == pytest.approx(1 / total.duration_s)
-
-
-def test_a_growing_backlog_is_a_warning() -> None:
-    """A server of five a second, asked ten times a second."""
-    records = [good(index, index / 10, ttft_s=0.1 + index / 10) for index in range(100)]
-    curve = load_curve(records)
-    assert is_growing(curve, 0.0, 9.9)
-    found = summarise(settings(URL, rate=10.0, num_requests=100), records)
-    assert any("does not keep up with this rate" in warning for warning in found.warnings)
-    steady = [good(index, index / 10) for index in range(100)]
-    assert not is_growing(load_curve(steady), 0.0, 9.9)

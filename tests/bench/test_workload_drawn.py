@@ -15,7 +15,7 @@ from PIL import Image
 
 from epd_serve.bench.types import Item, Media
 from epd_serve.bench.workloads import load_workload
-from epd_serve.bench.workloads.lengths import parse_lengths, parse_seconds, parse_sizes
+from epd_serve.bench.workloads.notation import parse_lengths, parse_seconds, parse_sizes
 
 
 def take(spec: str, num_items: int, seed: int = 1) -> list[Item]:

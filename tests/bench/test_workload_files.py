@@ -14,7 +14,7 @@ from PIL import Image
 
 from epd_serve.bench.types import Item, Media
 from epd_serve.bench.workloads import load_workload
-from epd_serve.bench.workloads.trace import BLOCK_TOKENS
+from epd_serve.bench.workloads.files import BLOCK_TOKENS
 
 TRACE = [
     {"timestamp": 3000, "input_length": 1100, "output_length": 26, "hash_ids": [0, 1, 2]},

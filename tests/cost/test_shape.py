@@ -9,7 +9,6 @@ import tiny_models
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_families import TINY
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
@@ -84,7 +83,13 @@ def test_layers_with_a_recurrent_state_keep_it_in_place_of_kv(dtype: str) -> Non
         *("gemma4", "gemma4_moe", "qwen3_vl"),
         *(
             pytest.param(kind, marks=pytest.mark.slow)
-            for kind in ("qwen2_5_vl", "llava", *tiny_models.STATE_KINDS, *tiny_models.TEXT_KINDS, *TINY)
+            for kind in (
+                "qwen2_5_vl",
+                "llava",
+                *tiny_models.STATE_KINDS,
+                *tiny_models.TEXT_KINDS,
+                *tiny_models.FAMILY_KINDS,
+            )
             if kind not in ("gemma4", "gemma4_moe")
         ),
     ],

@@ -24,15 +24,6 @@ def device() -> Iterator[CpuDevice]:
     device.set_threads(threads, cores)
 
 
-def test_threads_are_set_and_bounded_below(device: CpuDevice) -> None:
-    device.set_threads(1)
-    assert torch.get_num_threads() == 1
-    device.set_threads(3)
-    assert torch.get_num_threads() == 3
-    with pytest.raises(ValueError, match="at least 1"):
-        device.set_threads(0)
-
-
 def test_affinity_binds_running_and_later_threads(device: CpuDevice) -> None:
     core = max(os.sched_getaffinity(0))
     with ThreadPoolExecutor(max_workers=1) as running:

@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from operator_oracle import ReferenceOps
+from attention_contract import TOLERANCES, Batch, check_step
 from torch import Tensor
 
-from device.base import AttnMeta
 from device.ops.cpu import CpuOps
 from device.ops.cpu_kernels import FOR_ALL, amx_kernels, cpu_kernels, library_path
 from device.ops.linear import Product, linear
@@ -66,34 +65,21 @@ def test_weights_in_another_layout_are_left_to_onednn() -> None:
 
 @needs_compiler
 @DTYPES
-@pytest.mark.parametrize(("query_heads", "kv_heads", "head_dim"), [(14, 2, 64), (4, 4, 32), (16, 1, 256)])
-def test_decodes_read_pages_where_they_lie(
-    query_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
-) -> None:
-    torch.manual_seed(0)
-    lengths = [1, 300, 16, 129, 128]
-    width = -(-max(lengths) // 16)
-    table = torch.randperm(len(lengths) * width, dtype=torch.int32).view(len(lengths), width) + 1
-    kv = torch.randn(2, len(lengths) * width + 1, 16, kv_heads, head_dim).to(dtype)
-    kv[:, 0] = float("nan")  # nobody's block
-    query = torch.randn(len(lengths), query_heads + 2 * kv_heads, head_dim).to(dtype)[:, :query_heads]
-    meta = AttnMeta(
+@pytest.mark.parametrize(("group", "kv_heads", "head_dim"), [(7, 2, 64), (1, 4, 32), (16, 1, 256)])
+def test_decodes_read_pages_where_they_lie(group: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    """Contexts longer than those of the contract's cases."""
+    batch = Batch(
+        [1, 300, 16, 129, 128],
+        [],
         block_size=16,
-        slot_mapping=torch.zeros(len(lengths), dtype=torch.long),
-        num_decodes=len(lengths),
-        decode_block_table=table,
-        decode_context_lens=torch.tensor(lengths),
-        decode_context_lens_host=lengths,
-        prefill_query_lens=[],
-        prefill_context_lens=[],
-        prefill_block_table=torch.zeros(0, 1, dtype=torch.int32),
+        kv_heads=kv_heads,
+        group=group,
+        head_dim=head_dim,
+        seed=0,
+        layout="fused",
     )
-    scale = head_dim**-0.5
-    ops, exact = CpuOps(), ReferenceOps()
-    assert cpu_kernels().takes_decodes(query, kv)  # type: ignore[union-attr]
-    result = ops.attend(query, query, query, kv, ops.prepare(meta, dtype), scale)
-    wanted = exact.attend(query, query, query, kv, exact.prepare(meta, dtype), scale)
-    _close(result, wanted)
+    assert cpu_kernels().takes_decodes(batch.query.to(dtype), batch.kv_layer.to(dtype))  # type: ignore[union-attr]
+    check_step(CpuOps(), batch, dtype, torch.device("cpu"), TOLERANCES[dtype])
 
 
 @needs_compiler

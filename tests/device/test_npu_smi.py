@@ -52,12 +52,6 @@ OF_310P = """
 | 1       1                     | 0000:01:00.0    | 0            1520 / 43693                            |
 +===============================+=================+======================================================+
 """
-# Listings end with the processes; this one is made up in the columns of the others.
-PROCESSES = """
-| NPU     Chip              | Process id    | Process name             | Process memory(MB)      |
-+===========================+===============+====================================================+
-| 0       0                 | 1712733       | python3                  | 48954                   |
-"""
 
 
 def chip(name: str, used: int, total: int) -> Chip:
@@ -68,11 +62,9 @@ def chip(name: str, used: int, total: int) -> Chip:
     ("text", "chips"),
     [
         (A2, [chip("910B3", 3379, 65536), chip("910B3", 3385, 65536)]),
-        (A2 + PROCESSES, [chip("910B3", 3379, 65536), chip("910B3", 3385, 65536)]),
         (A3, [chip("Ascend910", 3397, 65536), chip("Ascend910", 3186, 65536)]),
         (OF_310P, [chip("310P3", 1397, 44280), chip("310P3", 1520, 43693)]),
         ("dcmi model initialized failed, because the device is used. ret is -8020\n", []),
-        ("", []),
     ],
 )
 def test_chips_of_a_table(text: str, chips: list[Chip]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_contract import TOLERANCES, Batch, batches, check, layers, segments
+from attention_contract import TOLERANCES, batches, check, layers, segments
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from operator_oracle import ReferenceOps
@@ -17,7 +17,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryE
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
-from device.base import AttentionOps, AttnMeta
+from device.base import AttentionOps
 from device.ops.cpu import CpuOps
 from device.ops.plain import PlainOps, position_axes, rotary_tables
 
@@ -36,32 +36,6 @@ EVERY_DTYPE = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, t
 @settings(max_examples=60, deadline=None)
 def test_operators_equal_the_oracle(ops: AttentionOps, dtype: torch.dtype, case: Any) -> None:
     check(ops, case, dtype, CPU, TOLERANCES[dtype])
-
-
-@EVERY_OPS
-def test_chunks_of_one_prompt_give_what_the_whole_gives(ops: AttentionOps) -> None:
-    """Cutting a prompt at every border changes no token's output."""
-    length, block_size = 13, 4
-    whole = Batch([], [(length, length)], block_size=block_size, kv_heads=2, group=2, head_dim=8, seed=3)
-    expected, cache = whole.run(ops)
-    for border in range(1, length):
-        for tokens in (slice(0, border), slice(border, length)):
-            meta = AttnMeta(
-                block_size=block_size,
-                slot_mapping=whole.meta.slot_mapping[tokens],
-                num_decodes=0,
-                decode_block_table=torch.zeros(0, 1, dtype=torch.int32),
-                decode_context_lens=torch.zeros(0, dtype=torch.int64),
-                decode_context_lens_host=[],
-                prefill_query_lens=[tokens.stop - tokens.start],
-                prefill_context_lens=[tokens.stop],
-                prefill_block_table=whole.meta.prefill_block_table,
-            )
-            plan = ops.prepare(meta, torch.float32)
-            output = ops.attend(
-                whole.query[tokens], whole.key[tokens], whole.value[tokens], cache, plan, whole.scale
-            )
-            torch.testing.assert_close(output, expected[tokens], rtol=1e-5, atol=1e-5)
 
 
 @st.composite
@@ -110,15 +84,3 @@ def test_the_oracle_rotates_and_norms_as_transformers() -> None:
     hidden = torch.randn(7, 24)
     with torch.no_grad():
         torch.testing.assert_close(ops.rms_norm(hidden, norm.weight, 1e-5), norm(hidden), rtol=1e-5, atol=1e-6)
-
-
-@EVERY_OPS
-@EVERY_DTYPE
-def test_argmax_takes_the_first_among_equals(ops: AttentionOps, dtype: torch.dtype) -> None:
-    """Whatever vector width the reduction has, and wherever the largest lie."""
-    logits = torch.randn(4, 1000, dtype=dtype).clamp_(max=2.0)
-    for row, first in enumerate((0, 17, 500, 998)):
-        logits[row, first:] = logits[row, first:].masked_fill(torch.arange(first, 1000) % 2 == first % 2, 3.0)
-    indices = ops.argmax(logits)
-    assert indices.dtype == torch.int64
-    assert indices.tolist() == [0, 17, 500, 998]

@@ -61,7 +61,3 @@ def is_option(section: type[BaseModel], path: str) -> bool:
     below = [field.annotation, *get_args(field.annotation)]
     sections = [one for one in below if isinstance(one, type) and issubclass(one, BaseModel)]
     return not rest or any(is_option(one, rest) for one in sections)
-
-
-def test_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 120

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 
-import httpx
 import openai
 import psutil
 import pytest
 from chat import chat
-from fleet import Books, is_up, wait_until
+from fleet import Books, wait_until
 from http_client import http_client
-from own_ports import free_port
 from transports import needs_mooncake
 
 from epd_serve.config import change_config, load_config
@@ -96,47 +91,7 @@ def check_stages(traces: Path, num_instances: int) -> None:
     assert all(json.loads(path.read_text()) for path in traces.iterdir()), "complete JSON after an orderly end"
     assert len(list(traces.iterdir())) == num_instances + 1
     requests = read_traces(traces).requests
-    assert len(requests) == 4
-    rest = []
-    for request in requests:
-        assert request.served_s is not None
-        assert request.total_s <= request.served_s + 0.002
-        rest.append(1 - request.total_s / request.served_s)
-    first, *others, text = requests
-    assert first.stages["encode_execute"] > 0 and first.stages["ep_migration"] > 0
-    assert [other.stages["encode_execute"] for other in (*others, text)] == [0, 0, 0], "the store had it"
+    assert [request.stages["encode_execute"] > 0 for request in requests] == [True, False, False, False], (
+        "then kept"
+    )
     assert all(request.stages["prefill_execute"] > 0 for request in requests)
-    assert min(rest) < 0.5, "the rest is calls and the answer's way"
-
-
-def test_instances_and_gateway_can_be_started_by_hand(tmp_path: Path) -> None:
-    """The README's "without the supervisor": one instance, and a gateway that finds it through the file.
-
-    The model computes nothing: what is tried is the start.
-    """
-    instance_port, port = free_port("127.0.0.1"), free_port("127.0.0.1")
-    file = tmp_path / "deployment.yaml"
-    model = "model: {shape_of: qwen2.5-vl-7b}, served_model_name: demo, devices: ['emulated:h200:0']"
-    ports = f"instances: {{base_port: {instance_port}, num_blocks: 512}}, gateway: {{port: {port}}}"
-    file.write_text(f"{{topology: EPD, {model}, {ports}}}")
-    program = [sys.executable, "-m", "epd_serve.cli"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with (
-        subprocess.Popen(
-            [
-                *(*program, "instance", "--name", "epd0", "--role", "EPD", "--port", str(instance_port)),
-                *("--config", str(file), "--device", "emulated:h200:0"),
-            ],
-            env=environment,
-        ) as instance,
-        subprocess.Popen([*program, "proxy", "--config", str(file)]) as gateway,
-    ):
-        try:
-            wait_until(lambda: is_up(f"http://127.0.0.1:{port}/health"), "the gateway is ready")
-            body = {"model": "demo", "prompt": "Say apple", "max_tokens": 2}
-            answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=150, verify=False)
-            assert answer.status_code == 200, answer.text
-        finally:
-            gateway.terminate()
-            instance.terminate()
-        assert gateway.wait(150) == instance.wait(150) == 0

@@ -6,30 +6,25 @@ One deployment for all tests, in this order: instances that are killed stay away
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
-from pathlib import Path
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
 import pytest_asyncio
 from chat import chat
-from fleet import Books, deployed, figures, gateway, is_up, until_decoding, wait_until
+from fleet import Books, deployed, figures, gateway, until_decoding
 from http_client import http_client
-from own_ports import free_port
 from pictures import noise
 
 from epd_serve.launch.deployment import LocalDeployment
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 CHATS = "/v1/chat/completions"
-STREAMED = chat("Count to 9.", max_tokens=300, ignore_eos=True, stream=True)
+#: Longer than it takes to kill whoever sends it.
+STREAMED = chat("Count to 9.", max_tokens=1500, ignore_eos=True, stream=True)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -37,67 +32,6 @@ async def deployment() -> AsyncIterator[LocalDeployment]:
     instances = {"lease_s": 6, "feature_timeout_s": 8, "max_num_batched_tokens": 64}
     async with deployed("E-P-D", restart="never", instances=instances) as deployment:
         yield deployment
-
-
-@asynccontextmanager
-async def gateway_process(
-    config: Path, instances: Mapping[str, str]
-) -> AsyncIterator[tuple[str, subprocess.Popen[bytes]]]:
-    """A gateway of its own process; its URL once it is ready."""
-    port = free_port("127.0.0.1")
-    command = [sys.executable, "-m", "epd_serve.cli", "proxy", "--port", str(port), "--config", str(config)]
-    for name, url in instances.items():
-        command += ["--instance", f"{name}={url}"]
-    with subprocess.Popen(command) as process:  # noqa: ASYNC220 - nothing else runs yet
-        try:
-            url = f"http://127.0.0.1:{port}"
-            await asyncio.to_thread(wait_until, lambda: is_up(url + "/health"), "the gateway is ready")
-            yield url, process
-        finally:
-            process.kill()
-
-
-class Stream:
-    """One answer as it comes."""
-
-    def __init__(self, url: str) -> None:
-        self.text = ""
-        self.task = asyncio.create_task(self._read(url))
-
-    @property
-    def is_coming(self) -> bool:
-        return bool(self.text) and not self.task.done()
-
-    async def _read(self, url: str) -> str:
-        async with http_client(url) as client, client.stream("POST", CHATS, json=STREAMED) as answer:
-            async for piece in answer.aiter_text():
-                self.text += piece
-        return self.text
-
-
-async def test_one_gateway_dies_and_the_other_does_not_notice(deployment: LocalDeployment, tmp_path: Path) -> None:
-    config, urls = tmp_path / "deployment.yaml", Books.of(deployment).urls
-    config.write_text("{}")
-    for _ in range(5):  # where this process is held up, all that one of them had to answer is there when it looks
-        async with gateway_process(config, urls) as (one, process), gateway(urls) as other:
-            dying, living = [Stream(one) for _ in range(2)], [Stream(other) for _ in range(2)]
-            streams = (*dying, *living)
-            while not (are_seen := any(one.is_coming for one in dying) and any(one.is_coming for one in living)):
-                if all(stream.task.done() for stream in streams):
-                    break
-                await asyncio.sleep(0.005)
-            process.kill()
-            ends = await asyncio.gather(*(stream.task for stream in dying), return_exceptions=True)
-            texts = await asyncio.gather(*(stream.task for stream in living))
-        assert all(text.endswith("data: [DONE]\n\n") for text in texts)
-        cut = [end for end in ends if not (isinstance(end, str) and end.endswith("data: [DONE]\n\n"))]
-        assert all(isinstance(error, httpx.TransportError) for error in cut)
-        begun = [stream for stream in streams if stream.text]
-        assert len({json.loads(stream.text[6:].split("\n")[0])["id"] for stream in begun}) == len(begun)
-        await Books(urls).check()
-        if are_seen and cut:
-            break
-    assert are_seen and cut
 
 
 async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> str:
@@ -169,11 +103,40 @@ async def test_without_e_the_prefill_instance_encodes(deployment: LocalDeploymen
     assert (await figures(urls["p0"]))["feature_recomputes_total"] > 0
 
 
+async def read_stream(url: str, began: asyncio.Event) -> str:
+    text = ""
+    async with http_client(url) as client, client.stream("POST", CHATS, json=STREAMED) as answer:
+        async for piece in answer.aiter_text():
+            text += piece
+            began.set()
+    return text
+
+
+async def test_one_gateway_dies_and_the_other_does_not_notice(deployment: LocalDeployment) -> None:
+    """What it had asked for is over at the instances as well."""
+    urls = {name: url for name, url in Books.of(deployment).urls.items() if name != "e0"}
+    [process] = [process for process in deployment.processes if process.spec.name == "gateway"]
+    async with gateway(urls) as other:
+        began = [asyncio.Event() for _ in range(4)]
+        dying, living = (
+            [asyncio.create_task(read_stream(url, one)) for one in events]
+            for url, events in ((deployment.gateway_url, began[:2]), (other, began[2:]))
+        )
+        await asyncio.gather(*(one.wait() for one in began))
+        os.kill(process.pid, signal.SIGKILL)
+        ends = await asyncio.gather(*dying, return_exceptions=True)
+        assert all(isinstance(end, httpx.TransportError) for end in ends)
+        texts = await asyncio.gather(*living)
+    assert all(text.endswith("data: [DONE]\n\n") for text in texts)
+    await Books(urls).check()
+
+
 @pytest.mark.slow
 async def test_without_d_nothing_is_answered(deployment: LocalDeployment) -> None:
-    async with http_client(deployment.gateway_url) as client:
+    urls = {name: deployment.instances[name].url for name in ("p0", "d0")}
+    async with gateway(urls, config={"restart": "never"}) as url, http_client(url) as client:
         assert len(await kill_under_load(deployment, client, "d0")) == 24
-        await Books({"p0": deployment.instances["p0"].url}).check()
+        await Books({"p0": urls["p0"]}).check()
         await is_healthy(client, 503)
         for body in (chat("Say apple"), chat("What is this?", noise(99), max_tokens=4)):
             assert (await client.post(CHATS, json=body)).status_code == 503

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import tiny_models
 from fleet import figures
+from http_client import http_client
 from identity import start_fleet
 
 from benchmarks.ablations.processes import environment
+
+pytestmark = pytest.mark.slow
 
 #: So little is to be measured where budgets are searched for.
 SMALL_BUDGETS = {"image_budget_pixels": 10 * 140 * 140, "max_num_seqs": 16}
@@ -37,7 +40,6 @@ CASES: dict[str, dict[str, Any]] = {
 TOPOLOGIES = {"EPD": ("epd0",), "E-P-D": ("e0", "p0", "d0"), "ED-P": ("ed0", "p0")}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 async def test_tokens_equal_generate(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EPD_SERVE_CACHE", str(tmp_path / "cache"))
@@ -56,3 +58,29 @@ async def test_tokens_equal_generate(case: str, tmp_path: Path, monkeypatch: pyt
             if not small or sum(preempted):
                 return
     raise AssertionError("the pool was large enough for all")
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", *tiny_models.STATE_KINDS])
+async def test_tokens_are_the_same_under_shares_and_the_guard(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor under shares, parted threads and a guard that always holds encodes back."""
+    monkeypatch.setenv("EPD_SERVE_CACHE", str(tmp_path / "cache"))
+    path = tiny_models.make_tiny_model(kind, tmp_path / "model")
+    settings = {
+        "roles": {
+            "E": {"share": 0.5},
+            "P": {"threads": 1},  # it has the same cores as the others, in truth
+        },
+        "slo": {"tpot_ms": 0.01},  # no step keeps it: encodes get their least share while anything decodes
+    }
+    async with start_fleet(path, "(E-D)-ED-P", instances={"threads": 2}, **settings) as fleet:
+        async with http_client() as client:
+            info = {name: (await client.get(f"{url}/info")).json() for name, url in fleet.urls.items()}
+        assert {name for name, said in info.items() if "share" in said} == {"e0", "d0"}
+        for name in ("e0", "d0"):
+            share = info[name]["share"]
+            assert (share["part"], share["strength"]) == (0.5, "cooperative")
+            assert any("affinity to cores" in mechanism for mechanism in share["mechanisms"])
+        await fleet.check_tokens(("e0", "d0", "p0"))
+        await fleet.check_tokens(("ed0", "p0"))

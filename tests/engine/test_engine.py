@@ -20,6 +20,7 @@ from reference import reference_of
 
 from device.base import EagerRunner
 from device.cpu import CpuDevice
+from epd_serve.engine import step_loop
 from epd_serve.engine.engine import FailureEvent, TokenEvent
 from epd_serve.sched.schedule import Budget, ScheduleOutput
 
@@ -212,7 +213,7 @@ def test_a_cached_prefix_that_waits_for_a_feature_holds_nobody_up(tiny_model: Pa
     num_cached = sequence.spans[1].start // BLOCK_SIZE + 1  # ends within the second image
     assert 16 <= num_cached * BLOCK_SIZE < sequence.spans[1].end
     sequence.block_hashes = sequence.block_hashes[:num_cached]
-    with bench.engine._changed:
+    with bench.engine.changed:
         bench.engine.submit(sequence)
         bench.engine.submit(bench.sequence("behind", "Say apple", []))
     assert ("behind", 0) in bench.collect(1)
@@ -225,7 +226,7 @@ def test_a_cached_prefix_that_waits_for_a_feature_holds_nobody_up(tiny_model: Pa
 def test_the_end_of_the_thread_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody would compute any more, and a process that answers its probes is not started again."""
     ended = threading.Event()
-    monkeypatch.setattr(bench, "died", ended.set)
+    monkeypatch.setattr(step_loop, "end_process", ended.set)
 
     def fail(now: float) -> ScheduleOutput:
         raise AssertionError("a plan that cannot be")
@@ -241,6 +242,6 @@ def test_a_step_that_cannot_be_accounted_for_counts(bench: Bench, monkeypatch: p
     def fail(output: ScheduleOutput, seconds: float) -> None:
         raise OSError("no space left for figures")
 
-    monkeypatch.setattr(bench, "stepped", fail)
+    monkeypatch.setattr(bench, "add_step", fail)
     bench.engine.submit(bench.sequence("fine", "Say apple", []))
     assert len(bench.collect(1)["fine", 0]) == 12

@@ -11,13 +11,13 @@ from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine_cells import BLOCK_SIZE, Cells, Runner, contents, next_token
+from engine_cells import BLOCK_SIZE, Cells, Runner, contents, next_token, stream_of_a_cpu
 from hypothesis import HealthCheck, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from epd_serve.cache.block_pool import BlockPool, RequestBlocks, hash_blocks
-from epd_serve.engine.engine import Engine, EngineEvent, EngineHooks, FailureEvent, PromptEvent, TokenEvent
+from epd_serve.engine.engine import BlockRequest, Engine, EngineEvent, FailureEvent, PromptEvent, TokenEvent
 from epd_serve.engine.step_loop import StepLoop
 from epd_serve.errors import InvalidRequest
 from epd_serve.sched.schedule import Budget, ScheduleOutput
@@ -43,12 +43,15 @@ class Request:
     image: str | None
     hand_off: bool = False
     root: Sequence | None = None
-    reserved: RequestBlocks | None = None
-    arrival_s: float = 0.0
+    asked: BlockRequest | None = None
     tokens: list[list[int]] = field(default_factory=list)
     stopped: set[int] = field(default_factory=set)
     finished: set[int] = field(default_factory=set)
     over: bool = False
+
+    @property
+    def reserved(self) -> RequestBlocks | None:
+        return self.asked.granted.result() if self.asked is not None and self.asked.granted.done() else None
 
     @property
     def spans(self) -> tuple[MediaSpan, ...]:
@@ -74,20 +77,6 @@ SUBMISSIONS = st.tuples(
 )
 
 
-class Hooks(EngineHooks):
-    def __init__(self, machine: EngineMachine) -> None:
-        self.machine = machine
-
-    def feature(self, mm_hash: str) -> Any:
-        return self.machine.features.get(mm_hash)
-
-    def emit(self, events: list[EngineEvent]) -> None:
-        self.machine.take(events)
-
-    def stepped(self, output: ScheduleOutput, seconds: float) -> None:
-        self.machine.num_preemptions += len(output.preempted)
-
-
 class EngineMachine(RuleBasedStateMachine):
     runs_ahead = False
     state_blocks = 0
@@ -103,21 +92,33 @@ class EngineMachine(RuleBasedStateMachine):
         self.sequences: dict[tuple[str, int], Sequence] = {}
         self.features: dict[str, Any] = {}
         self.num_preemptions = 0
-        self.reserving: str | None = None
         self.clock = itertools.count()
-        hooks = Hooks(self)
+        own: Any = self
         self.engine = Engine(
             self.pool,
             self.cells,
             Budget(max_num_tokens=9, max_num_seqs=6),
-            hooks,
+            own,
             eos_token_ids=frozenset({EOS}),
             clock=lambda: float(next(self.clock)),
         )
         runner: Any = Runner(self.cells, self.spans)
-        self.loop = StepLoop(self.engine, runner, hooks, runs_ahead=self.runs_ahead)
+        self.loop = StepLoop(self.engine, runner, own, stream_of_a_cpu(), own, runs_ahead=self.runs_ahead)
 
-    def take(self, events: list[EngineEvent]) -> None:
+    # ------------------------------------------------------------------ for the engine
+
+    def has(self, mm_hash: str) -> bool:
+        return mm_hash in self.features
+
+    def starved(self, mm_hash: str) -> None: ...
+
+    def use(self, mm_hash: str) -> Any:
+        return self.features.get(mm_hash)
+
+    def add_step(self, output: ScheduleOutput, seconds: float) -> None:
+        self.num_preemptions += len(output.preempted)
+
+    def emit(self, events: list[EngineEvent]) -> None:
         for told in events:
             request_id = told.request_id if isinstance(told, FailureEvent) else told.sequence.request_id
             request = self.requests[request_id]
@@ -197,7 +198,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     # ------------------------------------------------------------------ prompts computed elsewhere
 
-    @precondition(lambda self: self.reserving is None)
+    @precondition(lambda self: len(self.asking()) < 3)
     @rule(
         prompt=PROMPTS,
         max_tokens=st.integers(2, 16),
@@ -215,31 +216,17 @@ class EngineMachine(RuleBasedStateMachine):
         except InvalidRequest:
             return
         self.requests[name] = request
-        self.reserving = name
         request.root = self.sequence(name, request, prompt_is_here=False)
-        request.arrival_s = float(next(self.clock))
-        self.try_to_reserve()
+        request.asked = self.engine.reserve(
+            name, len(request.prompt), request.num_sequences, request.root.block_hashes, _priority(name)
+        )
 
     def roots(self) -> list[Sequence]:
         return [r.root for r in self.requests.values() if r.root is not None]
 
-    def try_to_reserve(self) -> None:
-        """As the decode stage does whenever something was freed."""
-        if self.reserving is None:
-            return
-        request = self.requests[self.reserving]
-        assert request.root is not None
-        if not request.over:
-            request.reserved = self.engine.reserve(
-                len(request.prompt),
-                request.num_sequences,
-                request.root.block_hashes,
-                request.arrival_s,
-                _priority(self.reserving),
-            )
-        if request.reserved is not None or request.over:
-            self.reserving = None
-            self.engine.stop_reserving()
+    def asking(self) -> list[str]:
+        """Those that wait for blocks."""
+        return [name for name, one in self.requests.items() if one.asked and not one.asked.granted.done()]
 
     def reserved(self) -> list[str]:
         return [name for name, request in self.requests.items() if request.reserved is not None]
@@ -261,7 +248,7 @@ class EngineMachine(RuleBasedStateMachine):
         tokens = [(ids[0], ids == request.alone(i)) for i, ids in enumerate(request.tokens)]
         request.finished = {index for index, (_, last) in enumerate(tokens) if last}
         self.engine.resume(request.root, request.reserved, tokens)
-        request.reserved = None
+        request.asked = None
 
     # ------------------------------------------------------------------ ends
 
@@ -275,8 +262,9 @@ class EngineMachine(RuleBasedStateMachine):
         request.over = True
         if request.reserved is not None:
             self.engine.unreserve(request.reserved)
-            request.reserved = None
+        asked, request.asked = request.asked, None
         self.engine.abort(name)
+        assert asked is None or asked.granted.done(), "whoever waits for its blocks hears it"
         self.forget_feature(request)
 
     @precondition(lambda self: any(name in self.live() for name, _ in self.sequences))
@@ -308,7 +296,6 @@ class EngineMachine(RuleBasedStateMachine):
     def steps(self, count: int) -> None:
         for _ in range(count):
             self.loop.step()
-            self.try_to_reserve()
             self.engine.check_integrity()
 
     @invariant()
@@ -330,14 +317,13 @@ class EngineMachine(RuleBasedStateMachine):
                 self.take_over(name)
             self.loop.step()
             self.confirm_transfers()
-            self.try_to_reserve()
             self.books_balance()
             if not self.live():
                 break
         assert not self.live(), "somebody waits for ever"
         while self.loop.step():  # what was given up may still be computed
             pass
-        assert self.reserving is None
+        assert not self.asking()
         assert self.pool.num_free == self.pool.capacity, "blocks leaked"
         event(f"preempted: {min(self.num_preemptions, 5)}")
 

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from engine_cells import BLOCK_SIZE, Cells, Runner, Step
+from engine_cells import BLOCK_SIZE, Cells, Runner, Step, stream_of_a_cpu
 
 from epd_serve.cache.block_pool import BlockPool
-from epd_serve.engine.engine import Engine, EngineEvent, EngineHooks, FailureEvent
+from epd_serve.engine.engine import Engine, EngineEvent, FailureEvent
 from epd_serve.engine.step_loop import StepLoop
+from epd_serve.engine.telemetry import InstanceTelemetry
 from epd_serve.sched.schedule import Budget
 from epd_serve.sched.sequence import Sequence
 from epd_serve.types import SamplingParams
 
 
-class Journal(EngineHooks):
+class Journal:
     """Notes what becomes of steps, in order."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
+
+    def has(self, mm_hash: str) -> bool:
+        return False
 
     def emit(self, events: list[EngineEvent]) -> None:
         self.notes += ["failure" if isinstance(event, FailureEvent) else "token" for event in events]
@@ -25,7 +31,8 @@ class Journal(EngineHooks):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_tokens_are_handed_out_when_the_device_has_its_work(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
-    journal, cells, sample = Journal(), Cells(20), Step.sample
+    journal: Any = Journal()
+    cells, sample = Cells(20), Step.sample
 
     def noted(step: Step) -> None:
         if fails and journal.notes:
@@ -41,7 +48,8 @@ def test_tokens_are_handed_out_when_the_device_has_its_work(monkeypatch: pytest.
         journal,
         eos_token_ids=frozenset(),
     )
-    loop = StepLoop(engine, Runner(cells, {"r": ()}), journal, runs_ahead=True)  # type: ignore[arg-type]
+    runner: Any = Runner(cells, {"r": ()})
+    loop = StepLoop(engine, runner, journal, stream_of_a_cpu(), InstanceTelemetry("i"), runs_ahead=True)
     sampling = SamplingParams(seed=0)
     engine.submit(Sequence(request_id="r", prompt_ids=[1, 2, 3], sampling=sampling, max_tokens=3, positions=None))
     while loop.step():

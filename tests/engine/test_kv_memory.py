@@ -37,8 +37,8 @@ def test_kv_goes_from_device_to_device_through_few_cells() -> None:
     assert there.staged_cells is not None and there.staged_cells < len(theirs)
     for layers, numbers in rounds(range(1, 3), len(theirs), there.staged_cells):
         some = slice(numbers.start, numbers.stop)
-        with there.stage(layers, theirs[some]) as staged, here.land(layers, ours[some]) as landing:
-            for start, to, count in pair_spans(staged.spans(0, len(numbers)), landing.spans(0, len(numbers))):
+        with there.stage(layers, [theirs[some]]) as [staged], here.land(layers, [ours[some]]) as [landing]:
+            for start, to, count in pair_spans(staged, landing):
                 here.buffer[to : to + count] = there.buffer[start : start + count]
             assert (there.num_staged, here.num_staged) == (1, 1)
     old, new = there.tensor.cpu(), here.tensor.cpu()
@@ -106,8 +106,8 @@ def test_copies_wait_for_no_step_and_no_step_for_them(pair: Pair) -> None:
     gate = threading.Event()
     device.current_stream().launch(gate.wait)  # type: ignore[attr-defined]
     there.read_mapped(here.region, range(1), [1], [2])
-    with here.stage(range(1), [1]) as staged:  # the engine's stream stands
-        [(start, nbytes)] = staged.spans(0, 1)[:1]
+    with here.stage(range(1), [[1]]) as [staged]:  # the engine's stream stands
+        [(start, nbytes)] = staged[:1]
         assert bytes(here.buffer[start : start + nbytes]) != bytes(nbytes)
     assert not device.record_event().query()
     gate.set()
@@ -120,8 +120,8 @@ def test_a_cell_has_no_numbers_before_its_copy_is_done(pair: Pair, monkeypatch: 
     gate = threading.Event()
     pair.here._copies.launch(gate.wait)  # type: ignore[attr-defined]
     monkeypatch.setattr(pair.device, "record_event", CpuEvent)
-    with pair.here.stage(range(1), [1]) as early:
-        [(start, nbytes), *_] = early.spans(0, 1)
+    with pair.here.stage(range(1), [[1]]) as [early]:
+        [(start, nbytes), *_] = early
         cell = torch.frombuffer(pair.here.buffer, dtype=torch.float32, count=nbytes // 4, offset=start)
         assert cell.isnan().all()
         gate.set()

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from device.registry import get_device
-from epd_serve.engine.computing import ALL_FORBIDDEN, NO_TOKEN, SampledToken
+from epd_serve.engine.engine import ALL_FORBIDDEN, NO_TOKEN, SampledToken
 from epd_serve.engine.sampling.sampler import Row, Sampler, largest
 from epd_serve.engine.sampling.sampler import draw as draw_sorted
 from epd_serve.sched.sequence import Sequence

@@ -66,7 +66,7 @@ async def budgets(instance: Instance) -> dict[str, float]:
 
 async def answer(instance: Instance, name: str, length: int) -> bytes:
     request = completion(name, [300 + i % 97 for i in range(length)], max_tokens=6)
-    reply = await instance.language.prefiller.prefill(request)
+    reply = await instance.require_prefiller().prefill(request)
     assert reply.on_close is not None
     reply.on_close()
     return reply.body

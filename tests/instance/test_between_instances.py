@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import tiny_models
 from fleet import Books, figures
-from in_process import language_of, serving
+from in_process import serving
 from item_bodies import whole_items
 from pictures import noise, png
 from PIL import Image
@@ -63,11 +63,11 @@ async def ask(
     async with asyncio.TaskGroup() as tasks:
         if decode is not None:
             expect = wire.DecodeRequest(name, stream=True)
-            decoding = tasks.create_task(language_of(decode).decoder.decode(expect))
+            decoding = tasks.create_task(decode.require_decoder().decode(expect))
         for ref, picture in zip(wanted.items, pictures, strict=True):
             encode = wire.EncodeRequest(request_id=name, ref=ref, media=png(picture), announce_to=prefill.url)
             tasks.create_task(prefill.encoder.encode(encode))
-        reply = await language_of(prefill).prefiller.prefill(wanted)
+        reply = await prefill.require_prefiller().prefill(wanted)
         answer = await frames_of(reply)
         if decoding is not None and (wire.NEXT_HEADER.encode(), b"none") in reply.headers:
             decoding.cancel()
@@ -132,7 +132,7 @@ async def test_an_answer_goes_on_from_any_token(tmp_path: Path) -> None:
                 assert comparable(rest) == comparable(whole[count:]), (one, count, place)
         await Books({"epd": fused.url, "ep": prefill.url, "d": decode.url}).check()
         with pytest.raises(InvalidRequest):
-            await language_of(fused).prefiller.prefill(msgspec.structs.replace(request(n=2), generated=[5]))
+            await fused.require_prefiller().prefill(msgspec.structs.replace(request(n=2), generated=[5]))
 
 
 QUESTIONS: list[tuple[str, list[Image.Image]]] = [

@@ -15,7 +15,7 @@ from links import link_server
 from servers import served
 
 from epd_serve.errors import InstanceFailed, InstanceUntrusted, ServeError
-from epd_serve.instance.http import Peers
+from epd_serve.instance.calls import Peers
 from epd_serve.protocol import wire
 from epd_serve.rpc.cluster import CLUSTER_KEY, address_text
 from epd_serve.rpc.link import Link

@@ -16,8 +16,6 @@ from prompts import completion
 from device.registry import get_device
 from epd_serve.engine import pace
 from epd_serve.errors import ServeError
-from epd_serve.instance import instance as instance_module
-from epd_serve.instance import lifecycle
 from epd_serve.protocol import wire
 from epd_serve.rpc.link import Link
 
@@ -41,8 +39,7 @@ async def test_a_device_that_hangs_and_one_that_is_lost(
             return await link.ask("/stage/prefill", [wire.encode(completion(name, max_tokens=8))])
 
         ended = list[str]()
-        for module in (instance_module, lifecycle):
-            monkeypatch.setattr(module, "end_process", lambda: ended.append("process"))
+        monkeypatch.setattr(pace, "end_process", lambda: ended.append("process"))
         monkeypatch.setattr(pace, "LEAST_S", 1.0)
         monkeypatch.setattr(pace, "FACTOR", 0.0)
         healthy = await ask("healthy")

@@ -25,9 +25,9 @@ from towers import TowerModel
 from device.registry import get_device
 from epd_serve.engine.device_board import DeviceBoard
 from epd_serve.engine.dual_stream import TowerStream
+from epd_serve.engine.telemetry import InstanceTelemetry
 from epd_serve.errors import InstanceFailed, InvalidRequest, Unavailable
 from epd_serve.instance.encode import Encoder
-from epd_serve.instance.telemetry import InstanceTelemetry
 from epd_serve.instance.text.request_processor import RequestProcessor
 from epd_serve.models.family import TowerInputs
 from epd_serve.models.loader import load_family
@@ -61,8 +61,6 @@ class Family:
 
 class Tower:
     """Encodes when it may; ``failures`` say what its first calls do."""
-
-    pixel_bytes = 0.0
 
     def __init__(self, *failures: Exception | int) -> None:
         self.failures = list(failures)
@@ -241,14 +239,14 @@ async def test_a_batch_waits_until_it_may_start_and_counts_the_pixels_that_the_t
     asked = [asyncio.create_task(encoder.encode(request("r", ref=ref))) for ref in refs]
     await until(lambda: len(encoder._waiting) == 3)
     num_asked = encoder.num_asked
-    encoder.reconsider()
+    encoder.stream.reconsider()
     await until(lambda: encoder.num_asked == num_asked + 1)
     assert tower.num_images == 0, "asked again, still no"
     encoder.is_open = True
-    await asyncio.to_thread(encoder.reconsider)
+    await asyncio.to_thread(encoder.stream.reconsider)
     await asyncio.wait_for(asyncio.gather(*asked), 300)
     assert [span.attributes["images"] for span in bench.spans] == [1, 2], "the first one alone, to be measured"
-    assert not encoder.is_held, "nothing waits: nothing to ask"
+    assert encoder.stream.held_on is None, "nothing waits: nothing to ask"
 
 
 class ChangesItsMind(Encoder):
@@ -259,7 +257,7 @@ class ChangesItsMind(Encoder):
     def may_start(self) -> bool:
         answer, *rest = self.answers
         self.answers = tuple(rest)
-        thread = threading.Thread(target=self.reconsider)
+        thread = threading.Thread(target=self.stream.reconsider)
         thread.start()
         thread.join()
         return answer
@@ -286,7 +284,7 @@ async def test_an_encoder_is_busy_with_what_it_prepares_and_with_no_second_twice
     if held:
         await until(lambda: encoder.num_asked > 0)
         encoder.is_open = True
-        encoder.reconsider()
+        encoder.stream.reconsider()
     await asyncio.gather(*asked)
     computed_s = sum(span.end_s - span.start_s for span in bench.spans)
     busy_s = bench.telemetry.rates.busy_s["E"]

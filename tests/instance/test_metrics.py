@@ -7,7 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from epd_serve.engine.device_board import Slack
-from epd_serve.instance.telemetry import InstanceTelemetry
+from epd_serve.engine.telemetry import InstanceTelemetry
 from epd_serve.protocol.instance_state import Load
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sched.sequence import Sequence

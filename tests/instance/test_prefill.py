@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from hand_off import REGION, Peers, Tokenizer, handoff, language
+from hand_off import REGION, Peers, Tokenizer, handoff, prefill_service
 from prompts import completion
 
-from epd_serve.engine.computing import SampledToken
-from epd_serve.engine.engine import PromptEvent
+from epd_serve.engine.engine import Outbox, PromptEvent, SampledToken
+from epd_serve.engine.telemetry import InstanceTelemetry
 from epd_serve.errors import (
     DECODE_DRAINING,
     PEER_UNREACHABLE,
@@ -25,10 +25,7 @@ from epd_serve.errors import (
 )
 from epd_serve.instance.calls import CleanUps, Refusals
 from epd_serve.instance.feature_receiver import ORPHAN_S, FeatureForm, FeatureReceiver
-from epd_serve.instance.kv_delivery import KVDelivery
-from epd_serve.instance.prefill import Prefiller
-from epd_serve.instance.telemetry import InstanceTelemetry
-from epd_serve.instance.text.request_processor import RequestProcessor
+from epd_serve.instance.prefill import KVDelivery
 from epd_serve.protocol import wire
 from epd_serve.rpc.server import BrokenStream
 from epd_serve.sched.sequence import Sequence
@@ -48,6 +45,7 @@ class Engine:
     eos_token_ids = frozenset[int]()
 
     def __init__(self) -> None:
+        self.outbox = Outbox()
         self.submitted: list[tuple[Sequence, OutgoingTransfer]] = []
         self.busy = asyncio.Event()
 
@@ -104,27 +102,25 @@ class Bench:
         self.transport = EmbeddedTransport(path="shm")
         self.store = EmbeddedFeatureStore(self.transport, 4096)
         self.clean_ups, telemetry = CleanUps(), InstanceTelemetry("p0")
-        parts: dict[str, Any] = {"engine": self.engine, "prompts": self.prompts}
+        engine: Any = self.engine
         family: Any = SimpleNamespace(num_tokens=lambda item: 1)
         self.features = FeatureReceiver(
             store=self.store,
-            engine=parts["engine"],
+            engine=engine,
             metrics=telemetry.metrics,
             form=FeatureForm(dtype="float32", width=1, family=family),
             capacity_bytes=4096,
             timeout_s=5,
             clock=lambda: self.now,
         )
-        self.language = language(
-            self.peers, engine=self.engine, clean_ups=self.clean_ups, telemetry=telemetry, lease_s=LEASE_S
-        )
-        self.stage = Prefiller(
-            **parts,
+        self.stage = prefill_service(
+            self.peers,
+            engine=self.engine,
+            prompts=self.prompts,
             receiver=self.features,
-            language=self.language,
-            processor=RequestProcessor(1, queue_timeout_s=60, spans=telemetry.spans),
-            compiler=None,
-            timeline=telemetry.timeline,
+            clean_ups=self.clean_ups,
+            telemetry=telemetry,
+            lease_s=LEASE_S,
         )
 
     async def begin(self, items: list[wire.MediaRef] | None = None) -> asyncio.Task[Any]:
@@ -135,7 +131,7 @@ class Bench:
         return working
 
     async def hand_over(self) -> None:
-        delivery = KVDelivery(self.language, prompt(), "http://d")
+        delivery = KVDelivery(self.stage, prompt(), "http://d")
         try:
             await delivery.open()
             await delivery.hand_over(handoff())
@@ -165,9 +161,7 @@ async def test_a_transfer_that_was_stopped_is_not_completed(bench: Bench) -> Non
     """Whatever made the renewal fail: D may still take a hand-over, and some of the KV was not read."""
     working = await bench.begin()
     sequence, transfer = bench.engine.submitted[0]
-    receiver = bench.stage.requests["r"].receiver
-    assert receiver is not None
-    receiver.feed(PromptEvent(sequence, [(SampledToken(5), None)]))
+    bench.engine.outbox.receivers["r"].feed(PromptEvent(sequence, [(SampledToken(5), None)]))
     reply = await working
     bench.peers.answers["/kv/renew"] = ServeError("out of memory")
     async with asyncio.timeout(300):
@@ -211,7 +205,7 @@ async def test_an_announcement_that_fails_says_whether_the_other_can_be_reached(
     bench: Bench, code: str | None, kind: type[TransferError]
 ) -> None:
     bench.peers.answers["/kv/announce"] = InstanceFailed("no", code=code)
-    delivery = KVDelivery(bench.language, prompt(), "http://d")
+    delivery = KVDelivery(bench.stage, prompt(), "http://d")
     await delivery.open()
     announcement = wire.KVAnnouncement(REGION, 0, 1, [wire.SentKV("t", [2], [(52, 1)])])
     with pytest.raises(TransferError) as failed:

@@ -8,11 +8,9 @@ import uvicorn
 from servers import served
 
 from epd_serve.backends.native import NativeConnections, NativeInstance
+from epd_serve.engine.telemetry import StageRates
 from epd_serve.errors import Unavailable
-from epd_serve.instance.calls import ControlCalls
-from epd_serve.instance.http import LookApp
-from epd_serve.instance.rates import StageRates
-from epd_serve.instance.reports import INTERVAL_S, Reports
+from epd_serve.instance.calls import INTERVAL_S, ControlCalls, LookApp, Reports
 from epd_serve.protocol.instance_state import Load
 from epd_serve.rpc.server import LinkService
 from epd_serve.sched.schedule import ScheduleOutput

@@ -15,7 +15,7 @@ import pytest
 import tiny_models
 from chips import CHIP, little_memory
 from fleet import Books, wait_until
-from in_process import answering, held, language_of, serving
+from in_process import answering, held, serving
 from item_bodies import whole_items
 from program import until
 from prompts import completion
@@ -32,7 +32,7 @@ from epd_serve.protocol import wire
 from epd_serve.protocol.instance_state import LeaveOrder, RoleOrder
 from epd_serve.rpc import items
 from epd_serve.rpc.link import MAX_BODY_BYTES, Link, LinkCall
-from epd_serve.types import Role, Stage
+from epd_serve.types import Role
 
 MAX_TOKENS = 200
 ROLES = ("P", "D", "E", "PD", "E", "EPD", "D", "EP", "ED", "P")
@@ -115,7 +115,7 @@ async def test_running_answers_go_on_elsewhere_token_by_token(device: str, tmp_p
         async with answering(staying, request("rest", generated=tokens(first))) as answer:
             assert tokens(first) + tokens(await read(answer)) == whole
         with pytest.raises(ServeError) as lacks:
-            leaving.serving(Stage.DECODE)
+            leaving.require_decoder()
         assert lacks.value.code == "draining", "others go elsewhere as well"
         await Books({"leaving": leaving.url, "staying": staying.url}).check()
 
@@ -159,8 +159,8 @@ async def test_what_a_failed_rebuild_has_made_is_kept_or_given_back(model: Path,
             info = instance.info()
             assert (info.role, info.epoch, info.ready) == ("E", epoch, True)
             assert (tmp_path / "e.role").read_text() == "E"
-            parts.add(id(instance._weights))
-            assert instance._weights is not None and num_slabs(instance) == before
+            parts.add(id(instance.weights))
+            assert instance.weights is not None and num_slabs(instance) == before
         assert len(parts) == 1, "the weights are not loaded again"
         role_settings(tmp_path, D={"num_blocks": 20})
         await instance.lifecycle.switch(RoleOrder(role="D"))
@@ -265,7 +265,8 @@ async def test_the_host_s_side_of_the_kv_is_bounded(role: str) -> None:
     """However much KV the device has; a cell stands for K and V of a block in a layer of the model."""
     shape: Any = ShapeConfig(shape_of="qwen2.5-vl-7b")
     async with serving(shape, role, device="emulated:h200:0") as instance:
-        memory: Any = language_of(instance).memory
+        assert instance.weights is not None
+        memory: Any = instance.weights.memory
         num_cells = memory.region.nbytes // LAYER_BYTES
         assert memory.nbytes(num_cells, 1) <= 256 * 2**20
         assert memory.nbytes(memory.layout.num_layers, memory.num_blocks) > 64 * 2**30

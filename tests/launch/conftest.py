@@ -39,7 +39,7 @@ class Fakes:
         return ProcessSpec(
             name=name,
             label="fake",
-            command=(*command, "--parent-pid", str(os.getpid())),
+            command=command,
             environment={
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join((str(FAKE_PROGRAM.parent), os.environ.get("PYTHONPATH", ""))),

@@ -20,8 +20,6 @@ from pathlib import Path
 from socketserver import ThreadingMixIn, UnixStreamServer
 from typing import Any
 
-from epd_serve.lifeline import die_with_parent
-
 
 def main() -> None:
     parser = argparse.ArgumentParser()
@@ -30,13 +28,10 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8100)
     parser.add_argument("--options", type=json.loads, default={})
-    parser.add_argument("--parent-pid", type=int)
     parser.add_argument("--admin-path")
     parser.add_argument("--listener", type=int)
     arguments, _ = parser.parse_known_args()
     vars(arguments).update(arguments.options)
-    if arguments.parent_pid:
-        die_with_parent(arguments.parent_pid)
     behaviour = os.environ.get(f"FAKE_{arguments.name.upper()}", "")
     folder = Path(os.environ["FAKE_DIR"])
     pid_file = folder / f"{arguments.name}.pid"

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from socketserver import BaseServer, ThreadingMixIn, UnixStreamServer
 from typing import Any
 
 import msgspec
 import pytest
+from answering import answering
 
 from epd_serve import cli
 from epd_serve.launch.processes.runs import Run
@@ -34,42 +31,15 @@ ANSWERS: dict[str, Any] = {
 }
 
 
-class Answers(BaseHTTPRequestHandler):
-    """An admin API that knows these paths; below ``/v1``, the gateway's own."""
-
-    def do_GET(self) -> None:
-        self.rfile.read(int(self.headers.get("content-length", 0)))
-        status, content = 404, b'{"error": {"message": "no route", "code": null}}'
-        if found := ANSWERS.get(self.path):
-            status, content = 200, msgspec.json.encode(found)
-        elif self.path.startswith("/locked"):
-            status, content = 401, b'{"error": {"message": "wrong key", "code": "invalid_api_key"}}'
-        elif self.path.startswith("/text"):
-            content = b"hello"
-        self.send_response(status)
-        self.send_header("content-length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    do_POST = do_GET
-
-    def address_string(self) -> str:
-        return "a client"
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
-class UnixServer(ThreadingMixIn, UnixStreamServer):
-    daemon_threads = True
-
-
-@contextmanager
-def served(server: BaseServer) -> Iterator[None]:
-    with server:
-        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-        yield
-        server.shutdown()
+def answer(path: str, body: bytes) -> tuple[int, bytes]:
+    """As an admin API that knows these paths."""
+    if found := ANSWERS.get(path):
+        return 200, msgspec.json.encode(found)
+    if path.startswith("/locked"):
+        return 401, b'{"error": {"message": "wrong key", "code": "invalid_api_key"}}'
+    if path.startswith("/text"):
+        return 200, b"hello"
+    return 404, b'{"error": {"message": "no route", "code": null}}'
 
 
 @pytest.fixture
@@ -82,16 +52,15 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def deployment(root: Path) -> Iterator[Run]:
     """One that runs, with the socket of its gateway."""
     run, lock = Run.begin("127.0.0.1:8123", None)
-    with served(UnixServer(str(run.admin), Answers)):
+    with answering(answer, run.admin):
         yield run
     run.end(lock, keep_logs=False)
 
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
-    with served(server):
-        yield f"http://127.0.0.1:{server.server_address[1]}"
+    with answering(answer) as url:
+        yield url
 
 
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

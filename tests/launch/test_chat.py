@@ -6,54 +6,39 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from answering import answering
 
 COMMAND = [sys.executable, "-P", "-m", "epd_serve.cli", "chat"]
 
 
-class Server(ThreadingHTTPServer):
-    bodies: list[dict[str, Any]]
+class Server:
+    """Answers each chat with its number; ``bodies`` are the questions."""
 
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
 
-class Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def send(self, status: int, data: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def do_GET(self) -> None:
-        self.send(200, json.dumps({"data": [{"id": "tiny"}]}).encode())
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        self.server.bodies.append(body)
-        number = len(self.server.bodies)
+    def answer(self, path: str, data: bytes) -> tuple[int, bytes]:
+        if path == "/v1/models":
+            return 200, json.dumps({"data": [{"id": "tiny"}]}).encode()
+        body = json.loads(data)
+        self.bodies.append(body)
         if body["messages"][-1]["content"] == "fail":
-            return self.send(400, json.dumps({"error": {"message": "max_tokens is too large"}}).encode())
-        chunks = [{"choices": [{"delta": {"content": text}}]} for text in ("answer ", f"{number}\x1b[2J")]
-        events = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks]
-        return self.send(200, "".join([*events, "data: [DONE]\n\n"]).encode())
-
-    def log_message(self, *_: Any) -> None:
-        pass
+            return 400, json.dumps({"error": {"message": "max_tokens is too large"}}).encode()
+        texts = ("answer ", f"{len(self.bodies)}\x1b[2J")
+        events = [f"data: {json.dumps({'choices': [{'delta': {'content': text}}]})}\n\n" for text in texts]
+        return 200, "".join([*events, "data: [DONE]\n\n"]).encode()
 
 
 @pytest.fixture
 def server() -> Iterator[tuple[Server, str]]:
-    with Server(("127.0.0.1", 0), Handler) as made:
-        made.bodies = []
-        threading.Thread(target=made.serve_forever, daemon=True).start()
-        yield made, f"http://127.0.0.1:{made.server_port}"
-        made.shutdown()
+    made = Server()
+    with answering(made.answer) as url:
+        yield made, url
 
 
 def chat(*arguments: str, typed: str = "") -> tuple[int, str, str]:
@@ -81,10 +66,7 @@ def test_a_conversation(server: tuple[Server, str], tmp_path: Path) -> None:
     assert second[2]["content"][0] == picture
     assert len(third) == 5 and fourth == [{"role": "user", "content": "anew"}]
     assert {body["model"] for body in made.bodies} == {"tiny"}
-
-
-def test_the_exit_code_tells_of_an_error(server: tuple[Server, str]) -> None:
-    assert chat("--url", server[1], typed="/help\nhello\n")[0] == 0
+    assert chat("--url", url, typed="/help\nhello\n")[0] == 0
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "127.0.0.1:8000"])

@@ -49,9 +49,10 @@ def test_instances_see_the_devices_that_ray_shows(tmp_path: Path) -> None:
     config = parse_config("{topology: P@tp2-D, engine: vllm, devices: ['npu x 3'], model: /models/m}")
     shown = {"ASCEND_RT_VISIBLE_DEVICES": "4,6", "OMP_NUM_THREADS": "2"}
     (p0,) = vllm_processes(config, unit_placement(config, 0, None), [8100], shown, model="/models/m")
-    assert p0.variables["ASCEND_RT_VISIBLE_DEVICES"] == "4,6"
-    assert p0.command[p0.command.index("--tensor-parallel-size") + 1] == "2"
-    assert not any("executor" in word for word in p0.command), "vLLM's own choice within a host"
+    command = p0.spec.command
+    assert p0.spec.environment["ASCEND_RT_VISIBLE_DEVICES"] == "4,6"
+    assert command[command.index("--tensor-parallel-size") + 1] == "2"
+    assert not any("executor" in word for word in command), "vLLM's own choice within a host"
     config = parse_config("{topology: E-PD, engine: native, devices: ['cuda x 2'], model: demo}")
     here, shown = unit_placement(config, 1, None), {"CUDA_VISIBLE_DEVICES": "GPU-7"}
     [one] = Unit(config, here, "10.0.0.2", shown, tmp_path).processes

@@ -13,9 +13,9 @@ import pytest
 
 from epd_serve.config import change_config, load_config, parse_config
 from epd_serve.launch.dry_run import dry_run
-from epd_serve.launch.record import with_trust
+from epd_serve.launch.processes.process import ProcessSpec
 from epd_serve.launch.vllm.installed import VllmFound, check_found, find_vllm
-from epd_serve.launch.vllm.process import VllmProcess, check_engines, link_plugin, vllm_processes
+from epd_serve.launch.vllm.process import check_engines, link_plugin, vllm_processes
 
 ROOT = Path(__file__).parents[2]
 SNAPSHOT = Path(__file__).parent / "vllm-ascend-qwen3-vl-8b.txt"
@@ -29,13 +29,13 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def processes(text: str, model: Path) -> dict[str, VllmProcess]:
+def processes(text: str, model: Path) -> dict[str, ProcessSpec]:
     config = parse_config(f"engine: vllm\nmodel: {model}\n{text}")
     ports = range(9000, 9000 + 16 * len(config.placement()), 16)
-    return {one.placement.name: one for one in vllm_processes(config, config.placement(), list(ports), {})}
+    return {one.name: one.spec for one in vllm_processes(config, config.placement(), list(ports), {})}
 
 
-def flag(process: VllmProcess, name: str) -> str | None:
+def flag(process: ProcessSpec, name: str) -> str | None:
     command = list(process.command)
     return command[command.index(f"--{name}") + 1] if f"--{name}" in command else None
 
@@ -62,16 +62,21 @@ def test_each_role_gets_the_connectors_that_it_needs(model: Path) -> None:
     assert roles("EP-D") == {"ep0": [None, "kv_both"], "d0": [None, "kv_both"]}
     found = processes("topology: E-P-D", model)
     assert "--no-enable-prefix-caching" in found["e0"].command
-    assert [found[name].variables.get("VLLM_MOONCAKE_BOOTSTRAP_PORT") for name in found] == [None, "9018", "9034"]
-    assert [found[name].variables.get("VLLM_HOST_IP") for name in found] == [None, "127.0.0.1", "127.0.0.1"]
+    bootstrap = [one.environment.get("VLLM_MOONCAKE_BOOTSTRAP_PORT") for one in found.values()]
+    assert bootstrap == [
+        None,
+        "9018",
+        "9034",
+    ]
+    assert [found[name].environment.get("VLLM_HOST_IP") for name in found] == [None, "127.0.0.1", "127.0.0.1"]
 
 
 def test_devices_memory_and_threads(model: Path) -> None:
     found = processes("topology: (E-P)-D@tp2\ndevices: ['cuda:0', 'cuda:1', 'cuda:2']", model)
-    assert [one.variables["CUDA_VISIBLE_DEVICES"] for one in found.values()] == ["0", "0", "1,2"]
+    assert [one.environment["CUDA_VISIBLE_DEVICES"] for one in found.values()] == ["0", "0", "1,2"]
     assert [flag(one, "gpu-memory-utilization") for one in found.values()] == ["0.46", "0.46", None]
     assert [flag(one, "tensor-parallel-size") for one in found.values()] == [None, None, "2"]
-    assert found["p0"].variables["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "9018"
+    assert found["p0"].environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "9018"
     shared = processes(
         "topology: (E-P)-D\ndevices: ['cuda:0', 'cuda:1']\nroles: {E: {share: 0.25}, P: {memory_share: 0.6}}",
         model,
@@ -79,7 +84,7 @@ def test_devices_memory_and_threads(model: Path) -> None:
     assert [flag(one, "gpu-memory-utilization") for one in shared.values()] == ["0.23", "0.6", None]
     own = processes("chat_template: /own.jinja\ninstances: {threads: 3, kv_cache_bytes: 1500MiB}", model)["d0"]
     assert flag(own, "chat-template") == "/own.jinja"
-    host = own.variables
+    host = own.environment
     assert (host["OMP_NUM_THREADS"], host["VLLM_CPU_KVCACHE_SPACE"]) == ("3", "2")
 
 
@@ -108,10 +113,10 @@ def test_every_connector_has_its_configuration(kv: str, connector: str, devices:
     assert {one["kv_load_failure_policy"] for one in kv_configs} == {"recompute"}
     both = kv == "mooncake" and devices != "npu"
     assert [one["kv_role"] for one in kv_configs] == (["kv_both"] * 2 if both else ["kv_producer", "kv_consumer"])
-    for variables in (found["p0"].variables, found["d0"].variables):
+    for variables in (found["p0"].environment, found["d0"].environment):
         assert ("VLLM_MOONCAKE_BOOTSTRAP_PORT" in variables) is both
         assert ("VLLM_NIXL_SIDE_CHANNEL_PORT" in variables) is (kv == "nixl")
-    assert found["p0"].variables.get("UCX_NET_DEVICES") == ("lo" if kv == "nixl" else None)
+    assert found["p0"].environment.get("UCX_NET_DEVICES") == ("lo" if kv == "nixl" else None)
 
 
 def test_a_plugin_link_to_another_installation_is_made_anew(tmp_path: Path) -> None:
@@ -157,8 +162,8 @@ def test_each_kind_of_device_has_its_own_vllm(
     config = load_config(file)
     assert check_engines(config) == engines
     found = vllm_processes(config, config.placement(), [8100, 8116], {}, "plugin", found=engines)
-    assert [one.command[0] for one in found] == [ascend, cuda]
-    assert [one.variables.get("PYTHONPATH") for one in found] == ["plugin", None]
+    assert [one.spec.command[0] for one in found] == [ascend, cuda]
+    assert [one.spec.environment.get("PYTHONPATH") for one in found] == ["plugin", None]
     lines = list(dry_run(config, file, {}))
     assert "# vLLM 0.23.0, vllm-ascend 0.23.0 and vLLM 0.34.0+cpu" in lines
     assert sum(f" {python} " in line for line in lines for python in engines) == 2
@@ -183,15 +188,15 @@ def test_the_dry_run_for_ascend_is_the_reviewed_one(model: Path, monkeypatch: py
 def test_two_processes_on_one_npu_share_no_port(model: Path) -> None:
     found = processes("topology: (E-P@tp2)-D\ndevices: [npu:3, npu:4, npu:5]", model)
     ports: set[int] = set()
-    for one in found.values():
-        first, last = map(int, one.variables["HCCL_NPU_SOCKET_PORT_RANGE"].split("-"))
-        own = {*range(first, last + 1), *range(one.options.port, one.options.port + 16)}
-        own.add(int(one.variables["HCCL_IF_BASE_PORT"]))
+    for port, one in zip(range(9000, 9048, 16), found.values(), strict=True):
+        first, last = map(int, one.environment["HCCL_NPU_SOCKET_PORT_RANGE"].split("-"))
+        own = {*range(first, last + 1), *range(port, port + 16)}
+        own.add(int(one.environment["HCCL_IF_BASE_PORT"]))
         assert not ports & own
         ports |= own
-        assert one.variables["VLLM_HOST_IP"] == flag(one, "host")
-    assert [one.variables["ASCEND_RT_VISIBLE_DEVICES"] for one in found.values()] == ["3", "3,4", "5"]
-    assert ["ASCEND_TRANSFER_TIMEOUT" in one.variables for one in found.values()] == [False, True, True]
+        assert one.environment["VLLM_HOST_IP"] == flag(one, "host")
+    assert [one.environment["ASCEND_RT_VISIBLE_DEVICES"] for one in found.values()] == ["3", "3,4", "5"]
+    assert ["ASCEND_TRANSFER_TIMEOUT" in one.environment for one in found.values()] == [False, True, True]
 
 
 @pytest.fixture
@@ -258,7 +263,4 @@ def test_with_tls_each_server_shows_a_certificate_and_asks_for_one(model: Path) 
     for process in found.values():
         flags = [flag(process, f"ssl-{name}") for name in ("ca-certs", "certfile", "keyfile", "cert-reqs")]
         assert flags == ["/tls/ca.pem", "/tls/cert.pem", "/tls/key.pem", "2"]
-    config = parse_config(f"engine: vllm\nmodel: {model}\n{text}")
-    assert config.read_cluster_key() == "only-this-cluster-knows"
-    [url, *_] = [one.spec(config, with_trust(config, {})).url for one in found.values()]
-    assert url == "https://127.0.0.1:9000"
+    assert found["e0"].url == "https://127.0.0.1:9000"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import tiny_models
-from tiny_audio import TINY_AUDIO
+from tiny_families import TINY
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
@@ -26,8 +26,7 @@ from epd_serve.protocol.wire import MediaRef
 
 def test_a_model_type_is_of_one_family() -> None:
     towers = [(name, tower) for name, families in FAMILIES.items() for one in families for tower in one.towers]
-    kinds = {*tiny_models.KINDS, *(tiny.model_type for tiny in TINY_AUDIO.values()), *tiny_models.TEXT_KINDS}
-    assert kinds <= set(FAMILIES)
+    assert {tiny.model_type for tiny in TINY.values()} <= set(FAMILIES)
     assert set(Counter(towers).values()) == {1}
     assert set(TEXT) == set(tiny_models.TEXT_KINDS)
 

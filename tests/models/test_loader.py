@@ -12,7 +12,6 @@ import tiny_models
 import torch
 from chips import CHIP
 from safetensors.torch import load_file, save_file
-from tiny_families import TINY
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from device import host
@@ -63,7 +62,12 @@ _NAMED = ("qwen2_5_vl", "gemma3")
         *_NAMED,
         *(
             pytest.param(kind, marks=pytest.mark.slow)
-            for kind in (*tiny_models.KINDS, *tiny_models.STATE_KINDS, *tiny_models.OMNI_KINDS, *TINY)
+            for kind in (
+                *tiny_models.KINDS,
+                *tiny_models.STATE_KINDS,
+                *tiny_models.OMNI_KINDS,
+                *tiny_models.FAMILY_KINDS,
+            )
             if kind not in _NAMED
         ),
     ],

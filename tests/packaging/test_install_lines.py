@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import re
-import subprocess
-import sys
 import tomllib
-from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -24,17 +20,6 @@ specification = importlib.util.spec_from_file_location("resolve", ROOT / "requir
 assert specification is not None and specification.loader is not None
 resolve = importlib.util.module_from_spec(specification)
 specification.loader.exec_module(resolve)
-
-
-def texts() -> dict[str, str]:
-    """Path → text of each file of the repository that people read."""
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    read = (".md", ".py", ".yaml", ".sh", ".toml", ".txt")
-    return {
-        path: (ROOT / path).read_text()
-        for path in listed.split("\n")
-        if path.endswith(read) and (ROOT / path).exists()
-    }
 
 
 CPU_BUILDS = ["--extra-index-url", "https://download.pytorch.org/whl/cpu"]
@@ -71,65 +56,6 @@ def test_each_top_level_package_is_ours_alone(name: str) -> None:
 
 def test_the_base_install_asks_for_no_torch() -> None:
     assert requirements() and requirements().isdisjoint({"torch", "transformers", "numpy"})
-
-
-#: Of extras that name other machines' packages; what imports them runs there.
-ELSEWHERE = {"ray", "torch_npu", "vllm", "vllm_ascend"}
-#: Libraries of the client table (benchmarks/clients.py), which skips those that are not installed.
-CLIENTS = {
-    "agents",
-    "instructor",
-    "langchain_core",
-    "langchain_openai",
-    "litellm",
-    "pydantic_ai",
-    "smolagents",
-    "anthropic",
-    "llama_index",
-}
-#: Come with transformers, each version with its own.
-OF_TRANSFORMERS = {"huggingface_hub", "tokenizers"}
-DISTRIBUTIONS = {"PIL": "pillow", "ruamel": "ruamel.yaml", "opentelemetry": "opentelemetry-sdk"}
-DISTRIBUTIONS |= {"mooncake": "mooncake-transfer-engine-non-cuda"}
-
-
-def imported(path: Path) -> Iterator[str]:
-    """Top-level names of the modules that a file imports or skips without."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        names: list[str] = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
-            names = [node.module]
-        elif (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr == "importorskip"
-        ):
-            names = [node.args[0].value] if isinstance(node.args[0], ast.Constant) else []
-        yield from (name.partition(".")[0] for name in names)
-
-
-def test_the_extras_of_the_test_command_bring_all_that_tests_and_benchmarks_import() -> None:
-    files = [path for folder in ("tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
-    ours = {"epd_serve", "device", "proxy", "tests", "benchmarks", *(path.stem for path in files)}
-    ours |= {path.parent.name for path in files}
-    foreign = {name for path in files for name in imported(path)} - ours - {*sys.stdlib_module_names}
-    brought = {canonicalize_name(name) for name in requirements("native", "dev")}
-    lacking = foreign - ELSEWHERE - CLIENTS - OF_TRANSFORMERS
-    assert {name for name in lacking if canonicalize_name(DISTRIBUTIONS.get(name, name)) not in brought} == set()
-
-
-def test_no_hint_takes_this_project_from_an_index() -> None:
-    from_an_index = re.compile(r"pip install[^\n`&]*(?<!bin/)\bepd-serve\b(?!')")
-    found = {path for path, text in texts().items() if from_an_index.search(text) and "packaging" not in path}
-    assert found == set()
-
-
-def test_each_extra_that_is_named_is_there() -> None:
-    for path, text in texts().items():
-        for extras in re.findall(r"pip install[^\n`]*'\\?\.\\?\[([a-z,-]+)\\?\]'", text):
-            assert set(extras.split(",")) <= set(PROJECT["optional-dependencies"]), path
 
 
 def test_every_pin_is_one_that_the_requirements_admit() -> None:

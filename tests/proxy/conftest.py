@@ -265,14 +265,6 @@ async def run_fakes(servers: Servers, *instances: str) -> list[FakeInstance]:
     return fakes
 
 
-@pytest.fixture
-async def fakes() -> AsyncIterator[Callable[..., Any]]:
-    """``await fakes("p0:P", "d0:D")`` → instances that play scripts, for a gateway elsewhere."""
-    servers = Servers()
-    yield partial(run_fakes, servers)
-    await servers.stop()
-
-
 class Gateway:
     """A running gateway, a client session for it, and its instance table."""
 

@@ -25,16 +25,6 @@ async def test_a_stream_is_the_bytes_of_p_then_of_d(start, kit):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_an_instance_with_both_stages_decodes_itself(start, kit, stream):
-    gateway = await start("e0:E", "pd0:PD")
-    status, data = await gateway.answer(kit.chat(stream=stream))
-    assert (status, data) == (200, kit.FIRST + kit.REST + kit.DONE if stream else kit.WHOLE)
-    [prefill] = gateway["pd0"].got("/stage/prefill")
-    assert prefill.decode_url is None
-    assert gateway["pd0"].got("/stage/decode") == []
-
-
-@pytest.mark.parametrize("stream", [True, False])
 async def test_d_is_cancelled_when_p_ends_the_answer(start, kit, stream):
     gateway = await start("p0:P", "d0:D")
     body = [kit.FIRST, kit.DONE] if stream else [kit.WHOLE]
@@ -78,16 +68,6 @@ async def test_events_cut_anywhere_arrive_whole(start, kit):
             if ends_chunk:
                 chunks.append(b"")
     assert [chunk for chunk in chunks if chunk] == [kit.FIRST, kit.REST, kit.DONE]
-
-
-async def test_completions_take_text_or_token_ids(start, kit):
-    gateway = await start("pd0:PD")
-    for prompt, sent in (("Once", "Once"), (["Once"], "Once"), ([1, 2, 3], [1, 2, 3])):
-        status, data = await gateway.answer({"model": "demo", "prompt": prompt}, "/v1/completions")
-        assert (status, data) == (200, kit.WHOLE)
-        prefill = gateway["pd0"].got("/stage/prefill")[-1]
-        assert (prefill.prompt, prefill.messages, prefill.output.kind) == (sent, None, "completion")
-        assert prefill.sampling.max_tokens == 16
 
 
 async def test_models_health_and_metrics(start, kit):

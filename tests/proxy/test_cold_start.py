@@ -48,16 +48,6 @@ async def test_an_instance_lost_later_is_waited_for(start, kit):
     assert await asked == (200, kit.WHOLE)
 
 
-async def test_tokenizing_waits_for_an_instance_lost_later(start):
-    gateway = await start("p0:P", "d0:D")
-    await gateway.until(lambda: gateway.fleet.complete_at_s)
-    gateway["p0"].loading = True
-    await gateway.until(lambda: not gateway.table["p0"].ready)
-    asked = await waiting(gateway, {"prompt": "once"}, "/tokenize")
-    gateway["p0"].loading = False
-    assert (await asked)[0] == 200
-
-
 async def test_none_is_waited_for_that_is_not_started_again(start, kit):
     gateway = await start("e0:E", "p0:P", "d0:D", restart="never")
     await gateway.until(lambda: gateway.fleet.complete_at_s)

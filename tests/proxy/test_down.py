@@ -8,21 +8,17 @@ from epd_serve.errors import PEER_UNREACHABLE, InstanceFailed
 from epd_serve.rpc import items
 
 
-@pytest.mark.parametrize(("status", "reason"), [(500, "out of memory"), (401, "this instance asks for a key")])
-async def test_an_error_before_the_first_token_goes_to_every_other_instance(start, kit, status, reason):
-    gateway = await start("a0:EPD", "a1:EPD", "a2:EPD", "a3:EPD")
-    for name in ("a0", "a1", "a2"):
-        gateway[name].scripts["/stage/prefill"] = lambda _: kit.fail(status, reason)
-    for _ in range(4):
-        assert await gateway.answer(kit.chat()) == (200, kit.WHOLE)
-    await gateway.settle()
-
-
 @pytest.mark.parametrize(
     ("status", "name", "call", "after_s"),
-    [(409, "p0", "/stage/prefill", 0.0), (429, "d0", "/stage/decode", 0.0), (503, "d0", "/stage/decode", 0.2)],
+    [
+        (401, "p0", "/stage/prefill", 0.0),
+        (409, "p0", "/stage/prefill", 0.0),
+        (429, "d0", "/stage/decode", 0.0),
+        (500, "p0", "/stage/prefill", 0.0),
+        (503, "d0", "/stage/decode", 0.2),
+    ],
 )
-async def test_a_refusal_for_the_instances_own_state_is_tried_elsewhere(start, kit, status, name, call, after_s):
+async def test_a_failure_before_the_first_token_is_tried_elsewhere(start, kit, status, name, call, after_s):
     """And says nothing against the instance; D may say it before or after P's answer begins."""
     gateway = await start("p0:P", "p1:P", "d0:D", "d1:D")
     gateway[name].scripts[call] = lambda _: [after_s, *kit.fail(status, "not now")]
@@ -37,30 +33,29 @@ async def test_a_refusal_for_the_instances_own_state_is_tried_elsewhere(start, k
 
 
 async def test_a_silent_instance_loses_its_requests_to_another(start, kit):
-    """It answers /info and keeps its connections; only /health tells."""
+    """It answers /info and keeps its connections; only /health tells. Streams go on behind their tokens."""
     gateway = await start("a0:EPD", "a1:EPD", probe_timeout_s=1)
-    gateway["a0"].scripts |= {"/health": lambda _: [kit.FOREVER], "/stage/prefill": lambda _: [kit.FOREVER]}
+    begun = [kit.FRAMES, kit.frame(1), kit.FOREVER]
+    gateway["a0"].scripts |= {
+        "/health": lambda _: [kit.FOREVER],
+        "/stage/prefill": lambda message: begun if message.output.stream else [kit.FOREVER],
+    }
+
+    def answer(message):
+        if not message.output.stream:
+            return gateway["a1"].regular(message)
+        tokens = [kit.frame(number) for number in (1, 2)][len(message.generated) :]
+        return [kit.FRAMES, *tokens, kit.frame(0, end=True)]
+
+    gateway["a1"].scripts["/stage/prefill"] = answer
+    streams = [asyncio.create_task(gateway.answer(kit.chat(stream=True))) for _ in range(4)]
     answers = await asyncio.gather(*(gateway.answer(kit.chat()) for _ in range(4)))
     assert answers == [(200, kit.WHOLE)] * 4
+    whole = kit.events_of(kit.frame(1) + kit.frame(2)) + kit.DONE
+    assert {await one for one in streams} == {(200, whole)}
     await gateway.until(lambda: gateway.table["a0"].state == "down")
     del gateway["a0"].scripts["/health"], gateway["a0"].scripts["/stage/prefill"]
     await gateway.until(lambda: gateway.table["a0"].state == "up")
-    await gateway.settle()
-
-
-async def test_a_stream_leaves_a_stopped_instance(start, kit):
-    gateway = await start("a0:EPD", "a1:EPD", probe_timeout_s=1)
-    for name in ("a0", "a1"):
-        gateway[name].scripts["/stage/prefill"] = lambda message: (
-            [kit.FRAMES, kit.frame(2), kit.frame(0, end=True)]
-            if message.generated
-            else [kit.FRAMES, kit.frame(1), kit.FOREVER]
-        )
-    asking = asyncio.create_task(gateway.answer(kit.chat(stream=True)))
-    await gateway.until(lambda: any(gateway[name].got("/stage/prefill") for name in ("a0", "a1")))
-    [stopped] = [name for name in ("a0", "a1") if gateway[name].got("/stage/prefill")]
-    gateway[stopped].scripts["/health"] = lambda _: [kit.FOREVER]
-    assert await asking == (200, kit.events_of(kit.frame(1) + kit.frame(2)) + kit.DONE)
     await gateway.settle()
 
 

@@ -14,7 +14,7 @@ import uvicorn
 from gateway_settings import admin_plane
 from servers import served
 
-from epd_serve.instance.http import LookApp
+from epd_serve.instance.calls import LookApp
 from epd_serve.rpc.messages import OPENING
 from epd_serve.rpc.server import LinkService, Reply
 from epd_serve.transfer.embedded import EmbeddedTransport

@@ -5,13 +5,8 @@ import json
 import logging
 
 import pytest
-from gateway_settings import gateway_settings
-from instance_info import instance_info
 
-from epd_serve.errors import InvalidRequest
 from epd_serve.routing.routes import Router
-from epd_serve.rpc import items
-from proxy.fleet import Fleet
 
 STREAMS = pytest.mark.parametrize("stream", [True, False])
 
@@ -119,19 +114,6 @@ async def test_an_error_event_of_the_instance_is_not_doubled(start, kit, end):
     assert gateway.table["d0"].ready
 
 
-async def test_an_error_event_that_no_other_makes_good_ends_the_stream_with_its_type(start, kit):
-    gateway = await start("a0:EPD", "a1:EPD", restart="never", probe_timeout_s=1)
-    gateway["a1"].loading = True  # it may come, and does not
-    await gateway.until(lambda: not gateway.table["a1"].ready)
-    error = items.pack(items.ERROR, (), b'data: {"error":{"message":"a step failed","type":"server_error"}}\n\n')
-    gateway["a0"].scripts["/stage/prefill"] = lambda _: [kit.FRAMES, kit.frame(1), error, kit.DIE]
-    first, last = events_of(await gateway.raw(kit.chat(stream=True)))
-    assert first == b'data: {"token":1}\n\n'
-    found = json.loads(last.removeprefix(b"data: "))["error"]
-    assert (found["type"], found["message"].partition(";")[0]) == ("server_error", "a step failed")
-    await gateway.settle()
-
-
 @STREAMS
 @pytest.mark.parametrize("begun", [True, False])
 async def test_a_client_that_leaves_cancels_everything(start, kit, stream, begun):
@@ -190,44 +172,6 @@ async def test_a_fault_of_the_gateway_is_a_counted_500_that_ends_the_connection(
         assert (response.status, response.headers["connection"]) == (500, "close")
         assert "LookupError" in json.loads(await response.read())["error"]["message"]
     assert 'endpoint="chat",modality="text",status="500"} 1.0' in await gateway.text("/metrics")
-
-
-async def test_a_loss_reported_during_a_poll_is_asked_about_at_once():
-    """The answer of an instance that has died since is older than the news of its death."""
-    asked, reply = asyncio.Queue(), asyncio.Event()
-
-    class Calls:
-        async def info(self):
-            asked.put_nowait(None)
-            await reply.wait()
-            return instance_info("p0")
-
-        async def probe(self, timeout_s):
-            pass
-
-        async def reports(self):
-            raise InvalidRequest("it makes none")
-            yield  # a generator
-
-    fleet = Fleet(gateway_settings(poll_interval_s=1000), [("p0", "http://p0")], lambda *_: Calls())
-    polling = asyncio.create_task(fleet.run())
-    await asked.get()
-    fleet.report_lost("p0")
-    reply.set()
-    async with asyncio.timeout(300):
-        await asked.get()
-    polling.cancel()
-    await asyncio.gather(polling, return_exceptions=True)
-
-
-async def test_ps_failure_is_explained_by_d(start, kit):
-    gateway = await start("p0:P", "d0:D", restart="never")
-    gateway["p0"].scripts["/stage/prefill"] = lambda _: [kit.DECODE, 0.1, kit.DIE]
-    failed = kit.fail(502, "the KV transfer failed: no such region")
-    gateway["d0"].scripts["/stage/decode"] = lambda _: [0.2, *failed]
-    status, error = await gateway.error(kit.chat())
-    assert (status, error["message"]) == (502, "the KV transfer failed: no such region")
-    await gateway.settle()
 
 
 async def test_a_503_says_when_to_come_back(start, kit):

@@ -46,14 +46,3 @@ async def test_instances_come_and_go_without_a_dropped_stream(start, kit):
     assert gateway["a1"].calls and [record.name for record in gateway.table] == ["a1"]
     go_on.set()
     assert await stream == (200, kit.FIRST + kit.REST + kit.DONE)
-    go_on.clear()
-    gateway["a1"].scripts["/stage/prefill"] = lambda _: [kit.NONE, kit.FIRST, go_on.wait, kit.DIE]
-    stream = asyncio.create_task(gateway.raw(kit.chat(stream=True)))
-    await gateway.until(lambda: len(gateway["a1"].calls) == 2)
-    gateway.become([])
-    go_on.set()
-    assert b'"error"' in await stream, "it dies after it was taken out"
-    gateway.become(both[1:])
-    gateway["a1"].scripts.clear()
-    await gateway.until(lambda: gateway.table["a1"].ready)
-    assert await gateway.answer(kit.chat()) == (200, kit.WHOLE)

@@ -15,14 +15,6 @@ async def test_a_silent_instance_gets_no_request_until_it_reports(start, kit):
     await gateway.until(lambda: gateway.table["p1"].ready)
 
 
-async def test_d_says_how_long_an_answer_may_be(start, kit):
-    gateway = await start("p0:P", "d0:D")
-    gateway["d0"].info["max_model_len"] = 77
-    await gateway.until(lambda: gateway.table["d0"].info.max_model_len == 77)
-    assert (await gateway.answer(kit.chat()))[0] == 200
-    assert gateway["p0"].got("/stage/prefill")[0].max_model_len == 77
-
-
 async def test_prompts_with_one_beginning_go_to_one_place(start, kit):
     gateway = await start("p0:P", "p1:P", "p2:P", "d0:D", routing="prefix_affinity")
     text = "You are a helpful assistant. " * 40

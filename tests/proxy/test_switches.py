@@ -46,13 +46,6 @@ async def test_a_new_epoch_is_asked_about_before_it_gets_work(gateway):
     assert str(gateway.table["p1"].role) == "D" and gateway.table["p1"].info.epoch == 1
 
 
-async def test_a_planned_departure_is_not_a_failure(gateway, kit):
-    gateway["p0"].scripts["/stage/prefill"] = lambda _: kit.fail(503, "it is leaving its role", code="draining")
-    answers = await asyncio.gather(*(gateway.answer(kit.chat()) for _ in range(12)))
-    assert answers == [(200, kit.WHOLE)] * 12 and gateway["p0"].got("/stage/prefill")
-    assert gateway.table["p0"].state == "up"
-
-
 @pytest.mark.parametrize("first", ["p0", "d0"])
 async def test_d_leaving_during_ps_reservation_is_the_reported_cause(start, kit, first):
     """P alone serves its stage: blamed for what D has done, it would leave the request nowhere to go."""

@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd_serve.routing.encoders import BOUND, BoundedHash
-from epd_serve.types import StageRate
 
 POLICY = BoundedHash()
 
@@ -85,20 +84,6 @@ def test_an_item_stays_at_p_unless_another_would_be_done_sooner(build):
     with table.open_encode(table["e0"], item):
         pass
     assert chosen(table, item, prefill="ep0") == ["e0"], "a feature that is there costs its way only"
-
-
-def test_a_slow_way_keeps_an_item_at_p(build):
-    table = build("e0:E", "ep0:EP:tokens=1")
-    item = build.item("picture", 100_000)
-    build.update(table, "e0:E", host_id="far away", feature_token_bytes=10**7)
-    assert chosen(table, item, prefill="ep0") == ["ep0"]
-
-
-def test_a_faster_encoder_takes_more(build):
-    table = build("e0:E", "e1:E", "p0:P")
-    build.update(table, "e1:E", load=build.load(rates={"E": StageRate(0.0, 1e-7)}))
-    items = [build.item(f"item {number}") for number in range(40)]
-    assert chosen(table, *items).count("e1") > 2 * chosen(table, *items).count("e0")
 
 
 def test_without_an_encoder_p_encodes_itself(build):

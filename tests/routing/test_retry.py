@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from epd_serve.errors import (
-    CHOICES_LOST,
     DECODE_DRAINING,
     DRAINING,
     NO_ROOM,
@@ -99,12 +98,6 @@ def test_lost_connections_are_preferred_least_but_not_excluded(build) -> None:
     assert names(pick(retry))[1] in lost
 
 
-def test_the_requests_own_error_ends_it(build) -> None:
-    retry = retry_of(build("p0:P", "p1:P", "d0:D"))
-    with pytest.raises(InvalidRequest):
-        retry.fail_attempt(pick(retry), CallFailed(P, InvalidRequest("wrong")))
-
-
 def test_attempts_are_bounded_and_planned_leaving_does_not_count(build) -> None:
     table = build("a0:EPD", "a1:EPD")
     retry = retry_of(table)
@@ -117,23 +110,6 @@ def test_attempts_are_bounded_and_planned_leaving_does_not_count(build) -> None:
         retry.fail_attempt(pick(retry), CallFailed(P, InstanceLost("gone")))
     with pytest.raises(InstanceLost):
         retry.fail_attempt(pick(retry), CallFailed(P, InstanceLost("gone")))
-
-
-@pytest.mark.parametrize(("num_choices", "generated", "code"), [(1, None, "x"), (2, None, CHOICES_LOST)])
-def test_a_stream_that_cannot_go_on_fails(build, num_choices, generated, code) -> None:
-    retry = retry_of(build("a0:EPD", "a1:EPD"), num_sequences=num_choices)
-    retry.fail_attempt(pick(retry), CallFailed(P, InstanceFailed("broken", code="x"), began=True))
-    with pytest.raises(InstanceFailed) as failed:
-        failure = CallFailed(P, InstanceFailed("broken", code="x"), began=True)
-        retry.fail_attempt(pick(retry), failure, begun=True, generated=generated)
-    assert failed.value.code == code
-
-
-def test_a_stream_of_one_choice_goes_on_behind_its_tokens(build) -> None:
-    retry = retry_of(build("a0:EPD", "a1:EPD"))
-    failure = CallFailed(P, InstanceLost("gone"), began=True)
-    retry.fail_attempt(pick(retry), failure, begun=True, generated=[5, 6])
-    assert retry.generated == [5, 6]
 
 
 def test_a_request_waits_for_a_stage_that_was_there(build) -> None:
@@ -199,10 +175,3 @@ def test_encoders_of_an_item_in_turn(build, error, stalls, found) -> None:
     elif stalls:
         result[1] = found[1]
     assert result == found
-
-
-def test_a_stall_takes_half_of_the_time_that_is_left(build) -> None:
-    item = item_of(build, build("e0:E", "p0:P"))
-    assert isinstance(item.note_stall(), StageTimeout) and item.patience_s == 4.0
-    item.note_stall()
-    assert item.patience_s == 2.0

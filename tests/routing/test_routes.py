@@ -55,20 +55,6 @@ def test_equals_take_turns(build, policy):
     assert [chosen.count(name) for name in ("p0", "p1", "d0", "d1")] == [4] * 4
 
 
-def test_who_comes_back_takes_no_more_than_its_turn(build):
-    table = build("p0:P", "p1:P", "d0:D")
-    table.mark_lost("p1")
-    for _ in range(50):
-        table.open_call(table["p0"], Stage.PREFILL).close()
-    build.update(table, "p1:P")
-    chosen = []
-    for _ in range(10):
-        route = RoutePolicy("round_robin").choose_route(table, "m")
-        chosen.append(route.prefill.name)
-        table.open_call(route.prefill, Stage.PREFILL).close()
-    assert chosen.count("p1") <= 6
-
-
 def test_an_instance_with_both_stages_decodes_what_it_prefilled(build):
     route = POLICY.choose_route(build("e0:E", "pd0:PD:sequences=3", "d0:D"), "m")
     assert (route.prefill.name, route.decode.name, route.fused) == ("pd0", "pd0", True)

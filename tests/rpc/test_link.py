@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import uvloop
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from links import link_server, linked
 from own_ports import free_port
@@ -388,6 +388,7 @@ CALL = b"".join(pack_call(1, "/wait", [b""]))
     [
         b"\xff\xff\xff\xff",
         b"\x03\x00\x00\x00abc",
+        told([0, 1, "/wait", b""]).replace(b"wait", b"\xffait"),  # no UTF-8
         b"POST /stage/prefill HTTP/1.1\r\n\r\n",
         told([7, 1]),
         told([0, 1, "/wait"]),
@@ -496,6 +497,7 @@ def test_messages_come_whole_however_their_bytes_come(lists, sizes):
 
 
 @given(st.binary(max_size=60))
+@example(told([0, 1, "/wait", b""]).replace(b"wait", b"\xffait"))  # no UTF-8
 def test_whatever_comes_is_a_message_or_closes_the_link(data):
     with contextlib.suppress(messages.LinkClosed):
         Frames(messages.TO_SERVER, 1 << 20).take(data)

@@ -41,5 +41,5 @@ def test_a_loop_that_stands_still_loses_no_connection(run):
 def test_nobody_there_is_told_at_once(run):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()
-    with pytest.raises(ConnectionRefusedError, match="Connect call failed"):
+    with pytest.raises(ConnectionRefusedError):
         run(connect(*address))

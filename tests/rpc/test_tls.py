@@ -9,7 +9,7 @@ from links import linked
 
 from epd_serve.backends.native import NativeConnections, NativeInstance
 from epd_serve.errors import InstanceLost
-from epd_serve.instance.http import Peers
+from epd_serve.instance.calls import Peers
 from epd_serve.protocol import wire
 from epd_serve.rpc.link import Link
 from epd_serve.rpc.server import Reply

@@ -40,7 +40,8 @@ class Bench:
         self.memory = Memory()
         self.lost = []
         budget = Budget(max_num_tokens=100, max_num_seqs=10, pace=pace)
-        self.queues = Queues(self.pool, self.memory, budget, Order("fcfs", self.pool, budget, StepCost()), Mock())
+        self.queues = Queues(self.pool, self.memory, budget, Order("fcfs", self.pool, budget, StepCost()))
+        self.queues.features = Mock()
 
     def plan(self):
         while True:

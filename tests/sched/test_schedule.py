@@ -41,10 +41,10 @@ class Features:
         self.missing = missing
         self.starved = []
 
-    def has_feature(self, mm_hash):
+    def has(self, mm_hash):
         return mm_hash not in self.missing
 
-    def feature_starved(self, mm_hash):
+    def starved(self, mm_hash):
         self.starved.append(mm_hash)
 
 

@@ -10,10 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from ascend_ladder import OPERATORS
 from torch import Tensor
 
-_LEVEL = "semantics"
 _library: torch.library.Library | None = None
 
 
@@ -24,15 +22,7 @@ def register() -> None:
         return
     _library = torch.library.Library("npu", "IMPL")
     for name, kernel in KERNELS.items():
-        _library.impl(name, _counted(name, kernel), "CPU")
-
-
-def _counted(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        OPERATORS[_LEVEL].add(name.partition(".")[0])
-        return kernel(*args, **kwargs)
-
-    return call
+        _library.impl(name, kernel, "CPU")
 
 
 def rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
@@ -131,30 +121,19 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Ten
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(query.dtype)
 
 
-def attention_v1(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
-    return _attention(
-        query,
-        key,
-        value,
-        heads=(given.pop("num_heads", 1), given.pop("num_key_value_heads", 0)),
-        scale=given.pop("scale", 1.0),
-        query_lens=given.pop("actual_seq_lengths", None),
-        context_lens=given.pop("actual_seq_lengths_kv", None),
-        **_rest(given),
-    )
+def _version(heads: str, scale: str, query_lens: str, context_lens: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    """One version of the operator, by the names of its arguments."""
 
+    def attention(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
+        own = {
+            "heads": (given.pop(heads, 1), given.pop("num_key_value_heads", 0)),
+            "scale": given.pop(scale, 1.0),
+            "query_lens": given.pop(query_lens, None),
+            "context_lens": given.pop(context_lens, None),
+        }
+        return _attention(query, key, value, **own, **_rest(given))
 
-def attention_v2(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
-    return _attention(
-        query,
-        key,
-        value,
-        heads=(given.pop("num_query_heads", 1), given.pop("num_key_value_heads", 0)),
-        scale=given.pop("softmax_scale", 1.0),
-        query_lens=given.pop("actual_seq_qlen", None),
-        context_lens=given.pop("actual_seq_kvlen", None),
-        **_rest(given),
-    )
+    return attention
 
 
 def _rest(given: dict[str, Any]) -> dict[str, Any]:
@@ -175,6 +154,10 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "npu_rotary_mul": rotary_mul,
     "npu_swiglu": swiglu,
     "npu_scatter_pa_kv_cache": scatter_pa_kv_cache,
-    "npu_fused_infer_attention_score": attention_v1,
-    "npu_fused_infer_attention_score_v2": attention_v2,
+    "npu_fused_infer_attention_score": _version(
+        "num_heads", "scale", "actual_seq_lengths", "actual_seq_lengths_kv"
+    ),
+    "npu_fused_infer_attention_score_v2": _version(
+        "num_query_heads", "softmax_scale", "actual_seq_qlen", "actual_seq_kvlen"
+    ),
 }

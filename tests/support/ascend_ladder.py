@@ -1,18 +1,14 @@
-"""Common to the levels of tests/ascend: getting torch_npu, and counting the operators that each level called."""
+"""Common to the levels of tests/ascend: getting torch_npu."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import warnings
-from collections import defaultdict
 
 import pytest
 
 COMMAND = "python tests/ascend/ladder.py"
-LEVELS = ("schema", "shape", "semantics", "host", "hw")
-OPERATORS: defaultdict[str, set[str]] = defaultdict(set)
-"""Operators of ``npu::`` that a level checked, by level."""
 
 
 def require_torch_npu() -> None:

@@ -7,11 +7,10 @@ argument names are written out here again, so that a mistake in the backend's ta
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from ascend_ladder import OPERATORS
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -29,45 +28,20 @@ def _need(condition: bool, what: str) -> None:
         raise Violation(what)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Attention:
-    """The arguments of either version under one name."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    num_heads: int
-    num_kv_heads: int
-    layout: str
-    query_lens: list[int] | None
-    context_lens: list[int] | None
-    sparse_mode: int
-    mask: Tensor | None
-    block_table: Tensor | None
-    block_size: int
-    max_tokens: int
-
-
-def _v1(a: dict[str, Any]) -> Attention:
-    return _arguments(a, "num_heads", "actual_seq_lengths", "actual_seq_lengths_kv", 65536)
-
-
-def _v2(a: dict[str, Any]) -> Attention:
-    return _arguments(a, "num_query_heads", "actual_seq_qlen", "actual_seq_kvlen", 2**20)
-
-
-def _arguments(a: dict[str, Any], heads: str, query_lens: str, context_lens: str, max_tokens: int) -> Attention:
+def _attention(
+    a: dict[str, Any], heads: str, query_lens: str, context_lens: str, max_tokens: int
+) -> SimpleNamespace:
+    """The arguments of either version under one name, with the defaults of both."""
     num_heads = a.get(heads, 1)
-    lens = [None if a.get(name) is None else list(a[name]) for name in (query_lens, context_lens)]
-    return Attention(
+    return SimpleNamespace(
         query=a["query"],
         key=a["key"],
         value=a["value"],
         num_heads=num_heads,
         num_kv_heads=a.get("num_key_value_heads", 0) or num_heads,
         layout=a.get("input_layout", "BSH"),
-        query_lens=lens[0],
-        context_lens=lens[1],
+        query_lens=a.get(query_lens),
+        context_lens=a.get(context_lens),
         sparse_mode=a.get("sparse_mode", 0),
         mask=a.get("atten_mask"),
         block_table=a.get("block_table"),
@@ -76,7 +50,7 @@ def _arguments(a: dict[str, Any], heads: str, query_lens: str, context_lens: str
     )
 
 
-def check_attention(a: Attention) -> None:
+def check_attention(a: SimpleNamespace) -> None:
     query, key, value = a.query, a.key, a.value
     _need(query.dtype in _HALF, f"query of {query.dtype}: bfloat16 or float16")
     _need(key.dtype == value.dtype == query.dtype, "query, key and value of one type")
@@ -94,7 +68,7 @@ def check_attention(a: Attention) -> None:
         _check_paged(a, a.block_table, query_lens)
 
 
-def _check_mask(a: Attention) -> None:
+def _check_mask(a: SimpleNamespace) -> None:
     _need(a.sparse_mode in (0, 3), "sparse mode 0 or 3 (TND knows no other without rope inputs)")
     _need((a.mask is not None) == (a.sparse_mode == 3), "a mask with sparse mode 3 and none with 0")
     if a.mask is not None:
@@ -102,7 +76,7 @@ def _check_mask(a: Attention) -> None:
         _need(a.mask.dtype in _MASK_TYPES, f"a mask of {a.mask.dtype}: bool, int8 or uint8")
 
 
-def _query_lens(a: Attention) -> list[int]:
+def _query_lens(a: SimpleNamespace) -> list[int]:
     """Lengths of the queries, one a sequence."""
     if a.layout == "BSND":
         batch, padded = a.query.shape[:2]
@@ -119,7 +93,7 @@ def _query_lens(a: Attention) -> list[int]:
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def _check_unpaged(a: Attention) -> None:
+def _check_unpaged(a: SimpleNamespace) -> None:
     ends = a.context_lens or []
     _need(a.layout == "TND", "unpaged calls are TND here")
     _need(len(ends) == len(a.query_lens or []), "as many context lengths as query lengths")
@@ -127,7 +101,7 @@ def _check_unpaged(a: Attention) -> None:
     _need(tuple(a.key.shape[1:]) == (a.num_kv_heads, a.query.shape[-1]), "keys [T, KV heads, dim]")
 
 
-def _check_paged(a: Attention, table: Tensor, query_lens: list[int]) -> None:
+def _check_paged(a: SimpleNamespace, table: Tensor, query_lens: list[int]) -> None:
     context_lens = a.context_lens or []
     multiple = 128 if max(query_lens) > 1 else 16
     _need(0 < a.block_size <= 512 and a.block_size % multiple == 0, f"block_size: multiple of {multiple} to 512")
@@ -179,8 +153,12 @@ def check_swiglu(a: dict[str, Any]) -> None:
 
 
 CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {
-    "npu_fused_infer_attention_score": lambda a: check_attention(_v1(a)),
-    "npu_fused_infer_attention_score_v2": lambda a: check_attention(_v2(a)),
+    "npu_fused_infer_attention_score": lambda a: check_attention(
+        _attention(a, "num_heads", "actual_seq_lengths", "actual_seq_lengths_kv", 65536)
+    ),
+    "npu_fused_infer_attention_score_v2": lambda a: check_attention(
+        _attention(a, "num_query_heads", "actual_seq_qlen", "actual_seq_kvlen", 2**20)
+    ),
     "npu_scatter_pa_kv_cache": check_scatter,
     "npu_rms_norm": check_rms_norm,
     "npu_add_rms_norm": check_add_rms_norm,
@@ -192,10 +170,9 @@ CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {
 class NpuRecorder(TorchDispatchMode):
     """Names the operators in ``calls`` and raises Violation; every ``npu::`` operator must have a check."""
 
-    def __init__(self, level: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.calls: list[str] = []
-        self._level = level
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -205,5 +182,4 @@ class NpuRecorder(TorchDispatchMode):
             _need(name in CHECKS, f"npu::{name} has no check")
             CHECKS[name](arguments)
             self.calls.append(name)
-            OPERATORS[self._level].add(name)
         return func(*args, **kwargs)

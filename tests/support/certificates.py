@@ -25,17 +25,8 @@ class Authority:
         """A certificate for an address; ``days`` below 0: it has expired. ``ca``: whom its holder trusts."""
         own = f"{self._name}-{name}"
         self._run(
-            *(
-                "req",
-                "-newkey",
-                "ec",
-                "-pkeyopt",
-                "ec_paramgen_curve:prime256v1",
-                "-nodes",
-                "-subj",
-                f"/CN={name}",
-            ),
-            *("-keyout", f"{own}.key", "-out", f"{own}.csr"),
+            *("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"),
+            *("-subj", f"/CN={name}", "-keyout", f"{own}.key", "-out", f"{own}.csr"),
         )
         (self._directory / f"{own}.ext").write_text(f"subjectAltName=IP:{ip}\nauthorityKeyIdentifier=keyid\n")
         self._run(

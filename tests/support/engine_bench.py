@@ -23,12 +23,14 @@ from device.base import Device
 from device.registry import get_device
 from epd_serve.cache.block_pool import BlockPool
 from epd_serve.config import decode_graph_sizes
-from epd_serve.engine.engine import Engine, EngineEvent, EngineHooks, TokenEvent
+from epd_serve.engine.device_board import DeviceBoard
+from epd_serve.engine.dual_stream import LanguageStream
+from epd_serve.engine.engine import Engine, EngineEvent, TokenEvent
 from epd_serve.engine.kv_memory import KVMemory
-from epd_serve.engine.step import LanguageRunner, LaunchedStep, StepExecutor
+from epd_serve.engine.step import LaunchedStep, StepRunner
 from epd_serve.engine.step_loop import StepLoop
+from epd_serve.engine.telemetry import StageRates
 from epd_serve.instance.loading.language_weights import read_texts
-from epd_serve.instance.rates import StageRates
 from epd_serve.instance.text.prompt import PromptProcessor
 from epd_serve.media.audio import read_audio_facts
 from epd_serve.media.video import read_facts
@@ -48,7 +50,7 @@ BLOCK_SIZE = 8
 Medium = Image.Image | Clip | Sound
 
 
-class UnwaitingRunner(LanguageRunner):
+class UnwaitingRunner(StepRunner):
     """Refuses what lets the engine's thread wait for a chip, but for a step's end."""
 
     def launch(self, *args: Any, **kwargs: Any) -> LaunchedStep:
@@ -65,12 +67,13 @@ class UnwaitingRunner(LanguageRunner):
 
 
 @dataclass
-class EngineBench(EngineHooks):
-    """An engine with the parts around it that an instance would have."""
+class EngineBench:
+    """An engine with the parts around it that an instance would have, for which it stands itself."""
 
     path: Path
     budget: Budget
     num_blocks: int = 200
+    block_size: int = BLOCK_SIZE
     device: Device = field(default_factory=lambda: get_device("cpu"))
     runs_ahead: bool = False
     starts: bool = True
@@ -85,49 +88,45 @@ class EngineBench(EngineHooks):
         device = self.device
         self.family = load_family(self.path)
         if self.family.modalities:
-            self.tower = Tower(self.path, torch.float32, device, graph_sizes=(64, 256))
+            self.tower = Tower(self.path, torch.float32, device)
         language = LanguageModel(self.path, torch.float32, device)
         layout = wire.KVLayout(
             num_layers=language.num_layers,
             num_kv_heads=language.num_kv_heads,
             head_dim=language.head_dim,
-            block_size=BLOCK_SIZE,
+            block_size=self.block_size,
             dtype="float32",
             model="m",
-            state_blocks=language.state_blocks(BLOCK_SIZE),
+            state_blocks=language.state_blocks(self.block_size),
         )
         self.transport = EmbeddedTransport(path="shm")
         self.memory = memory = KVMemory(layout, self.num_blocks, device, self.transport)
-        self.executor = StepExecutor(
+        runner = UnwaitingRunner(
             language,
             device,
             memory.tensor,
             num_position_axes=self.family.num_position_axes,
+            eos_token_ids=frozenset({2}),
             graph_sizes=decode_graph_sizes(self.budget.max_num_seqs),
             max_num_seqs=self.budget.max_num_seqs,
             max_model_len=language.max_model_len,
             prefill_graph_sizes=(8, 64),
             max_num_tokens=self.budget.max_num_tokens,
         )
-        runner = UnwaitingRunner(
-            self.executor,
-            device.ops,
-            block_size=BLOCK_SIZE,
-            num_position_axes=self.family.num_position_axes,
-            eos_token_ids=frozenset({2}),
-        )
         self.processor = PromptProcessor(
             read_texts(self.path, self.family),
             self.family,
             language.inner,
             max_model_len=language.max_model_len,
-            block_size=BLOCK_SIZE,
+            block_size=self.block_size,
             generation=GenerationConfig(),
             rates=StageRates(time.monotonic),
         )
-        self.pool = BlockPool(self.num_blocks, BLOCK_SIZE, state_blocks=layout.state_blocks)
-        self.engine = Engine(self.pool, memory, self.budget, self, eos_token_ids=frozenset({2}))
-        self.loop = StepLoop(self.engine, runner, self, runs_ahead=self.runs_ahead)
+        self.pool = BlockPool(self.num_blocks, self.block_size, state_blocks=layout.state_blocks)
+        own: Any = self
+        self.engine = Engine(self.pool, memory, self.budget, own, eos_token_ids=frozenset({2}))
+        stream = LanguageStream(device, DeviceBoard(None, 0, time.monotonic), limit_s=None)
+        self.loop = StepLoop(self.engine, runner, own, stream, own, runs_ahead=self.runs_ahead)
         if self.starts:
             self.loop.start()
 
@@ -137,14 +136,19 @@ class EngineBench(EngineHooks):
         self.num_held = self.pool.capacity - num_blocks
         self.pool.release(range(1, num_blocks + 1))
 
-    def feature(self, mm_hash: str) -> torch.Tensor | None:
+    def has(self, mm_hash: str) -> bool:
+        return mm_hash in self.features
+
+    def starved(self, mm_hash: str) -> None: ...
+
+    def use(self, mm_hash: str) -> torch.Tensor | None:
         return self.features.get(mm_hash)
 
     def emit(self, events: list[EngineEvent]) -> None:
         for event in events:
             self.events.put(event)
 
-    def stepped(self, output: ScheduleOutput, seconds: float) -> None:
+    def add_step(self, output: ScheduleOutput, seconds: float) -> None:
         self.num_preemptions += len(output.preempted)
         self.num_saved += sum(sequence.saved is not None for sequence in output.preempted)
 

@@ -6,11 +6,15 @@ fails, and the next token is a function of all tokens before it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as AbstractSequence
 from typing import Any
 
-from epd_serve.engine.computing import SampledToken, SampledTokens
+from device.registry import get_device
+from epd_serve.engine.device_board import DeviceBoard
+from epd_serve.engine.dual_stream import LanguageStream
+from epd_serve.engine.engine import SampledToken, SampledTokens
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sched.sequence import PLACEHOLDER, Sequence
 from epd_serve.types import MediaSpan
@@ -20,6 +24,10 @@ BLOCK_SIZE = 2
 
 def next_token(tokens: AbstractSequence[int], index: int) -> int:
     return (sum((i + 1) * token for i, token in enumerate(tokens)) * 7 + index * 3 + len(tokens)) % 40
+
+
+def stream_of_a_cpu() -> LanguageStream:
+    return LanguageStream(get_device("cpu"), DeviceBoard(None, 0, time.monotonic), limit_s=None)
 
 
 class Cells:

@@ -34,6 +34,7 @@ TOPOLOGIES = {
     "(E-PD)": ("e0", "pd0"),
     "ED-P": ("ed0", "p0"),
     "2E-P-D": ("e0", "e1", "p0", "d0"),
+    "P-D": ("p0", "d0"),
 }
 FLEET = "2E-P-D-EP-ED-PD-EPD"
 

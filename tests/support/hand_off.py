@@ -6,16 +6,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 from epd_serve.cache.block_pool import BlockPool, RequestBlocks
+from epd_serve.engine.engine import Engine, Outbox
+from epd_serve.engine.telemetry import InstanceTelemetry
 from epd_serve.errors import ServeError
 from epd_serve.instance.calls import CleanUps, Refusals
 from epd_serve.instance.decode import Decoder
-from epd_serve.instance.telemetry import InstanceTelemetry
+from epd_serve.instance.prefill import Prefiller
+from epd_serve.instance.text.request_processor import RequestProcessor
 from epd_serve.protocol import wire
+from epd_serve.sched.schedule import Budget
 from epd_serve.sched.sequence import Sequence as Prompt
 from epd_serve.transfer.kv_sender import OutgoingTransfer
 from epd_serve.types import SamplingParams
@@ -37,49 +40,19 @@ class Tokenizer:
         return "x"
 
 
-class TenBlocks:
-    """An engine with ten blocks of four tokens.
+class TenBlocks(Engine):
+    """An engine with ten blocks of four tokens that computes nothing."""
 
-    Attributes:
-        num_places: sequences that still have a place; None: any number.
-    """
-
-    def __init__(self, num_places: int | None = None) -> None:
+    def __init__(self) -> None:
         self.pool = BlockPool(11, 4)
-        self.num_places = num_places
         self.resumed: list[RequestBlocks] = []
-
-    def check_fits(self, *arguments: int) -> None: ...
-
-    def abort(self, request_id: str) -> None: ...
+        unused: Any = None
+        budget = Budget(max_num_tokens=64, max_num_seqs=64)
+        super().__init__(self.pool, unused, budget, Outbox(), eos_token_ids=frozenset())
+        self.queues.features = unused
 
     def resume(self, sequence: Prompt, blocks: RequestBlocks, tokens: Any) -> None:
         self.resumed.append(blocks)
-
-    def reserve(
-        self, num_prompt_tokens: int, num_sequences: int, hashes: list[bytes], arrival_s: float, priority: int
-    ) -> RequestBlocks | None:
-        request = (num_prompt_tokens, 0, num_sequences, hashes)
-        if self.pool.num_missing(*request) > self.pool.num_free:
-            return None
-        if self.num_places is not None:
-            if self.num_places < num_sequences:
-                return None
-            self.num_places -= num_sequences
-        return self.pool.allocate_request(*request)
-
-    def stop_reserving(self) -> None: ...
-
-    def unreserve(self, blocks: RequestBlocks) -> None:
-        self.pool.release(blocks.all())
-
-
-@dataclass
-class Landing:
-    blocks: Sequence[int]
-
-    def spans(self, first: int, count: int) -> list[tuple[int, int]]:
-        return [(block, 1) for block in self.blocks[first : first + count]]
 
 
 class Memory:
@@ -94,10 +67,11 @@ class Memory:
         self.buffer = memoryview(bytearray(11))
 
     @contextmanager
-    def land(self, layers: range, blocks: Sequence[int]) -> Iterator[Landing]:
+    def land(self, layers: range, parts: Sequence[Sequence[int]]) -> Iterator[list[list[tuple[int, int]]]]:
         assert threading.current_thread() is not threading.main_thread(), "never on the event loop"
-        yield Landing(blocks)
-        self.landed += blocks
+        yield [[(block, 1) for block in part] for part in parts]
+        for part in parts:
+            self.landed += part
 
     def nbytes(self, num_layers: int, num_blocks: int) -> int:
         return num_layers * num_blocks
@@ -142,16 +116,21 @@ class Sender:
         passed()
 
 
-def language(peers: Any, *, engine: Any, clean_ups: CleanUps, telemetry: Any, lease_s: float) -> Any:
-    """The prefill side of a language engine that sends nothing."""
-    instance = SimpleNamespace(
+def prefill_service(
+    peers: Any, *, engine: Any, prompts: Any, receiver: Any, clean_ups: CleanUps, telemetry: Any, lease_s: float
+) -> Prefiller:
+    """A prefill stage that sends nothing."""
+    instance: Any = SimpleNamespace(
         peers=peers,
         telemetry=telemetry,
         refusals=Refusals("p0"),
         clean_ups=clean_ups,
         options=SimpleNamespace(lease_s=lease_s),
+        processor=RequestProcessor(1, queue_timeout_s=60, spans=telemetry.spans),
     )
-    return SimpleNamespace(engine=engine, sender=Sender(), memory=Memory(), instance=instance)
+    weights: Any = SimpleNamespace(prompts=prompts, compiler=None, memory=Memory())
+    sender: Any = Sender()
+    return Prefiller(instance=instance, weights=weights, engine=engine, sender=sender, receiver=receiver)
 
 
 def reserve(

@@ -122,18 +122,9 @@ async def hosts(names: Sequence[str], log_dir: Path) -> AsyncIterator[Hosts]:
         for index, name in enumerate(names, start=1):
             first = f"mount -t tmpfs tmpfs /dev/shm; hostname {name}; echo; exec sleep infinity"
             process = await asyncio.create_subprocess_exec(
-                *(
-                    "unshare",
-                    "--net",
-                    "--pid",
-                    "--mount",
-                    "--ipc",
-                    "--uts",
-                    "--fork",
-                    "--kill-child",
-                    "--mount-proc",
-                ),
-                *("sh", "-c", first),
+                *("unshare", "--net", "--pid", "--mount", "--ipc", "--uts", "--fork", "--kill-child"),
+                *("--mount-proc", "sh", "-c"),
+                first,
                 stdout=asyncio.subprocess.PIPE,
             )
             assert process.stdout is not None

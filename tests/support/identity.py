@@ -34,6 +34,8 @@ class Question:
     videos: tuple[Clip, ...] = ()
     sounds: tuple[Sound, ...] = ()
     bounds: Mapping[str, int] = field(default_factory=dict)
+    #: Of a model that thinks and calls tools: variables of its template.
+    template: Mapping[str, Any] = field(default_factory=dict)
 
     def body(self, *, stream: bool, ignore_eos: bool) -> dict[str, Any]:
         urls = [f"data:image/png;base64,{base64.b64encode(png(image)).decode()}" for image in self.images]
@@ -50,13 +52,21 @@ class Question:
             **({"mm_processor_kwargs": {"fps": fps}} if fps else {}),
             **({"mm_processor_kwargs": self.bounds} if self.bounds else {}),
             **({"media_io_kwargs": {"video": {"num_frames": num_read}}} if num_read else {}),
+            **self._template_fields(),
             "max_tokens": MAX_TOKENS,
             "temperature": 0,
             "ignore_eos": ignore_eos,
             "skip_special_tokens": False,
-            "logprobs": True,
+            "return_token_ids": True,
             "stream": stream,
         }
+
+    def _template_fields(self) -> dict[str, Any]:
+        if not self.template:
+            return {}
+        variables = dict(self.template)
+        tools = variables.pop("tools", None)
+        return {"chat_template_kwargs": variables, **({"tools": tools, "tool_choice": "none"} if tools else {})}
 
 
 QUESTIONS = (
@@ -96,6 +106,14 @@ SOUND_QUESTIONS = (
     Question("What is said?", sounds=(Sound(sound(4, 2.2, 24_000, 1, "mp3"), "mp3", as_url=True),)),
 )
 
+_TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}
+#: For models with ``tiny_models.THINKING_TEMPLATE``.
+THINKING_QUESTIONS = (
+    Question("Say apple", template={"enable_thinking": True}),
+    Question("What is 2 + 3? " * 9, template={"enable_thinking": False, "tools": [_TOOL]}),
+    Question("What is this?", (noise(1),), template={"enable_thinking": True, "tools": [_TOOL]}),
+)
+
 #: For models that take all of these.
 OMNI_QUESTIONS = (
     Question(
@@ -112,7 +130,7 @@ class Fleet:
     """Instances of all roles with one model, and what transformers answers to each question."""
 
     deployment: LocalDeployment
-    expected: dict[Question, list[str]]
+    expected: dict[Question, list[int]]
     ignore_eos: bool
     num_checks: int = 0
 
@@ -154,6 +172,8 @@ async def start_fleet(
     expected = {}
     asked = [one for one in QUESTIONS if reference.takes_images or not one.images]
     template = path / "chat_template.jinja"
+    if template.exists() and "enable_thinking" in template.read_text():
+        asked += THINKING_QUESTIONS
     if template.exists() and "'video'" in template.read_text():
         asked += VIDEO_QUESTIONS
     if getattr(load_family(path), "bounds", None):
@@ -165,10 +185,9 @@ async def start_fleet(
     asked = [one for one in asked if reference.takes(one.videos, one.sounds)]
     for question in asked:
         media = question.images, question.videos, question.sounds
-        ids = reference.generate(question.text, *media, bounds=question.bounds, max_tokens=MAX_TOKENS)
-        if ids[-1] == reference.tokenizer.eos_token_id and not ignore_eos:
-            ids.pop()  # it ends the text and is no part of it
-        expected[question] = [reference.tokenizer.decode([i]) for i in ids]
+        options = {"bounds": question.bounds, **question.template}
+        ids = reference.generate(question.text, *media, max_tokens=MAX_TOKENS, **options)
+        expected[question] = ids
     del reference
     # the token budget is smaller than any image: every image that can be is computed in several chunks
     budget = {"max_num_batched_tokens": max(13, load_family(path).both_ways_tokens)}
@@ -176,36 +195,31 @@ async def start_fleet(
         yield Fleet(deployment, expected, ignore_eos=ignore_eos)
 
 
-def token_texts(answer: httpx.Response) -> list[str]:
-    """The tokens of an answer with log-probabilities."""
-    assert answer.status_code == 200, answer.text
-    content = answer.json()["choices"][0]["logprobs"]["content"]
-    return [bytes(token["bytes"]).decode(errors="replace") for token in content]
-
-
-async def ask(client: httpx.AsyncClient, question: Question) -> list[str]:
+async def ask(client: httpx.AsyncClient, question: Question) -> list[int]:
     return await answer_whole(client, question.body(stream=False, ignore_eos=True))
 
 
-def generated(reference: Reference, question: Question) -> list[str]:
+def generated(reference: Reference, question: Question) -> list[int]:
     """transformers' tokens."""
     media = question.images, question.videos, question.sounds
     ids = reference.generate(question.text, *media, max_tokens=MAX_TOKENS)
     assert len(set(ids)) >= 5, "tokens that say little of the model"
-    return [reference.tokenizer.decode([token]) for token in ids]
+    return ids
 
 
-async def answer_whole(client: httpx.AsyncClient, body: dict[str, Any]) -> list[str]:
-    return token_texts(await client.post(CHATS, json=body))
+async def answer_whole(client: httpx.AsyncClient, body: dict[str, Any]) -> list[int]:
+    answer = await client.post(CHATS, json=body)
+    assert answer.status_code == 200, answer.text
+    tokens: list[int] = answer.json()["choices"][0]["token_ids"]
+    return tokens
 
 
-async def _stream(client: httpx.AsyncClient, body: dict[str, Any]) -> list[str]:
-    tokens: list[str] = []
+async def _stream(client: httpx.AsyncClient, body: dict[str, Any]) -> list[int]:
+    tokens: list[int] = []
     async with client.stream("POST", CHATS, json=body) as answer:
         assert answer.status_code == 200, await answer.aread()
         lines = [line async for line in answer.aiter_lines() if line]
     assert lines[-1] == "data: [DONE]"
     for line in lines[:-1]:
-        choice = json.loads(line.removeprefix("data: "))["choices"][0]
-        tokens += [bytes(token["bytes"]).decode(errors="replace") for token in choice["logprobs"]["content"]]
+        tokens += json.loads(line.removeprefix("data: "))["choices"][0]["token_ids"]
     return tokens

@@ -16,9 +16,8 @@ from gateway_settings import gateway_settings
 from servers import served
 
 from epd_serve.config import InstanceOptions, ShapeConfig
-from epd_serve.instance.http import LookApp, Peers
+from epd_serve.instance.calls import LookApp, Peers
 from epd_serve.instance.instance import Instance
-from epd_serve.instance.language_engine import LanguageEngine
 from epd_serve.protocol import wire
 from epd_serve.rpc.link import Link, LinkCall
 from epd_serve.rpc.server import LinkService
@@ -45,11 +44,6 @@ async def serving(model: Path | ShapeConfig, role: str, **options: Any) -> Async
             await instance.close()
 
 
-def language_of(instance: Instance) -> LanguageEngine:
-    assert instance.language is not None
-    return instance.language
-
-
 @asynccontextmanager
 async def answering(instance: Instance, body: bytes) -> AsyncIterator[LinkCall]:
     """A prompt's streamed answer whose head is here."""
@@ -64,9 +58,8 @@ async def answering(instance: Instance, body: bytes) -> AsyncIterator[LinkCall]:
 @asynccontextmanager
 async def held(instance: Instance) -> AsyncIterator[None]:
     """KV that somebody may still announce keeps the instance from being empty."""
-    assert instance.language is not None
     peers = Peers()
-    layout, ref = instance.language.weights.memory.layout, wire.TransferRef("t", "r")
+    layout, ref = instance.require_decoder().memory.layout, wire.TransferRef("t", "r")
     nowhere = wire.Region(name="kv", nbytes=1, host_id="h", pid=1, fd=1, host="", port=0)
     reserve = wire.ReserveRequest("t", "r", 8, 8, 1, [], layout, 3600, nowhere)
     await peers.call(instance.url, "/kv/reserve", reserve)

@@ -9,7 +9,7 @@ from typing import Any
 import uvicorn
 from servers import served
 
-from epd_serve.instance.http import LookApp
+from epd_serve.instance.calls import LookApp
 from epd_serve.rpc.server import Handler, LinkService
 
 

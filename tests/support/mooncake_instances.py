@@ -32,7 +32,7 @@ class Instances:
         num_encoders = sum(store._client is not self._reader for store in self.started)
         client = self._encoders[num_encoders] if encodes else self._reader
         local = EmbeddedFeatureStore(self._transport, capacity)
-        store = MooncakeFeatureStore(client, local, capacity, mooncake_options(staging_bytes=capacity))
+        store = MooncakeFeatureStore(client, local, mooncake_options(staging_bytes=capacity))
         self.all.append(store)
         self.started.append(store)
         return store

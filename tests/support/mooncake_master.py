@@ -58,7 +58,7 @@ def put_and_wait(master: str, key: str, data: bytes, connection: Connection) -> 
     """An encoder with one feature, until killed."""
     options = mooncake_options(staging_bytes=1 << 20)
     local = EmbeddedFeatureStore(make_transport("shm"), 1 << 20)
-    store = MooncakeFeatureStore(StoreClient(options, master, 1 << 24), local, 1 << 20, options)
+    store = MooncakeFeatureStore(StoreClient(options, master, 1 << 24), local, options)
     asyncio.run(store.put(key, memoryview(data), [len(data)], "uint8", "r"))
     connection.send("stored")
     connection.recv()

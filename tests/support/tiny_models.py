@@ -6,102 +6,56 @@ Their tokenizer is the built-in model's; their logits are spread out enough that
 from __future__ import annotations
 
 import json
-import shutil
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_audio import TINY_AUDIO, make_tiny_audio
-from tiny_families import GEMMA3, LIKE_ANOTHER, QWEN3_5, TINY, make_tiny_family
+import transformers
+from tiny_families import NORMALISATION, TEXT, TINY
 from transformers import (
     AddedToken,
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     AutoTokenizer,
     GenerationConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
 )
 
 from epd_serve.demo import weights_dir
 
 KINDS = ("qwen2_5_vl", "qwen3_vl", "llava")
-#: Those that take videos, besides OMNI_KINDS.
-VIDEO_KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
-#: Those that take sounds; of these, those that take pictures as well.
-AUDIO_KINDS = (*TINY_AUDIO, "gemma4", "gemma4_unified")
-OMNI_KINDS = tuple(kind for kind, tiny in TINY_AUDIO.items() if tiny.vision)
-_SLOW_OMNI = tuple(pytest.param(kind, marks=[pytest.mark.slow]) for kind in OMNI_KINDS)
-ALL_VIDEO_KINDS = (*VIDEO_KINDS, "gemma4", "gemma4_unified", *_SLOW_OMNI)
 #: Those with recurrent states.
 STATE_KINDS = ("qwen3_5", "qwen3_5_moe")
-#: With those whose pictures are tiles or rows.
-ALL_KINDS = (
-    *KINDS,
-    STATE_KINDS[0],
-    pytest.param(STATE_KINDS[1], marks=pytest.mark.slow),
-    *_SLOW_OMNI,
-    *(pytest.param(kind, marks=[pytest.mark.slow] if kind in LIKE_ANOTHER else []) for kind in TINY),
+TEXT_KINDS = tuple(TEXT)
+#: Those that take sounds; of these, those that take pictures as well.
+AUDIO_KINDS = tuple(kind for kind, tiny in TINY.items() if tiny.audio and kind != "gemma4_moe")
+OMNI_KINDS = ("qwen2_5_omni", "qwen3_omni")
+#: Those with media tokens of their own, whose pictures are tiles or rows.
+FAMILY_KINDS = tuple(kind for kind, tiny in TINY.items() if tiny.tokens and tiny.vision and kind not in OMNI_KINDS)
+#: Those of other layouts than a kind that is tried each time.
+_SLOW = {"pixtral", "llava_onevision", "glm4v_moe", "glm46v", "gemma4_moe", STATE_KINDS[1], *OMNI_KINDS}
+ALL_KINDS, ALL_VIDEO_KINDS = (
+    tuple(pytest.param(kind, marks=[pytest.mark.slow] if kind in _SLOW else []) for kind in kinds)
+    for kinds in (
+        (*KINDS, *STATE_KINDS, *OMNI_KINDS, *FAMILY_KINDS),
+        ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma4", "gemma4_unified", *OMNI_KINDS),
+    )
 )
-_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-_QWEN3_5: dict[str, Any] = {
-    **QWEN3_5,
-    "rope_parameters": {
-        "rope_type": "default",
-        "mrope_interleaved": True,
-        "mrope_section": [4, 2, 2],
-        "partial_rotary_factor": 0.5,
-        "rope_theta": 1e6,
-    },
+#: Fields of every text config.
+_TEXT = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "initializer_range": 0.2,
 }
-_QWEN3_5_MOE = {**_QWEN3_5, **_EXPERTS, "shared_expert_intermediate_size": 32}
-#: Kinds without a tower, with fields that differ from their text config's usual ones.
-TEXT_KINDS: dict[str, dict[str, Any]] = {
-    "llama": {"attention_bias": True, "mlp_bias": True},
-    "mistral": {"sliding_window": None},
-    "qwen2": {"tie_word_embeddings": True},
-    "qwen3": {"head_dim": 48},
-    "qwen3_moe": {"head_dim": 48, **_EXPERTS, "mlp_only_layers": [1], "norm_topk_prob": True},
-    "gemma3_text": GEMMA3,
-    "qwen3_5_text": _QWEN3_5,
-    "qwen3_5_moe_text": _QWEN3_5_MOE,
-}
-_INIT = {"initializer_range": 0.2}
-#: transformers has these where a model's file has nothing; vLLM then leaves pixels as they are.
-_NORMALISATION = {
-    "do_rescale": True,
-    "rescale_factor": 1 / 255,
-    "do_normalize": True,
-    "image_mean": [0.48145466, 0.4578275, 0.40821073],
-    "image_std": [0.26862954, 0.26130258, 0.27577711],
-}
-
-
-def _text(vocab_size: int, **extra: Any) -> dict[str, Any]:
-    return {
-        "vocab_size": vocab_size,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 5,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 1024,
-        "bos_token_id": 0,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-        **_INIT,
-        **extra,
-    }
-
-
-def _mrope(**extra: Any) -> dict[str, Any]:
-    return {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 1e6, **extra}
 
 
 #: As Qwen3.5's: thoughts between tags, tools as XML.
@@ -140,150 +94,50 @@ THINKING_TEMPLATE = """\
 def make_tiny_model(kind: str, path: Path, *, seed: int = 0, thinks: bool = False, **text: Any) -> Path:
     """Build the model of a kind in ``path``. ``text`` overrides fields of the text config; ``thinks``: with
     THINKING_TEMPLATE and tokens for its tags."""
-    if kind in TINY_AUDIO:
-        torch.manual_seed(seed)
-        make_tiny_audio(
-            TINY_AUDIO[kind], path, lambda vocab, **extra: _text(vocab, **{**extra, **text}), _NORMALISATION
-        )
-        return path
-    if kind in TINY:
-        torch.manual_seed(seed + 1)
-        make_tiny_family(TINY[kind], path, lambda vocab, **extra: _text(vocab, **extra, **text), _NORMALISATION)
-        return path
-    tokenizer = AutoTokenizer.from_pretrained(weights_dir())
-    image, start, end, video = tokenizer.convert_tokens_to_ids(
-        ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"]
-    )
+    tiny = TINY[kind]
+    tokenizer: Any = AutoTokenizer.from_pretrained(weights_dir(), extra_special_tokens=tiny.named)
+    tokenizer.add_tokens(tiny.tokens, special_tokens=True)
     if thinks:
         tags = ("<think>", "</think>", "<tool_call>", "</tool_call>")
         tokenizer.add_tokens([AddedToken(one, special=False, normalized=False) for one in tags])
-    vision_tokens = {
-        "image_token_id": image,
-        "video_token_id": video,
-        "vision_start_token_id": start,
-        "vision_end_token_id": end,
+    tokenizer.chat_template = THINKING_TEMPLATE if thinks else _template(tiny.shown)
+    fields = {**_TEXT, "vocab_size": len(tokenizer), **tiny.text, **text}
+    if fields.get("hidden_size_per_layer_input"):  # else transformers takes 262144 tokens, which are 150 MB
+        fields["vocab_size_per_layer_input"] = len(tokenizer)
+    towers = {"vision_config": tiny.vision, "audio_config": tiny.audio}
+    parts = {name: tower for name, tower in towers.items() if tower}
+    if parts:
+        fields = {"text_config": fields, **parts}
+    auto: Any = AutoModelForMultimodalLM if parts else AutoModelForCausalLM
+    ids = {
+        name: tokenizer.convert_tokens_to_ids(value) if re.search("_token_(id|index)$", name) else value
+        for name, value in tiny.top.items()
     }
-    vision = {
-        "depth": 4,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_heads": 4,
-        "out_hidden_size": 128,
-        **_INIT,
-    }
-    vocab = len(tokenizer)
-    torch.manual_seed(seed)
-    model: Any
-    if kind in TEXT_KINDS:
-        config = AutoConfig.for_model(kind, **_text(vocab, **TEXT_KINDS[kind], **text))
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    elif kind == "qwen2_5_vl":
-        model = Qwen2_5_VLForConditionalGeneration(
-            Qwen2_5_VLConfig(
-                text_config=_text(vocab, rope_parameters=_mrope(), **text),
-                vision_config={**vision, "window_size": 112, "fullatt_block_indexes": [3]},
-                tie_word_embeddings=True,
-                **vision_tokens,
-            )
-        )
-    elif kind == "qwen3_vl":
-        model = Qwen3VLForConditionalGeneration(
-            Qwen3VLConfig(
-                text_config=_text(vocab, head_dim=32, rope_parameters=_mrope(mrope_interleaved=True), **text),
-                vision_config={
-                    **vision,
-                    "patch_size": 14,
-                    "num_position_embeddings": 256,
-                    "deepstack_visual_indexes": [0, 1, 2],
-                },
-                **vision_tokens,
-            )
-        )
-    elif kind in STATE_KINDS:
-        fields = _QWEN3_5 if kind == "qwen3_5" else _QWEN3_5_MOE
-        config = AutoConfig.for_model(
-            kind,
-            text_config=_text(vocab, **fields, **text),
-            vision_config={**vision, "patch_size": 14, "num_position_embeddings": 256},
-            **vision_tokens,
-        )
-        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-    else:
-        model = LlavaForConditionalGeneration(
-            LlavaConfig(
-                text_config=_text(vocab, model_type="llama", **text),
-                vision_config={
-                    "model_type": "clip_vision_model",
-                    "hidden_size": 64,
-                    "intermediate_size": 128,
-                    "num_hidden_layers": 3,
-                    "num_attention_heads": 4,
-                    "image_size": 56,
-                    "patch_size": 14,
-                    "projection_dim": 64,
-                },
-                image_token_index=image,
-                image_seq_length=16,
-            )
-        )
+    torch.manual_seed(seed + tiny.seed)
+    model = auto.from_config(AutoConfig.for_model(tiny.model_type, **fields, **ids), dtype=torch.float32)
+    for parameter in model.parameters():
+        if tiny.tokens and parameter.ndim == 2 and not parameter.any():  # a projector that begins with nothing
+            torch.nn.init.normal_(parameter, std=0.5)
     model.generation_config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
     model.save_pretrained(path)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(weights_dir() / name, path / name)
-    if thinks:
-        tokenizer.chat_template = THINKING_TEMPLATE
-        tokenizer.save_pretrained(path)
-    if kind not in TEXT_KINDS:
-        (path / "preprocessor_config.json").write_text(json.dumps(_preprocessor(kind)))
-    if kind in VIDEO_KINDS:
-        (path / "video_preprocessor_config.json").write_text(json.dumps(_video_preprocessor(kind)))
-        template = path / "chat_template.jinja"
-        image = "<|vision_start|><|image_pad|><|vision_end|>"
-        video = "{%- elif part['type'] == 'video' -%}" + image.replace("image", "video")
-        if not thinks:
-            template.write_text(template.read_text().replace(image, image + video, 1))
-    if kind == "llava":
-        processor = {
-            "patch_size": 14,
-            "vision_feature_select_strategy": "default",
-            "num_additional_image_tokens": 1,
-        }
-        names = {"processor_class": "LlavaProcessor", "image_token": "<|image_pad|>"}
-        (path / "processor_config.json").write_text(json.dumps({**names, **processor}))
+    tokenizer.save_pretrained(path)
+    if tiny.extractor:
+        extractor = getattr(transformers, tiny.extractor)(feature_size=32, chunk_length=tiny.chunk_s)
+        extractor.save_pretrained(path)
+    file = path / "preprocessor_config.json"
+    if tiny.preprocessor:
+        extracted = json.loads(file.read_text()) if tiny.extractor else {}
+        file.write_text(json.dumps({**extracted, **NORMALISATION, **tiny.preprocessor}))
+    if tiny.processor:
+        (path / "processor_config.json").write_text(json.dumps(tiny.processor))
+    if tiny.videos:
+        (path / "video_preprocessor_config.json").write_text(json.dumps(tiny.videos))
     return path
 
 
-def _video_preprocessor(kind: str) -> dict[str, Any]:
-    """Bounds of a frame, or of all frames together."""
-    is_whole = kind != "qwen2_5_vl"
-    return {
-        "video_processor_type": "Qwen3VLVideoProcessor" if is_whole else "Qwen2VLVideoProcessor",
-        "size": {"shortest_edge": 56 * 56, "longest_edge": (12 if is_whole else 1) * 84 * 84},
-        "patch_size": 14,
-        "temporal_patch_size": 2,
-        "merge_size": 2,
-        "min_frames": 4,
-        "max_frames": 12,
-        "fps": 2,
-        **_NORMALISATION,
-    }
-
-
-def _preprocessor(kind: str) -> dict[str, Any]:
-    if kind == "llava":
-        return {
-            "image_processor_type": "CLIPImageProcessor",
-            "size": {"shortest_edge": 56},
-            "crop_size": {"height": 56, "width": 56},
-            "do_center_crop": True,
-            **_NORMALISATION,
-        }
-    return {
-        "image_processor_type": "Qwen2VLImageProcessor",
-        "min_pixels": 56 * 56,
-        "max_pixels": 140 * 140,
-        "patch_size": 14,
-        "temporal_patch_size": 2,
-        "merge_size": 2,
-        **_NORMALISATION,
-    }
+def _template(shown: dict[str, str]) -> str:
+    """The built-in model's, with what is shown of an item of each modality."""
+    template = (weights_dir() / "chat_template.jinja").read_text()
+    begin, end = template.index("{%- if part['type'] in"), template.index("{%- endif -%}")
+    branches = [f"{{%- elif part['type'] == '{kind}' -%}}{text}" for kind, text in shown.items()]
+    return template[:begin] + "{%- if false -%}" + "".join(branches) + template[end:]

@@ -1,15 +1,13 @@
-"""The wire between hosts: a process that passes IP packets between TUN devices, each way at its own rate.
+"""The wire between hosts: a process that passes IP packets between TUN devices.
 
-``tc netem`` does this in the kernel, where a kernel has it. A packet waits for those before it, then for the delay
-of its way; what would wait longer than 0.2 s is dropped, as is a share of the rest. Over a link that is not up
-packets vanish without a word, as they do when a cable is cut.
+``tc netem`` does this in the kernel, where a kernel has it. A share of the packets of each way may be lost. Over a
+link that is not up packets vanish without a word, as they do when a cable is cut.
 """
 
 from __future__ import annotations
 
 import ctypes
 import fcntl
-import heapq
 import json
 import os
 import random
@@ -19,10 +17,9 @@ import struct
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from itertools import count
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,27 +27,18 @@ _CLONE_NEWNET = 0x4000_0000
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x4004_54CA, 1, 0x1000
 #: Less for each packet than for the bytes in it: the switch is a program.
 MTU = 9000
-#: A queue that takes longer than this drops what comes.
-_QUEUE_S = 0.2
 _PACKET_BYTES = 65536
-#: Of the ways of some thirty hosts.
-_ANSWER_BYTES = 1 << 18
+_ORDER_BYTES = 4096
 #: Packets of one host before the others have their turn.
 _BURST = 16
 
 
 @dataclass(slots=True)
 class Way:
-    """One direction between two hosts, and the packets that have come over it and that were dropped."""
+    """One direction between two hosts."""
 
-    rate_bps: float = 1e9
-    delay_s: float = 0.0
     loss: float = 0.0
     up: bool = True
-    packets: int = 0
-    dropped: int = 0
-    #: When the last packet so far will have been sent.
-    free_at_s: float = field(default=0.0, repr=False)
 
 
 class Wire:
@@ -64,10 +52,7 @@ class Wire:
             )
 
     def connect(self, address: str, device: int) -> None:
-        """Connect a host, or the one that comes in another's place; closes the descriptor of its TUN device.
-
-        Its ways are new: at 1 Gbit/s, without delay.
-        """
+        """Connect a host, or the one that comes in another's place; closes the descriptor of its TUN device."""
         self._order({"connect": address}, [device])
         os.close(device)
 
@@ -75,18 +60,13 @@ class Wire:
         """Change fields of the :class:`Way` from one address to another."""
         self._order({"way": [source, target], "changes": changes})
 
-    def ways(self) -> dict[str, dict[str, Any]]:
-        """All of them, as in ``{"10.0.0.1>10.0.0.2": {...}}``."""
-        found: dict[str, dict[str, Any]] = self._order({})
-        return found
-
     def close(self) -> None:
         self._orders.close()
         self._process.wait()
 
-    def _order(self, order: Mapping[str, Any], descriptors: Sequence[int] = ()) -> Any:
+    def _order(self, order: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
         socket.send_fds(self._orders, [json.dumps(order).encode()], descriptors)
-        return json.loads(self._orders.recv(_ANSWER_BYTES))
+        self._orders.recv(1)  # it is done
 
 
 def tun(pid: int, name: str) -> int:
@@ -126,26 +106,22 @@ class _Switch:
         self._devices: dict[str, int] = {}
         self._address_of: dict[int, str] = {}
         self._ways: dict[tuple[str, str], Way] = {}
-        self._on_the_way: list[tuple[float, int, str, bytes, Way]] = []
-        self._number, self._chance = count(), random.Random(1)
+        self._chance = random.Random(1)
 
     def run(self) -> None:
         """Pass packets on until the other end is closed."""
         while True:
-            wait_s = max(0.0, self._on_the_way[0][0] - time.monotonic()) if self._on_the_way else None
-            watched = [self._orders, *self._address_of]
-            for one in select.select(watched, (), (), wait_s)[0]:  # it counts microseconds, epoll() milliseconds
+            for one in select.select([self._orders, *self._address_of], (), ())[0]:
                 if one is self._orders:
-                    data, devices, _, _ = socket.recv_fds(self._orders, _ANSWER_BYTES, 1)
+                    data, devices, _, _ = socket.recv_fds(self._orders, _ORDER_BYTES, 1)
                     if not data:
                         return
-                    self._orders.send(json.dumps(self._obey(json.loads(data), devices)).encode())
+                    self._obey(json.loads(data), devices)
+                    self._orders.send(b"0")
                 elif one in self._address_of:
                     self._take_all(one)
-            while self._on_the_way and self._on_the_way[0][0] <= time.monotonic():
-                self._deliver(*heapq.heappop(self._on_the_way)[2:])
 
-    def _obey(self, order: dict[str, Any], devices: list[int]) -> Any:
+    def _obey(self, order: dict[str, Any], devices: list[int]) -> None:
         if "connect" in order:
             address = order["connect"]
             self._disconnect(self._devices.get(address, -1))
@@ -153,13 +129,10 @@ class _Switch:
             self._devices[address], self._address_of[devices[0]] = devices[0], address
             for other in self._devices.keys() - {address}:
                 self._ways[address, other], self._ways[other, address] = Way(), Way()
-        elif "way" in order:
+        else:
             way = self._ways[order["way"][0], order["way"][1]]
             for name, value in order["changes"].items():
                 setattr(way, name, value)
-        else:
-            return {f"{a}>{b}": asdict(way) for (a, b), way in self._ways.items()}
-        return {}
 
     def _disconnect(self, device: int) -> None:
         if self._address_of.pop(device, None) is not None:
@@ -174,29 +147,15 @@ class _Switch:
             except OSError:  # the device went with its host
                 self._disconnect(device)
                 return
-            self._take(self._address_of[device], packet)
+            self._pass_on(self._address_of[device], packet)
 
-    def _take(self, source: str, packet: bytes) -> None:
+    def _pass_on(self, source: str, packet: bytes) -> None:
         target = ".".join(map(str, packet[16:20]))
         way = self._ways.get((source, target))
-        if packet[0] >> 4 != 4 or way is None:
+        if packet[0] >> 4 != 4 or way is None or not way.up or self._chance.random() < way.loss:
             return
-        now = time.monotonic()
-        if not way.up or way.free_at_s - now > _QUEUE_S or self._chance.random() < way.loss:
-            way.dropped += 1
-            return
-        way.free_at_s = max(way.free_at_s, now) + len(packet) * 8 / way.rate_bps
-        heapq.heappush(self._on_the_way, (way.free_at_s + way.delay_s, next(self._number), target, packet, way))
-
-    def _deliver(self, target: str, packet: bytes, way: Way) -> None:
-        try:
-            if way.up:
-                os.write(self._devices[target], packet)
-                way.packets += 1
-                return
-        except OSError:  # its host is gone
-            pass
-        way.dropped += 1
+        with suppress(OSError):  # its host is gone
+            os.write(self._devices[target], packet)
 
 
 if __name__ == "__main__":

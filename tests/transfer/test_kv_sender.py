@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 
@@ -20,20 +19,12 @@ from epd_serve.transfer.grouping import GroupSizer, group_ends, seconds_until_se
 from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer, Part
 from epd_serve.transfer.transport import TransferError
 
-
-@dataclass
-class Staged:
-    """One byte for each block and layer, at a place that tells both."""
-
-    layers: range
-    blocks: Sequence[int]
-
-    def spans(self, first: int, count: int) -> list[tuple[int, int]]:
-        return [(layer * 1000 + block, 1) for layer in self.layers for block in self.blocks[first : first + count]]
+Spans = list[list[tuple[int, int]]]
 
 
 class Source:
-    """Block 13 cannot be read, as on an accelerator whose copy fails."""
+    """One byte for each block and layer, at a place that tells both. Block 13 cannot be read, as on an accelerator
+    whose copy fails."""
 
     region = Region(name="kv", nbytes=1000, host_id="h", pid=1, fd=1, host="", port=0)
     buffer = memoryview(b"")
@@ -43,11 +34,12 @@ class Source:
         self.most_staged = 0
 
     @contextmanager
-    def stage(self, layers: range, blocks: Sequence[int]) -> Iterator[Staged]:
+    def stage(self, layers: range, parts: Sequence[Sequence[int]]) -> Iterator[Spans]:
+        blocks = [block for part in parts for block in part]
         self.most_staged = max(self.most_staged, len(layers) * len(blocks))
         if 13 in blocks:
             raise RuntimeError("out of memory")
-        yield Staged(layers, blocks)
+        yield [[(layer * 1000 + block, 1) for layer in layers for block in part] for part in parts]
 
     def nbytes(self, num_layers: int, num_blocks: int) -> int:
         return num_layers * num_blocks
@@ -353,9 +345,9 @@ def test_late_writes_go_together_and_each_fence_is_passed_once_behind_its_own_by
 
     class Checked(Source):
         @contextmanager
-        def stage(self, layers: range, blocks: Sequence[int]) -> Iterator[Staged]:
-            assert all(computed[layer, block].query() for layer in layers for block in blocks)
-            with super().stage(layers, blocks) as staged:
+        def stage(self, layers: range, parts: Sequence[Sequence[int]]) -> Iterator[Spans]:
+            assert all(computed[layer, block].query() for layer in layers for part in parts for block in part)
+            with super().stage(layers, parts) as staged:
                 yield staged
 
     sizer = GroupSizer(num_layers=3, fixed=fixed)

@@ -21,10 +21,10 @@ from transports import fill, kinds, make_transport, mooncake_options, needs_moon
 
 from epd_serve.protocol.wire import Region
 from epd_serve.transfer.embedded import EmbeddedTransport
-from epd_serve.transfer.mooncake.engine import StagingPool, address_of
+from epd_serve.transfer.mooncake.engine import address_of
 from epd_serve.transfer.mooncake.transport import MooncakeTransport
 from epd_serve.transfer.shared_memory import SharedSlab
-from epd_serve.transfer.transport import StillCopying, TransferError, Transport
+from epd_serve.transfer.transport import TransferError, Transport
 
 SIZE = 4096
 STALLED_BYTES = 64 * 1024**2  # far more than sockets buffer
@@ -168,21 +168,6 @@ def test_a_slab_begins_where_its_transport_needs_it_and_goes_with_its_last_view(
     assert bytes(view) == b"y" * SIZE
     del view
     assert name not in Path("/proc/self/maps").read_text()
-
-
-def test_a_staging_pool_is_bounded() -> None:
-    pool = StagingPool(1024, 64)
-    with pool.take(600, 0) as first:
-        assert first.memory.nbytes == 600
-        with pytest.raises(TransferError, match=r"became free within 0\.05 s"), pool.take(600, 0.05):
-            pytest.fail("there is no room")
-        with pytest.raises(TransferError, match="do not fit"), pool.take(2000, 0):
-            pytest.fail("it can never fit")
-    with pytest.raises(StillCopying), pool.take(600, 0):
-        raise StillCopying("late")
-    assert pool.num_taken == 1, "what may still be written to is not given out again"
-    pool.check_integrity()
-    pool.close()
 
 
 @needs_mooncake

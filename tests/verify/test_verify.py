@@ -76,10 +76,10 @@ def test_all_checks_are_chosen_by_default() -> None:
 @pytest.mark.parametrize(
     ("status", "body", "message"),
     [
-        (0, "", r"no server answers at http://127\.0\.0\.1:\d+ \("),
-        (404, "<p>\n not here", "/v1/models answered 404: <p> not here$"),
-        (200, "<html>", "/v1/models lists no model; name one with --model, or another server"),
-        (200, '{"data": []}', "/v1/models lists no model"),
+        (0, "", r"no answer from http://127\.0\.0\.1:\d+/v1/models: .*is --base-url right"),
+        (404, "<p>\n not here", "/v1/models: status 404: <p>"),
+        (200, "<html>", "/v1/models: status 200: <html>; is --base-url right"),
+        (200, '{"data": []}', "/v1/models lists no model; name one with --model, or another server"),
     ],
 )
 async def test_an_address_that_serves_no_model_is_named(status: int, body: str, message: str) -> None:

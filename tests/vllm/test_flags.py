@@ -24,5 +24,5 @@ def test_vllm_has_every_flag_that_is_written(python: str) -> None:
         engines = {config.vllm.python_of(str(one.role)): found for one in config.placement()}
         ports = range(9000, 9000 + 16 * len(config.placement()), 16)
         for one in vllm_processes(config, config.placement(), ports, {}, found=engines, model="MODEL"):
-            flags = {word.replace("--no-", "--") for word in one.command if word.startswith("--")}
+            flags = {word.replace("--no-", "--") for word in one.spec.command if word.startswith("--")}
             assert flags and not {flag for flag in flags if flag not in told}

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from chat import data_url
 from sounds import sound
-from tiny_audio import TINY_AUDIO
+from tiny_families import TINY
 from tiny_models import make_tiny_model
-from vllm_runs import MODEL, ask_all, check_all, figures, monolith, up
+from vllm_runs import MODEL, ask_all, check_all, figures, up
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -26,15 +26,14 @@ def asked(seed: int, seconds: float) -> dict[str, Any]:
 
 
 def test_answers_are_those_of_vllm_alone(python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny = TINY_AUDIO["qwen2_audio"]  # vLLM takes spectra of 30 seconds alone
+    tiny = TINY["qwen2_audio"]  # vLLM takes spectra of 30 seconds alone
     long = replace(tiny, audio={**tiny.audio, "max_source_positions": 1500}, chunk_s=30)
-    monkeypatch.setitem(TINY_AUDIO, "qwen2_audio", long)
+    monkeypatch.setitem(TINY, "qwen2_audio", long)
     model = make_tiny_model("qwen2_audio", tmp_path / "tiny")
     bodies = [asked(seed, 0.5 + 0.4 * seed) for seed in range(4)]
-    with monolith(python, model, tmp_path / "log") as url:
-        expected = ask_all(url, bodies)
-    assert len({token for answer in expected for token, _ in answer}) > 4
     with up(python, "E-P-D", model, tmp_path) as deployment:
+        expected = ask_all(deployment.urls["d0"], bodies)  # by itself it is vLLM alone
+        assert len({token for answer in expected for token, _ in answer}) > 4
         for stream in (False, True):
             check_all(deployment.url, bodies, expected, stream=stream)
         assert figures(deployment.urls["e0"])["epd_serve_features_total encoded"] == len(bodies)

@@ -11,7 +11,7 @@ from vllm_runs import Tokens, check_all, figures, up
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 
-@pytest.mark.parametrize("topology", ["E-PD", "EP-D", "PD"])
+@pytest.mark.parametrize("topology", ["E-PD", "EP-D"])
 def test_answers_are_those_of_vllm_alone(
     topology: str, python: str, model: Path, asked: list[dict[str, Any]], expected: list[Tokens], tmp_path: Path
 ) -> None:

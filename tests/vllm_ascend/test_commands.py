@@ -47,8 +47,8 @@ def test_the_vendors_vllm_takes_every_command(vendor: Vendor, found: VllmFound, 
         for one in vllm_processes(
             config, config.placement(), list(ports), {}, feature_dir="/features", found={sys.executable: found}
         ):
-            command = list(one.command)
-            asked.append((command[command.index("serve") + 1 :], one.variables))
+            command = list(one.spec.command)
+            asked.append((command[command.index("serve") + 1 :], dict(one.spec.environment)))
             names.append((name, str(one.placement.role)))
     built: list[dict[str, Any]] = vendor("build_configs.py", asked)
     for (name, role), (_, variables), one in zip(names, asked, built, strict=True):

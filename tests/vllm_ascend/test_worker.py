@@ -34,14 +34,14 @@ def ask(vendor: Vendor, model: Path, topology: str, role: str, *more: str, featu
     ports = range(9000, 9000 + 16 * len(config.placement()), 16)
     processes = vllm_processes(config, config.placement(), list(ports), {}, feature_dir=feature_dir)
     one = next(one for one in processes if str(one.placement.role) == role)
-    command = [*one.command, *more]
+    command = [*one.spec.command, *more]
     # E has had another picture before: a name that is no hash of its content would be another's.
     first = chat("", noise(4, (56, 56))) if role == "E" else chat(TEXT)
     return vendor(
         "forward.py",
         {
             "arguments": command[command.index("serve") + 1 :],
-            "variables": one.variables,
+            "variables": dict(one.spec.environment),
             "chats": [first["messages"], chat("What is this?", PICTURE)["messages"]],
             "max_tokens": MAX_TOKENS,
         },

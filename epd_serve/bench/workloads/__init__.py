@@ -7,11 +7,9 @@ from pathlib import Path
 from random import Random
 
 from epd_serve.bench.types import Media, Workload
-from epd_serve.bench.workloads.custom import Custom
-from epd_serve.bench.workloads.lengths import Size
-from epd_serve.bench.workloads.options import Options, split_spec
+from epd_serve.bench.workloads.files import Custom, Trace
+from epd_serve.bench.workloads.notation import Options, Size, split_spec
 from epd_serve.bench.workloads.synthetic import PRESETS, Synthetic
-from epd_serve.bench.workloads.trace import Trace
 
 __all__ = ["load_workload"]
 

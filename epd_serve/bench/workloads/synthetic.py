@@ -26,8 +26,17 @@ from typing import Any
 from PIL import Image, ImageChops
 
 from epd_serve.bench.types import Item, Media, Message, Part
-from epd_serve.bench.workloads.lengths import Draw, Size, parse_lengths, parse_seconds, parse_sizes
-from epd_serve.bench.workloads.options import Options, parse_count, parse_share, parse_switch
+from epd_serve.bench.workloads.notation import (
+    Draw,
+    Options,
+    Size,
+    parse_count,
+    parse_lengths,
+    parse_seconds,
+    parse_share,
+    parse_sizes,
+    parse_switch,
+)
 
 #: After a blank, each is one token of the built-in model and of the vocabularies of Qwen, Llama and GPT.
 WORDS = (

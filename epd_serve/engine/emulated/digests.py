@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,7 +24,7 @@ from blake3 import blake3
 from device.emulated.timed import TimedDevice
 from device.emulated.timeline import Demand
 from epd_serve.cost.profile import Profile
-from epd_serve.engine.computing import SampledToken, SampledTokens
+from epd_serve.engine.engine import SampledToken, SampledTokens
 from epd_serve.protocol.wire import KVLayout, Region
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sched.sequence import PLACEHOLDER
@@ -81,8 +82,6 @@ class Held:
 
 class DigestTower:
     """An encoder's Tower that takes the time of a vision tower."""
-
-    pixel_bytes = 0.0
 
     def __init__(
         self,
@@ -169,17 +168,19 @@ class DigestMemory:
         self._area.check_integrity()
 
     @contextmanager
-    def stage(self, layers: range, blocks: Sequence[int]) -> Iterator[StagedDigests]:
+    def stage(self, layers: range, parts: Sequence[Sequence[int]]) -> Iterator[list[list[Span]]]:
         """Copy blocks to cells; the transport models the time of the link."""
+        blocks = [block for part in parts for block in part]
         with self._area.leaving.lend(len(layers) * len(blocks)) as first:
             for here, place in self._places(layers, blocks, first):
                 self.buffer[here] = self._cache[place]
-            yield StagedDigests(first * LAYER_BYTES, len(layers) * LAYER_BYTES)
+            yield _spans(layers, parts, first)
 
     @contextmanager
-    def land(self, layers: range, blocks: Sequence[int]) -> Iterator[StagedDigests]:
+    def land(self, layers: range, parts: Sequence[Sequence[int]]) -> Iterator[list[list[Span]]]:
+        blocks = [block for part in parts for block in part]
         with self._area.arriving.lend(len(layers) * len(blocks)) as first:
-            yield StagedDigests(first * LAYER_BYTES, len(layers) * LAYER_BYTES)
+            yield _spans(layers, parts, first)
             for here, place in self._places(layers, blocks, first):
                 self._cache[place] = self.buffer[here]
 
@@ -204,33 +205,28 @@ class DigestMemory:
             here += count
 
 
-@dataclass(frozen=True, slots=True)
-class StagedDigests:
-    """Blocks in cells from offset ``start`` on, each with ``block_bytes`` of some layers."""
-
-    start: int
-    block_bytes: int
-
-    def spans(self, first: int, count: int) -> list[Span]:
-        return [(self.start + first * self.block_bytes, count * self.block_bytes)]
+def _spans(layers: range, parts: Sequence[Sequence[int]], first_cell: int) -> list[list[Span]]:
+    """Return the spans of each part in the cells from ``first_cell`` on, where a block's layers are adjacent."""
+    starts = accumulate((len(part) for part in parts), initial=0)
+    start, size = first_cell * LAYER_BYTES, len(layers) * LAYER_BYTES
+    return [[(start + number * size, len(part) * size)] for part, number in zip(parts, starts, strict=False)]
 
 
 @dataclass(slots=True)
 class _Known:
-    """The verified full blocks of a sequence, and the chain's digest after each.
+    """The verified full blocks of a sequence, and the chain's digest and the images after each.
 
-    ``num_tokens`` have their KV in ``table``; ``tail`` is the content of the block after the full ones.
+    ``tail`` is the content of the block after them, which ends with token ``num_tokens``.
     """
 
     blocks: list[int] = field(default_factory=list)
     chain: list[bytes] = field(default_factory=list)
     pictures: list[bytes] = field(default_factory=list)
-    table: list[int] | None = None
     num_tokens: int = 0
     tail: bytes = b""
 
     def cut(self, blocks: Sequence[int]) -> None:
-        """Forget all blocks except ``blocks``."""
+        """Forget all blocks from the first that is not in ``blocks``."""
         count = min(len(blocks), len(self.blocks))
         if self.blocks[:count] != blocks[:count]:
             count = next(i for i in range(count) if self.blocks[i] != blocks[i])
@@ -378,17 +374,15 @@ class DigestStep:
             [part.token] = self._before.tokens[sequence]
         known = runner.known.setdefault(sequence, _Known())
         size, first = runner.block_size, part.start // runner.block_size
-        ids = [*_ids(sequence, first * size, part.end - 1), part.token]
-        goes_on = known.table is part.table and known.num_tokens == part.start  # in this runner's table
-        if not goes_on:
-            known.cut(part.table[:first])
-            for number in range(len(known.blocks), first):
-                self._check(part, known, number, _ids(sequence, number * size, (number + 1) * size))
+        known.cut(part.table[:first])
+        for number in range(len(known.blocks), first):
+            self._check(part, known, number, _ids(sequence, number * size, (number + 1) * size))
         if part.num_output and known.blocks:  # verify one full block per token
             again = part.end % len(known.blocks)
             self._same(part, again, runner.content(known.chain[again], known.pictures[again]))
+        ids = [*_ids(sequence, first * size, part.end - 1), part.token]
         is_begun = part.start > first * size
-        if is_begun and goes_on:
+        if is_begun and known.num_tokens == part.start:
             self._same(part, first, known.tail)
         elif is_begun:
             self._check(part, known, first, ids[: part.start - first * size])
@@ -401,7 +395,7 @@ class DigestStep:
             self._writes.append((part.table[number], known.tail))
             if len(tokens) == size:
                 known.add(part.table[number], chain, pictures)
-        known.table, known.num_tokens = part.table, part.end
+        known.num_tokens = part.end
         if part.num_sampled:
             choices = range(sequence.index, sequence.index + part.num_sampled)
             number = part.num_output + 1
@@ -416,18 +410,11 @@ class DigestStep:
             known.add(part.table[number], chain, pictures)
 
     def _same(self, part: _Part, number: int, expected: bytes) -> None:
-        found = self._runner.memory.read(part.table[number])
-        if found == expected:
-            return
-        starts = range(0, len(found), LAYER_BYTES)
-        layers = [
-            at // LAYER_BYTES for at in starts if found[at : at + LAYER_BYTES] != expected[at : at + LAYER_BYTES]
-        ]
-        raise DigestError(
-            f"request {part.sequence.request_id}: the KV in block {part.table[number]}, number {number} of the "
-            f"sequence, does not match its tokens in {len(layers)} of {self._runner.num_layers} layers, "
-            f"first in layer {layers[0]}"
-        )
+        if self._runner.memory.read(part.table[number]) != expected:
+            raise DigestError(
+                f"request {part.sequence.request_id}: the KV in block {part.table[number]}, number {number} of "
+                "its sequence, does not match its tokens"
+            )
 
     def _pictures(self, part: _Part, number: int, *, is_begun: bool) -> bytes:
         """Return the digest of the images in a block, from its KV if another instance computed the prompt."""

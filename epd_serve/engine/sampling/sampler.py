@@ -12,7 +12,7 @@ from the rest. This takes about 1 - ln(top_p) draws.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from device.base import AttentionOps
 from device.copies import Readback, to_device
-from epd_serve.engine.computing import ALL_FORBIDDEN, NO_TOKEN, SampledToken
+from epd_serve.engine.engine import ALL_FORBIDDEN, NO_TOKEN, SampledToken
 from epd_serve.engine.sampling.constraints import mask_ends, restrict
 from epd_serve.engine.step_inputs import StepInputs, on_device
 from epd_serve.protocol.wire import TokenLogprob
@@ -200,8 +200,24 @@ class DrawNumbers:
         return self._numbers
 
 
+class LogprobsReadback:
+    """Log-probabilities of tokens and the likeliest alternatives, in pieces of rows, on their way to the host."""
+
+    def __init__(self, pieces: AbstractSequence[tuple[Tensor, Tensor]]) -> None:
+        values, indices = zip(*pieces, strict=True)
+        self._values, self._indices = Readback(torch.cat(values)), Readback(torch.cat(indices))
+
+    def wait(self, token_ids: Iterable[int], num_top: Iterable[int]) -> list[TokenLogprob]:
+        """Wait for the rows, which have these tokens, and return each with ``num_top`` alternatives."""
+        rows = zip(token_ids, num_top, self._values.wait().tolist(), self._indices.wait().tolist(), strict=True)
+        return [
+            TokenLogprob(token_id=token, logprob=logprob, top=list(zip(top, top_logprobs, strict=True))[:count])
+            for token, count, (logprob, *top_logprobs), top in rows
+        ]
+
+
 class Sampling:
-    """Tokens [rows] chosen by the device, and their log-probabilities, copied to the host in one transfer.
+    """Tokens [rows] chosen by the device, and their log-probabilities, on their way to the host.
 
     Log-probabilities are taken before temperature and penalties, as OpenAI and vLLM report them.
 
@@ -222,28 +238,18 @@ class Sampling:
         if num_top:
             rows = on_device(list(num_top), logits.device)
             some = logits if len(rows) == len(logits) else logits[rows]
-            values, indices = log_probabilities(some, tokens[rows], max(num_top.values()))
-            # one copy for all: float32 reinterpreted as int32
-            floats = values.view(torch.int32).flatten()
-            marked = torch.cat([marked.int(), indices.int().flatten(), floats])
+            self._logprobs = LogprobsReadback([log_probabilities(some, tokens[rows], max(num_top.values()))])
         self._readback = Readback(marked)
 
     def read(self) -> list[SampledToken]:
         """Wait for the tokens; call once. Raises FloatingPointError if one is not chosen yet."""
-        packed, count = self._readback.wait(), len(self.tokens)
-        ids = packed[:count].tolist()
+        ids = self._readback.wait().tolist()
         if min(ids) < ALL_FORBIDDEN:
             raise FloatingPointError("tokens were read before the device had chosen them: an event is missing")
         sampled = [SampledToken(token_id) for token_id in ids]
         if self._num_top:
-            width = (len(packed) - count - len(self._num_top)) // (2 * len(self._num_top))
-            end = count + width * len(self._num_top)
-            top_ids = packed[count:end].view(len(self._num_top), -1).tolist()
-            values = packed[end:].view(torch.float32).view(len(self._num_top), -1).tolist()
-            details = zip(self._num_top.items(), top_ids, values, strict=True)
-            for (row, num_top), top, (logprob, *top_logprobs) in details:
-                pairs = list(zip(top, top_logprobs, strict=True))[:num_top]
-                detail = TokenLogprob(token_id=ids[row], logprob=logprob, top=pairs)
+            details = self._logprobs.wait([ids[row] for row in self._num_top], self._num_top.values())
+            for row, detail in zip(self._num_top, details, strict=True):
                 sampled[row] = SampledToken(ids[row], detail)
         return sampled
 
@@ -450,13 +456,11 @@ class PromptLogprobs:
 
     def send(self) -> None:
         """Start the copy to the host."""
-        values, indices = zip(*self._taken, strict=True)
-        self._values, self._indices = Readback(torch.cat(values)), Readback(torch.cat(indices))
+        self._readback = LogprobsReadback(self._taken)
 
     def hand_out(self) -> None:
         """Wait for the log-probabilities and store them in their sequences."""
-        inputs, values, indices = self._inputs, self._values.wait().tolist(), self._indices.wait().tolist()
-        details = zip(inputs.scored, inputs.scored_ids, values, indices, strict=True)
-        for (sequence, index), token_id, (logprob, *top_logprobs), top in details:
-            pairs = list(zip(top, top_logprobs, strict=True))[: sequence.sampling.logprobs or 0]
-            sequence.logprobs[index] = TokenLogprob(token_id=token_id, logprob=logprob, top=pairs)
+        num_top = [sequence.sampling.logprobs or 0 for sequence, _ in self._inputs.scored]
+        details = self._readback.wait(self._inputs.scored_ids, num_top)
+        for (sequence, index), detail in zip(self._inputs.scored, details, strict=True):
+            sequence.logprobs[index] = detail

@@ -25,7 +25,6 @@ from epd_serve.media.picture import MediaLimits
 from epd_serve.models.family import Family
 from epd_serve.models.loader import load_family, media_fingerprint
 from epd_serve.models.tower import Tower
-from epd_serve.models.tower_graphs import GRAPH_SIZES
 from epd_serve.protocol.wire import MediaRef
 from epd_serve.transfer.feature_store import FeatureStore, StoreObserver
 from epd_serve.transfer.transport import Transport
@@ -104,10 +103,8 @@ class CheckpointModel:
 
     def tower(self, before_layer: Callable[[], None]) -> Tower:
         """Load the tower, which calls ``before_layer`` before each layer. Blocks."""
-        # a tower loaded as a last resort must not wait for graph capture
-        sizes = GRAPH_SIZES if self._options.role.encodes or self._options.resident == "all" else ()
         with naming_memory(self.device, "the tower"):
-            return Tower(self.path, self.torch_dtype, self.device, before_layer, self.family, sizes)
+            return Tower(self.path, self.torch_dtype, self.device, before_layer, self.family)
 
     def linked(self, transport: Transport) -> Transport:
         """Wrap the transport with the links of the model's device; a no-op for real devices."""

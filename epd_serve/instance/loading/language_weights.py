@@ -17,7 +17,7 @@ from epd_serve.engine.kv_memory import KVMemory, block_nbytes, num_kv_blocks
 from epd_serve.engine.pace import StepTimer
 from epd_serve.engine.prefill_graphs import prefill_graph_sizes
 from epd_serve.engine.sampling.grammar import Grammars
-from epd_serve.engine.step import LanguageRunner, StepExecutor
+from epd_serve.engine.step import StepRunner
 from epd_serve.instance.feature_receiver import FeatureForm
 from epd_serve.instance.text.chat_template import ChatTemplate, MediaLiterals
 from epd_serve.instance.text.grammar_compiler import GrammarCompiler
@@ -90,7 +90,7 @@ class LanguageWeights:
         """Return a function that times steps of the last prepared runner. Nothing else may use the KV memory."""
         return self._timer(runner, self.memory.layout, self.memory.num_blocks).seconds
 
-    def _timer(self, runner: LanguageRunner, layout: wire.KVLayout, num_blocks: int) -> StepTimer:
+    def _timer(self, runner: StepRunner, layout: wire.KVLayout, num_blocks: int) -> StepTimer:
         return StepTimer(
             runner,
             num_blocks=num_blocks - layout.state_blocks,
@@ -106,30 +106,24 @@ class LanguageWeights:
         max_model_len: int,
         graphs: list[int],
         prefills: list[int],
-    ) -> LanguageRunner:
+    ) -> StepRunner:
         """Build a runner of steps over ``kv``. ``graphs``: decode graphs by number of sequences; ``prefills``:
         prefill graphs by number of tokens."""
-        model, axes = self._model, self._model.family.num_position_axes
-        executor = StepExecutor(
+        model = self._model
+        return StepRunner(
             self.language,
             model.device,
             kv,
-            num_position_axes=axes,
+            num_position_axes=model.family.num_position_axes,
+            eos_token_ids=self.eos_token_ids,
             graph_sizes=graphs,
             prefill_graph_sizes=prefills,
             max_num_seqs=options.sizes.max_num_seqs,
             max_model_len=max_model_len,
             max_num_tokens=options.sizes.max_num_batched_tokens if options.role.prefills else 0,
         )
-        return LanguageRunner(
-            executor,
-            model.device.ops,
-            block_size=options.tokens_per_block,
-            num_position_axes=axes,
-            eos_token_ids=self.eos_token_ids,
-        )
 
-    def prepare(self, instance: Instance) -> LanguageRunner:
+    def prepare(self, instance: Instance) -> StepRunner:
         """Allocate KV memory, reusing it if its size is unchanged, and build a runner with graphs for the role."""
         options = instance.options
         run, most = self._model.family.both_ways_tokens, options.sizes.max_num_batched_tokens

@@ -95,14 +95,14 @@ class GrammarCompiler:
         may_be_free = not grammar.kind and not grammar.must_call and not any(tool.strict for tool in tools)
         try:
             tried = await self._try(parts if parts == [grammar] else [*parts, grammar], place, _TRIALS_CPU_S)
+            if not tried.problems:
+                return grammar
             free = set[int]()
             for number, problem in tried.problems.items():
                 if number < len(tools) and not (grammar.must_call or parts[number].strict):
                     free.add(number)
                 elif number < len(parts):
                     return _refusal(grammar, parts, number, problem)
-            if not tried.problems:
-                return grammar
             relaxed = _free(grammar, free)
             again = tried if not free else await self._try([relaxed], place, _TRIALS_CPU_S - tried.cpu_s)
             for problem in again.problems.values():

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from epd_serve.cache.block_pool import hash_blocks
+from epd_serve.engine.telemetry import StageRates
 from epd_serve.errors import InvalidRequest
-from epd_serve.instance.rates import StageRates
 from epd_serve.instance.text.tokenizer import MARK, Tokenizer
 from epd_serve.models.family import TRIED_SECONDS, TRIED_SIZES, Family, picture, sound
 from epd_serve.models.generation_config import GenerationConfig

@@ -9,15 +9,15 @@ from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from device.present import num_cores
+from epd_serve.engine.telemetry import Kind
 from epd_serve.errors import PREPARATION_FULL, Overloaded
 from epd_serve.telemetry.span import Span, SpanStream, Value
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Kind = Literal["text", "media", "grammar"]
 
 #: Estimated seconds of preparation, to separate quick items from slow ones.
 S_PER_PIXEL = 5e-8

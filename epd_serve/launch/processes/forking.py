@@ -106,7 +106,8 @@ async def fork(name: str, command: Sequence[str], environment: Mapping[str, str]
 
 
 def _run(name: str, command: Sequence[str], environment: Mapping[str, str], log_file: str) -> None:
-    """Run a command in the forked process."""
+    """Run a command in the forked process, which ends with the fork server and with the launcher."""
+    die_with_parent(os.getppid())
     gc.freeze()  # a collection does not copy the objects that all forks share
     gc.enable()
     launcher = multiprocessing.parent_process()
@@ -125,8 +126,5 @@ def _run(name: str, command: Sequence[str], environment: Mapping[str, str], log_
     os.close(log)
     os.environ.clear()
     os.environ.update(environment)
-    arguments = list(command[4:])
-    if "--parent-pid" in arguments:  # end with the fork server, too
-        arguments[arguments.index("--parent-pid") + 1] = str(os.getppid())
-    sys.argv = [command[3], *arguments]
+    sys.argv = [*command[3:]]
     runpy.run_module(command[3], run_name="__main__", alter_sys=True)

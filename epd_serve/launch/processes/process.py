@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Literal
 
+from epd_serve import lifeline
 from epd_serve.launch.processes.forking import ForkedProcess, fork
 
 #: Lines of a dead process's log to show.
@@ -51,7 +53,7 @@ class ProcessSpec:
         grace_s: time to end; None: that of its turn.
         can_fork: whether it may be forked from a process with its modules loaded (forking.py).
         shares_output: whether it writes to this process's output instead of its log.
-        is_group: whether its process group ends with it (``epd_serve.lifeline --group``).
+        is_group: whether its process group ends with it, as vLLM leaves children behind.
         measures: accelerators whose free memory it measures at its start, as vLLM does. Such processes start one
             after another on a device, as each would count the other's memory as its own.
     """
@@ -74,11 +76,17 @@ class ProcessSpec:
 
 
 async def spawn(spec: ProcessSpec, log_file: Path) -> RunningProcess:
-    """Start a process in a session of its own, its output appended to a file. Raises OSError."""
+    """Start a process in a session of its own, its output appended to a file. It ends with this process.
+
+    Raises OSError.
+    """
     if spec.can_fork:
         return await fork(spec.name, spec.command, spec.environment, log_file)
+    # as a script it loads nothing else: the waiting half of a group would keep a copy
+    tie = (sys.executable, "-IS", lifeline.__file__, *(["--group"] if spec.is_group else []), str(os.getpid()))
     with log_file.open("ab") as log:
         return await asyncio.create_subprocess_exec(
+            *tie,
             *spec.command,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=None if spec.shares_output else log,

@@ -73,9 +73,9 @@ class Supervisor:
         self._hang_timeout_s = hang_timeout_s
         self._backoff = backoff
         self._processes = [Process(spec, self) for spec in specs]
-        self._lives: dict[Process, asyncio.Task[None]] = {}
+        self._lives: dict[Process, asyncio.Task[ProcessDied]] = {}
         self._failed = asyncio.Event()
-        self._failure: ProcessDied | None = None
+        self._failure: asyncio.Task[ProcessDied] | None = None
         self._retiring: list[asyncio.Task[None]] = []
         self.num_deaths = 0
 
@@ -104,7 +104,7 @@ class Supervisor:
             after = [] if process in first else first
             after = [*after, *(measuring[device] for device in process.spec.measures if device in measuring)]
             measuring |= dict.fromkeys(process.spec.measures, process)
-            self._lives[process] = asyncio.create_task(self._keep_alive(process, after))
+            self._watch(process, after)
 
     async def wait_ready(self, timeout_s: float | None = None) -> None:
         """Return when every process is ready. Raises ProcessDied, or TimeoutError after ``timeout_s``."""
@@ -120,13 +120,13 @@ class Supervisor:
             late = ", ".join(one.spec.name for one in self.processes if not one.ready.is_set())
             raise TimeoutError(f"not ready after {timeout_s:g} s: {late}") from None
         if self._failure is not None:
-            raise self._failure
+            raise self._failure.result()
 
     async def wait_failure(self) -> ProcessDied:
         """Return the first death of a process without a restart."""
         await self._failed.wait()
         assert self._failure is not None
-        return self._failure
+        return self._failure.result()
 
     async def add(self, spec: ProcessSpec, timeout_s: float) -> Process:
         """Start one more process; return when it is ready.
@@ -145,7 +145,7 @@ class Supervisor:
             await asyncio.shield(process.stop())
             self._processes.remove(process)
             raise
-        self._lives[process] = asyncio.create_task(self._keep_alive(process))
+        self._watch(process)
         return process
 
     async def remove(self, name: str) -> None:
@@ -181,8 +181,17 @@ class Supervisor:
         for process in self._processes:
             process.kill()
 
-    async def _keep_alive(self, process: Process, after: Iterable[Process] = ()) -> None:
-        """Start a process when those in ``after`` are ready, and restart it until it fails for good."""
+    def _watch(self, process: Process, after: Iterable[Process] = ()) -> None:
+        self._lives[process] = life = asyncio.create_task(self._keep_alive(process, after))
+        life.add_done_callback(self._end_life)
+
+    def _end_life(self, life: asyncio.Task[ProcessDied]) -> None:
+        if not life.cancelled() and self._failure is None:
+            self._failure = life
+            self._failed.set()
+
+    async def _keep_alive(self, process: Process, after: Iterable[Process]) -> ProcessDied:
+        """Start a process when those in ``after`` are ready, and restart it; return its last death."""
         for other in after:
             await other.ready.wait()
         delay_s, was_ready = self._backoff.first_s, process.ready.is_set()
@@ -204,9 +213,7 @@ class Supervisor:
             with suppress(OSError), process.log_file.open("a", encoding="utf-8") as log:  # a full disk
                 log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {death.end}\n")
             if not (self._restart and was_ready):
-                self._failure = self._failure or death
-                self._failed.set()
-                return
+                return death
             process.enter(ProcessState.WAITING)
             if ready_s >= self._backoff.well_after_s:
                 delay_s = self._backoff.first_s

@@ -84,6 +84,10 @@ class Values(BaseModel):
     accelerators: dict[str, str] = {"cuda": "nvidia.com/gpu", "npu": "huawei.com/Ascend910"}
     spare_devices: bool = False
 
+    @property
+    def secret_name(self) -> str:
+        return self.secret or f"{self.name}-keys"
+
 
 def load_values(path: Path) -> Values:
     """Raises ValueError with file, key and fault."""
@@ -106,139 +110,114 @@ def manifests(file: Path, values: Values) -> list[Manifest]:
     config = load_config(file)
     check_portable(config)
     own = YAML(typ="safe", pure=True).load(file.read_text(encoding="utf-8")) or {}
-    return _Cluster(config, own, values).manifests()
+    docs = _gateway(config, own, values)
+    if config.starts_master:
+        docs += _filled("master", "master", values)
+    seen: list[str] = []
+    for unit, replicas in enumerate(place_units(config.topology, config.devices)):
+        part = "-".join(str(one.role).lower() for one in replicas[0])
+        seen.append(part)
+        part += f"-{seen.count(part)}" if seen.count(part) > 1 else ""
+        docs += _instances(config, values, unit, part, replicas)
+    for doc in docs:
+        if values.namespace is not None:
+            doc["metadata"]["namespace"] = values.namespace
+    return docs
 
 
-class _Cluster:
-    """The manifests of one deployment: those of ``manifests/``, filled in. ``own`` is the user's file."""
-
-    def __init__(self, config: DeploymentConfig, own: Manifest, values: Values) -> None:
-        self._config, self._values = config, values
-        self._secret = values.secret or f"{values.name}-keys"
-        self._is_vllm = config.engine == "vllm"
-        model = config.model
-        is_path = isinstance(model, str) and (Path(model).is_absolute() or HubModel.parse(model) is None)
-        self._in_directory = is_path and model != DEMO_MODEL
-        self._file = self._file_in_cluster(own)
-
-    def manifests(self) -> list[Manifest]:
-        docs = self._gateway()
-        if self._config.starts_master:
-            docs += self._filled("master", "master")
-        seen: list[str] = []
-        for unit, replicas in enumerate(place_units(self._config.topology, self._config.devices)):
-            part = "-".join(str(one.role).lower() for one in replicas[0])
-            seen.append(part)
-            part += f"-{seen.count(part)}" if seen.count(part) > 1 else ""
-            docs += self._instances(unit, part, replicas[0], len(replicas))
-        for doc in docs:
-            if self._values.namespace is not None:
-                doc["metadata"]["namespace"] = self._values.namespace
-        return docs
-
-    def _file_in_cluster(self, own: Manifest) -> Manifest:
-        """Return the user's file with the addresses, paths and secrets of the cluster."""
-        config = self._config
-        gateway: Manifest = {**(own.get("gateway") or {})}
-        gateway |= {"host": "0.0.0.0", "port": _HTTP, "instances": {}}
-        gateway["admin"] = {"host": "0.0.0.0", "port": _ADMIN, "key": {"env": ADMIN_KEY}}
-        instances = {**(own.get("instances") or {}), "base_port": BASE_PORT}
-        instances.pop("host", None)
-        made = {**own, "gateway": gateway, "instances": instances}
-        if self._in_directory:
-            made["model"] = f"{_MODELS}/{Path(config.checkpoint).name}"
-        if config.starts_master:
-            made["mooncake"] = {**(own.get("mooncake") or {}), "master": f"{self._values.name}-master:{_STORE}"}
-        if self._is_vllm:
-            made["vllm"] = {key: value for key, value in (own.get("vllm") or {}).items() if key != "python"}
-        else:
-            made["cluster_key"] = {"env": CLUSTER_KEY}
-        return made
-
-    def _gateway(self) -> list[Manifest]:
-        count, grace_s = self._values.gateways, self._config.instances.drain_s + _GATEWAY_GRACE_S
-        everyone = {key: value for key, value in self._labels("").items() if not key.endswith("component")}
-        image = self._values.gateway_image or self._values.image
-        more = {"everyone": everyone, "gateways": count, "grace": round(grace_s), "image": image}
-        docs = self._filled("gateway", "gateway", **more)
-        text = StringIO()
-        YAML().dump(self._file, text)
-        docs[0]["data"]["deployment.yaml"] = LiteralScalarString(text.getvalue())
-        [container] = _pod(docs[1])["containers"]
-        container["env"] += [] if self._is_vllm else [self._key(CLUSTER_KEY, "cluster")]
-        return [*docs, *self._budget("gateway", count)]
-
-    def _instances(self, unit: int, part: str, members: Sequence[InstancePlacement], count: int) -> list[Manifest]:
-        kind = members[0].devices[0].partition(":")[0]
-        plugin = self._values.accelerators.get(kind)
-        surges = not plugin or self._values.spare_devices
-        drain_s = max(self._config.settings_for(str(one.role)).drain_s for one in members)
-        [doc] = self._filled(
-            "instances",
-            part,
-            unit=unit,
-            count=count,
-            surge=int(surges),
-            unavailable=int(not surges),
-            grace=round(drain_s + _GRACE_S),
-            shm=self._values.shm,
-        )
-        pod = _pod(doc)
-        [container] = pod["containers"]
-        if plugin:
-            container["resources"]["limits"][plugin] = str(max(len(one.devices) for one in members))
-        step = ports_each(self._config)
-        container["ports"] += [
-            {"name": one.name, "containerPort": BASE_PORT + step * one.index} for one in members
-        ]
-        container["env"].append(self._key(*((ADMIN_KEY, "admin") if self._is_vllm else (CLUSTER_KEY, "cluster"))))
-        if kind == "npu":
-            address = {"fieldRef": {"fieldPath": "status.podIP"}}
-            container["env"].append({"name": "HCCL_IF_IP", "valueFrom": address})
-        if self._values.cache_claim is not None:
-            cache = next(volume for volume in pod["volumes"] if volume["name"] == "cache")
-            cache["persistentVolumeClaim"] = {"claimName": self._values.cache_claim}
-            del cache["emptyDir"]
-        if self._in_directory:
-            claim = self._values.model_claim or f"{self._values.name}-models"
-            _mount(pod, "models", _MODELS, claim, readOnly=True)
-        if self._is_vllm and connectors_of(self._config).features == "file":
-            container["env"].append({"name": FEATURE_DIR, "value": _FEATURES})
-            _mount(pod, "features", _FEATURES, self._values.feature_claim or f"{self._values.name}-features")
-        return [doc, *self._budget(part, count)]
-
-    def _budget(self, part: str, count: int) -> list[Manifest]:
-        """Return a disruption budget if there are several replicas."""
-        labels = self._labels(part)
-        budget: Manifest = {"apiVersion": "policy/v1", "kind": "PodDisruptionBudget"}
-        budget["metadata"] = {"name": f"{self._values.name}-{part}", "labels": labels}
-        budget["spec"] = {"maxUnavailable": 1, "selector": {"matchLabels": labels}}
-        return [budget] if count > 1 else []
-
-    def _filled(self, file: str, part: str, **more: object) -> list[Manifest]:
-        """Return a file of ``manifests/``, filled in."""
-        values, wanted = self._values, self._values.resources.get(part, Resources())
-        given = {"labels": self._labels(part), "user": _USER, "locked": _LOCKED, "part": part}
-        given |= {"name": values.name, "image": values.image, "secret": self._secret, **wanted.model_dump()} | more
-        words = {key: value if isinstance(value, str) else json.dumps(value) for key, value in given.items()}
-        words |= {key: json.dumps(words[key]) for key in ("cpu", "memory")}  # JSON is YAML
-        text = Template((_MANIFESTS / f"{file}.yaml").read_text(encoding="utf-8")).substitute(words)
-        return list(YAML(typ="safe", pure=True).load_all(text))
-
-    def _labels(self, part: str) -> dict[str, str]:
-        words = {"name": "epd-serve", "instance": self._values.name, "component": part}
-        return {f"app.kubernetes.io/{key}": value for key, value in words.items()}
-
-    def _key(self, variable: str, key: str) -> Manifest:
-        return {"name": variable, "valueFrom": {"secretKeyRef": {"name": self._secret, "key": key}}}
+def _gateway(config: DeploymentConfig, own: Manifest, values: Values) -> list[Manifest]:
+    """Return the gateway's manifests; the first has the user's file, ``own``, with what differs in the cluster."""
+    instances = {**(own.get("instances") or {}), "base_port": BASE_PORT}
+    instances.pop("host", None)
+    gateway = {**(own.get("gateway") or {}), "host": "0.0.0.0", "port": _HTTP, "instances": {}}
+    gateway["admin"] = {"host": "0.0.0.0", "port": _ADMIN, "key": {"env": ADMIN_KEY}}
+    deployment = {**own, "gateway": gateway, "instances": instances}
+    if _model_in_directory(config):
+        deployment["model"] = f"{_MODELS}/{Path(config.checkpoint).name}"
+    if config.starts_master:
+        deployment["mooncake"] = {**(own.get("mooncake") or {}), "master": f"{values.name}-master:{_STORE}"}
+    if config.engine == "vllm":
+        deployment["vllm"] = {key: value for key, value in (own.get("vllm") or {}).items() if key != "python"}
+    else:
+        deployment["cluster_key"] = {"env": CLUSTER_KEY}
+    grace_s = round(config.instances.drain_s + _GATEWAY_GRACE_S)
+    image, everyone = values.gateway_image or values.image, _labels(values)
+    docs = _filled("gateway", "gateway", values, values.gateways, everyone=everyone, grace=grace_s, image=image)
+    text = StringIO()
+    YAML().dump(deployment, text)
+    docs[0]["data"]["deployment.yaml"] = LiteralScalarString(text.getvalue())
+    if config.engine != "vllm":
+        docs[1]["spec"]["template"]["spec"]["containers"][0]["env"].append(_key(values, CLUSTER_KEY, "cluster"))
+    return docs
 
 
-def _pod(deployment: Manifest) -> Manifest:
-    pod: Manifest = deployment["spec"]["template"]["spec"]
-    return pod
+def _instances(
+    config: DeploymentConfig, values: Values, unit: int, part: str, replicas: Sequence[Sequence[InstancePlacement]]
+) -> list[Manifest]:
+    """Return the manifests of a unit, whose replicas are a pod each."""
+    members, is_vllm = replicas[0], config.engine == "vllm"
+    kind = members[0].devices[0].partition(":")[0]
+    plugin = values.accelerators.get(kind)
+    surges = not plugin or values.spare_devices
+    claimed = {"persistentVolumeClaim": {"claimName": values.cache_claim}}
+    docs = _filled(
+        "instances",
+        part,
+        values,
+        len(replicas),
+        unit=unit,
+        surge=int(surges),
+        unavailable=int(not surges),
+        grace=round(max(config.settings_for(str(one.role)).drain_s for one in members) + _GRACE_S),
+        shm=values.shm,
+        cache={"name": "cache", **(claimed if values.cache_claim else {"emptyDir": {}})},
+    )
+    pod = docs[0]["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    if plugin:
+        container["resources"]["limits"][plugin] = str(max(len(one.devices) for one in members))
+    step = ports_each(config)
+    container["ports"] += [{"name": one.name, "containerPort": BASE_PORT + step * one.index} for one in members]
+    container["env"].append(_key(values, *((ADMIN_KEY, "admin") if is_vllm else (CLUSTER_KEY, "cluster"))))
+    if kind == "npu":
+        address = {"fieldRef": {"fieldPath": "status.podIP"}}
+        container["env"].append({"name": "HCCL_IF_IP", "valueFrom": address})
+
+    def mount(name: str, path: str, claim: str | None, **more: bool) -> None:
+        claim = claim or f"{values.name}-{name}"
+        pod["volumes"].append({"name": name, "persistentVolumeClaim": {"claimName": claim, **more}})
+        container["volumeMounts"].append({"name": name, "mountPath": path, **more})
+
+    if _model_in_directory(config):
+        mount("models", _MODELS, values.model_claim, readOnly=True)
+    if is_vllm and connectors_of(config).features == "file":
+        container["env"].append({"name": FEATURE_DIR, "value": _FEATURES})
+        mount("features", _FEATURES, values.feature_claim)
+    return docs
 
 
-def _mount(pod: Manifest, name: str, path: str, claim: str, **more: bool) -> None:
-    """Mount a claim in the container of a pod."""
-    pod["volumes"].append({"name": name, "persistentVolumeClaim": {"claimName": claim, **more}})
-    pod["containers"][0]["volumeMounts"].append({"name": name, "mountPath": path, **more})
+def _model_in_directory(config: DeploymentConfig) -> bool:
+    model = config.model
+    is_path = isinstance(model, str) and (Path(model).is_absolute() or HubModel.parse(model) is None)
+    return is_path and model != DEMO_MODEL
+
+
+def _filled(file: str, part: str, values: Values, count: int = 1, **more: object) -> list[Manifest]:
+    """Return a file of ``manifests/``, filled in for ``count`` replicas."""
+    wanted = values.resources.get(part, Resources())
+    given = {"labels": _labels(values, component=part), "user": _USER, "locked": _LOCKED, "part": part}
+    given |= {"name": values.name, "image": values.image, "secret": values.secret_name, "count": count, **more}
+    words = {key: value if isinstance(value, str) else json.dumps(value) for key, value in given.items()}
+    words |= {"cpu": json.dumps(wanted.cpu), "memory": json.dumps(wanted.memory)}  # JSON is YAML
+    text = Template((_MANIFESTS / f"{file}.yaml").read_text(encoding="utf-8")).substitute(words)
+    docs = YAML(typ="safe", pure=True).load_all(text)
+    return [doc for doc in docs if count > 1 or doc["kind"] != "PodDisruptionBudget"]
+
+
+def _labels(values: Values, **more: str) -> dict[str, str]:
+    words = {"name": "epd-serve", "instance": values.name, **more}
+    return {f"app.kubernetes.io/{key}": value for key, value in words.items()}
+
+
+def _key(values: Values, variable: str, key: str) -> Manifest:
+    return {"name": variable, "valueFrom": {"secretKeyRef": {"name": values.secret_name, "key": key}}}

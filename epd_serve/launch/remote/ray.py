@@ -16,7 +16,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -76,46 +77,45 @@ def groups(config: DeploymentConfig) -> tuple[Group, ...]:
 
 
 class Agent:
-    """An actor that runs a command of ``epd-serve`` on its host. Each ends with the other; Ray restarts both.
+    """An actor that runs the gateway, or ``epd-serve instance --unit`` for one group, on its host.
+
+    Each ends with the other; Ray restarts both.
 
     Args:
         name: under which Ray shows its output.
         file: content of the deployment file.
-        command: arguments, with FILE for the file's path and HOST for the address of the actor's host.
+        group: its instances; None: the gateway.
+        admin: URL of the gateway's admin plane, which instances join.
         keys: further environment variables.
-        group: whose part of the host's cores it uses; None: Ray's default, one.
     """
 
-    def __init__(
-        self, name: str, file: str, command: Sequence[str], keys: Mapping[str, str], group: Group | None
-    ) -> None:
+    def __init__(self, name: str, file: str, group: Group | None, admin: str, keys: Mapping[str, str]) -> None:
         import ray
 
         self._name = name
         self._directory = tempfile.TemporaryDirectory(prefix="epd-serve-ray-")
         path = Path(self._directory.name) / "deployment.yaml"
         path.write_text(file, encoding="utf-8")  # JSON is YAML
-        words = {"FILE": str(path), "HOST": ray.util.get_node_ip_address()}
-        # The kernel ends the process with the thread that starts it, which ends with the actor.
         tied = (sys.executable, "-P", "-m", "epd_serve.lifeline", str(os.getpid()), *PROGRAM)
-        self._command = [*tied, *(words.get(word, word) for word in command)]
-        self._environment = {**os.environ, **keys}
+        command = [*tied, "proxy" if group is None else "instance", "--config", str(path)]
+        environment = {**os.environ, **keys}
         if group is not None:
+            command += ["--unit", str(group.unit), "--replica", str(group.replica)]
+            command += ["--host", ray.util.get_node_ip_address(), "--join", admin]
             node_id = ray.get_runtime_context().get_node_id()
-            (has,) = [node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id]
+            [has] = [node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id]
             cores = num_cores() * group.amount / has[group.resource] / len(group.name.split("-"))
-            self._environment["OMP_NUM_THREADS"] = str(max(1, int(cores)))
-        self._started, self._stops = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-        self._started.wait()
+            environment["OMP_NUM_THREADS"] = str(max(1, int(cores)))
+        self._stops = threading.Event()
+        # The kernel ends the process with the thread that starts it, which lasts as long as the actor.
+        thread = ThreadPoolExecutor(1)
+        self._process = thread.submit(subprocess.Popen, command, env=environment).result()
+        self._end = thread.submit(self._wait_end)
 
     def __repr__(self) -> str:
         return self._name
 
-    def _run(self) -> None:
-        self._process = subprocess.Popen(self._command, env=self._environment)
-        self._started.set()
+    def _wait_end(self) -> None:
         self._process.wait()
         if not self._stops.wait(_RESTART_S):
             os._exit(1)
@@ -130,7 +130,7 @@ class Agent:
         """Stop the command, which finishes its requests first, and return after its end."""
         self._stops.set()
         self._process.terminate()
-        self._thread.join()
+        self._end.result()
         self._directory.cleanup()
 
 
@@ -149,7 +149,7 @@ def up(config: DeploymentConfig, name: str, address: str, spread: Spread) -> str
     admin_key = read_secret(config.gateway.admin.key, "gateway.admin.key") or os.environ.get(ADMIN_KEY, "").strip()
     if not admin_key:
         raise ValueError(f"instances of other hosts join through the admin plane: put a key into {ADMIN_KEY}")
-    keys = joining = {ADMIN_KEY: admin_key}
+    joining = {ADMIN_KEY: admin_key}
     if config.engine != "vllm":
         joining = {CLUSTER_KEY: config.read_cluster_key() or secrets.token_urlsafe(32)}
     with _connected(address, logs=True) as ray:
@@ -161,31 +161,27 @@ def up(config: DeploymentConfig, name: str, address: str, spread: Spread) -> str
             ip, node = next(ip for ip, resources in nodes if _HEAD in resources), _HEAD
         elif ip not in (addresses := sorted(address for address, _ in nodes)):
             raise ValueError(f"gateway.host {ip} is not a node of the cluster; its nodes: {', '.join(addresses)}")
-        port = config.gateway.admin.port or _ADMIN_PORT
-        admin, file, actors = url_of(ip, port), cluster_file(config, ip, port), dict[str, Any]()
-
-        def start(one: str, group: Group | None, command: Sequence[str], **options: Any) -> None:
-            options |= {"name": f"{name}/{one}", "lifetime": "detached", "max_restarts": -1, "num_cpus": 0}
-            if group is not None and group.resource in ("CPU", "GPU"):
-                options |= {f"num_{group.resource.lower()}s": options.pop("resources")[group.resource]}
-            words = (command[0], "--config", "FILE", *command[1:])
-            known = keys | joining if group is None else joining
-            actors[one] = ray.remote(Agent).options(**options).remote(one, file, words, known, group)
-
+        admin_port = config.gateway.admin.port or _ADMIN_PORT
+        admin, file, actors = url_of(ip, admin_port), cluster_file(config, ip, admin_port), dict[str, Any]()
+        always = {"num_cpus": 0, "lifetime": "detached", "max_restarts": -1}
         try:
             bundles = [{group.resource: group.amount} for group in found]
             strategy = {"pack": "PACK", "host": "SPREAD"}[spread]
             placed = ray.util.placement_group(bundles, strategy, name=name, lifetime="detached")
             if not placed.wait(_PLACEMENT_TIMEOUT_S):
                 raise ValueError(f"the cluster has no room for {bundles}; free are {ray.available_resources()}")
-            start(_GATEWAY, None, ("proxy",), resources={node: _A_LITTLE})
+            agent = ray.remote(Agent)
+            options = always | {"name": f"{name}/{_GATEWAY}", "resources": {node: _A_LITTLE}}
+            keys = joining | {ADMIN_KEY: admin_key}
+            actors[_GATEWAY] = agent.options(**options).remote(_GATEWAY, file, None, admin, keys)
             for index, group in enumerate(found):
-                part = ("--unit", str(group.unit), "--replica", str(group.replica))
-                command = ("instance", *part, "--host", "HOST", "--join", admin)
+                takes = {"CPU": "num_cpus", "GPU": "num_gpus"}.get(group.resource)
+                options = always | {"name": f"{name}/{group.name}"}
+                options |= {"resources": bundles[index]} if takes is None else {takes: group.amount}
                 bundle = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(placed, index)
-                start(group.name, group, command, resources=bundles[index], scheduling_strategy=bundle)
-            client = AdminClient(admin, {"authorization": f"Bearer {admin_key}"})
-            _wait_ready(ray, actors, client, {one.name for one in config.placement()})
+                made = agent.options(**options, scheduling_strategy=bundle)
+                actors[group.name] = made.remote(group.name, file, group, admin, joining)
+            _wait_ready(ray, actors, AdminClient(admin, {"authorization": f"Bearer {admin_key}"}), config)
         except BaseException:
             _end(ray, name, config)
             raise
@@ -229,8 +225,9 @@ def cluster_file(config: DeploymentConfig, ip: str, admin_port: int) -> str:
     return change_config(whole, {"gateway": gateway}).model_dump_json(exclude_unset=True)
 
 
-def _wait_ready(ray: Any, actors: Mapping[str, Any], admin: AdminClient, names: set[str]) -> None:
+def _wait_ready(ray: Any, actors: Mapping[str, Any], admin: AdminClient, config: DeploymentConfig) -> None:
     """Wait until the gateway has all instances. Raises ValueError if a process died before."""
+    names = {one.name for one in config.placement()}
     while True:
         for name, actor in actors.items():
             with suppress(ray.exceptions.ActorUnavailableError, ray.exceptions.GetTimeoutError):  # it is starting

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from zlib import crc32
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -28,10 +27,9 @@ from epd_serve.launch.processes.ports import Ports, ports_each
 from epd_serve.launch.processes.process import ProcessDied, ProcessState
 from epd_serve.launch.processes.supervisor import Process, Supervisor, run_until
 from epd_serve.launch.record import DeploymentRecord, mps_note, with_trust
-from epd_serve.launch.vllm.process import VllmProcess
 from epd_serve.protocol.addresses import is_wildcard
-from epd_serve.rpc.app_server import serve_app
 from epd_serve.rpc.joining import join_all
+from epd_serve.rpc.server import serve_app
 from epd_serve.topology import InstancePlacement
 from epd_serve.topology.placement import CPU, place_units
 
@@ -133,19 +131,14 @@ class Unit(Supervisor):
             environment=with_trust(config, {"OMP_NUM_THREADS": str(threads), **environment}),
             directory=directory,
         )
-        #: Roles of vLLM's instances by name; gateways ask native ones.
-        self._roles: dict[str, str] = {}
         specs = record.begin(here)
         for number, spec in enumerate(specs):
-            if (one := record.live.get(spec.name)) is None:
-                continue
-            if isinstance(one, VllmProcess):  # its number must be unique in the cluster
-                self._roles[spec.name] = str(one.options.role)
-                one = replace(one, options=replace(one.options, number=crc32(spec.name.encode())))
-                spec = one.spec(config, record.environment)
-            grace_s = config.settings_for(str(one.options.role)).drain_s + _GRACE_S
-            # Kubernetes and Ray collect the output
-            specs[number] = replace(spec, can_fork=False, grace_s=grace_s, shares_output=True)
+            if (one := record.live.get(spec.name)) is not None:
+                grace_s = config.settings_for(str(one.role)).drain_s + _GRACE_S
+                # Kubernetes and Ray collect the output
+                specs[number] = replace(spec, can_fork=False, grace_s=grace_s, shares_output=True)
+        #: Gateways ask native instances for their roles.
+        self._roles = {name: str(one.role) for name, one in record.live.items() if config.engine == "vllm"}
         super().__init__(specs, directory, restart=config.restart == "on-failure")
         self._gateways, self._key = gateways, config.read_cluster_key()
         self._joined: dict[str, asyncio.Task[None]] = {}

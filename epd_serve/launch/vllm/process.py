@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
+from zlib import crc32
 
 from device import mps
 from device.present import visibility
-from epd_serve import lifeline
 from epd_serve.backends.vllm_command import (
     Connectors,
     VllmOptions,
@@ -22,19 +21,18 @@ from epd_serve.backends.vllm_command import (
     roles_of,
     takes_features,
 )
-from epd_serve.config import DeploymentConfig, InstanceSettings, model_path
+from epd_serve.config import DeploymentConfig, model_path
 from epd_serve.config.shares import DeviceShare
 from epd_serve.config.sizes import StepSizes
 from epd_serve.config.vllm import connectors, pulls
-from epd_serve.launch.native import hccl_variables, threads_of
+from epd_serve.launch.native import PreparedInstance, hccl_variables, threads_of
 from epd_serve.launch.processes.process import ProcessSpec
 from epd_serve.launch.vllm.installed import STORE, VllmFound, check_found, find_vllm
 from epd_serve.protocol.addresses import is_loopback, url_of
-from epd_serve.rpc.tls import tls_files
 from epd_serve.topology import InstancePlacement
 from epd_serve.topology.change import Part
 from epd_serve.topology.placement import CPU
-from epd_serve.types import Role, Stage
+from epd_serve.types import Stage
 
 #: Keys of ``instances`` and the equivalent flags of vllm serve.
 _SAME = {
@@ -48,64 +46,6 @@ _ALL_MEMORY = 0.92
 _GRACE_S = 10.0
 #: Variable with the directory in which E and P of several machines exchange features as files.
 FEATURE_DIR = "EPD_SERVE_FEATURE_DIR"
-
-
-@dataclass(frozen=True, kw_only=True)
-class VllmProcess:
-    """The process of one instance, with the interface of :class:`~epd_serve.launch.native.NativeInstance`.
-
-    Attributes:
-        own: variables in addition to those of ``options``.
-        chose_threads, chose_memory: whether these only follow from the number of instances.
-    """
-
-    placement: InstancePlacement
-    options: VllmOptions
-    own: Mapping[str, str]
-    chose_threads: bool
-    chose_memory: bool
-
-    @property
-    def command(self) -> tuple[str, ...]:
-        return command_of(self.options)
-
-    @property
-    def variables(self) -> dict[str, str]:
-        return {**environment_of(self.options), **hccl_variables(self.placement), **self.own}
-
-    def part(self) -> Part:
-        """Return it for :func:`plan_change`; its command contains all settings."""
-        options = replace(self.options, name="", port=0, number=0)
-        if self.chose_threads:
-            options = replace(options, threads=0)
-        if self.chose_memory:
-            options = replace(options, memory_share=None)
-        alike = replace(self, options=options, placement=replace(self.placement, index=0))
-        return Part(
-            name=self.options.name,
-            role=self.options.role,
-            kind=(self.placement.devices, alike.command, tuple(sorted(alike.variables.items()))),
-            devices=self.placement.devices,
-            roles=roles_of(self.options.role, self.options.connectors),
-        )
-
-    def switched(self, role: Role, settings: InstanceSettings) -> VllmProcess:
-        return replace(self, options=replace(self.options, role=role))
-
-    def spec(self, config: DeploymentConfig, environment: Mapping[str, str]) -> ProcessSpec:
-        options, devices = self.options, self.placement.devices
-        # as a script it loads nothing else: its waiting half would keep a copy
-        tie = (sys.executable, "-IS", lifeline.__file__, "--group", str(os.getpid()))
-        return ProcessSpec(
-            name=options.name,
-            label=f"{options.role} on {', '.join(dict.fromkeys(devices))}, vLLM",
-            command=(*tie, *self.command),
-            environment={**environment, **self.variables},
-            url=url_of(options.host, options.port, tls=tls_files(environment) is not None),
-            grace_s=_GRACE_S,
-            is_group=True,
-            measures=frozenset(devices) - {CPU} if options.kv_bytes is None else frozenset(),
-        )
 
 
 def connectors_of(config: DeploymentConfig, feature_dir: str = "") -> Connectors:
@@ -138,7 +78,7 @@ def vllm_processes(
     *,
     found: Mapping[str, VllmFound] | None = None,
     model: str | None = None,
-) -> list[VllmProcess]:
+) -> list[PreparedInstance]:
     """Return the processes of ``placement``, the instances of one machine, in its order.
 
     Args:
@@ -175,7 +115,7 @@ def vllm_processes(
             served_model_name=config.model_name,
             host=config.instances.host,
             port=port,
-            number=instance.index,
+            number=instance.index if is_loopback(config.instances.host) else crc32(instance.name.encode()),
             kind=cast(Literal["cpu", "cuda", "npu"], kind),
             visible="".join(visibility(instance.devices, environment)[0].values()),
             tensor_parallel=instance.tensor_parallel,
@@ -196,15 +136,30 @@ def vllm_processes(
             own["PYTHONPATH"] = plugin_path
         if share is not None and options.kind == "cuda":
             own |= mps.share_variables(share.share)
-        processes.append(
-            VllmProcess(
-                placement=instance,
-                options=options,
-                own=own,
-                chose_threads=settings.threads is None and share is None,
-                chose_memory=settings.memory_share is None and share is None,
-            )
+        spec = ProcessSpec(
+            name=instance.name,
+            label=f"{instance.role} on {', '.join(dict.fromkeys(instance.devices))}, vLLM",
+            command=command_of(options),
+            environment={**environment, **environment_of(options), **hccl_variables(instance), **own},
+            url=url_of(options.host, port, tls=options.tls is not None),
+            grace_s=_GRACE_S,
+            is_group=True,
+            measures=frozenset(instance.devices) - {CPU} if options.kv_bytes is None else frozenset(),
         )
+        alike = replace(options, name="", port=0, number=0)
+        if settings.threads is None and share is None:  # it only follows from the number of instances
+            alike = replace(alike, threads=0)
+        if settings.memory_share is None and share is None:
+            alike = replace(alike, memory_share=None)
+        variables = {**environment_of(alike), **hccl_variables(replace(instance, index=0)), **own}
+        part = Part(
+            name=instance.name,
+            role=instance.role,
+            kind=(instance.devices, command_of(alike), *sorted(variables.items())),
+            devices=instance.devices,
+            roles=roles_of(instance.role, used),
+        )
+        processes.append(PreparedInstance(placement=instance, port=port, spec=spec, part=part))
     return processes
 
 
@@ -214,7 +169,7 @@ def prepare_vllm(
     ports: Sequence[int],
     environment: Mapping[str, str],
     directory: Path,
-) -> list[VllmProcess]:
+) -> list[PreparedInstance]:
     """Check the vLLM of each interpreter, and return the processes in placement order.
 
     ``directory``: for files by which another Python finds epd_serve. Raises ValueError for anything missing.

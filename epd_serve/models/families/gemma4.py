@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from epd_serve.errors import InvalidRequest
 from epd_serve.models.audio_processor import AudioProcessor, ConformerAudio, WaveAudio
-from epd_serve.models.family import TEXT, Family, Pixels, Size, TowerInputs, names
+from epd_serve.models.family import TEXT, Family, Pixels, Size, TowerInputs, names, require
 from epd_serve.protocol.wire import MediaRef
 
 if TYPE_CHECKING:
@@ -129,8 +129,10 @@ class Gemma4(Family):
         longest = self.processor.max_soft_tokens
         if self.video is not None:
             frames = self.video.processor
-            if frames.patch_size * frames.pooling_kernel_size != vision.patch_size * self._kernel:
-                raise ValueError("patch_size and pooling_kernel_size must be the same for pictures and videos")
+            side = frames.patch_size * frames.pooling_kernel_size
+            require(
+                "patch_size * pooling_kernel_size of the video processor", side, vision.patch_size * self._kernel
+            )
             longest = max(longest, frames.max_soft_tokens)
             self.both_ways_tokens = longest if self.both_ways_tokens else 0
         self.check_tower(longest)
@@ -149,8 +151,7 @@ class Gemma4(Family):
             raise ValueError(
                 f"vision_config.position_embedding_size must be {most}, the patches of a side, or more"
             )
-        if vision.num_key_value_heads != vision.num_attention_heads:
-            raise ValueError("vision_config.num_key_value_heads must be num_attention_heads")
+        require("vision_config.num_key_value_heads", vision.num_key_value_heads, vision.num_attention_heads)
 
 
 class Gemma4Unified(Gemma4):

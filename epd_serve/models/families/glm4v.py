@@ -32,7 +32,7 @@ class Glm4v(QwenVL):
     )
     towers: ClassVar = {"glm4v_vision": _TOWER}
     modalities = ("image",)
-    captures = False  # position embeddings are resampled per image size
+    takes_size_tensors = False  # position embeddings are resampled per image size
     bounds = None
 
     def __init__(self, config: Any, image_processor: Any) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from epd_serve.errors import InvalidRequest
 from epd_serve.models.families.text_only import TextOnly
-from epd_serve.models.family import TEXT, TRIED_SIZES, Family, Size, blank, names
+from epd_serve.models.family import TEXT, TRIED_SIZES, Family, Size, blank, names, require
 from epd_serve.protocol.wire import MediaRef
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class QwenVL(Family):
     }
     modalities: ClassVar[tuple[str, ...]] = ("image", "video")
     num_position_axes = 3
-    captures = True
+    takes_size_tensors = True
     input_names = ("pixel_values", "image_grid_thw")
     #: Edges of its processor's ``size`` by keys of ``mm_processor_kwargs``; None if requests cannot set them.
     bounds: ClassVar[Mapping[str, str] | None] = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
@@ -93,28 +93,20 @@ class QwenVL(Family):
             ("spatial_merge_size", "merge_size"),
         ):
             wanted, found = getattr(vision, ours), getattr(processor, theirs)
-            if found not in (wanted, *(set(wanted) if isinstance(wanted, list | tuple) else ())):
-                raise ValueError(
-                    f"vision_config.{ours} is {wanted}, but {theirs} of preprocessor_config.json is {found}; "
-                    "they must be equal"
-                )
-            if self.video is not None and (of_videos := getattr(self.video.processor, theirs)) != found:
-                raise ValueError(f"{theirs} is {found} for pictures and {of_videos} for videos; it must be one")
+            if not isinstance(wanted, list | tuple) or found not in wanted:
+                require(f"{theirs} of preprocessor_config.json", found, wanted)
+            if self.video is not None:
+                require(f"{theirs} of the video processor", getattr(self.video.processor, theirs), found)
         # Qwen2-VL's towers call their output width hidden_size
         name = "out_hidden_size" if hasattr(vision, "out_hidden_size") else "hidden_size"
         self.check_width(f"vision_config.{name}", getattr(vision, name))
         for size in TRIED_SIZES:
-            expected, made = self.grid(size), tuple(self.preprocess(blank(size))["image_grid_thw"][0].tolist())
-            if expected != made:
-                raise ValueError(
-                    f"preprocessor_config.json makes {made} patches of a picture of {size} pixels, where "
-                    f"{expected} are expected: pictures must be resized, with the sizes of its family"
-                )
+            made = tuple(self.preprocess(blank(size))["image_grid_thw"][0].tolist())
+            require(f"the patches that preprocessor_config.json makes of {size}", made, self.grid(size))
 
     def check_width(self, name: str, width: int) -> None:
         """Raise ValueError unless the tower's features are as wide as the language model's hidden states."""
-        if width != (needed := self.config.get_text_config().hidden_size):
-            raise ValueError(f"{name} is {width}; it must be text_config.hidden_size, {needed}")
+        require(name, width, self.config.get_text_config().hidden_size)
 
     def positions(self, ids: Sequence[int], items: Sequence[MediaRef], model: Any) -> tuple[Tensor, int]:
         import torch

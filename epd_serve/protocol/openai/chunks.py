@@ -92,6 +92,10 @@ class Usage:
     cached_tokens: int = 0
     reasoning_tokens: int = 0
 
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
     @classmethod
     def of(cls, usage: Mapping[str, Any]) -> Usage:
         """Parse the ``usage`` object of an answer."""
@@ -116,7 +120,7 @@ class Usage:
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "total_tokens": self.total_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
             "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }

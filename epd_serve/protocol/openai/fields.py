@@ -6,6 +6,7 @@ fields of earlier answers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from difflib import get_close_matches
 from functools import cache
 from itertools import chain
@@ -66,9 +67,13 @@ class Body(RequestModel):
     def parse(cls, body: bytes | bytearray) -> Self:
         """Decode and validate a body. Raises InvalidRequest with the wrong field in ``param``."""
         try:
-            return cls.model_validate(decode_object(body))
+            return cls.model_validate(cls._decode(body))
         except ValidationError as error:
             raise explain(error, cls) from error
+
+    @classmethod
+    def _decode(cls, body: bytes | bytearray) -> dict[str, Any]:
+        return decode_object(body)
 
     def _check(self) -> None:
         """Check rules that involve several fields. Raises InvalidRequest."""
@@ -101,15 +106,18 @@ def _as_integers(values: Any) -> Any:
     )
 
 
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+def text_or(kind: Any, wrap: Callable[[str], Any]) -> BeforeValidator:
+    """Return a validator that also accepts a text, and wraps it; ``kind`` is the other type."""
+    return BeforeValidator(
+        lambda value: wrap(value) if isinstance(value, str) else value, json_schema_input_type=str | kind
+    )
 
 
 Integer = Annotated[int, BeforeValidator(_as_integer)]
 StopString = Annotated[str, Field(min_length=1)]
 StopStrings = Annotated[
     list[StopString],
-    BeforeValidator(_as_list, json_schema_input_type=StopString | list[StopString]),
+    text_or(list[StopString], lambda text: [text]),
     Field(max_length=MAX_STOP_STRINGS),
 ]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]

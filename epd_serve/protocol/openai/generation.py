@@ -7,12 +7,11 @@ with ``param`` set and a message that says how to fix the request.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec.structs import replace
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from epd_serve.errors import InvalidRequest
 from epd_serve.protocol.openai.fields import (
@@ -45,7 +44,6 @@ from epd_serve.protocol.openai.tools import (
     ToolChoice,
     json_text,
     make_grammar,
-    tools_text,
 )
 from epd_serve.protocol.wire import ChatMessage, OutputOptions, PromptOptions
 from epd_serve.types import SAMPLING_DEFAULTS, Grammar, SamplingParams
@@ -58,36 +56,19 @@ MAX_STOP_TOKENS = 4096
 MAX_PROMPTS = 128
 #: OpenAI's default for /v1/completions; a chat without max_tokens may fill the context.
 COMPLETION_MAX_TOKENS = 16
-#: Rarely set sampling fields → conversion to the parameter's type.
-_RARE: dict[str, Callable[[Any], Any]] = {
-    "top_k": lambda number: max(number, 0),
-    "min_p": float,
-    "repetition_penalty": float,
-    "presence_penalty": float,
-    "frequency_penalty": float,
-    "stop": tuple,
-    "stop_token_ids": tuple,
-    "ignore_eos": bool,
-    "skip_special_tokens": bool,
-    "include_stop_str_in_output": bool,
-    "logit_bias": lambda biases: {int(token): bias for token, bias in biases.items()},
-    "allowed_token_ids": tuple,
-    "bad_words": tuple,
-}
 
-
-class Translation(Protocol):
-    """Translates a chat's answer to another API. ``content_type`` applies to non-streamed answers."""
-
-    content_type: bytes
-
-    def whole(self, answer: bytes) -> bytes:
-        """Return the answer for a chat.completion."""
-        ...
-
-    def events(self, data: bytes) -> bytes:
-        """Return the events for a chat.completion.chunk, an error, or the end of the answer ("[DONE]")."""
-        ...
+Tokens = Annotated[Integer, Field(ge=1, lt=WIRE_INTEGERS)]
+TokensOrNone = Annotated[Integer, Field(ge=0, lt=WIRE_INTEGERS)]
+NumTop = Annotated[Integer, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+NumTokens = Annotated[Integer, Field(ge=-1, lt=2**31), AfterValidator(lambda number: max(number, 0))]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+TokenText = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+Biases = Annotated[
+    dict[TokenText, Bias],
+    Field(max_length=MAX_BIASED_TOKENS),
+    AfterValidator(lambda biases: {int(token): bias for token, bias in biases.items()}),
+]
 
 
 class StreamOptions(RequestModel):
@@ -96,10 +77,6 @@ class StreamOptions(RequestModel):
     include_usage: bool | None = Field(None, description="Send the usage in a last event.")
     continuous_usage_stats: bool | None = Field(None, description="Send the usage so far with every event.")
     include_obfuscation: Literal[False] | None = Field(None, description="Events are not padded.")
-
-
-Bias = Annotated[float, Field(ge=-100, le=100)]
-TokenText = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 
 
 class CommonRequest(Body, Labels, CommonNoEffect):
@@ -125,42 +102,32 @@ class GenerationRequest(CommonRequest, ChatNoEffect):
     kind: ClassVar[Literal["chat", "completion"]]
     id_prefix: ClassVar[str]
 
-    max_tokens: Integer | None = Field(None, ge=1, lt=WIRE_INTEGERS, description="Maximum tokens of an answer.")
-    min_tokens: Integer | None = Field(None, ge=0, lt=WIRE_INTEGERS, description="Minimum tokens of an answer.")
-    top_k: Integer | None = Field(
-        None, ge=-1, lt=2**31, description="Sample among this many likeliest tokens; 0 or -1: all."
-    )
+    max_tokens: Tokens | None = Field(None, description="Maximum tokens of an answer.")
+    min_tokens: TokensOrNone | None = Field(None, description="Minimum tokens of an answer.")
+    top_k: NumTokens | None = Field(None, description="Sample among this many likeliest tokens; 0 or -1: all.")
     min_p: float | None = Field(
         None, ge=0, le=1, description="Minimum token probability relative to the likeliest token."
     )
     repetition_penalty: float | None = Field(
         None, gt=0, le=100, description="Above 1: discourage tokens of prompt and answer."
     )
-    presence_penalty: float | None = Field(None, ge=-2, le=2, description="Penalty on tokens in the answer.")
-    frequency_penalty: float | None = Field(
-        None, ge=-2, le=2, description="Penalty per occurrence of a token in the answer."
-    )
+    presence_penalty: Penalty | None = Field(None, description="Penalty on tokens in the answer.")
+    frequency_penalty: Penalty | None = Field(None, description="Penalty per occurrence of a token in the answer.")
     stop: StopStrings | None = Field(None, description="Strings that stop the answer.")
     stop_token_ids: TokenIds | None = Field(
         None, max_length=MAX_STOP_TOKENS, description="Token ids that stop the answer."
     )
     include_stop_str_in_output: bool | None = Field(None, description="Keep the stop string in the answer.")
-    logit_bias: dict[TokenText, Bias] | None = Field(
-        None, max_length=MAX_BIASED_TOKENS, description="Bias to add to logits, by token id."
-    )
+    logit_bias: Biases | None = Field(None, description="Bias to add to logits, by token id.")
     allowed_token_ids: TokenIds | None = Field(None, min_length=1, description="Token ids that may occur.")
     bad_words: list[StopString] | None = Field(
         None, max_length=MAX_BAD_WORDS, description="Words that an answer must not contain."
     )
     add_special_tokens: bool | None = Field(None, description="Add the tokenizer's special tokens to the prompt.")
     response_format: ResponseFormat | None = Field(None, description="Structure of the answer.")
-    structured_outputs: StructuredOutputs | None = Field(
-        None, description="Structure of the answer, in vLLM's form."
-    )
+    structured_outputs: StructuredOutputs | None = Field(None, description="The same in vLLM's form.")
     ignore_eos: bool | None = Field(None, description="Generate past the end-of-sequence token, for benchmarks.")
-    skip_special_tokens: bool | None = Field(
-        None, description="Leave special tokens out of the text; default true."
-    )
+    skip_special_tokens: bool | None = Field(None, description="Leave special tokens out; default true.")
     n: Integer | None = Field(None, ge=1, le=128, description="Number of answers; default 1.")
     return_token_ids: bool | None = Field(None, description="Return the ids of prompt and answer.")
 
@@ -173,8 +140,7 @@ class GenerationRequest(CommonRequest, ChatNoEffect):
         if self.ends_with_structure and self.grammar() is not None and (self.ignore_eos or self.min_tokens):
             field = "ignore_eos" if self.ignore_eos else "min_tokens"
             raise InvalidRequest(
-                f"{field}: a structured answer ends where its structure ends; remove the field",
-                param=field,
+                f"{field}: a structured answer ends where its structure ends; remove the field", param=field
             )
 
     def token_limit(self) -> int | None:
@@ -226,36 +192,28 @@ class GenerationRequest(CommonRequest, ChatNoEffect):
             token_ids=bool(self.return_token_ids),
         )
 
-    def translation(self, *, id: str, created: int, model: str) -> Translation | None:
-        """Return the translation of the answer to another API, or None for a chat or completion."""
-        return None
-
     def sampling(self, seed: int) -> SamplingParams:
         """Return sampling parameters with the API's defaults; ``seed`` applies if the request sets none."""
-        neutral, rare = [], {}
-        for name in self.model_fields_set:
-            convert, has_default = _RARE.get(name), name in SAMPLING_DEFAULTS
-            if (convert is None and not has_default) or (value := getattr(self, name)) is None:
-                continue
-            if convert is not None:
-                value = convert(value)
-                rare["include_stop" if name == "include_stop_str_in_output" else name] = value
-            if has_default and value == SAMPLING_DEFAULTS[name]:
-                neutral.append(name)
+        given: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name in self.model_fields_set & _SAMPLING_FIELDS
+            if (value := getattr(self, name)) is not None
+        }
+        if self.include_stop_str_in_output is not None:
+            given["include_stop"] = self.include_stop_str_in_output
+        neutral = [name for name, value in given.items() if SAMPLING_DEFAULTS.get(name) == value]
         return SamplingParams(
-            seed=self.seed if self.seed is not None else seed,
+            **{"seed": seed, **given},
             max_tokens=self.token_limit(),
-            min_tokens=self.min_tokens or 0,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
             logprobs=self._logprobs(),
-            n=self.n or 1,
             grammar=self.grammar(),
-            priority=self.priority or 0,
             neutral=tuple(sorted(neutral)),
             thinking_budget=self._thinking_budget(),
-            **rare,
         )
+
+
+#: Fields that reach the instance under the same name.
+_SAMPLING_FIELDS = (GenerationRequest.model_fields.keys() & SamplingParams.__struct_fields__) - {"max_tokens"}
 
 
 class ChatPrompt(Body):
@@ -303,12 +261,12 @@ class ChatPrompt(Body):
 
     def prompting(self) -> PromptOptions:
         """Return the options for tokenizing the chat."""
-        kwargs = self._template_kwargs()
+        kwargs, tools = self._template_kwargs(), [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
         return PromptOptions(
             add_special_tokens=self.add_special_tokens,
             add_generation_prompt=not self.continue_final_message and self.add_generation_prompt is not False,
             continue_final_message=bool(self.continue_final_message),
-            tools=tools_text(self.tools) if self.tools else "",
+            tools=json_text(tools, "tools") if tools else "",
             template_kwargs=json_text(kwargs, "chat_template_kwargs") if kwargs else "",
         )
 
@@ -320,28 +278,20 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
     id_prefix: ClassVar[str] = "chatcmpl"
 
     messages: Messages
-    max_completion_tokens: Integer | None = Field(
-        None, ge=1, lt=WIRE_INTEGERS, description="Newer name of max_tokens."
-    )
+    max_completion_tokens: Tokens | None = Field(None, description="Newer name of max_tokens.")
     logprobs: bool | None = Field(None, description="Return the log-probabilities of the tokens.")
-    top_logprobs: Integer | None = Field(
-        None, ge=0, le=MAX_TOP_LOGPROBS, description="Also return this many alternatives per token."
-    )
+    top_logprobs: NumTop | None = Field(None, description="Also return this many alternatives per token.")
     tool_choice: ToolChoice | None = Field(None, description="Whether the model must call a function.")
     parallel_tool_calls: bool | None = Field(None, description="Allow several calls in an answer; default true.")
     reasoning_effort: str | None = Field(
         None, description='A variable of the chat template; "none" sets enable_thinking to false.'
     )
-    thinking_token_budget: Integer | None = Field(
-        None, ge=0, lt=WIRE_INTEGERS, description="Maximum thinking tokens, for models that think."
-    )
+    thinking_token_budget: TokensOrNone | None = Field(None, description="Maximum thinking tokens.")
     verbosity: str | None = Field(None, description="Accepted and ignored.")
 
     def _check(self) -> None:
-        if (
-            None not in (self.max_tokens, self.max_completion_tokens)
-            and self.max_tokens != self.max_completion_tokens
-        ):
+        limits = {self.max_tokens, self.max_completion_tokens}
+        if len(limits) > 1 and None not in limits:
             raise InvalidRequest(
                 f"max_tokens ({self.max_tokens}) and max_completion_tokens ({self.max_completion_tokens}) differ; "
                 f"send one of them",
@@ -397,12 +347,10 @@ class CompletionRequest(GenerationRequest):
         BeforeValidator(_as_prompts, json_schema_input_type=OnePrompt | list[OnePrompt]),
         Field(min_length=1, max_length=MAX_PROMPTS, description="A text, token ids, or a list of these."),
     ]
-    max_tokens: Integer | None = Field(
-        None, ge=0, lt=WIRE_INTEGERS, description=f"Maximum tokens of an answer; default {COMPLETION_MAX_TOKENS}."
+    max_tokens: TokensOrNone | None = Field(
+        None, description=f"Maximum tokens of an answer; default {COMPLETION_MAX_TOKENS}."
     )
-    logprobs: Integer | None = Field(
-        None, ge=0, le=MAX_TOP_LOGPROBS, description="Return log-probabilities with this many alternatives."
-    )
+    logprobs: NumTop | None = Field(None, description="Return log-probabilities with this many alternatives.")
     echo: bool | None = Field(None, description="Put the prompt before the answer.")
 
     def token_limit(self) -> int | None:
@@ -433,20 +381,13 @@ class CompletionRequest(GenerationRequest):
         return self.prompt
 
     def output(self, *, id: str, created: int, model: str) -> OutputOptions:
-        options = super().output(id=id, created=created, model=model)
-        return replace(options, echo=True) if self.echo else options
+        return replace(super().output(id=id, created=created, model=model), echo=bool(self.echo))
 
 
 class VllmFields(GenerationRequest):
     """Fields that a vLLM backend validates. Its structured answers may continue past their end."""
 
     ends_with_structure: ClassVar[bool] = False
-    _own_fields: ClassVar[set[str]] = {
-        "return_token_ids",
-        "prompt_logprobs",
-        "reasoning_effort",
-        "thinking_token_budget",
-    }
 
     prompt_logprobs: Integer | None = Field(
         None, ge=-1, le=1 << 20, description="Return log-probabilities of the prompt."
@@ -454,7 +395,8 @@ class VllmFields(GenerationRequest):
 
     def output(self, *, id: str, created: int, model: str) -> OutputOptions:
         options = super().output(id=id, created=created, model=model)
-        own = self.model_dump(include=self._own_fields, exclude_none=True)
+        names = {"return_token_ids", "prompt_logprobs", "reasoning_effort", "thinking_token_budget"}
+        own = self.model_dump(include=names, exclude_none=True)
         return replace(options, for_vllm=msgspec.json.encode(own).decode()) if own else options
 
 

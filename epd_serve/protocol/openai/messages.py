@@ -9,7 +9,7 @@ import msgspec
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from epd_serve.errors import InvalidRequest
-from epd_serve.protocol.openai.fields import Integer, MessageModel, RequestModel, broken_rule
+from epd_serve.protocol.openai.fields import Integer, MessageModel, RequestModel, broken_rule, text_or
 from epd_serve.protocol.openai.tool_format import HERMES, is_object
 from epd_serve.protocol.wire import CalledFunction, ChatMessage, Part
 from epd_serve.types import AS_THE_MODEL, Modality, VideoSampling
@@ -27,7 +27,7 @@ class MediaSource(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         param: its field in the request, for error messages.
         sampling: frames of a video to use.
-        processing: the result of :func:`processing_of`.
+        processing: processor options other than frame sampling, as JSON, or "".
         low_detail: scale the image down (:data:`epd_serve.media.picture.LOW_DETAIL_PIXELS`).
         format: audio format named by the request, or "".
         raw: the file's bytes, if the request contains them unencoded.
@@ -92,6 +92,9 @@ class ProcessorKwargs(VideoFrames):
         return self
 
 
+_NO_FRAMES, _NO_KWARGS = VideoFrames.model_validate({}), ProcessorKwargs.model_validate({})
+
+
 class AnyProcessorKwargs(ProcessorKwargs):
     """Processor options for a vLLM backend, which validates the undeclared ones."""
 
@@ -105,13 +108,7 @@ class MediaIoKwargs(RequestModel):
     video: VideoFrames | None = Field(None, description="Frames to read from each video.")
 
 
-UrlOrText = Annotated[
-    MediaUrl | None,
-    BeforeValidator(
-        lambda value: {"url": value} if isinstance(value, str) else value,
-        json_schema_input_type=MediaUrl | str | None,
-    ),
-]
+UrlOrText = Annotated[MediaUrl | None, text_or(MediaUrl | None, lambda text: {"url": text})]
 #: Part type → modality of its item.
 MODALITY_OF: dict[str, Modality] = {
     "image_url": "image",
@@ -202,40 +199,39 @@ Messages = Annotated[
 
 
 def media_of(
-    messages: Sequence[Message], reading: MediaIoKwargs | None = None, kwargs: ProcessorKwargs | None = None
+    messages: Sequence[Message], reading: MediaIoKwargs | None, kwargs: ProcessorKwargs | None
 ) -> list[MediaSource]:
     """Return the media items in chat order. Raises InvalidRequest for contradictory options."""
     sampling, processing = AS_THE_MODEL, ""
-    read = None if reading is None else reading.video
-    chooses_frames = read is not None and (read.num_frames not in (None, -1) or read.fps is not None)
-    if kwargs is not None and kwargs.do_sample_frames and chooses_frames:
-        raise InvalidRequest(
-            "mm_processor_kwargs: do_sample_frames samples from all frames of the file; remove num_frames and fps "
-            "from media_io_kwargs",
-            param="mm_processor_kwargs.do_sample_frames",
-        )
     if reading is not None or kwargs is not None:
+        read, asked = (reading and reading.video) or _NO_FRAMES, kwargs or _NO_KWARGS
+        if asked.do_sample_frames and (read.num_frames not in (None, -1) or read.fps is not None):
+            raise InvalidRequest(
+                "mm_processor_kwargs: do_sample_frames samples from all frames of the file; remove num_frames and "
+                "fps from media_io_kwargs",
+                param="mm_processor_kwargs.do_sample_frames",
+            )
         sampling = VideoSampling(
-            num_frames=None if read is None else read.num_frames,
-            fps=None if read is None else read.fps,
-            processor_num_frames=None if kwargs is None else kwargs.num_frames,
-            processor_fps=None if kwargs is None else kwargs.fps,
-            max_frames=None if kwargs is None else kwargs.max_frames,
-            do_sample_frames=None if kwargs is None else kwargs.do_sample_frames,
+            num_frames=read.num_frames,
+            fps=read.fps,
+            processor_num_frames=asked.num_frames,
+            processor_fps=asked.fps,
+            max_frames=asked.max_frames,
+            do_sample_frames=asked.do_sample_frames,
         )
-        processing = processing_of(kwargs, messages)
+        processing = _processing(asked, messages)
     sources: list[MediaSource] = []
     for i, message in enumerate(messages):
         for j, part in enumerate(message.content or ()):
             if part.text is not None:
                 continue
-            place, modality = f"messages[{i}].content[{j}].{part.type}", MODALITY_OF[part.type]
-            sound, named = part.input_audio, part.image_url or part.video_url or part.audio_url
-            if sound is not None:
-                url, param = f"data:audio/{sound.format};base64,{sound.data}", f"{place}.data"
+            param, modality = f"messages[{i}].content[{j}].{part.type}", MODALITY_OF[part.type]
+            if (sound := part.input_audio) is not None:
+                url, param = f"data:audio/{sound.format};base64,{sound.data}", f"{param}.data"
             else:
+                named = part.image_url or part.video_url or part.audio_url
                 assert named is not None, "a part has the field of its type"
-                url, param = named.url, f"{place}.url"
+                url, param = named.url, f"{param}.url"
             sources.append(
                 MediaSource(
                     url=url,
@@ -250,21 +246,22 @@ def media_of(
     return sources
 
 
-def processing_of(kwargs: ProcessorKwargs | None, messages: Sequence[Message]) -> str:
+def _processing(asked: ProcessorKwargs, messages: Sequence[Message]) -> str:
     """Return the processor options other than frame sampling as JSON with sorted keys, or "".
 
     Raises InvalidRequest for image sizes in a chat with videos.
     """
-    frames = set() if isinstance(kwargs, AnyProcessorKwargs) else {*VideoSampling.__struct_fields__}
-    asked = {} if kwargs is None else kwargs.model_dump(exclude_none=True, exclude=frames)
-    if not asked:
+    frames = set() if isinstance(asked, AnyProcessorKwargs) else {*VideoSampling.__struct_fields__}
+    options = asked.model_dump(exclude_none=True, exclude=frames)
+    if not options:
         return ""
     if frames and any(part.video_url is not None for one in messages for part in one.content or ()):
         raise InvalidRequest(
-            f"mm_processor_kwargs: {', '.join(asked)} applies to images only, and the chat has videos; remove it",
+            f"mm_processor_kwargs: {', '.join(options)} applies to images only, and the chat has videos; "
+            f"remove it",
             param="mm_processor_kwargs",
         )
-    return msgspec.json.encode(asked, order="deterministic").decode()
+    return msgspec.json.encode(options, order="deterministic").decode()
 
 
 def wire_messages(messages: Sequence[Message]) -> list[ChatMessage]:

@@ -5,15 +5,11 @@ Responses are not stored: clients send the whole conversation.
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal, Self
 
-import msgspec
-from msgspec.structs import replace
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from epd_serve.errors import InvalidRequest
-from epd_serve.protocol.openai.chunks import Usage
 from epd_serve.protocol.openai.fields import (
     WIRE_INTEGERS,
     Integer,
@@ -21,15 +17,14 @@ from epd_serve.protocol.openai.fields import (
     NoEffect,
     RequestModel,
     broken_rule,
-    explain,
+    text_or,
 )
-from epd_serve.protocol.openai.generation import MAX_TOP_LOGPROBS, ChatCompletionRequest, CommonRequest
-from epd_serve.protocol.openai.messages import MAX_MESSAGES, MAX_PARTS, MediaSource
+from epd_serve.protocol.openai.generation import MAX_TOP_LOGPROBS, CommonRequest
+from epd_serve.protocol.openai.messages import MAX_MESSAGES, MAX_PARTS
 from epd_serve.protocol.openai.tools import MAX_TOOLS, FunctionDefinition, FunctionName, NamedFunction, Schema
-from epd_serve.protocol.wire import MediaRef, TokenizeReply, TokenizeRequest
+from epd_serve.protocol.openai.translated import AnswerTranslation, TranslatedChat
 
 LOGPROBS = "message.output_text.logprobs"
-_encode = msgspec.json.Encoder().encode
 
 
 class InputPart(MessageModel):
@@ -46,10 +41,7 @@ class InputPart(MessageModel):
 Content = Annotated[
     list[InputPart],
     Field(min_length=1, max_length=MAX_PARTS, fail_fast=True, description="A text, or a list of parts."),
-    BeforeValidator(
-        lambda content: [{"type": "input_text", "text": content}] if isinstance(content, str) else content,
-        json_schema_input_type=str | list[InputPart],
-    ),
+    text_or(list[InputPart], lambda text: [{"type": "input_text", "text": text}]),
 ]
 
 
@@ -106,12 +98,6 @@ class TextFormat(RequestModel):
     schema_: Schema | None = Field(None, alias="schema", description="JSON Schema of the answer.")
     strict: bool | None = Field(None, description="Refuse a schema that cannot be enforced in full.")
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.type == "json_schema" and (self.schema_ is None or self.name is None):
-            raise broken_rule("type 'json_schema' needs name and schema", "schema")
-        return self
-
 
 class TextOptions(RequestModel):
     """Options of the answer's text."""
@@ -146,10 +132,7 @@ class ResponsesRequest(CommonRequest, ResponsesNoEffect):
     input: Annotated[
         list[InputItem],
         Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True, description="A text, or the conversation."),
-        BeforeValidator(
-            lambda value: [{"role": "user", "content": value}] if isinstance(value, str) else value,
-            json_schema_input_type=str | list[InputItem],
-        ),
+        text_or(list[InputItem], lambda text: [{"role": "user", "content": text}]),
     ]
     instructions: str | None = Field(None, description="The system message.")
     max_output_tokens: Integer | None = Field(None, ge=1, lt=WIRE_INTEGERS, description="Maximum tokens.")
@@ -166,44 +149,7 @@ class ResponsesRequest(CommonRequest, ResponsesNoEffect):
             raise InvalidRequest(f"top_logprobs needs include: [{LOGPROBS!r}]", param="top_logprobs")
 
 
-class InputTokens(BaseModel):
-    """Number of tokens of an input."""
-
-    object: Literal["response.input_tokens"] = Field(description="Kind of the object.")
-    input_tokens: int = Field(description="Number of input tokens.")
-
-
-class TranslatedCall(ChatCompletionRequest):
-    """Chat completion translated from another API's request.
-
-    ``places`` names, for each chat message, the field of that request it comes from.
-    """
-
-    places: list[str]
-
-    @classmethod
-    def of(cls, fields: dict[str, Any]) -> Self:
-        """Build the chat from its fields. Raises InvalidRequest that names the field of the original request."""
-        try:
-            return cls.model_validate(fields)
-        except (ValidationError, InvalidRequest) as error:
-            failure = explain(error, cls) if isinstance(error, ValidationError) else error
-            failure.param = _place(failure.param, fields["places"])
-            raise failure from error
-
-    def media(self) -> list[MediaSource]:
-        return [replace(source, param=_place(source.param, self.places) or "") for source in super().media()]
-
-    def message(self, items: list[MediaRef]) -> TokenizeRequest:
-        """Return the tokenize request that counts the input."""
-        return TokenizeRequest(items=items, messages=self.chat(), prompting=self.prompting())
-
-    def answer(self, reply: TokenizeReply, max_model_len: int) -> InputTokens:
-        """Return the answer to :meth:`message`."""
-        return InputTokens(object="response.input_tokens", input_tokens=len(reply.tokens))
-
-
-class ResponsesCall(TranslatedCall):
+class ResponsesCall(TranslatedChat):
     """The chat completion that a :class:`ResponsesRequest` translates to."""
 
     asked: ResponsesRequest
@@ -212,6 +158,11 @@ class ResponsesCall(TranslatedCall):
     def parse(cls, body: bytes | bytearray) -> Self:
         asked = ResponsesRequest.parse(body)
         messages, places = _messages(asked)
+        form: dict[str, Any] | None = None
+        if asked.text is not None and (wanted := asked.text.format) is not None:
+            form = {"type": wanted.type}
+            if wanted.type == "json_schema":
+                form["json_schema"] = wanted.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
         return cls.of(
             {
                 **asked.model_dump(include=_SAME_FIELDS),
@@ -222,7 +173,7 @@ class ResponsesCall(TranslatedCall):
                 "logprobs": LOGPROBS in (asked.include or ()) or None,
                 "tools": None if asked.tools is None else [_in_function(tool) for tool in asked.tools],
                 "tool_choice": _in_function(asked.tool_choice),
-                "response_format": _format(asked.text),
+                "response_format": form,
                 "reasoning_effort": None if asked.reasoning is None else asked.reasoning.effort,
                 "stream_options": {"include_usage": True} if asked.stream else None,
             }
@@ -281,148 +232,90 @@ def _in_function(tool: FunctionTool | FunctionChoice | str | None) -> Any:
     return {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
 
 
-def _format(text: TextOptions | None) -> dict[str, Any] | None:
-    asked = None if text is None else text.format
-    if asked is None:
-        return None
-    if asked.type != "json_schema":
-        return {"type": asked.type}
-    schema = asked.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
-    return {"type": "json_schema", "json_schema": schema}
-
-
-def _place(param: str | None, places: list[str]) -> str | None:
-    """Convert the name of a chat field to the request's field."""
-    found = re.match(r"messages\[(\d+)\](?:\.content)?(.*)", param or "")
-    if found is not None:
-        return places[int(found[1])] + found[2].removesuffix(".url")
-    return param and param.replace("response_format.json_schema", "text.format")
-
-
-class ResponseBuilder:
-    """Turns a chat completion into a response or its stream events.
+class ResponseBuilder(AnswerTranslation):
+    """Builds a response, or its stream events.
 
     Args:
         id: hex digits for the ids of the response and its items.
         created: seconds since the epoch.
     """
 
-    content_type = b"application/json"
-
     def __init__(self, asked: ResponsesRequest, *, id: str, created: int, model: str) -> None:
-        self._asked = asked
-        self._id, self._created, self._model = id, created, model
-        self._sent: list[bytes] = []
-        self._number = 0
+        super().__init__()
+        self._asked, self._id, self._created, self._model = asked, id, created, model
         self._output: list[dict[str, Any]] = []
-        self._open: dict[str, Any] | None = None
-        self._usage: dict[str, Any] | None = None
-        self._finish_reason = "stop"
+        self._item: dict[str, Any] = {}  # the open item
+        self._number = 0
 
-    def whole(self, answer: bytes) -> bytes:
-        """Return the response for a chat.completion."""
-        body = msgspec.json.decode(answer)
-        [choice] = body["choices"]
-        self._usage, self._finish_reason = body["usage"], choice["finish_reason"]
-        self._take(choice["message"], choice.get("logprobs"))
-        self._close_item()
-        return _encode(self._response())
+    def _emit(self, name: str, /, **fields: Any) -> None:
+        super()._emit(name, sequence_number=self._number, **fields)
+        self._number += 1
 
-    def events(self, data: bytes) -> bytes:
-        """Return the events for a chat.completion.chunk, an error, or the end of the answer ("[DONE]")."""
-        if not self._number:
-            self._emit("response.created", response=self._response("in_progress"))
-            self._emit("response.in_progress", response=self._response("in_progress"))
-        chunk = None if data == b"[DONE]" else msgspec.json.decode(data)
-        if chunk is None:
-            self._close_item()
-            response = self._response()
-            self._emit(f"response.{response['status']}", response=response)
-        elif "error" in chunk:
-            error = {"code": chunk["error"].get("code") or "server_error", "message": chunk["error"]["message"]}
-            self._emit("response.failed", response=self._response("failed", error))
-            self._emit("error", **error, param=None, error=chunk["error"])
+    def _emit_item(self, name: str, /, **fields: Any) -> None:
+        """Emit an event about the open item."""
+        place = {"item_id": self._item["id"], "output_index": len(self._output)}
+        if self._open != "call":
+            place["content_index"] = 0
+        self._emit(f"response.{name}", **place, **fields)
+
+    def _emit_begin(self) -> None:
+        self._emit("response.created", response=self._answer("in_progress"))
+        self._emit("response.in_progress", response=self._answer("in_progress"))
+
+    def _open_item(self, call: dict[str, Any]) -> None:
+        part: dict[str, Any] | None = None
+        if self._open == "call":
+            prefix, item = "fc", {"type": "function_call", "call_id": call["id"]}
+            item |= {"name": call["function"]["name"], "arguments": ""}
+        elif self._open == "thought":
+            part = {"type": "reasoning_text", "text": ""}
+            prefix, item = "rs", {"type": "reasoning", "summary": [], "content": []}
         else:
-            self._usage = chunk.get("usage") or self._usage
-            for choice in chunk["choices"]:
-                self._take(choice["delta"], choice.get("logprobs"))
-                self._finish_reason = choice["finish_reason"] or self._finish_reason
-        sent, self._sent = b"".join(self._sent), []
-        return sent
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            prefix, item = "msg", {"type": "message", "role": "assistant", "content": []}
+        self._item = {"id": f"{prefix}_{self._id}_{len(self._output)}", "status": "in_progress", **item}
+        self._emit("response.output_item.added", output_index=len(self._output), item=self._item)
+        if part is not None:
+            self._item["content"].append(part)
+            self._emit_item("content_part.added", part=part)
 
-    def _take(self, delta: dict[str, Any], logprobs: dict[str, Any] | None) -> None:
-        if thought := delta.get("reasoning_content") or delta.get("reasoning"):
-            self._take_thought(thought)
-        if text := delta.get("content"):
-            self._take_text(text, (logprobs or {}).get("content") or [])
-        for call in delta.get("tool_calls") or ():
-            function = call["function"]
-            if function.get("name"):
-                self._close_item()
-                about = {"call_id": call["id"], "name": function["name"], "arguments": ""}
-                self._open_item("fc", {"type": "function_call", **about})
-            assert self._open is not None, "a call begins with its name"
-            if function["arguments"]:
-                self._open["arguments"] += function["arguments"]
-                self._emit("response.function_call_arguments.delta", delta=function["arguments"], **self._place())
-
-    def _take_thought(self, text: str) -> None:
-        if self._open is None or self._open["type"] != "reasoning":
-            self._close_item()
-            item = self._open_item("rs", {"type": "reasoning", "summary": [], "content": []})
-            item["content"].append({"type": "reasoning_text", "text": ""})
-            self._emit("response.content_part.added", **self._place(), content_index=0, part=item["content"][0])
-        assert self._open is not None
-        self._open["content"][0]["text"] += text
-        self._emit("response.reasoning_text.delta", **self._place(), content_index=0, delta=text)
-
-    def _take_text(self, text: str, logprobs: list[dict[str, Any]]) -> None:
-        if self._open is None or self._open["type"] != "message":
-            if not text.strip() and self._open is None and self._output:
-                return  # whitespace between two calls
-            self._close_item()
-            item = self._open_item("msg", {"type": "message", "role": "assistant", "content": []})
-            item["content"].append({"type": "output_text", "text": "", "annotations": [], "logprobs": []})
-            self._emit("response.content_part.added", **self._place(), content_index=0, part=item["content"][0])
-        assert self._open is not None
-        part = self._open["content"][0]
+    def _extend(self, text: str, logprobs: Any = ()) -> None:
+        if self._open == "call":
+            self._item["arguments"] += text
+            self._emit_item("function_call_arguments.delta", delta=text)
+            return
+        [part] = self._item["content"]
         part["text"] += text
-        part["logprobs"] += logprobs
-        self._emit("response.output_text.delta", **self._place(), content_index=0, delta=text, logprobs=logprobs)
-
-    def _open_item(self, prefix: str, about: dict[str, Any]) -> dict[str, Any]:
-        item_id = f"{prefix}_{self._id}_{len(self._output)}"
-        self._open = {"id": item_id, "status": "in_progress", **about}
-        self._emit("response.output_item.added", output_index=len(self._output), item=self._open)
-        return self._open
+        if self._open == "thought":
+            self._emit_item("reasoning_text.delta", delta=text)
+        else:
+            part["logprobs"] += logprobs
+            self._emit_item("output_text.delta", delta=text, logprobs=logprobs)
 
     def _close_item(self) -> None:
-        item = self._open
-        if item is None:
-            return
-        if item["type"] != "function_call":
-            part, place = item["content"][0], {**self._place(), "content_index": 0}
-            about = {name: part[name] for name in ("text", "logprobs") if name in part}
-            self._emit(f"response.{part['type']}.done", **place, **about)
-            self._emit("response.content_part.done", **place, part=part)
-        else:
+        item = self._item
+        if self._open == "call":
             done = {"name": item["name"], "arguments": item["arguments"]}
-            self._emit("response.function_call_arguments.done", **self._place(), **done)
+            self._emit_item("function_call_arguments.done", **done)
+        else:
+            [part] = item["content"]
+            done = {name: part[name] for name in ("text", "logprobs") if name in part}
+            self._emit_item(f"{part['type']}.done", **done)
+            self._emit_item("content_part.done", part=part)
         item["status"] = "incomplete" if self._finish_reason == "length" else "completed"
         self._emit("response.output_item.done", output_index=len(self._output), item=item)
         self._output.append(item)
-        self._open = None
 
-    def _place(self) -> dict[str, Any]:
-        assert self._open is not None
-        return {"item_id": self._open["id"], "output_index": len(self._output)}
+    def _emit_end(self) -> None:
+        response = self._answer()
+        self._emit(f"response.{response['status']}", response=response)
 
-    def _emit(self, name: str, /, **fields: Any) -> None:
-        data = _encode({"type": name, "sequence_number": self._number, **fields})
-        self._sent.append(b"event: %b\ndata: %b\n\n" % (name.encode(), data))
-        self._number += 1
+    def _emit_error(self, error: dict[str, Any]) -> None:
+        about = {"code": error.get("code") or "server_error", "message": error["message"]}
+        self._emit("response.failed", response=self._answer("failed", about))
+        self._emit("error", **about, param=None, error=error)
 
-    def _response(self, status: str = "", error: dict[str, Any] | None = None) -> dict[str, Any]:
+    def _answer(self, status: str = "", error: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return the response object; without ``status``, that of the complete answer."""
         asked, usage, is_cut = self._asked, self._usage, self._finish_reason == "length"
         named = asked.model_dump(mode="json", by_alias=True, exclude_none=True)
@@ -450,16 +343,12 @@ class ResponseBuilder:
             "top_logprobs": asked.top_logprobs or 0,
             "top_p": 1.0 if asked.top_p is None else asked.top_p,
             "truncation": "disabled",
-            "usage": usage and _usage(usage),
+            "usage": usage
+            and {
+                "input_tokens": usage.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+                "output_tokens": usage.completion_tokens,
+                "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+                "total_tokens": usage.total_tokens,
+            },
         }
-
-
-def _usage(usage: dict[str, Any]) -> dict[str, Any]:
-    counts = Usage.of(usage)
-    return {
-        "input_tokens": counts.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": counts.cached_tokens, "cache_write_tokens": 0},
-        "output_tokens": counts.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": counts.reasoning_tokens},
-        "total_tokens": usage["total_tokens"],
-    }

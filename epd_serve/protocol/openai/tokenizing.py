@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import BaseModel, Field
 
@@ -10,33 +10,14 @@ from epd_serve.errors import InvalidRequest
 from epd_serve.protocol.openai.fields import Body, Labels, TokenIds
 from epd_serve.protocol.openai.generation import ChatPrompt
 from epd_serve.protocol.openai.messages import MediaSource
+from epd_serve.protocol.openai.translated import TranslatedChat
 from epd_serve.protocol.wire import (
-    DetokenizeReply,
     DetokenizeRequest,
     MediaRef,
-    TokenizeReply,
     TokenizeRequest,
 )
 
 _CHAT_FIELDS = ChatPrompt.model_fields.keys() - {"messages", "add_special_tokens"}
-
-
-class TokenQuestion(Protocol):
-    """Request that an instance answers with its tokenizer."""
-
-    model: str | None
-
-    def media(self) -> list[MediaSource]:
-        """Return the media items in chat order."""
-        ...
-
-    def message(self, items: list[MediaRef]) -> TokenizeRequest | DetokenizeRequest:
-        """Return the message to send to an instance."""
-        ...
-
-    def answer(self, reply: Any, max_model_len: int) -> BaseModel:
-        """Convert the instance's reply to the client's answer."""
-        ...
 
 
 class TokenizeResult(BaseModel):
@@ -79,7 +60,7 @@ class TokenizeBody(ChatPrompt, Labels):
             with_texts=bool(self.return_token_strs),
         )
 
-    def answer(self, reply: TokenizeReply, max_model_len: int) -> TokenizeResult:
+    def answer(self, reply: Any, max_model_len: int) -> TokenizeResult:
         return TokenizeResult.model_construct(
             count=len(reply.tokens), max_model_len=max_model_len, tokens=reply.tokens, token_strs=reply.texts
         )
@@ -96,5 +77,9 @@ class DetokenizeBody(Body, Labels):
         """Return the message to send to an instance; ``items`` is unused."""
         return DetokenizeRequest(tokens=self.tokens)
 
-    def answer(self, reply: DetokenizeReply, max_model_len: int) -> DetokenizeResult:
+    def answer(self, reply: Any, max_model_len: int) -> DetokenizeResult:
         return DetokenizeResult(prompt=reply.text)
+
+
+#: Requests that an instance answers with its tokenizer.
+TokenQuestion = TokenizeBody | DetokenizeBody | TranslatedChat

@@ -100,41 +100,37 @@ def json_text(value: Any, param: str) -> str:
         raise InvalidRequest(f"{param}: cannot be written as JSON: {error}", param=param) from error
 
 
-def content_grammar(
-    response_format: ResponseFormat | None, structured: StructuredOutputs | None
-) -> tuple[Literal["", "json", "regex", "choice"], str, str]:
-    """Return kind and text of the grammar for the answer's content, and the field that asks for it."""
-    asked = response_format is not None and response_format.type != "text"
-    if response_format is not None:
+def _content_grammar(form: ResponseFormat | None, structured: StructuredOutputs | None) -> Grammar:
+    """Return the grammar for the answer's content; its kind is "" if the content is free."""
+    if form is not None:
         param = "response_format.json_schema"
-        if (response_format.type == "json_schema") != (response_format.json_schema is not None):
+        if (form.type == "json_schema") != (form.json_schema is not None):
             raise InvalidRequest(f"{param}: required with type 'json_schema', and only then", param=param)
-    if asked and structured is not None:
-        raise InvalidRequest(
-            "send either response_format or structured_outputs, not both", param="structured_outputs"
-        )
-    if response_format is not None and response_format.type == "json_object":
-        return "json", _ANY_OBJECT, "response_format"
-    if response_format is not None and response_format.json_schema is not None:
-        param = "response_format.json_schema.schema"
-        return "json", schema_text(response_format.json_schema.schema_, param), param
-    return ("", "", "") if structured is None else _structured(structured)
-
-
-def _structured(asked: StructuredOutputs) -> tuple[Literal["json", "regex", "choice"], str, str]:
+        if form.type != "text" and structured is not None:
+            raise InvalidRequest(
+                "send either response_format or structured_outputs, not both", param="structured_outputs"
+            )
+        if form.json_schema is not None:
+            text = schema_text(form.json_schema.schema_, f"{param}.schema")
+            strict = form.json_schema.strict is True
+            return Grammar(kind="json", text=text, param=f"{param}.schema", strict=strict)
+        if form.type == "json_object":
+            return Grammar(kind="json", text=_ANY_OBJECT, param="response_format")
+    if structured is None:
+        return Grammar(kind="", text="")
     param = "structured_outputs"
-    given = [name for name in ("json_", "regex", "choice", "json_object") if getattr(asked, name)]
-    if asked.json_ == {}:
+    given = [name for name in ("json_", "regex", "choice", "json_object") if getattr(structured, name)]
+    if structured.json_ == {}:
         given.insert(0, "json_")
     if len(given) != 1:
         raise InvalidRequest(f"{param}: needs exactly one of json, regex, choice and json_object", param=param)
-    if asked.regex is not None:
-        return "regex", asked.regex, f"{param}.regex"
-    if asked.choice is not None:
-        return "choice", json_text(asked.choice, f"{param}.choice"), f"{param}.choice"
-    if asked.json_object:
-        return "json", _ANY_OBJECT, f"{param}.json_object"
-    return "json", schema_text(asked.json_, f"{param}.json"), f"{param}.json"
+    param = f"{param}.{given[0].removesuffix('_')}"
+    if structured.regex is not None:
+        return Grammar(kind="regex", text=structured.regex, param=param)
+    if structured.choice is not None:
+        return Grammar(kind="choice", text=json_text(structured.choice, param), param=param)
+    text = _ANY_OBJECT if structured.json_object else schema_text(structured.json_, param)
+    return Grammar(kind="json", text=text, param=param)
 
 
 def make_grammar(
@@ -150,19 +146,16 @@ def make_grammar(
     """
     if tools is None and choice is None and response_format is None and structured is None:
         return None
-    kind, text, param = content_grammar(response_format, structured)
-    schema = response_format.json_schema if response_format is not None else None
-    content = Grammar(kind=kind, text=text, param=param, strict=schema is not None and schema.strict is True)
+    content = _content_grammar(response_format, structured)
     names = [tool.function.name for tool in tools or ()]
     if len(set(names)) != len(names):
         raise InvalidRequest("tools: every function needs a unique name", param="tools")
-    if not names:
-        if choice not in (None, "none", "auto"):
-            raise InvalidRequest("tool_choice: the request defines no tools", param="tool_choice")
-        return content if kind else None
-    if isinstance(choice, NamedTool) and choice.function.name not in names:
+    if not names and choice not in (None, "none", "auto"):
+        raise InvalidRequest("tool_choice: the request defines no tools", param="tool_choice")
+    named = choice.function.name if isinstance(choice, NamedTool) else None
+    if named is not None and named not in names:
         raise InvalidRequest(
-            f"tool_choice: unknown tool {choice.function.name!r}; the tools are {', '.join(map(repr, names))}",
+            f"tool_choice: unknown tool {named!r}; the tools are {', '.join(map(repr, names))}",
             param="tool_choice",
         )
     schemas = [
@@ -172,22 +165,14 @@ def make_grammar(
             strict=tool.function.strict is True,
         )
         for i, tool in enumerate(tools or ())
-        if not isinstance(choice, NamedTool) or choice.function.name == tool.function.name
+        if named in (None, tool.function.name)
     ]
-    if choice == "none":
-        return content if kind else None
-    named = isinstance(choice, NamedTool)
+    if not schemas or choice == "none":
+        return content if content.kind else None
     return msgspec.structs.replace(
         content,
-        param=param or "tools",
+        param=content.param or "tools",
         tools=schemas,
-        must_call=named or choice == "required",
-        parallel=parallel and not named,
+        must_call=named is not None or choice == "required",
+        parallel=parallel and named is None,
     )
-
-
-def tools_text(tools: list[Tool] | None) -> str:
-    """Return the tools as JSON for the chat template, or "" without tools."""
-    if not tools:
-        return ""
-    return json_text([tool.model_dump(exclude_none=True) for tool in tools], "tools")

@@ -5,18 +5,18 @@ from __future__ import annotations
 import re
 from typing import Any, Literal, Self
 
-import msgspec
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field
 
 from epd_serve.errors import InvalidRequest
-from epd_serve.protocol.openai.fields import RequestModel, explain
-from epd_serve.protocol.openai.generation import ChatCompletionRequest
+from epd_serve.protocol.openai.chunks import Usage
+from epd_serve.protocol.openai.fields import Body
 from epd_serve.protocol.openai.messages import MediaSource
+from epd_serve.protocol.openai.translated import AnswerTranslation, TranslatedChat, encode
 
 _NAME = re.compile(rb'[;\s]name=(?:"([^"]*)"|([^\s;"]+))', re.IGNORECASE)
 
 
-class TranscriptionRequest(RequestModel):
+class TranscriptionRequest(Body):
     """Body of ``POST /v1/audio/transcriptions``, a form."""
 
     model_config = ConfigDict(strict=False)
@@ -31,77 +31,72 @@ class TranscriptionRequest(RequestModel):
     temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy; default 0.")
     stream: bool | None = Field(None, description="Send the transcript as server-sent events.")
 
+    @classmethod
+    def _decode(cls, body: bytes | bytearray) -> dict[str, Any]:
+        form = read_form(body)
+        return {name: one if name == "file" else one.decode("utf-8", "replace") for name, one in form.items()}
 
-class TranscriptionCall(ChatCompletionRequest):
+
+class TranscriptionCall(TranslatedChat):
     """The chat completion that a :class:`TranscriptionRequest` translates to."""
 
     asked: TranscriptionRequest
 
     @classmethod
     def parse(cls, body: bytes | bytearray) -> Self:
-        """Parse the form. Raises InvalidRequest with ``param`` set."""
-        form = read_form(body)
-        try:
-            asked = TranscriptionRequest.model_validate(
-                {name: one if name == "file" else one.decode("utf-8", "replace") for name, one in form.items()}
-            )
-        except ValidationError as error:
-            raise explain(error, TranscriptionRequest) from error
+        asked = TranscriptionRequest.parse(body)
         words = ["Transcribe what is said. Answer with the transcript alone."]
         words += [f"The language is {asked.language}."] if asked.language else []
         words += [f"It goes on behind this text: {asked.prompt}"] if asked.prompt else []
         sound = {"type": "audio_url", "audio_url": {"url": "data:"}}
         content = [sound, {"type": "text", "text": " ".join(words)}]
-        fields = {"asked": asked, "model": asked.model, "temperature": asked.temperature or 0.0}
-        options = {"include_usage": True} if asked.stream else None
-        messages = [{"role": "user", "content": content}]
-        return cls.model_validate(
-            {**fields, "messages": messages, "stream": asked.stream, "stream_options": options}
+        return cls.of(
+            {
+                "asked": asked,
+                "places": ["file"],
+                "model": asked.model,
+                "temperature": asked.temperature or 0.0,
+                "messages": [{"role": "user", "content": content}],
+                "stream": asked.stream,
+                "stream_options": {"include_usage": True} if asked.stream else None,
+            }
         )
 
     def media(self) -> list[MediaSource]:
         return [MediaSource(url="data:", param="file", modality="audio", raw=self.asked.file)]
 
-    def translation(self, **_: Any) -> Transcript:
+    def translation(self, *, id: str = "", created: int = 0, model: str = "") -> Transcript:
         return Transcript(is_text=self.asked.response_format == "text")
 
 
-class Transcript:
-    """Turns a chat completion into a transcript or its stream events."""
+class Transcript(AnswerTranslation):
+    """Builds a transcript, or its stream events."""
 
     def __init__(self, *, is_text: bool) -> None:
-        self._is_text = is_text
-        self.content_type = b"text/plain; charset=utf-8" if is_text else b"application/json"
-        self._text = ""
-        self._usage: dict[str, Any] = {}
+        super().__init__()
+        self._is_text, self._text = is_text, ""
+        if is_text:
+            self.content_type = b"text/plain; charset=utf-8"
 
     def whole(self, answer: bytes) -> bytes:
-        """Return the answer for a chat.completion."""
-        body = msgspec.json.decode(answer)
-        text = body["choices"][0]["message"]["content"] or ""
-        return (
-            f"{text}\n".encode() if self._is_text else msgspec.json.encode({"text": text, **_usage(body["usage"])})
-        )
+        body = super().whole(answer)
+        return f"{self._text}\n".encode() if self._is_text else body
 
-    def events(self, data: bytes) -> bytes:
-        """Return the event for a chat.completion.chunk, an error, or the end of the answer ("[DONE]")."""
-        chunk = {} if data == b"[DONE]" else msgspec.json.decode(data)
-        if chunk.get("usage"):
-            self._usage = _usage(chunk["usage"])
-        delta = "".join(choice["delta"].get("content") or "" for choice in chunk.get("choices", ()))
-        self._text += delta
-        if not chunk:
-            chunk = {"type": "transcript.text.done", "text": self._text, **self._usage}
-        elif delta:
-            chunk = {"type": "transcript.text.delta", "delta": delta}
-        elif "error" not in chunk:
-            return b""
-        return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+    def _emit(self, name: str, /, **fields: Any) -> None:
+        self._events.append(b"data: " + encode({"type": name, **fields}) + b"\n\n")
 
+    def _extend(self, text: str, logprobs: Any = ()) -> None:
+        if self._open == "text":
+            self._text += text
+            self._emit("transcript.text.delta", delta=text)
 
-def _usage(usage: dict[str, Any]) -> dict[str, Any]:
-    counts = {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]}
-    return {"usage": {"type": "tokens", **counts, "total_tokens": usage["total_tokens"]}}
+    def _emit_end(self) -> None:
+        self._emit("transcript.text.done", **self._answer())
+
+    def _answer(self) -> dict[str, Any]:
+        usage = self._usage or Usage(0, 0)
+        counts = {"input_tokens": usage.prompt_tokens, "output_tokens": usage.completion_tokens}
+        return {"text": self._text, "usage": {"type": "tokens", **counts, "total_tokens": usage.total_tokens}}
 
 
 def read_form(body: bytes | bytearray) -> dict[str, bytes]:

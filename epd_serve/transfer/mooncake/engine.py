@@ -14,13 +14,14 @@ import json
 import math
 import os
 import socket
-import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from epd_serve.protocol.addresses import is_loopback, is_wildcard
 from epd_serve.transfer.shared_memory import SharedSlab
@@ -81,10 +82,7 @@ def check_installed() -> None:
 
 
 def master_command(host: str, port: int, http_port: int) -> tuple[str, ...]:
-    """Return the command line of a store's master, which answers ``GET /health`` at ``http_port`` when ready.
-
-    The master evicts nothing: feature stores remove their own objects.
-    """
+    """Return the command line of a store's master, which answers ``GET /health`` at ``http_port`` when ready."""
     check_installed()
     spec = importlib.util.find_spec("mooncake")
     assert spec is not None
@@ -98,7 +96,6 @@ def master_command(host: str, port: int, http_port: int) -> tuple[str, ...]:
                 f"--metrics_host={host}",
                 f"--metrics_port={http_port}",
                 f"--rpc_thread_num={_MASTER_THREADS}",
-                "--eviction_high_watermark_ratio=1.0",
                 "--logtostderr",
                 "--minloglevel=1",
             )
@@ -211,7 +208,6 @@ class StoreClient:
             time.sleep(_SETUP_RETRY_S)
         _confine(options.host, before)
         self._placement = store.ReplicateConfig()
-        self._placement.with_hard_pin = True
         self._placement.preferred_segment = self._client.get_hostname()
 
     def register(self, address: int, nbytes: int) -> None:
@@ -251,9 +247,9 @@ class StoreClient:
         if result != nbytes:
             raise TransferError(f"cannot read object {key[:12]}: {_meaning(result)}")
 
-    def remove(self, key: str, *, force: bool = False) -> bool:
-        """Remove an object unless it is leased, or even then if forced; return whether it is gone."""
-        return self._call(self._client.remove, key, force) in (_OK, _NOT_FOUND)
+    def remove(self, key: str) -> bool:
+        """Remove an object even if it is leased; return whether it is gone."""
+        return self._call(self._client.remove, key, True) in (_OK, _NOT_FOUND)
 
     def close(self) -> None:
         """Withdraw this process's segment with all objects in it. Idempotent."""
@@ -313,33 +309,19 @@ def _load(name: str) -> Any:
         ) from error
 
 
-def _wildcard_listeners() -> dict[int, int]:
-    """Return this process's TCP sockets that listen on every interface: inode → descriptor."""
-    found = {}
-    for path in Path("/proc/self/fd").iterdir():
-        descriptor = int(path.name)
-        with suppress(OSError):  # just closed, or not a socket
-            status = os.fstat(descriptor)
-            if not stat.S_ISSOCK(status.st_mode):
-                continue
-            with socket.socket(fileno=os.dup(descriptor)) as candidate:
-                if (
-                    candidate.family in (socket.AF_INET, socket.AF_INET6)
-                    and candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                    and is_wildcard(candidate.getsockname()[0])
-                ):
-                    found[status.st_ino] = descriptor
-    return found
+def _wildcard_listeners() -> set[tuple[int, int]]:
+    """Return this process's TCP sockets that listen on every interface: (descriptor, port)."""
+    every = psutil.Process().net_connections("tcp")
+    return {(one.fd, one.laddr.port) for one in every if one.status == "LISTEN" and is_wildcard(one.laddr.ip)}
 
 
-def _confine(host: str, before: dict[int, int]) -> None:
+def _confine(host: str, before: set[tuple[int, int]]) -> None:
     """For a loopback ``host``, bind the listeners created since ``before`` to the loopback device."""
     if not is_loopback(host):
         return
-    for inode, descriptor in _wildcard_listeners().items():
-        if inode not in before:
-            with socket.socket(fileno=os.dup(descriptor)) as listener:
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")
+    for descriptor, _ in _wildcard_listeners() - before:
+        with socket.socket(fileno=os.dup(descriptor)) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo")
 
 
 def address_of(memory: memoryview) -> int:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 import msgspec
 
 from epd_serve.protocol.wire import Region
 from epd_serve.transfer.kv_receiver import Tombstones
-from epd_serve.transfer.mooncake.engine import Engine, MooncakeOptions, Staged, StagingPool, address_of
+from epd_serve.transfer.mooncake.engine import Engine, MooncakeOptions, StagingPool, address_of
 from epd_serve.transfer.shared_memory import SharedSlab
 from epd_serve.transfer.tcp import TcpPeers, TcpServer
 from epd_serve.transfer.transport import (
@@ -109,26 +107,31 @@ class MooncakeTransport:
         self._slabs: list[MooncakeSlab | MooncakeDeviceSlab] = []
         self._staging = StagingPool(options.staging_bytes, max(options.alignment_bytes, 64))
         self.engine.register(self._staging.address, self._staging.nbytes)
-        self._server = TcpServer(options.host, self._find, options.timeout_s, advertise=options.host, key=key)
+        self._server = TcpServer(options.host, options.timeout_s, advertise=options.host, key=key)
         self._acquainted = TcpPeers(options.timeout_s, key)
         self._known: Tombstones[bool] = Tombstones()
         self._closed = False
 
     def allocate(self, name: str, nbytes: int) -> MooncakeSlab:
         slab = MooncakeSlab(name, nbytes, self.engine, self._server.port)
-        with self._lock:
-            self._slabs.append(slab)
+        self._offer(slab)
         return slab
 
     def register(self, name: str, memory: DeviceBytes) -> MooncakeDeviceSlab | None:
         if not self.engine.reaches_device:
             return None
         slab = MooncakeDeviceSlab(name, memory, self.engine, self._server.port)
-        with self._lock:
-            self._slabs.append(slab)
+        self._offer(slab)
         return slab
 
+    def _offer(self, slab: MooncakeSlab | MooncakeDeviceSlab) -> None:
+        """Let new peers read the region's identity over TCP."""
+        with self._lock:
+            self._slabs.append(slab)
+        self._server.offer(slab.region.name, memoryview(bytearray(_identity(slab.region))))
+
     def release(self, slab: Slab | DeviceSlab) -> None:
+        self._server.withdraw(slab.region.name)
         with self._lock:
             released = [own for own in self._slabs if own.region.name == slab.region.name]
             self._slabs = [own for own in self._slabs if own not in released]
@@ -136,18 +139,23 @@ class MooncakeTransport:
             own.close()
 
     def read(self, region: Region, pieces: Sequence[Piece]) -> None:
-        with self._batch(self._peer(region, pieces)) as batch:
-            for offset, data in pieces:
-                there = region.address + offset
-                if (here := self._registered_at(data)) is not None:
-                    for start in range(0, data.nbytes, _MAX_BYTES):
-                        batch.add(here + start, there + start, min(_MAX_BYTES, data.nbytes - start))
-                    continue
+        peer = self._peer(region, pieces)
+        batch, nbytes = list[tuple[int, int, int]](), 0
+        for offset, data in pieces:
+            there = region.address + offset
+            if (here := self._registered_at(data)) is None:
                 assert isinstance(data, memoryview), "device memory must be registered"
-                most = min(_MAX_STAGED_BYTES, self._staging.nbytes // 2)
-                for start in range(0, data.nbytes, most):
-                    batch.stage(there + start, data[start : start + most])
-            batch.run()
+                self._read_staged(peer, there, data)
+                continue
+            for start in range(0, data.nbytes, _MAX_BYTES):
+                count = min(_MAX_BYTES, data.nbytes - start)
+                if len(batch) == _MAX_PIECES or nbytes + count > _MAX_BYTES:
+                    self._copy(peer, batch)
+                    batch, nbytes = [], 0
+                batch.append((here + start, there + start, count))
+                nbytes += count
+        if batch:
+            self._copy(peer, batch)
 
     def close(self) -> None:
         with self._lock:
@@ -185,12 +193,6 @@ class MooncakeTransport:
             )
         return address if is_registered else None
 
-    def _find(self, name: str) -> memoryview | None:
-        """Return the identity of a region, which a new peer reads over TCP, or None."""
-        with self._lock:
-            found = next((slab.region for slab in self._slabs if slab.region.name == name), None)
-        return None if found is None else memoryview(bytearray(_identity(found)))
-
     def _peer(self, region: Region, pieces: Sequence[Piece]) -> str:
         """Return the engine address of the region's process after checking that the process is still the same."""
         check_bounds(region, pieces)
@@ -211,74 +213,27 @@ class MooncakeTransport:
                 self._known.add(region.name, True)
         peer = f"{region.host}:{region.engine_port}"
         there = bytearray(_IDENTITY_BYTES)
-        with self._batch(peer) as check:
-            check.stage(region.identity_address, memoryview(there))
-            check.run()
+        self._read_staged(peer, region.identity_address, memoryview(there))
         if there != _identity(region):
             raise TransferError(f"region {region.name} is gone: another process now runs at {peer}")
         return peer
 
-    @contextmanager
-    def _batch(self, peer: str) -> Iterator[_Batch]:
-        """Collect reads from a peer; the context drops those that were not run."""
-        with ExitStack() as held:
-            yield _Batch(self.engine, peer, self._staging, self._options.timeout_s, held)
+    def _read_staged(self, peer: str, there: int, data: memoryview) -> None:
+        """Read into unregistered memory."""
+        most = min(_MAX_STAGED_BYTES, self._staging.nbytes)
+        for start in range(0, data.nbytes, most):
+            part = data[start : start + most]
+            with self._staging.take(part.nbytes, self._options.timeout_s) as staged:
+                self._copy(peer, [(staged.address, there + start, part.nbytes)])
+                part[:] = staged.memory
 
-
-@dataclass(eq=False, slots=True)
-class _Batch:
-    """Reads to do in one engine call, and their staged memory. A full batch runs by itself."""
-
-    _engine: Engine
-    _peer: str
-    _pool: StagingPool
-    _patience_s: float  # for memory of the pool
-    _held: ExitStack  # memory taken from the pool
-    _copies: list[tuple[int, int, int]] = field(default_factory=list)  # local address, remote address, length
-    _nbytes: int = 0
-    _fills: list[tuple[memoryview, memoryview]] = field(default_factory=list)
-
-    def add(self, here: int, there: int, nbytes: int) -> None:
-        """Add a read into registered memory."""
-        self._run_if_full(nbytes)
-        self._copies.append((here, there, nbytes))
-        self._nbytes += nbytes
-
-    def stage(self, there: int, fills: memoryview) -> None:
-        """Add a read, staged in the pool and copied to ``fills`` after the batch."""
-        self._run_if_full(fills.nbytes)
-        staged = self._take(fills.nbytes)
-        self._fills.append((fills, staged.memory))
-        self._copies.append((staged.address, there, fills.nbytes))
-        self._nbytes += fills.nbytes
-
-    def run(self) -> None:
-        """Do all reads and free the staged memory."""
-        copies, self._copies, self._nbytes = self._copies, [], 0
-        fills, self._fills = self._fills, []
-        with self._held.pop_all():
-            if not copies:
-                return
-            started = time.monotonic()
-            if not self._engine.read(self._peer, *map(list, zip(*copies, strict=True))):
-                limit_s = self._engine.call_limit_s
-                if time.monotonic() - started >= limit_s:  # the engine stopped waiting but may still copy
-                    raise StillCopying(f"transfer with {self._peer} did not finish in {limit_s:g} s")
-                raise TransferError(f"transfer with {self._peer} failed: the peer has died or refuses")
-            for data, memory in fills:
-                data[:] = memory
-
-    def _take(self, nbytes: int) -> Staged:
-        if self._fills:
-            try:
-                return self._held.enter_context(self._pool.take(nbytes, 0.0))
-            except TransferError:
-                self.run()  # frees this batch's own parts
-        return self._held.enter_context(self._pool.take(nbytes, self._patience_s))
-
-    def _run_if_full(self, nbytes: int) -> None:
-        if len(self._copies) == _MAX_PIECES or self._nbytes + nbytes > _MAX_BYTES:
-            self.run()
+    def _copy(self, peer: str, copies: Sequence[tuple[int, int, int]]) -> None:
+        """Copy a peer's memory in one engine call: (address here, address there, bytes)."""
+        started, limit_s = time.monotonic(), self.engine.call_limit_s
+        if not self.engine.read(peer, *map(list, zip(*copies, strict=True))):
+            if time.monotonic() - started >= limit_s:  # the engine stopped waiting but may still copy
+                raise StillCopying(f"transfer with {peer} did not finish in {limit_s:g} s")
+            raise TransferError(f"transfer with {peer} failed: the peer has died or refuses")
 
 
 def _identity(region: Region) -> bytes:

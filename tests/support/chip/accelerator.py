@@ -12,14 +12,13 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from chip.chip import CAPABILITY, TYPE, Chip, Stream, record_apart, recorded
-from chip.tensors import ChipTensor, add_chip, mapped_memory, pin, pinned, share_memory, unknown
+from chip.tensors import ChipTensor, add_chip, mapped_memory, pin, pinned, share_memory
 from torch import Tensor
 
 from device import base, host
 from device.base import (
     AttentionPlan,
     AttnMeta,
-    EncodeCaptured,
     Partition,
     PartitionStrength,
     check_share,
@@ -71,24 +70,6 @@ class ChipOps(PlainOps):
     ) -> Tensor:
         encode = super().encode
         return self._launch(query, key, value, lambda q, k, v: encode(q, k, v, cu_seqlens_host, scale))
-
-    def encode_captured(self, dtype: torch.dtype) -> EncodeCaptured | None:
-        return self._encode_captured
-
-    def _encode_captured(
-        self, query: Tensor, key: Tensor, value: Tensor, borders: Tensor, longest: int, scale: float
-    ) -> Tensor:
-        ends = _raw(borders)
-        encode = super().encode
-
-        def compute(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            """Padding is unknown, and what is longer than was said is not computed."""
-            output, last = unknown(query.new_empty(query.shape)), int(ends[-1])
-            assert int(ends.diff().max()) <= longest, f"a segment is longer than {longest}"
-            output[:last] = encode(query[:last], key[:last], value[:last], ends.tolist(), scale)
-            return output
-
-        return self._launch(query, key, value, compute)
 
     def _launch(
         self, query: Tensor, key: Tensor, value: Tensor, compute: Callable[[Tensor, Tensor, Tensor], Tensor]

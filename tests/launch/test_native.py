@@ -25,7 +25,7 @@ def specs(
     placement = config.placement()
     given = with_trust(config, environment or {})
     prepared = prepare_native(config, placement, range(8100, 8100 + len(placement)), given, directory)
-    return tuple(instance.spec(config, given) for instance in prepared)
+    return tuple(instance.spec for instance in prepared)
 
 
 @pytest.mark.parametrize(("topology", "path"), [("E-P-D", "/health?role=EPD"), ("P-D", "/health")])
@@ -123,11 +123,9 @@ def test_the_cluster_key_is_in_the_environment_of_instances_and_nowhere_else() -
 @pytest.mark.parametrize(
     ("text", "shares"),
     [
-        ("topology: E-(P-D)\ndevices: [cuda:0, cuda:1]", [None, 0.45, 0.45]),
         ("topology: (E-P)-D\ndevices: [cuda:0, cuda:1]", [0.15, 0.75, None]),
         ("topology: (E-P-D)\ndevices: [npu:0]", [0.082, 0.409, 0.409]),
         ("topology: (P-D)\ndevices: [cuda:0]\nroles: {P: {memory_share: 0.7}}", [0.7, 0.2]),
-        ("topology: (P-D)\ndevices: [cuda:0]\nroles: {P: {share: 0.5}}", [None, None]),
         ("topology: (P-D)", [None, None]),
     ],
 )

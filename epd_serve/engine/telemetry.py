@@ -1,29 +1,168 @@
-"""Prometheus metrics of one instance, in a registry of its own."""
+"""Measurements of an instance: spans and their subscribers, Prometheus metrics, rates of its stages."""
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import Callable
 from functools import partial
 from itertools import product
-from typing import TypeVar, get_args
+from pathlib import Path
+from typing import Literal, TypeVar, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from epd_serve.config.sections import FeatureStoreKind
 from epd_serve.engine.device_board import Slack
-from epd_serve.instance.text.request_processor import Kind
 from epd_serve.protocol.instance_state import Load
+from epd_serve.sched.schedule import ScheduleOutput
+from epd_serve.sched.sequence import SequenceState
 from epd_serve.telemetry.metrics import VllmGauges
-from epd_serve.telemetry.span import FEATURE_WAIT, STAGES, Span
+from epd_serve.telemetry.otel import StageExport, span_export
+from epd_serve.telemetry.span import FEATURE_WAIT, STAGES, Span, SpanStream, Timeline, Value
+from epd_serve.telemetry.trace_file import TraceWriter
+from epd_serve.transfer.grouping import TimeEstimate
 from epd_serve.transfer.kv_sender import OutgoingTransfer
+from epd_serve.types import Stage, StageRate
 
-CONTENT_TYPE = CONTENT_TYPE_LATEST
+#: Kinds of preparation (:class:`~epd_serve.instance.text.request_processor.RequestProcessor`).
+Kind = Literal["text", "media", "grammar"]
+
 _PREFIX = "epd_serve_instance_"
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 _RATIOS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99, 0.999, 1.0)
 _STEPS = ("decode", "prefill", "mixed")
 _KINDS: tuple[str, ...] = get_args(Kind)
 _Metric = TypeVar("_Metric", Counter, Gauge, Histogram)
+#: Seconds without work after which a rate is stale, since the machine's load may have changed.
+_FRESH_S = 60.0
+#: Ignore steps with fewer prompt tokens (probes, prompts mostly in the cache), dominated by fixed cost.
+_FEWEST_TOKENS = 16
+#: Weight of a new sequence in the mean output length, and of a new prompt in the mean tokens per character.
+_GAIN = 0.05
+#: Decay of a batch's weight with each later batch: about the last twenty count.
+_MEMORY = 0.95
+#: Clip a batch's time to this factor above or below the expected time, to limit noise from other processes.
+_OUTLIER = 4.0
+
+
+class InstanceTelemetry:
+    """All measurements of an instance: metrics and traces subscribe to spans of stages, steps and batches."""
+
+    def __init__(
+        self, name: str, *, stores: tuple[FeatureStoreKind, ...] = ("embedded",), trace: Path | None = None
+    ) -> None:
+        self.metrics = InstanceMetrics(stores)
+        self.spans = SpanStream()
+        self.timeline = Timeline(time.monotonic, self.spans.put)
+        self.rates = StageRates(time.monotonic)
+        self._trace = None if trace is None else TraceWriter(trace, name)
+        export = span_export(name)
+        self._export = None if export is None else StageExport(export, name)
+        for subscriber in (self.metrics, self._trace, self._export):
+            if subscriber is not None:
+                self.spans.subscribe(subscriber.put)
+
+    def add_call(self, request_id: str, traceparent: str, item: str = "") -> None:
+        """Record which trace a stage call belongs to; ``item`` is the mm_hash of an encode."""
+        if self._export is not None:
+            self._export.received(request_id, traceparent, item)
+
+    def add_batch(self, num_images: int, num_pixels: int, start_s: float, end_s: float, busy_s: float) -> None:
+        """Record a tower batch, which kept the encoder busy for ``busy_s``. Call it on the tower's thread."""
+        about: dict[str, Value] = {"track": "tower", "images": num_images, "pixels": num_pixels}
+        self.spans.put(Span("encode", "", start_s, end_s, about))
+        self.rates.encoded(num_pixels, busy_s)
+
+    def add_step(self, output: ScheduleOutput, seconds: float) -> None:
+        """Record a finished language model step. Call it on the engine's thread."""
+        end_s = time.monotonic()
+        self.timeline.record_step(
+            ((one.request_id, one.num_computed >= len(one.prompt_ids)) for one, _ in output.prefills),
+            (one.request_id for one in output.decodes),
+            end_s - seconds,
+            end_s,
+        )
+        kind = "decode" if not output.prefills else "mixed" if output.decodes else "prefill"
+        about: dict[str, Value] = {
+            "track": "engine",
+            "decodes": len(output.decodes),
+            "prefills": len(output.prefills),
+            "prefill_tokens": output.num_tokens - len(output.decodes),
+            "preempted": len(output.preempted),
+        }
+        self.spans.put(Span(kind, "", end_s - seconds, end_s, about))
+        self.rates.stepped(output, seconds)
+
+    async def close(self) -> None:
+        """Flush and close traces and exports."""
+        if self._trace is not None:
+            self._trace.close()
+        if self._export is not None:
+            await asyncio.to_thread(self._export.close)
+
+
+class StageRates:
+    """Rates of the stages, and mean lengths of answers and prompts.
+
+    Each method is called on only one thread; readers may see values from the batch before.
+
+    Attributes:
+        mean_output_tokens: recent mean over finished sequences; 0 before the first.
+        tokens_per_character: recent mean over prompts, without media; 0 before the first.
+        busy_s: compute seconds by stage letter; a step with prompts counts as prefill.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._fits = {stage: TimeEstimate(memory=_MEMORY, outlier=_OUTLIER) for stage in Stage}
+        self._measured_s = dict.fromkeys(Stage, 0.0)
+        self.mean_output_tokens = 0.0
+        self.tokens_per_character = 0.0
+        self.busy_s = {stage.value: 0.0 for stage in Stage}
+
+    def report(self) -> dict[str, StageRate]:
+        """Return the rates by stage, without stages that have not run yet."""
+        now = self._clock()
+        return {
+            stage.value: StageRate(fit.base_s, fit.slope_s, is_fresh=now - self._measured_s[stage] < _FRESH_S)
+            for stage, fit in self._fits.items()
+            if fit.is_known
+        }
+
+    def encoded(self, num_pixels: int, seconds: float) -> None:
+        """Record an encode batch and the time it kept the encoder busy. Call it on the tower's thread."""
+        self.busy_s[Stage.ENCODE] += seconds
+        self._fits[Stage.ENCODE].observe(num_pixels, seconds)
+        self._measured_s[Stage.ENCODE] = self._clock()
+
+    def stepped(self, output: ScheduleOutput, seconds: float) -> None:
+        """Record a finished step. Call it on the engine's thread.
+
+        A mixed step counts as prefill, minus the expected time of its decodes.
+        """
+        num_decodes = len(output.decodes)
+        stage = Stage.PREFILL if output.prefills else Stage.DECODE
+        self.busy_s[stage] += seconds
+        units = num_decodes
+        if stage is Stage.PREFILL:
+            units = output.num_tokens - num_decodes
+            seconds -= self._fits[Stage.DECODE].slope_s * num_decodes
+        if seconds > 0 and (stage is Stage.DECODE or units >= _FEWEST_TOKENS):
+            self._fits[stage].observe(units, seconds)
+            self._measured_s[stage] = self._clock()
+        for sequence in output.decodes:
+            if sequence.state is SequenceState.FINISHED:
+                self.mean_output_tokens = _move_towards(self.mean_output_tokens, len(sequence.output_ids))
+
+    def prompted(self, num_characters: int, num_tokens: int) -> None:
+        """Record a prompt's number of text tokens, without media. Call it on the tokenization thread."""
+        if num_characters:
+            self.tokens_per_character = _move_towards(self.tokens_per_character, num_tokens / num_characters)
+
+
+def _move_towards(mean: float, value: float) -> float:
+    return mean + _GAIN * (value - mean) if mean else float(value)
 
 
 class InstanceMetrics:
