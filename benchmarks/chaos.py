@@ -205,10 +205,9 @@ def deployment_config(arguments: argparse.Namespace, **gateway: Any) -> Deployme
         instances={
             "base_port": 0,
             "threads": 1,
-            "lease_s": LEASE_S,
-            "feature_timeout_s": 12,
+            "peer_timeout_s": LEASE_S,
             # few blocks and small caches, so that requests wait for each other at every stage
-            "num_blocks": 120,
+            "kv_cache_bytes": 120 << 15,  # blocks of the demo model
             "max_num_batched_tokens": 64,
             "feature_cache_bytes": 1 << (19 if arguments.store == "embedded" else 24),  # its least
             "kv_transfer": {"transport": arguments.transport},

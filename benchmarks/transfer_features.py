@@ -155,11 +155,10 @@ def _row(grown: Figures) -> dict[str, float]:
 async def table3(path: Path) -> dict[str, Any]:
     settings = {
         "max_num_batched_tokens": 256,  # small images must queue too, not all go in one step
-        "num_blocks": 6144,
+        "kv_cache_bytes": "336MiB",
         "max_model_len": 20480,
         "feature_cache_bytes": "3GiB",
-        "lease_s": 120,
-        "feature_timeout_s": 300,
+        "peer_timeout_s": 300,
     }
     rows = []
     async with deployed("E-P-D", path, settings, dtype="bfloat16", baselines=LINK) as deployment:

@@ -74,8 +74,8 @@ def model(path: Path) -> Path:
 def settings(step_tokens: int = STEP_TOKENS) -> dict[str, Any]:
     return {
         "max_num_batched_tokens": step_tokens,
-        "num_blocks": 4096,
-        "lease_s": 240,  # a link at which layer-wise sending falls far behind must not end a lease
+        "kv_cache_bytes": "896MiB",
+        "peer_timeout_s": 240,  # a link at which layer-wise sending falls far behind must not end a lease
     }
 
 

@@ -49,7 +49,7 @@ def model(path: Path) -> Path:
     return make_model(path, hidden=HIDDEN, layers=LAYERS, heads=4, kv_heads=1, intermediate=256)
 
 
-SETTINGS = {"max_num_batched_tokens": 1024, "num_blocks": 8192}
+SETTINGS = {"max_num_batched_tokens": 1024, "kv_cache_bytes": "256MiB"}
 
 
 def requests(first: int, count: int) -> list[dict[str, Any]]:

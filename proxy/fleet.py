@@ -15,10 +15,9 @@ import msgspec
 
 from epd_serve.backends.base import StageCalls
 from epd_serve.backends.native import NativeConnections, NativeInstance
-from epd_serve.backends.vllm import VllmInstances
-from epd_serve.backends.vllm_server import VllmTarget
+from epd_serve.backends.vllm import VllmInstances, VllmTarget
+from epd_serve.backends.vllm_command import Connectors
 from epd_serve.config import DeploymentConfig
-from epd_serve.config.vllm import connectors, pulls
 from epd_serve.errors import (
     Conflict,
     InstanceLost,
@@ -389,16 +388,14 @@ def connector(config: DeploymentConfig, connections: NativeConnections, switch_d
     if config.engine != "vllm":
         return lambda name, url, role=None: NativeInstance(connections, name, url)  # it reports its own role
     placement = config.placement()
-    features, kv = connectors(placement, config.vllm)
+    used = Connectors.between(placement, config.vllm.kv)
     targets = {
         one.name: VllmTarget(
             role=one.role,
             device=",".join(one.devices),
             dtype=config.dtype,
             model_path=str(Path(config.checkpoint).expanduser()),
-            features=features,
-            kv=kv,
-            pulls=pulls(placement, kv),
+            connectors=used,
             continues=_NOT_RESUMABLE.isdisjoint(config.settings_for(str(one.role)).engine_args),
         )
         for one in placement

@@ -9,7 +9,7 @@ import socket
 from pathlib import Path
 
 from epd_serve.config import DeploymentConfig
-from epd_serve.config.role_files import directory_of
+from epd_serve.config.options import directory_of
 from epd_serve.rpc.sockets import raise_limit
 from proxy.app import create_app
 from proxy.http.server import new_server

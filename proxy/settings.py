@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from epd_serve.config import DeploymentConfig, GatewayConfig
-from epd_serve.config.gateway import check_admin_key, read_secret
+from epd_serve.config.gateway import read_secret
 from epd_serve.config.sections import HANG_TIMEOUT_S
 from epd_serve.protocol.addresses import is_loopback
 from epd_serve.rpc.tls import TlsFiles
@@ -40,7 +40,7 @@ class GatewaySettings:
         """Read the secrets. Raises ValueError if one is unreadable, or the admin API lacks a key."""
         cluster_key, tls = config.read_cluster_key(), config.read_tls()
         if cluster_key is not None:
-            check_admin_key(config.gateway.admin)
+            config.gateway.admin.check_key()
         if tls is not None:
             tls.check(None if config.gateway.admin.port is None else config.gateway.admin.host)
         return cls(
@@ -72,7 +72,7 @@ class GatewaySettings:
     @cached_property
     def encode_timeout_s(self) -> float:
         """Time for an encode before another instance is asked; P waits twice as long."""
-        return self.config.settings_for("P").feature_timeout_s / 2
+        return self.config.settings_for("P").peer_timeout_s / 2
 
     def replacement_wait_s(self, start_s: float) -> float:
         """Return how long a request waits for an instance of a missing stage, in seconds.

@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.elastic.switching import RoleSpan, Switching
 from epd_serve.autoscale.controller import Controller
 from epd_serve.autoscale.pressure import Limits
-from epd_serve.config.elastic import ElasticConfig
+from epd_serve.config.sections import ElasticConfig
 from epd_serve.cost.profile import EncodeLine, Line, Profile
 from epd_serve.sim.simulator import Simulation, simulate
 from epd_serve.sim.spec import Batching, build

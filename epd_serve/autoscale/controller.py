@@ -10,7 +10,7 @@ from math import inf, sqrt
 
 from epd_serve.autoscale.instance_load import InstanceLoad
 from epd_serve.autoscale.pressure import Limits, Sample, StageLoad, capacities, load_of, sample
-from epd_serve.config.elastic import ElasticConfig
+from epd_serve.config.sections import ElasticConfig
 from epd_serve.types import Role, Stage
 
 _NAMES = {Stage.ENCODE: "encode", Stage.PREFILL: "prefill", Stage.DECODE: "decode"}

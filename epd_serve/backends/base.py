@@ -50,10 +50,7 @@ class StageCall(Protocol):
 
     @property
     def opened(self) -> asyncio.Future[Answer]:
-        """A future of the answer, done when the answer's head has arrived.
-
-        It raises the call's exception.
-        """
+        """The answer, once its head has arrived, or the call's exception."""
 
     def close(self) -> None:
         """End the call; cancels the work unless the answer has been read to the end. Idempotent."""
@@ -73,8 +70,7 @@ class StageCalls(Protocol):
     @property
     def url(self) -> str: ...
 
-    async def info(self) -> InstanceInfo:
-        """Return the instance's info."""
+    async def info(self) -> InstanceInfo: ...
 
     async def probe(self, timeout_s: float) -> None:
         """Return if the instance's process answers; raise StageTimeout if it does not in time.
@@ -110,7 +106,4 @@ class StageCalls(Protocol):
         """
 
     def decode(self, request: DecodeRequest, *, trace_id: str) -> StageCall:
-        """Begin a decode.
-
-        The call opens with the second token, or with the whole answer if not streamed.
-        """
+        """Begin a decode; the call opens with the second token, or with the whole answer if not streamed."""

@@ -15,13 +15,6 @@ import msgspec
 
 from epd_serve.errors import InstanceLost, InstanceUntrusted, StageTimeout
 from epd_serve.protocol import instance_state, wire
-from epd_serve.protocol.wire import (
-    DetokenizeReply,
-    DetokenizeRequest,
-    TokenizeReply,
-    TokenizeRequest,
-    encode_in_parts,
-)
 from epd_serve.rpc import items
 from epd_serve.rpc.http import HttpPool
 from epd_serve.rpc.link import MAX_BODY_BYTES, MAX_NOTE_BYTES, Link, LinkCall
@@ -112,14 +105,9 @@ class NativeInstance:
             raise StageTimeout(f"instance {self.name} does not answer within {timeout_s:g} s") from error
 
     async def switch(self, order: instance_state.RoleOrder) -> instance_state.RoleChanged:
-        """Order a role; return when the instance serves it. Raises the instance's ServeError."""
         return await self._ask("/role", [wire.encode(order)], instance_state.RoleChanged)
 
     async def leave(self, order: instance_state.LeaveOrder) -> instance_state.Left:
-        """Order the instance to leave; return when nothing is left there.
-
-        Raises the instance's ServeError.
-        """
         return await self._ask("/leave", [wire.encode(order)], instance_state.Left)
 
     async def reports(self) -> AsyncGenerator[instance_state.Report, None]:
@@ -140,13 +128,13 @@ class NativeInstance:
             call.close()
 
     async def encode(self, request: wire.EncodeRequest, *, trace_id: str) -> wire.EncodeReply:
-        return await self._ask("/stage/encode", encode_in_parts(request), wire.EncodeReply)
+        return await self._ask("/stage/encode", wire.encode_in_parts(request), wire.EncodeReply)
 
-    async def tokenize(self, request: TokenizeRequest, *, trace_id: str) -> TokenizeReply:
-        return await self._ask("/prompt/tokenize", [wire.encode(request)], TokenizeReply, MAX_BODY_BYTES)
+    async def tokenize(self, request: wire.TokenizeRequest, *, trace_id: str) -> wire.TokenizeReply:
+        return await self._ask("/prompt/tokenize", [wire.encode(request)], wire.TokenizeReply, MAX_BODY_BYTES)
 
-    async def detokenize(self, request: DetokenizeRequest, *, trace_id: str) -> DetokenizeReply:
-        return await self._ask("/prompt/detokenize", [wire.encode(request)], DetokenizeReply, MAX_BODY_BYTES)
+    async def detokenize(self, request: wire.DetokenizeRequest, *, trace_id: str) -> wire.DetokenizeReply:
+        return await self._ask("/prompt/detokenize", [wire.encode(request)], wire.DetokenizeReply, MAX_BODY_BYTES)
 
     async def _ask(
         self, path: str, request: list[bytes], reply_type: type[wire.M], max_bytes: int = MAX_NOTE_BYTES

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from epd_serve.rpc.tls import TlsFiles
-from epd_serve.types import Role
+from epd_serve.topology import InstancePlacement
+from epd_serve.types import Role, Stage
 
 #: Ports of an instance's other servers, as offsets from its HTTP port (config.vllm.PORTS_PER_INSTANCE).
 FEATURE_PORT, KV_PORT = 1, 2
@@ -31,6 +32,10 @@ _GIB = 1 << 30
 _PLUGIN = "epd_serve.vllm_plugin"
 
 
+#: vLLM's connectors that move KV from P to D.
+KVConnector = Literal["mooncake", "nixl"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Connectors:
     """The connectors that transfer a deployment's features and KV; None if no instance needs one.
@@ -39,43 +44,71 @@ class Connectors:
         features: ``store`` (epd-serve's) or ``file`` (vLLM's ECExampleConnector, through ``feature_dir``).
         kv: vLLM's MooncakeConnector (vllm-ascend's MooncakeConnectorV1) or NixlConnector.
         pulls: whether D requests KV after P has answered, with the parameters in P's answer.
+        widths: tensor-parallel ranks of P and of D.
         store_bytes, cache_bytes: encoder output kept by E and by P, with ``store``.
         feature_timeout_s: time that P waits for encoder output before it encodes the item itself.
-        widths: tensor-parallel ranks of P and of D.
     """
 
     features: Literal["store", "file"] | None = None
-    kv: Literal["mooncake", "nixl"] | None = None
+    kv: KVConnector | None = None
     pulls: bool = False
+    widths: tuple[int, int] = (1, 1)
     feature_dir: str = ""
     store_bytes: int = 256 << 20
     cache_bytes: int = 256 << 20
     feature_timeout_s: float = 30.0
-    widths: tuple[int, int] = (1, 1)
+
+    @classmethod
+    def between(cls, placement: Sequence[InstancePlacement], kv: KVConnector | None = None) -> Connectors:
+        """Return the connectors that these instances need; ``kv``: the chosen one, if any.
+
+        vllm-ascend's vLLM (0.23) lacks the hooks of ``store``.
+        """
+        kinds, moving = kinds_of(placement), kinds_of(moving_kv(placement))
+        encodes = any(str(one.role) == "E" for one in placement)
+        decodes = any(one.role.decodes and not one.role.prefills for one in placement)
+        kv = (kv or ("nixl" if "cuda" in moving else "mooncake")) if decodes else None
+        prefill_width, decode_width = (
+            max([one.tensor_parallel for one in placement if stage in one.role.stages], default=1)
+            for stage in (Stage.PREFILL, Stage.DECODE)
+        )
+        return cls(
+            features=("file" if "npu" in kinds else "store") if encodes else None,
+            kv=kv,
+            pulls=kv == "nixl" or (kv == "mooncake" and "npu" in moving),
+            widths=(prefill_width, decode_width),
+        )
 
     @property
     def holds_both(self) -> bool:
-        """True if each process with a language model can both send and receive KV (:func:`roles_of`)."""
+        """True if each process with a language model can both send and receive KV (:meth:`roles_of`)."""
         return self.kv == "mooncake" and not self.pulls and self.features != "file"
 
+    def moves_kv(self, role: Role) -> bool:
+        """Return whether an instance sends or receives KV, now or after a role switch."""
+        can_change = self.holds_both and role.has_language_model
+        return self.kv is not None and (role.prefills != role.decodes or can_change)
 
-def moves_kv(role: Role, connectors: Connectors) -> bool:
-    """Return whether an instance sends or receives KV, now or after a role switch."""
-    can_change = connectors.holds_both and role.has_language_model
-    return connectors.kv is not None and (role.prefills != role.decodes or can_change)
+    def takes_features(self, role: Role) -> bool:
+        """Return whether an instance consumes features, now or after a role switch, if there are encoders."""
+        return role.has_language_model and not role.encodes and (role.prefills or self.holds_both)
+
+    def roles_of(self, role: Role) -> frozenset[Role]:
+        """Return the roles that an instance's process can serve; it is unaware of a switch between them."""
+        if not (self.holds_both and role.has_language_model):
+            return frozenset({role})
+        names = ("P", "PD", "D") if self.features else ("P", "PD", "D", "EP", "EPD")
+        return frozenset(map(Role.parse, names))
 
 
-def takes_features(role: Role, connectors: Connectors) -> bool:
-    """Return whether an instance consumes features, if the deployment has encoders."""
-    return role.has_language_model and not role.encodes and (role.prefills or connectors.holds_both)
+def moving_kv(placement: Iterable[InstancePlacement]) -> list[InstancePlacement]:
+    """Return the instances that send or receive KV."""
+    return [one for one in placement if one.role.prefills != one.role.decodes]
 
 
-def roles_of(role: Role, connectors: Connectors) -> frozenset[Role]:
-    """Return the roles that an instance's process can serve; it is unaware of a switch between them."""
-    if not (connectors.holds_both and role.has_language_model):
-        return frozenset({role})
-    names = ("P", "PD", "D") if connectors.features else ("P", "PD", "D", "EP", "EPD")
-    return frozenset(map(Role.parse, names))
+def kinds_of(placement: Iterable[InstancePlacement]) -> set[str]:
+    """Return the kinds of the instances' devices."""
+    return {device.partition(":")[0] for one in placement for device in one.devices}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +201,8 @@ def environment_of(options: VllmOptions) -> dict[str, str]:
     elif options.visible:
         names = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
         variables[names[options.kind]] = options.visible
-    kv = options.connectors.kv if moves_kv(options.role, options.connectors) else None
+    connectors = options.connectors
+    kv = connectors.kv if connectors.moves_kv(options.role) else None
     if (options.kind == "npu" or kv == "mooncake") and options.host not in ("0.0.0.0", "::"):
         variables["VLLM_HOST_IP"] = options.host  # the default is the address of the default route
     if kv == "mooncake" and options.kind == "npu":
@@ -188,7 +222,7 @@ def feature_config(options: VllmOptions) -> dict[str, Any] | None:
     A D that may become P consumes, too.
     """
     role, connectors = options.role, options.connectors
-    takes = takes_features(role, connectors)
+    takes = connectors.takes_features(role)
     if connectors.features is None or not (takes or str(role) == "E"):
         return None
     config: dict[str, Any] = {"ec_role": "ec_consumer" if takes else "ec_producer"}
@@ -212,7 +246,7 @@ def feature_config(options: VllmOptions) -> dict[str, Any] | None:
 def kv_config(options: VllmOptions) -> dict[str, Any] | None:
     """Return ``--kv-transfer-config`` of a role that moves KV. D recomputes a prompt if its KV fails to arrive."""
     role, connectors = options.role, options.connectors
-    if not moves_kv(role, connectors):
+    if not connectors.moves_kv(role):
         return None
     kv_role = "kv_both" if connectors.holds_both else "kv_producer" if role.prefills else "kv_consumer"
     # vllm-ascend derives ports from the id. Elsewhere vLLM draws one per start: D caches P's address by it.

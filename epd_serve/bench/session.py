@@ -9,11 +9,10 @@ import platform
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from statistics import median
 from time import perf_counter
 
 import aiohttp
@@ -37,7 +36,6 @@ _WARM_UP_SEED = 7_919
 #: Added to the seed for each further rate, so that each sends other pictures and texts.
 _RATE_SEED = 1_000_003
 _PROGRESS_S = 5.0
-_NUM_RECENT = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,25 +149,14 @@ class Session:
             runner.stop()
 
     async def _show_progress(self, runner: Runner, settings: RunSettings) -> None:
-        sent = 0
         while True:
             await asyncio.sleep(_PROGRESS_S)
-            recent = runner.records[-_NUM_RECENT:]
-            failed = sum(record.failure is not None for record in runner.records)
             name, done = settings.label or settings.workload, f"{len(runner.records)}/{settings.num_requests}"
-            rate = f"{(runner.num_sent - sent) / _PROGRESS_S:.1f} req/s"
-            ttft, tpot = _median_ms([one.ttft_s for one in recent]), _median_ms([one.tpot_s for one in recent])
-            state = f"{runner.num_active} open, {failed} failed"
-            self._say(f"{name}  {done}  {rate}  {state}  TTFT={ttft}  TPOT={tpot}")
-            sent = runner.num_sent
+            failed = sum(record.failure is not None for record in runner.records)
+            self._say(f"{name}  {done}  {runner.num_active} open, {failed} failed")
 
     def _say(self, text: str) -> None:
         self.console.print(text, soft_wrap=True, highlight=False, markup=False)
-
-
-def _median_ms(seconds: Sequence[float | None]) -> str:
-    known = [one for one in seconds if one is not None]
-    return f"{median(known) * 1e3:.1f} ms" if known else "-"
 
 
 class GoodputSearch:

@@ -6,9 +6,18 @@ import os
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
-from epd_serve.config.sections import FilePath, Port, Seconds, Section, resolved_path
+from epd_serve.config.sections import FilePath, Port, Positive, Section, resolved_path
 from epd_serve.config.sizes import Bytes
 from epd_serve.protocol.addresses import is_loopback
 from epd_serve.types import Routing
@@ -100,30 +109,25 @@ class AdminConfig(Section):
             )
         return self
 
-
-def check_admin_key(admin: AdminConfig) -> None:
-    """Check that a deployment with a cluster key has an admin key. Raises ValueError."""
-    if admin.port is not None and admin.key is None:
-        raise ValueError(
-            "cluster_key protects the instances, but the admin plane controls them too: also set gateway.admin.key"
-        )
+    def check_key(self) -> None:
+        """Check that a deployment with a cluster key has an admin key. Raises ValueError."""
+        if self.port is not None and self.key is None:
+            raise ValueError(
+                "cluster_key protects the instances, but the admin plane controls them too: also set "
+                "gateway.admin.key"
+            )
 
 
 class MediaConfig(Section):
     """Media accepted by the gateway, and the hosts to fetch them from."""
 
-    max_bytes: Bytes = Field(
-        default=ByteSize(64 * 1024**2),
-        validate_default=True,
-        description="Largest image, video or audio file.",
-    )
     max_pixels: int = Field(
-        default=32 * 1024**2,
+        default=32 << 20,
         gt=0,
         description="Largest image or video frame, in pixels; all images of a request together may have four "
         "times as many.",
     )
-    max_seconds: Seconds = Field(default=1800.0, description="Longest video or audio; a model may accept less.")
+    max_seconds: Positive = Field(default=1800.0, description="Longest video or audio; a model may accept less.")
     max_items: int = Field(default=64, ge=1, description="Most images, videos and audio clips in a request.")
     allow_private: bool | None = Field(
         default=None,
@@ -142,10 +146,6 @@ class MediaConfig(Section):
     )
 
 
-def _resolve_log(log: str, info: ValidationInfo) -> str:
-    return log if log == "-" else str(resolved_path(Path(log), info))
-
-
 class GatewayConfig(Section):
     """The OpenAI-compatible server for clients."""
 
@@ -154,16 +154,18 @@ class GatewayConfig(Section):
     )
     port: Port = Field(default=8000, description="0 chooses a free port.")
     max_body_bytes: Bytes = Field(
-        default=ByteSize(64 * 1024**2), validate_default=True, description="Largest request body."
+        default=ByteSize(64 << 20),
+        validate_default=True,
+        description="Largest request body, and most bytes of a request's media together.",
     )
-    request_timeout_s: Seconds = Field(default=600.0, description="Time limit of a request.")
+    request_timeout_s: Positive = Field(default=600.0, description="Time limit of a request.")
     max_in_flight: int = Field(
         default=1024,
         ge=1,
         description="Concurrent choices of all requests on the instances; further requests wait in a queue.",
     )
     max_queue: int = Field(default=4096, ge=0, description="Longest queue; further requests get a 429.")
-    queue_timeout_s: Seconds = Field(
+    queue_timeout_s: Positive = Field(
         default=60.0, description="Longest wait in the queue before the client gets a 429."
     )
     routing: Routing = Field(
@@ -176,7 +178,7 @@ class GatewayConfig(Section):
         default=None,
         description="Control URLs, by name, of instances started elsewhere; null: those of the topology.",
     )
-    probe_timeout_s: Seconds = Field(
+    probe_timeout_s: Positive = Field(
         default=6.0,
         description="Time after which an unresponsive instance counts as down and its requests move to others. "
         "The duration of steps is not limited.",
@@ -186,7 +188,7 @@ class GatewayConfig(Section):
         default=(), description="Hashes of API keys; clients send a key as bearer token. []: no authentication."
     )
     admin: AdminConfig = AdminConfig()
-    access_log: Annotated[str, Field(min_length=1), AfterValidator(_resolve_log)] | None = Field(
+    access_log: Annotated[str, Field(min_length=1)] | None = Field(
         default=None,
         description="File, relative to this one, for a line of JSON per request; '-' is the standard output. It "
         "may be rotated at any time. null: no log.",
@@ -196,6 +198,11 @@ class GatewayConfig(Section):
         description='Origins whose web pages may call the API from a browser, as in ["https://chat.example.com"]; '
         '["*"] for all. []: none.',
     )
+
+    @field_validator("access_log")
+    @classmethod
+    def _resolve_log(cls, log: str | None, info: ValidationInfo) -> str | None:
+        return log if log in ("-", None) else str(resolved_path(Path(log), info))
 
     @model_validator(mode="after")
     def _keys_differ(self) -> GatewayConfig:

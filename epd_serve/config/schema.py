@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -20,21 +20,22 @@ from pydantic import (
 )
 
 from device.datasheets import emulated_kind, is_measured, spec_of
-from epd_serve.config.elastic import ElasticConfig, RoleName
-from epd_serve.config.gateway import GatewayConfig, Secret, check_admin_key, read_secret
+from epd_serve.config.gateway import GatewayConfig, Secret, read_secret
 from epd_serve.config.model_files import DEMO_MODEL, HubModel, model_path, resolve_model_name
 from epd_serve.config.options import InstanceOptions
 from epd_serve.config.sections import (
+    ElasticConfig,
     FilePath,
     InstancesConfig,
     InstanceSettings,
+    RoleName,
     Section,
     ShapeConfig,
     SharedConfig,
     resolved_path,
 )
 from epd_serve.config.shares import DeviceShare, device_shares, memory_shares
-from epd_serve.config.vllm import VllmConfig, check_vllm
+from epd_serve.config.vllm import VllmConfig
 from epd_serve.cost.roofline import emulated_profile
 from epd_serve.cost.shape import shape_of
 from epd_serve.protocol.addresses import is_wildcard
@@ -203,38 +204,72 @@ class DeploymentConfig(SharedConfig):
         return devices
 
     @model_validator(mode="after")
-    def _parts_fit(self) -> DeploymentConfig:
-        placement = self.placement()
-        settings = {str(one.role): self.settings_for(str(one.role)) for one in placement}
-        self.device_shares()
-        self._check_devices(placement)
+    def _engine_fits(self) -> DeploymentConfig:
+        placement, settings = self.placement(), self._settings_of_placement()
+        emulated = [one for one in placement if one.devices[0].startswith("emulated:")]
         if self.engine == "vllm":
-            check_vllm(placement, settings, self.vllm, self.model_fields_set)
+            if emulated:
+                raise ValueError("devices: vLLM cannot run on emulated devices; write engine: native")
+            if "feature_store" in self.model_fields_set:
+                raise ValueError("feature_store has no effect with engine: vllm; leave it out")
             if self.cluster_key is not None and self.tls is None:
                 raise ValueError("cluster_key: vLLM's own server asks for none; set tls, too")
+            if self.elastic is not None:
+                raise ValueError("elastic is for engine: native; switch roles of vLLM's instances by hand")
+            self.vllm.check(placement, settings)
         elif "vllm" in self.model_fields_set or any(one.engine_args for one in settings.values()):
             raise ValueError("vllm and engine_args are for engine: vllm; write that, or remove them")
+        wide = next((one for one in placement if one.tensor_parallel > 1), None)
+        if wide is not None and (self.engine == "native" or emulated):
+            raise ValueError(
+                f"topology: @tp{wide.tensor_parallel} needs engine: vllm; the native engine runs each instance on "
+                "one device"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _model_fits(self) -> DeploymentConfig:
+        is_emulated = {device.startswith("emulated:") for device in (one.devices[0] for one in self.placement())}
+        if isinstance(self.model, str):
+            if True in is_emulated:
+                raise ValueError(
+                    "devices: emulated devices compute nothing; write model: {shape_of: NAME}, as in qwen2.5-vl-7b"
+                )
+            return self
+        if False in is_emulated:
+            raise ValueError(
+                "model: shape_of lacks weights, so real devices have nothing to compute; write devices such as "
+                "[emulated:ascend-910b3 x 8], or the model's directory"
+            )
+        if "dtype" in self.model_fields_set and self.dtype == "float32":
+            raise ValueError("dtype: shape_of has the sizes of half precision; write bfloat16, or leave it out")
+        takes_text_only = shape_of(self.model.shape_of).vision is None
+        if takes_text_only and any(str(member.role) == "E" for member in self.topology.members):
+            raise ValueError(
+                f"topology: {self.topology} has a separate E, but {self.model.shape_of} takes text only"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _settings_fit(self) -> DeploymentConfig:
+        self.device_shares()
         if self.cluster_key is not None:
-            check_admin_key(self.gateway.admin)
-        all_settings = [self.instances, *map(self.settings_for, self.roles)]
-        if any(one.batching.order == "slack" for one in all_settings) and self.slo.ttft_ms is None:
-            raise ValueError("batching.order: slack needs a deadline; set slo.ttft_ms")
+            self.gateway.admin.check_key()
         if self.elastic is not None and (self.slo.ttft_ms is None or self.slo.tpot_ms is None):
             raise ValueError("elastic needs limits: set slo.ttft_ms and slo.tpot_ms")
-        if self.elastic is not None and self.engine == "vllm":
-            raise ValueError("elastic is for engine: native; switch roles of vLLM's instances by hand")
-        roles = [one.role for one in placement]
-        assisting = {str(role) for role in roles if settings[str(role)].assist}
-        helped = [role for role in roles if str(role) not in assisting]
-        if assisting and (
-            assisting != {"EPD"} or not any(r.prefills for r in helped) or not any(r.decodes for r in helped)
-        ):
+        orders = {one.batching.order for one in (self.instances, *map(self.settings_for, self.roles))}
+        if "slack" in orders and self.slo.ttft_ms is None:
+            raise ValueError("batching.order: slack needs a deadline; set slo.ttft_ms")
+        settings = self._settings_of_placement()
+        assisting = {role for role, one in settings.items() if one.assist}
+        others = "".join(settings.keys() - assisting)
+        if assisting and (assisting != {"EPD"} or not {"P", "D"} <= {*others}):
             raise ValueError(
                 "assist is for EPD next to other instances with P and D, as in topology: 2EPD-2PD and "
                 "roles: {EPD: {assist: true}}"
             )
-        movers = {str(one.role) for one in placement if one.role.has_language_model}
-        over = sorted(role for role in movers if settings[role].kv_transfer.transport == "mooncake")
+        movers = {role: one.kv_transfer.transport for role, one in settings.items() if role != "E"}
+        over = sorted(role for role, transport in movers.items() if transport == "mooncake")
         if over and len(over) < len(movers):
             raise ValueError(
                 f"kv_transfer.transport is mooncake for {', '.join(over)} alone; KV moves between instances that "
@@ -242,44 +277,13 @@ class DeploymentConfig(SharedConfig):
             )
         return self
 
-    def _check_devices(self, placement: Sequence[InstancePlacement]) -> None:
-        """Raise ValueError for devices that cannot run the model with this engine."""
-        emulated = [one for one in placement if one.devices[0].startswith("emulated:")]
-        if emulated and self.engine == "vllm":
-            raise ValueError("devices: vLLM cannot run on emulated devices; write engine: native")
-        wide = next((one for one in placement if one.tensor_parallel > 1), None)
-        if wide is not None and (self.engine == "native" or emulated):
-            raise ValueError(
-                f"topology: @tp{wide.tensor_parallel} needs engine: vllm; the native engine runs each instance on "
-                "one device"
-            )
-        if isinstance(self.model, str):
-            if emulated:
-                raise ValueError(
-                    "devices: emulated devices compute nothing; write model: {shape_of: NAME}, as in qwen2.5-vl-7b"
-                )
-            return
-        if len(emulated) < len(placement):
-            raise ValueError(
-                "model: shape_of lacks weights, so real devices have nothing to compute; write devices such as "
-                "[emulated:ascend-910b3 x 8], or the model's directory"
-            )
-        if "dtype" in self.model_fields_set and self.dtype == "float32":
-            raise ValueError("dtype: shape_of has the sizes of half precision; write bfloat16, or leave it out")
-        vision = shape_of(self.model.shape_of).vision
-        if vision is None and any(not one.role.has_language_model for one in placement):
-            raise ValueError(
-                f"topology: {self.topology} has a separate E, but {self.model.shape_of} takes text only"
-            )
-
     def device_shares(self, placement: Sequence[InstancePlacement] | None = None) -> dict[str, DeviceShare]:
         """Return the shares of instances by name; omit instances without a limit.
 
         ``placement``: None: this deployment's. Raises ValueError for shares that do not fit on a device.
         """
         placement = self.placement() if placement is None else placement
-        roles = {str(instance.role) for instance in placement}
-        return device_shares(placement, {role: self.settings_for(role).share for role in roles})
+        return device_shares(placement, {str(one.role): self._of(one).share for one in placement})
 
     def memory_shares(self, placement: Sequence[InstancePlacement]) -> dict[str, float]:
         """Return the fraction of its accelerator's memory for each instance without a share, by name.
@@ -287,18 +291,18 @@ class DeploymentConfig(SharedConfig):
         Raises ValueError for parts that do not fit on a device.
         """
         shared = self.device_shares(placement)
-        wishes = {str(one.role): self.settings_for(str(one.role)).memory_share for one in placement}
+        wishes = {str(one.role): self._of(one).memory_share for one in placement}
         return memory_shares([one for one in placement if one.name not in shared], wishes)
 
     @property
     def uses_mooncake(self) -> bool:
         """True if the deployment needs the mooncake package."""
-        settings = [self.settings_for(str(instance.role)) for instance in self.placement()]
-        return self.feature_store == "mooncake" or any(s.kv_transfer.transport == "mooncake" for s in settings)
+        transports = {one.kv_transfer.transport for one in self._settings_of_placement().values()}
+        return self.feature_store == "mooncake" or "mooncake" in transports
 
     def resident(self, instance: InstancePlacement) -> Literal["role", "all"]:
         """Return the weights that an instance keeps loaded: its role's, or all stages'."""
-        if (chosen := self.settings_for(str(instance.role)).resident) is not None:
+        if (chosen := self._of(instance).resident) is not None:
             return chosen
         may_switch = self.gateway.admin.port is not None or self.elastic is not None
         return "all" if may_switch and instance.devices[0] == "cpu" else "role"
@@ -336,6 +340,17 @@ class DeploymentConfig(SharedConfig):
         override = next((settings for name, settings in self.roles.items() if name == role), None)
         return self.instances.overridden_by(override) if override else self.instances
 
+    def settings_by_role(self) -> dict[str, InstanceSettings]:
+        """Return the settings of every possible role."""
+        return {role: self.settings_for(role) for role in get_args(RoleName)}
+
+    def _of(self, instance: InstancePlacement) -> InstanceSettings:
+        return self.settings_for(str(instance.role))
+
+    def _settings_of_placement(self) -> dict[str, InstanceSettings]:
+        """Return the settings of the topology's roles."""
+        return {str(one.role): self._of(one) for one in self.placement()}
+
     @property
     def model_name(self) -> str:
         """The model's name for clients."""
@@ -346,99 +361,76 @@ class DeploymentConfig(SharedConfig):
         path, named = Path(self.model), HubModel.parse(self.model)
         return path.resolve().name if named is None or path.is_dir() else named.repo
 
-    def _check_emulated(self, instance: InstancePlacement) -> None:
-        """Raise ValueError if an emulated device lacks times for a stage of its instance."""
-        assert isinstance(self.model, ShapeConfig)
-        kind, shape = emulated_kind(instance.devices[0]), self.model.shape_of
-        profile = emulated_profile(shape, kind)
-        if instance.role.encodes and shape_of(shape).vision is not None and not profile.encode:
-            raise ValueError(f"{kind} lacks a vision tower, but {instance.name} encodes")
-
     def options_for(
         self,
         instance: InstancePlacement,
         *,
-        device: str,
-        port: int,
         threads: int | None,
         master: str | None = None,
-        share: DeviceShare | None = None,
         memory_share: float | None = None,
-        device_board: str | None = None,
-        core_board: Path | None = None,
-        switch_dir: Path | None = None,
+        **own: Any,
     ) -> InstanceOptions:
-        """Return the options of one placed instance; ``device`` is its device's name within its process.
+        """Return the options of one placed instance.
 
-        ``master``: address of the mooncake_master, if the deployment starts one; ``memory_share``: its fraction
-        from :meth:`memory_shares`; ``device_board``: its slot of the file shared on its device; ``core_board``:
-        file of the instances that divide the machine's cores; ``switch_dir``: directory that keeps its role.
+        Args:
+            master: address of the mooncake_master, if the deployment starts one.
+            memory_share: its fraction from :meth:`memory_shares`.
+            own: its own fields of :class:`InstanceOptions`, such as ``port``, and ``device``, its device's name
+                within its process.
 
         Raises ValueError if the model's directory is invalid.
         """
-        settings = self.settings_for(str(instance.role))
-        own = {name: getattr(settings, name) for name in InstanceSettings.model_fields}
-        own |= {"threads": threads, "resident": self.resident(instance)}
-        own["queue_timeout_s"] = self.gateway.queue_timeout_s
-        if memory_share is not None:
-            own["memory_share"] = memory_share
-        shared = {name: getattr(self, name) for name in SharedConfig.model_fields}
-        if instance.devices[0].startswith("emulated:"):
-            self._check_emulated(instance)
+        if isinstance(self.model, ShapeConfig):
+            kind, shape = emulated_kind(instance.devices[0]), self.model.shape_of
+            has_encode = emulated_profile(shape, kind).encode
+            if instance.role.encodes and shape_of(shape).vision is not None and not has_encode:
+                raise ValueError(f"{kind} lacks a vision tower, but {instance.name} encodes")
+        settings = self._of(instance)
+        values = {name: getattr(self, name) for name in SharedConfig.model_fields}
+        values |= {name: getattr(settings, name) for name in InstanceSettings.model_fields}
         if master is not None and self.mooncake.master is None:
-            shared["mooncake"] = self.mooncake.model_copy(update={"master": master})
-        return InstanceOptions(
-            name=instance.name,
-            role=instance.role,
-            model=self.model if isinstance(self.model, ShapeConfig) else model_path(self.model),
-            served_model_name=self.model_name,
-            host=self.instances.host,
-            port=port,
-            device=device,
-            device_share=share,
-            device_board=device_board,
-            core_board=core_board,
-            switch_dir=switch_dir,
-            **shared,
-            **own,
-        )
+            values["mooncake"] = self.mooncake.model_copy(update={"master": master})
+        if memory_share is not None:
+            values["memory_share"] = memory_share
+        values |= {
+            "name": instance.name,
+            "role": instance.role,
+            "model": self.model if isinstance(self.model, ShapeConfig) else model_path(self.model),
+            "served_model_name": self.model_name,
+            "host": self.instances.host,
+            "threads": threads,
+            "resident": self.resident(instance),
+            "queue_timeout_s": self.gateway.queue_timeout_s,
+        }
+        return InstanceOptions(**values | own)
 
     def options_alone(
-        self,
-        name: str,
-        role: Role,
-        *,
-        host: str | None,
-        port: int,
-        device: str,
-        threads: int | None,
-        join: Sequence[str] = (),
-        advertise: str | None = None,
-        data_port: int = 0,
+        self, name: str, role: Role, *, device: str, host: str | None, threads: int | None, **own: Any
     ) -> InstanceOptions:
-        """Return the options of an instance started by hand; None: this file's value for its role.
+        """Return the options of an instance started by hand, whose share begins at the start of the device.
 
-        ``advertise`` is required if ``host`` is a wildcard. A share begins at the start of the device. Raises
-        ValueError if the instance cannot be started.
+        Args:
+            host, threads: None: this file's values for its role.
+            own: as for :meth:`options_for`.
+
+        Raises ValueError if the instance cannot be started.
         """
-        settings = self.settings_for(str(role))
+        settings, host = self.settings_for(str(role)), host or self.instances.host
         if self.feature_store == "mooncake" and self.mooncake.master is None:
             raise ValueError("feature_store: mooncake needs the address of its master; set mooncake.master")
-        options = self.options_for(
-            InstancePlacement(name=name, role=role, devices=(device,)),
-            device=device,
-            port=port,
-            threads=settings.threads if threads is None else threads,
-            share=None if settings.share is None else DeviceShare(share=settings.share, start=0.0),
-        )
-        chosen = host or self.instances.host
-        if advertise is None and is_wildcard(chosen):
+        if own.get("advertise") is None and is_wildcard(host):
             raise ValueError(
-                f"{chosen} listens on every address, but peers need one that they can reach: "
+                f"{host} listens on every address, but peers need one that they can reach: "
                 "add --advertise ADDRESS, as in --advertise 10.0.0.7"
             )
-        own = {"host": chosen, "join": tuple(join), "advertise": advertise, "data_port": data_port}
-        return options.model_copy(update=own)
+        return self.options_for(
+            InstancePlacement(name=name, role=role, devices=(device,)),
+            threads=threads or settings.threads,
+            device=device,
+            device_share=None if settings.share is None else DeviceShare(share=settings.share, start=0.0),
+            host=host,
+            **own,
+        )
 
 
 def deployment_schema() -> dict[str, Any]:

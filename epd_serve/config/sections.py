@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo
 
 from epd_serve.config.sizes import Bytes
 from epd_serve.cost.shape import shape_of
@@ -27,6 +27,7 @@ def resolved_path(path: Path, info: ValidationInfo) -> Path:
 #: A path relative to the deployment file.
 FilePath = Annotated[Path, AfterValidator(resolved_path)]
 
+RoleName = Literal["E", "P", "D", "EP", "ED", "PD", "EPD"]
 ArgumentValue = bool | int | float | str
 
 #: Flags of ``vllm serve`` set by the topology or other keys, with the key to use instead.
@@ -42,7 +43,6 @@ VLLM_FLAGS = {
     "max_model_len": "instances.max_model_len",
     "max_num_seqs": "instances.max_num_seqs",
     "max_num_batched_tokens": "instances.max_num_batched_tokens",
-    "num_gpu_blocks_override": "instances.num_blocks",
     "kv_cache_memory_bytes": "instances.kv_cache_bytes",
     "gpu_memory_utilization": "instances.memory_share, or instances.share for instances in parentheses",
     "ec_transfer_config": "the topology, which decides where encoder output goes",
@@ -68,15 +68,15 @@ EngineArgs = Annotated[dict[str, ArgumentValue], AfterValidator(_check_engine_ar
 BatchingOrder = Literal["fcfs", "sjf", "slack"]
 FeatureStoreKind = Literal["embedded", "mooncake"]
 
-MEBIBYTE = 1024**2
 #: Time without an answer to ``GET /health`` after which a ready process is killed and restarted. Long steps do
 #: not delay answers: the event loop runs in another thread.
 HANG_TIMEOUT_S = 30.0
 #: Minimum memory that a process must lend to Mooncake Store.
-MIN_SEGMENT_BYTES = 16 * MEBIBYTE
+MIN_SEGMENT_BYTES = 16 << 20
 
 Port = Annotated[int, Field(ge=0, le=65535)]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
 
 
 class KVTransferConfig(Section):
@@ -92,14 +92,11 @@ class KVTransferConfig(Section):
     )
 
 
-Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-
-
 class SLOConfig(Section):
     """Latency targets of the deployment; instances limit their batches to meet them."""
 
-    ttft_ms: Milliseconds | None = Field(default=None, description="Longest time to first token; null: no limit.")
-    tpot_ms: Milliseconds | None = Field(
+    ttft_ms: Positive | None = Field(default=None, description="Longest time to first token; null: no limit.")
+    tpot_ms: Positive | None = Field(
         default=None, description="Longest time between two output tokens; null: no limit."
     )
 
@@ -129,15 +126,10 @@ class MooncakeConfig(Section):
     )
 
 
-def _check_shape(name: str) -> str:
-    shape_of(name)
-    return name
-
-
 class ShapeConfig(Section):
     """A model known only by its sizes, for emulated devices, which compute nothing."""
 
-    shape_of: Annotated[str, AfterValidator(_check_shape)] = Field(
+    shape_of: Annotated[str, AfterValidator(lambda name: shape_of(name) and name)] = Field(
         min_length=1,
         description="A known model name, such as qwen2.5-vl-7b, or the absolute path of a directory with a "
         "config.json. Answers are syllables derived from hashes of the preceding tokens.",
@@ -179,18 +171,18 @@ class InstanceSettings(Section):
         description="CPU threads per instance, within the cores of its share; null: all cores, divided equally "
         "among the machine's busy instances.",
     )
-    share: Annotated[float, Field(gt=0, le=1)] | None = Field(
+    share: Fraction | None = Field(
         default=None,
         description="Fraction of its device for an instance, in (0, 1]: cores of a CPU, memory and, by MPS, "
         "multiprocessors of a GPU, memory and AI cores of an NPU. null: no limit, or an equal part of the rest "
         "if another instance on the device has a share.",
     )
-    memory_share: Annotated[float, Field(gt=0, le=1)] | None = Field(
+    memory_share: Fraction | None = Field(
         default=None,
         description="Fraction of an accelerator's memory; null: same as share. Several instances without shares "
         "on one device divide 0.9 of it, a language model getting five times as much as an encoder.",
     )
-    tower_share: Annotated[float, Field(gt=0, le=1)] | None = Field(
+    tower_share: Fraction | None = Field(
         default=None,
         description="Fraction of the multiprocessors for the encoder in an instance that also holds a language "
         "model, which may use all of them: a green context on a GPU, also on emulated devices. null: no limit.",
@@ -206,10 +198,9 @@ class InstanceSettings(Section):
         description="For EPD next to other instances with P and D: it encodes for them, and serves text requests "
         "while their queue is long and it has nothing to encode.",
     )
-    num_blocks: int | None = Field(
-        default=None, ge=1, description="Number of KV blocks; null: derived from the memory."
+    kv_cache_bytes: Bytes | None = Field(
+        default=None, description="Size of the KV cache; null: derived from the device's memory."
     )
-    kv_cache_bytes: Bytes | None = Field(default=None, description="KV cache size, instead of num_blocks.")
     max_num_batched_tokens: int | None = Field(
         default=None, ge=1, description="Token budget of a step; null: 2048."
     )
@@ -224,7 +215,7 @@ class InstanceSettings(Section):
         description="Longest prompt plus answer, in tokens; null: the model's limit.",
     )
     image_budget_pixels: int = Field(
-        default=8 * MEBIBYTE,
+        default=8 << 20,
         ge=1,
         description="Maximum pixels encoded in a step, after resizing.",
     )
@@ -233,14 +224,12 @@ class InstanceSettings(Section):
         description="Cache of encoder output on E's device, for P to fetch, and on P's device; "
         "null: by a GPU's memory, 256MiB on a CPU or an NPU.",
     )
-    feature_timeout_s: Seconds = Field(
+    peer_timeout_s: Positive = Field(
         default=30.0,
-        description="Time that P waits for a feature before computing it itself.",
+        description="Time that P waits for a feature before computing it itself, and that memory is kept for a "
+        "peer that does not confirm.",
     )
-    lease_s: Seconds = Field(
-        default=30.0, description="Time that memory is kept for a peer that does not confirm."
-    )
-    drain_s: Seconds = Field(
+    drain_s: Positive = Field(
         default=30.0,
         description="Time to finish running requests after SIGTERM, here and at the gateway; new ones are "
         "refused.",
@@ -252,19 +241,10 @@ class InstanceSettings(Section):
     kv_transfer: KVTransferConfig = KVTransferConfig()
     batching: BatchingConfig = BatchingConfig()
 
-    @model_validator(mode="after")
-    def _one_size(self) -> InstanceSettings:
-        if self.num_blocks is not None and self.kv_cache_bytes is not None:
-            raise ValueError("num_blocks and kv_cache_bytes set the same thing; set one of them")
-        return self
-
     def overridden_by(self, override: InstanceSettings) -> InstanceSettings:
         """Return these settings, replaced by those set explicitly in ``override``."""
         own = self.model_dump(include=set(InstanceSettings.model_fields), exclude_unset=True)
-        changes = override.model_dump(exclude_unset=True)
-        if "num_blocks" in changes or "kv_cache_bytes" in changes:
-            changes = {"num_blocks": None, "kv_cache_bytes": None} | changes
-        return InstanceSettings.model_validate(overlay(own, changes))
+        return InstanceSettings.model_validate(overlay(own, override.model_dump(exclude_unset=True)))
 
 
 class InstancesConfig(InstanceSettings):
@@ -274,6 +254,24 @@ class InstancesConfig(InstanceSettings):
     base_port: Port = Field(
         default=0, description="Port of the first instance; the others follow. 0 chooses free ports."
     )
+
+
+class ElasticConfig(Section):
+    """A controller that switches roles of instances when a stage exceeds its SLO.
+
+    'epd-serve up' starts it if the file has this section.
+    """
+
+    cooldown_s: Positive = Field(
+        default=10.0,
+        description="Minimum time between two switches. The controller checks ten times as often and reacts to a "
+        "stage late in three consecutive checks.",
+    )
+
+    @property
+    def interval_s(self) -> float:
+        """Seconds between two checks of the instances."""
+        return self.cooldown_s / 10
 
 
 def overlay(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -38,31 +38,14 @@ def device_shares(
     """
     chosen: dict[str, DeviceShare] = {}
     for instance in instances:
-        if instance.name not in chosen:
-            group = [other for other in instances if other.name in (instance.name, *instance.shares_device_with)]
-            chosen |= _shares_of(group, wishes)
+        group = [one for one in instances if one.name in (instance.name, *instance.shares_device_with)]
+        if instance.name in chosen or all(wishes[str(one.role)] is None for one in group):
+            continue
+        start = 0.0
+        for name, share in _divide("share", group, wishes, {one.name: 1 for one in group}, whole=1.0).items():
+            chosen[name] = DeviceShare(share=share, start=max(0.0, min(start, 1 - share)))
+            start += share
     return chosen
-
-
-def _shares_of(group: Sequence[InstancePlacement], wishes: Mapping[str, float | None]) -> dict[str, DeviceShare]:
-    wished = {instance.name: wishes[str(instance.role)] for instance in group}
-    fixed = {name: wish for name, wish in wished.items() if wish is not None}
-    if not fixed:
-        return {}
-    taken = sum(fixed.values())
-    listed = ", ".join(f"{name} {share:g}" for name, share in fixed.items())
-    if taken > 1 + _ROUNDING:
-        raise ValueError(f"shares of one device sum to {taken:g} ({listed}); the sum must be at most 1")
-    others = [name for name in wished if name not in fixed]
-    if others and taken > 1 - _ROUNDING:
-        raise ValueError(f"shares of one device ({listed}) leave nothing to {', '.join(others)}; lower them")
-    shares: dict[str, DeviceShare] = {}
-    start = 0.0
-    for name in wished:
-        share = fixed.get(name, (1 - taken) / max(len(others), 1))
-        shares[name] = DeviceShare(share=share, start=max(0.0, min(start, 1 - share)))
-        start += share
-    return shares
 
 
 def memory_shares(instances: Sequence[InstancePlacement], wishes: Mapping[str, float | None]) -> dict[str, float]:
@@ -77,26 +60,38 @@ def memory_shares(instances: Sequence[InstancePlacement], wishes: Mapping[str, f
 
     Raises ValueError for fractions of one device that sum to more than 1 or leave nothing to the others.
     """
-    chosen: dict[str, float] = {}
-    on_devices: dict[str, list[InstancePlacement]] = {}
+    groups: dict[str, list[InstancePlacement]] = {}
     for one in instances:
         if one.devices[0] != CPU:
-            on_devices.setdefault(one.devices[0], []).append(one)
-    for device, group in on_devices.items():
-        parts = {one.name: wish for one in group if (wish := wishes[str(one.role)]) is not None}
-        weights = {
-            one.name: _LANGUAGE_WEIGHT if one.role.has_language_model else 1
-            for one in group
-            if one.name not in parts
-        }
-        rest, listed = _MEMORY - sum(parts.values()), ", ".join(f"{name} {part:g}" for name, part in parts.items())
-        if sum(parts.values()) > 1 + _ROUNDING:
-            raise ValueError(f"memory_share: the parts of {device} sum to more than 1 ({listed}); lower them")
-        if weights and rest < _ROUNDING:
-            raise ValueError(
-                f"memory_share: {listed} of {device} leave nothing to {', '.join(weights)}; lower them"
-            )
-        if len(group) > 1:
-            parts |= {name: round(rest * weight / sum(weights.values()), 3) for name, weight in weights.items()}
-        chosen |= parts
+            groups.setdefault(one.devices[0], []).append(one)
+    chosen: dict[str, float] = {}
+    for group in groups.values():
+        weights = {one.name: _LANGUAGE_WEIGHT if one.role.has_language_model else 1 for one in group}
+        if len(group) > 1 or wishes[str(group[0].role)] is not None:
+            parts = _divide("memory_share", group, wishes, weights, whole=_MEMORY)
+            chosen |= {name: round(part, 3) for name, part in parts.items()}
     return chosen
+
+
+def _divide(
+    key: str,
+    group: Sequence[InstancePlacement],
+    wishes: Mapping[str, float | None],
+    weights: Mapping[str, int],
+    *,
+    whole: float,
+) -> dict[str, float]:
+    """Return the wished parts of a device, and the rest of ``whole`` divided by weight. Raises ValueError."""
+    fixed = {one.name: wish for one in group if (wish := wishes[str(one.role)]) is not None}
+    others = [one.name for one in group if one.name not in fixed]
+    taken = sum(fixed.values())
+    listed = f"{key}: {', '.join(f'{name} {part:g}' for name, part in fixed.items())} of {group[0].devices[0]}"
+    if taken > 1 + _ROUNDING:
+        raise ValueError(f"{listed} sum to {taken:g}; the sum must be at most 1")
+    if others and whole - taken < _ROUNDING:
+        raise ValueError(f"{listed} leave nothing to {', '.join(others)}; lower them")
+    total = sum(weights[name] for name in others)
+    return {
+        one.name: fixed[one.name] if one.name in fixed else (whole - taken) * weights[one.name] / total
+        for one in group
+    }

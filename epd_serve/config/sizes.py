@@ -36,7 +36,8 @@ Bytes = Annotated[
 ]
 
 
-MIN_BLOCKS = 64
+#: Least blocks of a cache whose size is not configured, and of one whose size is.
+MIN_BLOCKS, _LEAST_BLOCKS = 64, 8
 _MIB = 1 << 20
 
 
@@ -64,20 +65,12 @@ class StepSizes:
             return cls()
         most = min(max(memory_bytes * 256 // 80_000_000_000, 16), 512)
         num_seqs = 1 << (most.bit_length() - 1)
-        return cls(
-            max_num_seqs=num_seqs,
-            feature_cache_bytes=8 * _MIB * num_seqs,
-        )
-
-
-def tokens_per_block(block_size: int | None, device: str) -> int:
-    """Return ``block_size``, or by default 128 on an NPU, the minimum of its paged prefill, and 16 elsewhere."""
-    return block_size or (128 if device.startswith("npu") else 16)
+        return cls(max_num_seqs=num_seqs, feature_cache_bytes=8 * _MIB * num_seqs)
 
 
 def blocks_in(kv_cache_bytes: int, *, block_bytes: int, block_size: int, state_blocks: int = 0) -> int:
-    """Return the KV blocks in these bytes. Raises ValueError for fewer than :data:`MIN_BLOCKS` plus a state's."""
-    blocks, least = kv_cache_bytes // block_bytes, MIN_BLOCKS + state_blocks
+    """Return the KV blocks in these bytes. Raises ValueError for too few."""
+    blocks, least = kv_cache_bytes // block_bytes, _LEAST_BLOCKS + state_blocks
     if blocks < least:
         state = f", {state_blocks} of them for the recurrent state of a sequence" if state_blocks else ""
         raise ValueError(

@@ -226,7 +226,7 @@ class InstanceMetrics:
         self._prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
         self._prefix_hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache")
         self._store_owners = gauge("store_owners", "Requests that hold features in the store")
-        self._store_held = gauge("store_held_bytes", "Bytes of this instance's features in the store")
+        self._store_held = gauge("store_held_bytes", "Bytes of features in this instance's own memory")
         self._store_counts = {
             operation: counter(f"store_{name}", text, store=stores)
             for operation, name, text in (

@@ -18,7 +18,6 @@ from device.base import BareDevice
 from device.transport import TRANSPORTS
 from epd_serve.cache.block_pool import BlockPool
 from epd_serve.config import InstanceOptions
-from epd_serve.config.role_files import in_role, remember
 from epd_serve.config.sections import MIN_SEGMENT_BYTES
 from epd_serve.engine import pace
 from epd_serve.engine.dual_stream import DualStream
@@ -120,7 +119,7 @@ class Instance:
             device=self.device,
             telemetry=self.telemetry,
             url=self.url,
-            feature_timeout_s=options.feature_timeout_s,
+            feature_timeout_s=options.peer_timeout_s,
         )
         await self._build()
         self.clean_ups.start(self._housekeep())
@@ -184,7 +183,7 @@ class Instance:
             telemetry.metrics,
             weights.feature_form,
             capacity_bytes=options.sizes.feature_cache_bytes,
-            timeout_s=options.feature_timeout_s,
+            timeout_s=options.peer_timeout_s,
         )
         layer_bytes = weights.block_nbytes // layout.num_layers
         loop = StepLoop(
@@ -245,7 +244,7 @@ class Instance:
 
     def check_role(self, role: Role) -> None:
         """Raise ValueError if the options or the model do not allow the role."""
-        in_role(self.options, role)
+        self.options.in_role(role)
         if not (self.family.token_ids or role.has_language_model):
             raise ValueError("the model is text-only, so an instance of role E has nothing to encode")
 
@@ -428,8 +427,8 @@ class Instance:
 
         With ``resident: all``, weights that the role does not need stay loaded.
         """
-        old, options = self.options, in_role(self.options, role)
-        remember(options)
+        old, options = self.options, self.options.in_role(role)
+        options.remember_role()
         await self._close_language()
         # an encode role's store takes device memory, or lends host memory to Mooncake
         lends = (old.feature_store == "mooncake" or self.store.on_device) and old.role.stages != role.stages
@@ -488,7 +487,7 @@ def start_transport(options: InstanceOptions, device: BareDevice) -> Transport:
         transport = EmbeddedTransport(
             options.host,
             options.kv_transfer.transport,
-            options.lease_s / _READS_PER_LEASE,
+            options.peer_timeout_s / _READS_PER_LEASE,
             port=options.data_port,
             advertise=options.advertise,
             key=cluster_key(),
@@ -530,7 +529,7 @@ def _mooncake_options(options: InstanceOptions, device: BareDevice) -> MooncakeO
         protocol=protocol,
         devices=options.mooncake.devices or "",
         staging_bytes=options.staging_bytes,
-        timeout_s=options.lease_s / _READS_PER_LEASE,
+        timeout_s=options.peer_timeout_s / _READS_PER_LEASE,
         alignment_bytes=capability.alignment_bytes,
         max_regions=capability.max_regions,
         device=device.type if protocol in capability.device_protocols else "",

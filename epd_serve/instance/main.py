@@ -19,7 +19,6 @@ import uvloop
 
 from epd_serve.config import InstanceOptions, ShapeConfig
 from epd_serve.config.keys import admin_headers
-from epd_serve.config.role_files import remembered
 from epd_serve.imports import uncollected
 from epd_serve.instance.calls import LookApp
 from epd_serve.instance.instance import Instance
@@ -43,7 +42,7 @@ def run_instance(options: InstanceOptions) -> None:
 
     Raises ValueError for an unsupported model or device.
     """
-    options = remembered(options)
+    options = options.in_remembered_role()
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {options.name} %(levelname)s %(message)s")
     raise_limit()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)

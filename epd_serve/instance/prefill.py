@@ -259,7 +259,7 @@ class KVDelivery(OutgoingTransfer):
     def __init__(self, prefiller: Prefiller, sequence: Sequence, decode_url: str) -> None:
         super().__init__(uuid.uuid4().hex)
         self._prefiller, self._instance = prefiller, prefiller.instance
-        self._lease_s = prefiller.instance.options.lease_s
+        self._lease_s = prefiller.instance.options.peer_timeout_s
         self._sequence = sequence
         self._url = decode_url
         self._loop = asyncio.get_running_loop()

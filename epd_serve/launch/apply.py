@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from epd_serve.backends.vllm_command import Connectors
 from epd_serve.config import DeploymentConfig, change_config
-from epd_serve.config.role_files import write_role_settings
-from epd_serve.config.vllm import connectors
+from epd_serve.config.options import write_role_settings
 from epd_serve.launch.choices import resolve
 from epd_serve.launch.native import PreparedInstance
 from epd_serve.launch.processes.ports import next_port
@@ -161,7 +161,8 @@ class Applier:
         placement = config.placement()
         changes = dict(changed_options(old.model_dump(mode="json"), config.model_dump(mode="json")))
         other = [path for path in changes if not path.startswith(_CHANGEABLE) or path.startswith(_FIXED)]
-        if config.engine == "vllm" and connectors(old.placement(), old.vllm) != connectors(placement, config.vllm):
+        used = [Connectors.between(one.placement(), one.vllm.kv) for one in (old, config)]
+        if config.engine == "vllm" and len({(one.features, one.kv) for one in used}) > 1:
             other.append("the connectors that hand on features and KV")
         if other:
             raise ValueError(
@@ -217,7 +218,7 @@ class Applier:
         for line in plan.lines:
             say(line)
         old, record.config = record.config, plan.config
-        write_role_settings(record.directory, plan.config)
+        write_role_settings(record.directory, plan.config.settings_by_role())
         doing: Step | str = ""
         try:
             for number, doing in enumerate(plan.steps, start=1):

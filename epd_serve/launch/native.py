@@ -12,7 +12,7 @@ from device.ascend_limits import InstanceUse, check_colocation, hccl_environment
 from device.present import EMULATED_MEMORY, num_cores, visibility
 from epd_serve.config import DeploymentConfig, InstanceOptions, InstanceSettings, decode_graph_sizes
 from epd_serve.config.model_files import read_model_config
-from epd_serve.config.role_files import OF_PROCESS
+from epd_serve.config.options import OF_PROCESS
 from epd_serve.config.sections import SharedConfig
 from epd_serve.config.shares import DeviceShare
 from epd_serve.launch.processes.forking import HEAP_TUNABLES, can_fork
@@ -97,7 +97,7 @@ def prepare_native(
             port=port,
             threads=threads,
             master=master,
-            share=share,
+            device_share=share,
             memory_share=memory.get(instance.name),
             device_board=device_board,
             core_board=core_board,

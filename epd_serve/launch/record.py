@@ -11,7 +11,7 @@ from typing import Any
 
 from device import mps
 from epd_serve.config import DeploymentConfig, change_config
-from epd_serve.config.role_files import write_role_settings
+from epd_serve.config.options import write_role_settings
 from epd_serve.launch import native
 from epd_serve.launch.native import PreparedInstance, prepare_native, program_environment
 from epd_serve.launch.processes.ports import Ports
@@ -59,7 +59,7 @@ class DeploymentRecord:
         if the model, a package or a program is missing.
         """
         config, services = self.config, list[ProcessSpec]()
-        write_role_settings(self.directory, config)
+        write_role_settings(self.directory, config.settings_by_role())
         if config.uses_mooncake:
             check_installed()
         if self.ports.master is not None:

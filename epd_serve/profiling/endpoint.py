@@ -22,7 +22,7 @@ from rich.console import Console
 
 from device.datasheets import DEVICE_SPECS
 from epd_serve import __version__
-from epd_serve.backends.vllm_server import read_figures
+from epd_serve.backends.vllm_metrics import read_figures
 from epd_serve.bench.session import Session
 from epd_serve.bench.types import Record, RunSettings
 from epd_serve.bench.workloads import load_workload

@@ -13,7 +13,8 @@ from pydantic import Field, model_validator
 
 from epd_serve.protocol.openai import fields
 from epd_serve.protocol.openai.chunks import Usage
-from epd_serve.protocol.openai.fields import Integer, MessageModel, text_or
+from epd_serve.protocol.openai.fields import MessageModel, text_or
+from epd_serve.protocol.openai.generation import NumTokens, Tokens, TokensOrNone
 from epd_serve.protocol.openai.messages import MAX_MESSAGES, MAX_PARTS
 from epd_serve.protocol.openai.tool_format import is_object
 from epd_serve.protocol.openai.tools import MAX_TOOLS, FunctionName, Schema
@@ -80,7 +81,7 @@ class ClientToolChoice(MessageModel):
 
 class ThinkingConfig(MessageModel):
     type: Literal["enabled", "disabled", "adaptive"] = Field(description="Whether the model thinks.")
-    budget_tokens: Integer | None = Field(None, ge=0, lt=fields.WIRE_INTEGERS, description="Most thinking tokens.")
+    budget_tokens: TokensOrNone | None = Field(None, description="Most thinking tokens.")
 
 
 class OutputConfig(MessageModel):
@@ -106,12 +107,12 @@ class CountTokensRequest(fields.Body, fields.Labels):
 class MessagesRequest(CountTokensRequest):
     """Body of ``POST /v1/messages``."""
 
-    max_tokens: Integer = Field(ge=1, lt=fields.WIRE_INTEGERS, description="Maximum tokens of the answer.")
+    max_tokens: Tokens = Field(description="Maximum tokens of the answer.")
     stop_sequences: fields.StopStrings | None = Field(None, description="Strings that stop the answer.")
     stream: bool | None = Field(None, description="Send the answer as server-sent events.")
     temperature: float | None = Field(None, ge=0, le=1, description="0 is greedy; default 1.")
     top_p: float | None = Field(None, gt=0, le=1, description="Nucleus sampling: probability mass to keep.")
-    top_k: Integer | None = Field(None, ge=0, lt=2**31, description="Sample among this many top tokens.")
+    top_k: NumTokens | None = Field(None, description="Sample among this many top tokens.")
 
 
 class MessagesCall(TranslatedChat):

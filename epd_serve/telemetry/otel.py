@@ -119,18 +119,17 @@ class StageExport:
         self._export = export
         self._instance = instance
         self._lock = threading.Lock()
-        self._callers: OrderedDict[tuple[str, str], TraceContext | None] = OrderedDict()
-        self._early: OrderedDict[tuple[str, str], list[Span]] = OrderedDict()
+        #: By request and item: the caller, None if it is not sampled, or spans that wait for it.
+        self._calls: OrderedDict[tuple[str, str], TraceContext | list[Span] | None] = OrderedDict()
 
     def received(self, request_id: str, traceparent: str, item: str = "") -> None:
         """Record the trace context of a stage call; ``item`` is the mm_hash of an encode."""
-        caller = parse_traceparent(traceparent)
+        caller, key = parse_traceparent(traceparent), (request_id, item)
         with self._lock:
-            self._callers[request_id, item] = caller if caller is not None and caller.sampled else None
-            if len(self._callers) > _MAX_REQUESTS:
-                self._callers.popitem(last=False)
-            early = self._early.pop((request_id, item), ())
-        for span in early:
+            waiting = self._calls.pop(key, None)
+            self._calls[key] = caller if caller is not None and caller.sampled else None
+            self._drop_oldest()
+        for span in waiting if isinstance(waiting, list) else ():
             self.put(span)
 
     def put(self, span: Span) -> None:
@@ -138,18 +137,19 @@ class StageExport:
         if not span.request_id:
             return
         item = str(span.attributes.get("item", ""))
-        key = span.request_id, item
         with self._lock:
-            if key not in self._callers:
-                self._early.setdefault(key, []).append(span)
-                if len(self._early) > _MAX_REQUESTS:
-                    self._early.popitem(last=False)
-                return
-            caller = self._callers[key]
-        if caller is not None:
+            caller = self._calls.setdefault((span.request_id, item), [])
+            if isinstance(caller, list):
+                caller.append(span)
+                self._drop_oldest()
+        if isinstance(caller, TraceContext):
             about: dict[str, Value] = {"epd.instance": self._instance, **({"epd.item": item} if item else {})}
             named = Span(span.name, span.request_id, span.start_s, span.end_s, about)
             self._export.put(named, join_trace(caller.traceparent))
+
+    def _drop_oldest(self) -> None:
+        if len(self._calls) > _MAX_REQUESTS:
+            self._calls.popitem(last=False)
 
     def close(self) -> None:
         self._export.close()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 from rich.box import SQUARE
 from rich.columns import Columns
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
-from epd_serve.topology.notation import Group, Member, Topology, sends_features, sends_kv
+from epd_serve.topology.notation import Group, Member, Topology, members_of, sends_features, sends_kv
 from epd_serve.topology.placement import place_units
 from epd_serve.types import Stage
 
@@ -45,7 +47,7 @@ def explain(topology: Topology) -> list[str]:
         sentences.append("Features (encoder output) travel from encode to prefill instances.")
     if any(sends_kv(source, target) for source, target in pairs):
         sentences.append("The KV cache travels from prefill to decode instances.")
-    if topology.text_only:
+    if Stage.ENCODE not in topology.stages:
         sentences.append("Prefill instances encode images themselves.")
     return sentences
 
@@ -55,13 +57,11 @@ def _boxes(topology: Topology) -> list[tuple[str, list[_Instances]]]:
     devices = [f"device {index}" for index in range(topology.num_devices)]
     boxes = []
     for unit, replicas in zip(topology.units, place_units(topology, devices), strict=True):
-        columns = list(zip(*replicas, strict=True))  # the n-th instance of every replica
+        columns = iter(zip(*replicas, strict=True))  # the n-th instance of every replica
         instances: list[_Instances] = []
-        for member in unit.members if isinstance(unit, Group) else (unit,):
-            per_replica = member.count if isinstance(unit, Group) else 1
-            equal = [instance.name for column in columns[:per_replica] for instance in column]
-            del columns[:per_replica]
-            names = sorted(equal, key=lambda name: (len(name), name))
+        for member in members_of(unit):
+            own = islice(columns, member.count if isinstance(unit, Group) else 1)
+            names = sorted((one.name for column in own for one in column), key=lambda name: (len(name), name))
             instances.append((_join(names[0], names[-1]), len(names), member))
         used = [max((instance.devices for instance in replica), key=len) for replica in replicas]
         title = _join(used[0][0], used[-1][-1])

@@ -14,6 +14,7 @@ group around a single instance; ``parse_topology(str(t)) == t``.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
@@ -89,11 +90,6 @@ class Topology:
         return frozenset(stage for member in self.members for stage in member.role.stages)
 
     @property
-    def text_only(self) -> bool:
-        """True if E is missing, so that prefill instances encode images."""
-        return Stage.ENCODE not in self.stages
-
-    @property
     def num_instances(self) -> int:
         return sum(
             (unit.count if isinstance(unit, Group) else 1) * member.count
@@ -121,17 +117,33 @@ def parse_topology(text: str) -> Topology:
     return _Parser(text).parse()
 
 
+#: A number, letters, ``@tp`` or another character.
+_TOKEN = re.compile(r"\s*(@tp|[0-9]+|[^\W\d_]+|\S)")
+
+
 class _Parser:
-    """Recursive descent over one line; ``_position`` is the next unread character."""
+    """Recursive descent over the tokens of a line; the last one is "", at its end."""
 
     def __init__(self, text: str) -> None:
         self._text = text
-        self._position = 0
+        self._tokens = [(found[1], found.start(1)) for found in _TOKEN.finditer(text)]
+        self._tokens.append(("", len(text)))
+        self._index = 0
+
+    @property
+    def _token(self) -> str:
+        return self._tokens[self._index][0]
+
+    @property
+    def _position(self) -> int:
+        return self._tokens[self._index][1]
 
     def parse(self) -> Topology:
+        if not self._token:
+            self._fail("the line is empty; write one such as 'E-P-D'")
         units = [self._unit()]
-        while self._peek():
-            self._separator(opened_at=None)
+        while self._token:
+            self._separator()
             units.append(self._unit())
         topology = Topology(units=tuple(units))
         if topology.num_instances > MAX_COUNT:
@@ -142,96 +154,77 @@ class _Parser:
         return topology
 
     def _unit(self) -> Unit:
-        count = self._count()
-        if self._peek() != "(":
+        count, opened_at = self._number("count") or 1, self._position
+        if self._token != "(":
             return self._member(count)
-        opened_at = self._position
-        self._position += 1
+        self._index += 1
         members = [self._group_member()]
-        while self._peek() != ")":
-            self._separator(opened_at=opened_at)
+        while self._token != ")":
+            self._separator(opened_at)
             members.append(self._group_member())
-        self._position += 1
-        if self._peek() == "@":
+        self._index += 1
+        if self._token.startswith("@"):
             self._fail("'@tp' belongs to a stage set, not to a group; write it inside, as in '(E-P@tp2)'")
         if len(members) == 1 and members[0].count == 1:
             return replace(members[0], count=count)
         return Group(members=tuple(members), count=count)
 
     def _group_member(self) -> Member:
-        count = self._count()
-        if self._peek() == "(":
+        count = self._number("count") or 1
+        if self._token == "(":
             self._fail("groups do not nest; close the first one before this, as in '(E-P)-(P-D)'")
         return self._member(count)
 
     def _member(self, count: int) -> Member:
-        stages: list[Stage] = []
-        self._peek()
-        while (letter := self._text[self._position : self._position + 1]).isalpha():
-            if letter not in ("E", "P", "D"):
-                stages_are = "use E (encode), P (prefill) and D (decode)"
-                advice = f"write {letter.upper()}" if letter in "epd" else stages_are
-                self._fail(f"{letter!r} is not a stage; {advice}")
-            if letter in stages:
-                self._fail(f"stage {letter} appears twice in one instance; for two instances write '2{letter}'")
-            stages.append(Stage(letter))
-            self._position += 1
-        if not self._text.strip():
-            self._fail("the line is empty; write one such as 'E-P-D'")
-        if not stages and not self._peek():
+        letters, begin = self._token, self._position
+        if not letters:
             self._fail("an instance is missing at the end; write letters of E, P and D")
-        if not stages:
-            self._fail(f"expected letters of E, P and D here, not {self._peek()!r}")
-        return Member(role=Role.of(stages), count=count, tensor_parallel=self._width())
-
-    def _width(self) -> int:
-        if self._peek() != "@":
-            return 1
-        if not self._text.startswith("@tp", self._position):
+        if not letters.isalpha():
+            self._fail(f"expected letters of E, P and D here, not {letters[0]!r}")
+        for offset, letter in enumerate(letters):
+            if letter not in ("E", "P", "D"):
+                advice = (
+                    f"write {letter.upper()}" if letter in "epd" else "use E (encode), P (prefill), D (decode)"
+                )
+                self._fail(f"{letter!r} is not a stage; {advice}", at=begin + offset)
+            if letter in letters[:offset]:
+                problem = f"stage {letter} appears twice in one instance; for two instances write '2{letter}'"
+                self._fail(problem, at=begin + offset)
+        self._index += 1
+        width: int | None = 1
+        if self._token == "@tp":
+            self._index += 1
+            width = self._number("tensor-parallel width")
+        elif self._token == "@":
             self._fail("only '@tp' and a number can follow '@', as in 'D@tp2'")
-        self._position += len("@tp")
-        width = self._number("tensor-parallel width")
         if width is None:
             self._fail("'@tp' needs a number, as in 'D@tp2'")
-        return width
-
-    def _count(self) -> int:
-        return self._number("count") or 1
+        return Member(role=Role.of(map(Stage, letters)), count=count, tensor_parallel=width)
 
     def _number(self, quantity: str) -> int | None:
         """Read a number, if there is one."""
-        self._peek()
-        start = end = self._position
-        while end < len(self._text) and self._text[end] in "0123456789":
-            end += 1
-        if start == end:
+        if not self._token.isdecimal():
             return None
-        digits = self._text[start:end].lstrip("0")
+        digits = self._token.lstrip("0")
         if not digits:
             self._fail(f"a {quantity} of 0 is invalid; write 1 or more, or leave the instance out")
         if len(digits) > len(str(MAX_COUNT)) or int(digits) > MAX_COUNT:
             self._fail(f"the {quantity} is above {MAX_COUNT}")
-        self._position = end
+        self._index += 1
         return int(digits)
 
-    def _separator(self, *, opened_at: int | None) -> None:
-        found = self._peek()
-        if found == "-":
-            self._position += 1
-        elif not found and opened_at is not None:
+    def _separator(self, opened_at: int | None = None) -> None:
+        """Read a '-'; ``opened_at``: position of the open parenthesis."""
+        found = self._token
+        if not found and opened_at is not None:
             self._fail("this parenthesis is not closed; add ')'", at=opened_at)
-        elif found == ")":
+        if found == ")":
             self._fail("this parenthesis closes nothing; remove it, or add '(' before the group")
-        elif found.isdigit():
+        if found.isdecimal():
             self._fail("a count goes before its stages; write '2E', not 'E2'")
-        else:
-            self._fail(f"expected '-' here, not {found!r}")
-
-    def _peek(self) -> str:
-        """Skip spaces and return the next character, '' at the end."""
-        while self._text[self._position : self._position + 1].isspace():
-            self._position += 1
-        return self._text[self._position : self._position + 1]
+        if found != "-":
+            self._fail(f"expected '-' here, not {found[:1]!r}")
+        self._index += 1
 
     def _fail(self, problem: str, *, at: int | None = None) -> NoReturn:
         raise TopologyError(self._text, self._position if at is None else at, problem)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice, repeat
 
-from epd_serve.topology.notation import Group, Topology, Unit, width_of
+from epd_serve.topology.notation import Group, Topology, members_of, width_of
 from epd_serve.types import Role
 
 #: The only device that instances can share without a group.
@@ -47,47 +47,32 @@ def place_units(
     topology: Topology, devices: Sequence[str]
 ) -> tuple[tuple[tuple[InstancePlacement, ...], ...], ...]:
     """Do as :func:`place`, and return the instances nested by unit and replica."""
-    remaining, names, indices = _devices(topology, devices), _names(), count()
-    return tuple(
-        tuple(
-            _place_replica(unit, tuple(islice(remaining, width_of(unit))), names, indices)
-            for _ in range(unit.count)
-        )
-        for unit in topology.units
-    )
-
-
-def _place_replica(
-    unit: Unit, devices: tuple[str, ...], names: Callable[[Role], str], indices: Iterator[int]
-) -> tuple[InstancePlacement, ...]:
-    if isinstance(unit, Group):
-        members = [member for member in unit.members for _ in range(member.count)]
-    else:
-        members = [unit]
-    named = [(names(member.role), member) for member in members]
-    return tuple(
-        InstancePlacement(
-            name=name,
-            role=member.role,
-            devices=devices[: member.tensor_parallel],
-            shares_device_with=tuple(other for other, _ in named if other != name),
-            tensor_parallel=member.tensor_parallel,
-            index=next(indices),
-        )
-        for name, member in named
-    )
-
-
-def _names() -> Callable[[Role], str]:
-    """Return a function that returns the next name of a role: e0, e1, p0 ..."""
-    used: Counter[str] = Counter()
-
-    def next_name(role: Role) -> str:
-        stem = str(role).lower()
-        used[stem] += 1
-        return f"{stem}{used[stem] - 1}"
-
-    return next_name
+    remaining, indices, used = _devices(topology, devices), count(), Counter[str]()
+    units = []
+    for unit in topology.units:
+        members = [one for one in members_of(unit) for _ in range(one.count if isinstance(unit, Group) else 1)]
+        replicas = []
+        for _ in range(unit.count):
+            own, names = tuple(islice(remaining, width_of(unit))), []
+            for member in members:
+                stem = str(member.role).lower()
+                names.append(f"{stem}{used[stem]}")
+                used[stem] += 1
+            replicas.append(
+                tuple(
+                    InstancePlacement(
+                        name=name,
+                        role=member.role,
+                        devices=own[: member.tensor_parallel],
+                        shares_device_with=tuple(other for other in names if other != name),
+                        tensor_parallel=member.tensor_parallel,
+                        index=next(indices),
+                    )
+                    for name, member in zip(names, members, strict=True)
+                )
+            )
+        units.append(tuple(replicas))
+    return tuple(units)
 
 
 def _devices(topology: Topology, devices: Sequence[str]) -> Iterator[str]:

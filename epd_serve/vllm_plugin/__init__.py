@@ -14,11 +14,10 @@ def register() -> None:
     This is the entry point ``vllm.general_plugins``, called in every vLLM process.
     """
     from epd_serve.backends.vllm_command import SPIN_VARIABLE
-    from epd_serve.vllm_plugin.spinning import share_threads, spin_for
+    from epd_serve.vllm_plugin.spinning import spin_for
 
     if spin_s := os.environ.get(SPIN_VARIABLE):
         spin_for(float(spin_s))
-        share_threads()
     from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
 
     name = "StoreFeatureConnector"

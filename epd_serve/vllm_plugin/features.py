@@ -34,7 +34,7 @@ from epd_serve.vllm_plugin.links import LinkThread
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import ECConnectorOutput
     from vllm.v1.request import Request
 
@@ -52,12 +52,10 @@ class StepFeatures(ECConnectorMetadata):
 
     Attributes:
         announce: on E: (request, mm_hash, the gateway's name, address of P).
-        trials: on E: features of trial requests, never stored.
         load: on P: location of each feature of the step.
     """
 
     announce: list[tuple[str, str, str, str]] = field(default_factory=list)
-    trials: set[str] = field(default_factory=set)
     load: dict[str, tuple[Region, StoredFeature]] = field(default_factory=dict)
 
 
@@ -130,7 +128,6 @@ class StoreFeatureConnector(ECConnectorBase):
         self._extra: dict[str, Any] = config.ec_connector_extra_config
         self._capacity = int(self._extra.get("bytes", 256 << 20))
         self._counts: Counter[str] = Counter()
-        self._trials: set[str] = set()
 
     def has_cache_item(self, identifier: str) -> bool:
         return False
@@ -139,16 +136,11 @@ class StoreFeatureConnector(ECConnectorBase):
         return
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepFeatures:
-        """Count what a step encodes, except for trials (the gateway's own requests)."""
-        for new in scheduler_output.scheduled_new_reqs:
-            if _params_of(new).get("trial"):
-                self._trials.add(new.req_id)
-        encoded = scheduler_output.scheduled_encoder_inputs
-        self._counts["encoded"] += sum(len(one) for name, one in encoded.items() if name not in self._trials)
+        """Count what a step encodes."""
+        self._counts["encoded"] += sum(map(len, scheduler_output.scheduled_encoder_inputs.values()))
         return StepFeatures()
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        self._trials.discard(request.request_id)
         return False, None
 
     def get_ec_connector_stats(self) -> FeatureStats | None:
@@ -196,12 +188,10 @@ class SchedulerOfE(StoreFeatureConnector):
         step = super().build_connector_meta(scheduler_output)
         encoded = scheduler_output.scheduled_encoder_inputs
         for new in scheduler_output.scheduled_new_reqs:
-            params = _params_of(new)
+            extra_args: dict[str, Any] = getattr(new.sampling_params, "extra_args", None) or {}
+            params = extra_args.get("ec_transfer_params") or {}  # the gateway's
             computed = set(encoded.get(new.req_id, ()))
             hashes = [one.identifier for one in new.mm_features]
-            if new.req_id in self._trials:
-                step.trials.update(hashes)
-                continue
             self._hits[new.req_id] = {h for i, h in enumerate(hashes) if i not in computed}
             self._counts["reused"] += len(self._hits[new.req_id])
             if address := params.get("announce_to"):
@@ -210,7 +200,6 @@ class SchedulerOfE(StoreFeatureConnector):
         return step
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        super().request_finished(request)
         hits = self._hits.pop(request.request_id, set())
         names = {one.identifier: name for one, name in zip(request.mm_features, _names_of(request), strict=True)}
         return False, {
@@ -273,7 +262,7 @@ class SchedulerOfP(StoreFeatureConnector):
         self._announced.forget(request.request_id)
         for feature in request.mm_features:
             self._held.pop(feature.identifier, None)
-        return super().request_finished(request)
+        return False, None
 
 
 class WorkerOfE(StoreFeatureConnector):
@@ -283,13 +272,12 @@ class WorkerOfE(StoreFeatureConnector):
         super().__init__(vllm_config, role)
         self._memory = FeatureMemory(EmbeddedTransport(self._host, key=cluster_key()), self._capacity)
         self._pending: dict[str, list[tuple[str, str, str]]] = {}
-        self._unkept: set[str] = set()
         self._stored: set[str] = set()
         self._peers = LinkThread()
 
     def start_save_caches(self, **kwargs: Any) -> None:
         step, encoder_cache = self._step, kwargs["encoder_cache"]
-        self._pending, self._unkept = {}, step.trials
+        self._pending = {}
         for trace_id, mm_hash, name, address in step.announce:
             if mm_hash not in self._memory and mm_hash in encoder_cache:
                 self._put(encoder_cache[mm_hash], mm_hash)
@@ -299,8 +287,6 @@ class WorkerOfE(StoreFeatureConnector):
                 self._pending.setdefault(mm_hash, []).append((trace_id, name, address))
 
     def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any) -> None:
-        if mm_hash in self._unkept:
-            return
         self._put(encoder_cache[mm_hash], mm_hash)
         for waiting in self._pending.pop(mm_hash, ()):
             self._announce(mm_hash, *waiting)
@@ -365,9 +351,3 @@ def _names(params: dict[str, Any], own: list[str]) -> list[str]:
     """
     names: list[str] = params.get("names") or own
     return names if len(names) == len(own) else own
-
-
-def _params_of(new: NewRequestData) -> dict[str, Any]:
-    """Return the gateway's parameters of a request."""
-    extra_args: dict[str, Any] = getattr(new.sampling_params, "extra_args", None) or {}
-    return extra_args.get("ec_transfer_params") or {}

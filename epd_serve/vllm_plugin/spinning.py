@@ -1,7 +1,7 @@
 """Reduce busy waiting of vLLM's processes on a CPU whose cores several stages share.
 
 vLLM's engine and workers exchange messages through shared memory; a waiting process spins for a second before it
-sleeps. A worker creates a dozen process groups, each with a thread that wakes up a hundred times per second.
+sleeps.
 """
 
 from __future__ import annotations
@@ -27,29 +27,6 @@ def spin_for(seconds: float) -> None:
     if not {"is_reader", "busy_loop_s", "timeout_ms"} <= takes:
         return
     shm_broadcast.SpinCondition = type("SleepingCondition", (_Sleeper, condition), {"spin_s": seconds})
-
-
-def share_threads() -> None:
-    """Make process groups of one process share a thread. Does nothing if this torch creates groups differently."""
-    from torch.distributed import distributed_c10d
-
-    group: Any = getattr(distributed_c10d, "ProcessGroupGloo", None)
-    if not hasattr(group, "create_default_device") or not hasattr(getattr(group, "_Options", None), "_devices"):
-        return
-    make: Any = group.__init__
-    devices: list[Any] = []
-
-    def make_one(self: Any, store: Any, rank: int, size: int, *options: Any, **named: Any) -> None:
-        if size == 1 and not options and set(named) == {"timeout"}:
-            if not devices:
-                devices.append(group.create_default_device())
-            shared = group._Options()
-            shared._devices, shared._timeout = devices, named["timeout"]
-            make(self, store, rank, size, shared)
-        else:
-            make(self, store, rank, size, *options, **named)
-
-    group.__init__ = make_one
 
 
 class _Sleeper:

@@ -18,9 +18,9 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from epd_serve.autoscale.instance_load import instance_loads, to_json
-from epd_serve.config.elastic import RoleName
 from epd_serve.config.gateway import AdminConfig, InstanceName, InstanceUrl
 from epd_serve.config.keys import ADMIN_KEY, hash_key
+from epd_serve.config.sections import RoleName
 from epd_serve.errors import InvalidRequest, ServeError
 from epd_serve.protocol.addresses import NoBrowsers, url_of
 from epd_serve.protocol.instance_state import LeaveOrder, RoleOrder

@@ -84,6 +84,7 @@ class MediaFetcher:
 
     def __init__(self, settings: GatewaySettings, timeout_s: float = FETCH_TIMEOUT_S) -> None:
         self._media = settings.gateway.media
+        self._max_bytes = settings.gateway.max_body_bytes
         self._allow_private = settings.allow_private
         self._timeout_s = timeout_s
         self._downloads: dict[str, _Download] = {}
@@ -185,7 +186,7 @@ class MediaFetcher:
                         f"{_quote(url)} cannot be fetched: the server compressed it despite accept-encoding: "
                         "identity"
                     )
-                max_bytes = self._media.max_bytes
+                max_bytes = self._max_bytes
                 data = bytearray()
                 if (response.content_length or 0) <= max_bytes:
                     async for chunk in response.content.iter_any():

@@ -76,13 +76,13 @@ class MediaLoader:
     """
 
     def __init__(self, settings: GatewaySettings, fetcher: MediaFetcher) -> None:
-        media = settings.gateway.media
+        media, max_bytes = settings.gateway.media, settings.gateway.max_body_bytes
         self._settings = settings.gateway
         self._fetcher = fetcher
-        self._image_limits = MediaLimits(max_pixels=media.max_pixels, max_bytes=media.max_bytes)
+        self._image_limits = MediaLimits(max_pixels=media.max_pixels, max_bytes=max_bytes)
         self._video_limits = VideoLimits(
             max_pixels=media.max_pixels,
-            max_bytes=media.max_bytes,
+            max_bytes=max_bytes,
             max_frames=_MAX_FRAMES,
             max_seconds=media.max_seconds,
         )
@@ -137,8 +137,11 @@ class MediaLoader:
         elif source.modality == "audio":
             data = await self._bytes(source, fetches)
             load_pyav("sounds")  # report a missing package before starting a process
-            media = self._settings.media
-            limits = AudioLimits(max_bytes=media.max_bytes, max_seconds=media.max_seconds, format=source.format)
+            limits = AudioLimits(
+                max_bytes=self._settings.max_body_bytes,
+                max_seconds=self._settings.media.max_seconds,
+                format=source.format,
+            )
             async with self._clips:
                 ref = MediaRef.of_audio(await self._decoders.audio_facts(data, limits, cpu_s=_SOUND_CPU_S))
         else:
@@ -151,7 +154,7 @@ class MediaLoader:
         return MediaItem(data=data, ref=ref, param=source.param, num_pixels=num_pixels, salt=salt)
 
     async def _bytes(self, source: MediaSource, fetches: asyncio.Semaphore) -> bytes:
-        max_bytes = self._settings.media.max_bytes
+        max_bytes = self._settings.max_body_bytes
         if source.raw is not None:
             return source.raw
         if source.is_inline:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from epd_serve.autoscale.controller import Controller, Kind, Order
 from epd_serve.autoscale.instance_load import InstanceLoad
 from epd_serve.autoscale.pressure import Limits
-from epd_serve.config.elastic import ElasticConfig
+from epd_serve.config.sections import ElasticConfig
 from epd_serve.types import Role, Stage, StageRate
 
 LIMITS = Limits(ttft_s=2.0, tpot_s=0.05)

@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from epd_serve.backends import vllm_chat
+from epd_serve.backends import vllm_request
 from epd_serve.backends.vllm_answer import error_of
-from epd_serve.backends.vllm_server import read_figures
-from epd_serve.backends.vllm_stream import can_be_replayed
+from epd_serve.backends.vllm_metrics import read_figures
+from epd_serve.backends.vllm_request import can_be_replayed
 from epd_serve.errors import InstanceFailed, InvalidRequest, Unavailable
 from epd_serve.media.video import pack_frames
 from epd_serve.protocol.openai.generation import (
@@ -59,7 +59,7 @@ def test_pictures_are_named_by_their_hash() -> None:
         {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}},
     ]
     asked = request({"messages": [{"role": "user", "content": parts}]}, num_items=2)
-    body = vllm_chat.prompt_body(asked, [b"\x89PNG one", b"two"])
+    body = vllm_request.prompt_body(asked, [b"\x89PNG one", b"two"])
     content = body["messages"][0]["content"]
     assert content[0] == {"type": "text", "text": "Look:"}
     assert [part["uuid"] for part in content[1:]] == ["h0", "h1"]
@@ -75,13 +75,13 @@ def video_request(sampling: VideoSampling = AS_THE_MODEL, is_list: bool = False)
 
 def test_videos_and_frame_lists_are_passed_on_with_the_frames_that_are_asked_for() -> None:
     asked = video_request(VideoSampling(num_frames=4))
-    whole = vllm_chat.answer_body(asked, [b"file"])
+    whole = vllm_request.answer_body(asked, [b"file"])
     (part,) = whole["messages"][0]["content"]
     assert (part["video_url"], part["uuid"]) == ({"url": "data:video/mp4;base64,ZmlsZQ=="}, "v0")
-    alone = vllm_chat.encode_body("m", asked.items[0], b"file")
+    alone = vllm_request.encode_body("m", asked.items[0], b"file")
     assert alone["messages"][0]["content"] == [part], "E and D see the same"
     assert whole["media_io_kwargs"] == alone["media_io_kwargs"] == {"video": {"num_frames": 4}}
-    frames = vllm_chat.prompt_body(video_request(is_list=True), [pack_frames([b"one", b"two"])])
+    frames = vllm_request.prompt_body(video_request(is_list=True), [pack_frames([b"one", b"two"])])
     assert frames["messages"][0]["content"][0]["video_url"]["url"] == "data:video/jpeg;base64,b25l,dHdv"
     assert "media_io_kwargs" not in frames
 
@@ -98,8 +98,8 @@ def test_processors_get_the_same_options_at_e_p_and_d() -> None:
     assert again.media()[0].processing == source.processing, "the same name for the same options"
     ref = MediaRef(mm_hash="h0", width=2, height=2, processing=source.processing)
     asked = msgspec.structs.replace(request(body, kinds=(VllmChatRequest, VllmCompletionRequest)), items=[ref])
-    bodies = [vllm_chat.encode_body("m", ref, b""), vllm_chat.prefill_body(asked, [b""])]
-    for sent in (*bodies, vllm_chat.answer_body(asked, [b""])):
+    bodies = [vllm_request.encode_body("m", ref, b""), vllm_request.prefill_body(asked, [b""])]
+    for sent in (*bodies, vllm_request.answer_body(asked, [b""])):
         assert sent["mm_processor_kwargs"] == given
 
 
@@ -113,10 +113,10 @@ def test_p_and_d_are_given_the_same_prompt() -> None:
         "stop": "a",
     }
     asked = request(chat(**fields))
-    prompt = vllm_chat.prompt_body(asked, ())
-    for body in (vllm_chat.prefill_body(asked, ()), vllm_chat.answer_body(asked, ())):
+    prompt = vllm_request.prompt_body(asked, ())
+    for body in (vllm_request.prefill_body(asked, ()), vllm_request.answer_body(asked, ())):
         assert {key: body[key] for key in prompt} == prompt
-    body = vllm_chat.prefill_body(asked, ())
+    body = vllm_request.prefill_body(asked, ())
     assert (body["max_completion_tokens"], body["stream"], body["tool_choice"]) == (1, False, "none")
     assert "stop" not in body
 
@@ -157,14 +157,14 @@ def test_p_and_d_are_given_the_same_prompt() -> None:
     ],
 )
 def test_what_a_client_asks_for_reaches_vllm(fields: dict[str, Any], sent: dict[str, Any]) -> None:
-    body = vllm_chat.answer_body(request(chat(**fields)), ())
+    body = msgspec.json.decode(msgspec.json.encode(vllm_request.answer_body(request(chat(**fields)), ())))
     assert {key: body.get(key) for key in sent} == sent
 
 
 def test_completions() -> None:
-    body = vllm_chat.answer_body(request({"prompt": "hi", "logprobs": 2, "echo": False, "max_tokens": 4}), ())
+    body = vllm_request.answer_body(request({"prompt": "hi", "logprobs": 2, "echo": False, "max_tokens": 4}), ())
     assert (body["prompt"], body["logprobs"], body["max_tokens"]) == ("hi", 2, 4)
-    assert vllm_chat.prefill_body(request({"prompt": [1, 2]}), ())["max_tokens"] == 1
+    assert vllm_request.prefill_body(request({"prompt": [1, 2]}), ())["max_tokens"] == 1
 
 
 def test_figures() -> None:
@@ -183,8 +183,7 @@ vllm:num_requests_running{engine="1"} NaN
     found = read_figures(text)
     assert (found.num_running, found.num_waiting, found.progress) == (2, 3, 19)
     assert (found.block_size, found.num_blocks, found.started_at) == (128, 40, 1.7e9)
-    load = found.load(num_waiting_tokens=1, num_waiting_encodes=2, num_waiting_pixels=3)
-    assert (load.free_blocks, load.total_blocks, load.num_waiting_tokens) == (30, 40, 1)
+    assert found.kv_usage == 0.25
     assert read_figures("").num_blocks == 0
 
 
@@ -218,13 +217,13 @@ def for_vllm(body: dict[str, Any]) -> PrefillRequest:
 
 def test_fields_that_only_vllm_has_reach_it() -> None:
     asked = for_vllm(chat(**GIVEN, reasoning_effort="low"))
-    body = vllm_chat.answer_body(asked, ())
+    body = vllm_request.answer_body(asked, ())
     assert {name: body[name] for name in GIVEN} == GIVEN
-    assert body["reasoning_effort"] == vllm_chat.prefill_body(asked, ())["reasoning_effort"] == "low"
-    assert GIVEN.keys().isdisjoint(vllm_chat.prefill_body(asked, ())), "P makes no answer"
-    completion = vllm_chat.answer_body(for_vllm({"prompt": "hi", **GIVEN, "echo": True, "logprobs": 1}), ())
+    assert body["reasoning_effort"] == vllm_request.prefill_body(asked, ())["reasoning_effort"] == "low"
+    assert GIVEN.keys().isdisjoint(vllm_request.prefill_body(asked, ())), "P makes no answer"
+    completion = vllm_request.answer_body(for_vllm({"prompt": "hi", **GIVEN, "echo": True, "logprobs": 1}), ())
     assert {name: completion[name] for name in GIVEN} == GIVEN
-    structured = vllm_chat.answer_body(for_vllm(chat(tools=TOOLS, ignore_eos=True, min_tokens=3)), ())
+    structured = vllm_request.answer_body(for_vllm(chat(tools=TOOLS, ignore_eos=True, min_tokens=3)), ())
     assert (structured["ignore_eos"], structured["min_tokens"]) == (True, 3), "the native engine refuses that"
 
 
@@ -232,8 +231,8 @@ def test_fields_that_only_vllm_has_reach_it() -> None:
     "fields", [{"prompt_logprobs": 0}, {"echo": True, "logprobs": 0}, {"echo": True, "logprobs": 2}]
 )
 def test_who_scores_a_prompt_computes_it(fields: dict[str, Any]) -> None:
-    assert vllm_chat.needs_whole_prompt(for_vllm({"prompt": "hi", **fields}))
-    assert not vllm_chat.needs_whole_prompt(for_vllm({"prompt": "hi", "echo": True, "return_token_ids": True}))
+    assert vllm_request.needs_whole_prompt(for_vllm({"prompt": "hi", **fields}))
+    assert not vllm_request.needs_whole_prompt(for_vllm({"prompt": "hi", "echo": True, "return_token_ids": True}))
 
 
 def test_tokens_that_a_client_wants_are_left_in_its_stream() -> None:

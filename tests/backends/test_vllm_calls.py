@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 from links import linked
 
-from epd_serve.backends import vllm_server
+from epd_serve.backends import vllm
 from epd_serve.backends.native import NativeConnections
-from epd_serve.backends.vllm import VllmInstances
-from epd_serve.backends.vllm_answer import PrefillAnswer, VllmCall
-from epd_serve.backends.vllm_command import FEATURE_PORT, KV_PORT
-from epd_serve.backends.vllm_server import VllmTarget
+from epd_serve.backends.vllm import VllmInstances, VllmTarget
+from epd_serve.backends.vllm_answer import Correction, Events, PrefillAnswer, VllmAnswer
+from epd_serve.backends.vllm_command import FEATURE_PORT, KV_PORT, Connectors
 from epd_serve.errors import InstanceFailed, InstanceLost
 from epd_serve.protocol.wire import (
     ChatMessage,
@@ -64,7 +63,8 @@ async def server(talk: Talk) -> AsyncIterator[int]:
 
 
 def target(role: str, **fields: Any) -> VllmTarget:
-    return VllmTarget(role=Role.parse(role), device="cpu", dtype="float32", model_path="/model", **fields)
+    used = Connectors(**fields)
+    return VllmTarget(role=Role.parse(role), device="cpu", dtype="float32", model_path="/model", connectors=used)
 
 
 def answering(body: bytes) -> Talk:
@@ -83,7 +83,7 @@ EVENTS = b'data: {"choices":[{"index":0}]}\n\n'
 ERROR = b'data: {"error":{"message":"the engine is dead","code":500}}\n\n'
 
 
-async def forwarded(port: int, rewrite: Any = None, room: int = 1000) -> tuple[bytes, str]:
+async def forwarded(port: int, correction: Correction | None = None, room: int = 1000) -> tuple[bytes, str]:
     """The part of a stream that is passed on, and the failure it ends with; ``room`` writes at a time."""
     written: list[bytes] = []
     left = room
@@ -95,17 +95,15 @@ async def forwarded(port: int, rewrite: Any = None, room: int = 1000) -> tuple[b
         return left > 0
 
     async with NativeConnections() as connections:
-        call = VllmCall(HttpServer("d0", f"http://127.0.0.1:{port}", connections.http), "/v1/chat/completions", {})
-        call.rewrite = rewrite
-        call.send()
+        server = HttpServer("d0", f"http://127.0.0.1:{port}", connections.http)
+        answer = VllmAnswer(server, await server.send("GET", "/"), Events("d0", correction))
         try:
-            await call.opened
-            while not await call.forward(write):
+            while not await answer.forward(write):
                 left = room
         except InstanceFailed as error:
             return b"".join(written), error.message
         finally:
-            call.close()
+            answer.close()
     return b"".join(written), ""
 
 
@@ -123,24 +121,21 @@ async def test_an_error_event_is_one_however_it_is_cut(size: int, rewrites: bool
         writer.write(b"data: [DONE]\n\n")
         await writer.drain()
 
-    def renumber(answer: dict[str, Any]) -> None:
-        answer["choices"][0]["index"] = 0
-
     async with server(talk) as port:
-        passed, failure = await forwarded(port, renumber if rewrites else None, room=1)
-    assert passed == EVENTS
+        passed, failure = await forwarded(port, Correction(first_index=2) if rewrites else None, room=1)
+    assert passed == EVENTS.replace(b'"index":0', b'"index":2' if rewrites else b'"index":0')
     assert "the engine is dead" in failure
 
 
 async def test_a_stream_is_passed_on_whole_to_a_slow_client() -> None:
     body = EVENTS * 50 + b"data: [DONE]\n\n"
     async with server(answering(body)) as port:
-        assert await forwarded(port, lambda answer: None, room=1) == (body, "")
+        assert await forwarded(port, Correction(), room=1) == (body, "")
 
 
 async def test_what_is_no_answer_is_the_instances_failure() -> None:
     async with server(answering(EVENTS + b"data: {oops\n\n")) as port:
-        passed, failure = await forwarded(port, lambda answer: None)
+        passed, failure = await forwarded(port, Correction())
     assert "unreadable" in failure
     async with server(answering(EVENTS + b"data: {")) as port:
         passed, failure = await forwarded(port)
@@ -158,7 +153,7 @@ async def test_what_is_no_answer_is_the_instances_failure() -> None:
 async def test_a_bootstrap_server_that_tells_no_engine_is_a_lost_instance(
     talk: Talk, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_server, "INFO_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(vllm, "INFO_TIMEOUT_S", 0.3)
     async with server(talk) as port, NativeConnections() as connections:
         others = VllmInstances(connections, {"p0": target("P", kv="mooncake")})
         prefill = others.connect("p0", f"http://127.0.0.1:{port - KV_PORT}")

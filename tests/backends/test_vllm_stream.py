@@ -11,27 +11,15 @@ from hypothesis import strategies as st
 from item_bodies import whole_items
 from msgspec.structs import replace
 
-from epd_serve.backends import vllm_stream
-from epd_serve.backends.vllm_stream import (
-    KnownTokens,
-    ReplayedTokens,
-    can_be_replayed,
-    can_continue,
-    rest_of,
-    set_prompt_tokens,
-)
+from epd_serve.backends import vllm_answer
+from epd_serve.backends.vllm_answer import Correction, KnownTokens, ReplayedTokens
+from epd_serve.backends.vllm_request import can_be_replayed, can_continue, rest_of, set_prompt_tokens
 from epd_serve.errors import InstanceFailed
 from epd_serve.protocol.openai.generation import ChatCompletionRequest, CompletionRequest
 from epd_serve.protocol.wire import MediaRef, PrefillRequest
-from epd_serve.rpc.http import HttpPool, HttpServer
 from epd_serve.rpc.items import END, ERROR, ItemReader
 
 PROMPT = [7, 8, 9]
-
-
-@pytest.fixture
-def server() -> HttpServer:
-    return HttpServer("d0", "http://127.0.0.1:1", HttpPool())
 
 
 def asked(generated: list[int] | None = None, **fields: Any) -> PrefillRequest:
@@ -58,8 +46,8 @@ def chunk(text: str | None, tokens: list[int] | None = None, finish: str | None 
     return b"data: " + msgspec.json.encode({"created": 77, "choices": [choice], **fields})
 
 
-def known(server: HttpServer, request: PrefillRequest, prompt: list[int] | None = None) -> KnownTokens:
-    return KnownTokens(server, "/v1/chat/completions", {}, "r", request, prompt, lambda usage: None)
+def known(request: PrefillRequest, prompt: list[int] | None = None) -> KnownTokens:
+    return KnownTokens("d0", Correction(), request, prompt)
 
 
 def usage(completion_tokens: int, prompt_tokens: int = 3) -> bytes:
@@ -81,8 +69,8 @@ def texts(events: bytes) -> list[str]:
     return [choice["delta"]["content"] for one in answers for choice in one["choices"]]
 
 
-async def test_tokens_are_out_with_their_text(server: HttpServer) -> None:
-    call = known(server, asked())
+def test_tokens_are_out_with_their_text() -> None:
+    call = known(asked())
     said = [
         chunk(None, prompt_token_ids=PROMPT),
         chunk("a", [1]),
@@ -98,26 +86,22 @@ async def test_tokens_are_out_with_their_text(server: HttpServer) -> None:
     assert tokens_of(whole) == [(0, [1]), (0, [2, 3]), (END, [4])]
     assert [texts(events) for _, _, events in whole] == [["", "a"], ["", "é"], ["z"]]
     assert whole[-1][2].endswith(b"data: [DONE]\n\n")
-    call.close()
 
 
 @pytest.mark.parametrize(("text", "tokens", "piece"), [("ab", 2, 18), ("", 1, 9)])
-async def test_an_answer_whose_tokens_never_come_alone_comes_in_pieces(
-    text: str, tokens: int, piece: int, server: HttpServer
-) -> None:
-    call = known(server, asked())
+def test_an_answer_whose_tokens_never_come_alone_comes_in_pieces(text: str, tokens: int, piece: int) -> None:
+    call = known(asked())
     out = b"".join(call.passed(chunk(text, [number] * tokens)) for number in range(40))
     assert [len(ids) for _, ids, _ in whole_items(out)] == [piece] * 4
-    call.close()
 
 
 @given(text=st.text("aé語🙂", min_size=1, max_size=4), data=st.data())
-async def test_what_is_out_is_what_counts(text: str, data: st.DataObject) -> None:
+def test_what_is_out_is_what_counts(text: str, data: st.DataObject) -> None:
     """Tokens are bytes; however vLLM merges them, those of all frames make the text of all frames.
 
     But for those of a reader that lags for ever, which are let go in the middle of a character.
     """
-    call = known(HttpServer("d0", "http://127.0.0.1:1", HttpPool()), asked())
+    call = known(asked())
     tokens, out, before, shown = list(text.encode()), b"", 0, 0
 
     def check() -> str:
@@ -127,7 +111,7 @@ async def test_what_is_out_is_what_counts(text: str, data: st.DataObject) -> Non
         return said
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vllm_stream, "_MOST_HELD", 4 * len(text))
+        patch.setattr(vllm_answer, "_MOST_HELD", 4 * len(text))
         while before < len(tokens):
             counted = before + data.draw(st.integers(1, min(3, len(tokens) - before)))
             so_far = bytes(tokens[:counted]).decode(errors="ignore")
@@ -138,8 +122,8 @@ async def test_what_is_out_is_what_counts(text: str, data: st.DataObject) -> Non
     assert check() == text
 
 
-async def test_the_rest_of_an_answer_is_without_its_opening(server: HttpServer) -> None:
-    call = known(server, asked([1, 2]), [*PROMPT, 1, 2])
+def test_the_rest_of_an_answer_is_without_its_opening() -> None:
+    call = known(asked([1, 2]), [*PROMPT, 1, 2])
     said = [
         chunk(None, prompt_token_ids=[*PROMPT, 1, 2]),
         chunk("b", [3]),
@@ -150,24 +134,20 @@ async def test_the_rest_of_an_answer_is_without_its_opening(server: HttpServer) 
     whole = whole_items(b"".join(map(call.passed, said)))
     assert tokens_of(whole) == [(0, [3]), (END, [4])] and texts(whole[0][2]) == ["b"]
     assert b'"usage":{"prompt_tokens":3,"completion_tokens":4,"total_tokens":7}' in whole[1][2]
-    call.close()
 
 
 @pytest.mark.parametrize("told", [{}, {"prompt_token_ids": PROMPT}])
-async def test_a_server_that_begins_the_answer_anew_is_not_forwarded(
-    told: dict[str, Any], server: HttpServer
-) -> None:
-    call = known(server, asked([1]), [*PROMPT, 1])
+def test_a_server_that_begins_the_answer_anew_is_not_forwarded(told: dict[str, Any]) -> None:
+    call = known(asked([1]), [*PROMPT, 1])
     with pytest.raises(InstanceFailed, match="does not take a prompt as tokens"):
         call.passed(chunk(None, **told))
-    call.close()
 
 
-def replayed(server: HttpServer, request: PrefillRequest) -> ReplayedTokens:
-    return ReplayedTokens(server, "/v1/chat/completions", {}, "r", request, None, lambda usage: None)
+def replayed(request: PrefillRequest) -> ReplayedTokens:
+    return ReplayedTokens("d0", Correction(), request)
 
 
-async def test_an_answer_that_is_computed_again_is_shown_from_where_it_broke_off(server: HttpServer) -> None:
+def test_an_answer_that_is_computed_again_is_shown_from_where_it_broke_off() -> None:
     """Whatever its text hangs on: here a stop string holds the text of one token back."""
     said = [
         chunk(None, prompt_token_ids=PROMPT),
@@ -178,15 +158,13 @@ async def test_an_answer_that_is_computed_again_is_shown_from_where_it_broke_off
         usage(4),
         b"data: [DONE]",
     ]
-    call = replayed(server, asked())
+    call = replayed(asked())
     whole = whole_items(b"".join(map(call.passed, said)))
     assert tokens_of(whole) == [(0, [1]), (0, [2]), (0, [3]), (END, [4])]
     assert b'"usage":{"prompt_tokens":3,"completion_tokens":4,"total_tokens":7}' in whole[-1][2]
-    call.close()
     for seam in range(1, 4):
-        call = replayed(server, asked([1, 2, 3][:seam]))
+        call = replayed(asked([1, 2, 3][:seam]))
         assert whole_items(b"".join(map(call.passed, said))) == whole[seam:]
-        call.close()
 
 
 @pytest.mark.parametrize(
@@ -198,32 +176,29 @@ async def test_an_answer_that_is_computed_again_is_shown_from_where_it_broke_off
         ([chunk("a", [1]), b'data: {"choices":[]}'], "a shorter answer"),
     ],
 )
-async def test_another_answer_is_not_forwarded(events: list[bytes], why: str, server: HttpServer) -> None:
-    call = replayed(server, asked([1, 2]))
+def test_another_answer_is_not_forwarded(events: list[bytes], why: str) -> None:
+    call = replayed(asked([1, 2]))
     *seen, last = events
     assert not any(map(call.passed, seen))
     with pytest.raises(InstanceFailed, match=why):
         call.passed(last)
-    call.close()
 
 
-async def test_what_is_no_event_is_the_instances_failure(server: HttpServer) -> None:
+def test_what_is_no_event_is_the_instances_failure() -> None:
     for event in (b"data: {", b"data: []", b'data: {"choices":[3]}', b'data: {"choices":{"0":1}}'):
-        call = known(server, asked())
+        call = known(asked())
         with pytest.raises(InstanceFailed, match="unreadable"):
             call.passed(event)
-        call.close()
 
 
-async def test_an_error_comes_behind_what_is_out(server: HttpServer) -> None:
-    call = known(server, asked())
+def test_an_error_comes_behind_what_is_out() -> None:
+    call = known(asked())
     frames = call.passed(chunk("a", [1])) + call.passed(chunk("", [2]))
     frames += call.failed(b'data: {"error":{"message":"the engine is dead","code":500}}')
     assert tokens_of(whole_items(frames)) == [(0, [1]), (ERROR, [])]
     reader = ItemReader()
     reader.read(frames)
     assert reader.error is not None and b"the engine is dead" in reader.error
-    call.close()
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import pytest
 from aiohttp import web
 
 from epd_serve.backends.native import NativeConnections
-from epd_serve.backends.vllm import VllmInstances
-from epd_serve.backends.vllm_server import VllmTarget
+from epd_serve.backends.vllm import VllmInstances, VllmTarget
+from epd_serve.backends.vllm_command import Connectors
 from epd_serve.protocol.wire import ChatMessage, DecodeRequest, OutputOptions, Part, PrefillRequest
 from epd_serve.types import Role, SamplingParams
 
@@ -34,8 +34,9 @@ async def ask(serve: Any, p_cached: int | None, *, stream: bool, for_vllm: str) 
         events = [msgspec.json.encode(one) for one in told] + [b"[DONE]"]
         return web.Response(body=b"".join(b"data: " + event + b"\n\n" for event in events))
 
-    given: dict[str, Any] = {"device": "cpu", "dtype": "float32", "model_path": "", "kv": "nixl", "pulls": True}
-    targets = {f"{role.lower()}0": VllmTarget(role=Role.parse(role), **given) for role in "PD"}
+    given: dict[str, Any] = {"device": "cpu", "dtype": "float32", "model_path": ""}
+    used = Connectors(kv="nixl", pulls=True)
+    targets = {f"{role.lower()}0": VllmTarget(role=Role.parse(role), connectors=used, **given) for role in "PD"}
     async with serve(answer) as port, NativeConnections() as connections:
         others = VllmInstances(connections, targets)
         calls = {name: others.connect(name, f"http://127.0.0.1:{port}/{name}") for name in targets}

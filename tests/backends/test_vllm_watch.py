@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from epd_serve.backends import vllm_chat
+from epd_serve.backends import vllm, vllm_request
 from epd_serve.backends.native import NativeConnections
-from epd_serve.backends.vllm import VllmInstance, VllmInstances
-from epd_serve.backends.vllm_server import STUCK_S, EngineWatch, VllmFigures, VllmTarget, read_figures
+from epd_serve.backends.vllm import VllmInstance, VllmInstances, VllmTarget
+from epd_serve.backends.vllm_command import Connectors
 from epd_serve.errors import Conflict, InvalidRequest, StageTimeout
 from epd_serve.protocol.instance_state import LeaveOrder, RoleOrder
 from epd_serve.types import Role
@@ -32,9 +32,6 @@ class Server:
     answers: asyncio.Event = field(default_factory=asyncio.Event)
     asked: list[tuple[str, Any]] = field(default_factory=list)
     port: int = 0
-
-    def figures(self) -> VllmFigures:
-        return read_figures(self.metrics())
 
     def metrics(self) -> str:
         return (
@@ -69,7 +66,8 @@ def serving(serve: Any) -> Any:
 
 
 def target(role: str, **fields: Any) -> VllmTarget:
-    return VllmTarget(role=Role.parse(role), device="cpu", dtype="float32", model_path="/model", **fields)
+    used = Connectors(**fields)
+    return VllmTarget(role=Role.parse(role), device="cpu", dtype="float32", model_path="/model", connectors=used)
 
 
 @asynccontextmanager
@@ -93,7 +91,7 @@ async def test_a_server_that_reads_a_burst_of_calls_may_answer_later(serving: An
     async with serving() as server, instance(server) as calls:
         await calls.info()
         server.answers.clear()
-        calls._prompts |= dict.fromkeys(range(10), 1)
+        calls._encodes |= dict.fromkeys(range(10), 1)
         asyncio.get_running_loop().call_later(0.6, server.answers.set)
         await calls.probe(0.2)
         server.answers.clear()
@@ -101,29 +99,28 @@ async def test_a_server_that_reads_a_burst_of_calls_may_answer_later(serving: An
             await calls.probe(0.2)
 
 
-def test_an_engine_that_stands_still_for_minutes_is_stuck() -> None:
-    watch, server = EngineWatch("d0"), Server(running=1, tokens=5)
-    for after_s, num_tokens in ((0, 0), (STUCK_S, 0), (STUCK_S + 1, 1), (2 * STUCK_S, 0)):
-        server.tokens += num_tokens
-        watch.look(server.figures(), 1000.0 + after_s)
-    with pytest.raises(StageTimeout, match="computed nothing"):
-        watch.look(server.figures(), 1002.0 + 2 * STUCK_S)
+async def test_an_engine_that_stands_still_is_stuck(serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "STUCK_S", 0.3)
+    async with serving(running=1, tokens=5) as server, instance(server) as calls:
+        for _ in range(3):  # it moves
+            await calls.info()
+            await asyncio.sleep(0.2)
+            await calls.probe(PROMPT_S)
+            server.tokens += 1
+        server.tokens -= 1
+        await asyncio.sleep(0.2)
+        await calls.info()
+        with pytest.raises(StageTimeout, match="computed nothing"):
+            await calls.probe(PROMPT_S)
 
 
 async def test_a_fresh_process_meets_all_that_compiles_before_it_gets_work(serving: Any) -> None:
     async with serving() as server, instance(server) as calls:
         assert (await calls.info()).ready
-        bodies = [body for path, body in server.asked if path == vllm_chat.COMPLETION]
+        bodies = [body for path, body in server.asked if path == vllm_request.COMPLETION]
         assert any(body.get("logprobs") and body.get("n") == 2 and body.get("top_p") for body in bodies)
         assert any(body.get("logprobs") and "n" not in body for body in bodies)
-        assert server.paths()[-1] == vllm_chat.CHAT, "and a picture"
-
-
-def test_a_picture_to_warm_up_with_is_none_of_a_client() -> None:
-    bodies = [vllm_chat.trial_body("m", "image", is_new=is_new) for is_new in (True, True, False, False)]
-    names = [body["messages"][0]["content"][0]["uuid"] for body in bodies]
-    assert len(set(names)) == 3, "where it stays for good, there is one"
-    assert all(body["ec_transfer_params"]["trial"] for body in bodies)
+        assert server.paths()[-1] == vllm_request.CHAT, "and a picture"
 
 
 @asynccontextmanager

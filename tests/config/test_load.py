@@ -17,7 +17,7 @@ NPUS = "devices: ['npu:0', 'npu:1', 'npu:2']"
         ("model: demo\n\ntopology: (E-P-D", 3, "topology"),
         ("topology: E@tp2-P-D", 1, "topology"),
         ("topology: E-PD\ndevices:\n  - cuda:0\n  - gpu", 4, "devices.1"),
-        ("instances:\n  num_blocks: 3\n  kv_cache_bytes: 2GiB", 1, "instances"),
+        ("instances:\n  num_blocks: 3", 2, "instances.num_blocks: unknown key"),
         ("instances:\n  kv_transfer:\n    group_layers: 0", 3, "instances.kv_transfer.group_layers"),
         ("instances: {batching: {order: slack}}", 1, "batching.order: slack"),
         ("roles: {P: {kv_transfer: {transport: mooncake}}}", 1, "kv_transfer.transport is mooncake for P alone"),

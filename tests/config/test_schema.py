@@ -30,15 +30,15 @@ def test_deployment_files_load_and_are_in_the_readme(file: Path) -> None:
 
 def test_a_role_overrides_single_settings() -> None:
     config = parse_config(
-        "instances: {threads: 4, num_blocks: 100, kv_transfer: {transport: tcp, group_layers: 2},"
+        "instances: {threads: 4, kv_cache_bytes: 100, kv_transfer: {transport: tcp, group_layers: 2},"
         " batching: {order: slack}}\nslo: {ttft_ms: 900, tpot_ms: 40}\n"
         "roles: {E: {threads: 1}, D: {kv_cache_bytes: 1GiB, kv_transfer: {group_layers: auto},"
         " batching: {order: fcfs}}}"
     )
     encode, prefill, decode = (config.settings_for(role) for role in "EPD")
-    assert (encode.threads, encode.num_blocks) == (1, 100)
-    assert (prefill.threads, prefill.num_blocks, prefill.kv_transfer.group_layers) == (4, 100, 2)
-    assert (decode.num_blocks, decode.kv_cache_bytes) == (None, 2**30)
+    assert (encode.threads, encode.kv_cache_bytes) == (1, 100)
+    assert (prefill.threads, prefill.kv_transfer.group_layers) == (4, 2)
+    assert decode.kv_cache_bytes == 2**30
     assert (decode.kv_transfer.transport, decode.kv_transfer.group_layers) == ("tcp", "auto")
     assert (prefill.batching.order, decode.batching.order) == ("slack", "fcfs")
     vllm = parse_config(
@@ -56,7 +56,6 @@ def test_every_setting_reaches_the_instance() -> None:
         if isinstance(field.default, int | float | None) and not isinstance(field.default, bool)
     }
     values |= {"memory_share": 0.25, "share": 0.5, "tower_share": 0.75}
-    values.pop("kv_cache_bytes", None)  # the same thing as num_blocks
     values.pop("resident")  # a word
     config = DeploymentConfig.model_validate({"instances": values, "mooncake": {"devices": "mlx5_0"}})
     options = config.options_for(config.placement()[1], device="cpu", port=9001, threads=values["threads"])

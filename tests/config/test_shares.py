@@ -31,9 +31,9 @@ def test_numbers_stand_and_the_rest_goes_to_the_others_in_the_group_alone() -> N
     [
         (
             "roles: {E: {share: 0.7}, D: {share: 0.5}}",
-            r"sum to 1\.2 \(e0 0\.7, d0 0\.5\); the sum must be at most 1",
+            r"share: e0 0\.7, d0 0\.5 of cpu sum to 1\.2; the sum must be at most 1",
         ),
-        ("roles: {E: {share: 1}}", r"\(e0 1\) leave nothing to d0; lower them"),
+        ("roles: {E: {share: 1}}", "share: e0 1 of cpu leave nothing to d0; lower them"),
         ("roles: {E: {share: 1.5}}", "share"),
         ("roles: {E: {share: 0}}", "share"),
     ],
@@ -46,7 +46,7 @@ def test_what_does_not_fit_is_refused(text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("roles", "message"),
     [
-        ("P: {memory_share: 0.7}, D: {memory_share: 0.5}", r"cuda:0 sum to more than 1 \(p0 0\.7, d0 0\.5\)"),
+        ("P: {memory_share: 0.7}, D: {memory_share: 0.5}", r"p0 0\.7, d0 0\.5 of cuda:0 sum to 1\.2"),
         ("P: {memory_share: 0.9}", r"p0 0\.9 of cuda:0 leave nothing to d0"),
     ],
 )

@@ -1,7 +1,7 @@
 import pytest
 
+from epd_serve.backends.vllm_command import Connectors
 from epd_serve.config import parse_config
-from epd_serve.config.vllm import connectors
 from proxy.settings import GatewaySettings
 
 
@@ -18,7 +18,8 @@ from proxy.settings import GatewaySettings
 )
 def test_connectors_suit_the_devices_and_the_topology(text: str, chosen: tuple[str | None, str | None]) -> None:
     config = parse_config(f"engine: vllm\n{text}")
-    assert connectors(config.placement(), config.vllm) == chosen
+    used = Connectors.between(config.placement(), config.vllm.kv)
+    assert (used.features, used.kv) == chosen
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def test_links_files_and_options_of_a_page_exist(page: Path) -> None:
 
 
 def is_option(section: type[BaseModel], path: str) -> bool:
-    """Whether a path as ``gateway.media.max_bytes`` leads to an option, or to a section of options."""
+    """Whether a path as ``gateway.media.max_items`` leads to an option, or to a section of options."""
     name, _, rest = path.partition(".")
     if (field := section.model_fields.get(name)) is None:
         return False

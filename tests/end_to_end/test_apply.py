@@ -83,7 +83,7 @@ def test_no_request_notices_a_ring_of_topologies(tmp_path: Path, monkeypatch: py
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_failed_start_changes_nothing_and_the_next_file_is_taken(deployment: LocalDeployment) -> None:
     with pytest.raises(ApplyStopped) as stopped:
-        await deployment.apply(topology("E-2P-D", "roles: {P: {num_blocks: 100000000000000}}"))
+        await deployment.apply(topology("E-2P-D", "roles: {P: {kv_cache_bytes: 3000000000000000000}}"))
     assert "died: exit code" in str(stopped.value)
     assert "keeps serving with e0 (E), p0 (P), d0 (D)" in str(stopped.value)
     assert roles(deployment) == ["D", "E", "P"] and await serves(deployment)

@@ -3,35 +3,46 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import tiny_models
 from fleet import Books, figures, gateway
 from http_client import http_client
-from identity import QUESTIONS, answer_whole, start_fleet
+from identity import QUESTIONS, Question, answer_whole, start_fleet
 
-NUM_ROUNDS = 8
+from epd_serve.routing.routes import ASSIST_THRESHOLD
 
 
 async def test_an_encoder_assists_and_tokens_are_those_of_generate(tmp_path: Path) -> None:
     path = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
-    roles = {"EPD": {"assist": True}, "PD": {"max_num_seqs": 2}}
+    texts = [question for question in QUESTIONS if not question.images]
+    bodies = {question: question.body(stream=False, ignore_eos=True) for question in QUESTIONS}
     async with (
-        start_fleet(path, "EPD-PD", roles=roles) as fleet,
+        start_fleet(path, "EPD-PD", roles={"EPD": {"assist": True}}) as fleet,
         gateway(fleet.urls) as url,
         http_client(url) as client,
     ):
-        one_by_one = [await answer_whole(client, one.body(stream=False, ignore_eos=True)) for one in QUESTIONS]
-        assert one_by_one == [fleet.expected[question] for question in QUESTIONS]
-        assert not (await figures(fleet.urls["epd0"]))["steps_total"], "the queue is short"
-        texts = [question for question in QUESTIONS if not question.images]
-        asked = [*(NUM_ROUNDS * texts), *QUESTIONS]
-        bodies = [question.body(stream=False, ignore_eos=True) for question in asked]
-        for _ in range(5):  # while the encoder's last report shows an encode, it takes no text
-            answers = await asyncio.gather(*(answer_whole(client, body) for body in bodies))
+
+        async def check(asked: Sequence[Question]) -> None:
+            answers = await asyncio.gather(*(answer_whole(client, bodies[question]) for question in asked))
             assert answers == [fleet.expected[question] for question in asked]
-            if (await figures(fleet.urls["epd0"]))["steps_total"]:
-                break
+
+        for question in QUESTIONS:
+            await check([question])
+        encoder = fleet.urls["epd0"]
+        assert not (await figures(encoder))["steps_total"], "the queue is short"
+        pid = fleet.deployment.instances["pd0"].pid
+        os.kill(pid, signal.SIGSTOP)  # so that the texts queue there
+        asked = asyncio.create_task(check(texts * (ASSIST_THRESHOLD // len(texts) + 1)))
+        try:
+            async with asyncio.timeout(60):
+                while not (await figures(encoder))["steps_total"]:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        await asyncio.gather(asked, check(QUESTIONS))
         await Books(fleet.urls).check()
-        assert (await figures(fleet.urls["epd0"]))["steps_total"] > 0
         assert not (await figures(fleet.urls["pd0"]))["tower_images_total"]

@@ -71,7 +71,12 @@ class Site:
 @pytest.mark.slow
 async def test_a_late_decode_gets_an_encoder_and_no_answer_notices() -> None:
     port = free_port("127.0.0.1")
-    settings = {"slo": SLO, "roles": ROLES, "elastic": {"cooldown_s": 1}, "instances": {"num_blocks": 512}}
+    settings = {
+        "slo": SLO,
+        "roles": ROLES,
+        "elastic": {"cooldown_s": 1},
+        "instances": {"kv_cache_bytes": 512 << 15},
+    }
     async with (
         deployed("2E-P-D", gateway={"admin": {"port": port}}, **settings) as deployment,
         http_client() as client,

@@ -29,7 +29,7 @@ STREAMED = chat("Count to 9.", max_tokens=1500, ignore_eos=True, stream=True)
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def deployment() -> AsyncIterator[LocalDeployment]:
-    instances = {"lease_s": 6, "feature_timeout_s": 8, "max_num_batched_tokens": 64}
+    instances = {"peer_timeout_s": 6, "max_num_batched_tokens": 64}
     async with deployed("E-P-D", restart="never", instances=instances) as deployment:
         yield deployment
 

@@ -17,18 +17,18 @@ pytestmark = pytest.mark.slow
 
 #: So little is to be measured where budgets are searched for.
 SMALL_BUDGETS = {"image_budget_pixels": 10 * 140 * 140, "max_num_seqs": 16}
-#: Of a pool in which the eight questions cannot all run at once: sequences are preempted and go on.
-SMALL_POOL = 11
+#: Eleven blocks, in which the eight questions cannot all run at once: sequences are preempted and go on.
+SMALL_POOL = 11 * 40960
 
 CASES: dict[str, dict[str, Any]] = {
     "budgets, slack, encodes after prefill, small pool, trace": {
         "slo": {"ttft_ms": 4000, "tpot_ms": 400},
-        "instances": {"batching": {"order": "slack"}, "num_blocks": SMALL_POOL, **SMALL_BUDGETS},
+        "instances": {"batching": {"order": "slack"}, "kv_cache_bytes": SMALL_POOL, **SMALL_BUDGETS},
         "trace": True,
         "baselines": {"encodes": "after-prefill"},
     },
     "no budgets, shortest first, small pool, late features": {
-        "instances": {"batching": {"order": "sjf"}, "num_blocks": SMALL_POOL},
+        "instances": {"batching": {"order": "sjf"}, "kv_cache_bytes": SMALL_POOL},
         "baselines": {"prefetch": "sync"},
     },
     "budgets, encodes beside decodes, layer by layer": {
@@ -49,7 +49,7 @@ async def test_tokens_equal_generate(case: str, tmp_path: Path, monkeypatch: pyt
     model = tiny_models.make_tiny_model("qwen3_vl", tmp_path / "model")
     for name, value in environment(**settings.pop("baselines")).items():
         monkeypatch.setenv(name, value)
-    small = "num_blocks" in settings["instances"]
+    small = "kv_cache_bytes" in settings["instances"]
     async with start_fleet(model, "E-P-ED-EPD-D", **settings) as fleet:
         for _ in range(3):  # whether sequences meet in the small pool is a matter of timing
             for names in TOPOLOGIES.values():

@@ -34,7 +34,7 @@ async def deployment() -> AsyncIterator[LocalDeployment]:
         "E-P-D",
         gateway={"max_in_flight": 10},  # of the 24 that come at once: the others wait, and some leave then
         # few blocks and a small store, so that requests wait for each other at every stage
-        instances={"num_blocks": 80, "max_num_batched_tokens": 64, "feature_cache_bytes": 1 << 18},
+        instances={"kv_cache_bytes": 80 << 15, "max_num_batched_tokens": 64, "feature_cache_bytes": 1 << 18},
     ) as deployment:
         yield deployment
         await Books.of(deployment).check()

@@ -94,7 +94,7 @@ async def running() -> AsyncIterator[Fleet]:
     async with (
         deployed(
             "E-P-D",
-            instances={"lease_s": LEASE_S, "feature_timeout_s": 12},
+            instances={"peer_timeout_s": LEASE_S},
             baselines={"bandwidth": BYTES_PER_S, "latency_ms": 200},
             backoff_s=0.1,
         ) as deployment,

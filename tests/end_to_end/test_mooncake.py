@@ -67,7 +67,7 @@ async def test_a_deployment_starts_its_own_master_and_answers_as_ever(model: Pat
             if both["store_hits_total"] >= 2:
                 break
         assert both["store_misses_total"] == both["store_puts_total"] == 2 <= both["store_hits_total"]
-        assert both["store_held_bytes"] == both["store_put_bytes_total"] > 0
+        assert both["store_put_bytes_total"] > 0
         assert both["store_put_seconds_count"] == 2
         assert told["p0"]["store_fetches_total"] == told["p0"]["store_fetch_seconds_count"] == 2
         assert told["p0"]["feature_arrivals_total"] == 2

@@ -189,7 +189,7 @@ async def test_processes_that_die_and_change_roles(
             "(E-P)-2D",
             SHAPE,
             gateway={"admin": {"port": admin_port}},
-            instances={"num_blocks": 2048, "max_model_len": 8192},
+            instances={"kv_cache_bytes": "1792MiB", "max_model_len": 8192},
             served_model_name="demo",
             devices=["emulated:h200 x 3"],
             backoff_s=0.1,

@@ -29,7 +29,7 @@ _MODEL = {
     "model": {"shape_of": "qwen2.5-vl-7b"},
     "served_model_name": "demo",
     "devices": ["emulated:h200 x 3"],
-    "instances": {"num_blocks": 2048, "max_model_len": 8192},
+    "instances": {"kv_cache_bytes": "1792MiB", "max_model_len": 8192},
 }
 
 

@@ -22,7 +22,6 @@ from prompts import completion
 
 from device.registry import get_device
 from epd_serve.config import InstanceOptions, ShapeConfig
-from epd_serve.config.role_files import in_role, remember, remembered
 from epd_serve.engine.emulated.digests import LAYER_BYTES
 from epd_serve.errors import Conflict, InstanceLost, InvalidRequest, ServeError, StageTimeout, Unavailable
 from epd_serve.instance import lifecycle as lifecycle_module
@@ -56,6 +55,10 @@ async def read(answer: LinkCall) -> list[tuple[int, list[int], bytes]]:
 
 def tokens(answer: list[tuple[int, list[int], bytes]]) -> list[int]:
     return [token for _, ids, _ in answer for token in ids]
+
+
+#: Bytes of a KV block of :func:`model`.
+BLOCK = 40960
 
 
 def role_settings(path: Path, **roles: Any) -> None:
@@ -150,8 +153,8 @@ async def test_an_order_is_called_back_cancelled_or_too_late(model: Path) -> Non
 
 
 async def test_what_a_failed_rebuild_has_made_is_kept_or_given_back(model: Path, tmp_path: Path) -> None:
-    role_settings(tmp_path, E={}, D={"num_blocks": 1}, P={"num_blocks": 1})
-    async with serving(model, "E", switch_dir=tmp_path, resident="all") as instance:
+    role_settings(tmp_path, E={}, D={"kv_cache_bytes": BLOCK}, P={"kv_cache_bytes": BLOCK})
+    async with serving(model, "E", switch_dir=tmp_path, resident="all", num_blocks=None) as instance:
         before, parts = num_slabs(instance), set[int]()
         for epoch, role in enumerate(("D", "P", "D"), start=1):  # too few blocks for a pool
             with pytest.raises(ServeError):
@@ -162,7 +165,7 @@ async def test_what_a_failed_rebuild_has_made_is_kept_or_given_back(model: Path,
             parts.add(id(instance.weights))
             assert instance.weights is not None and num_slabs(instance) == before
         assert len(parts) == 1, "the weights are not loaded again"
-        role_settings(tmp_path, D={"num_blocks": 20})
+        role_settings(tmp_path, D={"kv_cache_bytes": 20 * BLOCK})
         await instance.lifecycle.switch(RoleOrder(role="D"))
         assert num_slabs(instance) == before + 1
         await Books({"i": instance.url}).check()
@@ -174,7 +177,9 @@ def num_slabs(instance: Instance) -> int:
 
 async def test_weights_and_settings_are_those_of_the_role(model: Path, tmp_path: Path) -> None:
     role_settings(
-        tmp_path, E={"feature_cache_bytes": 1 << 20, "image_budget_pixels": 1 << 16}, P={"num_blocks": 64}
+        tmp_path,
+        E={"feature_cache_bytes": 1 << 20, "image_budget_pixels": 1 << 16},
+        P={"kv_cache_bytes": 64 * BLOCK},
     )
     for resident, stays in (("role", False), ("all", True)):
         async with serving(model, "P", num_blocks=64, resident=resident, switch_dir=tmp_path) as instance:
@@ -190,15 +195,20 @@ async def test_weights_and_settings_are_those_of_the_role(model: Path, tmp_path:
 
 def test_the_role_outlives_the_process(tmp_path: Path) -> None:
     options = InstanceOptions(
-        name="p0", role=Role.parse("P"), model=Path("m"), served_model_name="m", switch_dir=tmp_path, num_blocks=10
+        name="p0",
+        role=Role.parse("P"),
+        model=Path("m"),
+        served_model_name="m",
+        switch_dir=tmp_path,
+        kv_cache_bytes=10,
     )
-    assert remembered(options) == options
-    role_settings(tmp_path, D={"num_blocks": 20}, P={"num_blocks": 10})
-    remember(in_role(options, Role.parse("D")))
-    again = remembered(options)
-    assert (str(again.role), again.num_blocks) == ("D", 20)
-    remember(in_role(again, Role.parse("P")))
-    assert remembered(options) == options
+    assert options.in_remembered_role() == options
+    role_settings(tmp_path, D={"kv_cache_bytes": 20}, P={"kv_cache_bytes": 10})
+    options.in_role(Role.parse("D")).remember_role()
+    again = options.in_remembered_role()
+    assert (str(again.role), again.kv_cache_bytes) == ("D", 20)
+    again.in_role(Role.parse("P")).remember_role()
+    assert options.in_remembered_role() == options
 
 
 # ---------------------------------------------------------------------- leaving

@@ -88,7 +88,7 @@ def test_gpus_that_this_torch_cannot_use_are_named(
         ("devices: [cpu]\ntopology: EP-D", "native", "not for cpu"),
         ("devices: [cuda:0, cpu]\ntopology: EP-D", "native", "not for cpu"),
         (f"{GPUS}ED-P", "native", "ED: a vLLM instance"),
-        (f"{GPUS}EPD\ninstances: {{lease_s: 5}}", "native", "lease_s .* has no effect"),
+        (f"{GPUS}EPD\ninstances: {{image_budget_pixels: 5}}", "native", "image_budget_pixels .* has no effect"),
     ],
 )
 def test_gpus_get_the_vllm_that_knows_the_model(text: str, engine: str, why: str, tmp_path: Path) -> None:

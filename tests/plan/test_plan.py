@@ -25,6 +25,7 @@ from epd_serve.plan.strategies import Found, cheapest, enumerate_plans, tpe
 from epd_serve.sim.simulator import Job
 from epd_serve.sim.workloads import SimRequest
 from epd_serve.topology import parse_topology
+from epd_serve.types import Stage
 
 SHAPE = shape_of("qwen2.5-vl-7b")
 TEXT = "synthetic,image_share=0,text_tokens=normal:512:256,output_tokens=normal:128:64"
@@ -92,7 +93,7 @@ def test_triinfers_35_topologies() -> None:
     assert len(set(lines)) == len(lines) == 35
     for line in all_methods(5) + with_widths([], [2], 6):
         topology = parse_topology(line)
-        assert str(topology) == line and not topology.text_only
+        assert str(topology) == line and Stage.ENCODE in topology.stages
         assert topology.num_devices == (6 if "@" in line else 5)
     assert all(one.topology.num_devices == 3 for one in candidates(fleet(3)))
 

@@ -75,12 +75,6 @@ async def test_a_bomb_is_refused_before_it_is_decoded(gateway, kit):
     assert "50000000 pixels" in error["message"]
 
 
-async def test_too_many_bytes_are_refused_before_they_are_decoded(start, kit):
-    gateway = await start("pd0:PD", media={"max_bytes": 1000})
-    status, error = await gateway.error(kit.chat(kit.data_url(b"x" * 2000)))
-    assert (status, error["param"]) == (413, IMAGE_PARAM)
-
-
 async def test_the_number_of_images_is_limited(start, kit):
     gateway = await start("pd0:PD", media={"max_items": 2})
     picture = kit.data_url(kit.picture())

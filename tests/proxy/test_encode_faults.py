@@ -73,7 +73,7 @@ async def test_an_image_that_the_encoder_refuses_is_the_clients_error(start, kit
 
 async def test_encoders_that_stall_leave_p_time_to_encode(start, kit):
     """P waits twice the time that the first encoder is given; however many stall, a quarter of it is P's own."""
-    gateway = await start("e0:E", "e1:E", "e2:E", "p0:P", "d0:D", instances={"feature_timeout_s": 1.0})
+    gateway = await start("e0:E", "e1:E", "e2:E", "p0:P", "d0:D", instances={"peer_timeout_s": 1.0})
     stalled = ("e0", "e1", "e2")
     for name in stalled:
         gateway[name].scripts["/stage/encode"] = lambda _: [kit.FOREVER]
@@ -83,7 +83,7 @@ async def test_encoders_that_stall_leave_p_time_to_encode(start, kit):
 
 
 async def test_p_that_encodes_itself_has_all_the_time_it_gives_itself(start, kit):
-    gateway = await start("ep0:EP", "d0:D", instances={"feature_timeout_s": 0.2})
+    gateway = await start("ep0:EP", "d0:D", instances={"peer_timeout_s": 0.2})
     gateway["ep0"].scripts["/stage/encode"] = lambda _: [0.4, *ENCODED]
     gateway["ep0"].scripts["/stage/prefill"] = lambda _: [encoded_by(gateway, "ep0"), 0.5, kit.DECODE]
     assert await gateway.answer(kit.chat(red(kit))) == (200, kit.WHOLE)

@@ -98,8 +98,8 @@ async def site():
     await runner.cleanup()
 
 
-def fetcher(timeout_s=60.0, **media):
-    return MediaFetcher(gateway_settings(media={"max_bytes": 5000} | media), timeout_s)
+def fetcher(timeout_s=60.0, max_bytes=5000, **media):
+    return MediaFetcher(gateway_settings(max_body_bytes=max_bytes, media=media), timeout_s)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from benchmarks.elastic.simulated import LIMITS, START, figures, requests, run, 
 from benchmarks.elastic.switching import Switching
 from epd_serve.autoscale.controller import Controller, Decision, Kind, Order
 from epd_serve.autoscale.instance_load import InstanceLoad
-from epd_serve.config.elastic import ElasticConfig
+from epd_serve.config.sections import ElasticConfig
 from epd_serve.types import Role, Stage
 
 

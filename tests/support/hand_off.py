@@ -125,7 +125,7 @@ def prefill_service(
         telemetry=telemetry,
         refusals=Refusals("p0"),
         clean_ups=clean_ups,
-        options=SimpleNamespace(lease_s=lease_s),
+        options=SimpleNamespace(peer_timeout_s=lease_s),
         processor=RequestProcessor(1, queue_timeout_s=60, spans=telemetry.spans),
     )
     weights: Any = SimpleNamespace(prompts=prompts, compiler=None, memory=Memory())

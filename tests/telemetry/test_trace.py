@@ -62,8 +62,9 @@ def serve_one(directory: Path, request_id: str = "r", *, close: bool = True) -> 
 
 
 def test_each_file_is_json_with_names_of_process_and_threads(tmp_path: Path) -> None:
-    e, *_ = serve_one(tmp_path)
+    e, *_ = serve_one(directory := tmp_path / "traces")
     events = json.loads(e.writer.path.read_text())
+    assert (directory.stat().st_mode & 0o777, e.writer.path.stat().st_mode & 0o777) == (0o700, 0o600)
     assert events[0] == {"ph": "M", "name": "process_name", "pid": os.getpid(), "tid": 0, "args": {"name": "e0"}}
     [track] = [event["tid"] for event in events if event["name"] == "thread_name"]
     [batch] = [event for event in events if event["ph"] == "X"]
@@ -181,20 +182,3 @@ def test_the_command_joins_and_prints(
     found = json.loads(figures([str(tmp_path / "traces"), "--json"], monkeypatch, capsys))
     assert found["num_requests"] == 1
     assert found["rows"]["stages"]["mean_ms"] == pytest.approx(17900)
-
-
-def test_a_trace_is_its_owners(tmp_path: Path) -> None:
-    writer = TraceWriter(tmp_path / "traces", "p0")
-    writer.close()
-    assert (tmp_path / "traces").stat().st_mode & 0o777 == 0o700
-    assert writer.path.stat().st_mode & 0o777 == 0o600
-
-
-def test_a_trace_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("epd_serve.telemetry.trace_file._MAX_BYTES", 1500)
-    writer = TraceWriter(tmp_path, "e0")
-    for number in range(100):
-        writer.put(work("tower", "encode", number, number + 1))
-    writer.close()
-    assert writer.path.stat().st_size <= 1500
-    assert read_traces(tmp_path).events

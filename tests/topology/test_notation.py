@@ -77,11 +77,6 @@ def test_counts_of_devices_and_instances(text: str, devices: int, instances: int
     assert (topology.num_devices, topology.num_instances) == (devices, instances)
 
 
-def test_a_topology_without_e_is_text_only() -> None:
-    assert parse_topology("P-D").text_only
-    assert not parse_topology("E-P-D").text_only
-
-
 @pytest.mark.parametrize(
     ("text", "position", "words"),
     [

@@ -20,22 +20,23 @@ def test_a_group_shares_one_device_and_says_with_whom() -> None:
 
 
 def test_tensor_parallel_instances_take_several_devices_and_narrower_partners_the_first_of_them() -> None:
-    devices = [f"cuda:{index}" for index in range(4)]
-    instances = {i.name: i for i in place(parse_topology("(E-P@tp2)-D@tp2"), devices)}
-    assert instances["e0"].devices == ("cuda:0",)
-    assert instances["p0"].devices == ("cuda:0", "cuda:1")
-    assert instances["d0"].devices == ("cuda:2", "cuda:3")
-    assert instances["d0"].tensor_parallel == 2
+    found = placed("(E-P@tp2)-D@tp2", *(f"cuda:{index}" for index in range(4)))
+    assert found == {"e0": ("cuda:0",), "p0": ("cuda:0", "cuda:1"), "d0": ("cuda:2", "cuda:3")}
 
 
 def test_names_count_per_role_over_the_whole_line() -> None:
     assert list(placed("E-(E-P)-2EPD-PD", "cpu")) == ["e0", "e1", "p0", "epd0", "epd1", "pd0"]
 
 
-def test_too_few_devices_says_how_many_are_needed() -> None:
-    with pytest.raises(ValueError, match=r"E-P-D needs 3 devices, but the list has 2 \(npu:0, npu:1\)"):
-        placed("E-P-D", "npu:0", "npu:1")
-    with pytest.raises(ValueError, match=r"EPD needs 1 device, but the list has 0 \(none\)"):
-        placed("EPD")
-    with pytest.raises(ValueError, match="needs 3 devices, but the list has 2"):
-        placed("E-P-D", "cuda:0", "cpu")
+@pytest.mark.parametrize(
+    ("text", "devices", "message"),
+    [
+        ("E-P-D", ["npu:0", "npu:1"], r"E-P-D needs 3 devices, but the list has 2 \(npu:0, npu:1\)"),
+        ("EPD", [], r"EPD needs 1 device, but the list has 0 \(none\)"),
+        ("E-P-D", ["cuda:0", "cpu"], "needs 3 devices, but the list has 2"),
+        ("P-D", ["cuda:0", "cuda:0"], "cuda:0 is listed 2 times"),
+    ],
+)
+def test_devices_that_do_not_suffice_are_refused(text: str, devices: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        placed(text, *devices)

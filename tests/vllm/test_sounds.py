@@ -36,7 +36,7 @@ def test_answers_are_those_of_vllm_alone(python: str, tmp_path: Path, monkeypatc
         assert len({token for answer in expected for token, _ in answer}) > 4
         for stream in (False, True):
             check_all(deployment.url, bodies, expected, stream=stream)
-        assert figures(deployment.urls["e0"])["epd_serve_features_total encoded"] == len(bodies)
+        assert figures(deployment.urls["e0"])["epd_serve_features_total encoded"] == len(bodies) + 1
         assert figures(deployment.urls["p0"])["epd_serve_features_total fetched"] == len(bodies)
         for name in deployment.urls:
             deployment.check_idle(name)

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from epd_serve.config import InstanceOptions, decode_graph_sizes
 from epd_serve.config.model_files import chat_template
-from epd_serve.config.sizes import MIN_BLOCKS, in_binary_units
+from epd_serve.config.sizes import in_binary_units
 from epd_serve.engine.kv_memory import KVMemory, block_nbytes, num_kv_blocks
 from epd_serve.engine.pace import StepTimer
 from epd_serve.engine.prefill_graphs import prefill_graph_sizes
@@ -211,7 +211,7 @@ class LanguageWeights:
             if num_blocks < layout.state_blocks + 2:
                 raise ValueError(
                     f"the recurrent state of one sequence takes {state_bytes}, {layout.state_blocks} of "
-                    f"{num_blocks} KV blocks; raise num_blocks to {MIN_BLOCKS + layout.state_blocks}"
+                    f"{num_blocks} KV blocks; raise kv_cache_bytes"
                 )
             logger.info(
                 "the recurrent state of a sequence takes %s, %d of %d KV blocks; prefix caching is off",
@@ -225,7 +225,7 @@ class LanguageWeights:
             device,
             instance.transport,
             staging_bytes=options.staging_bytes,
-            lease_s=options.lease_s,
+            lease_s=options.peer_timeout_s,
             shares=options.kv_transfer.transport == "auto",
             registers=self._model.are_regions_reached(instance.transport),
         )

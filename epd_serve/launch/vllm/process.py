@@ -17,14 +17,10 @@ from epd_serve.backends.vllm_command import (
     VllmOptions,
     command_of,
     environment_of,
-    moves_kv,
-    roles_of,
-    takes_features,
 )
 from epd_serve.config import DeploymentConfig, model_path
 from epd_serve.config.shares import DeviceShare
 from epd_serve.config.sizes import StepSizes
-from epd_serve.config.vllm import connectors, pulls
 from epd_serve.launch.native import PreparedInstance, hccl_variables, threads_of
 from epd_serve.launch.processes.process import ProcessSpec
 from epd_serve.launch.vllm.installed import STORE, VllmFound, check_found, find_vllm
@@ -32,14 +28,12 @@ from epd_serve.protocol.addresses import is_loopback, url_of
 from epd_serve.topology import InstancePlacement
 from epd_serve.topology.change import Part
 from epd_serve.topology.placement import CPU
-from epd_serve.types import Stage
 
 #: Keys of ``instances`` and the equivalent flags of vllm serve.
 _SAME = {
     "max_model_len": "max_model_len",
     "max_num_seqs": "max_num_seqs",
     "max_num_batched_tokens": "max_num_batched_tokens",
-    "num_blocks": "num_gpu_blocks_override",
 }
 #: vLLM's default fraction of a device's memory.
 _ALL_MEMORY = 0.92
@@ -50,21 +44,13 @@ FEATURE_DIR = "EPD_SERVE_FEATURE_DIR"
 
 def connectors_of(config: DeploymentConfig, feature_dir: str = "") -> Connectors:
     """Return the connectors that the topology needs; ``feature_dir``: for features as files."""
-    prefill, placement = config.settings_for("P"), config.placement()
-    features, kv = connectors(placement, config.vllm)
-    widths = [
-        max([one.tensor_parallel for one in placement if stage in one.role.stages], default=1)
-        for stage in (Stage.PREFILL, Stage.DECODE)
-    ]
-    return Connectors(
-        features=features,
-        kv=kv,
-        pulls=pulls(placement, kv),
+    prefill = config.settings_for("P")
+    return replace(
+        Connectors.between(config.placement(), config.vllm.kv),
         feature_dir=feature_dir,
         store_bytes=config.settings_for("E").feature_cache_bytes or StepSizes().feature_cache_bytes,
         cache_bytes=prefill.feature_cache_bytes or StepSizes().feature_cache_bytes,
-        feature_timeout_s=prefill.feature_timeout_s,
-        widths=(widths[0], widths[1]),
+        feature_timeout_s=prefill.peer_timeout_s,
     )
 
 
@@ -157,7 +143,7 @@ def vllm_processes(
             role=instance.role,
             kind=(instance.devices, command_of(alike), *sorted(variables.items())),
             devices=instance.devices,
-            roles=roles_of(instance.role, used),
+            roles=used.roles_of(instance.role),
         )
         processes.append(PreparedInstance(placement=instance, port=port, spec=spec, part=part))
     return processes
@@ -190,9 +176,9 @@ def check_engines(config: DeploymentConfig) -> dict[str, VllmFound]:
     used = connectors_of(config)
     for one in config.placement():
         own = needs.setdefault(config.vllm.python_of(str(one.role)), set())
-        if used.kv is not None and moves_kv(one.role, used):
+        if used.kv is not None and used.moves_kv(one.role):
             own.add(used.kv)
-        if used.features == "store" and (str(one.role) == "E" or takes_features(one.role, used)):
+        if used.features == "store" and (str(one.role) == "E" or used.takes_features(one.role)):
             own.add("store")
         if any(device.startswith("npu:") for device in one.devices):
             own.add("vllm_ascend")

@@ -113,7 +113,8 @@ def text_or(kind: Any, wrap: Callable[[str], Any]) -> BeforeValidator:
     )
 
 
-Integer = Annotated[int, BeforeValidator(_as_integer)]
+#: Behind the limits of an integer: in front of them, pydantic would leave them out of the JSON Schema.
+WHOLE = BeforeValidator(_as_integer)
 StopString = Annotated[str, Field(min_length=1)]
 StopStrings = Annotated[
     list[StopString],

@@ -15,11 +15,11 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from epd_serve.errors import InvalidRequest
 from epd_serve.protocol.openai.fields import (
+    WHOLE,
     WIRE_INTEGERS,
     Body,
     ChatNoEffect,
     CommonNoEffect,
-    Integer,
     Labels,
     RequestModel,
     StopString,
@@ -57,10 +57,14 @@ MAX_PROMPTS = 128
 #: OpenAI's default for /v1/completions; a chat without max_tokens may fill the context.
 COMPLETION_MAX_TOKENS = 16
 
-Tokens = Annotated[Integer, Field(ge=1, lt=WIRE_INTEGERS)]
-TokensOrNone = Annotated[Integer, Field(ge=0, lt=WIRE_INTEGERS)]
-NumTop = Annotated[Integer, Field(ge=0, le=MAX_TOP_LOGPROBS)]
-NumTokens = Annotated[Integer, Field(ge=-1, lt=2**31), AfterValidator(lambda number: max(number, 0))]
+Tokens = Annotated[int, Field(ge=1, lt=WIRE_INTEGERS), WHOLE]
+TokensOrNone = Annotated[int, Field(ge=0, lt=WIRE_INTEGERS), WHOLE]
+NumTop = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), WHOLE]
+NumTokens = Annotated[int, Field(ge=-1, lt=2**31), AfterValidator(lambda number: max(number, 0)), WHOLE]
+Seed = Annotated[int, Field(ge=-WIRE_INTEGERS, lt=WIRE_INTEGERS), WHOLE]
+Priority = Annotated[int, Field(ge=-(2**31), lt=2**31), WHOLE]
+NumChoices = Annotated[int, Field(ge=1, le=128), WHOLE]
+NumPromptTop = Annotated[int, Field(ge=-1, le=1 << 20), WHOLE]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 TokenText = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
@@ -85,8 +89,8 @@ class CommonRequest(Body, Labels, CommonNoEffect):
     model: str | None = Field(None, description="Name of the model; default: the served model.")
     temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy; default 1.")
     top_p: float | None = Field(None, gt=0, le=1, description="Nucleus sampling: probability mass to keep.")
-    seed: Integer | None = Field(None, ge=-WIRE_INTEGERS, lt=WIRE_INTEGERS, description="Sampling seed.")
-    priority: Integer | None = Field(None, ge=-(2**31), lt=2**31, description="Lower values run first.")
+    seed: Seed | None = Field(None, description="Sampling seed.")
+    priority: Priority | None = Field(None, description="Lower values run first.")
     cache_salt: str | None = Field(
         None, min_length=1, max_length=4096, description="Share cached prefixes only with requests of equal salt."
     )
@@ -128,7 +132,7 @@ class GenerationRequest(CommonRequest, ChatNoEffect):
     structured_outputs: StructuredOutputs | None = Field(None, description="The same in vLLM's form.")
     ignore_eos: bool | None = Field(None, description="Generate past the end-of-sequence token, for benchmarks.")
     skip_special_tokens: bool | None = Field(None, description="Leave special tokens out; default true.")
-    n: Integer | None = Field(None, ge=1, le=128, description="Number of answers; default 1.")
+    n: NumChoices | None = Field(None, description="Number of answers; default 1.")
     return_token_ids: bool | None = Field(None, description="Return the ids of prompt and answer.")
 
     def _check(self) -> None:
@@ -389,9 +393,7 @@ class VllmFields(GenerationRequest):
 
     ends_with_structure: ClassVar[bool] = False
 
-    prompt_logprobs: Integer | None = Field(
-        None, ge=-1, le=1 << 20, description="Return log-probabilities of the prompt."
-    )
+    prompt_logprobs: NumPromptTop | None = Field(None, description="Return log-probabilities of the prompt.")
 
     def output(self, *, id: str, created: int, model: str) -> OutputOptions:
         options = super().output(id=id, created=created, model=model)

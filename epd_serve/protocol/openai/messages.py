@@ -9,7 +9,7 @@ import msgspec
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from epd_serve.errors import InvalidRequest
-from epd_serve.protocol.openai.fields import Integer, MessageModel, RequestModel, broken_rule, text_or
+from epd_serve.protocol.openai.fields import WHOLE, MessageModel, RequestModel, broken_rule, text_or
 from epd_serve.protocol.openai.tool_format import HERMES, is_object
 from epd_serve.protocol.wire import CalledFunction, ChatMessage, Part
 from epd_serve.types import AS_THE_MODEL, Modality, VideoSampling
@@ -62,12 +62,15 @@ class InputAudio(MessageModel):
     format: Literal["wav", "mp3", "flac", "ogg"] = Field(description="Format of the file.")
 
 
+NumFrames = Annotated[int, Field(ge=1, lt=1 << 20), WHOLE]
+NumFramesOrAll = Annotated[int, Field(ge=-1, lt=1 << 20), WHOLE]
+NumPixels = Annotated[int, Field(ge=1), WHOLE]
+
+
 class VideoFrames(RequestModel):
     """Frame sampling by count, by rate, or by whichever gives fewer frames."""
 
-    num_frames: Integer | None = Field(
-        None, ge=-1, lt=1 << 20, description="Frames of a video, evenly spaced; -1: all."
-    )
+    num_frames: NumFramesOrAll | None = Field(None, description="Frames of a video, evenly spaced; -1: all.")
     fps: float | None = Field(None, gt=0, le=1000, description="Frames per second.")
 
 
@@ -75,11 +78,11 @@ class ProcessorKwargs(VideoFrames):
     """Options of the model's processor. ``fps`` and ``num_frames`` are mutually exclusive; the processor resizes
     images to between ``min_pixels`` and ``max_pixels``."""
 
-    num_frames: Integer | None = Field(None, ge=1, lt=1 << 20, description="Frames of a video, evenly spaced.")
-    max_frames: Integer | None = Field(None, ge=1, lt=1 << 20, description="Maximum frames of a video.")
+    num_frames: NumFrames | None = Field(None, description="Frames of a video, evenly spaced.")
+    max_frames: NumFrames | None = Field(None, description="Maximum frames of a video.")
     do_sample_frames: bool | None = Field(None, description="false: use all frames read.")
-    min_pixels: Integer | None = Field(None, ge=1, description="Minimum pixels of an image after resizing.")
-    max_pixels: Integer | None = Field(None, ge=1, description="Maximum pixels of an image after resizing.")
+    min_pixels: NumPixels | None = Field(None, description="Minimum pixels of an image after resizing.")
+    max_pixels: NumPixels | None = Field(None, description="Maximum pixels of an image after resizing.")
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -10,16 +10,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from epd_serve.errors import InvalidRequest
-from epd_serve.protocol.openai.fields import (
-    WIRE_INTEGERS,
-    Integer,
-    MessageModel,
-    NoEffect,
-    RequestModel,
-    broken_rule,
-    text_or,
-)
-from epd_serve.protocol.openai.generation import MAX_TOP_LOGPROBS, CommonRequest
+from epd_serve.protocol.openai.fields import MessageModel, NoEffect, RequestModel, broken_rule, text_or
+from epd_serve.protocol.openai.generation import CommonRequest, NumTop, Tokens
 from epd_serve.protocol.openai.messages import MAX_MESSAGES, MAX_PARTS
 from epd_serve.protocol.openai.tools import MAX_TOOLS, FunctionDefinition, FunctionName, NamedFunction, Schema
 from epd_serve.protocol.openai.translated import AnswerTranslation, TranslatedChat
@@ -135,8 +127,8 @@ class ResponsesRequest(CommonRequest, ResponsesNoEffect):
         text_or(list[InputItem], lambda text: [{"role": "user", "content": text}]),
     ]
     instructions: str | None = Field(None, description="The system message.")
-    max_output_tokens: Integer | None = Field(None, ge=1, lt=WIRE_INTEGERS, description="Maximum tokens.")
-    top_logprobs: Integer | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, description="Alternatives per token.")
+    max_output_tokens: Tokens | None = Field(None, description="Maximum tokens.")
+    top_logprobs: NumTop | None = Field(None, description="Alternatives per token.")
     include: list[Included] | None = Field(None, max_length=16, description="Additional parts of the answer.")
     text: TextOptions | None = Field(None, description="Options of the answer's text.")
     reasoning: Reasoning | None = Field(None, description="Options of reasoning models.")

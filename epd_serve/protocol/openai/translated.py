@@ -114,14 +114,15 @@ class AnswerTranslation:
         for choice in body["choices"]:
             delta, logprobs = choice[field], choice.get("logprobs") or {}
             if thought := delta.get("reasoning_content") or delta.get("reasoning"):
-                self._append("thought", thought)
+                self._begin_item("thought")
+                self._extend(thought)
             if (text := delta.get("content")) and (text.strip() or self._open != "call"):
-                self._append("text", text, logprobs.get("content") or ())
+                self._begin_item("text")
+                self._extend(text, logprobs.get("content") or ())
             for call in delta.get("tool_calls") or ():
                 function = call["function"]
                 if function.get("name"):
-                    self._close()
-                    self._begin("call", call)
+                    self._begin_item("call", call)
                 if function["arguments"]:
                     self._extend(function["arguments"])
             if choice["finish_reason"]:
@@ -129,15 +130,12 @@ class AnswerTranslation:
                 stop = choice.get("stop_reason")  # vLLM's is a number for a stop token
                 self._stop_reason = stop if isinstance(stop, str) else None
 
-    def _append(self, kind: Kind, text: str, logprobs: Any = ()) -> None:
-        if self._open != kind:
+    def _begin_item(self, kind: Kind, call: dict[str, Any] | None = None) -> None:
+        """Begin an item, unless the open one is a thought or a text of this kind."""
+        if kind == "call" or self._open != kind:
             self._close()
-            self._begin(kind)
-        self._extend(text, logprobs)
-
-    def _begin(self, kind: Kind, call: dict[str, Any] | None = None) -> None:
-        self._open = kind
-        self._open_item(call or {})
+            self._open = kind
+            self._open_item(call or {})
 
     def _close(self) -> None:
         if self._open is not None:
